@@ -1,0 +1,123 @@
+"""How long from the command to the first token?
+
+Each side is started with its own command, asked for one token as soon as its port answers, and ended; the page cache is
+warm for all (one uncounted start each). Sides take turns, so that a slow spell of the machine hits all.
+Prints medians, writes results/start.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from kvferry.models.catalog import resolve
+from models import make_bench_model
+from report import print_machine, save
+
+LIMIT_S = 300.0
+
+
+def parse() -> argparse.Namespace:
+    """The flags."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--vllm", type=Path, help="the Python of an environment with vLLM; left out when not given")
+    parser.add_argument("--runs", type=int, default=3, help="counted starts of each side")
+    return parser.parse_args()
+
+
+def commands(model: str, port: int, vllm: Path | None) -> dict[str, list[str]]:
+    """The sides, by name."""
+    kvferry = [sys.executable, "-m", "kvferry.cli.main", "serve", model, "--port", str(port)]
+    common = ["--served-model-name", "m", "--dtype", "float32", "--kv-cache-memory", "128MiB"]
+    sides = {
+        "kvferry serve": [*kvferry, *common],
+        "kvferry serve, 1P+1D": [*kvferry, *common, "--prefill", "1", "--decode", "1"],
+    }
+    if vllm is not None:
+        sides["vllm serve"] = [
+            *[str(vllm), "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--served-model-name", "m"],
+            *["--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--max-model-len", "4096"],
+            *["--enforce-eager", "--kv-cache-memory-bytes", str(128 * 2**20), "--block-size", "32"],
+        ]
+    return sides
+
+
+def start_once(command: list[str], port: int) -> float:
+    """Seconds from the command to its first token."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    environment["VLLM_CPU_OMP_THREADS_BIND"] = "0"
+    began = time.perf_counter()
+    process = subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment, start_new_session=True
+    )
+    try:
+        while time.perf_counter() - began < LIMIT_S:
+            if process.poll() is not None:
+                raise RuntimeError(f"{' '.join(command)} ended with {process.returncode}; run it by hand to see why")
+            if answers(port):
+                return time.perf_counter() - began
+            time.sleep(0.02)
+        raise RuntimeError(f"{command[0]} gave no token within {LIMIT_S:g} s")
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait(timeout=60)
+
+
+def answers(port: int) -> bool:
+    """Whether one token can be had."""
+    body = {"model": "m", "prompt": [5, 6, 7], "max_tokens": 1}
+    try:
+        return httpx.post(f"http://127.0.0.1:{port}/v1/completions", json=body, timeout=60).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+def free_port() -> int:
+    """A port that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def measure(model: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Medians of one model, by side."""
+    times: dict[str, list[float]] = {}
+    for run in range(options.runs + 1):
+        port = free_port()
+        for name, command in commands(model, port, options.vllm).items():
+            seconds = start_once(command, port)
+            if run:
+                times.setdefault(name, []).append(seconds)
+    medians = {name: {"median_s": statistics.median(runs), "runs_s": runs} for name, runs in times.items()}
+    for name, figures in medians.items():
+        print(f"  {name:24s} {figures['median_s']:6.2f} s", flush=True)
+    return medians
+
+
+def main() -> None:
+    """Both models, all sides."""
+    options = parse()
+    print_machine()
+    results = {}
+    with tempfile.TemporaryDirectory() as folder:
+        large = make_bench_model(Path(folder))
+        for name, model in (("tiny-python", resolve("kvferry/tiny-python")), ("88M random Llama", large)):
+            print(name)
+            results[name] = measure(str(model), options)
+    print(f"wrote {save('start', {'runs': options.runs, 'dtype': 'float32'}, results)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,130 @@
+"""How fast does KV get from one process to another? Every transport beside the plain way of doing the same.
+
+Two processes on one machine, one core each. Blocks of several sizes in random places on both sides, so many that
+they fill no cache. The media take turns in rounds, and contents are verified. `memcpy`, a loop in C between the two
+processes' shared memory, is the limit.
+
+Prints a table and writes results/transfer.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+from report import print_machine, save
+from transfer_media import MEDIA
+
+SIDE = Path(__file__).with_name("transfer_side.py")
+MIB = 2**20
+TIMEOUT_S = 300.0
+PAIRS = [
+    ("kvferry shm", "memcpy"),
+    ("kvferry tcp", "socket"),
+    ("kvferry tcp, 2 streams", "socket, 2 streams"),
+    ("kvferry nixl", "NIXL's API"),
+    ("kvferry mooncake", "Mooncake's API"),
+]
+
+
+def parse() -> argparse.Namespace:
+    """The flags."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--total", type=int, nargs="*", default=[64, 256], help="MiB that each transfer moves")
+    parser.add_argument("--blocks", type=int, nargs="*", default=[16, 64, 256, 1024], help="KiB")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--repeat", type=int, default=3, help="transfers in each round")
+    parser.add_argument("--cores", type=int, nargs=2, default=[0, 1], help="of the serving and of the reading process")
+    parser.add_argument("--media", nargs="*", default=list(MEDIA), choices=list(MEDIA), metavar="MEDIUM")
+    return parser.parse_args()
+
+
+def run(medium: str, total: int, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """One round of one medium: what the reading process printed."""
+    region = 2 * total * MIB
+
+    def start(end: str, core: int, *more: str) -> subprocess.Popen[str]:
+        command = [sys.executable, str(SIDE), end, medium, f"--core={core}", f"--region={region}", *more]
+        environment = {"OMP_NUM_THREADS": "1", "UCX_LOG_LEVEL": "error", **os.environ}
+        pipe = subprocess.PIPE
+        return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True, env=environment)
+
+    blocks = [str(size * 1024) for size in options.blocks]
+    with start("serve", options.cores[0]) as server:
+        assert server.stdout is not None
+        where = next(line for line in server.stdout if line.startswith("{"))  # some libraries print their log
+        more = ["--total", str(total * MIB), "--repeat", str(options.repeat), "--blocks", *blocks]
+        with start("read", options.cores[1], *more) as reader:
+            try:
+                lines, _ = reader.communicate(where, timeout=TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                print(f"\n{medium}: not done after {TIMEOUT_S:g} s, left out of this round", file=sys.stderr)
+                lines = ""
+            finally:
+                reader.kill()
+        try:
+            server.communicate("", timeout=30)
+        except subprocess.TimeoutExpired:
+            print(f"\n{medium}: its serving process does not end", file=sys.stderr)
+        finally:
+            server.kill()
+    return [json.loads(line) for line in lines.splitlines() if line.startswith("{")]
+
+
+def main() -> None:
+    """All media in turns, round after round."""
+    options = parse()
+    print_machine()
+    print(json.dumps(vars(options)))
+    seconds: dict[tuple[int, int, str], list[float]] = defaultdict(list)
+    cpu: dict[tuple[int, int, str], list[float]] = defaultdict(list)
+    for number in range(options.rounds):
+        for total in options.total:
+            for medium in options.media:
+                print(f"\rround {number + 1} of {options.rounds}: {total} MiB, {medium:24s}", end="", file=sys.stderr)
+                for line in run(medium, total, options):
+                    seconds[total, line["block"], medium] += line["seconds"]
+                    cpu[total, line["block"], medium] += line["cpu_seconds"]
+    print(file=sys.stderr)
+    results = [
+        {
+            "total_mib": total,
+            "block_kib": block // 1024,
+            "medium": medium,
+            "num_transfers": len(times),
+            "gb_per_s": round(total * MIB / statistics.median(times) / 1e9, 2),
+            "cpu_s_per_gb": round(statistics.median(cpu[total, block, medium]) / (total * MIB / 1e9), 3),
+        }
+        for (total, block, medium), times in seconds.items()
+    ]
+    print_table(results, options)
+    print(f"wrote {save('transfer', vars(options), results)}")
+
+
+def print_table(results: list[dict[str, Any]], options: argparse.Namespace) -> None:
+    """GB/s, and CPU seconds of both ends for each GB; a column for each total and block size."""
+    cells = {(row["total_mib"], row["block_kib"], row["medium"]): row for row in results}
+    columns = [(total, block) for total in options.total for block in options.blocks]
+    heading = "".join(f"{f'{total}M/{block}K':>16s}" for total, block in columns)
+    print(f"{'GB/s (CPU s per GB)':24s}{heading}")
+    for medium in options.media:
+        found = [cells.get((*column, medium)) for column in columns]
+        texts = [f"{row['gb_per_s']:.2f} ({row['cpu_s_per_gb']:.2f})" if row else "-" for row in found]
+        print(f"{medium:24s}" + "".join(f"{text:>16s}" for text in texts))
+    print("\nratio")
+    for ours, theirs in PAIRS:
+        rows = [(cells.get((*column, ours)), cells.get((*column, theirs))) for column in columns]
+        if any(mine and other for mine, other in rows):
+            ratios = [f"{mine['gb_per_s'] / other['gb_per_s']:.2f}" if mine and other else "-" for mine, other in rows]
+            print(f"{f'{ours} / {theirs}':40s}" + "".join(f"{text:>12s}" for text in ratios))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,159 @@
+"""What does a hand-off cost before the first token, and how much of the transfer is hidden behind the prefill?
+
+One plain instance and one pair (1P+1D) stand behind routers, both on the same cores: the plain instance shares its core
+with P, and only one of the two is asked at a time. Prompts alternate between them; each is new to both. Measured:
+
+  TTFT          asked until the first token (the pair's first token is P's)
+  second token  asked until the second, which needs all KV at D
+  transfer      from when D may read until it has all, and how much of that came after P was done
+
+for every medium, sequential and concurrent. Prints medians, writes results/ttft.json and a plot.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import statistics
+import tempfile
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from load import Streamed, stream_completion
+from models import SHAPE, make_bench_model
+from report import RESULTS, print_machine, save
+from served import disaggregated, replicas
+
+Figures = dict[str, float]
+NUM_LAYERS = SHAPE["num_hidden_layers"]
+
+
+def parse() -> argparse.Namespace:
+    """The flags."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--media", nargs="+", default=["shm", "tcp"], help="transports: shm tcp nixl mooncake gloo")
+    parser.add_argument("--prompts", type=int, nargs="+", default=[512, 2048, 8000], help="tokens of a prompt")
+    parser.add_argument("--repeat", type=int, default=7, help="prompts of each length; the longest take fewer")
+    parser.add_argument("--chunk", type=int, default=2048, help="--max-num-batched-tokens of all instances")
+    parser.add_argument("--dtype", default="bfloat16")
+    return parser.parse_args()
+
+
+async def ask(session: aiohttp.ClientSession, url: str, prompt: list[int]) -> Streamed:
+    """One prompt, two tokens."""
+    answer = await stream_completion(session, url, "bench", prompt, 2, return_timeline=True)
+    if answer.error:
+        raise RuntimeError(answer.error)
+    return answer
+
+
+async def alternate(plain: str, pair: str, lengths: list[int], repeat: int, seed: str) -> dict[str, Figures]:
+    """Medians by prompt length."""
+    dice = random.Random(seed)
+    seen: dict[int, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    timeout = aiohttp.ClientTimeout(total=600)
+    async with aiohttp.ClientSession(timeout=timeout) as session:
+        for length in lengths:
+            runs = repeat if length < 4000 else max(3, repeat // 2)
+            for run in range(runs + 1):
+                answers = {}
+                for name, url in (("plain", plain), ("pair", pair)) if run % 2 else (("pair", pair), ("plain", plain)):
+                    prompt = [dice.randrange(5, SHAPE["vocab_size"]) for _ in range(length)]
+                    answers[name] = await ask(session, url, prompt)
+                if run:
+                    note(seen[length], answers)
+    return {str(length): summary(values) for length, values in seen.items()}
+
+
+def note(seen: dict[str, list[float]], answers: dict[str, Streamed]) -> None:
+    """One pair of answers."""
+    for name, answer in answers.items():
+        seen[f"{name}_ttft"].append(answer.ttft)
+        seen[f"{name}_second"].append(answer.token_times[1] - answer.asked)
+    stamps = answers["pair"].timeline
+    seen["transfer"].append(stamps["transfer_done"] - stamps["transfer_started"])
+    seen["exposed"].append(max(0.0, stamps["transfer_done"] - stamps["prefill_done"]))
+
+
+def summary(seen: dict[str, list[float]]) -> Figures:
+    """Medians in milliseconds; differences are of pairs, since the machine drifts."""
+    paired = zip(seen["pair_ttft"], seen["plain_ttft"], strict=True)
+    found = {f"{name}_ms": statistics.median(values) * 1e3 for name, values in seen.items()}
+    found["added_ms"] = statistics.median(pair - plain for pair, plain in paired) * 1e3
+    found["added_percent"] = 100 * found["added_ms"] / found["plain_ttft_ms"]
+    found["runs"] = len(seen["exposed"])
+    return found
+
+
+def show(label: str, figures: dict[str, Figures]) -> None:
+    """One line a prompt length."""
+    for length, one in figures.items():
+        print(
+            f"{label:18s} {length:>5s} tokens  TTFT {one['pair_ttft_ms']:8.1f} ms, plain {one['plain_ttft_ms']:8.1f},"
+            f" added {one['added_ms']:6.1f} ms ({one['added_percent']:5.2f} %)  second token"
+            f" {one['pair_second_ms']:8.1f}, plain {one['plain_second_ms']:8.1f}  transfer {one['transfer_ms']:7.1f},"
+            f" exposed {one['exposed_ms']:6.1f}",
+            flush=True,
+        )
+
+
+def main() -> None:
+    """All media, both forms."""
+    options = parse()
+    print_machine()
+    cores = sorted(os.sched_getaffinity(0))[:2]
+    results: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        longest = max(options.prompts) + 8
+        model = make_bench_model(Path(folder), max_position_embeddings=max(longest, 4096))
+        common = ["--served-model-name", "bench", "--dtype", options.dtype, "--kv-cache-memory", "1GiB"]
+        common += ["--max-num-batched-tokens", str(options.chunk)]
+        with replicas(model, cores[:1], *common) as plain:
+            for medium in options.media:
+                transfer = {"kv_connector": "P2pConnector", "kv_connector_extra_config": {"transport": medium}}
+                flags = [*common, "--kv-transfer-config", json.dumps(transfer)]
+                for form in ("sequential", "concurrent"):
+                    with disaggregated(model, *flags, "--hand-off", form) as pair:
+                        label = f"{medium}, {form}"
+                        figures = asyncio.run(alternate(plain, pair, options.prompts, options.repeat, label))
+                    results[label] = figures
+                    show(label, figures)
+    settings = {"model": SHAPE, **vars(options)}
+    path = save("ttft", settings, results)
+    plot(results, RESULTS / "ttft.png")
+    print(f"wrote {path} and {RESULTS / 'ttft.png'}")
+
+
+def plot(results: dict[str, Any], path: Path) -> None:
+    """Transfer time a layer, in all and as far as the prefill did not hide it."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7.5, 4.5))
+    for label, figures in results.items():
+        lengths = [int(length) for length in figures]
+        color = axes.plot(
+            lengths, [one["exposed_ms"] / NUM_LAYERS for one in figures.values()], marker="o", label=f"{label}: exposed"
+        )[0].get_color()
+        totals = [one["transfer_ms"] / NUM_LAYERS for one in figures.values()]
+        axes.plot(lengths, totals, linestyle=":", color=color)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xlabel("prompt tokens")
+    axes.set_ylabel("ms per layer (dotted: from first to last byte)")
+    axes.grid(True, which="both", alpha=0.25)
+    axes.legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,36 @@
+"""kvferry's connectors inside vLLM.
+
+For every connector that the registry knows, this module has a class for vLLM by the name `Kvferry` + its name, made
+when it is first asked for: `--kv-transfer-config` finds it with `"kv_connector_module_path": "kvferry.adapters.vllm"`,
+or by its name alone, since `register` (vLLM's plugin entry point) makes the names known. Importing this module
+imports neither vLLM nor torch.
+"""
+
+from __future__ import annotations
+
+from kvferry.adapters.vllm.catalog import PREFIX, class_names, connector_class
+from kvferry.core.errors import UnknownName
+
+__all__ = ["class_names", "register"]
+
+
+def register() -> None:
+    """Tell vLLM's factory the names. vLLM calls it in each of its processes, perhaps more than once."""
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    for name in class_names():
+        if name not in KVConnectorFactory._registry:
+            KVConnectorFactory.register_connector(name, __name__, name)
+
+
+def __getattr__(name: str) -> type:
+    if not name.startswith(PREFIX):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        return connector_class(name)
+    except UnknownName as error:
+        raise AttributeError(str(error)) from error
+
+
+def __dir__() -> list[str]:
+    return [*__all__, *class_names()]

@@ -1,0 +1,31 @@
+"""The classes that vLLM builds, one for each of kvferry's connectors."""
+
+from __future__ import annotations
+
+from functools import cache
+
+from kvferry.adapters.vllm.versions import require_tested
+from kvferry.connectors.registry import connector_names
+from kvferry.core.errors import UnknownName
+
+PREFIX = "Kvferry"
+
+
+def class_names() -> list[str]:
+    """What `kv_connector` may be in vLLM's configuration."""
+    return [PREFIX + name for name in connector_names()]
+
+
+@cache
+def connector_class(name: str) -> type:
+    """The class of that name. It is always the same object: vLLM compares classes.
+
+    Raises `UnknownName` with the nearest known one, and `ConfigError` for a vLLM that this adapter was not tested on.
+    """
+    if name not in class_names():
+        raise UnknownName("kv_connector", name, class_names())
+    require_tested()
+    from kvferry.adapters.vllm.connector import KvferryConnector
+
+    members = {"__module__": "kvferry.adapters.vllm", "connector_name": name.removeprefix(PREFIX)}
+    return type(name, (KvferryConnector,), members)

@@ -1,0 +1,229 @@
+"""vLLM's connector class. vLLM builds it twice: beside its scheduler, and beside the KV cache of each worker."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import Any, ClassVar
+
+import torch
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
+)
+from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import Request
+
+from kvferry.adapters.vllm import siblings
+from kvferry.adapters.vllm.layout import cache_shape
+from kvferry.adapters.vllm.messages import Handshake, StepMetadata, WorkerFacts, WorkerReports
+from kvferry.adapters.vllm.metrics import KvferryPromMetrics, KvferryStats, Meter
+from kvferry.adapters.vllm.pool import SharedAllocation
+from kvferry.adapters.vllm.scheduler_half import SchedulerHalf
+from kvferry.adapters.vllm.settings import read_settings
+from kvferry.adapters.vllm.worker_half import StepResults, WorkerHalf
+from kvferry.connectors.api import ConnectorContext, HasAddresses
+from kvferry.connectors.registry import find_connector
+from kvferry.core.errors import ConfigError
+
+
+class KvferryConnector(KVConnectorBase_V1):
+    """What all of kvferry's connectors have in common in vLLM, which is everything but their name."""
+
+    connector_name: ClassVar[str]
+    """In kvferry's registry."""
+
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        rank = get_tensor_model_parallel_rank() if role is KVConnectorRole.WORKER else 0
+        self._settings = read_settings(vllm_config.kv_transfer_config, self.connector_name, rank)
+        self._require_ranks(vllm_config.parallel_config.tensor_parallel_size)
+        shape = cache_shape(vllm_config, kv_cache_config)
+        self._worker: WorkerHalf | None = None
+        self._scheduler: SchedulerHalf | None = None
+        self._results = StepResults()
+        self._meter = Meter(rank)
+        if role is KVConnectorRole.WORKER:
+            self._worker = WorkerHalf(self._settings, shape, rank)
+        else:
+            siblings.claim_hand_offs(self, self._settings)
+
+    def _require_ranks(self, tp_size: int) -> None:
+        if find_connector(self._settings.transfer).worker_class().plan_type is None and tp_size > 1:
+            raise ConfigError(f"{self.connector_name} works on one rank only, and this vLLM has {tp_size}")
+
+    # Worker: the KV cache.
+
+    def get_mem_pool_context(self) -> AbstractContextManager[Any] | None:
+        """Where the KV cache is to be allocated."""
+        tensors = self._kv_cache_config.kv_cache_tensors
+        if not self._settings.shared_memory or not tensors or not siblings.claims_allocation(self, self._settings):
+            return None
+        if self._vllm_config.device_config.device_type != "cpu":
+            return None
+        return SharedAllocation(tensors[0].size)
+
+    def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
+        """It is there."""
+        self._half().register(self._vllm_config, self._kv_cache_config, kv_caches)
+        siblings.add_worker(self._settings, self._half().facts)
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata:
+        """For the scheduler's half."""
+        return Handshake(siblings.worker_facts(self._settings))
+
+    def _half(self) -> WorkerHalf:
+        assert self._worker is not None, "called in the scheduler's process"
+        return self._worker
+
+    def _step(self) -> StepMetadata:
+        metadata = self._get_connector_metadata()
+        assert isinstance(metadata, StepMetadata)
+        return metadata
+
+    # Worker: steps.
+
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        """First in a step."""
+        assert isinstance(kv_connector_metadata, StepMetadata)
+        self._half().begin(kv_connector_metadata)
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        """Blocks that vLLM wants zeroed are; the model has not run yet."""
+        super().bind_connector_metadata(connector_metadata)
+        self._half().start(self._step(), model_has_run=False)
+
+    def start_load_kv(self, forward_context: object, **kwargs: Any) -> None:
+        """Before the model runs when it waits for a load of this step, else after it."""
+        self._half().start(self._step(), model_has_run=not self._step().step_loads)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Before a layer's attention."""
+        self._half().wait_layer(layer_name)
+
+    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: object, **kwargs: Any) -> None:
+        """After a layer's attention."""
+        self._half().save_layer(layer_name)
+
+    def wait_for_save(self) -> None:
+        """The model has run."""
+        self._half().end_step(self._step())
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """Asked once a step; what the next three calls say is of the same moment."""
+        step = self._step() if self.has_connector_metadata() else None
+        self._results = results = self._half().report(step)
+        return KVConnectorTransferResults(results.finished_sending, results.finished_recving, results.failed_recving)
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Blocks of loads that failed while the model ran."""
+        return self._results.invalid_block_ids
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        """The report, for the scheduler side."""
+        return WorkerReports([self._results.rank_report]) if self._results.rank_report else None
+
+    # Scheduler.
+
+    def set_xfer_handshake_metadata(self, metadata: Mapping[int, KVConnectorHandshakeMetadata]) -> None:
+        """All workers have their KV cache: now the scheduler side can be built."""
+        facts = [self._facts_of(metadata[rank]) for rank in sorted(metadata)]
+        context = ConnectorContext(self._settings.transfer, facts[0].layout, self._settings.auth_token)
+        side = find_connector(self._settings.transfer).build_scheduler_side(context)
+        addresses = [fact.address for fact in facts if fact.address is not None]
+        if addresses and isinstance(side, HasAddresses):
+            side.set_addresses(addresses)
+        self._scheduler = SchedulerHalf(self._settings, side, facts[0].layout)
+
+    def _facts_of(self, metadata: KVConnectorHandshakeMetadata) -> WorkerFacts:
+        if not isinstance(metadata, Handshake):
+            raise ConfigError(
+                f"vLLM's MultiConnector passes on one child's handshake only, and that was {type(metadata).__name__};"
+                f" list {type(self).__name__} first, or do without the other"
+            )
+        return metadata.facts[self._settings.key]
+
+    def _schedules(self) -> SchedulerHalf:
+        assert self._scheduler is not None, "called before the handshake, or in a worker"
+        return self._scheduler
+
+    def on_new_request(self, request: Request) -> None:
+        """Before anything else of it."""
+        self._schedules().add(request)
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """Tokens that can be loaded, and whether the request waits for them."""
+        return self._schedules().match(request, num_computed_tokens)
+
+    def update_state_after_alloc(self, request: Request, blocks: Any, num_external_tokens: int) -> None:
+        """Blocks are reserved."""
+        [block_ids] = blocks.get_block_ids()
+        self._schedules().allocated(request, block_ids, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        """The step is decided."""
+        return self._schedules().plan(scheduler_output)
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        """The workers' reports."""
+        reports = connector_output.kv_connector_worker_meta
+        assert reports is None or isinstance(reports, WorkerReports)
+        self._schedules().completed(reports)
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """Whether its blocks stay, and its ticket."""
+        return self._schedules().finish(request, block_ids)
+
+    def has_pending_push_work(self) -> bool:
+        """Whether workers must be told something though no request is left."""
+        return self._scheduler is not None and self._scheduler.has_work()
+
+    def reset_cache(self) -> bool:
+        """The weights have changed."""
+        return self._schedules().side.reset_cache()
+
+    # Both.
+
+    def shutdown(self) -> None:
+        """Give everything back. May be called twice."""
+        siblings.forget(self, self._settings)
+        if self._worker is not None:
+            self._worker.close()
+        scheduler, self._scheduler = self._scheduler, None
+        if scheduler is not None:
+            scheduler.side.close()
+
+    # Metrics.
+
+    def get_kv_connector_stats(self) -> KvferryStats | None:
+        """What changed since the last call."""
+        if self._worker is not None:
+            side = self._worker.side
+            return self._meter.read("worker", side.statistics() if side is not None else {})
+        if self._scheduler is None:
+            return None
+        return self._meter.read("scheduler", self._scheduler.statistics())
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KvferryStats:
+        """From what travelled to vLLM's front end."""
+        return KvferryStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> KvferryPromMetrics:
+        """vLLM's Prometheus registry has them from now on."""
+        return KvferryPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues, cls.connector_name)

@@ -1,0 +1,74 @@
+"""What passes between the halves of a connector through vLLM, which carries it between its own processes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
+)
+
+from kvferry.connectors.api import StepPlan
+from kvferry.core.layout import KVLayout
+
+
+@dataclass
+class StepMetadata(KVConnectorMetadata):
+    """Scheduler → every worker, with each step."""
+
+    plan: StepPlan
+    computes: bool
+    """Whether the model runs in this step."""
+    loads: dict[str, list[int]] = field(default_factory=dict)
+    """Requests that wait until their load, begun in this step, is reported, with all their blocks."""
+    step_loads: dict[str, list[int]] = field(default_factory=dict)
+    """Requests that run in this very step, with the blocks that are loaded meanwhile."""
+    refused: set[str] = field(default_factory=set)
+    """Requests that wait for a load which cannot be had."""
+    forgotten: set[str] = field(default_factory=set)
+    """Requests that are over, and nothing of theirs is under way."""
+
+
+@dataclass
+class RankReport:
+    """One worker's `TransferReport`, in what the scheduler side wants of it."""
+
+    loaded: set[str] = field(default_factory=set)
+    loaded_tokens: dict[str, int] = field(default_factory=dict)
+    failed: dict[str, tuple[str, str]] = field(default_factory=dict)
+    """Kind of error and its text."""
+    released: set[str] = field(default_factory=set)
+
+    def __bool__(self) -> bool:
+        return bool(self.loaded or self.failed or self.released)
+
+
+@dataclass
+class WorkerReports(KVConnectorWorkerMetadata):
+    """Workers → scheduler: one report a rank."""
+
+    ranks: list[RankReport]
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReports:
+        """Both."""
+        assert isinstance(other, WorkerReports)
+        return WorkerReports([*self.ranks, *other.ranks])
+
+
+@dataclass(frozen=True)
+class WorkerFacts:
+    """What the scheduler side is built with, and known only beside the KV cache."""
+
+    layout: KVLayout
+    address: dict[str, Any] | None
+
+
+@dataclass
+class Handshake(KVConnectorHandshakeMetadata):
+    """Worker → scheduler, once, before any request. vLLM's MultiConnector hands only one child's on, to all of them:
+    so it holds those of all kvferry's connectors in this worker, by `AdapterSettings.key`."""
+
+    facts: dict[str, WorkerFacts]

@@ -1,0 +1,79 @@
+"""Puts vLLM's KV cache into shared memory, so that an instance on the same machine reads it with a single copy.
+
+vLLM asks its connector for a context in which to allocate the KV cache. In ours, the one large `torch.zeros` of that
+allocation is served from a `SharedSegment`. Nothing of vLLM is changed.
+
+Owns the segments of this process. They outlive whoever asked for them as long as a tensor looks at them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from kvferry.core.errors import ConfigError
+from kvferry.transport.shared_memory import SharedSegment
+
+log = logging.getLogger(__name__)
+
+_segments: dict[int, PooledSegment] = {}
+"""By address. Several connectors of one vLLM use the same one."""
+
+
+class PooledSegment:
+    """A segment with vLLM's KV cache in it, and how many connectors use it."""
+
+    def __init__(self, segment: SharedSegment) -> None:
+        self._segment, self._num_users = segment, 0
+        self.name = segment.name
+
+    def retain(self) -> PooledSegment:
+        """One user more."""
+        self._num_users += 1
+        return self
+
+    def release(self) -> None:
+        """One user less; with the last, nobody else can attach any more."""
+        self._num_users -= 1
+        if self._num_users <= 0:
+            _segments.pop(self._segment.address, None)
+            self._segment.close()
+
+
+def find_segment(address: int) -> PooledSegment | None:
+    """The segment that begins there, for one more user."""
+    found = _segments.get(address)
+    return found.retain() if found is not None else None
+
+
+class SharedAllocation(TorchFunctionMode):
+    """Serves one `torch.zeros` of exactly `num_bytes` in host memory."""
+
+    def __init__(self, num_bytes: int) -> None:
+        super().__init__()
+        self._num_bytes = num_bytes
+
+    def __torch_function__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Anything else passes through."""
+        kwargs = kwargs or {}
+        if func is torch.zeros and self._is_ours(args, kwargs):
+            try:
+                return self._serve()
+            except ConfigError as error:
+                log.warning("the KV cache is not in shared memory, so its transfers take two copies: %s", error)
+        return func(*args, **kwargs)
+
+    def _is_ours(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        on_host = torch.device(kwargs.get("device") or "cpu").type == "cpu"
+        return on_host and tuple(args) == (self._num_bytes,) and kwargs.get("dtype") is torch.int8
+
+    def _serve(self) -> torch.Tensor:
+        segment = SharedSegment.create(self._num_bytes)
+        _segments[segment.address] = PooledSegment(segment)
+        return torch.frombuffer(segment.buffer, dtype=torch.int8)

@@ -1,0 +1,110 @@
+"""vLLM's request, as a connector may see it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+from vllm.v1.request import RequestStatus
+
+from kvferry.connectors.api import Hit
+from kvferry.core.block_hash import BlockHash, extend_hashes, root_hash
+from kvferry.core.errors import InvalidRequest, KvferryError
+from kvferry.core.hand_off import Consume, HandOff, PrefillResult, Produce, parse_hand_off
+from kvferry.core.timeline import Timeline
+
+_COMPLETE = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
+
+
+class RequestAdapter:
+    """A `RequestView`. `request` is vLLM's `Request`."""
+
+    def __init__(self, request: Any, block_size: int, model_fingerprint: str, *, hand_off: bool) -> None:
+        self.request = request
+        self.request_id: str = request.request_id
+        self.error: KvferryError | None = None
+        """Why the hand-off that was asked for cannot be, if so."""
+        self.hand_off: HandOff = self._parse(request.kv_transfer_params) if hand_off else None
+        self.asked: tuple[int, Hit] | None = None
+        """What the last `match` answered: tokens that were computed, and the hit."""
+        self.refused = self.failed = self.complained = False
+        """That the answer was: a load which must fail; that a load has failed; that its error was told."""
+        self._block_size, self._fingerprint = block_size, model_fingerprint
+        self._hashes: list[BlockHash] | None = None
+
+    def _parse(self, params: dict[str, Any] | None) -> HandOff:
+        try:
+            hand_off = parse_hand_off(params, self.request_id)
+        except InvalidRequest as error:
+            self.error = error
+            return None
+        if hand_off is not None and self.request.prompt_embeds is not None:
+            self.error = InvalidRequest("a prompt with embeddings cannot be handed off", param="kv_transfer_params")
+            return None
+        return hand_off
+
+    @property
+    def prompt_token_ids(self) -> Sequence[int]:
+        """Empty for a prompt with embeddings: tokens do not name its KV."""
+        return () if self.request.prompt_embeds is not None else self.request.prompt_token_ids or ()
+
+    @property
+    def block_hashes(self) -> Sequence[BlockHash]:
+        """kvferry's own: vLLM's differ from process to process unless PYTHONHASHSEED is set."""
+        if self._hashes is None:
+            self._hashes = []
+            root = root_hash(self._fingerprint, self._salt())
+            extend_hashes(self._hashes, root, self.prompt_token_ids, self._block_size)
+        return self._hashes
+
+    def _salt(self) -> str:
+        """Everything but tokens that the KV depends on: the tenant, the adapter, images and the like."""
+        request = self.request
+        parts = [request.cache_salt or ""]
+        if request.lora_request is not None:
+            parts += ["lora", request.lora_request.lora_name]
+        for feature in request.mm_features or ():
+            parts += ["item", str(feature.identifier), str(feature.mm_position.offset)]
+        if len(parts) == 1:
+            return parts[0]
+        return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+
+    @property
+    def prefill_result(self) -> PrefillResult | None:
+        """The producer's, once it ended well. A consumer in vLLM samples the first token itself: None."""
+        request = self.request
+        if not isinstance(self.hand_off, Produce) or request.status not in _COMPLETE or not request.output_token_ids:
+            return None
+        return PrefillResult(
+            first_token=request.output_token_ids[0],
+            seed=request.sampling_params.seed if request.sampling_params is not None else None,
+            timeline=Timeline(arrived=request.arrival_time),
+        )
+
+    # What `HasAnswer` says.
+
+    @property
+    def tokens(self) -> Sequence[int]:
+        """Prompt and answer."""
+        return () if self.request.prompt_embeds is not None else self.request.all_token_ids
+
+    @property
+    def num_computed_tokens(self) -> int:
+        """The last token was sampled, and not computed."""
+        return min(self.request.num_computed_tokens, self.request.num_tokens - 1)
+
+    @property
+    def finish_reason(self) -> str | None:
+        """As in the answer."""
+        reason = self.request.get_finished_reason()
+        return None if reason is None else str(reason)
+
+    # For the adapter.
+
+    @property
+    def promised(self) -> bool:
+        """Whether its KV is elsewhere, as the client says."""
+        return isinstance(self.hand_off, Consume) or bool(
+            (self.request.kv_transfer_params or {}).get("do_remote_prefill")
+        )

@@ -1,0 +1,45 @@
+"""Which releases of vLLM this adapter was run on. vLLM calls its connector API experimental and changes it often."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+
+from kvferry.core.errors import ConfigError, MissingDependency
+
+log = logging.getLogger(__name__)
+
+TESTED = {"0.32": "0.32.0, CPU build"}
+"""Release line → what was run."""
+OVERRIDE = "KVFERRY_ALLOW_UNTESTED_VLLM"
+
+
+def release_line(version: str) -> str:
+    """The part of a version within which the connector API stays: "0.32" of "0.32.1+cpu"."""
+    found = re.match(r"\d+\.\d+", version)
+    return found[0] if found else version
+
+
+def installed_version() -> str:
+    """vLLM's version. Raises `MissingDependency`."""
+    try:
+        from vllm import __version__
+    except ImportError as error:
+        raise MissingDependency("kvferry.adapters.vllm", "vllm", "vllm") from error
+    return str(__version__)
+
+
+def require_tested(version: str | None = None) -> None:
+    """Raise `ConfigError` when this vLLM (or `version`) was never tested; with the override set, warn."""
+    version = version or installed_version()
+    if release_line(version) in TESTED:
+        return
+    tested = ", ".join(TESTED)
+    if os.environ.get(OVERRIDE, "") not in ("", "0"):
+        log.warning("vLLM %s was never tested with kvferry's connectors (tested: %s)", version, tested)
+        return
+    raise ConfigError(
+        f"kvferry's connectors were tested with vLLM {tested}, and this is {version}; install a tested version, or"
+        f" set {OVERRIDE}=1 to try it all the same"
+    )

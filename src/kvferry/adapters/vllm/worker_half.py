@@ -1,0 +1,198 @@
+"""The half of a connector beside vLLM's KV cache: vLLM's calls on one side, a `WorkerSide` on the other.
+
+Owns the worker side, and what it was told of each load. In one step vLLM calls, in this order: `begin` before blocks
+that were given back are written to; `start` before the model runs, or after it; `wait_layer` and `save_layer` around
+each layer's attention, or not at all when a CUDA graph is replayed; `end_step`; `report`.
+
+On a GPU the model has only been queued when those calls come. Layers are therefore announced at the end of a step, when
+the device is done with it. Never run on a GPU.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from kvferry.adapters.vllm import pool
+from kvferry.adapters.vllm.fingerprint import model_fingerprint
+from kvferry.adapters.vllm.layout import KVCacheShape, allocation, block_memory, kv_layout
+from kvferry.adapters.vllm.messages import RankReport, StepMetadata, WorkerFacts
+from kvferry.adapters.vllm.settings import AdapterSettings
+from kvferry.connectors.api import ConnectorContext, HasAddress, TransferReport, WorkerSide
+from kvferry.connectors.registry import find_connector
+from kvferry.core.errors import LeakError
+from kvferry.transport.memory import Region
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class StepResults:
+    """What vLLM wants to hear after a step."""
+
+    finished_sending: set[str] = field(default_factory=set)
+    finished_recving: set[str] = field(default_factory=set)
+    failed_recving: set[str] = field(default_factory=set)
+    invalid_block_ids: set[int] = field(default_factory=set)
+    rank_report: RankReport = field(default_factory=RankReport)
+
+
+@dataclass
+class _Load:
+    """A load that vLLM lets a request wait for, and whether it was told of its end."""
+
+    block_ids: list[int]
+    reported: bool = False
+
+
+class WorkerHalf:
+    """See the module. Used from vLLM's worker thread only."""
+
+    def __init__(self, settings: AdapterSettings, shape: KVCacheShape, rank: int) -> None:
+        self._settings, self._shape, self._rank = settings, shape, rank
+        self._layer_indices = {name: index for index, name in enumerate(shape.layer_names)}
+        self._step: StepMetadata | None = None
+        self._started = False
+        self._saved: set[int] = set()
+        self._loads: dict[str, _Load] = {}
+        self._step_loads: dict[str, list[int]] = {}
+        self._on_gpu = False
+        self._segment: pool.PooledSegment | None = None
+        self.side: WorkerSide | None = None
+        self.facts: WorkerFacts
+
+    # Life.
+
+    def register(self, vllm_config: object, kv_cache_config: object, kv_caches: Mapping[str, torch.Tensor]) -> None:
+        """The KV cache is there: build the worker side on it. Raises `ConfigError` when it cannot be moved."""
+        kv_caches = {name: kv_caches[name] for name in self._shape.layer_names}
+        fingerprint = self._settings.model_fingerprint or model_fingerprint(vllm_config)
+        layout = kv_layout(vllm_config, self._shape, kv_caches, fingerprint, self._rank)
+        address, num_bytes = allocation(kv_caches)
+        device = str(next(iter(kv_caches.values())).device)
+        self._on_gpu = device != "cpu"
+        self._segment = pool.find_segment(address)
+        region = Region(address, num_bytes, self._segment.name if self._segment is not None else None)
+        memory = block_memory(layout, self._shape, kv_cache_config, region, device)
+        context = ConnectorContext(self._settings.transfer, layout, self._settings.auth_token)
+        side = find_connector(self._settings.transfer).build_worker_side(context)
+        side.register(memory)
+        self.side = side
+        self.facts = WorkerFacts(layout, side.address() if isinstance(side, HasAddress) else None)
+        log.info(
+            "%s: %d blocks of %d bytes in %s, %s",
+            self._settings.transfer.kv_connector,
+            memory.num_blocks,
+            layout.block_bytes,
+            "shared memory" if region.segment else f"{device} memory",
+            layout.packing,
+        )
+
+    def close(self) -> None:
+        """End every transfer."""
+        side, self.side = self.side, None
+        if side is not None:
+            side.close()
+        if self._segment is not None:
+            self._segment.release()
+            self._segment = None
+
+    # Steps.
+
+    def begin(self, step: StepMetadata) -> None:
+        """Void what was announced of blocks that are no longer its request's."""
+        self._step, self._started = step, False
+        if step.plan is not None and self.side is not None:
+            self.side.withdraw(step.plan)
+
+    def start(self, step: StepMetadata, *, model_has_run: bool) -> None:
+        """Begin the step's work, once: as soon as what is in the KV cache is what was computed."""
+        if self._started or self.side is None:
+            return
+        if self._on_gpu and step.plan is not None:
+            if not model_has_run and not step.step_loads:
+                return  # blocks of the step before may still be in the making: later, when the device is done
+            torch.accelerator.synchronize()
+        self._started = True
+        for request_id, block_ids in step.loads.items():
+            self._loads[request_id] = _Load(block_ids)
+        self._step_loads.update(step.step_loads)
+        if step.plan is not None:
+            self.side.start(step.plan)
+        if self._on_gpu and step.step_loads:
+            for layer in range(len(self._layer_indices)):
+                self.side.wait_layer(layer)
+
+    def wait_layer(self, layer_name: str) -> None:
+        """Before a layer's attention."""
+        layer = self._layer_indices.get(layer_name)
+        if layer is not None and self.side is not None and self._started and not self._on_gpu:
+            self.side.wait_layer(layer)
+
+    def save_layer(self, layer_name: str) -> None:
+        """After a layer's attention."""
+        layer = self._layer_indices.get(layer_name)
+        if layer is not None and self.side is not None and self._started and not self._on_gpu:
+            self._saved.add(layer)
+            self.side.save_layer(layer)
+
+    def end_step(self, step: StepMetadata) -> None:
+        """After the model ran, if it did: layers that no call came for have their KV by now too."""
+        if self.side is None or not step.computes:
+            return
+        if self._on_gpu and step.plan is not None:
+            torch.accelerator.synchronize()
+        for layer in range(len(self._layer_indices)):
+            if layer not in self._saved:
+                self.side.save_layer(layer)
+        self._saved.clear()
+        self.side.flush()
+
+    def report(self, step: StepMetadata | None) -> StepResults:
+        """What happened since the last report."""
+        results = StepResults()
+        if step is not None:
+            results.finished_recving |= step.refused
+            results.failed_recving |= step.refused
+        if self.side is not None:
+            self._sort(self.side.poll(), results)
+        for request_id in step.forgotten if step is not None else ():
+            self._loads.pop(request_id, None)
+        return results
+
+    def check(self) -> None:
+        """Raise `LeakError` when something is kept of requests that are gone."""
+        if self._loads or self._step_loads:
+            raise LeakError(f"loads of vLLM's requests {[*self._loads, *self._step_loads][:8]} are not forgotten")
+
+    def _sort(self, report: TransferReport, results: StepResults) -> None:
+        for request_id in report.loaded:
+            self._load_ended(request_id, results)
+        for request_id, num_tokens in report.loaded_tokens.items():
+            if request_id in self._loads:
+                missing = self._loads[request_id].block_ids[num_tokens // self._shape.block_size :]
+                results.invalid_block_ids.update(missing)
+        for request_id in report.failed:
+            self._load_ended(request_id, results)
+            if request_id in self._loads:
+                results.failed_recving.add(request_id)
+            results.invalid_block_ids.update(self._step_loads.get(request_id, ()))
+        for request_id in report.released:
+            if request_id in self._loads:  # an aborted load: vLLM lets the blocks go with the load's own report
+                self._load_ended(request_id, results)
+                del self._loads[request_id]
+            else:
+                results.finished_sending.add(request_id)
+        for request_id in [*report.loaded, *report.failed]:
+            self._step_loads.pop(request_id, None)
+        failed = {name: (type(error).__name__, str(error)) for name, error in report.failed.items()}
+        results.rank_report = RankReport(report.loaded, report.loaded_tokens, failed, report.released)
+
+    def _load_ended(self, request_id: str, results: StepResults) -> None:
+        load = self._loads.get(request_id)
+        if load is not None and not load.reported:
+            load.reported = True
+            results.finished_recving.add(request_id)

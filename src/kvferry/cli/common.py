@@ -1,0 +1,137 @@
+"""Flags that several commands have, and what they do with them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated, Any, Protocol
+
+from cyclopts import Group, Parameter
+
+from kvferry.cli.flags import field_help, flags_of, nothing_said
+from kvferry.core.names import resolve
+from kvferry.core.transfer_config import KVTransferConfig
+from kvferry.engine.config import EngineConfig
+from kvferry.fleet.display import ReportingDisplay, make_display
+from kvferry.fleet.local import TOKEN_VARIABLE
+from kvferry.fleet.ready import ReadyWriter
+from kvferry.fleet.spec import EngineChoice, FleetSpec, InstanceSpec, Listen
+from kvferry.fleet.supervisor import FleetPlan, LocalSupervisor
+from kvferry.fleet.transfer import InstanceRole
+from kvferry.router.config import RouterConfig
+
+if TYPE_CHECKING:
+    # What a type checker sees; the flags have the same fields.
+    ChoiceFields = EngineChoice
+    EngineFields = EngineConfig
+    InstanceFields = InstanceSpec
+    ListenFields = Listen
+    FleetFields = FleetSpec
+    RouterFields = RouterConfig
+    RouterOptionFields = RouterConfig
+else:
+    ChoiceFields = flags_of(EngineChoice)
+    EngineFields = flags_of(EngineConfig, without=("model",))
+    InstanceFields = flags_of(InstanceSpec)
+    ListenFields = flags_of(Listen)
+    FleetFields = flags_of(FleetSpec)
+    RouterFields = flags_of(RouterConfig)
+    RouterOptionFields = flags_of(RouterConfig, without=("prefill_url", "decode_url", "bootstrap_port"))
+
+Model = Annotated[str, Parameter(help=field_help(EngineConfig)["model"])]
+FleetFlags = Annotated[FleetFields, Parameter(name="*", group=Group("Fleet", sort_key=1))]
+ListenFlags = Annotated[ListenFields, Parameter(name="*", group=Group("Listening", sort_key=2))]
+InstanceFlags = Annotated[InstanceFields, Parameter(name="*", group=Group("Instance", sort_key=3))]
+RouterFlags = Annotated[RouterFields, Parameter(name="*", group=Group("Router", sort_key=4))]
+RouterOptionFlags = Annotated[RouterOptionFields, Parameter(name="*", group=Group("Router", sort_key=4))]
+ChoiceFlags = Annotated[ChoiceFields, Parameter(name="*", group=Group("Which engine", sort_key=5))]
+EngineFlags = Annotated[EngineFields, Parameter(name="*", group=Group("kvferry's engine", sort_key=6))]
+FLEET, LISTEN, INSTANCE = nothing_said(FleetFields), nothing_said(ListenFields), nothing_said(InstanceFields)
+ROUTER, ROUTER_OPTIONS = nothing_said(RouterFields), nothing_said(RouterOptionFields)
+ENGINE, CHOICE = nothing_said(EngineFields), nothing_said(ChoiceFields)
+ReadyFd = Annotated[int | None, Parameter(show=False, help="For the supervisor: where to write start messages.")]
+
+_END_MARGIN_S = 5.0
+"""How much longer than its own grace a process may take to end before it is killed."""
+
+RUN_INSTANCE = "kvferry.engine.launch:run_instance"
+"""By name, as it brings torch along, which the command line does without until a model is to be run."""
+
+
+class Reporter(Protocol):
+    """Who is told how starting goes."""
+
+    def progress(self, what: str, fraction: float) -> None:
+        """`fraction` of 1 of the start is done, and `what` is next."""
+
+    def ready(self, about: dict[str, Any]) -> None:
+        """Requests are answered at `about["url"]`."""
+
+
+class TerminalReporter:
+    """Tells the person at the terminal."""
+
+    def __init__(self, name: str) -> None:
+        self._name, self._display, self._started = name, make_display(), False
+
+    def progress(self, what: str, fraction: float) -> None:
+        """See `Reporter`."""
+        if not self._started:
+            self._started = True
+            self._display.starting([self._name])
+        self._display.progress(self._name, what, fraction)
+
+    def ready(self, about: dict[str, Any]) -> None:
+        """See `Reporter`."""
+        self._display.up(about["url"])
+
+    def close(self) -> None:
+        """Give the terminal back."""
+        self._display.close()
+
+
+@contextmanager
+def reporting(name: str, ready_fd: int | None) -> Iterator[Reporter]:
+    """To the supervisor where there is one, else to the terminal."""
+    if ready_fd is not None:
+        yield ReadyWriter(ready_fd)
+        return
+    reporter = TerminalReporter(name)
+    try:
+        yield reporter
+    finally:
+        reporter.close()
+
+
+def run_fleet(plan: FleetPlan, listen: Listen, ready_fd: int | None) -> int:
+    """Run processes until SIGINT or SIGTERM, and end them all; returns the exit code."""
+    display = make_display() if ready_fd is None else ReportingDisplay(ReadyWriter(ready_fd))
+    return asyncio.run(LocalSupervisor(display, listen.grace_s + _END_MARGIN_S).run(plan))
+
+
+def run_engine(
+    role: InstanceRole,
+    engine: EngineConfig,
+    instance: InstanceSpec,
+    listen: Listen,
+    transfer: KVTransferConfig | None,
+    ready_fd: int | None = None,
+) -> int:
+    """Run one instance in this process, until SIGINT or SIGTERM; returns the exit code."""
+    run_instance = resolve(RUN_INSTANCE)
+    with reporting(role if role != "both" else "engine", ready_fd) as reporter:
+        code: int = run_instance(
+            engine=engine,
+            role=role,
+            transfer=transfer,
+            served_model_names=instance.served_model_name,
+            host=listen.host,
+            port=listen.port,
+            on_progress=reporter.progress,
+            on_ready=reporter.ready,
+            auth_token=os.environ.get(TOKEN_VARIABLE, ""),
+            grace_s=listen.grace_s,
+        )
+    return code

@@ -1,0 +1,272 @@
+"""`kvferry demo`: prefill and decode on two instances, watched at work and compared with one plain instance."""
+
+from __future__ import annotations
+
+import asyncio
+import sysconfig
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import msgspec
+from cyclopts import Parameter
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from kvferry.core.errors import KvferryError, Unavailable
+from kvferry.core.timeline import Timeline
+from kvferry.engine.config import EngineConfig
+from kvferry.fleet.display import Display, make_display
+from kvferry.fleet.local import LocalFleet, plain_instance
+from kvferry.fleet.process import ProcessSpec
+from kvferry.fleet.ready import Ready
+from kvferry.fleet.spec import FleetSpec, InstanceSpec, Listen
+from kvferry.fleet.supervisor import FleetPlan, LocalSupervisor
+from kvferry.router.config import RouterConfig
+
+if TYPE_CHECKING:
+    import aiohttp
+
+PIECES = (("heapq.py", 200), ("textwrap.py", 500), ("inspect.py", 900), ("argparse.py", 1500))
+"""Files of the standard library, and how many of their tokens are the prompt."""
+
+NUM_TOKENS = 48
+SHOWN_LINES = 4
+BAR_WIDTH = 13
+REQUEST_S = 60.0
+PHASES = (
+    ("queue", "arrived", "prefill_started", "bright_black"),
+    ("prefill", "prefill_started", "prefill_done", "blue"),
+    ("transfer", "prefill_done", "transfer_done", "yellow"),
+    ("decode", "transfer_done", "done", "green"),
+)
+"""What a request's time went into: name, from, to, colour. Of the transfer, what is left when prefill is done."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A prompt: the beginning of a file."""
+
+    name: str
+    token_ids: list[int]
+    tail: str
+
+
+@dataclass
+class Answer:
+    """What an endpoint said."""
+
+    token_ids: list[int]
+    text: str
+    timeline: Timeline
+
+
+def demo(
+    model: Annotated[str, Parameter(help="Model to show; any that `kvferry serve` takes.")] = "kvferry/tiny-python",
+    *,
+    keep: Annotated[bool, Parameter(help="Leave everything serving afterwards, until Ctrl-C.", negative=())] = False,
+    port: Annotated[int, Parameter(help="Port of the endpoint; 0 takes any free one.")] = 0,
+) -> int:
+    """Serve a model with prefill and decode apart, ask it for a few completions, and show where the time went.
+
+    The completions are drawn at random, with a seed, and every token is compared with those of one plain instance.
+    Ends by itself:
+
+        kvferry demo
+    """
+    console = Console(highlight=False)
+    fleet = LocalFleet(
+        spec=FleetSpec(prefill=1, decode=1),
+        # float32: in bfloat16, two machines' rounding may part the ways of two equally likely tokens.
+        engine=EngineConfig(model=model, dtype="float32", kv_cache_memory="256MiB"),
+        instance=InstanceSpec(served_model_name=("demo",)),
+        router=RouterConfig(),
+        listen=Listen(port=port),
+    )
+    return asyncio.run(_run(fleet, console, keep))
+
+
+async def _run(fleet: LocalFleet, console: Console, keep: bool) -> int:
+    """The fleet and the visitor, side by side; whichever is done ends the other."""
+    urls: dict[str, str] = {}
+    up = asyncio.Event()
+    supervisor = LocalSupervisor(_Watching(make_display(), urls, up), fleet.listen.grace_s)
+    serving = asyncio.create_task(supervisor.run(_with_plain_instance(fleet.plan(), fleet)))
+    visiting = asyncio.create_task(_visit(urls, up, console))
+    await asyncio.wait([serving, visiting], return_when=asyncio.FIRST_COMPLETED)
+    try:
+        code = visiting.result() if visiting.done() else 1
+        if keep and code == 0 and not serving.done():
+            console.print(f"\nStill serving at [bold]{urls['router']}[/bold]; Ctrl-C ends everything.")
+            return await serving
+    except KvferryError as error:
+        console.print(f"kvferry: error: {error}", style="red")
+        code = 1
+    finally:
+        visiting.cancel()
+        supervisor.stop()
+        ended = await serving
+    return code or ended
+
+
+def _with_plain_instance(plan: FleetPlan, fleet: LocalFleet) -> FleetPlan:
+    def front(ready: Mapping[str, Ready]) -> ProcessSpec:
+        assert plan.front is not None
+        return plan.front(ready)
+
+    return replace(plan, instances=(*plan.instances, plain_instance(fleet, "plain")), front=front)
+
+
+class _Watching:
+    """A display that also notes who is up."""
+
+    def __init__(self, inner: Display, urls: dict[str, str], up: asyncio.Event) -> None:
+        self._inner, self._urls, self._up = inner, urls, up
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def ready(self, name: str, url: str) -> None:
+        """See `Display`."""
+        self._urls[name] = url
+        self._inner.ready(name, url)
+
+    def up(self, url: str) -> None:
+        """See `Display`."""
+        self._inner.up(url)
+        self._up.set()
+
+
+# The visitor.
+
+
+async def _visit(urls: Mapping[str, str], up: asyncio.Event, console: Console) -> int:
+    import aiohttp  # only here: other commands start without it
+
+    await up.wait()
+    timeout = aiohttp.ClientTimeout(total=REQUEST_S)
+    async with aiohttp.ClientSession(timeout=timeout) as session:
+        pieces = [await _cut(session, urls["router"], name, length) for name, length in PIECES]
+        console.print(
+            "\nPrefill and decode run on two instances; the KV cache goes from one to the other."
+            f" Each prompt is the beginning of a file of Python's own library, followed by {NUM_TOKENS} tokens"
+            " of the model's.\n"
+        )
+        answers = [await _show(session, urls["router"], piece, console) for piece in pieces]
+        console.print(_times(pieces, answers))
+        console.print(_legend())
+        plain = [await _ask(session, urls["plain"], piece) for piece in pieces]
+    return _compare(pieces, answers, plain, console)
+
+
+async def _cut(session: aiohttp.ClientSession, url: str, name: str, num_tokens: int) -> Piece:
+    """The first tokens of a file of the standard library."""
+    text = (Path(sysconfig.get_path("stdlib")) / name).read_text(encoding="utf-8")
+    tokens = await _post(session, f"{url}/tokenize", {"prompt": text})
+    token_ids = tokens["tokens"][:num_tokens]
+    shown = await _post(session, f"{url}/detokenize", {"tokens": token_ids})
+    return Piece(name, token_ids, "\n".join(shown["prompt"].splitlines()[-SHOWN_LINES:]))
+
+
+async def _show(session: aiohttp.ClientSession, url: str, piece: Piece, console: Console) -> Answer:
+    """Ask, and print the answer as it comes, after the last lines of its prompt."""
+    console.print(f"[bold]{piece.name}[/bold], {len(piece.token_ids)} tokens …")
+    console.print(Text(piece.tail, style="dim"), end="")
+    answer = await _ask(session, url, piece, lambda text: console.print(Text(text, style="green"), end=""))
+    console.print("\n")
+    return answer
+
+
+async def _ask(session: aiohttp.ClientSession, url: str, piece: Piece, on_text: Any = lambda text: None) -> Answer:
+    body = {
+        "prompt": piece.token_ids,
+        "max_tokens": NUM_TOKENS,
+        "temperature": 0.6,
+        "seed": 7,
+        "ignore_eos": True,
+        "stream": True,
+        "return_token_ids": True,
+        "return_timeline": True,
+    }
+    answer = Answer([], "", Timeline())
+    async with session.post(f"{url}/v1/completions", json=body) as response:
+        if response.status != 200:
+            raise Unavailable(f"{url} answered {response.status}: {(await response.text())[:300]}")
+        async for line in response.content:
+            if line.startswith(b"data: {"):
+                _take(answer, msgspec.json.decode(line[6:]), on_text)
+    return answer
+
+
+def _take(answer: Answer, event: dict[str, Any], on_text: Any) -> None:
+    if "error" in event:
+        raise Unavailable(event["error"]["message"])
+    if event.get("timeline"):
+        answer.timeline = msgspec.convert(event["timeline"], Timeline)
+    for choice in event["choices"]:
+        answer.token_ids += choice.get("token_ids") or []
+        answer.text += choice["text"]
+        on_text(choice["text"])
+
+
+async def _post(session: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> Any:
+    async with session.post(url, json=body) as response:
+        if response.status != 200:
+            raise Unavailable(f"{url} answered {response.status}: {(await response.text())[:300]}")
+        return await response.json()
+
+
+# What it shows.
+
+
+def _times(pieces: Sequence[Piece], answers: Sequence[Answer]) -> Table:
+    table = Table(box=None, pad_edge=False, title="Where each request's time went, in ms", title_justify="left")
+    table.add_column("prompt", no_wrap=True)
+    for name in ("queue", "prefill", "transfer", "first token", "decode"):
+        table.add_column(name, justify="right", no_wrap=True, min_width=len(name))
+    table.add_column("", no_wrap=True)
+    for piece, answer in zip(pieces, answers, strict=True):
+        times = answer.timeline
+        seconds = {name: times.span(start, end) or 0.0 for name, start, end, _ in PHASES}
+        figures = [
+            seconds["queue"],
+            seconds["prefill"],
+            seconds["transfer"],
+            times.span("arrived", "first_token") or 0.0,
+            seconds["decode"],
+        ]
+        row = [f"{figure * 1e3:.1f}" for figure in figures]
+        table.add_row(f"{piece.name}, {len(piece.token_ids)}", *row, _bar(seconds))
+    return table
+
+
+def _bar(seconds: Mapping[str, float]) -> Text:
+    """The phases, each as long as its share."""
+    total = sum(max(value, 0.0) for value in seconds.values()) or 1.0
+    bar = Text()
+    for name, _, _, colour in PHASES:
+        bar.append("█" * round(BAR_WIDTH * max(seconds[name], 0.0) / total), style=colour)
+    return bar
+
+
+def _legend() -> Text:
+    legend = Text()
+    for name, _, _, colour in PHASES:
+        legend.append("█ ", style=colour)
+        legend.append(f"{name}   ")
+    legend.append("(transfer: what is left of it when prefill is done)\n", style="dim")
+    return legend
+
+
+def _compare(pieces: Sequence[Piece], found: Sequence[Answer], plain: Sequence[Answer], console: Console) -> int:
+    differing = [
+        piece.name for piece, one, other in zip(pieces, found, plain, strict=True) if one.token_ids != other.token_ids
+    ]
+    if differing:
+        console.print(f"✗ The tokens of {', '.join(differing)} differ from those of one plain instance.", style="red")
+        return 1
+    total = sum(len(answer.token_ids) for answer in found)
+    console.print(f"✓ All {total} tokens are those of one plain instance.", style="bold green")
+    return 0

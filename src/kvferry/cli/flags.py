@@ -1,0 +1,71 @@
+"""Command line flags from frozen dataclasses. The fields are the flags, their docstrings the help, their defaults the
+defaults; nothing is said twice."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Iterable
+from dataclasses import MISSING, Field, asdict, field, fields, make_dataclass
+from typing import Annotated, Any, TypeVar, get_type_hints
+
+from cyclopts import Parameter
+
+T = TypeVar("T")
+
+
+def field_help(config: type) -> dict[str, str]:
+    """The docstring under each field of a class, on one line. Python keeps them in the source only."""
+    body = ast.parse(textwrap.dedent(inspect.getsource(config))).body[0]
+    assert isinstance(body, ast.ClassDef)
+    found: dict[str, str] = {}
+    for statement, following in zip(body.body, body.body[1:], strict=False):
+        match statement, following:
+            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                found[name] = " ".join(text.split())
+    return found
+
+
+def flags_of(config: type, without: Iterable[str] = ()) -> type[Any]:
+    """A dataclass with the fields of `config` that are flags, annotated for cyclopts.
+
+    It is a class of its own because cyclopts makes the object, and an error in a setting is to be raised where it can
+    be told to the user in one line: by `complete`.
+    """
+    helps, hints, skipped = field_help(config), get_type_hints(config), set(without)
+    views = [
+        (one.name, Annotated[hints[one.name], _parameter(one, helps[one.name])], _default(one))
+        for one in fields(config)
+        if one.name not in skipped
+    ]
+    # Of the module of `config`, not of this one: cyclopts takes a class of the standard library for a leaf.
+    namespace = {"__module__": config.__module__}
+    return make_dataclass(f"{config.__name__}Flags", views, frozen=True, kw_only=True, namespace=namespace)
+
+
+def nothing_said(flags: type[T]) -> T:
+    """The flags of someone who gives none."""
+    return flags()
+
+
+def complete(config: type[T], flags: Any, **more: Any) -> T:
+    """The settings that the flags say, with the fields that were left out. Raises `ConfigError`."""
+    return config(**asdict(flags), **more)
+
+
+def _parameter(one: Field[Any], text: str) -> Parameter:
+    # No --empty-… for lists, and no "default: ()": an empty list is what not giving the flag means.
+    alias = one.metadata.get("alias")
+    return Parameter(
+        help=text,
+        alias=None if alias is None else f"--{alias}",
+        negative_iterable=(),
+        show_default=one.default != (),
+    )
+
+
+def _default(one: Field[Any]) -> Any:
+    if one.default_factory is not MISSING:
+        return field(default_factory=one.default_factory)
+    return field() if one.default is MISSING else field(default=one.default)

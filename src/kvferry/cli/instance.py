@@ -1,0 +1,91 @@
+"""`kvferry prefill` and `kvferry decode`: one instance, in this process."""
+
+from __future__ import annotations
+
+from kvferry.cli.common import (
+    CHOICE,
+    ENGINE,
+    INSTANCE,
+    LISTEN,
+    ChoiceFlags,
+    EngineFlags,
+    InstanceFlags,
+    ListenFlags,
+    Model,
+    ReadyFd,
+    run_engine,
+    run_fleet,
+)
+from kvferry.cli.flags import complete
+from kvferry.core.transfer_config import parse_transfer_config
+from kvferry.engine.config import EngineConfig
+from kvferry.fleet.local import vllm_instance
+from kvferry.fleet.spec import EngineChoice, InstanceSpec, Listen
+from kvferry.fleet.transfer import DEFAULT, InstanceRole, transfer_for
+
+
+def prefill(
+    model: Model,
+    *,
+    choice: ChoiceFlags = CHOICE,
+    engine: EngineFlags = ENGINE,
+    instance: InstanceFlags = INSTANCE,
+    listen: ListenFlags = LISTEN,
+    ready_fd: ReadyFd = None,
+) -> int:
+    """Start one prefill instance: it reads prompts, and hands their KV cache to decode instances.
+
+    Put a router in front of it, and name it there with --prefill-url:
+
+        kvferry prefill kvferry/tiny-python --port 8001
+
+    A vLLM server as a prefill instance; what stands behind `--` is vLLM's:
+
+        kvferry prefill MODEL --engine vllm --port 8001 -- --dtype bfloat16
+    """
+    return _run("prefill", model, choice, engine, instance, listen, ready_fd)
+
+
+def decode(
+    model: Model,
+    *,
+    choice: ChoiceFlags = CHOICE,
+    engine: EngineFlags = ENGINE,
+    instance: InstanceFlags = INSTANCE,
+    listen: ListenFlags = LISTEN,
+    ready_fd: ReadyFd = None,
+) -> int:
+    """Start one decode instance: it fetches the KV cache of prompts, and writes the answers.
+
+    It can read prompts too, and does so when there is no prefill instance to ask:
+
+        kvferry decode kvferry/tiny-python --port 8002
+
+    A vLLM server as a decode instance:
+
+        kvferry decode MODEL --engine vllm --port 8002 -- --dtype bfloat16
+    """
+    return _run("decode", model, choice, engine, instance, listen, ready_fd)
+
+
+def _run(
+    role: InstanceRole,
+    model: str,
+    choice: ChoiceFlags,
+    engine: EngineFlags,
+    instance: InstanceFlags,
+    listen: ListenFlags,
+    ready_fd: int | None,
+) -> int:
+    spec, where = complete(InstanceSpec, instance), complete(Listen, listen)
+    settings, chosen = complete(EngineConfig, engine, model=model), complete(EngineChoice, choice)
+    if chosen.engine == "vllm":
+        return run_fleet(vllm_instance(role, settings, chosen, spec, where), where, ready_fd)
+    return run_engine(
+        role,
+        settings,
+        spec,
+        where,
+        parse_transfer_config(transfer_for(spec.kv_transfer_config or DEFAULT, role)),
+        ready_fd,
+    )

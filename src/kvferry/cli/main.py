@@ -1,0 +1,101 @@
+"""The `kvferry` command. A wrong flag, file or value is one line on standard error and exit code 2."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import App, CycloptsError, Group, Parameter
+from cyclopts.config import Env
+
+from kvferry import __version__
+from kvferry.cli.config_file import ConfigFile
+from kvferry.cli.demo import demo
+from kvferry.cli.instance import decode, prefill
+from kvferry.cli.router import router
+from kvferry.cli.serve import serve
+from kvferry.core.errors import ConfigError, UnsupportedModel
+from kvferry.fleet.arguments import flag_name
+from kvferry.fleet.supervisor import ERROR_PREFIX, EXIT_USER_ERROR
+
+COMMANDS = ("serve", "prefill", "decode", "router", "demo")
+ENVIRONMENT = Env("KVFERRY_", command=False)
+
+HELP = """
+Serve large language models with **prefill and decode on different instances**.
+
+A long prompt then no longer stalls the answers of others: prefill instances read prompts, decode instances write
+answers, and the KV cache is ferried between them. All of it on one machine, behind one OpenAI endpoint:
+
+    kvferry serve kvferry/tiny-python --prefill 1 --decode 1
+
+    curl http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/json' -d '{"prompt": "def add(a, b):"}'
+
+With vLLM's servers in place of kvferry's own engine; what stands behind `--` is vLLM's:
+
+    kvferry serve MODEL --engine vllm --prefill 1 --decode 1 -- --dtype bfloat16
+
+The same parts one by one, on one machine or several:
+
+    kvferry prefill MODEL --port 8001
+
+    kvferry decode MODEL --port 8002
+
+    kvferry router --prefill-url http://127.0.0.1:8001 --decode-url http://127.0.0.1:8002
+
+Every flag can also be set by an environment variable (`--max-num-seqs` by `KVFERRY_MAX_NUM_SEQS`) or in a TOML file
+(`--config`, tables [engine], [router], [serve]). The command line wins, then the environment, then the file.
+"""
+
+app = App(name="kvferry", help=HELP, version=__version__, version_flags=["--version"])
+app.meta.group_parameters = Group("Everywhere", sort_key=99)
+app.command(serve, sort_key=1)
+app.command(prefill, sort_key=2)
+app.command(decode, sort_key=3)
+app.command(router, sort_key=4)
+app.command(demo, sort_key=5)
+
+
+@app.meta.default
+def launch(
+    *tokens: Annotated[str, Parameter(show=False, allow_leading_hyphen=True)],
+    config: Annotated[Path | None, Parameter(help="Read flags from a TOML file.", env_var="KVFERRY_CONFIG")] = None,
+) -> int | None:
+    """Find where flags come from, then run the command."""
+    app.config = (ENVIRONMENT,) if config is None else (ENVIRONMENT, ConfigFile(config, COMMANDS))
+    code: int | None = app(tokens, exit_on_error=False, print_error=False, result_action="return_value")
+    return code
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run one command line (`sys.argv` if none is given); returns the exit code."""
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    try:
+        said = for_engine(sys.argv[1:] if arguments is None else arguments)
+        code = app.meta(said, exit_on_error=False, print_error=False, result_action="return_value")
+    except (CycloptsError, ConfigError, UnsupportedModel) as error:
+        return _complain(error)
+    except KeyboardInterrupt:
+        return 130
+    return code or 0
+
+
+def for_engine(arguments: list[str]) -> list[str]:
+    """What stands behind `--`, as flags of kvferry's that pass it on word by word."""
+    if "--" not in arguments:
+        return arguments
+    place = arguments.index("--")
+    return arguments[:place] + [f"{flag_name('engine_argument')}={word}" for word in arguments[place + 1 :]]
+
+
+def _complain(error: Exception) -> int:
+    hint = "; see kvferry --help" if isinstance(error, CycloptsError) else ""
+    sys.stderr.write(f"{ERROR_PREFIX}{' '.join(str(error).split()).rstrip('.')}{hint}\n")
+    return EXIT_USER_ERROR
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,289 @@
+"""The connector: what joins an engine to other instances and to KV stores.
+
+It is two classes because it lives in two places. The *scheduler side* does bookkeeping beside the scheduler:
+it never blocks and sees no tensor. The *worker side* lives with the KV cache, one per rank, and moves bytes.
+They speak through a `StepPlan` (scheduler → worker, with every step) and a `TransferReport` (worker → scheduler).
+
+    step:   scheduler.match / allocated / plan ──StepPlan──► worker.withdraw, worker.start
+            each layer:  worker.wait_layer → attention → worker.save_layer
+            worker.flush → worker.poll ──TransferReport──► scheduler.completed
+
+Ownership: blocks belong to the engine's block pool. While a request runs, the engine keeps them. When it ends,
+`finish` says by its type who keeps them: `Release`, the pool takes them back now; `Hold`, they stay until a
+report names the request in `released`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Protocol, runtime_checkable
+
+import msgspec
+
+from kvferry.core.block_hash import BlockHash
+from kvferry.core.errors import KvferryError
+from kvferry.core.hand_off import HandOff, PrefillResult
+from kvferry.core.layout import KVLayout
+from kvferry.core.transfer_config import KVTransferConfig
+from kvferry.transport.memory import BlockMemory
+
+
+class RequestView(Protocol):
+    """What a connector may see of a request. `block_hashes` names the full blocks of the prompt, in order."""
+
+    @property
+    def request_id(self) -> str: ...
+    @property
+    def prompt_token_ids(self) -> Sequence[int]: ...
+    @property
+    def block_hashes(self) -> Sequence[BlockHash]: ...
+    @property
+    def hand_off(self) -> HandOff: ...
+    @property
+    def prefill_result(self) -> PrefillResult | None:
+        """Set once the first token is sampled; None when the request ended before that."""
+
+
+@runtime_checkable
+class HasAnswer(Protocol):
+    """A request whose answer's KV may be kept as well. `tokens`: the prompt and the answer so far, the first
+    `num_computed_tokens` of which have their KV; `finish_reason` as in the answer, None while it runs."""
+
+    @property
+    def tokens(self) -> Sequence[int]: ...
+    @property
+    def num_computed_tokens(self) -> int: ...
+    @property
+    def finish_reason(self) -> str | None: ...
+
+
+# What `match` answers.
+
+
+@dataclass(frozen=True)
+class Miss:
+    """Nothing to load: compute it."""
+
+    error: KvferryError | None = None
+    """Why a hand-off that was promised cannot be had; the engine then follows `kv_load_failure_policy`."""
+
+
+@dataclass(frozen=True)
+class Pending:
+    """Not known yet; the engine asks again with its next step, and serves others meanwhile."""
+
+
+@dataclass(frozen=True)
+class Hit:
+    """`num_tokens` more than what is computed can be loaded.
+
+    `layerwise` False: the request waits, holding its blocks, until a report says it is loaded. True: the request
+    runs in this very step, and `wait_layer` holds each layer back until its part has come.
+    """
+
+    num_tokens: int
+    layerwise: bool = False
+
+
+Match = Hit | Miss | Pending
+
+
+# What `finish` answers.
+
+
+@dataclass(frozen=True)
+class Release:
+    """The pool may take the blocks back now."""
+
+    ticket: dict[str, Any] | None = None
+    """`kv_transfer_params` for the answer, where the KV can be had elsewhere than in these blocks."""
+
+
+@dataclass(frozen=True)
+class Hold:
+    """The blocks stay until a report names the request in `released`."""
+
+    ticket: dict[str, Any] | None
+
+
+Finish = Release | Hold
+
+
+# What passes between the two sides.
+
+
+@dataclass(frozen=True)
+class ScheduledChunk:
+    """Tokens `[start, start + num_tokens)` of a request are computed in this step, into `block_ids` (all it has)."""
+
+    request: RequestView
+    start: int
+    num_tokens: int
+    block_ids: Sequence[int]
+
+
+@dataclass(frozen=True)
+class StepView:
+    """What the scheduler decided for one step. `preempted` requests lost their blocks and begin again."""
+
+    chunks: Sequence[ScheduledChunk] = ()
+    preempted: Sequence[RequestView] = ()
+
+
+StepPlan = Any
+"""A connector's own message from its scheduler side to its worker sides: a `msgspec.Struct`, or None for nothing
+to do. The engine only carries it."""
+
+
+@dataclass
+class TransferReport:
+    """What happened on the worker side since the last report, by request id.
+
+    `loaded`: the KV that `allocated` promised is in the blocks; of fewer tokens, counted from the prompt's first,
+    where `loaded_tokens` says so. `failed`: it will not come. `released`: the blocks under `Hold` are no longer
+    needed. `prefill_results`: brought by the transfer, where the ticket did not.
+    """
+
+    loaded: set[str] = field(default_factory=set)
+    loaded_tokens: dict[str, int] = field(default_factory=dict)
+    failed: dict[str, KvferryError] = field(default_factory=dict)
+    released: set[str] = field(default_factory=set)
+    prefill_results: dict[str, PrefillResult] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return bool(self.loaded or self.failed or self.released or self.prefill_results)
+
+
+@dataclass(frozen=True)
+class ConnectorContext:
+    """What either side is built from."""
+
+    config: KVTransferConfig
+    layout: KVLayout
+    auth_token: str = ""
+
+
+class SchedulerSide(ABC):
+    """Bookkeeping beside the scheduler. One per engine; called from the engine's thread only; never blocks."""
+
+    def __init__(self, context: ConnectorContext) -> None:
+        self.context = context
+
+    def arrived(self, request: RequestView) -> None:
+        """The request has joined the queue; it may wait long before `match` is asked. Default: nothing to do."""
+
+    @abstractmethod
+    def match(self, request: RequestView, num_computed_tokens: int) -> Match:
+        """How many tokens beyond `num_computed_tokens` (the engine's own prefix cache) can be loaded.
+
+        Asked for a waiting request before it is admitted, perhaps many times; has no side effects on what is held.
+        """
+
+    @abstractmethod
+    def allocated(self, request: RequestView, block_ids: Sequence[int], num_computed_tokens: int, hit: Hit) -> None:
+        """The engine reserved blocks for a hit: `block_ids` are all the request's, the first
+        `num_computed_tokens` tokens of which are already there. The load goes out with the next plan."""
+
+    @abstractmethod
+    def plan(self, step: StepView) -> StepPlan:
+        """What the worker sides must do in this step; None for nothing."""
+
+    @abstractmethod
+    def completed(self, report: TransferReport) -> None:
+        """A report came from the worker sides."""
+
+    @abstractmethod
+    def finish(self, request: RequestView, block_ids: Sequence[int]) -> Finish:
+        """The request ended (done, aborted or failed) or its load failed; who keeps its blocks now?"""
+
+    def has_work(self) -> bool:
+        """Whether a plan waits to be sent, so that the engine steps though nothing runs."""
+        return False
+
+    def release(self, transfer_id: str) -> bool:
+        """The consumer will never come for this ticket: end its lease. True when there was one. Default: none."""
+        return False
+
+    def reset_cache(self) -> bool:
+        """The weights have changed: forget KV that is kept for reuse. False: that cannot be. Default: none is kept."""
+        return True
+
+    def statistics(self) -> dict[str, float]:
+        """Counters for metrics, by name."""
+        return {}
+
+    def check(self) -> None:
+        """Raise `LeakError` when something is still kept though no request is left."""
+
+    def close(self) -> None:
+        """Give everything back."""
+
+
+class WorkerSide(ABC):
+    """Moves bytes. One per rank, beside the KV cache; all but `wait_layer` return without waiting for a transfer."""
+
+    plan_type: ClassVar[type[msgspec.Struct] | None] = None
+    """The class of the plans that `start` takes, which makes them fit for travel to the process of another rank.
+    None: the connector works on one rank only."""
+
+    def __init__(self, context: ConnectorContext) -> None:
+        self.context = context
+
+    @abstractmethod
+    def register(self, memory: BlockMemory) -> None:
+        """The KV cache of this rank; called once, before any plan."""
+
+    def withdraw(self, plan: StepPlan) -> None:
+        """Void what was announced of blocks that are no longer their request's. Called with each plan, before
+        `start`, and before anything writes to such blocks."""
+
+    @abstractmethod
+    def start(self, plan: StepPlan) -> None:
+        """Begin what the plan asks, before the model runs."""
+
+    def wait_layer(self, layer: int) -> None:
+        """Called before attention of `layer` reads: blocks until the layerwise loads of this step have that layer.
+
+        Bounded by the connector's deadline; a load that failed is reported by `poll`, not raised here.
+        """
+
+    def save_layer(self, layer: int) -> None:
+        """Called after attention of `layer` wrote this step's KV."""
+
+    def flush(self) -> None:
+        """Called at the end of a step in which the model ran."""
+
+    @abstractmethod
+    def poll(self) -> TransferReport:
+        """What finished since the last call."""
+
+    def on_report(self, wake: Any) -> None:
+        """`wake()` (a callable, from any thread) is to be called whenever `poll` has something new to say."""
+
+    def statistics(self) -> dict[str, float]:
+        """Counters for metrics, by name."""
+        return {}
+
+    def check(self) -> None:
+        """Raise `LeakError` when something is still kept though no request is left."""
+
+    def close(self) -> None:
+        """End every transfer, thread, socket and segment; called once, last."""
+
+
+@runtime_checkable
+class HasAddress(Protocol):
+    """A worker side that peers reach: the engine passes what `address` returns to `HasAddresses.set_addresses`."""
+
+    def address(self) -> dict[str, Any]:
+        """JSON-able: where this rank listens. Called after `register`."""
+
+
+@runtime_checkable
+class HasAddresses(Protocol):
+    """A scheduler side that writes its ranks' addresses into tickets."""
+
+    def set_addresses(self, addresses: Sequence[dict[str, Any]]) -> None:
+        """One address a rank, in rank order; called once, before any request."""

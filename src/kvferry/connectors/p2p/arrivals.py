@@ -1,0 +1,220 @@
+"""The consumer's half of the worker side: fetches hand-offs, and reports how each ended.
+
+Owns the tasks of loads and of tickets that wait to be loaded, which live on the transfer loop, and the box in which
+they report. A rank fetches its own share from each of the producer's ranks that has some of it (`core.sharding`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import msgspec
+
+from kvferry.connectors.p2p.plan import Load, Wait, decode_meta
+from kvferry.connectors.reports import ReportBox
+from kvferry.core.errors import KvferryError, LeaseEnded, PeerLost, ProtocolError
+from kvferry.core.hand_off import Ticket, common_prefix
+from kvferry.core.layout import KVLayout
+from kvferry.core.sharding import orphans, sources
+from kvferry.transport.lookup_buffer.base import LookupBuffer, Source, Taken
+from kvferry.transport.tasks import first_error
+
+log = logging.getLogger(__name__)
+RELEASE_S = 5.0
+Report = Callable[[], None]
+"""Puts how a load ended into the box; done once its task is over."""
+
+
+class Arrivals:
+    """`wait`, `start_load`, `cancel` and `give_up` run on the transfer loop, while `run` does.
+
+    `timeout_s` bounds each load. `keep_lease_on_failure`: another instance may try the ticket after us.
+    """
+
+    def __init__(
+        self, buffer: LookupBuffer, layout: KVLayout, timeout_s: float, *, keep_lease_on_failure: bool
+    ) -> None:
+        self._buffer, self._layout = buffer, layout
+        self._timeout_s, self._keep = timeout_s, keep_lease_on_failure
+        self.box = ReportBox()
+        self._tasks: dict[str, asyncio.Task[Report]] = {}
+        self._waits: dict[str, list[asyncio.Task[None]]] = {}
+        self._cancelled: set[str] = set()
+        self._group: asyncio.TaskGroup
+        self._open = False
+        self._started = asyncio.Event()
+        self._failures: Counter[str] = Counter()
+
+    async def started(self) -> None:
+        """Wait until `run` has begun."""
+        await self._started.wait()
+
+    async def run(self) -> None:
+        """Keep the tasks until cancelled."""
+        async with asyncio.TaskGroup() as self._group:
+            self._open = True
+            self._started.set()
+            try:
+                await asyncio.Event().wait()
+            finally:
+                self._open = False
+
+    # On the loop.
+
+    def wait(self, wait: Wait) -> None:
+        """Keep the leases of a ticket alive until it is loaded or given up."""
+        ticket = wait.ticket
+        self._waits[wait.request_id] = [
+            self._group.create_task(self._keep_lease(ticket, rank), name=f"keep {ticket.transfer_id}")
+            for rank in self._own_ranks(ticket)
+        ]
+
+    def start_load(self, load: Load) -> None:
+        """Begin to fetch; from now on that keeps the lease alive."""
+        self._stop_waiting(load.request_id)
+        task = self._group.create_task(self._load(load), name=f"load {load.request_id}")
+        self._tasks[load.request_id] = task
+        task.add_done_callback(partial(self._ended, load))
+
+    def cancel(self, request_id: str) -> None:
+        """Stop a load; its request is reported `released` when nothing more is written, also if it has ended."""
+        task = self._tasks.get(request_id)
+        if task is None:
+            self.box.released(request_id)
+        else:
+            self._cancelled.add(request_id)
+            task.cancel()
+
+    def give_up(self, wait: Wait) -> None:
+        """Tell the producer that nobody will fetch this ticket."""
+        self._stop_waiting(wait.request_id)
+        self._release(wait.ticket, self._own_ranks(wait.ticket))
+
+    # Leases.
+
+    def _own_ranks(self, ticket: Ticket) -> Sequence[int]:
+        """The producer's ranks that are ours to speak to when nothing is known of its layout. Together, our ranks
+        reach all of them."""
+        ours, theirs = self._layout.tp_size, ticket.tp_size
+        return sorted({self._layout.tp_rank * theirs // ours, *range(self._layout.tp_rank, theirs, ours)})
+
+    async def _keep_lease(self, ticket: Ticket, rank: int) -> None:
+        try:
+            await self._buffer.keep(ticket.transfer_id, _source(ticket, rank))
+        except KvferryError as error:  # the load, when it comes, meets the same and says so
+            log.info("hand-off %s waits without its producer: %s", ticket.transfer_id, error)
+
+    def _stop_waiting(self, request_id: str) -> None:
+        for task in self._waits.pop(request_id, ()):
+            task.cancel()
+
+    def _release(self, ticket: Ticket, ranks: Sequence[int]) -> None:
+        for rank in ranks:
+            if self._open:
+                self._group.create_task(self._release_one(ticket, rank), name=f"release {ticket.transfer_id}")
+
+    async def _release_one(self, ticket: Ticket, rank: int) -> None:
+        deadline = asyncio.get_running_loop().time() + RELEASE_S
+        try:
+            await self._buffer.release(ticket.transfer_id, _source(ticket, rank), deadline=deadline)
+        except KvferryError as error:  # the producer's lease ends by itself
+            log.info("could not release hand-off %s: %s", ticket.transfer_id, error)
+
+    # Loads.
+
+    async def _load(self, load: Load) -> Report:
+        deadline = asyncio.get_running_loop().time() + self._timeout_s
+        ranks = self._own_ranks(load.ticket)
+        try:
+            ranks, unread = await self._sources(load.ticket, deadline)
+            report = self._judge(load, await self._fetch(load, ranks, deadline))
+            self._release(load.ticket, unread)
+            return report
+        except KvferryError as error:
+            log.warning("request %s: hand-off not loaded: %s", load.request_id, error)
+            self._failures[type(error).__name__] += 1
+            if not self._keep and not isinstance(error, LeaseEnded | PeerLost):
+                self._release(load.ticket, sorted({*ranks, *self._own_ranks(load.ticket)}))
+            return partial(self.box.failed, load.request_id, error)
+
+    def _ended(self, load: Load, task: asyncio.Task[Report]) -> None:
+        """The task is over, and with it every write; also when it was cancelled before it began."""
+        del self._tasks[load.request_id]
+        if load.request_id in self._cancelled:
+            self._cancelled.discard(load.request_id)
+            self.box.released(load.request_id)
+            self._release(load.ticket, self._own_ranks(load.ticket))
+        elif not task.cancelled() and task.exception() is None:
+            task.result()()
+
+    async def _sources(self, ticket: Ticket, deadline: float) -> tuple[Sequence[int], Sequence[int]]:
+        """The producer's ranks that have a share of ours, and those that are read by nobody and ours to release."""
+        ours = self._layout
+        if ticket.tp_size == ours.tp_size:
+            return (ours.tp_rank,), ()
+        theirs = await self._buffer.layout_at(_source(ticket, self._own_ranks(ticket)[0]), deadline=deadline)
+        return sources(ours, theirs), orphans(ours, theirs)
+
+    async def _fetch(self, load: Load, ranks: Sequence[int], deadline: float) -> list[Taken]:
+        """From all ranks at once. When this returns or raises, none of them is written from any more."""
+        if len(ranks) == 1:
+            return [await self._fetch_one(load, ranks[0], deadline)]
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(self._fetch_one(load, rank, deadline)) for rank in ranks]
+        except BaseExceptionGroup as errors:
+            raise first_error(errors) from errors
+        return [task.result() for task in tasks]
+
+    async def _fetch_one(self, load: Load, rank: int, deadline: float) -> Taken:
+        longer = {"prefix": True} if load.longer else {}
+        return await self._buffer.drop_select(
+            load.ticket.transfer_id,
+            _source(load.ticket, rank),
+            load.block_ids,
+            skip_blocks=load.skip_blocks,
+            deadline=deadline,
+            **longer,
+        )
+
+    def _judge(self, load: Load, taken: Sequence[Taken]) -> Report:
+        """All is here: is it what was promised? Raises `ProtocolError` when not."""
+        try:
+            metas = [decode_meta(one.meta) for one in taken]
+        except msgspec.DecodeError as error:
+            raise ProtocolError(f"the hand-off's metadata cannot be read: {error}") from error
+        meta = metas[0]
+        if any(other != meta for other in metas):
+            raise ProtocolError("the producer's ranks disagree on what the hand-off is of")
+        if meta.num_tokens > len(load.tokens) and not load.longer:
+            raise ProtocolError(
+                f"the hand-off is of {meta.num_tokens} prompt tokens, this request has {len(load.tokens)}"
+            )
+        wanted = min(meta.num_tokens, load.num_tokens)
+        if common_prefix(meta.prefixes, load.tokens) < wanted:
+            raise ProtocolError("the hand-off is of other tokens: the prompt must be the same on both instances")
+        if any(one.num_tokens is not None and one.num_tokens < wanted for one in taken):
+            raise ProtocolError(f"the hand-off was sealed with blocks of its {meta.num_tokens} tokens missing")
+        whole = not load.longer and meta.num_tokens == len(load.tokens)
+        shorter = wanted if wanted < load.num_tokens else None
+        return partial(self.box.loaded, load.request_id, meta.prefill_result if whole else None, shorter)
+
+    # Insight.
+
+    def statistics(self) -> dict[str, float]:
+        """Loads under way, and failures by kind of error."""
+        failures = {f"failed_{kind}": float(count) for kind, count in self._failures.items()}
+        return {"num_loading": float(len(self._tasks)), **failures}
+
+    def is_empty(self) -> bool:
+        """Whether no load is under way, no ticket waits for one, and no report waits."""
+        return not (self._tasks or self._waits or self.box)
+
+
+def _source(ticket: Ticket, rank: int) -> Source:
+    host, port = ticket.addresses[rank]
+    return Source(host, port, ticket.remote_engine_id, rank, ticket.tp_size)

@@ -1,0 +1,92 @@
+"""The producer's half of the worker side: announces what is computed, and says when blocks are free again.
+
+Owns the hand-offs of this rank that wait for their end. Used from the engine's thread only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from kvferry.connectors.p2p.plan import P2pPlan, Save
+from kvferry.transport.lookup_buffer.base import LookupBuffer, Part
+
+
+class Departures:
+    """See the module.
+
+    `wait_for_device`: on a device a layer's kernels are still running when it is saved. Then all layers are announced
+    at the end of the step, after this wait. None: a layer is announced as it is saved.
+    """
+
+    def __init__(
+        self, buffer: LookupBuffer, num_layers: int, wait_for_device: Callable[[], None] | None = None
+    ) -> None:
+        self._buffer, self._num_layers = buffer, num_layers
+        self._wait_for_device = wait_for_device
+        self._written: list[int] = []
+        self._saves: list[tuple[str, int, list[int]]] = []
+        self._held: dict[str, str] = {}
+        self._over: set[str] = set()
+
+    def withdraw(self, plan: P2pPlan) -> None:
+        """From here on nobody takes what was announced by requests that lost their blocks."""
+        for transfer_id in plan.resets:
+            self._buffer.reset(transfer_id)
+
+    def start(self, plan: P2pPlan) -> None:
+        """Drop, announce and seal what the plan says."""
+        for drop in plan.drops:
+            self._held[drop.transfer_id] = drop.request_id
+            self._buffer.drop(drop.transfer_id)
+        for transfer_id in plan.ends:
+            self._buffer.end(transfer_id)
+        for save in plan.saves:
+            self._begin(save)
+        for seal in plan.seals:
+            self._held[seal.transfer_id] = seal.request_id
+            if seal.lease_s is not None:
+                self._buffer.set_lease(seal.transfer_id, seal.lease_s)
+            self._buffer.seal(seal.transfer_id, seal.meta)
+
+    def save_layer(self, layer: int) -> None:
+        """This step's blocks of `layer` have their KV, or will when the device has done what it was given."""
+        if self._wait_for_device is None:
+            self._announce(layer)
+        elif self._saves:
+            self._written.append(layer)
+
+    def _announce(self, layer: int) -> None:
+        for transfer_id, first_block, block_ids in self._saves:
+            self._buffer.insert(transfer_id, Part(layer, 1, first_block, block_ids))
+
+    def flush(self) -> None:
+        """The step is over."""
+        if self._wait_for_device is not None and self._written:
+            self._wait_for_device()
+            for layer in self._written:
+                self._announce(layer)
+            self._written.clear()
+        self._saves.clear()
+
+    def released(self) -> set[str]:
+        """Requests whose blocks, held so far, are free again. Each is named once."""
+        for ended in self._buffer.ended():
+            self._over.add(ended.key)
+        done = self._over & self._held.keys()
+        self._over -= done
+        return {self._held.pop(transfer_id) for transfer_id in done}
+
+    def is_empty(self) -> bool:
+        """Whether nothing waits for its end."""
+        return not (self._held or self._over)
+
+    def _begin(self, save: Save) -> None:
+        if save.opens and not self._buffer.open(save.transfer_id):
+            self._over.add(save.transfer_id)
+            return
+        num_ready, first_block, block_ids = save.num_ready, save.first_block, save.block_ids
+        if num_ready:
+            ready = Part(0, self._num_layers, first_block, block_ids[:num_ready])
+            self._buffer.insert(save.transfer_id, ready)
+        if len(block_ids) > num_ready:
+            self._saves.append((save.transfer_id, first_block + num_ready, block_ids[num_ready:]))

@@ -1,0 +1,207 @@
+"""The hand-offs that this instance makes: which blocks are announced, and until when they stay. No tensors.
+
+Owns the list of hand-offs in the making or under lease here. It does not know whether anybody fetches one, or how:
+the worker sides report when blocks are free again.
+
+A block is announced once, when its last token is scheduled: when it is full, or when the prompt ends in it.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvferry.connectors.api import (
+    ConnectorContext,
+    Finish,
+    HasAnswer,
+    Hold,
+    Match,
+    Miss,
+    Pending,
+    Release,
+    RequestView,
+    ScheduledChunk,
+)
+from kvferry.connectors.p2p.plan import Drop, HandOffMeta, PlanBook, Save, Seal, encode_meta
+from kvferry.core.errors import ConfigError, ProtocolError
+from kvferry.core.hand_off import Produce, Ticket, prefix_digests
+
+NUM_PREFIXES = 16
+"""Digests in the ticket of kept blocks, so that a next turn that differs late still finds most of them."""
+
+
+@dataclass
+class _Offer:
+    """A hand-off, from its first chunk until its blocks are free again."""
+
+    request_id: str
+    transfer_id: str
+    num_blocks: int
+    num_announced: int = 0
+    opened: bool = False
+
+
+class Offers:
+    """See the module. `kept_lease_s`: how long an answer's blocks are kept for the next turn."""
+
+    def __init__(self, context: ConnectorContext, work: PlanBook, kept_lease_s: float) -> None:
+        self._config, self._layout = context.config, context.layout
+        self._work, self._kept_lease_s = work, kept_lease_s
+        self._addresses: list[tuple[str, int]] = []
+        self._offers: dict[str, _Offer] = {}
+        self._by_transfer: dict[str, _Offer] = {}
+        self._admitted: dict[str, int] = {}
+
+    def set_addresses(self, addresses: Sequence[dict[str, Any]]) -> None:
+        """Where this instance's ranks listen."""
+        self._addresses = [(address["host"], address["port"]) for address in addresses]
+
+    # Admission.
+
+    def match(self, request: RequestView, hand_off: Produce) -> Match:
+        """A prefill for another waits while too much is held already."""
+        if not self._config.produces:
+            return Miss(ConfigError("this instance has kv_role kv_consumer: it hands nothing off"))
+        other = self._by_transfer.get(hand_off.transfer_id)
+        if other is not None and other.request_id != request.request_id:
+            return Miss(ProtocolError(f"transfer_id {hand_off.transfer_id!r} is in use by another request"))
+        num_blocks = self._num_blocks(len(request.prompt_token_ids))
+        if not self._has_room(num_blocks, request.request_id):
+            return Pending()
+        self._admitted[request.request_id] = num_blocks  # counts until the plan, in which its first chunk is
+        return Miss()
+
+    def _has_room(self, num_blocks: int, request_id: str) -> bool:
+        held = sum(offer.num_blocks for offer in self._offers.values())
+        held += sum(blocks for name, blocks in self._admitted.items() if name != request_id)
+        return not held or (held + num_blocks) * self._layout.block_bytes <= self._config.kv_buffer_size
+
+    # Steps.
+
+    def planned(self) -> None:
+        """The step is scheduled: what was admitted is in it, or asks again."""
+        self._admitted.clear()
+
+    def restart(self, request: RequestView) -> None:
+        """A preempted request begins again, in other blocks."""
+        offer = self._offers.get(request.request_id)
+        if offer is not None:
+            offer.num_announced = 0
+            self._work.resets.append(offer.transfer_id)
+
+    def expect(self, request: RequestView, hand_off: Produce) -> None:
+        """A prefill has its blocks, but loads what an earlier turn left elsewhere before it computes."""
+        self._track(request, hand_off.transfer_id)
+
+    def announce(self, chunk: ScheduledChunk) -> None:
+        """The blocks that are complete after this chunk."""
+        request = chunk.request
+        if not isinstance(request.hand_off, Produce) or not self._config.produces:
+            return
+        offer = self._track(request, request.hand_off.transfer_id)
+        if offer is None:
+            return
+        block_size, num_prompt = self._layout.block_size, len(request.prompt_token_ids)
+        end = chunk.start + chunk.num_tokens
+        first = offer.num_announced
+        last = offer.num_blocks if end >= num_prompt else end // block_size
+        if first >= last and offer.opened:
+            return
+        num_ready = max(0, min(chunk.start // block_size, last) - first)
+        block_ids = list(chunk.block_ids[first:last])
+        self._work.saves.append(Save(offer.transfer_id, not offer.opened, first, num_ready, block_ids))
+        offer.opened, offer.num_announced = True, last
+
+    def _track(self, request: RequestView, transfer_id: str) -> _Offer | None:
+        """The record of this request's hand-off; None when another request has that transfer id."""
+        offer = self._by_transfer.get(transfer_id)
+        if offer is None:
+            offer = _Offer(request.request_id, transfer_id, self._num_blocks(len(request.prompt_token_ids)))
+            self._offers[request.request_id] = self._by_transfer[transfer_id] = offer
+        return offer if offer.request_id == request.request_id else None
+
+    # The end of a request.
+
+    def finish(self, request: RequestView, block_ids: Sequence[int]) -> Finish:
+        """Blocks that were announced stay until the worker sides say so."""
+        offer = self._offers.get(request.request_id)
+        if offer is None or not offer.opened:
+            self.released(request.request_id)
+            return Release()
+        result, transfer_id = request.prefill_result, offer.transfer_id
+        if result is None or offer.num_announced < offer.num_blocks:
+            self._work.drops.append(Drop(transfer_id, request.request_id))
+            return Hold(None)
+        num_tokens = len(request.prompt_token_ids)
+        meta = HandOffMeta(num_tokens, prefix_digests(request.prompt_token_ids, [num_tokens]), result)
+        self._work.seals.append(Seal(transfer_id, request.request_id, encode_meta(meta)))
+        ticket = self._ticket(transfer_id, request.request_id, block_ids[: offer.num_blocks], meta)
+        return Hold(ticket.to_params())
+
+    def keep(self, request: RequestView, block_ids: Sequence[int]) -> Finish:
+        """Keep what a decode has computed for the prefill of the next turn, where there is an answer and room."""
+        if not isinstance(request, HasAnswer) or request.finish_reason not in ("stop", "length"):
+            return Release()
+        num_tokens = min(request.num_computed_tokens, len(request.tokens))
+        num_blocks = self._num_blocks(num_tokens)
+        if not num_blocks or not self._config.produces or not self._has_room(num_blocks, request.request_id):
+            return Release()
+        transfer_id = f"kept-{secrets.token_hex(12)}"
+        offer = _Offer(request.request_id, transfer_id, num_blocks, num_blocks, opened=True)
+        self._offers[request.request_id] = self._by_transfer[transfer_id] = offer
+        ours = list(block_ids[:num_blocks])
+        self._work.saves.append(Save(transfer_id, True, 0, num_blocks, ours))
+        prefixes = prefix_digests(request.tokens, _checkpoints(num_tokens, len(request.prompt_token_ids)))
+        meta = HandOffMeta(num_tokens, prefixes, None)
+        self._work.seals.append(Seal(transfer_id, request.request_id, encode_meta(meta), self._kept_lease_s))
+        ticket = self._ticket(transfer_id, request.request_id, ours, meta)
+        params = ticket.to_params() | {"do_remote_prefill": False, "do_remote_decode": True}
+        return Hold(params | {"remote_transfer_id": params.pop("transfer_id")})
+
+    def _ticket(self, transfer_id: str, request_id: str, block_ids: Sequence[int], meta: HandOffMeta) -> Ticket:
+        host, port = self._addresses[0]
+        return Ticket(
+            transfer_id=transfer_id,
+            remote_engine_id=self._config.engine_id,
+            remote_request_id=request_id,
+            remote_host=host,
+            remote_port=port,
+            remote_block_ids=[list(block_ids)],
+            remote_num_tokens=meta.num_tokens,
+            remote_prefixes=meta.prefixes,
+            prefill_result=meta.prefill_result,
+            tp_size=self._layout.tp_size,
+            remote_ranks=self._addresses if len(self._addresses) > 1 else None,
+        )
+
+    def released(self, request_id: str) -> None:
+        """The blocks of a hand-off are free again."""
+        offer = self._offers.pop(request_id, None)
+        if offer is not None:
+            del self._by_transfer[offer.transfer_id]
+
+    def end(self, transfer_id: str) -> bool:
+        """The consumer will never come."""
+        if transfer_id not in self._by_transfer:
+            return False
+        self._work.ends.append(transfer_id)
+        return True
+
+    # Insight.
+
+    @property
+    def names(self) -> list[str]:
+        """Requests whose blocks are held, or will be."""
+        return list(self._offers)
+
+    def _num_blocks(self, num_tokens: int) -> int:
+        return -(-num_tokens // self._layout.block_size)
+
+
+def _checkpoints(num_tokens: int, num_prompt_tokens: int) -> list[int]:
+    """Lengths of prefixes worth knowing: all, the prompt, and some between."""
+    step = -(-num_tokens // NUM_PREFIXES)
+    return sorted({*range(step, num_tokens, step), min(num_prompt_tokens, num_tokens), num_tokens})

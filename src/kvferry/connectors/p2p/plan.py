@@ -1,0 +1,131 @@
+"""What the scheduler side of the P2P connector asks of its worker sides, and what travels with a hand-off."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import msgspec
+
+from kvferry.core.hand_off import PrefillResult, Ticket
+
+
+class Save(msgspec.Struct, frozen=True, array_like=True):
+    """Announce blocks `first_block, …` of a hand-off, which are `block_ids` here.
+
+    The first `num_ready` hold their KV already (they came from the prefix cache, all layers); the others get it in
+    this step, layer by layer. `opens`: it is the hand-off's first.
+    """
+
+    transfer_id: str
+    opens: bool
+    first_block: int
+    num_ready: int
+    block_ids: list[int]
+
+
+class Seal(msgspec.Struct, frozen=True, array_like=True):
+    """The prompt is complete; `meta` is an encoded `HandOffMeta`. The request's blocks are under `Hold`.
+
+    `lease_s`: where the lease is not of the usual length.
+    """
+
+    transfer_id: str
+    request_id: str
+    meta: bytes
+    lease_s: float | None = None
+
+
+class Drop(msgspec.Struct, frozen=True, array_like=True):
+    """The request ended before its prompt was complete. Its blocks are under `Hold`."""
+
+    transfer_id: str
+    request_id: str
+
+
+class Wait(msgspec.Struct, frozen=True, array_like=True):
+    """A request waits here to fetch this ticket: keep its lease alive. Or it does not any more."""
+
+    request_id: str
+    ticket: Ticket
+
+
+class Load(msgspec.Struct, frozen=True, array_like=True):
+    """Fetch the first `num_tokens` tokens of a hand-off into `block_ids`, the first `skip_blocks` of which are filled.
+
+    `tokens` are the request's prompt. The hand-off is of all of them or of a prefix; with `longer`, of other tokens
+    too, behind those that are wanted.
+    """
+
+    request_id: str
+    ticket: Ticket
+    block_ids: list[int]
+    skip_blocks: int
+    num_tokens: int
+    tokens: list[int]
+    longer: bool = False
+
+
+class P2pPlan(msgspec.Struct, frozen=True):
+    """One step's work, done in this order: what is withdrawn comes first, since its blocks may be in use again.
+
+    `resets`: hand-offs whose request was preempted. `cancels`: request ids whose load must stop. `ends`: leases to
+    end early, by transfer id. `waits`: tickets to be fetched later. `unwanted`: tickets that nobody here will fetch;
+    their producers are told.
+    """
+
+    resets: list[str] = []
+    drops: list[Drop] = []
+    cancels: list[str] = []
+    ends: list[str] = []
+    saves: list[Save] = []
+    seals: list[Seal] = []
+    waits: list[Wait] = []
+    loads: list[Load] = []
+    unwanted: list[Wait] = []
+
+
+@dataclass
+class PlanBook:
+    """A plan in the making."""
+
+    resets: list[str] = field(default_factory=list)
+    drops: list[Drop] = field(default_factory=list)
+    cancels: list[str] = field(default_factory=list)
+    ends: list[str] = field(default_factory=list)
+    saves: list[Save] = field(default_factory=list)
+    seals: list[Seal] = field(default_factory=list)
+    waits: list[Wait] = field(default_factory=list)
+    loads: list[Load] = field(default_factory=list)
+    unwanted: list[Wait] = field(default_factory=list)
+
+    def take(self) -> P2pPlan | None:
+        """The plan as far as it has come, and begin another; None when there is nothing in it."""
+        if not self:
+            return None
+        taken = P2pPlan(**vars(self))
+        vars(self).update(vars(PlanBook()))
+        return taken
+
+    def __bool__(self) -> bool:
+        return any(vars(self).values())
+
+
+class HandOffMeta(msgspec.Struct, frozen=True):
+    """What the producer says when it seals. `prefixes`: digests of its tokens, so that nobody uses the KV of others,
+    which a difference in tokenizer or chat template would bring. `prefill_result`: None of blocks that are kept for
+    another turn.
+    """
+
+    num_tokens: int
+    prefixes: list[tuple[int, str]]
+    prefill_result: PrefillResult | None
+
+
+def encode_meta(meta: HandOffMeta) -> bytes:
+    """For `Seal.meta`."""
+    return msgspec.msgpack.encode(meta)
+
+
+def decode_meta(encoded: bytes) -> HandOffMeta:
+    """The other way. Raises `msgspec.DecodeError` on what no honest producer sends."""
+    return msgspec.msgpack.decode(encoded, type=HandOffMeta)

@@ -1,0 +1,126 @@
+"""The P2P connector beside the scheduler: joins what this instance offers and what it fetches. No tensors.
+
+Owns the plan in the making; the rest is `Offers`' and `Fetches`'.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from kvferry.connectors.api import (
+    ConnectorContext,
+    Finish,
+    Hit,
+    Hold,
+    Match,
+    Miss,
+    RequestView,
+    SchedulerSide,
+    StepView,
+    TransferReport,
+)
+from kvferry.connectors.p2p.fetches import Fetches
+from kvferry.connectors.p2p.offers import Offers
+from kvferry.connectors.p2p.plan import P2pPlan, PlanBook
+from kvferry.core.errors import LeakError
+from kvferry.core.hand_off import Consume, Produce
+from kvferry.transport.lookup_buffer.table import EXTRAS as BUFFER_EXTRAS
+
+EXTRAS = (*BUFFER_EXTRAS, "lease_s", "timeout_s", "unsealed_s", "bidirectional_kv_xfer", "decoder_kv_blocks_ttl")
+KEPT_LEASE_S = 480.0
+
+
+class P2pSchedulerSide(SchedulerSide):
+    """See the module. `kv_connector_extra_config`, beside what `P2pWorkerSide` reads:
+
+    `bidirectional_kv_xfer` keeps the blocks of every answer for the prefill of the next turn, not only where a
+    request asks for it (`keep_for_next_turn`); `decoder_kv_blocks_ttl` for how long, s.
+    """
+
+    def __init__(self, context: ConnectorContext) -> None:
+        super().__init__(context)
+        context.config.require_extras_known(EXTRAS)
+        self._keeps_all = context.config.extra("bidirectional_kv_xfer", False)
+        self._work = PlanBook()
+        self._offers = Offers(context, self._work, context.config.extra("decoder_kv_blocks_ttl", KEPT_LEASE_S))
+        self._fetches = Fetches(context, self._work)
+
+    def set_addresses(self, addresses: Sequence[dict[str, Any]]) -> None:
+        """Where this instance's ranks listen."""
+        self._offers.set_addresses(addresses)
+
+    # Admission.
+
+    def arrived(self, request: RequestView) -> None:
+        """Keep its ticket's lease alive while it waits."""
+        self._fetches.arrived(request)
+
+    def match(self, request: RequestView, num_computed_tokens: int) -> Match:
+        """A promised hand-off can be loaded; a prefill for another waits while too much is held already."""
+        match request.hand_off:
+            case Consume():
+                return self._fetches.match(request, num_computed_tokens)
+            case Produce(source=source) as produce:
+                room = self._offers.match(request, produce)
+                if source is None or not isinstance(room, Miss) or room.error is not None:
+                    return room
+                return self._fetches.match(request, num_computed_tokens)
+        return Miss()
+
+    def allocated(self, request: RequestView, block_ids: Sequence[int], num_computed_tokens: int, hit: Hit) -> None:
+        """The load goes out with the next plan."""
+        self._fetches.allocated(request, block_ids, num_computed_tokens, hit)
+        if isinstance(request.hand_off, Produce):
+            self._offers.expect(request, request.hand_off)
+
+    # Steps.
+
+    def plan(self, step: StepView) -> P2pPlan | None:
+        """Announcements of this step's chunks, and all that came up since the last plan."""
+        self._offers.planned()
+        for request in step.preempted:
+            self._offers.restart(request)
+        for chunk in step.chunks:
+            self._fetches.computed(chunk.request)
+            self._offers.announce(chunk)
+        return self._work.take()
+
+    def has_work(self) -> bool:
+        """Whether a plan waits."""
+        return bool(self._work)
+
+    def completed(self, report: TransferReport) -> None:
+        """Loads that ended, blocks that are free again."""
+        for request_id in [*report.loaded, *report.failed]:
+            self._fetches.ended(request_id)
+        for request_id in report.released:
+            self._fetches.released(request_id)
+            self._offers.released(request_id)
+
+    # The end of a request.
+
+    def finish(self, request: RequestView, block_ids: Sequence[int]) -> Finish:
+        """Blocks that were announced, or are still written to, stay until the worker sides say so."""
+        if self._fetches.finish(request):
+            self._offers.released(request.request_id)  # expected at most: nothing was announced before the load
+            return Hold(None)
+        hand_off = request.hand_off
+        if isinstance(hand_off, Consume) and (hand_off.keep or self._keeps_all):
+            return self._offers.keep(request, block_ids)
+        return self._offers.finish(request, block_ids)
+
+    def release(self, transfer_id: str) -> bool:
+        """The consumer will never come."""
+        return self._offers.end(transfer_id)
+
+    # Insight.
+
+    def statistics(self) -> dict[str, float]:
+        """Hand-offs in the making or under lease here, and loads asked for."""
+        return {"num_produced": float(len(self._offers.names)), "num_fetched": float(self._fetches.num_begun)}
+
+    def check(self) -> None:
+        """Raise `LeakError` when a hand-off or a load is left."""
+        if names := [*self._offers.names, *self._fetches.names]:
+            raise LeakError(f"the P2P connector still keeps blocks of requests {', '.join(names[:8])}")

@@ -1,0 +1,166 @@
+"""The P2P connector beside the KV cache: moves blocks from a prefill instance's memory into a decode instance's.
+
+Owns the transfer thread and the lookup buffer. The engine's thread calls it; whatever
+waits runs on the transfer thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
+from typing import Any
+
+from kvferry.connectors.api import ConnectorContext, TransferReport, WorkerSide
+from kvferry.connectors.p2p.arrivals import Arrivals
+from kvferry.connectors.p2p.departures import Departures
+from kvferry.connectors.p2p.plan import P2pPlan
+from kvferry.core.errors import ConfigError, LeakError
+from kvferry.transport.lookup_buffer.entries import EntryBounds
+from kvferry.transport.lookup_buffer.offering import OfferingBuffer
+from kvferry.transport.lookup_buffer.table import LookupBufferContext, build_lookup_buffer
+from kvferry.transport.memory import BlockMemory
+from kvferry.transport.tasks import run_together
+from kvferry.transport.transfer_loop import TransferLoop
+from kvferry.transport.wire import Identity
+
+LEASE_S = 30.0
+TIMEOUT_S = 30.0
+UNSEALED_S = 300.0
+START_S = 10.0
+
+
+class P2pWorkerSide(WorkerSide):
+    """See the module. `kv_connector_extra_config`:
+
+    `lookup_buffer` and `transport` are explained in `transport.lookup_buffer.table`; by default KV is read from shared
+    memory where both sides can, else over TCP (NIXL for device memory). `lease_s`: how long a finished hand-off is
+    kept for its consumer; `timeout_s`: how long a consumer waits for one, from its start; `unsealed_s`: how long a
+    hand-off may stand still while its prefill is under way, s. `checksum` true: what is fetched is compared with what
+    the producer has (XXH3). `advertise_host`, `advertise_port`: where other instances find this one, if not at
+    `kv_ip` and `kv_port` (containers, address translation).
+    """
+
+    plan_type = P2pPlan
+
+    def __init__(self, context: ConnectorContext) -> None:
+        super().__init__(context)
+        self._config = context.config
+        self._timeout_s = _seconds(context, "timeout_s", TIMEOUT_S)
+        self._lease_s = _seconds(context, "lease_s", LEASE_S)
+        self._unsealed_s = _seconds(context, "unsealed_s", UNSEALED_S)
+        self._loop = TransferLoop()
+        self._service: Future[None] | None = None
+        self._buffer: OfferingBuffer
+        self._departures: Departures
+        self._arrivals: Arrivals
+
+    # Life.
+
+    def register(self, memory: BlockMemory) -> None:
+        """Listen, and start the transfer thread."""
+        self._build(memory)
+        self._loop.start()
+        self._service = self._loop.submit(self._serve())
+        self._loop.submit(self._arrivals.started()).result(START_S)
+
+    def _build(self, memory: BlockMemory) -> None:
+        config, layout = self._config, self.context.layout
+        # The scheduler side keeps prefills waiting at `kv_buffer_size`; here twice that only guards against mistakes.
+        bounds = EntryBounds(self._lease_s, self._unsealed_s, capacity_bytes=2 * config.kv_buffer_size)
+        identity = Identity(config.engine_id, layout)
+        self._buffer = build_lookup_buffer(
+            LookupBufferContext(config, memory, identity, self.context.auth_token, bounds)
+        )
+        self._departures = Departures(self._buffer, layout.num_layers, _device_wait(memory.device))
+        self._arrivals = Arrivals(
+            self._buffer,
+            self.context.layout,
+            self._timeout_s,
+            keep_lease_on_failure=config.kv_load_failure_policy == "fail",
+        )
+
+    async def _serve(self) -> None:
+        await run_together(self._buffer.run(), self._arrivals.run())
+
+    def address(self) -> dict[str, Any]:
+        """Where peers reach this rank."""
+        return {**self._buffer.address(), "engine_id": self._config.engine_id}
+
+    def close(self) -> None:
+        """End the transfer thread, and with it every task, connection and mapping."""
+        if self._service is None:
+            return
+        self._loop.close()
+        self._buffer.close()
+
+    # Steps.
+
+    def withdraw(self, plan: P2pPlan | None) -> None:
+        """Preempted prefills begin again."""
+        if plan is not None:
+            self._departures.withdraw(plan)
+
+    def start(self, plan: P2pPlan | None) -> None:
+        """Announce and fetch."""
+        if plan is None:
+            return
+        for request_id in plan.cancels:
+            self._loop.call(partial(self._arrivals.cancel, request_id))
+        self._departures.start(plan)
+        for wait in plan.waits:
+            self._loop.call(partial(self._arrivals.wait, wait))
+        for load in plan.loads:
+            self._loop.call(partial(self._arrivals.start_load, load))
+        for wait in plan.unwanted:
+            self._loop.call(partial(self._arrivals.give_up, wait))
+
+    def save_layer(self, layer: int) -> None:
+        """Announce this step's blocks of `layer`."""
+        self._departures.save_layer(layer)
+
+    def flush(self) -> None:
+        """Forget this step's blocks: all are announced."""
+        self._departures.flush()
+
+    def poll(self) -> TransferReport:
+        """Loads that ended, blocks that are free. Raises what broke the transfer thread, if anything did."""
+        self._loop.require_healthy()
+        if self._service is not None and self._service.done():
+            self._service.result()
+        report = self._arrivals.box.take()
+        report.released |= self._departures.released()
+        return report
+
+    def on_report(self, wake: Callable[[], None]) -> None:
+        """`wake` is called from the transfer thread."""
+        self._arrivals.box.wake = wake
+        self._buffer.table.on_end = wake
+
+    # Insight.
+
+    def statistics(self) -> dict[str, float]:
+        """Of the lookup buffer, and of loads."""
+        return self._buffer.statistics() | self._arrivals.statistics()
+
+    def check(self) -> None:
+        """Raise `LeakError` when a hand-off, a load or a report is left."""
+        self._buffer.check()
+        if not (self._departures.is_empty() and self._arrivals.is_empty()):
+            raise LeakError("the P2P connector still waits for the end of hand-offs")
+
+
+def _device_wait(device: str) -> Callable[[], None] | None:
+    """What waits for the kernels given to a device so far; None for host memory. Never run on a GPU."""
+    if device == "cpu":
+        return None
+    import torch  # where KV is on a device, the engine beside has it
+
+    return lambda: torch.cuda.current_stream(device).synchronize()
+
+
+def _seconds(context: ConnectorContext, key: str, default: float) -> float:
+    value: float = context.config.extra(key, default)
+    if not value > 0:
+        raise ConfigError(f"kv_connector_extra_config.{key} must be greater than 0, got {value:g}")
+    return value

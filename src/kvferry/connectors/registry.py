@@ -1,0 +1,89 @@
+"""Connectors by name. A new connector is one new folder and one line here, or an entry point of another package."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from importlib.metadata import entry_points
+from typing import Any
+
+import msgspec
+
+from kvferry.connectors.api import ConnectorContext, SchedulerSide, WorkerSide
+from kvferry.core.errors import ConfigError, UnknownName
+from kvferry.core.names import resolve
+from kvferry.core.transfer_config import KVTransferConfig
+
+ENTRY_POINT_GROUP = "kvferry.connectors"
+
+
+@dataclass(frozen=True)
+class ConnectorSpec:
+    """Where a connector's two classes are, each as `package.module:Class`, imported when first built.
+
+    `defaults` are values of `kv_connector_extra_config` that go with the name; what the user says comes first.
+    """
+
+    scheduler_side: str
+    worker_side: str
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+
+    def build_scheduler_side(self, context: ConnectorContext) -> SchedulerSide:
+        """The scheduler side, new."""
+        side: SchedulerSide = resolve(self.scheduler_side)(self._completed(context))
+        return side
+
+    def build_worker_side(self, context: ConnectorContext) -> WorkerSide:
+        """The worker side, new."""
+        return self.worker_class()(self._completed(context))
+
+    def worker_class(self) -> type[WorkerSide]:
+        """The class of the worker side."""
+        found: type[WorkerSide] = resolve(self.worker_side)
+        return found
+
+    def _completed(self, context: ConnectorContext) -> ConnectorContext:
+        config = context.config
+        extras = {**self.defaults, **config.kv_connector_extra_config}
+        return replace(context, config=msgspec.structs.replace(config, kv_connector_extra_config=extras))
+
+
+P2P = ConnectorSpec("kvferry.connectors.p2p.scheduler:P2pSchedulerSide", "kvferry.connectors.p2p.worker:P2pWorkerSide")
+BUILTIN = {
+    "P2pConnector": P2P,
+    "P2pNcclConnector": replace(P2P, defaults={"transport": "nccl"}),
+    "NixlConnector": replace(P2P, defaults={"transport": "nixl"}),
+    "MooncakeConnector": replace(P2P, defaults={"transport": "mooncake"}),
+    "SharedStorageConnector": ConnectorSpec(
+        "kvferry.connectors.shared_storage.scheduler:SharedStorageSchedulerSide",
+        "kvferry.connectors.shared_storage.worker:SharedStorageWorkerSide",
+    ),
+}
+
+
+def connector_names() -> list[str]:
+    """All that `find_connector` knows without a module path."""
+    return sorted({*BUILTIN, *entry_points(group=ENTRY_POINT_GROUP).names})
+
+
+def find_connector(config: KVTransferConfig) -> ConnectorSpec:
+    """The connector that a configuration names.
+
+    With `kv_connector_module_path` it is the attribute of that name in that module, a `ConnectorSpec`; otherwise
+    a built-in one, or an entry point of the group "kvferry.connectors" that yields a `ConnectorSpec`.
+    Raises `UnknownName` with the nearest known name, or `ConfigError` when the module has no such spec.
+    """
+    if config.kv_connector_module_path:
+        return _checked(resolve(f"{config.kv_connector_module_path}:{config.kv_connector}"), config.kv_connector)
+    if config.kv_connector in BUILTIN:
+        return BUILTIN[config.kv_connector]
+    found = entry_points(group=ENTRY_POINT_GROUP)
+    if config.kv_connector in found.names:
+        return _checked(found[config.kv_connector].load(), config.kv_connector)
+    raise UnknownName("kv_connector", config.kv_connector, [*BUILTIN, *found.names])
+
+
+def _checked(found: object, name: str) -> ConnectorSpec:
+    if not isinstance(found, ConnectorSpec):
+        raise ConfigError(f"kv_connector {name!r} must be a kvferry ConnectorSpec, got {type(found).__name__}")
+    return found

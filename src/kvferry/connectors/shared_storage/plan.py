@@ -1,0 +1,37 @@
+"""What the scheduler side of the shared storage connector asks of its worker sides."""
+
+from __future__ import annotations
+
+import msgspec
+
+from kvferry.connectors.shared_storage.markers import Marker
+from kvferry.core.block_hash import BlockHash
+from kvferry.core.hand_off import PrefillResult
+
+
+class SaveBlocks(msgspec.Struct, frozen=True, array_like=True):
+    """These blocks are full after this step: keep them."""
+
+    request_id: str
+    hashes: list[BlockHash]
+    block_ids: list[int]
+
+
+class LoadBlocks(msgspec.Struct, frozen=True, array_like=True):
+    """Fill these blocks. `prefill_result`: what the hand-off's marker said, to be reported when they are."""
+
+    request_id: str
+    hashes: list[BlockHash]
+    block_ids: list[int]
+    layerwise: bool
+    prefill_result: PrefillResult | None = None
+
+
+class StoragePlan(msgspec.Struct, frozen=True):
+    """One step's work. `marks` go out after all blocks saved before; `forgets` are transfer ids that were used."""
+
+    cancels: list[str] = []
+    loads: list[LoadBlocks] = []
+    saves: list[SaveBlocks] = []
+    marks: list[Marker] = []
+    forgets: list[str] = []

@@ -1,0 +1,310 @@
+"""The shared storage connector beside the scheduler: which blocks of a prompt are kept, and which are fetched.
+
+Owns what is known of each request's blocks in the store. It never looks there itself (a prober thread does), and
+sees no tensor.
+
+A hand-off through the store: the producer saves the prompt's full blocks and then leaves a marker; the consumer
+waits for the marker, loads them, and computes the few tokens of a partly filled last block again.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from kvferry.connectors.api import (
+    ConnectorContext,
+    Finish,
+    Hit,
+    Hold,
+    Match,
+    Miss,
+    Pending,
+    Release,
+    RequestView,
+    ScheduledChunk,
+    SchedulerSide,
+    StepView,
+    TransferReport,
+)
+from kvferry.connectors.shared_storage.markers import Marker, MarkerFolder
+from kvferry.connectors.shared_storage.plan import LoadBlocks, SaveBlocks, StoragePlan
+from kvferry.connectors.shared_storage.prober import Answer, Prober, Question
+from kvferry.connectors.shared_storage.settings import read_settings
+from kvferry.core.errors import ConfigError, KvferryError, LayoutMismatch, LeakError, LeaseEnded, ProtocolError
+from kvferry.core.hand_off import Consume, PrefillResult, Produce, Ticket
+from kvferry.core.sharding import on_rank
+from kvferry.store.file import FileStore
+
+log = logging.getLogger(__name__)
+
+MAX_REMEMBERED_MARKS = 4096
+
+
+@dataclass
+class _Known:
+    """What is known of one request. `num_kept` blocks of the prompt are in the store, or on their way there.
+
+    `loading`: None before a load, then whether it is still under way.
+    """
+
+    num_kept: int = 0
+    loading: bool | None = None
+
+
+@dataclass
+class _Work:
+    """A plan in the making."""
+
+    cancels: list[str] = field(default_factory=list)
+    loads: list[LoadBlocks] = field(default_factory=list)
+    saves: list[SaveBlocks] = field(default_factory=list)
+    marks: list[Marker] = field(default_factory=list)
+    forgets: list[str] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return any(vars(self).values())
+
+
+class SharedStorageSchedulerSide(SchedulerSide):
+    """See the module."""
+
+    def __init__(self, context: ConnectorContext) -> None:
+        super().__init__(context)
+        self._settings = read_settings(context)
+        self._config, self._layout = context.config, context.layout
+        ranks = [on_rank(context.layout, rank) for rank in range(context.layout.tp_size)]
+        stores = [FileStore(self._settings.path, layout) for layout in ranks]
+        self._prober = Prober(stores, MarkerFolder(self._settings.path))
+        self._work = _Work()
+        self._known: dict[str, _Known] = {}
+        self._cancelled: set[str] = set()
+        self._used_by: dict[str, str] = {}
+        self._marked: OrderedDict[str, None] = OrderedDict()
+
+    # Admission.
+
+    def match(self, request: RequestView, num_computed_tokens: int) -> Match:
+        """Pending until the prober has looked, and for a hand-off until its marker is there."""
+        error = self._refusal(request)
+        if error is not None:
+            return Miss(error)
+        known = self._known.get(request.request_id)
+        if known is not None and known.loading is not None:
+            return Miss()
+        if self._needs_nothing(request, num_computed_tokens):
+            return Miss()
+        answer = self._prober.answer(request.request_id)
+        if answer is None:
+            self._ask(request)
+            return Pending()
+        return self._judge(request, answer, num_computed_tokens)
+
+    def _refusal(self, request: RequestView) -> KvferryError | None:
+        if isinstance(request.hand_off, Consume) and not self._config.consumes:
+            return ConfigError("this instance has kv_role kv_producer: it fetches no hand-offs")
+        if isinstance(request.hand_off, Produce) and not self._config.produces:
+            return ConfigError("this instance has kv_role kv_consumer: it hands nothing off")
+        return None
+
+    def _needs_nothing(self, request: RequestView, num_computed_tokens: int) -> bool:
+        """All that could be loaded is here already, the first token is known or is to be computed here, and nobody
+        else counts on the store to have it."""
+        if isinstance(request.hand_off, Produce):
+            return False
+        waits_for_token = isinstance(request.hand_off, Consume) and request.prefill_result is None
+        usable = self._num_usable_blocks(request, request.prefill_result is not None)
+        return not waits_for_token and usable * self._layout.block_size <= num_computed_tokens
+
+    def _num_usable_blocks(self, request: RequestView, first_token_known: bool) -> int:
+        """Full blocks that may be loaded: all, or when the first token is to be sampled here, all but one token's."""
+        spare = 0 if first_token_known else 1
+        return max(0, len(request.prompt_token_ids) - spare) // self._layout.block_size
+
+    def _ask(self, request: RequestView) -> None:
+        if self._prober.is_asked(request.request_id):
+            return
+        hand_off = request.hand_off
+        transfer_id = hand_off.ticket.transfer_id if isinstance(hand_off, Consume) else None
+        deadline = time.monotonic() + self._settings.timeout_s
+        self._prober.ask(request.request_id, Question(tuple(request.block_hashes), transfer_id, deadline))
+
+    def _judge(self, request: RequestView, answer: Answer, num_computed_tokens: int) -> Match:
+        self._known.setdefault(request.request_id, _Known()).num_kept = answer.num_present
+        promised = isinstance(request.hand_off, Consume)
+        error = answer.error or self._mistrust(request, answer.marker)
+        if error is not None:
+            return Miss(error if promised else None)
+        result = self._result_to_bring(request, answer)
+        token_known = promised and (request.prefill_result is not None or result is not None)
+        usable = min(answer.num_present, self._num_usable_blocks(request, token_known))
+        num_tokens = usable * self._layout.block_size - num_computed_tokens
+        if result is not None:
+            return Hit(max(0, num_tokens))  # not layerwise: the engine must know the first token before it runs
+        return Hit(num_tokens, self._settings.layerwise) if num_tokens > 0 else Miss()
+
+    def _mistrust(self, request: RequestView, marker: Marker | None) -> KvferryError | None:
+        """Why a marker does not stand for this hand-off's KV, if so."""
+        if marker is None:
+            return None
+        if marker.prefill_result is None:
+            return LeaseEnded(f"the prefill of hand-off {marker.transfer_id!r} was given up")
+        num_tokens = len(request.prompt_token_ids)
+        if marker.num_tokens != num_tokens:
+            return ProtocolError(f"the hand-off is of {marker.num_tokens} prompt tokens, this request has {num_tokens}")
+        try:
+            self._layout.require_same(marker.layout)
+        except LayoutMismatch as error:
+            return error
+        return None
+
+    def _result_to_bring(self, request: RequestView, answer: Answer) -> PrefillResult | None:
+        """The marker's result, where the ticket did not bring it."""
+        wanted = isinstance(request.hand_off, Consume) and request.prefill_result is None
+        return answer.marker.prefill_result if wanted and answer.marker is not None else None
+
+    def allocated(self, request: RequestView, block_ids: Sequence[int], num_computed_tokens: int, hit: Hit) -> None:
+        """The load goes out with the next plan."""
+        answer = self._prober.answer(request.request_id)
+        assert answer is not None, "a hit without an answer"
+        self._prober.forget(request.request_id)
+        self._known[request.request_id].loading = True
+        if isinstance(request.hand_off, Consume):
+            self._used_by[request.request_id] = request.hand_off.ticket.transfer_id
+        first = num_computed_tokens // self._layout.block_size
+        last = (num_computed_tokens + hit.num_tokens) // self._layout.block_size
+        self._work.loads.append(
+            LoadBlocks(
+                request.request_id,
+                list(request.block_hashes[first:last]),
+                list(block_ids[first:last]),
+                hit.layerwise,
+                self._result_to_bring(request, answer),
+            )
+        )
+
+    # Steps.
+
+    def plan(self, step: StepView) -> StoragePlan | None:
+        """Blocks that are full after this step, and all that came up since the last plan."""
+        if self._config.produces:
+            for chunk in step.chunks:
+                self._save(chunk)
+        if not self._work:
+            return None
+        work, self._work = self._work, _Work()
+        for load in work.loads:
+            if load.layerwise:  # over when its step is, and so before the request can end
+                self._load_ended(load.request_id)
+        return StoragePlan(**vars(work))
+
+    def has_work(self) -> bool:
+        """Whether a plan waits."""
+        return bool(self._work)
+
+    def _save(self, chunk: ScheduledChunk) -> None:
+        request, block_size = chunk.request, self._layout.block_size
+        known = self._known.setdefault(request.request_id, self._unasked(chunk))
+        num_full = min(chunk.start + chunk.num_tokens, len(request.prompt_token_ids)) // block_size
+        first, known.num_kept = known.num_kept, max(num_full, known.num_kept)
+        if first < num_full:
+            hashes, block_ids = request.block_hashes[first:num_full], chunk.block_ids[first:num_full]
+            self._work.saves.append(SaveBlocks(request.request_id, list(hashes), list(block_ids)))
+
+    def _unasked(self, chunk: ScheduledChunk) -> _Known:
+        """Of a request that the prober was not asked about: what the own prefix cache had was saved when computed."""
+        produces = isinstance(chunk.request.hand_off, Produce)
+        return _Known(0 if produces else chunk.start // self._layout.block_size)
+
+    def completed(self, report: TransferReport) -> None:
+        """Loads that ended, blocks that are free again."""
+        for request_id in report.loaded:
+            self._load_ended(request_id)
+            transfer_id = self._used_by.pop(request_id, None)
+            if transfer_id is not None:
+                self._work.forgets.append(transfer_id)
+        for request_id in report.failed:
+            self._load_ended(request_id)
+            self._used_by.pop(request_id, None)
+            if request_id in self._known:  # what the store was thought to have, it has not: save it again
+                self._known[request_id].num_kept = 0
+        self._cancelled -= report.released
+
+    def _load_ended(self, request_id: str) -> None:
+        if request_id in self._known:
+            self._known[request_id].loading = False
+
+    # The end of a request.
+
+    def finish(self, request: RequestView, block_ids: Sequence[int]) -> Finish:
+        """Blocks stay only while a load still writes to them: what is saved was copied."""
+        self._prober.forget(request.request_id)
+        known = self._known.pop(request.request_id, None)
+        if known is not None and known.loading and not self._take_back(request):
+            self._used_by.pop(request.request_id, None)
+            self._work.cancels.append(request.request_id)
+            self._cancelled.add(request.request_id)
+            return Hold(None)
+        if isinstance(request.hand_off, Produce) and self._config.produces:
+            return self._hand_off(request, request.hand_off.transfer_id)
+        return Release()
+
+    def _take_back(self, request: RequestView) -> bool:
+        """Undo a load that no plan has carried yet. False: it has begun."""
+        loads = self._work.loads
+        self._work.loads = [load for load in loads if load.request_id != request.request_id]
+        taken_back = len(self._work.loads) < len(loads)
+        if taken_back:
+            self._used_by.pop(request.request_id, None)
+        return taken_back
+
+    def _hand_off(self, request: RequestView, transfer_id: str) -> Finish:
+        """Leave a marker: of the result, or that there will be none."""
+        num_tokens, result = len(request.prompt_token_ids), request.prefill_result
+        self._work.marks.append(
+            Marker(transfer_id=transfer_id, layout=self._layout, num_tokens=num_tokens, prefill_result=result)
+        )
+        if result is None:
+            return Release()
+        self._marked[transfer_id] = None
+        if len(self._marked) > MAX_REMEMBERED_MARKS:
+            self._marked.popitem(last=False)
+        ticket = Ticket(
+            transfer_id=transfer_id,
+            remote_engine_id=self._config.engine_id,
+            remote_request_id=request.request_id,
+            remote_num_tokens=num_tokens,
+            tp_size=self._layout.tp_size,
+            prefill_result=result,
+        )
+        return Release(ticket.to_params())
+
+    def release(self, transfer_id: str) -> bool:
+        """The consumer will never come: remove the marker. The blocks stay, for whoever has the same prompt."""
+        if transfer_id not in self._marked:
+            return False
+        del self._marked[transfer_id]
+        self._work.forgets.append(transfer_id)
+        return True
+
+    def reset_cache(self) -> bool:
+        """Blocks are named by the checkpoint's fingerprint, which does not follow weights changed in place."""
+        log.warning(
+            "the shared storage keeps KV of the weights before: give the instances another shared_storage_path, or"
+            " another model_fingerprint"
+        )
+        return False
+
+    # Insight and end.
+
+    def check(self) -> None:
+        """Raise `LeakError` when something is kept of requests that are gone."""
+        if self._known or self._cancelled or self._used_by or self._prober.num_kept():
+            raise LeakError(f"the shared storage connector still keeps {list(self._known)[:8]}")
+
+    def close(self) -> None:
+        """End the prober's thread."""
+        self._prober.close()

@@ -1,0 +1,167 @@
+"""Every error kvferry raises on purpose, in one tree.
+
+    KvferryError
+    ├── ConfigError              a flag, file or value the user can correct
+    │   ├── UnknownName          no connector, model, policy … of that name; says the nearest
+    │   └── MissingDependency    an optional package is needed; says which extra brings it
+    ├── UnsupportedModel         the engine cannot run this architecture exactly, so it does not run it
+    ├── RankLost                 a rank of a tensor-parallel instance is gone, and the instance with it
+    ├── RequestError             answered to a client, with an HTTP status
+    │   ├── InvalidRequest       400: a value is wrong; names the field
+    │   ├── UnknownModel         404
+    │   ├── DeadlineExceeded     408: the request's own deadline passed
+    │   ├── QueueFull            429: bounded queue, come back later
+    │   ├── HandOffFailed        502: the KV of this request could not be had, and the policy is `fail`
+    │   └── Unavailable          503: shutting down, or no instance left to serve it
+    ├── LayoutMismatch           two sides mean different things by a block's bytes; names the field
+    ├── TransferError            bytes in motion
+    │   ├── ProtocolError        a frame that no honest peer sends
+    │   ├── AuthenticationFailed the peer does not know the shared token
+    │   ├── PeerLost             the connection broke
+    │   ├── TransferTimeout      the deadline passed first
+    │   ├── ChecksumMismatch     what came is not what was sent
+    │   └── LeaseEnded           the producer no longer keeps the blocks
+    ├── StoreError               bytes at rest: the store cannot be read or written
+    └── LeakError                `check()` found something that should have been given back
+
+Foreign exceptions are translated into these at the edge where they occur, with `raise … from`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+
+class KvferryError(Exception):
+    """Root of the tree."""
+
+
+class ConfigError(KvferryError):
+    """A setting that the user can correct."""
+
+
+class UnknownName(ConfigError):
+    """A name that nothing answers to."""
+
+    def __init__(self, kind: str, name: str, known: Iterable[str]) -> None:
+        names = sorted(known)
+        near = get_close_matches(name, names, n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(names) or 'none'}"
+        super().__init__(f"unknown {kind} {name!r}; {hint}")
+        self.kind, self.name, self.known = kind, name, names
+
+
+class MissingDependency(ConfigError):
+    """An optional package is not installed."""
+
+    def __init__(self, what: str, package: str, extra: str) -> None:
+        super().__init__(f"{what} needs the package {package!r}; install it with: pip install 'kvferry[{extra}]'")
+
+
+class UnsupportedModel(KvferryError):
+    """The engine cannot run this architecture exactly."""
+
+
+class RankLost(KvferryError):
+    """A tensor-parallel rank ended, failed or stands still; the instance cannot go on without it."""
+
+
+class RequestError(KvferryError):
+    """An error that is one request's answer.
+
+    `status` is the HTTP status, `kind` the OpenAI error type, `param` the offending field if there is one.
+    """
+
+    status = 500
+    kind = "server_error"
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.message, self.param = message, param
+
+
+class InvalidRequest(RequestError):
+    """A value of the request is wrong; `param` names the field."""
+
+    status = 400
+    kind = "invalid_request_error"
+
+
+class UnknownModel(RequestError):
+    """No such model is served here."""
+
+    status = 404
+    kind = "not_found_error"
+
+
+class DeadlineExceeded(RequestError):
+    """The request's deadline passed before its answer was complete."""
+
+    status = 408
+    kind = "timeout_error"
+
+
+class QueueFull(RequestError):
+    """The waiting queue is at its bound."""
+
+    status = 429
+    kind = "rate_limit_error"
+
+
+class HandOffFailed(RequestError):
+    """The KV of this request could not be fetched and `kv_load_failure_policy` is `fail`."""
+
+    status = 502
+    kind = "hand_off_error"
+
+
+class Unavailable(RequestError):
+    """Nothing is there to serve the request now."""
+
+    status = 503
+    kind = "unavailable_error"
+
+
+class LayoutMismatch(KvferryError):
+    """Two layouts that cannot be reconciled; `field` says where they differ."""
+
+    def __init__(self, field: str, ours: object, theirs: object) -> None:
+        super().__init__(f"KV layouts differ in {field}: here {ours!r}, there {theirs!r}")
+        self.field, self.ours, self.theirs = field, ours, theirs
+
+
+class TransferError(KvferryError):
+    """Bytes did not arrive."""
+
+
+class ProtocolError(TransferError):
+    """A frame that no honest peer sends."""
+
+
+class AuthenticationFailed(TransferError):
+    """The peer does not know the shared token."""
+
+
+class PeerLost(TransferError):
+    """The connection to the peer broke."""
+
+
+class TransferTimeout(TransferError):
+    """The deadline passed before the bytes came."""
+
+
+class ChecksumMismatch(TransferError):
+    """What came is not what was sent."""
+
+
+class LeaseEnded(TransferError):
+    """The producer no longer keeps the blocks: fetched, released, or its time was over."""
+
+
+class StoreError(KvferryError):
+    """A store cannot be read or written."""
+
+
+class LeakError(KvferryError):
+    """`check()` found a resource that nobody gave back."""

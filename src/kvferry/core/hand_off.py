@@ -1,0 +1,172 @@
+"""The hand-off of one request from a prefill instance to a decode instance, as it travels in `kv_transfer_params`.
+
+The keys are vLLM's (`do_remote_decode`, `do_remote_prefill`, `remote_engine_id`, `remote_host`, `remote_port`,
+`remote_request_id`, `remote_block_ids`, `remote_num_tokens`, `tp_size`) with kvferry's own beside them:
+
+| key | meaning |
+|---|---|
+| `transfer_id` | names the hand-off, on all ranks |
+| `remote_ranks` | [host, port] of each rank of P, where there are several; the first is `remote_host`, `remote_port` |
+| `prefill_result` | P's first token, its seed and timeline |
+| `keep_for_next_turn` | asks D to keep its blocks when the answer is done, and to answer with a ticket for the next P |
+| `remote_transfer_id` | in that ticket: under which D keeps them |
+| `remote_prefixes` | [number of tokens, digest of them] of prefixes whose KV there is |
+
+Whoever only forwards a ticket needs none of them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import msgspec
+
+from kvferry.core.errors import InvalidRequest
+from kvferry.core.timeline import Timeline
+
+
+class TokenLogprobs(msgspec.Struct, array_like=True):
+    """The log-probability of one token at its place, and of the likeliest there (`top`: id → logprob)."""
+
+    token_id: int
+    logprob: float
+    rank: int
+    top: dict[int, float] = {}
+
+
+class PrefillResult(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """What P knows when its prefill is done, beside the KV: the sampled token, and the seed it was drawn with, which an
+    engine that draws in its own way may not have."""
+
+    first_token: int
+    seed: int | None = None
+    logprobs: TokenLogprobs | None = None
+    num_cached_tokens: int = 0
+    timeline: Timeline = msgspec.field(default_factory=Timeline)
+
+
+RankAddress = tuple[str, int]
+"""Host and port."""
+
+
+class Ticket(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """What D needs to fetch one hand-off.
+
+    In a *concurrent* hand-off the ticket holds only `transfer_id` and P's address: D asks before P is done,
+    and `prefill_result` follows over the control channel. Times to live are seconds.
+    """
+
+    do_remote_prefill: bool = True
+    do_remote_decode: bool = False
+    transfer_id: str
+    remote_engine_id: str = ""
+    remote_request_id: str = ""
+    remote_host: str = ""
+    remote_port: int = 0
+    remote_block_ids: list[list[int]] | None = None
+    remote_num_tokens: int = 0
+    tp_size: int = 1
+    prefill_result: PrefillResult | None = None
+    remote_ranks: list[RankAddress] | None = None
+    remote_prefixes: list[tuple[int, str]] | None = None
+
+    @property
+    def addresses(self) -> Sequence[RankAddress]:
+        """Of each rank, in rank order."""
+        return self.remote_ranks or [(self.remote_host, self.remote_port)]
+
+    def agrees_with(self, tokens: Sequence[int]) -> bool:
+        """Whether the hand-off is of these tokens or of a prefix of them, as far as the ticket says."""
+        num = self.remote_num_tokens
+        return num <= len(tokens) and (not self.remote_prefixes or self.common_prefix(tokens) >= num)
+
+    def is_of(self, tokens: Sequence[int]) -> bool:
+        """Whether it is of all of them, so that P's first token is the one after them."""
+        return self.remote_num_tokens in (0, len(tokens)) and self.agrees_with(tokens)
+
+    def common_prefix(self, tokens: Sequence[int]) -> int:
+        """How many of `tokens`, from the first, the other side has KV of: it may have seen other ones since."""
+        return common_prefix(self.remote_prefixes or (), tokens)
+
+    def to_params(self) -> dict[str, Any]:
+        """The JSON-able form for `kv_transfer_params`."""
+        params = msgspec.json.decode(msgspec.json.encode(self))
+        return {"do_remote_prefill": True, "do_remote_decode": False, "tp_size": self.tp_size, **params}
+
+
+def common_prefix(prefixes: Iterable[tuple[int, str]], tokens: Sequence[int]) -> int:
+    """The length of the longest of these prefixes, each a length and a digest, that `tokens` begin with; 0: none."""
+    known = [(num, name) for num, name in prefixes if 0 < num <= len(tokens)]
+    digests = dict(prefix_digests(tokens, sorted({num for num, _ in known})))
+    return max((num for num, name in known if digests[num] == name), default=0)
+
+
+class Produce(msgspec.Struct, frozen=True):
+    """This instance prefills, keeps the KV for another, and answers with a ticket.
+
+    `source`: where KV of an earlier turn can be fetched first.
+    """
+
+    transfer_id: str
+    source: Ticket | None = None
+
+
+class Consume(msgspec.Struct, frozen=True):
+    """This instance fetches the prompt's KV with a ticket and decodes.
+
+    `keep`: afterwards it keeps its own KV for the prefill of the next turn, and answers with a ticket too.
+    """
+
+    ticket: Ticket
+    keep: bool = False
+
+
+HandOff = Produce | Consume | None
+"""A request's part in a hand-off; None: it has none."""
+
+
+def prefix_digests(tokens: Sequence[int], lengths: Iterable[int]) -> list[tuple[int, str]]:
+    """(length, digest of the first `length` tokens), for ascending lengths."""
+    hasher, start, found = hashlib.sha256(), 0, []
+    for length in lengths:
+        hasher.update(array("q", tokens[start:length]).tobytes())
+        found.append((length, hasher.hexdigest()[:32]))
+        start = length
+    return found
+
+
+def parse_hand_off(params: dict[str, Any] | None, request_id: str) -> HandOff:
+    """Read a request's `kv_transfer_params`. Keys nobody here knows are left alone, as vLLM does.
+
+    Raises `InvalidRequest` when both directions are asked for, or a known key has a value of the wrong kind.
+    """
+    if not params:
+        return None
+    produce, consume = bool(params.get("do_remote_decode")), bool(params.get("do_remote_prefill"))
+    if produce and consume:
+        raise InvalidRequest("do_remote_decode and do_remote_prefill exclude each other", param="kv_transfer_params")
+    if not produce and not consume:
+        return None
+    params = {key: value for key, value in params.items() if value is not None}
+    try:
+        return _read_produce(params, request_id) if produce else _read_consume(params, request_id)
+    except msgspec.ValidationError as error:
+        raise InvalidRequest(f"kv_transfer_params: {error}", param="kv_transfer_params") from error
+
+
+def _read_produce(params: dict[str, Any], request_id: str) -> Produce:
+    kept = params.get("remote_transfer_id")
+    if kept is None or "remote_host" not in params:
+        transfer_id = params.get("transfer_id") or params.get("remote_request_id") or request_id
+        return Produce(msgspec.convert(transfer_id, str))
+    source = msgspec.convert({**params, "transfer_id": kept}, Ticket, strict=False)
+    return Produce(msgspec.convert(params.get("transfer_id") or request_id, str), source)
+
+
+def _read_consume(params: dict[str, Any], request_id: str) -> Consume:
+    params.setdefault("transfer_id", params.get("remote_request_id") or request_id)
+    keep = bool(params.get("keep_for_next_turn"))
+    return Consume(msgspec.convert(params, Ticket, strict=False), keep)

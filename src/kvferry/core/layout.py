@@ -1,0 +1,125 @@
+"""What the bytes of a block mean, and whether two sides can make sense of each other's.
+
+One block of one layer is one contiguous span, `[kv_heads, K then V, block_size, dim]`: heads are outermost,
+so a tensor-parallel shard is contiguous too, and K precedes V within each head.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import msgspec
+
+from kvferry.core.errors import LayoutMismatch
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+HEADS_FIRST = "heads-kv-tokens"
+"""kvferry's own packing."""
+
+
+class LayerLayout(msgspec.Struct, frozen=True):
+    """One layer's share of a block, on one tensor-parallel rank: heads `[first_kv_head, + num_kv_heads)`.
+
+    Ranks may hold the same heads: all of them where a family's KV heads are not split, or each head several times
+    where there are more ranks than heads.
+    """
+
+    num_kv_heads: int
+    key_dim: int
+    value_dim: int
+    page_bytes: int | None = None
+    """Bytes of one block of the layer, where another engine packs it its own way; None: what the numbers say."""
+    first_kv_head: int = 0
+    total_kv_heads: int | None = None
+    """How many heads the whole model has in this layer; None: this rank holds them all."""
+
+    @property
+    def whole_kv_heads(self) -> int:
+        """How many heads the whole model has in this layer."""
+        return self.num_kv_heads if self.total_kv_heads is None else self.total_kv_heads
+
+    @property
+    def end_kv_head(self) -> int:
+        """One past the last head held."""
+        return self.first_kv_head + self.num_kv_heads
+
+
+class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything two sides must agree on before bytes of one may be read by the other.
+
+    `packing` names the arrangement inside a span; `HEADS_FIRST` is kvferry's own. Spans of another packing are moved
+    whole, as bytes without meaning.
+    """
+
+    model_fingerprint: str
+    dtype: str
+    block_size: int
+    packing: str = HEADS_FIRST
+    tp_size: int = 1
+    tp_rank: int = 0
+    layers: tuple[LayerLayout, ...]
+
+    @property
+    def num_layers(self) -> int:
+        """How many layers keep KV."""
+        return len(self.layers)
+
+    def span_bytes(self, layer: int) -> int:
+        """Bytes of one block of one layer."""
+        spec = self.layers[layer]
+        if spec.page_bytes is not None:
+            return spec.page_bytes
+        return spec.num_kv_heads * self.head_bytes(layer)
+
+    def head_bytes(self, layer: int) -> int:
+        """Bytes of one head in one block of one layer, where `is_opaque` is False."""
+        spec = self.layers[layer]
+        return (spec.key_dim + spec.value_dim) * DTYPE_BYTES[self.dtype] * self.block_size
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block, all layers."""
+        return sum(self.span_bytes(layer) for layer in range(self.num_layers))
+
+    @property
+    def is_opaque(self) -> bool:
+        """Whether spans have no meaning here, so that only whole ones can be moved."""
+        return self.packing != HEADS_FIRST or any(layer.page_bytes is not None for layer in self.layers)
+
+    def fingerprint(self) -> str:
+        """A short name of this layout; equal exactly when all fields are."""
+        return hashlib.sha256(msgspec.json.encode(self)).hexdigest()[:32]
+
+    def require_same(self, theirs: KVLayout) -> None:
+        """Raise `LayoutMismatch` on the first field in which `theirs` differs."""
+        for field in self.__struct_fields__:
+            _require_equal(field, getattr(self, field), getattr(theirs, field))
+
+    def require_reconcilable(self, theirs: KVLayout) -> None:
+        """Raise `LayoutMismatch` on the first field that keeps one side's blocks from being made of the other's.
+
+        Block sizes and tensor-parallel sizes may differ where one divides the other; opaque spans move only between
+        equals.
+        """
+        for field in ("model_fingerprint", "dtype", "packing"):
+            _require_equal(field, getattr(self, field), getattr(theirs, field))
+        if self.is_opaque or theirs.is_opaque:
+            self.require_same(theirs)
+            return
+        _require_divides("block_size", self.block_size, theirs.block_size)
+        _require_divides("tp_size", self.tp_size, theirs.tp_size)
+        _require_equal("number of layers", self.num_layers, theirs.num_layers)
+        for index, (ours, other) in enumerate(zip(self.layers, theirs.layers, strict=True)):
+            for field in ("key_dim", "value_dim", "whole_kv_heads"):
+                _require_equal(f"layers[{index}].{field}", getattr(ours, field), getattr(other, field))
+
+
+def _require_equal(field: str, here: object, there: object) -> None:
+    if here != there:
+        raise LayoutMismatch(field, here, there)
+
+
+def _require_divides(field: str, here: int, there: int) -> None:
+    """`here` and `there` are positive, and one divides the other."""
+    if min(here, there) < 1 or max(here, there) % min(here, there):
+        raise LayoutMismatch(field, here, there)

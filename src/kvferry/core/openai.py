@@ -1,0 +1,125 @@
+"""What everyone here who speaks the OpenAI API shares: headers, request ids, the error envelope, server-sent events."""
+
+from __future__ import annotations
+
+import re
+import uuid
+
+import msgspec
+
+from kvferry.core.errors import (
+    DeadlineExceeded,
+    HandOffFailed,
+    InvalidRequest,
+    QueueFull,
+    RequestError,
+    Unavailable,
+    UnknownModel,
+)
+
+REQUEST_ID_HEADER = "X-Request-Id"
+"""Names a request in every log and on every leg; honoured from the client and sent back."""
+
+TIMELINE_HEADER = "X-Kvferry-Timeline"
+"""JSON of a `Timeline`: the stamps of whoever handled the request before (the router's `arrived` and `routed`)."""
+
+RETRY_AFTER_HEADER = "Retry-After"
+
+RETRY_AFTER_S = 1
+"""What a client that meets a full queue is told to wait, in seconds."""
+
+MAX_BODY_BYTES = 32 * 1024 * 1024
+"""The largest request body that is read unless told otherwise."""
+
+SSE_HEADERS = {
+    "Content-Type": "text/event-stream; charset=utf-8",
+    "Cache-Control": "no-cache",
+    # Proxies of the nginx family hold small chunks back without it.
+    "X-Accel-Buffering": "no",
+}
+
+SSE_DONE = b"data: [DONE]\n\n"
+
+_SANE_REQUEST_ID = re.compile(r"[A-Za-z0-9._:@/+=-]{1,128}")
+
+
+class ContextLengthExceeded(InvalidRequest):
+    """400: prompt and answer do not fit into the model's context."""
+
+    code = "context_length_exceeded"
+
+
+class BodyTooLarge(RequestError):
+    """413: the body is longer than the server reads."""
+
+    status = 413
+    kind = "invalid_request_error"
+    code = "body_too_large"
+
+
+class UnknownRoute(RequestError):
+    """404: there is no such path."""
+
+    status = 404
+    kind = "invalid_request_error"
+    code = "unknown_url"
+
+
+class ErrorBody(msgspec.Struct, frozen=True):
+    """The inside of OpenAI's error envelope. `code` is a word for programs, `message` a sentence for people."""
+
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+
+
+class ErrorEnvelope(msgspec.Struct, frozen=True):
+    """`{"error": {...}}`: the body of every answer that is not a success."""
+
+    error: ErrorBody
+
+
+_CODES: dict[type[RequestError], str] = {
+    UnknownModel: "model_not_found",
+    DeadlineExceeded: "deadline_exceeded",
+    QueueFull: "queue_full",
+    HandOffFailed: "hand_off_failed",
+    Unavailable: "unavailable",
+}
+
+
+def error_code(error: RequestError) -> str | None:
+    """The error's word for programs, or None where the type says it all."""
+    return getattr(error, "code", None) or _CODES.get(type(error))
+
+
+def error_envelope(error: RequestError) -> bytes:
+    """The JSON body that answers a request which failed with `error`."""
+    body = ErrorBody(message=error.message, type=error.kind, param=error.param, code=error_code(error))
+    return msgspec.json.encode(ErrorEnvelope(body))
+
+
+def error_headers(error: RequestError) -> dict[str, str]:
+    """The headers that go with `error_envelope`."""
+    headers = {"Content-Type": "application/json"}
+    if isinstance(error, QueueFull):
+        headers[RETRY_AFTER_HEADER] = str(RETRY_AFTER_S)
+    return headers
+
+
+def internal_error(request_id: str) -> RequestError:
+    """What a client is told of an error nobody foresaw; the log has the rest under `request_id`."""
+    return RequestError(f"Internal server error. The server's log names it by request id {request_id}.")
+
+
+def sse_event(payload: bytes) -> bytes:
+    """One server-sent event with a single line of data; `payload` must not contain a newline (JSON does not)."""
+    return b"data: " + payload + b"\n\n"
+
+
+def sane_request_id(wanted: str | None) -> str:
+    """`wanted` when it is fit for logs, headers and URLs; a new id otherwise."""
+    if wanted is not None and _SANE_REQUEST_ID.fullmatch(wanted):
+        return wanted
+    return uuid.uuid4().hex

@@ -1,0 +1,45 @@
+"""A request as the engine takes it, and what comes back."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from kvferry.core.hand_off import HandOff, TokenLogprobs
+from kvferry.core.sampling import SamplingParams
+from kvferry.core.timeline import Timeline
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+class Request(msgspec.Struct, kw_only=True):
+    """One sequence to generate. `priority`: lower is sooner. `deadline` is on the engine's monotonic clock, s."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    sampling: SamplingParams
+    hand_off: HandOff = None
+    priority: int = 0
+    cache_salt: str = ""
+    deadline: float | None = None
+    timeline: Timeline = msgspec.field(default_factory=Timeline)
+
+
+class EngineOutput(msgspec.Struct, kw_only=True):
+    """What one step brought one request. `token_ids` are new; `finish_reason` is set on the last one only.
+
+    `stop_reason` is the stop token id or string that ended it; `kv_transfer_params` is the ticket of a request
+    that was prefilled for another instance; `error` is set when `finish_reason` is "error".
+    """
+
+    request_id: str
+    token_ids: list[int] = []
+    logprobs: list[TokenLogprobs] = []
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    error: Exception | None = None
+    num_cached_tokens: int = 0
+    kv_transfer_params: dict[str, Any] | None = None
+    timeline: Timeline | None = None

@@ -1,0 +1,90 @@
+"""How a request wants its tokens chosen. Bounds and defaults are those of the OpenAI API and of vLLM."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+
+import msgspec
+
+from kvferry.core.errors import InvalidRequest
+
+MAX_LOGPROBS = 20
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
+    """Sampling settings of one sequence. `temperature` 0 is greedy. `seed` is always set by the time it runs."""
+
+    max_tokens: int = 16
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] = {}
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    seed: int | None = None
+
+    def validate(self) -> None:
+        """Raise `InvalidRequest` naming the first field that is out of range."""
+        for field, value, low, high in self._ranges():
+            if value is not None and not (low <= value <= high and value != math.inf):
+                bound = f"between {low:g} and {high:g}" if math.isfinite(high) else f"at least {low:g}"
+                raise InvalidRequest(f"{field} must be {bound}, got {value}", param=field)
+        for field, number in (("top_p", self.top_p), ("repetition_penalty", self.repetition_penalty)):
+            if number == 0.0:
+                raise InvalidRequest(f"{field} must be greater than 0, got 0", param=field)
+        if self.min_tokens > self.max_tokens:
+            raise InvalidRequest(
+                f"min_tokens ({self.min_tokens}) is greater than max_tokens ({self.max_tokens})",
+                param="min_tokens",
+            )
+        for token, bias in self.logit_bias.items():
+            if not -100 <= bias <= 100:
+                raise InvalidRequest(f"logit_bias of token {token} must be between -100 and 100", param="logit_bias")
+        if any(not text for text in self.stop):
+            raise InvalidRequest("stop strings must not be empty", param="stop")
+
+    def _ranges(self) -> list[tuple[str, float | None, float, float]]:
+        infinity = math.inf
+        return [
+            ("max_tokens", self.max_tokens, 1, infinity),
+            ("min_tokens", self.min_tokens, 0, infinity),
+            ("temperature", self.temperature, 0, 100),
+            ("top_p", self.top_p, 0, 1),
+            ("top_k", self.top_k, -1, infinity),
+            ("min_p", self.min_p, 0, 1),
+            ("repetition_penalty", self.repetition_penalty, 0, infinity),
+            ("presence_penalty", self.presence_penalty, -2, 2),
+            ("frequency_penalty", self.frequency_penalty, -2, 2),
+            ("logprobs", self.logprobs, 0, MAX_LOGPROBS),
+            ("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS),
+            ("seed", self.seed, -(2**63), 2**64 - 1),
+        ]
+
+
+def uniform_draw(seed: int, position: int) -> float:
+    """The random number in [0, 1) for the token at `position` (0 is the prompt's first token).
+
+    A function of its arguments and nothing else, so batching, preemption and hand-off never change it.
+    """
+    digest = hashlib.blake2b(
+        position.to_bytes(8, "little"), key=(seed % 2**64).to_bytes(8, "little"), digest_size=8
+    ).digest()
+    return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
+
+
+def child_seed(seed: int, index: int) -> int:
+    """The seed of the `index`-th of `n` choices; choice 0 keeps the request's own."""
+    if index == 0:
+        return seed
+    digest = hashlib.blake2b(index.to_bytes(8, "little"), key=(seed % 2**64).to_bytes(8, "little"), digest_size=8)
+    return int.from_bytes(digest.digest(), "little")

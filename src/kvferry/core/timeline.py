@@ -1,0 +1,55 @@
+"""When each phase of a request happened, in seconds since the epoch, so that stamps of two instances line up."""
+
+from __future__ import annotations
+
+import msgspec
+
+PHASES = (
+    "arrived",
+    "routed",
+    "prefill_queued",
+    "prefill_started",
+    "prefill_done",
+    "transfer_started",
+    "transfer_done",
+    "decode_queued",
+    "decode_started",
+    "first_token",
+    "done",
+)
+
+
+class Timeline(msgspec.Struct, omit_defaults=True):
+    """One stamp a phase; a phase that did not happen stays None. The first stamp of a phase counts."""
+
+    arrived: float | None = None
+    routed: float | None = None
+    prefill_queued: float | None = None
+    prefill_started: float | None = None
+    prefill_done: float | None = None
+    transfer_started: float | None = None
+    transfer_done: float | None = None
+    decode_queued: float | None = None
+    decode_started: float | None = None
+    first_token: float | None = None
+    done: float | None = None
+
+    def stamp(self, phase: str, now: float) -> None:
+        """Note that `phase` happened `now`, unless it had happened before."""
+        if getattr(self, phase) is None:
+            setattr(self, phase, now)
+
+    def adopt(self, earlier: Timeline) -> None:
+        """Take over the stamps of the leg before this one (P's, brought by the ticket): they win.
+
+        Not those of the answer itself, which is given by this leg.
+        """
+        for phase in PHASES:
+            value = getattr(earlier, phase)
+            if value is not None and phase not in ("first_token", "done"):
+                setattr(self, phase, value)
+
+    def span(self, start: str, end: str) -> float | None:
+        """Seconds from one phase to another, or None when either did not happen."""
+        begun, ended = getattr(self, start), getattr(self, end)
+        return None if begun is None or ended is None else float(ended - begun)

@@ -1,0 +1,37 @@
+"""Sizes as people write them."""
+
+from __future__ import annotations
+
+import re
+
+from kvferry.core.errors import ConfigError
+
+_POWERS = {
+    "": 1,
+    "k": 10**3,
+    "m": 10**6,
+    "g": 10**9,
+    "t": 10**12,
+    "ki": 2**10,
+    "mi": 2**20,
+    "gi": 2**30,
+    "ti": 2**40,
+}
+_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*(k|m|g|t|ki|mi|gi|ti)?b?\s*", re.IGNORECASE)
+
+
+def parse_bytes(text: str, what: str) -> int:
+    """The number of bytes that `512MiB`, `2GB`, `1.5Gi` or `4096` mean. Raises `ConfigError` naming `what`."""
+    match = _SIZE.fullmatch(text)
+    if match is None:
+        raise ConfigError(f"{what}: {text!r} is not a size; write it as 512MiB, 2GB or a number of bytes")
+    return int(float(match[1]) * _POWERS[(match[2] or "").lower()])
+
+
+def format_bytes(num_bytes: float) -> str:
+    """`num_bytes` for people, in powers of 1024."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if num_bytes < 1024:
+            return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:.1f} TiB"

@@ -1,0 +1,218 @@
+"""The engine on its own thread, for asyncio callers.
+
+Owns the thread. Callers hand in *calls* (functions of the engine) which the thread runs between two steps, and
+listen for the outputs of their request. After each step the thread hands all outputs over at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from typing import Any, TypeVar
+
+from kvferry.core.errors import KvferryError, Unavailable
+from kvferry.core.request import EngineOutput, Request
+from kvferry.engine.engine import Engine, EngineSnapshot
+
+log = logging.getLogger(__name__)
+Answer = TypeVar("Answer")
+
+# While a request waits for something that wakes nobody (a marker file, its own deadline), look this often.
+POLL_S = 0.005
+CALL_DEADLINE_S = 30.0
+
+
+class AsyncEngine:
+    """One engine and its thread. `start` and `close` belong to the owner; the rest may be called from one loop."""
+
+    def __init__(self, engine: Engine, model_names: Sequence[str], role: str = "both") -> None:
+        self.engine, self.role = engine, role
+        self.model_names = tuple(model_names)
+        self.max_model_len = engine.max_model_len
+        self.vocab_size = engine.model.vocab_size
+        self.tokenizer = engine.model.tokenizer
+        self.eos_token_ids = engine.model.eos_token_ids
+        self.default_sampling: dict[str, Any] = engine.model.default_sampling
+        self._calls: deque[Callable[[], None]] = deque()
+        self._wake = threading.Event()
+        self._closing = False
+        self._failure: BaseException | None = None
+        self._failed = asyncio.Event()
+        self._listeners: dict[str, asyncio.Queue[EngineOutput]] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread = threading.Thread(target=self._run, name="kvferry-engine", daemon=True)
+
+    # Life.
+
+    def start(self) -> None:
+        """Begin stepping. Call from the event loop that will listen."""
+        self._loop = asyncio.get_running_loop()
+        self.engine.on_transfer(self._wake.set)
+        self._thread.start()
+
+    async def close(self) -> None:
+        """End all requests, the thread and the engine."""
+        self._closing = True
+        self._wake.set()
+        await asyncio.to_thread(self._thread.join)
+        self.engine.close()
+
+    @property
+    def healthy(self) -> bool:
+        """Whether requests can be served."""
+        return self._thread.is_alive() and self._failure is None and not self._closing
+
+    async def failed(self) -> None:
+        """Wait until the engine breaks; for ever, where it does not."""
+        await self._failed.wait()
+
+    def describe(self) -> dict[str, Any]:
+        """What a router should know of this instance.
+
+        `kv_host` and `kv_port` are rank 0's, and None where no peer can come; `kv_ranks` are all, where there are
+        several.
+        """
+        engine, transfer = self.engine, self.engine.transfer
+        address = engine.addresses[0] if engine.addresses else {}
+        ranks = [(one.get("host"), one.get("port")) for one in engine.addresses]
+        return {
+            "role": self.role,
+            "engine_id": transfer.engine_id if transfer else "",
+            "connector": transfer.kv_connector if transfer else None,
+            "kv_host": address.get("host"),
+            "kv_port": address.get("port"),
+            "kv_ranks": ranks if len(ranks) > 1 else None,
+            "tp_size": engine.layout.tp_size,
+            "layout": engine.layout.fingerprint(),
+            "block_size": engine.layout.block_size,
+            "max_model_len": self.max_model_len,
+            "model_names": list(self.model_names),
+        }
+
+    # Requests.
+
+    async def generate(self, request: Request) -> AsyncIterator[EngineOutput]:
+        """Serve a request; yields what each step brings. Leaving the iterator early ends the request at once.
+
+        Raises `RequestError` (or what ended the request) instead of yielding an output with an error.
+        """
+        queue: asyncio.Queue[EngineOutput] = asyncio.Queue()  # bounded by the request's own max_tokens
+        if request.request_id in self._listeners:
+            request.request_id = f"{request.request_id}-{id(queue):x}"
+        self._listeners[request.request_id] = queue
+        finished = False
+        try:
+            await self._ask(lambda: self.engine.add(request))
+            while not finished:
+                output = await queue.get()
+                finished = output.finish_reason is not None
+                if output.error is not None:
+                    raise output.error
+                yield output
+        finally:
+            del self._listeners[request.request_id]
+            if not finished:
+                self._tell(lambda: self.engine.abort(request.request_id))
+
+    async def release(self, transfer_id: str) -> bool:
+        """End the lease of a ticket that nobody will fetch. True when there was one."""
+        return await self._ask(lambda: self.engine.release(transfer_id))
+
+    async def statistics(self) -> EngineSnapshot:
+        """A snapshot, taken between two steps."""
+        return await self._ask(self.engine.statistics)
+
+    async def check(self) -> None:
+        """Raise `LeakError` when no request is left, yet something is still kept."""
+        await self._ask(self.engine.check)
+
+    # Between the threads.
+
+    def _tell(self, call: Callable[[], object]) -> None:
+        """Have the engine's thread run `call` before its next step."""
+        self._calls.append(lambda: void(call))
+        self._wake.set()
+
+    async def _ask(self, call: Callable[[], Answer]) -> Answer:
+        """As `_tell`, and wait for the answer. Raises `Unavailable` when the thread is gone."""
+        if not self.healthy:
+            raise Unavailable(self._why_unavailable())
+        future: Future[Answer] = Future()
+        self._calls.append(lambda: _resolve(future, call))
+        self._wake.set()
+        try:
+            return await asyncio.wait_for(asyncio.wrap_future(future), CALL_DEADLINE_S)
+        except TimeoutError:
+            raise Unavailable("the engine did not answer in time") from None
+
+    def _why_unavailable(self) -> str:
+        return f"the engine failed: {self._failure}" if self._failure else "the engine is shutting down"
+
+    # The engine's thread.
+
+    def _run(self) -> None:
+        try:
+            while not self._closing:
+                self._serve_calls()
+                self._hand_over(self.engine.step())
+                self._rest()
+        except BaseException as failure:  # the thread's outermost edge: everyone waiting must hear of it
+            log.exception("the engine failed")
+            self._failure = failure
+            self._call_loop(self._failed.set)
+        finally:
+            self._closing = True
+            self._serve_calls()
+            self._end_listeners()
+
+    def _serve_calls(self) -> None:
+        self._wake.clear()
+        while self._calls:
+            self._calls.popleft()()
+
+    def _rest(self) -> None:
+        """Wait for something to do."""
+        if not self.engine.has_work:
+            self._wake.wait()
+        elif self.engine.idle:
+            self._wake.wait(POLL_S)
+
+    def _hand_over(self, outputs: list[EngineOutput]) -> None:
+        if outputs:
+            self._call_loop(lambda: self._dispatch(outputs))
+
+    def _call_loop(self, call: Callable[[], None]) -> None:
+        assert self._loop is not None, "start comes first"
+        with suppress(RuntimeError):  # the loop is closed: nobody listens any more
+            self._loop.call_soon_threadsafe(call)
+
+    def _dispatch(self, outputs: list[EngineOutput]) -> None:
+        for output in outputs:
+            queue = self._listeners.get(output.request_id)
+            if queue is not None:
+                queue.put_nowait(output)
+
+    def _end_listeners(self) -> None:
+        error = Unavailable(self._why_unavailable())
+        for request_id in list(self._listeners):
+            self._hand_over([EngineOutput(request_id=request_id, finish_reason="error", error=error)])
+
+
+def void(call: Callable[[], object]) -> None:
+    """Run a call whose answer and refusal interest nobody."""
+    with suppress(KvferryError):
+        call()
+
+
+def _resolve(future: Future[Answer], call: Callable[[], Answer]) -> None:
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        future.set_result(call())
+    except BaseException as error:  # noqa: BLE001 - whatever it is, it is the asker's
+        future.set_exception(error)

@@ -1,0 +1,164 @@
+"""The engine: schedule → run → postprocess, one step at a time. Synchronous; used from one thread.
+
+Owns the scheduler, the connector's scheduler side and the executor, and closes them. It does not know where the model
+runs, nor on how many ranks: the executor does.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import msgspec
+
+from kvferry.connectors.api import ConnectorContext, HasAddresses, SchedulerSide
+from kvferry.connectors.registry import find_connector
+from kvferry.core.clock import Clock, SystemClock
+from kvferry.core.errors import InvalidRequest
+from kvferry.core.hand_off import Consume, Produce
+from kvferry.core.request import EngineOutput, Request
+from kvferry.core.transfer_config import KVTransferConfig
+from kvferry.engine.block_pool import BlockPool, BlockPoolStatistics
+from kvferry.engine.config import EngineConfig
+from kvferry.engine.executor.build import build_executor
+from kvferry.engine.model.loader import Progress
+from kvferry.engine.scheduler import Scheduler, SchedulerLimits, SchedulerStatistics
+
+
+@dataclass(frozen=True)
+class EngineSnapshot:
+    """What an engine reports about itself."""
+
+    scheduler: SchedulerStatistics
+    blocks: BlockPoolStatistics
+    num_steps: int
+    connector: dict[str, float] = field(default_factory=dict)
+
+
+class Engine:
+    """One model, served step by step."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        transfer: KVTransferConfig | None = None,
+        *,
+        auth_token: str = "",
+        clock: Clock | None = None,
+        on_progress: Progress = lambda what, share: None,
+    ) -> None:
+        """Load everything; may take long. Raises `ConfigError` or `UnsupportedModel`."""
+        self.config, self.transfer, self.clock = config, transfer, clock or SystemClock()
+        self.executor = build_executor(config, transfer, auth_token, on_progress)
+        self.model, self.layout = self.executor.model, self.executor.layout
+        self.max_model_len, self.addresses = self.executor.max_model_len, self.executor.addresses
+        self.scheduler_side: SchedulerSide | None = None
+        try:
+            if transfer is not None:
+                self.scheduler_side = self._build_scheduler_side(transfer, auth_token)
+        except BaseException:
+            self.close()
+            raise
+        self.pool = BlockPool(self.executor.num_blocks, prefix_caching=config.prefix_caching)
+        self.scheduler = Scheduler(self._limits(), self.pool, self.model.fingerprint, self.clock, self.scheduler_side)
+        self._num_steps = 0
+
+    # Requests.
+
+    def add(self, request: Request) -> None:
+        """Take a request in. Raises `RequestError` when it cannot be served."""
+        if request.hand_off is not None and self.scheduler_side is None:
+            raise InvalidRequest(
+                "kv_transfer_params asks for a hand-off, but this instance has no connector;"
+                " start it with --kv-transfer-config",
+                param="kv_transfer_params",
+            )
+        if self.transfer is not None:
+            self._require_role(request, self.transfer)
+        if any(not 0 <= token < self.model.vocab_size for token in request.prompt_token_ids):
+            raise InvalidRequest(
+                f"the prompt has token ids outside the vocabulary of {self.model.vocab_size}", param="prompt"
+            )
+        if request.sampling.seed is None:
+            seed = secrets.randbits(63) if self.config.seed is None else self.config.seed
+            request.sampling = msgspec.structs.replace(request.sampling, seed=seed)
+        self.scheduler.add(request)
+
+    def abort(self, request_id: str) -> None:
+        """End a request at once."""
+        self.scheduler.abort(request_id)
+
+    def release(self, transfer_id: str) -> bool:
+        """End the lease of a ticket that nobody will fetch. True when there was one."""
+        return self.scheduler_side is not None and self.scheduler_side.release(transfer_id)
+
+    # The step.
+
+    def step(self) -> list[EngineOutput]:
+        """Do one step; returns what it brought. Fast when there is nothing to compute."""
+        step = self.scheduler.schedule()
+        result = self.executor.execute(step.chunks, step.plan)
+        self._num_steps += bool(step.chunks)
+        self.scheduler.update(step, result.sampled, result.report)
+        self.idle = not step.chunks and step.plan is None and not result.report
+        return self.scheduler.take_outputs()
+
+    idle = True
+    """Whether the last step found nothing to do: everything waits, for requests or for transfers."""
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step may do something."""
+        return self.scheduler.has_work
+
+    def on_transfer(self, wake: Callable[[], None]) -> None:
+        """`wake` is called, from any thread, when a transfer moved on and a step should look at it."""
+        self.executor.on_report(wake)
+
+    # Insight and end.
+
+    def statistics(self) -> EngineSnapshot:
+        """A snapshot."""
+        connector = self.scheduler_side.statistics() if self.scheduler_side is not None else {}
+        connector = connector | self.executor.statistics()
+        return EngineSnapshot(self.scheduler.statistics(), self.pool.statistics(), self._num_steps, connector)
+
+    def check(self) -> None:
+        """Raise `LeakError` when no request is left, yet something is still kept."""
+        self.scheduler.check()
+        if self.scheduler.is_empty:
+            self.executor.check()
+
+    def close(self) -> None:
+        """End every transfer and give the memory back."""
+        self.executor.close()
+        if self.scheduler_side is not None:
+            self.scheduler_side.close()
+
+    # Parts.
+
+    def _limits(self) -> SchedulerLimits:
+        config = self.config
+        return SchedulerLimits(
+            block_size=config.block_size,
+            max_model_len=self.max_model_len,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_waiting=config.max_waiting,
+            eos_token_ids=self.model.eos_token_ids,
+            fail_on_lost_hand_off=bool(self.transfer and self.transfer.kv_load_failure_policy == "fail"),
+        )
+
+    def _build_scheduler_side(self, transfer: KVTransferConfig, auth_token: str) -> SchedulerSide:
+        side = find_connector(transfer).build_scheduler_side(ConnectorContext(transfer, self.layout, auth_token))
+        if self.addresses and isinstance(side, HasAddresses):
+            side.set_addresses(self.addresses)
+        return side
+
+    @staticmethod
+    def _require_role(request: Request, transfer: KVTransferConfig) -> None:
+        if isinstance(request.hand_off, Produce) and not transfer.produces:
+            raise InvalidRequest("this instance only decodes (kv_consumer)", param="kv_transfer_params")
+        if isinstance(request.hand_off, Consume) and not transfer.consumes:
+            raise InvalidRequest("this instance only prefills (kv_producer)", param="kv_transfer_params")

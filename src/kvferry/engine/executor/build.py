@@ -1,0 +1,18 @@
+"""Chooses the executor that a configuration asks for."""
+
+from __future__ import annotations
+
+from kvferry.core.transfer_config import KVTransferConfig
+from kvferry.engine.config import EngineConfig
+from kvferry.engine.executor.base import Executor
+from kvferry.engine.executor.local import LocalExecutor
+from kvferry.engine.executor.ranks import RanksExecutor
+from kvferry.engine.model.loader import Progress
+
+
+def build_executor(
+    config: EngineConfig, transfer: KVTransferConfig | None, auth_token: str, on_progress: Progress
+) -> Executor:
+    """Load the model where it will run; may take long. Raises `ConfigError`, `UnsupportedModel` or `RankLost`."""
+    executor = LocalExecutor if config.tensor_parallel_size == 1 else RanksExecutor
+    return executor(config, transfer, auth_token, on_progress)

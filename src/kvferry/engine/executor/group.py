@@ -1,0 +1,96 @@
+"""The meeting of an instance's ranks in `torch.distributed`: gloo on the CPU, NCCL on GPUs (never run there).
+
+The ranks meet through a file that only this user can read, and talk over the loopback interface: nothing listens where
+another machine could reach it.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import psutil
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _abort_process_group, _set_pg_timeout
+
+from kvferry.core.errors import ConfigError
+from kvferry.engine.model.place import Place
+
+MEETING_S = 60.0
+"""How long the ranks may take to find each other; each is up and on its way then."""
+LOADING_S = 1800.0
+"""How far apart two ranks may be while they load: they read from the same disk, each at its pace."""
+STEP_S = 60.0
+"""How far apart two ranks may be within a step."""
+
+
+def require_unmet() -> None:
+    """Raise `ConfigError` when this process is a rank already: `torch.distributed` has one group a process."""
+    if dist.is_initialized():
+        raise ConfigError("this process runs a tensor-parallel engine already; give each a process of its own")
+
+
+@contextmanager
+def meeting(place: Place, device: torch.device, store: str) -> Iterator[None]:
+    """Meet the other ranks through the file `store`, which is needed no longer than this lasts, and load what is to be
+    shared."""
+    require_unmet()
+    try:
+        with _environment(place):
+            dist.init_process_group(
+                "nccl" if device.type == "cuda" else "gloo",
+                store=dist.FileStore(  # type: ignore[attr-defined]
+                    store, place.size
+                ),
+                rank=place.rank,
+                world_size=place.size,
+                timeout=timedelta(seconds=MEETING_S),
+                device_id=device if device.type == "cuda" else None,
+            )
+            _set_pg_timeout(timedelta(seconds=LOADING_S))
+            yield
+        _set_pg_timeout(timedelta(seconds=STEP_S))
+    except BaseException:
+        leave()
+        raise
+
+
+def abort() -> None:
+    """Break whatever waits for a rank that is gone. gloo notices by itself; NCCL would wait for its own timeout."""
+    if dist.is_initialized() and dist.get_backend() == "nccl":
+        _abort_process_group()
+
+
+def leave() -> None:
+    """Part from the others, if they ever met."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@contextmanager
+def _environment(place: Place) -> Iterator[None]:
+    """While it lasts, new groups listen on the loopback interface only, and transformers finds this rank's GPU."""
+    loopback = _loopback()
+    wanted = {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": loopback, "LOCAL_RANK": str(place.rank)}
+    before = {name: os.environ.get(name) for name in wanted}
+    os.environ.update(wanted)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def _loopback() -> str:
+    """The name of the interface of 127.0.0.1."""
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(one.family == socket.AF_INET and one.address == "127.0.0.1" for one in addresses):
+            return str(name)
+    raise ConfigError("--tensor-parallel-size needs a loopback interface with 127.0.0.1, and this machine has none")

@@ -1,0 +1,61 @@
+"""The executor of one rank, in the engine's own process and thread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from kvferry.connectors.api import StepPlan
+from kvferry.core.transfer_config import KVTransferConfig
+from kvferry.engine.config import EngineConfig
+from kvferry.engine.executor.base import Executor, StepResult
+from kvferry.engine.model.loader import Progress
+from kvferry.engine.model.place import Place
+from kvferry.engine.model_runner import choose_logit_rows, draw, lay_out
+from kvferry.engine.scheduler import Chunk, Sampled
+from kvferry.engine.worker import Worker
+
+
+class LocalExecutor(Executor):
+    """See the module."""
+
+    def __init__(
+        self, config: EngineConfig, transfer: KVTransferConfig | None, auth_token: str, on_progress: Progress
+    ) -> None:
+        """Load the model; may take long. Raises `ConfigError` or `UnsupportedModel`."""
+        self._worker = Worker(config, Place(), on_progress)
+        self.model, self.layout = self._worker.model, self._worker.layout
+        self.max_model_len = self._worker.max_model_len
+        self.num_blocks = self._worker.max_num_blocks()
+        try:
+            address = self._worker.open(self.num_blocks, transfer, auth_token)
+        except BaseException:
+            self.close()
+            raise
+        self.addresses = [] if address is None else [address]
+
+    def execute(self, chunks: Sequence[Chunk], plan: StepPlan) -> StepResult:
+        """See `Executor`."""
+        self._worker.start(plan)
+        sampled = self._compute(chunks) if chunks else {}
+        return StepResult(sampled, self._worker.poll())
+
+    def _compute(self, chunks: Sequence[Chunk]) -> dict[str, Sampled]:
+        rows = choose_logit_rows(chunks)
+        logits = self._worker.forward(lay_out(chunks, rows.places))
+        return draw(logits, rows, self.model.eos_token_ids)
+
+    def on_report(self, wake: Callable[[], None]) -> None:
+        """See `Executor`."""
+        self._worker.on_report(wake)
+
+    def statistics(self) -> dict[str, float]:
+        """See `Executor`."""
+        return self._worker.statistics()
+
+    def check(self) -> None:
+        """See `Executor`."""
+        self._worker.check()
+
+    def close(self) -> None:
+        """See `Executor`."""
+        self._worker.close()

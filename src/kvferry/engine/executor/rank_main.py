@@ -1,0 +1,179 @@
+"""The process of a rank other than rank 0: does what rank 0 commands, and ends with it.
+
+python -m kvferry.engine.executor.rank_main DESCRIPTOR      the descriptor of its end of the pipe
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import threading
+from contextlib import suppress
+from queue import SimpleQueue
+
+from transformers.utils import logging as transformers_logging
+
+from kvferry.connectors.report_codec import encode_report
+from kvferry.core.errors import LeakError, PeerLost
+from kvferry.engine.executor import group
+from kvferry.engine.executor.messages import (
+    Check,
+    Checked,
+    Close,
+    Command,
+    Done,
+    Failed,
+    GetStatistics,
+    Load,
+    Loaded,
+    Open,
+    Opened,
+    Pipe,
+    Reported,
+    Started,
+    Statistics,
+    Step,
+)
+from kvferry.engine.model.place import Place
+from kvferry.engine.worker import Worker
+from kvferry.transport.shared_memory import remove_owned_segments
+
+log = logging.getLogger(__name__)
+
+END_S = 3.0
+"""How long this process may take to end by itself once rank 0 is gone, or says so."""
+
+
+class _Woken:
+    """In place of a command: a transfer moved on."""
+
+
+class _Gone:
+    """In place of a command: rank 0 is no more."""
+
+
+class Inbox:
+    """Commands as they come. A thread reads the pipe all the time, so that the end of rank 0 is noticed at once."""
+
+    def __init__(self, pipe: Pipe) -> None:
+        self._pipe = pipe
+        self._queue: SimpleQueue[Command | _Woken | _Gone] = SimpleQueue()  # bounded: each command waits for its answer
+        self._is_woken = threading.Event()
+        threading.Thread(target=self._read, name="kvferry-rank-inbox", daemon=True).start()
+
+    def take(self) -> Command | _Woken | _Gone:
+        """The next, waited for: rank 0 may have nothing to do for as long as it likes."""
+        item = self._queue.get()
+        if isinstance(item, _Woken):
+            self._is_woken.clear()
+        return item
+
+    def wake(self) -> None:
+        """A transfer moved on; from any thread."""
+        if not self._is_woken.is_set():
+            self._is_woken.set()
+            self._queue.put(_Woken())
+
+    def _read(self) -> None:
+        try:
+            command: Command | _Gone = self._pipe.receive_command()
+            while not isinstance(command, Close):
+                self._queue.put(command)
+                command = self._pipe.receive_command()
+        except PeerLost:
+            command = _Gone()
+        self._queue.put(command)
+        threading.Event().wait(END_S)  # the process may be in a step that the others have left
+        remove_owned_segments()
+        os._exit(1)
+
+
+class RankProcessMain:
+    """One rank's life."""
+
+    def __init__(self, pipe: Pipe) -> None:
+        self._pipe, self._inbox = pipe, Inbox(pipe)
+        self._worker: Worker | None = None
+        self._load: Load | None = None
+
+    def run(self) -> int:
+        """Until rank 0 says so, or is gone, or something breaks here; returns the exit code."""
+        try:
+            while self._obey(self._inbox.take()):
+                pass
+            return 0
+        except PeerLost:
+            return 1
+        except Exception as error:
+            log.debug("this rank ends", exc_info=True)
+            with suppress(PeerLost):
+                self._pipe.send(Failed(type(error).__name__, str(error) or repr(error)))
+            return 1
+        finally:
+            if self._worker is not None:
+                self._worker.close()
+
+    def _obey(self, command: Command | _Woken | _Gone) -> bool:
+        """False: it was the last."""
+        match command:
+            case Load():
+                self._begin(command)
+            case Close() | _Gone():
+                return False
+            case _:
+                assert self._worker is not None, "load comes first"
+                self._serve(command, self._worker)
+        return True
+
+    def _begin(self, load: Load) -> None:
+        self._load = load
+        logging.basicConfig(level=logging.WARNING, format=f"%(levelname)s rank {load.rank} %(name)s: %(message)s")
+        transformers_logging.set_verbosity_error()  # rank 0 says it already
+        place = Place(load.rank, load.size)
+        self._pipe.send(Started())
+        with group.meeting(place, place.choose_device(load.config.device), load.store):
+            self._worker = Worker(load.config, place, lambda what, share: None)
+        self._pipe.send(Loaded(self._worker.model.fingerprint, self._worker.max_num_blocks()))
+
+    def _serve(self, command: Open | Step | GetStatistics | Check | _Woken, worker: Worker) -> None:
+        match command:
+            case Open(num_blocks):
+                assert self._load is not None
+                address = worker.open(num_blocks, self._load.transfer, self._load.auth_token)
+                worker.on_report(self._inbox.wake)
+                self._pipe.send(Opened(address))
+            case Step(inputs, plan):
+                worker.start(None if plan is None else worker.decode_plan(plan))
+                if inputs is not None:
+                    worker.forward(inputs)
+                self._pipe.send(Done(encode_report(worker.poll())))
+            case GetStatistics():
+                self._pipe.send(Statistics(worker.statistics()))
+            case Check():
+                self._pipe.send(Checked(_leak(worker)))
+            case _Woken():
+                if report := worker.poll():
+                    self._pipe.send(Reported(encode_report(report)))
+
+
+def _leak(worker: Worker) -> str:
+    try:
+        worker.check()
+    except LeakError as error:
+        return str(error)
+    return ""
+
+
+def main(descriptor: int) -> int:
+    """Serve the rank at the other end of the pipe."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is rank 0's to act on
+    return RankProcessMain(Pipe(descriptor)).run()
+
+
+if __name__ == "__main__":
+    code = main(int(sys.argv[1]))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # what libraries leave behind (communication threads) must not decide when this process ends

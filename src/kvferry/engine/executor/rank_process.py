@@ -1,0 +1,201 @@
+"""The other ranks as rank 0 sees them: processes that are started, told, listened to and ended.
+
+Owns the processes, and what is known about their loss. A rank's end is noticed at once, whatever rank 0 is doing.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from queue import Empty, SimpleQueue
+from typing import TypeVar
+
+import torch
+
+from kvferry.core.errors import ConfigError, KvferryError, PeerLost, ProtocolError, RankLost, UnsupportedModel
+from kvferry.engine.executor.messages import Answer, Close, Command, Failed, Message, Pipe, Reported
+
+CAUSE_S = 2.0
+"""How much later than its consequences the cause of a loss may become known."""
+CONSEQUENCE = 2
+END_S = 10.0
+"""How long a rank may take to end before it is killed."""
+_USER_ERRORS = {kind.__name__: kind for kind in (ConfigError, UnsupportedModel)}
+A = TypeVar("A", bound=Answer)
+
+
+class Losses:
+    """Why ranks are gone, and who is told. A rank that fails takes others with it: what came of itself counts."""
+
+    def __init__(self) -> None:
+        self.on_loss: Callable[[], None] = lambda: None
+        self._first, self._cause = threading.Event(), threading.Event()
+        self._lock = threading.Lock()
+        self._reasons: list[tuple[int, KvferryError]] = []
+
+    def add(self, weight: int, error: KvferryError) -> None:
+        """`weight`: smaller ones are nearer to the cause; from CONSEQUENCE on, it may be another's."""
+        with self._lock:
+            self._reasons.append((weight, error))
+        self._first.set()
+        if weight < CONSEQUENCE:
+            self._cause.set()
+        self.on_loss()
+
+    def require_none(self) -> None:
+        """Raise the cause of what is known to have happened."""
+        if self._first.is_set():
+            self._cause.wait(CAUSE_S)
+            with self._lock:
+                raise min(self._reasons, key=lambda reason: reason[0])[1]
+
+    def wait(self, seconds: float) -> None:
+        """Raise what becomes known in that time."""
+        self._first.wait(seconds)
+        self.require_none()
+
+    def raise_cause(self, of: Exception) -> None:
+        """Raise the loss that explains an error of rank 0, if there is one; it may become known a little later."""
+        try:
+            self.wait(CAUSE_S)
+        except KvferryError as cause:
+            raise cause from of
+        if "timed out" in str(of).lower():  # as gloo says it
+            raise RankLost(f"a rank did not take part in time: {of}") from of
+
+
+class RankProcess:
+    """One other rank. All but the listening thread is called from the engine's thread."""
+
+    def __init__(self, rank: int, size: int, losses: Losses) -> None:
+        """Start the process; it has nothing to do yet."""
+        self.rank, self._losses = rank, losses
+        self.on_report: Callable[[int, bytes], None] = lambda rank, report: None
+        self._answers: SimpleQueue[Answer | None] = SimpleQueue()  # bounded: one answer a command
+        self._is_ending = False
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            self._process = _start(size, theirs.fileno())
+            self._pipe = Pipe(ours.detach())
+        self._listener = threading.Thread(target=self._listen, name=f"kvferry-rank-{rank}", daemon=True)
+        self._listener.start()
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self._process.pid
+
+    def send(self, command: Command) -> None:
+        """Raises `RankLost` when the rank is gone or does not read."""
+        try:
+            self._pipe.send(command)
+        except PeerLost as error:
+            self._losses.wait(END_S)
+            raise RankLost(f"rank {self.rank} takes no commands: {error}") from error
+
+    def answer(self, kind: type[A], within_s: float) -> A:
+        """The answer to the last command. Raises `RankLost`, or what made the rank fail."""
+        try:
+            answer = self._answers.get(timeout=within_s)
+        except Empty:
+            raise RankLost(f"rank {self.rank} (process {self.pid}) did not answer within {within_s:g} s") from None
+        if answer is None:
+            self._losses.wait(END_S)
+            raise RankLost(f"rank {self.rank} is gone")
+        assert isinstance(answer, kind), f"rank {self.rank} answered {answer} where {kind.__name__} was due"
+        return answer
+
+    def wake_waiting(self) -> None:
+        """A rank is lost: nobody need wait for this one."""
+        self._answers.put(None)
+
+    # The end.
+
+    def begin_end(self) -> None:
+        """Ask it to end."""
+        self._is_ending = True
+        with suppress(PeerLost):
+            self._pipe.send(Close())
+
+    def end(self, deadline: float) -> None:
+        """Wait until it has ended, or end it."""
+        try:
+            self._process.wait(max(0.1, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._listener.join()
+        self._pipe.close()
+
+    # The listening thread.
+
+    def _listen(self) -> None:
+        try:
+            while True:
+                self._hear(self._pipe.receive_message())
+        except PeerLost:
+            self._note_end()
+        except ProtocolError as error:
+            self._losses.add(1, RankLost(f"rank {self.rank}: {error}"))
+
+    def _hear(self, message: Message) -> None:
+        match message:
+            case Reported(report):
+                self.on_report(self.rank, report)
+            case Failed(kind, text):
+                error: KvferryError
+                if kind in _USER_ERRORS:
+                    error = _USER_ERRORS[kind](text)
+                else:
+                    error = RankLost(f"rank {self.rank} (process {self.pid}) failed: {kind}: {text}")
+                self._losses.add(1 if kind in _USER_ERRORS else CONSEQUENCE, error)
+            case _:
+                self._answers.put(message)
+
+    def _note_end(self) -> None:
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(END_S)
+        if self._is_ending:
+            return
+        code = self._process.returncode
+        # The exit code 1 was explained before, or is that of a rank that lost another.
+        self._losses.add(
+            CONSEQUENCE + 1 if code == 1 else 0, RankLost(f"rank {self.rank} (process {self.pid}) {_how(code)}")
+        )
+
+
+def _how(code: int | None) -> str:
+    if code is None:
+        return "closed its pipe"
+    if code < 0:
+        with suppress(ValueError):
+            return f"was ended by {signal.Signals(-code).name}"
+    return f"ended with exit code {code}"
+
+
+def _start(size: int, pipe: int) -> subprocess.Popen[bytes]:
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": str(max(1, torch.get_num_threads() // size)),
+        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),  # connectors of other packages are found
+    }
+    command = [sys.executable, "-m", "kvferry.engine.executor.rank_main", str(pipe)]
+    with _sigint_held_back():
+        return subprocess.Popen(command, stdin=subprocess.DEVNULL, env=environment, pass_fds=(pipe,))
+
+
+@contextmanager
+def _sigint_held_back() -> Iterator[None]:
+    """A child started meanwhile is never hit by Ctrl-C, not even before it can say that it ignores it."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

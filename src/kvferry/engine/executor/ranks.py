@@ -1,0 +1,245 @@
+"""The executor of several tensor-parallel ranks: rank 0 here, each other one in a process of its own.
+
+All ranks hold a share of every layer and run each step together, in lockstep through their collectives. Rank 0 alone
+schedules, draws tokens and answers: the others get the step as numbers (`messages`), and say how their transfers go.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import tempfile
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TypeVar
+
+import msgspec
+
+from kvferry.connectors.api import StepPlan, TransferReport
+from kvferry.connectors.ranks import RankReports
+from kvferry.connectors.registry import find_connector
+from kvferry.connectors.report_codec import decode_report
+from kvferry.core.errors import ConfigError, LeakError, MissingDependency, RankLost, UnsupportedModel
+from kvferry.core.transfer_config import KVTransferConfig
+from kvferry.engine.config import EngineConfig
+from kvferry.engine.executor import group
+from kvferry.engine.executor.base import Executor, StepResult
+from kvferry.engine.executor.messages import (
+    Answer,
+    Check,
+    Checked,
+    Command,
+    Done,
+    GetStatistics,
+    Load,
+    Loaded,
+    Open,
+    Opened,
+    Started,
+    Statistics,
+    Step,
+)
+from kvferry.engine.executor.rank_process import END_S, Losses, RankProcess
+from kvferry.engine.model.loader import Progress, read_settings
+from kvferry.engine.model.place import Place
+from kvferry.engine.model_runner import choose_logit_rows, draw, lay_out
+from kvferry.engine.scheduler import Chunk, Sampled
+from kvferry.engine.worker import Worker
+from kvferry.transport.shared_memory import sweep_stale_segments
+
+START_S = 300.0
+"""How long a process may take to start; it reads torch and transformers from the disk."""
+ANSWER_S = group.STEP_S + 10.0
+"""How long a rank may take to answer once rank 0 has done its own share; a step has bounds of its own."""
+A = TypeVar("A", bound=Answer)
+
+
+class RanksExecutor(Executor):
+    """See the module."""
+
+    def __init__(
+        self, config: EngineConfig, transfer: KVTransferConfig | None, auth_token: str, on_progress: Progress
+    ) -> None:
+        """Start the ranks and load the model, each its share. Raises `ConfigError`, `UnsupportedModel`, `RankLost`."""
+        place = Place(0, config.tensor_parallel_size)
+        _require_possible(config, transfer, place)
+        self._wake: Callable[[], None] = lambda: None
+        self._losses = Losses()
+        self._reports = RankReports(place.size)
+        self._reported: deque[tuple[int, bytes]] = deque()  # bounded: no rank has more to say than transfers end
+        self._worker: Worker | None = None
+        self._is_open = False
+        self._processes: list[RankProcess] = []
+        try:
+            with tempfile.TemporaryDirectory(prefix="kvferry-ranks-") as folder:
+                store = f"{folder}/store"
+                self._start(config, transfer, auth_token, place, store)
+                self._load(config, place, store, on_progress)
+            self._open(transfer, auth_token)
+        except BaseException:
+            self.close()
+            raise
+
+    # Start.
+
+    def _start(
+        self, config: EngineConfig, transfer: KVTransferConfig | None, auth_token: str, place: Place, store: str
+    ) -> None:
+        self._losses.on_loss = self._rank_is_lost
+        for rank in range(1, place.size):
+            process = RankProcess(rank, place.size, self._losses)
+            process.on_report = self._rank_reports
+            self._processes.append(process)
+            process.send(Load(rank, place.size, store, config, transfer, auth_token))
+
+    def _load(self, config: EngineConfig, place: Place, store: str, on_progress: Progress) -> None:
+        with self._losses_explained():
+            # Only then go and meet them: that wait can neither be interrupted nor told of a loss.
+            self._gather(Started, START_S)
+            with group.meeting(place, place.choose_device(config.device), store):
+                self._worker = Worker(config, place, on_progress)
+            on_progress("waiting for the other ranks", 1.0)
+            loaded = self._gather(Loaded, group.LOADING_S)
+        self.model, self.layout = self._worker.model, self._worker.layout
+        self.max_model_len = self._worker.max_model_len
+        if any(one.fingerprint != self.model.fingerprint for one in loaded):
+            raise ConfigError(f"the ranks loaded different weights; did {config.model!r} change meanwhile?")
+        self.num_blocks = min(self._worker.max_num_blocks(), *(one.max_num_blocks for one in loaded))
+
+    def _open(self, transfer: KVTransferConfig | None, auth_token: str) -> None:
+        self._is_open = True
+        self._tell(Open(self.num_blocks))
+        with self._losses_explained():
+            ours = self._rank0.open(self.num_blocks, transfer, auth_token)
+            found = [ours, *(opened.address for opened in self._gather(Opened, ANSWER_S))]
+        self.addresses = [address for address in found if address is not None]
+
+    @property
+    def pids(self) -> list[int]:
+        """The processes of the other ranks."""
+        return [process.pid for process in self._processes]
+
+    # Steps.
+
+    def execute(self, chunks: Sequence[Chunk], plan: StepPlan) -> StepResult:
+        """See `Executor`."""
+        with self._losses_explained():
+            self._losses.require_none()
+            sampled = self._step(chunks, plan) if chunks or plan is not None else {}
+            return StepResult(sampled, self._take_report())
+
+    def _step(self, chunks: Sequence[Chunk], plan: StepPlan) -> dict[str, Sampled]:
+        rows = choose_logit_rows(chunks)
+        inputs = lay_out(chunks, rows.places) if chunks else None
+        self._tell(Step(inputs, None if plan is None else msgspec.msgpack.encode(plan)))
+        self._rank0.start(plan)
+        sampled = {}
+        if inputs is not None:
+            sampled = draw(self._rank0.forward(inputs), rows, self.model.eos_token_ids)
+        # Waited for, because what a rank's transfers say of this step must be known before the next is scheduled.
+        for process, done in zip(self._processes, self._gather(Done, ANSWER_S), strict=True):
+            self._reported.append((process.rank, done.report))
+        return sampled
+
+    def _take_report(self) -> TransferReport:
+        self._reports.add(0, self._rank0.poll())
+        while self._reported:
+            rank, report = self._reported.popleft()
+            self._reports.add(rank, decode_report(report))
+        return self._reports.take()
+
+    def on_report(self, wake: Callable[[], None]) -> None:
+        """See `Executor`."""
+        self._wake = wake
+        self._rank0.on_report(wake)
+
+    # Insight and end.
+
+    def statistics(self) -> dict[str, float]:
+        """See `Executor`."""
+        self._tell(GetStatistics())
+        total = Counter(self._rank0.statistics())
+        for one in self._gather(Statistics, ANSWER_S):
+            total.update(one.values)  # adds, and keeps zeros
+        return dict(total)
+
+    def check(self) -> None:
+        """See `Executor`."""
+        self._tell(Check())
+        found = [f"rank {process.rank}: {checked.leak}" for process, checked in self._leaks() if checked.leak]
+        self._rank0.check()
+        self._reports.check()
+        if found:
+            raise LeakError("; ".join(found))
+
+    def _leaks(self) -> list[tuple[RankProcess, Checked]]:
+        return list(zip(self._processes, self._gather(Checked, ANSWER_S), strict=True))
+
+    def close(self) -> None:
+        """See `Executor`."""
+        self._losses.on_loss = lambda: None
+        processes, self._processes = self._processes, []
+        for process in processes:
+            process.begin_end()
+        worker, self._worker = self._worker, None
+        if worker is not None:
+            worker.close()
+            group.leave()  # also breaks a step that others may still be in
+        # A rank that has opened nothing has nothing to put away, and may be deaf for long while it starts.
+        deadline = time.monotonic() + (END_S if self._is_open else 0.0)
+        for process in processes:
+            process.end(deadline)
+        sweep_stale_segments()  # of ranks that could not do it themselves
+
+    # Between the ranks.
+
+    @property
+    def _rank0(self) -> Worker:
+        assert self._worker is not None, "the executor is closed"
+        return self._worker
+
+    def _tell(self, command: Command) -> None:
+        for process in self._processes:
+            process.send(command)
+
+    def _gather(self, kind: type[A], within_s: float) -> list[A]:
+        deadline = time.monotonic() + within_s
+        return [process.answer(kind, max(0.1, deadline - time.monotonic())) for process in self._processes]
+
+    @contextmanager
+    def _losses_explained(self) -> Iterator[None]:
+        """What goes wrong here because a rank is lost becomes that loss."""
+        try:
+            yield
+        except (RankLost, ConfigError, UnsupportedModel):
+            raise
+        except Exception as error:
+            self._losses.raise_cause(of=error)
+            raise
+
+    # The listening threads.
+
+    def _rank_reports(self, rank: int, report: bytes) -> None:
+        self._reported.append((rank, report))
+        self._wake()
+
+    def _rank_is_lost(self) -> None:
+        for process in self._processes:
+            process.wake_waiting()
+        group.abort()
+        self._wake()
+
+
+def _require_possible(config: EngineConfig, transfer: KVTransferConfig | None, place: Place) -> None:
+    """Raise `ConfigError` or `UnsupportedModel` for what can be seen before any process is started."""
+    if importlib.util.find_spec("accelerate") is None:
+        raise MissingDependency("--tensor-parallel-size", "accelerate", "tp")
+    group.require_unmet()
+    place.choose_device(config.device)
+    read_settings(config, place)
+    if transfer is not None and find_connector(transfer).worker_class().plan_type is None:
+        raise ConfigError(
+            f"{transfer.kv_connector} works on one rank only: its worker side names no plan_type; use"
+            " --tensor-parallel-size 1"
+        )

@@ -1,0 +1,87 @@
+"""Owns the memory that KV blocks live in.
+
+On the CPU it is a POSIX shared memory segment, so that a decode instance on the same machine copies from it
+directly. It knows how blocks lie in memory, not who uses them (the block pool does).
+"""
+
+from __future__ import annotations
+
+import psutil
+import torch
+from torch import Tensor
+
+from kvferry.core.errors import ConfigError
+from kvferry.core.layout import KVLayout
+from kvferry.core.units import format_bytes
+from kvferry.transport.memory import BlockMemory
+from kvferry.transport.shared_memory import SharedSegment
+
+CPU_SHARE = 0.25
+CPU_DEFAULT_LIMIT = 4 * 2**30
+CUDA_SHARE = 0.85
+
+
+class KVCache:
+    """`layers[i]` is layer i's cache, `[num_blocks, kv_heads, block_size * (key_dim + value_dim)]`."""
+
+    def __init__(self, layout: KVLayout, num_blocks: int, device: torch.device) -> None:
+        self.layout, self.num_blocks, self.device = layout, num_blocks, device
+        num_bytes = num_blocks * layout.block_bytes
+        self._segment: SharedSegment | None = None
+        if device.type == "cpu":
+            self._segment = SharedSegment.create(num_bytes)
+            flat = torch.frombuffer(self._segment.buffer, dtype=torch.uint8, count=num_bytes)
+            address, segment = self._segment.address, self._segment.name
+        else:
+            flat = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+            address, segment = flat.data_ptr(), None
+        self.layers: list[Tensor] = self._split(flat)
+        self.memory = BlockMemory.dense(layout, num_blocks, address, device=device.type, segment=segment)
+
+    def _split(self, flat: Tensor) -> list[Tensor]:
+        """The region as one tensor a layer."""
+        values = flat.view(getattr(torch, self.layout.dtype))
+        layers, start = [], 0
+        for spec in self.layout.layers:
+            shape = (
+                self.num_blocks,
+                spec.num_kv_heads,
+                self.layout.block_size * (spec.key_dim + spec.value_dim),
+            )
+            count = shape[0] * shape[1] * shape[2]
+            layers.append(values[start : start + count].view(shape))
+            start += count
+        return layers
+
+    def close(self) -> None:
+        """Give the memory back; the tensors must not be used afterwards."""
+        self.layers.clear()
+        if self._segment is not None:
+            self._segment.close()
+
+
+def choose_num_blocks(
+    layout: KVLayout, device: torch.device, asked_bytes: int | None, useful_tokens: int, *, num_ranks: int = 1
+) -> int:
+    """How many blocks to make: what was asked for, or a share of the free memory, at most `useful_tokens`' worth.
+
+    `asked_bytes` is for all `num_ranks` ranks of the instance, and so is free host memory.
+    Raises `ConfigError` when not even two blocks fit.
+    """
+    useful = -(-useful_tokens // layout.block_size)
+    budget = _free_bytes(device, num_ranks) if asked_bytes is None else asked_bytes // num_ranks
+    num_blocks = budget // layout.block_bytes
+    if num_blocks < 2:
+        raise ConfigError(
+            f"the KV cache needs at least two blocks of {format_bytes(layout.block_bytes)}, but only"
+            f" {format_bytes(budget)} are set aside for it; raise --kv-cache-memory or lower --block-size"
+        )
+    return min(num_blocks, useful) if asked_bytes is None else num_blocks
+
+
+def _free_bytes(device: torch.device, num_ranks: int) -> int:
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0] * CUDA_SHARE)
+    available: int = psutil.virtual_memory().available
+    shared: int = psutil.disk_usage("/dev/shm").free
+    return int(min(available * CPU_SHARE, shared * 0.5, CPU_DEFAULT_LIMIT) / num_ranks)

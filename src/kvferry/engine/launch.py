@@ -1,0 +1,67 @@
+"""One instance as a process: load, serve, end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Any, Literal
+
+import uvloop
+
+from kvferry.core.transfer_config import KVTransferConfig
+from kvferry.engine.async_engine import AsyncEngine
+from kvferry.engine.config import EngineConfig
+from kvferry.engine.engine import Engine
+from kvferry.engine.server.config import ServerConfig
+from kvferry.engine.server.http_server import serve
+
+log = logging.getLogger(__name__)
+
+Role = Literal["prefill", "decode", "both"]
+
+
+def run_instance(
+    *,
+    engine: EngineConfig,
+    role: Role,
+    transfer: KVTransferConfig | None,
+    served_model_names: tuple[str, ...] = (),
+    host: str = "127.0.0.1",
+    port: int = 0,
+    on_progress: Callable[[str, float], None] = lambda what, share: None,
+    on_ready: Callable[[dict[str, Any]], None] = lambda ready: None,
+    auth_token: str = "",
+    grace_s: float = 5.0,
+) -> int:
+    """Serve one engine until SIGTERM or SIGINT; returns the exit code, 1 when the engine failed meanwhile.
+
+    `on_ready` gets {"url", "control": {"host", "port"} or None} once requests are accepted. Main thread only.
+    Raises `ConfigError` and `UnsupportedModel` for what the user can correct.
+    """
+    names = served_model_names or (engine.model,)
+    loaded = Engine(engine, transfer, auth_token=auth_token, on_progress=on_progress)
+    server = ServerConfig(host=host, port=port, shutdown_grace_s=grace_s)
+    return uvloop.run(_serve(AsyncEngine(loaded, names, role), server, on_ready))
+
+
+async def _serve(front: AsyncEngine, server: ServerConfig, on_ready: Callable[[dict[str, Any]], None]) -> int:
+    def listening(host: str, port: int) -> None:
+        shown = f"[{host}]" if ":" in host else host
+        on_ready({"url": f"http://{shown}:{port}", **front.describe()})
+
+    front.start()
+    try:
+        failed = asyncio.create_task(front.failed())
+        serving = asyncio.create_task(serve(front, server, on_listening=listening))
+        await asyncio.wait([failed, serving], return_when=asyncio.FIRST_COMPLETED)
+        if not serving.done():
+            log.error("the engine failed; this instance ends")
+            serving.cancel()
+        failed.cancel()
+        await asyncio.gather(failed, serving, return_exceptions=True)
+        if serving.done() and not serving.cancelled() and (error := serving.exception()) is not None:
+            raise error
+        return 0 if front.healthy else 1
+    finally:
+        await front.close()

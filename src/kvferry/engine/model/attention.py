@@ -1,0 +1,166 @@
+"""kvferry's attention, as transformers calls it.
+
+transformers' own modelling code computes Q, K and V of all new tokens of a step, laid end to end in one batch row,
+and calls the function that is registered here. It writes K and V into the paged cache and attends from the pages,
+so the model needs neither a cache object nor a mask of its own.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+from kvferry.core.errors import UnsupportedModel
+from kvferry.core.layout import LayerLayout
+from kvferry.engine.model.heads import locate_heads
+from kvferry.engine.model.place import Place
+from kvferry.engine.ops.attention import paged_attention, write_kv
+from kvferry.engine.ops.batch import AttentionBatch
+
+ATTENTION_NAME = "kvferry"
+
+# What models pass along that changes nothing here: bookkeeping of the caller, or settings read elsewhere.
+_HARMLESS = frozenset(
+    {
+        "position_ids",
+        "use_cache",
+        "output_attentions",
+        "output_hidden_states",
+        "return_dict",
+        "cache_position",
+    }
+    | {"is_causal", "logits_to_keep", "num_items_in_batch", "deterministic", "output_router_logits"}
+    | {"position_embeddings"}
+)
+
+
+class LayerHooks(Protocol):
+    """Who is told before and after each layer's attention."""
+
+    def wait_layer(self, layer: int) -> None:
+        """Before attention of `layer` reads the cache."""
+
+    def save_layer(self, layer: int) -> None:
+        """After this step's K and V of `layer` are written and read."""
+
+
+@dataclass(frozen=True)
+class PagedContext:
+    """One step: the ragged batch, each layer's cache `[num_blocks, kv_heads, …]`, and who listens."""
+
+    batch: AttentionBatch
+    layers: list[Tensor]
+    hooks: LayerHooks | None = None
+
+
+@dataclass
+class ProbeContext:
+    """A dry run that finds out what each layer keeps; attention answers zeros."""
+
+    layers: dict[int, LayerLayout] = field(default_factory=dict)
+    keys: dict[int, Tensor] = field(default_factory=dict)
+
+
+_current = threading.local()
+
+
+@contextmanager
+def attention_context(context: PagedContext | ProbeContext) -> Iterator[None]:
+    """Every attention call of this thread belongs to `context` until the end of the block."""
+    _current.context = context
+    try:
+        yield
+    finally:
+        _current.context = None
+
+
+def attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention interface: query [1, heads, T, dim], key and value [1, kv_heads, T, dim], after RoPE.
+
+    Returns [1, T, heads, value_dim]. `s_aux` are attention sinks.
+    """
+    context = _current.context
+    if isinstance(context, ProbeContext):
+        return _probe(context, module, query, key, value, attention_mask, others), None
+    layer: int = module.layer_idx  # type: ignore[assignment]
+    if context.hooks is not None:
+        context.hooks.wait_layer(layer)
+    cache = context.layers[layer]
+    write_kv(cache, key[0].transpose(0, 1), value[0].transpose(0, 1), context.batch.slots)
+    attended = paged_attention(
+        query[0].transpose(0, 1),
+        cache,
+        context.batch,
+        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        window=sliding_window,
+        softcap=softcap,
+        sinks=s_aux,
+    )
+    if context.hooks is not None:
+        context.hooks.save_layer(layer)
+    return attended.unsqueeze(0), None
+
+
+def register_attention() -> None:
+    """Make `attn_implementation="kvferry"` known to transformers. No mask function goes with it: the mask is None."""
+    AttentionInterface.register(ATTENTION_NAME, attention)
+
+
+def _probe(
+    context: ProbeContext,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    others: dict[str, Any],
+) -> Tensor:
+    layer = getattr(module, "layer_idx", None)
+    name = type(module).__name__
+    if not isinstance(layer, int) or layer in context.layers:
+        raise UnsupportedModel(f"{name} shares KV between layers or does not number them")
+    if attention_mask is not None:
+        raise UnsupportedModel(f"{name} brings an attention mask of its own, which a paged cache cannot apply")
+    if getattr(module, "is_causal", True) is not True:
+        raise UnsupportedModel(f"{name} is not causal")
+    unknown = [key for key, given in others.items() if key not in _HARMLESS and isinstance(given, Tensor)]
+    if unknown:
+        raise UnsupportedModel(f"{name} passes {', '.join(unknown)} to attention, which kvferry does not know")
+    context.layers[layer] = LayerLayout(key.shape[1], key.shape[3], value.shape[3])
+    context.keys[layer] = key.clone()
+    return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
+
+
+def probe_layers(model: nn.Module, device: torch.device, place: Place) -> tuple[LayerLayout, ...]:
+    """What each layer keeps per token on this rank, found by running the model once on two tokens.
+
+    Raises `UnsupportedModel` when a layer does something that paged attention does not reproduce.
+    """
+    context = ProbeContext()
+    ids = torch.zeros(1, 2, dtype=torch.long, device=device)
+    positions = torch.arange(2, device=device).unsqueeze(0)
+    with torch.inference_mode(), attention_context(context):
+        model(input_ids=ids, position_ids=positions, use_cache=False)
+    if sorted(context.layers) != list(range(len(context.layers))) or not context.layers:
+        raise UnsupportedModel("some layers do not use attention, or not through transformers' attention interface")
+    order = range(len(context.layers))
+    return locate_heads([context.layers[layer] for layer in order], [context.keys[layer] for layer in order], place)

@@ -1,0 +1,41 @@
+"""Which of the model's KV heads a rank keeps. Families differ in it, so the ranks compare what they would keep."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from kvferry.core.layout import LayerLayout
+from kvferry.engine.model.place import Place
+
+TOLERANCE = 1e-2
+"""Of the largest value; heads of one model that are equal to it are the same head, computed by two ranks."""
+
+
+def locate_heads(layers: Sequence[LayerLayout], keys: Sequence[Tensor], place: Place) -> tuple[LayerLayout, ...]:
+    """The layers with the place of this rank's heads among all, from each layer's keys [1, kv_heads, T, dim] of the
+    same tokens. All ranks call it together."""
+    if place.size == 1:
+        return tuple(layers)
+    ours = torch.cat([key.float().flatten() for key in keys])
+    gathered = [torch.empty_like(ours) for _ in range(place.size)]
+    dist.all_gather(gathered, ours)
+    by_layer = zip(*(one.split([key.numel() for key in keys]) for one in gathered), strict=True)
+    return tuple(
+        layer if _are_equal(of_ranks) else _split(layer, place)
+        for layer, of_ranks in zip(layers, by_layer, strict=True)
+    )
+
+
+def _are_equal(keys: Sequence[Tensor]) -> bool:
+    first = keys[0]
+    return all(bool((other - first).abs().max() <= TOLERANCE * first.abs().max()) for other in keys[1:])
+
+
+def _split(layer: LayerLayout, place: Place) -> LayerLayout:
+    count = layer.num_kv_heads
+    return msgspec.structs.replace(layer, first_kv_head=place.rank * count, total_kv_heads=place.size * count)

@@ -1,0 +1,198 @@
+"""Brings a model from disk (or the hub) to where it runs, and refuses what would not run exactly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.utils import logging as transformers_logging
+
+from kvferry.core.errors import ConfigError, UnsupportedModel
+from kvferry.core.layout import LayerLayout
+from kvferry.engine.config import EngineConfig
+from kvferry.engine.model.attention import ATTENTION_NAME, probe_layers, register_attention
+from kvferry.engine.model.fingerprint import model_fingerprint
+from kvferry.engine.model.place import Place
+from kvferry.engine.model.self_check import self_check
+from kvferry.engine.model.support import require_divisible, require_supported
+from kvferry.engine.ops.transform import optimize
+from kvferry.models.catalog import resolve
+
+Progress = Callable[[str, float], None]
+"""(what is going on, share done in [0, 1])."""
+
+_SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model ready to run, and what was found out about it."""
+
+    module: nn.Module
+    tokenizer: Any
+    layers: tuple[LayerLayout, ...]
+    fingerprint: str
+    dtype: str
+    device: torch.device
+    vocab_size: int
+    max_position: int
+    eos_token_ids: frozenset[int]
+    default_sampling: dict[str, float | int]
+
+
+@dataclass(frozen=True)
+class ModelSettings:
+    """What a checkpoint says about itself, read before any weight."""
+
+    source: Path | str
+    values: Any
+    model_class: type[Any]
+
+
+def read_settings(config: EngineConfig, place: Place) -> ModelSettings:
+    """Raises `ConfigError` when the checkpoint cannot be read, `UnsupportedModel` when it will not run here."""
+    source = resolve(config.model)
+    with _reading(config.model):
+        values = AutoConfig.from_pretrained(source, trust_remote_code=config.trust_remote_code)
+        model_class = _model_class(values, config)
+    require_supported(values, model_class)
+    require_divisible(values, model_class, place.size)
+    return ModelSettings(source, values, model_class)
+
+
+def load_model(
+    config: EngineConfig, place: Place | None = None, on_progress: Progress = lambda what, share: None
+) -> LoadedModel:
+    """Load weights (this place's share of them), tokenizer and settings; all ranks call it together.
+
+    Raises `ConfigError` when the checkpoint cannot be read, `UnsupportedModel` when it would not run exactly.
+    """
+    place = place or Place()
+    device = place.choose_device(config.device)
+    found = read_settings(config, place)
+    options = {"trust_remote_code": config.trust_remote_code}
+    with _reading(config.model):
+        register_attention()
+        dtype = "auto" if config.dtype == "auto" else getattr(torch, config.dtype)
+        with _weights_progress(on_progress):
+            module = AutoModelForCausalLM.from_pretrained(
+                found.source, dtype=dtype, attn_implementation=ATTENTION_NAME, **options, **place.load_options()
+            )
+        tokenizer = AutoTokenizer.from_pretrained(found.source, **options)
+    module = module.to(device).eval().requires_grad_(False)
+    on_progress("checking the model", 1.0)
+    layers = probe_layers(module, device, place)
+    fingerprint = model_fingerprint(module)
+    self_check(module, layers, device)
+    if device.type == "cpu":
+        on_progress("preparing for this CPU", 1.0)
+        optimize(module)
+    text = found.values.get_text_config()
+    return LoadedModel(
+        module=module,
+        tokenizer=tokenizer,
+        layers=layers,
+        fingerprint=fingerprint,
+        dtype=str(next(module.parameters()).dtype).removeprefix("torch."),
+        device=device,
+        vocab_size=text.vocab_size,
+        max_position=text.max_position_embeddings,
+        eos_token_ids=_eos_token_ids(module, tokenizer),
+        default_sampling=_default_sampling(module),
+    )
+
+
+def _model_class(settings: Any, config: EngineConfig) -> type[Any]:
+    try:
+        return MODEL_FOR_CAUSAL_LM_MAPPING[type(settings)]
+    except KeyError:
+        if config.trust_remote_code and "AutoModelForCausalLM" in getattr(settings, "auto_map", {}):
+            return AutoModelForCausalLM
+        raise UnsupportedModel(f"{settings.model_type} is not a causal language model in transformers") from None
+
+
+@contextmanager
+def _reading(model: str) -> Iterator[None]:
+    """Translate what goes wrong while a checkpoint is read."""
+    try:
+        yield
+    except (OSError, ValueError, KeyError) as error:
+        first_line = str(error).strip().split("\n")[0]
+        raise ConfigError(
+            f"cannot load the model {model!r}: {first_line}. Give a directory with config.json, tokenizer and"
+            " safetensors, a Hugging Face id, or kvferry/tiny-python"
+        ) from error
+
+
+@contextmanager
+def _weights_progress(on_progress: Progress) -> Iterator[None]:
+    """Pass transformers' own progress bar on to `on_progress`."""
+    on_progress("loading weights", 0.0)
+
+    def hook(factory: Any, args: Any, kwargs: Any) -> Any:
+        return _Reporting(args[0] if args else kwargs.get("iterable", ()), on_progress)
+
+    before = transformers_logging.set_tqdm_hook(hook)
+    try:
+        yield
+    finally:
+        transformers_logging.set_tqdm_hook(before)
+        on_progress("loading weights", 1.0)
+
+
+class _Reporting:
+    """The part of a progress bar that transformers uses."""
+
+    def __init__(self, items: Any, on_progress: Progress) -> None:
+        self._items, self._on_progress = items, on_progress
+
+    def __iter__(self) -> Iterator[Any]:
+        total = len(self._items) if hasattr(self._items, "__len__") else 0
+        for index, item in enumerate(self._items):
+            yield item
+            if total:
+                self._on_progress("loading weights", (index + 1) / total)
+
+    def __enter__(self) -> _Reporting:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        return None
+
+    def update(self, count: int = 1) -> None:
+        """Ignored: the iteration itself is reported."""
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+    def set_description(self, *text: object, **options: object) -> None:
+        """Ignored."""
+
+    def set_postfix(self, *text: object, **options: object) -> None:
+        """Ignored."""
+
+
+def _eos_token_ids(module: Any, tokenizer: Any) -> frozenset[int]:
+    found: set[int] = set()
+    generation = getattr(module, "generation_config", None)
+    for value in (
+        getattr(generation, "eos_token_id", None),
+        module.config.get_text_config().eos_token_id,
+        tokenizer.eos_token_id,
+    ):
+        if value is not None:
+            found.update(value if isinstance(value, list | tuple) else [value])
+    return frozenset(found)
+
+
+def _default_sampling(module: Any) -> dict[str, float | int]:
+    """What the checkpoint recommends where a request is silent."""
+    given = module.generation_config.to_diff_dict() if module.generation_config is not None else {}
+    return {name: given[name] for name in _SAMPLING_DEFAULTS if given.get(name) is not None}

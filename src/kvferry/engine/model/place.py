@@ -1,0 +1,55 @@
+"""Which share of a model a process holds: one rank of the tensor-parallel ranks of an instance, or all of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from kvferry.core.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Place:
+    """Rank `rank` of `size`; without arguments, the only one."""
+
+    rank: int = 0
+    size: int = 1
+
+    def choose_device(self, wanted: str) -> torch.device:
+        """The device that `auto`, `cpu` or `cuda` means here. Raises `ConfigError` when it is not to be had."""
+        if wanted == "cuda" and not torch.cuda.is_available():
+            raise ConfigError("--device cuda: PyTorch finds no GPU here; use --device cpu, or install a CUDA build")
+        if wanted == "auto":
+            wanted = "cuda" if torch.cuda.is_available() else "cpu"
+        return torch.device(wanted) if self.size == 1 else self._device_of_rank(wanted)
+
+    def _device_of_rank(self, wanted: str) -> torch.device:
+        if wanted == "cpu":
+            if torch.accelerator.is_available():
+                raise ConfigError(
+                    "--tensor-parallel-size with --device cpu: transformers shards for the GPU that it sees here; hide"
+                    " it with CUDA_VISIBLE_DEVICES="
+                )
+            return torch.device("cpu")
+        if torch.cuda.device_count() < self.size:
+            raise ConfigError(
+                f"--tensor-parallel-size {self.size} needs as many GPUs; PyTorch finds {torch.cuda.device_count()}"
+            )
+        return torch.device("cuda", self.rank)
+
+    def set_num_threads(self, wanted: int | None) -> None:
+        """Give this rank its share of the CPU threads; torch has read OMP_NUM_THREADS where nothing is asked for."""
+        if wanted is not None and wanted < 1:
+            raise ConfigError(f"--num-threads must be at least 1, got {wanted}")
+        if wanted is not None or self.size > 1:
+            torch.set_num_threads(max(1, (wanted or torch.get_num_threads()) // self.size))
+
+    def load_options(self) -> dict[str, Any]:
+        """What makes transformers load this rank's share only. The ranks must have met (`executor.group`)."""
+        if self.size == 1:
+            return {}
+        from transformers.distributed import DistributedConfig
+
+        return {"distributed_config": DistributedConfig(tp_size=self.size)}

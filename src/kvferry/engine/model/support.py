@@ -1,0 +1,60 @@
+"""Which architectures run here: those that run exactly. Everything else is refused at start."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvferry.core.errors import UnsupportedModel
+
+HEAD_PROJECTIONS = frozenset({"q_proj", "k_proj", "v_proj", "q_b_proj", "kv_b_proj", "qkv_proj", "query_key_value"})
+"""Linear layers whose outputs are heads, one after the other."""
+
+EXACT_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
+
+
+def require_supported(config: Any, model_class: type[Any]) -> None:
+    """Raise `UnsupportedModel`, saying why, before any weight is loaded.
+
+    The numeric self-check of a loaded model (`self_check`) catches what cannot be seen here.
+    """
+    name = f"{model_class.__name__} ({config.model_type})"
+    if not getattr(model_class, "_supports_attention_backend", False):
+        raise UnsupportedModel(f"{name} does not call attention through transformers' attention interface")
+    text = config.get_text_config()
+    types = set(getattr(text, "layer_types", None) or ())
+    if not types <= EXACT_LAYER_TYPES:
+        others = ", ".join(sorted(types - EXACT_LAYER_TYPES))
+        raise UnsupportedModel(f"{name} has layers of type {others}; only full and sliding attention run exactly here")
+    if getattr(text, "attention_chunk_size", None) and "sliding_attention" not in types and not types:
+        raise UnsupportedModel(f"{name} uses chunked attention, which lives only in its mask")
+    if getattr(text, "is_encoder_decoder", False):
+        raise UnsupportedModel(f"{name} is an encoder-decoder; kvferry serves decoder-only models")
+
+
+def require_divisible(config: Any, model_class: type[Any], num_ranks: int) -> None:
+    """Raise `UnsupportedModel` unless transformers can split the model among `num_ranks` ranks, naming the numbers."""
+    if num_ranks == 1:
+        return
+    name = f"{model_class.__name__} ({config.model_type})"
+    plan = _tensor_parallel_plan(config, model_class)
+    if not plan:
+        raise UnsupportedModel(f"{name} has no tensor-parallel plan in transformers; use --tensor-parallel-size 1")
+    if not any(rule.rsplit(".", 1)[-1] in HEAD_PROJECTIONS and plan[rule] == "colwise" for rule in plan):
+        return  # every rank keeps all heads
+    text = config.get_text_config()
+    heads, kv_heads = text.num_attention_heads, getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    if any(count % num_ranks for count in (*_as_list(heads), *_as_list(kv_heads))):
+        raise UnsupportedModel(
+            f"{name} has {heads} attention heads and {kv_heads} KV heads, which {num_ranks} ranks cannot share evenly;"
+            " use a --tensor-parallel-size that divides both"
+        )
+
+
+def _tensor_parallel_plan(config: Any, model_class: type[Any]) -> dict[str, str]:
+    """transformers' rules for this architecture, by module name."""
+    sources = (getattr(config.get_text_config(), "base_model_tp_plan", None), getattr(model_class, "_tp_plan", None))
+    return {rule: style for plan in sources for rule, style in (plan or {}).items()}
+
+
+def _as_list(count: int | list[int]) -> list[int]:
+    return [count] if isinstance(count, int) else list(count)

@@ -1,0 +1,124 @@
+"""Runs a step on the model: token ids in, logits out. Knows tensors; decides nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Rows
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor
+
+from kvferry.engine.kv_cache import KVCache
+from kvferry.engine.model.attention import LayerHooks, PagedContext, attention_context
+from kvferry.engine.ops.batch import AttentionBatch
+from kvferry.engine.sampler import sample, token_logprobs
+from kvferry.engine.scheduler import Chunk, Sampled
+from kvferry.engine.sequence import Sequence
+
+
+class StepInputs(msgspec.Struct, frozen=True, array_like=True):
+    """What the model must know of a step: plain numbers, the same on every rank.
+
+    `token_ids` of all chunks end to end; one entry a chunk in `query_lens`, `context_lens` (KV tokens after this
+    step) and `block_tables`; `places` are the tokens whose logits are wanted.
+    """
+
+    token_ids: list[int]
+    query_lens: list[int]
+    context_lens: list[int]
+    block_tables: list[list[int]]
+    places: list[int]
+
+
+@dataclass(frozen=True)
+class LogitRows:
+    """Which of a step's tokens need logits: their places, and what for."""
+
+    places: list[int]
+    sampled: list[tuple[int, Sequence]]
+    """(index into places, sequence) of those whose next token is drawn."""
+    prompt: list[tuple[int, Sequence, int]]
+    """(index into places, sequence, the prompt position that the row predicts)."""
+
+
+class ModelRunner:
+    """One rank's share of a model, on one device, with one KV cache."""
+
+    def __init__(self, module: Any, kv_cache: KVCache, hooks: LayerHooks | None) -> None:
+        self._module, self._kv_cache, self._hooks = module, kv_cache, hooks
+
+    @torch.inference_mode()
+    def forward(self, inputs: StepInputs) -> Tensor:
+        """Compute the step's KV; float32 logits [len(places), vocab], whole on every rank."""
+        device = self._kv_cache.device
+        batch = AttentionBatch.build(
+            inputs.query_lens,
+            inputs.context_lens,
+            inputs.block_tables,
+            block_size=self._kv_cache.layout.block_size,
+            device=device,
+        )
+        # A row that nobody reads keeps the shape of the output plain when no chunk is at its end.
+        kept = torch.tensor(inputs.places or [0], device=device)
+        with attention_context(PagedContext(batch, self._kv_cache.layers, self._hooks)):
+            output = self._module(
+                input_ids=torch.tensor([inputs.token_ids], device=device),
+                position_ids=batch.positions.unsqueeze(0),
+                use_cache=False,
+                logits_to_keep=kept,
+            )
+        logits: Tensor = output.logits[0]
+        return logits.float()
+
+
+def lay_out(chunks: Rows[Chunk], places: list[int]) -> StepInputs:
+    """The chunks as numbers."""
+    return StepInputs(
+        [token for chunk in chunks for token in chunk.sequence.tokens[chunk.start : chunk.start + chunk.num_tokens]],
+        [chunk.num_tokens for chunk in chunks],
+        [chunk.start + chunk.num_tokens for chunk in chunks],
+        [chunk.sequence.block_ids for chunk in chunks],
+        places,
+    )
+
+
+@torch.inference_mode()
+def draw(logits: Tensor, rows: LogitRows, eos_token_ids: frozenset[int]) -> dict[str, Sampled]:
+    """The next token, by request id, of those that reached their last token; notes prompt log-probabilities."""
+    for index, sequence, position in rows.prompt:
+        sequence.prompt_logprobs.append(
+            token_logprobs(logits[index], sequence.tokens[position], sequence.request.sampling.prompt_logprobs)
+        )
+    if not rows.sampled:
+        return {}
+    drawing = [sequence for _, sequence in rows.sampled]
+    drawn = sample(logits[[index for index, _ in rows.sampled]], drawing, eos_token_ids)
+    return {sequence.request_id: token for sequence, token in zip(drawing, drawn, strict=True)}
+
+
+def choose_logit_rows(chunks: Rows[Chunk]) -> LogitRows:
+    """The last row of each chunk that samples, and all rows of prompts whose logprobs are wanted."""
+    rows = LogitRows([], [], [])
+    first = 0
+    for chunk in chunks:
+        sequence = chunk.sequence
+        if sequence.request.sampling.prompt_logprobs is not None:
+            _add_prompt_rows(rows, chunk, first)
+        if chunk.samples:
+            rows.sampled.append((len(rows.places), sequence))
+            rows.places.append(first + chunk.num_tokens - 1)
+        first += chunk.num_tokens
+    return rows
+
+
+def _add_prompt_rows(rows: LogitRows, chunk: Chunk, first: int) -> None:
+    sequence = chunk.sequence
+    if chunk.start == 0:
+        sequence.prompt_logprobs[:] = [None]  # nothing predicts the first token
+    for offset in range(chunk.num_tokens):
+        predicted = chunk.start + offset + 1
+        if predicted < sequence.num_prompt_tokens:
+            rows.prompt.append((len(rows.places), sequence, predicted))
+            rows.places.append(first + offset)

@@ -1,0 +1,102 @@
+// Linear layers on weights that were packed once, at load.
+#pragma once
+#include "tile.h"
+
+extern "C" {
+
+enum Gate : int64_t { NONE, SILU, GELU_TANH };
+
+struct LinearCall {
+    const void *x, *weight;  // x [rows][depth]; weight as written by pack_weight
+    const float* bias;       // [columns] or null
+    const void* residual;    // added to the result: [rows][columns] like out, or null; not with a gate
+    void* out;               // [rows][columns]; with a gate: [rows][columns / 2]
+    int64_t rows, depth, columns, x_stride, out_stride;
+    int64_t gate;  // a Gate; if any, columns are gates and values in turn, VL of each, and out is f(gate) * value
+};
+}
+
+namespace {
+
+constexpr int BLOCK_ROWS = 192;          // most rows of A that are packed at a time
+constexpr int BLOCK_BYTES = 512 << 10;   // and their bytes: half of a common L2 cache
+
+// weight [columns][depth] -> [panels][units][NR] with zeros behind the last column and the last element
+template <class T> void pack_weight(const typename T::Element* weight, int64_t columns, int64_t depth, int32_t* packed) {
+    const int64_t units = ceil_div(depth, T::PER_UNIT), panels = ceil_div(columns, NR);
+#pragma omp parallel for num_threads(threads)
+    for (int64_t panel = 0; panel < panels; ++panel) {
+        auto* target = reinterpret_cast<typename T::Element*>(packed + panel * units * NR);
+        std::memset(target, 0, units * NR * 4);
+        for (int64_t j = 0; j < std::min<int64_t>(NR, columns - panel * NR); ++j)
+            for (int64_t k = 0; k < depth; ++k)
+                target[(k / T::PER_UNIT * NR + j) * T::PER_UNIT + k % T::PER_UNIT] = weight[(panel * NR + j) * depth + k];
+    }
+}
+
+template <class T> struct Linear {
+    using Element = typename T::Element;
+    const LinearCall& call;
+    const int64_t units = ceil_div(call.depth, T::PER_UNIT), passes = ceil_div(units, KC);
+    const int64_t block = std::clamp<int64_t>(BLOCK_BYTES / (passes * KC * 4) / MR, 1, BLOCK_ROWS / MR) * MR;
+
+    int64_t depth_of(int64_t pass) const { return std::min<int64_t>(KC, units - pass * KC); }
+
+    // one row of x -> its part in each pass: a[passes][rows][LDA]
+    void pack(int64_t top, int64_t row, int64_t rows, int32_t* a) const {
+        const auto* x = static_cast<const Element*>(call.x) + (top + row) * call.x_stride;
+        for (int64_t pass = 0; pass < passes; ++pass)
+            pack_row<T>(x, call.depth, pass * KC, depth_of(pass), a + (pass * rows + row) * LDA);
+    }
+
+    // all rows of `a` times one panel of the weight -> sums[rows][NR]
+    void multiply_panel(int64_t panel, const Tiles& tiles, const int32_t* a, float* sums) const {
+        const auto* b = static_cast<const int32_t*>(call.weight) + panel * units * NR;
+        for (int64_t pass = 0; pass < passes; ++pass) {
+            const int64_t depth = depth_of(pass);
+            for (int64_t tile = 0; tile < tiles.count; ++tile) {
+                const int64_t top = tiles.start(tile);
+                // the tiles share out the fetching of the next pass, which follows this one in memory
+                multiply_for<T>(tiles.height(tile))({a + (pass * tiles.rows + top) * LDA, b, depth, sums + top * NR, NR, pass > 0,
+                                                     b + depth * NR + depth * NR * tile / tiles.count, NR / tiles.count});
+            }
+            b += depth * NR;
+        }
+    }
+
+    void finish(int64_t row, int64_t panel, const float* sums) const {
+        auto* out = static_cast<Element*>(call.out) + row * call.out_stride;
+        const auto* residual = static_cast<const Element*>(call.residual) + row * call.out_stride;
+        vec v[2];
+        for (int h = 0; h < 2; ++h) {
+            const int64_t column = panel * NR + h * VL, left = call.columns - column;
+            v[h] = load<vec>(sums + h * VL);
+            if (left <= 0) return;
+            if (call.bias) v[h] += read_part<Float32>(call.bias + column, left);
+            if (call.residual) v[h] += read_part<T>(residual + column, left);
+            if (call.gate == NONE) write_part<T>(out + column, v[h], left);
+        }
+        if (call.gate != NONE) T::write(out + panel * VL, (call.gate == SILU ? silu(v[0]) : gelu(v[0])) * v[1]);
+    }
+
+    void run() const {
+        static thread_local std::vector<int32_t> buffer;
+        int32_t* a = scratch(buffer, block * passes * LDA);
+        for (int64_t top = 0; top < call.rows; top += block) {
+            const Tiles tiles{std::min(block, call.rows - top)};
+#pragma omp parallel num_threads(threads) if (units * call.columns > 16384)
+            {
+#pragma omp for
+                for (int64_t row = 0; row < tiles.rows; ++row) pack(top, row, tiles.rows, a);
+#pragma omp for
+                for (int64_t panel = 0; panel < ceil_div(call.columns, NR); ++panel) {
+                    alignas(64) float sums[BLOCK_ROWS * NR];
+                    multiply_panel(panel, tiles, a, sums);
+                    for (int64_t row = 0; row < tiles.rows; ++row) finish(top + row, panel, sums + row * NR);
+                }
+            }
+        }
+    }
+};
+
+}  // namespace

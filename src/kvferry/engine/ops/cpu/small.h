@@ -1,0 +1,99 @@
+// The small operations between linear layers and attention, each in one pass over memory.
+#pragma once
+#include "tile.h"
+
+extern "C" {
+
+struct NormCall {
+    const void* x;  // [outer][inner][size]
+    const float* weight;
+    void* out;  // [outer][inner][size]; may be x
+    int64_t outer, inner, size, outer_stride, inner_stride, out_outer_stride, out_inner_stride;
+    int64_t round_first;  // x / rms(x) is rounded to the format of x before it is multiplied by the weight
+    float epsilon;
+};
+
+struct RotateCall {
+    void* x;                     // [tokens][heads][size], changed in place
+    const void *cosine, *sine;  // [tokens][size]
+    int64_t tokens, heads, size, token_stride, head_stride;
+};
+
+struct WriteCall {  // strides and sizes in bytes, so that any format will do
+    char* cache;
+    const char *key, *value;
+    const int64_t* slots;
+    int64_t tokens, kv_heads, block_size, key_bytes, value_bytes, block_stride, head_stride;
+    int64_t key_token_stride, key_head_stride, value_token_stride, value_head_stride;
+};
+}
+
+namespace {
+
+constexpr int64_t SMALL = 32768;  // elements below which threads cost more than they save
+
+template <class T> vec rounded(vec v) {
+    typename T::Element element[VL];
+    T::write(element, v);
+    return T::read(element);
+}
+
+template <class T> void rms_norm_row(const NormCall& call, const typename T::Element* x, typename T::Element* out) {
+    const int64_t size = call.size;
+    vec squares{};
+    for (int64_t i = 0; i < size; i += VL) {
+        const vec v = read_part<T>(x + i, size - i);
+        squares += v * v;
+    }
+    const float factor = 1 / std::sqrt(sum_of(squares) / size + call.epsilon);
+    for (int64_t i = 0; i < size; i += VL) {
+        vec v = read_part<T>(x + i, size - i) * factor;
+        if (call.round_first) v = rounded<T>(v);
+        write_part<T>(out + i, v * read_part<Float32>(call.weight + i, size - i), size - i);
+    }
+}
+
+// x[size] turned in place, element i with i + size / 2 (the pairing of GPT-NeoX, Llama and most since)
+template <class T> void rotate_row(typename T::Element* x, const typename T::Element* cosine, const typename T::Element* sine, int64_t size) {
+    const int64_t half = size / 2;
+    for (int64_t i = 0; i < half; i += VL) {
+        const int64_t left = half - i;
+        const vec a = read_part<T>(x + i, left), b = read_part<T>(x + half + i, left);
+        write_part<T>(x + i, a * read_part<T>(cosine + i, left) - b * read_part<T>(sine + i, left), left);
+        write_part<T>(x + half + i, b * read_part<T>(cosine + half + i, left) + a * read_part<T>(sine + half + i, left), left);
+    }
+}
+
+template <class T> void rms_norm(const NormCall& call) {
+#pragma omp parallel for num_threads(threads) if (call.outer * call.inner * call.size > SMALL)
+    for (int64_t row = 0; row < call.outer * call.inner; ++row)
+        rms_norm_row<T>(call,
+                        static_cast<const typename T::Element*>(call.x) + row / call.inner * call.outer_stride +
+                            row % call.inner * call.inner_stride,
+                        static_cast<typename T::Element*>(call.out) + row / call.inner * call.out_outer_stride +
+                            row % call.inner * call.out_inner_stride);
+}
+
+template <class T> void rotate(const RotateCall& call) {
+    using Element = typename T::Element;
+#pragma omp parallel for num_threads(threads) if (call.tokens * call.heads * call.size > SMALL)
+    for (int64_t token = 0; token < call.tokens; ++token)
+        for (int64_t head = 0; head < call.heads; ++head)
+            rotate_row<T>(static_cast<Element*>(call.x) + token * call.token_stride + head * call.head_stride,
+                          static_cast<const Element*>(call.cosine) + token * call.size,
+                          static_cast<const Element*>(call.sine) + token * call.size, call.size);
+}
+
+void write(const WriteCall& call) {
+    for (int64_t token = 0; token < call.tokens; ++token)
+        for (int64_t head = 0; head < call.kv_heads; ++head) {
+            const int64_t block = call.slots[token] / call.block_size, offset = call.slots[token] % call.block_size;
+            char* start = call.cache + block * call.block_stride + head * call.head_stride;
+            std::memcpy(start + offset * call.key_bytes, call.key + token * call.key_token_stride + head * call.key_head_stride,
+                        call.key_bytes);
+            std::memcpy(start + call.block_size * call.key_bytes + offset * call.value_bytes,
+                        call.value + token * call.value_token_stride + head * call.value_head_stride, call.value_bytes);
+        }
+}
+
+}  // namespace

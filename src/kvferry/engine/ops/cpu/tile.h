@@ -1,0 +1,190 @@
+// The register tile on which everything heavy runs: up to MR rows of A times a panel of NR columns of B, both in
+// "units" of 32 bits. A unit is one float32 or two bfloat16 that are neighbours along the summed dimension, so that both
+// formats share all code but the multiply-add. Sums are float32 throughout.
+//
+// Built for the machine at hand (-march=native). Vectors are GCC vector extensions, so the same code serves AVX-512,
+// AVX2 and others; intrinsics appear where the extension has no word for an instruction.
+#pragma once
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <utility>
+#include <vector>
+#if defined(__AVX512F__)
+#include <immintrin.h>
+#endif
+
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int VL = 16, MR = 12;  // floats per vector; rows of a tile: 24 of 32 registers hold sums
+#elif defined(__AVX__)
+constexpr int VL = 8, MR = 6;  // 12 of 16 registers
+#else
+constexpr int VL = 4, MR = 6;
+#endif
+constexpr int NR = 2 * VL;    // columns of a panel
+constexpr int KC = 256;       // units of the summed dimension in one pass: a panel's share stays in the L1 cache
+constexpr int LDA = KC + 16;  // row stride of A in units: no power of two, or all rows fall into one cache set
+constexpr float INF = INFINITY, LOG2E = 1.44269504f;
+
+int threads = 1;
+
+typedef float vec __attribute__((vector_size(VL * 4)));
+typedef int32_t ivec __attribute__((vector_size(VL * 4)));
+typedef uint16_t hvec __attribute__((vector_size(VL * 2)));
+
+template <class V> inline V load(const void* p) { V v; std::memcpy(&v, p, sizeof v); return v; }
+template <class V> inline void store(void* p, V v) { std::memcpy(p, &v, sizeof v); }
+inline vec splat(float x) { return vec{} + x; }
+inline vec maximum(vec a, vec b) { return a > b ? a : b; }
+inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+inline float sum_of(vec v) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_add_ps(v);
+#else
+    float s = 0;
+    for (int i = 0; i < VL; ++i) s += v[i];
+    return s;
+#endif
+}
+
+inline float max_of(vec v) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_max_ps(v);
+#else
+    float m = v[0];
+    for (int i = 1; i < VL; ++i) m = std::max(m, v[i]);
+    return m;
+#endif
+}
+
+// 2^x, to about one unit in the last place; -inf gives 0 (2^-126 without AVX-512)
+inline vec exp2v(vec x) {
+#if defined(__AVX512F__)
+    vec n = _mm512_roundscale_ps(x, 0);
+#else
+    x = maximum(x, splat(-126.0f));
+    x = x < 127.0f ? x : splat(127.0f);
+    vec n = (x + 12582912.0f) - 12582912.0f;  // rounds: the sum has no bits left for a fraction
+#endif
+    vec r = x - n, p = splat(1.54035304e-4f);
+    for (float c : {1.33335581e-3f, 9.61812911e-3f, 5.55041087e-2f, 2.40226507e-1f, 6.93147181e-1f, 1.0f}) p = p * r + c;
+#if defined(__AVX512F__)
+    return _mm512_scalef_ps(p, n);
+#else
+    return (vec)((ivec)p + (__builtin_convertvector(n, ivec) << 23));
+#endif
+}
+
+inline vec silu(vec x) { return x / (1.0f + exp2v(x * -LOG2E)); }
+inline vec tanhv(vec x) { return 1.0f - 2.0f / (1.0f + exp2v(x * (2 * LOG2E))); }
+inline vec gelu(vec x) { return x / (1.0f + exp2v(x * (1.0f + 0.044715f * x * x) * (-2 * 0.79788456f * LOG2E))); }  // the tanh form
+
+struct Float32 {
+    using Element = float;
+    static constexpr int PER_UNIT = 1;
+    static vec mul_add(vec sum, ivec a, ivec b) { return (vec)a * (vec)b + sum; }
+    static vec read(const float* p) { return load<vec>(p); }
+    static void write(float* p, vec v) { store(p, v); }
+};
+
+struct BFloat16 {
+    using Element = uint16_t;
+    static constexpr int PER_UNIT = 2;
+    static vec mul_add(vec sum, ivec a, ivec b) {
+#if defined(__AVX512BF16__)
+        return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b);
+#else
+        const int32_t high = int32_t(0xffff0000);
+        return (vec)(b & high) * (vec)(a & high) + ((vec)(b << 16) * (vec)(a << 16) + sum);
+#endif
+    }
+    static vec read(const uint16_t* p) { return (vec)(__builtin_convertvector(load<hvec>(p), ivec) << 16); }
+    static void write(uint16_t* p, vec v) {
+#if defined(__AVX512BF16__)
+        store(p, _mm512_cvtneps_pbh(v));
+#else
+        ivec bits = (ivec)v;
+        bits += 0x7fff + ((bits >> 16) & 1);  // to nearest, ties to even
+        store(p, __builtin_convertvector(bits >> 16, hvec));
+#endif
+    }
+};
+
+// the first `count` (at most VL) elements; the others read as 0 and are not written
+template <class T> inline vec read_part(const typename T::Element* p, int64_t count) {
+    if (count >= VL) return T::read(p);
+    typename T::Element all[VL] = {};
+    std::memcpy(all, p, count * sizeof *p);
+    return T::read(all);
+}
+template <class T> inline void write_part(typename T::Element* p, vec v, int64_t count) {
+    if (count >= VL) return T::write(p, v);
+    typename T::Element all[VL];
+    T::write(all, v);
+    std::memcpy(p, all, count * sizeof *p);
+}
+
+struct Product {
+    const int32_t* a;  // [ROWS][units], rows LDA apart
+    const int32_t* b;  // [units][NR]
+    int64_t units;
+    float* c;  // [ROWS][NR], rows c_stride apart
+    int64_t c_stride;
+    bool accumulate;              // or overwrite c
+    const int32_t* next = nullptr;  // memory to fetch meanwhile, next_step units of it for each unit of depth
+    int64_t next_step = 0;
+};
+
+// c (+)= a * b. Without fetching ahead, waiting for memory and computing would take turns: that costs up to half of
+// the time of a linear layer at 8 to 32 rows.
+template <class T, int ROWS> void multiply(Product p) {
+    vec sum[ROWS][2];
+    for (int r = 0; r < ROWS; ++r)
+        for (int h = 0; h < 2; ++h) sum[r][h] = p.accumulate ? load<vec>(p.c + r * p.c_stride + h * VL) : vec{};
+    for (int64_t k = 0; k < p.units; ++k) {
+        const ivec b0 = load<ivec>(p.b + k * NR), b1 = load<ivec>(p.b + k * NR + VL);
+        __builtin_prefetch(p.next + k * p.next_step);
+        __builtin_prefetch(p.next + k * p.next_step + p.next_step / 2);
+#pragma GCC unroll 12
+        for (int r = 0; r < ROWS; ++r) {
+            const ivec a = ivec{} + p.a[r * LDA + k];
+            sum[r][0] = T::mul_add(sum[r][0], a, b0);
+            sum[r][1] = T::mul_add(sum[r][1], a, b1);
+        }
+    }
+    for (int r = 0; r < ROWS; ++r)
+        for (int h = 0; h < 2; ++h) store(p.c + r * p.c_stride + h * VL, sum[r][h]);
+}
+
+using Multiply = void (*)(Product);
+template <class T, int... I> Multiply multiply_of(int64_t rows, std::integer_sequence<int, I...>) {
+    static constexpr Multiply table[] = {multiply<T, I + 1>...};
+    return table[rows - 1];
+}
+template <class T> Multiply multiply_for(int64_t rows) { return multiply_of<T>(rows, std::make_integer_sequence<int, MR>{}); }
+
+// `rows` rows as tiles of nearly equal height: 32 rows are 11 + 11 + 10, not 12 + 12 + 8
+struct Tiles {
+    int64_t rows, count = ceil_div(rows, MR);
+    int64_t start(int64_t tile) const { return rows * tile / count; }
+    int64_t height(int64_t tile) const { return start(tile + 1) - start(tile); }
+};
+
+// one row of `count` elements, from unit `first` on, as `units` units
+template <class T> void pack_row(const typename T::Element* row, int64_t count, int64_t first, int64_t units, int32_t* target) {
+    const int64_t left = std::min(count - first * T::PER_UNIT, units * T::PER_UNIT);
+    target[units - 1] = 0;  // its second half may lie behind the end
+    std::memcpy(target, row + first * T::PER_UNIT, left * sizeof *row);
+}
+
+// scratch memory that a thread keeps
+template <class E> E* scratch(std::vector<E>& buffer, int64_t size) {
+    if (int64_t(buffer.size()) < size) buffer.resize(size);
+    return buffer.data();
+}
+
+}  // namespace

@@ -1,0 +1,175 @@
+"""The CPU kernels of `cpu/`: compiled for this machine at first use, kept under ~/.cache/kvferry, called by ctypes.
+
+A plain shared library rather than a PyTorch extension: it compiles in seconds, needs no headers of torch, and a call
+costs microseconds. Without a compiler, or on a platform other than Linux, `library()` is None and the plain PyTorch
+paths are used. Calls release the GIL.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from ctypes import c_float, c_int64, c_void_p
+from functools import cache
+from pathlib import Path
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+SOURCES = Path(__file__).parent / "cpu"
+FLAGS = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-shared", "-fPIC", "-Wno-psabi")
+
+
+class LinearCall(ctypes.Structure):
+    """Mirrors `LinearCall` of cpu/linear.h."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in ("x", "weight", "bias", "residual", "out")),
+        *((name, c_int64) for name in ("rows", "depth", "columns", "x_stride", "out_stride", "gate")),
+    ]
+
+
+class AttentionCall(ctypes.Structure):
+    """Mirrors `AttentionCall` of cpu/attention.h."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in ("query", "cache", "out", "query_starts", "context_lens", "block_tables")),
+        ("sinks", c_void_p),
+        *((name, c_int64) for name in ("num_sequences", "table_stride", "query_token_stride", "query_head_stride")),
+        *((name, c_int64) for name in ("block_stride", "head_stride", "heads", "kv_heads", "key_dim", "value_dim")),
+        *((name, c_int64) for name in ("block_size", "causal", "window")),
+        *((name, c_float) for name in ("scale", "softcap")),
+    ]
+
+
+class WriteCall(ctypes.Structure):
+    """Mirrors `WriteCall` of cpu/small.h."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in ("cache", "key", "value", "slots")),
+        *((name, c_int64) for name in ("tokens", "kv_heads", "block_size", "key_bytes", "value_bytes")),
+        *((name, c_int64) for name in ("block_stride", "head_stride", "key_token_stride", "key_head_stride")),
+        *((name, c_int64) for name in ("value_token_stride", "value_head_stride")),
+    ]
+
+
+class NormCall(ctypes.Structure):
+    """Mirrors `NormCall` of cpu/small.h."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in ("x", "weight", "out")),
+        *((name, c_int64) for name in ("outer", "inner", "size", "outer_stride", "inner_stride")),
+        *((name, c_int64) for name in ("out_outer_stride", "out_inner_stride", "round_first")),
+        ("epsilon", c_float),
+    ]
+
+
+class RotateCall(ctypes.Structure):
+    """Mirrors `RotateCall` of cpu/small.h."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in ("x", "cosine", "sine")),
+        *((name, c_int64) for name in ("tokens", "heads", "size", "token_stride", "head_stride")),
+    ]
+
+
+class Step(ctypes.Structure):
+    """Mirrors `Step` of cpu/kernels.cpp: a kind and the address of that kind's call."""
+
+    _fields_ = [("kind", c_int64), ("call", c_void_p)]
+
+    KINDS = (LinearCall, NormCall, RotateCall)
+
+
+_SIGNATURES = {
+    "vector_length": ([], c_int64),
+    "packed_units": ([c_int64] * 3, c_int64),
+    "set_threads": ([c_int64], None),
+    "pack_weight": ([c_void_p, c_int64, c_int64, c_void_p, c_int64], None),
+    "linear": ([c_void_p, c_int64], None),
+    "paged_attention": ([c_void_p, c_int64], None),
+    "write_kv": ([c_void_p], None),
+    "run_steps": ([c_void_p, c_int64, c_int64, c_int64], None),
+    "rms_norm": ([c_void_p, c_int64], None),
+    "rotate": ([c_void_p, c_int64], None),
+}
+
+
+@cache
+def library() -> ctypes.CDLL | None:
+    """The kernels, or None (and one line in the log) where they cannot be had. The first call may compile."""
+    if os.environ.get("KVFERRY_NATIVE") == "0":
+        return None
+    try:
+        loaded = ctypes.CDLL(str(_built()))
+    except (OSError, subprocess.SubprocessError) as error:
+        logger.warning("CPU kernels are not available, plain PyTorch is used instead, which is slower: %s", error)
+        return None
+    for name, (arguments, result) in _SIGNATURES.items():
+        function = getattr(loaded, name)
+        function.argtypes, function.restype = arguments, result
+    loaded.set_threads(torch.get_num_threads())
+    return loaded
+
+
+def _built() -> Path:
+    """Path of the library for these sources on this machine, compiled when it is not there yet."""
+    compiler = shutil.which(os.environ.get("CXX", "g++"))
+    if compiler is None or platform.system() != "Linux":
+        raise OSError("no C++ compiler (g++) on the PATH")
+    target = _cache_directory() / f"{_fingerprint(compiler)}.so"
+    if not target.exists():
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with (target.parent / "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # the second of two processes waits and then finds it built
+            if not target.exists():
+                _compile(compiler, target)
+    return target
+
+
+def _compile(compiler: str, target: Path) -> None:
+    logger.info("compiling the CPU kernels for this machine, once, to %s", target)
+    with tempfile.TemporaryDirectory(dir=target.parent) as directory:
+        made = Path(directory) / "kernels.so"
+        command = [compiler, *FLAGS, str(SOURCES / "kernels.cpp"), "-o", str(made), *_openmp()]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+        if done.returncode != 0:
+            raise OSError(f"{' '.join(command)}: {done.stderr.strip()[-500:]}")
+        made.rename(target)  # atomic: nobody ever loads half a library
+
+
+def _openmp() -> list[str]:
+    """torch's own OpenMP runtime to link with: two runtimes in one process would fight for the cores."""
+    found = sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*"))
+    return [str(path) for path in found]
+
+
+def _cache_directory() -> Path:
+    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(root) / "kvferry" / "kernels"
+
+
+def _fingerprint(compiler: str) -> str:
+    """A name for all that the library depends on: sources, flags, compiler, this CPU's abilities, torch."""
+    digest = hashlib.sha256()
+    for source in sorted(SOURCES.iterdir()):
+        digest.update(source.read_bytes())
+    version = subprocess.run([compiler, "--version"], capture_output=True, timeout=60, check=True).stdout
+    digest.update(version)
+    digest.update("\0".join((*FLAGS, *_openmp(), torch.__version__, _cpu())).encode())
+    return digest.hexdigest()[:32]
+
+
+def _cpu() -> str:
+    """Model and instruction sets of the processor, as the kernel lists them."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    wanted = ("model name", "flags", "Features", "CPU part")
+    return "\n".join(sorted({line for line in lines if line.startswith(wanted)}))

@@ -1,0 +1,108 @@
+"""Linear layers of one tensor-parallel rank, on plain local weights in place of transformers' DTensors.
+
+The same arithmetic with the same collectives, but each product is an ordinary `nn.Linear`, which `transform` packs for
+the CPU, and a call costs no dispatch through DTensor. Layers of other styles stay as transformers made them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+
+class SummedLinear(nn.Module):
+    """This rank's share of the inputs, the sum over all ranks: transformers' `rowwise`."""
+
+    bias: Tensor | None
+
+    def __init__(self, shard: nn.Linear, bias: Tensor | None) -> None:
+        super().__init__()
+        self.shard = shard
+        self.register_buffer("bias", bias, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., in_features / ranks] -> [..., out_features], the same on every rank."""
+        out: Tensor = self.shard(x)
+        dist.all_reduce(out)
+        return out if self.bias is None else out + self.bias
+
+
+class GatheredLinear(nn.Module):
+    """This rank's share of the outputs, joined with all others': transformers' `colwise_gather_output`."""
+
+    def __init__(self, shard: nn.Linear) -> None:
+        super().__init__()
+        self.shard = shard
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., in_features] -> [..., out_features], the same on every rank."""
+        ours: Tensor = self.shard(x)
+        all_ranks = [torch.empty_like(ours) for _ in range(dist.get_world_size())]
+        dist.all_gather(all_ranks, ours.contiguous())
+        return torch.cat(all_ranks, dim=-1)
+
+
+def localize(model: Any) -> int:
+    """Replace the sharded linear layers of `model` that can be; returns how many. All ranks call it together."""
+    count = 0
+    for parent_name, parent in list(model.named_modules()):
+        for name, child in list(parent.named_children()):
+            style = model.tp_plan.get(_generic(f"{parent_name}.{name}" if parent_name else name))
+            build = _BUILDERS.get(style)
+            if build is not None and type(child) is nn.Linear and _is_evenly_sharded(child):
+                setattr(parent, name, build(child))
+                count += 1
+    return count
+
+
+def _generic(name: str) -> str:
+    """As transformers' plans name modules: `layers.*.mlp` for `layers.3.mlp`."""
+    return re.sub(r"\.\d+(?=\.|$)", ".*", name)
+
+
+def _is_evenly_sharded(linear: nn.Linear) -> bool:
+    weight: Any = linear.weight
+    placements: Any = getattr(weight, "placements", ())
+    if len(placements) != 1 or not placements[0].is_shard():
+        return False
+    size: int = weight.shape[placements[0].dim]
+    return size % dist.get_world_size() == 0
+
+
+def _colwise(linear: nn.Linear) -> nn.Linear:
+    return _plain(_local(linear.weight), None if linear.bias is None else _local(linear.bias))
+
+
+def _rowwise(linear: nn.Linear) -> SummedLinear:
+    return SummedLinear(_plain(_local(linear.weight), None), None if linear.bias is None else _local(linear.bias))
+
+
+def _gathered(linear: nn.Linear) -> GatheredLinear:
+    return GatheredLinear(_colwise(linear))
+
+
+_BUILDERS: dict[str | None, Callable[[nn.Linear], nn.Module]] = {
+    "colwise": _colwise,
+    "rowwise": _rowwise,
+    "colwise_gather_output": _gathered,
+}
+
+
+def _plain(weight: Tensor, bias: Tensor | None) -> nn.Linear:
+    out_features, in_features = weight.shape
+    linear = nn.Linear(in_features, out_features, bias=bias is not None, device="meta", dtype=weight.dtype)
+    linear.weight = nn.Parameter(weight, requires_grad=False)
+    if bias is not None:
+        linear.bias = nn.Parameter(bias, requires_grad=False)
+    return linear.eval()
+
+
+def _local(tensor: Any) -> Tensor:
+    """This rank's part, without the wrapper."""
+    local: Tensor = (tensor.to_local() if hasattr(tensor, "to_local") else tensor).detach().contiguous()
+    return local

@@ -1,0 +1,256 @@
+"""Makes a loaded Hugging Face model fast on the CPU, in place: a list of replacements, each proved before it is made.
+
+One forward of the untouched model is recorded: what went into each part that may be replaced, what came out, and what
+reached the attention function. A replacement must reproduce its record, or the part stays as it was; so what a family
+does differently (a multiplier, another pairing in the rotation) is found without knowing the family. What remains of
+`nn.Linear` is packed. Nothing is done on other devices, or where the kernels are missing.
+
+Of a tensor-parallel rank, what holds collectives (attention, the feed-forward part, the layer) stays in pieces, each of
+which is replaced by itself: so ranks may differ in what they replace without ever waiting for each other.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+from kvferry.engine.ops.decoder_layer import FusedDecoderLayer, Workspace
+from kvferry.engine.ops.gated_mlp import FusedGatedMLP
+from kvferry.engine.ops.linear import PACKABLE, PackedLinear, can_pack
+from kvferry.engine.ops.native import library
+from kvferry.engine.ops.norm import FusedRMSNorm
+from kvferry.engine.ops.self_attention import FusedSelfAttention
+from kvferry.engine.ops.sharded import localize
+
+logger = logging.getLogger(__name__)
+
+RECORDER = "kvferry_recorder"
+NUM_TOKENS = 5
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
+"""Largest difference that is taken for rounding, relative to the whole output. A wrong formula is off by far more."""
+FINAL_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.8}
+"""The same for the logits of the whole: rounding in bfloat16 may send a token to another expert."""
+
+
+class Fused(Protocol):
+    """A faster forward for one module."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What the module's forward does."""
+
+    def install(self, module: nn.Module) -> None:
+        """Become the module's forward, and free what the module no longer needs."""
+
+
+@dataclass
+class Record:
+    """One call of a module, and of the attention function from it, if there was one."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    output: Any
+    attention: AttentionRecord | None = None
+
+
+@dataclass
+class AttentionRecord:
+    """One call of the attention function."""
+
+    tensors: tuple[Tensor, Tensor, Tensor]
+    """Query, key, value."""
+    settings: dict[str, Any]
+
+
+def optimize(model: nn.Module) -> Counter[str]:
+    """Replace what can be replaced; returns how many parts of each kind. Call it after `torch.set_num_threads`.
+
+    Takes a causal language model of transformers in evaluation mode. Raises `RuntimeError` when the whole does not
+    add up in the end, which would be a defect here.
+    """
+    done: Counter[str] = Counter()
+    if library() is None or not _is_ordinary(model):
+        return done
+    with torch.inference_mode():
+        logits, records = record(model)
+        done["sharded Linear"] += localize(model)
+        if done["sharded Linear"]:
+            _, records = record(model)
+        workspace = Workspace()
+        for module, found in records.items():
+            done[type(module).__name__] += replace(module, found, workspace)
+        done["Linear"] += pack_linears(model)
+        after, _ = record(model)
+        if not _same(after, logits, FINAL_TOLERANCE[logits.dtype]):
+            raise RuntimeError("the model's logits changed when it was optimized; set KVFERRY_NATIVE=0 to go without")
+    logger.info("replaced for this CPU: %s", ", ".join(f"{count} {name}" for name, count in done.items() if count))
+    return done
+
+
+def _is_ordinary(model: nn.Module) -> bool:
+    """All on the CPU and in one format that the kernels know."""
+    kinds = {(parameter.device.type, parameter.dtype) for parameter in model.parameters()}
+    return len(kinds) == 1 and kinds <= {("cpu", dtype) for dtype in PACKABLE}
+
+
+# What happens in one forward.
+
+
+def record(model: nn.Module) -> tuple[Tensor, dict[nn.Module, Record]]:
+    """Run `model` on a few tokens: its logits [1, NUM_TOKENS, vocab], and what each replaceable module did, by module.
+
+    Parts come before what they are part of.
+    """
+    records: dict[nn.Module, Record] = {}
+
+    def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        records.setdefault(module, Record(args, kwargs, output))
+
+    candidates = [module for module in model.modules() if kind_of(module) is not None]
+    hooks = [module.register_forward_hook(keep, with_kwargs=True) for module in candidates]
+    with recorded_attention(model) as attention:
+        logits = run(model)
+    for hook in hooks:
+        hook.remove()
+    for module, found in records.items():
+        found.attention = attention.get(attending_part(module))
+    return logits, dict(sorted(records.items(), key=lambda item: KINDS.index(kind_of(item[0]))))
+
+
+def run(model: Any) -> Tensor:
+    """Logits of some tokens."""
+    vocabulary = model.get_input_embeddings().num_embeddings
+    ids = torch.arange(1, NUM_TOKENS + 1)[None] * 7919 % vocabulary
+    # Spread over all positions: what a family does differently may begin far out (a scale that grows with position).
+    last = getattr(model.config.get_text_config(), "max_position_embeddings", NUM_TOKENS + 3) - 1
+    positions = torch.linspace(min(3, last), last, NUM_TOKENS).long()[None]
+    logits: Tensor = model(input_ids=ids, position_ids=positions, use_cache=False).logits
+    return logits
+
+
+@contextmanager
+def recorded_attention(model: Any) -> Iterator[dict[nn.Module, AttentionRecord]]:
+    """While it lasts, attention only mixes its inputs, and keeps them by module."""
+    calls: dict[nn.Module, AttentionRecord] = {}
+
+    def attend(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **settings: Any
+    ) -> tuple[Tensor, None]:
+        calls[module] = AttentionRecord((query.clone(), key.clone(), value.clone()), settings)
+        group = query.shape[1] // key.shape[1]
+        mixed = value.repeat_interleave(group, dim=1) + query.mean(dim=-1, keepdim=True)
+        return mixed.transpose(1, 2).contiguous(), None
+
+    before = model.config._attn_implementation
+    AttentionInterface.register(RECORDER, attend)
+    model.config._attn_implementation = RECORDER
+    try:
+        yield calls
+    finally:
+        model.config._attn_implementation = before
+
+
+# What may take whose place.
+
+KINDS = ("norm", "mlp", "attention", "layer")
+"""What is replaced, parts before what they are part of."""
+
+_CHILDREN = {
+    "mlp": ("gate_proj", "up_proj", "down_proj"),
+    "attention": ("q_proj", "k_proj", "v_proj", "o_proj"),
+    "layer": ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp"),
+}
+
+
+def kind_of(module: nn.Module) -> str | None:
+    """Which of KINDS `module` looks like."""
+    if type(module).__name__.endswith("RMSNorm"):
+        return "norm"
+    children = dict(module.named_children()).keys()
+    return next((kind for kind, names in _CHILDREN.items() if children >= set(names)), None)
+
+
+def attending_part(module: Any) -> Any:
+    """The module that calls the attention function: `module` itself, or its part."""
+    return getattr(module, "self_attn", module)
+
+
+def proposals(module: nn.Module, found: Record, workspace: Workspace) -> Iterator[Fused]:
+    """Faster forwards to try for `module`."""
+    match kind_of(module):
+        case "norm":
+            yield from FusedRMSNorm.variants(module)
+        case "mlp":
+            yield from FusedGatedMLP.variants(module)
+        case "attention" if found.attention is not None:
+            settings = {k: v for k, v in found.attention.settings.items() if k not in found.kwargs}
+            yield from FusedSelfAttention.variants(module, found.attention.tensors[0].shape[-1], settings)
+        case "layer" if found.attention is not None:
+            yield from FusedDecoderLayer.variants(module, workspace)
+
+
+def replace(module: nn.Module, found: Record, workspace: Workspace) -> bool:
+    """Put the first proposal in the place of `module`'s forward that does what was recorded. True when one did."""
+    for fused in proposals(module, found, workspace):
+        if _reproduces(fused, module, found):
+            fused.install(module)
+            return True
+    return False
+
+
+def _reproduces(fused: Fused, module: nn.Module, found: Record) -> bool:
+    try:
+        if isinstance(fused, FusedRMSNorm):
+            # small rows show the epsilon, which vanishes beside large ones
+            small = found.args[0] * 1e-3
+            return _same(fused(*found.args), found.output) and _same(fused(small), module(small))
+        if found.attention is None:
+            return _same(fused(*found.args, **found.kwargs), found.output)
+        return _attends_alike(fused, attending_part(module), found, found.attention)
+    except (TypeError, ValueError, RuntimeError, AttributeError, LookupError):
+        return False  # it does not even take what the original takes
+
+
+def _attends_alike(fused: Fused, attending: Any, found: Record, original: AttentionRecord) -> bool:
+    with recorded_attention(attending) as calls:
+        output = fused(*found.args, **found.kwargs)
+    ours, theirs = (value[0] if isinstance(value, tuple) else value for value in (output, found.output))
+    call = calls[attending]
+    return (
+        type(output) is type(found.output)
+        and _same(ours, theirs)
+        and all(map(_same, call.tensors, original.tensors))
+        and _equal_settings(call.settings, original.settings)
+    )
+
+
+def _same(ours: Tensor, theirs: Tensor, tolerance: float | None = None) -> bool:
+    if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
+        return False
+    limit = TOLERANCE[theirs.dtype] if tolerance is None else tolerance
+    return bool((ours.double() - theirs.double()).norm() <= limit * theirs.double().norm())
+
+
+def _equal_settings(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> bool:
+    return ours.keys() == theirs.keys() and all(
+        value is theirs[name] or (not isinstance(value, Tensor) and value == theirs[name])
+        for name, value in ours.items()
+    )
+
+
+def pack_linears(model: nn.Module) -> int:
+    """Pack every remaining linear layer; returns how many."""
+    count = 0
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if isinstance(child, nn.Linear) and can_pack(child):
+                setattr(parent, name, PackedLinear(child.weight, child.bias))
+                count += 1
+    return count

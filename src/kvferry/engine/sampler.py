@@ -1,0 +1,113 @@
+"""Chooses the next token of each sequence from its logits.
+
+Greedy takes the likeliest. Otherwise one uniform number, a function of (seed, position) only, picks from the
+cumulative distribution in token order, so the choice does not depend on who else is in the batch, on preemption, or
+on which instance draws it. Order of adjustments: bias, minimum length, penalties, temperature, min_p, top_k, top_p
+(vLLM's). Reported log-probabilities are those of the untouched logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Rows
+
+import torch
+from torch import Tensor
+
+from kvferry.core.hand_off import TokenLogprobs
+from kvferry.core.sampling import SamplingParams, uniform_draw
+from kvferry.engine.scheduler import Sampled
+from kvferry.engine.sequence import Sequence
+
+
+def sample(logits: Tensor, sequences: Rows[Sequence], eos_token_ids: frozenset[int]) -> list[Sampled]:
+    """One token for each row of logits [R, vocab], float32. `sequences[r]` tells row r's settings and history."""
+    adjusted = logits
+    if any(_adjusts(sequence) for sequence in sequences):
+        adjusted = logits.clone()
+        for row, sequence in enumerate(sequences):
+            adjust_logits(adjusted[row], sequence, eos_token_ids)
+    tokens = adjusted.argmax(dim=-1)
+    random = [row for row, sequence in enumerate(sequences) if sequence.request.sampling.temperature > 0]
+    if random:
+        tokens[random] = _draw(adjusted[random], [sequences[row] for row in random])
+    return [
+        Sampled(token, token_logprobs(logits[row], token, sequences[row].request.sampling.logprobs))
+        for row, token in enumerate(tokens.tolist())
+    ]
+
+
+def token_logprobs(logits: Tensor, token_id: int, num_top: int | None) -> TokenLogprobs | None:
+    """The log-probabilities a request asked for at one position; logits [vocab]. None where it asked for none."""
+    if num_top is None:
+        return None
+    logprobs = logits.float().log_softmax(dim=-1)
+    chosen = logprobs[token_id]
+    rank = int((logprobs > chosen).sum()) + 1
+    values, ids = logprobs.topk(num_top)
+    return TokenLogprobs(token_id, float(chosen), rank, dict(zip(ids.tolist(), values.tolist(), strict=True)))
+
+
+def _adjusts(sequence: Sequence) -> bool:
+    sampling = sequence.request.sampling
+    return bool(
+        sampling.logit_bias
+        or sequence.num_output_tokens < sampling.min_tokens
+        or sampling.repetition_penalty != 1.0
+        or sampling.presence_penalty
+        or sampling.frequency_penalty
+    )
+
+
+def adjust_logits(logits: Tensor, sequence: Sequence, eos_token_ids: frozenset[int]) -> None:
+    """Bias, minimum length and penalties, in place; logits [vocab]."""
+    sampling = sequence.request.sampling
+    for token_id, bias in sampling.logit_bias.items():
+        logits[token_id] += bias
+    if sequence.num_output_tokens < sampling.min_tokens:
+        stops = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else eos_token_ids)
+        logits[[token for token in stops if token < len(logits)]] = float("-inf")
+    if sampling.repetition_penalty != 1.0:
+        seen = torch.tensor(sorted(set(sequence.tokens)), device=logits.device)
+        kept = logits[seen]
+        logits[seen] = torch.where(kept > 0, kept / sampling.repetition_penalty, kept * sampling.repetition_penalty)
+    if sampling.presence_penalty or sampling.frequency_penalty:
+        answer = torch.tensor(sequence.tokens[sequence.num_prompt_tokens :], device=logits.device, dtype=torch.long)
+        ids, counts = answer.unique(return_counts=True)
+        logits[ids] -= sampling.frequency_penalty * counts + sampling.presence_penalty
+
+
+def _draw(logits: Tensor, sequences: Rows[Sequence]) -> Tensor:
+    """Random tokens [R] for logits [R, vocab]."""
+    settings = [sequence.request.sampling for sequence in sequences]
+    temperatures = _column([setting.temperature for setting in settings], logits)
+    logits = keep_likely(logits / temperatures, settings)
+    # float64: the cumulative sum's rounding must stay far below the steps between uniform numbers that matter.
+    cumulative = logits.double().softmax(dim=-1).cumsum(dim=-1)
+    draws = [uniform_draw(sequence.seed, len(sequence.tokens)) for sequence in sequences]
+    targets = _column(draws, cumulative) * cumulative[:, -1:]
+    return torch.searchsorted(cumulative, targets, right=True).squeeze(1).clamp(max=logits.shape[-1] - 1)
+
+
+def keep_likely(logits: Tensor, settings: Rows[SamplingParams]) -> Tensor:
+    """Logits [R, vocab] with everything outside min_p, top_k and top_p of its row at minus infinity."""
+    if any(setting.min_p > 0 for setting in settings):
+        floors = _column([setting.min_p for setting in settings], logits)
+        probabilities = logits.softmax(dim=-1)
+        lowest = probabilities.amax(dim=-1, keepdim=True) * floors
+        logits = logits.masked_fill(probabilities < lowest, float("-inf"))
+    if all(setting.top_k <= 0 and setting.top_p >= 1 for setting in settings):
+        return logits
+    vocab = logits.shape[-1]
+    ordered, ids = logits.sort(dim=-1, descending=True, stable=True)
+    ranks = torch.arange(vocab, device=logits.device)
+    limits = _column([setting.top_k if setting.top_k > 0 else vocab for setting in settings], logits)
+    ordered = ordered.masked_fill(ranks >= limits, float("-inf"))
+    # The first token that reaches top_p still counts, so the mass before it decides.
+    before = ordered.softmax(dim=-1).cumsum(dim=-1) - ordered.softmax(dim=-1)
+    masses = _column([setting.top_p for setting in settings], logits)
+    ordered = ordered.masked_fill((before >= masses) & (masses < 1), float("-inf"))
+    return torch.full_like(logits, float("-inf")).scatter(1, ids, ordered)
+
+
+def _column(values: Rows[float], like: Tensor) -> Tensor:
+    return torch.tensor(values, dtype=like.dtype, device=like.device).unsqueeze(1)

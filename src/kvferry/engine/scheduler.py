@@ -1,0 +1,552 @@
+"""Decides, step by step, which tokens of which sequences are computed. No tensors, no clock of its own.
+
+Owns the sequences and, through the block pool, their blocks. It does not know how tokens are computed (the model
+runner) or how KV moves (the connector, of which it holds the scheduler side).
+
+A step gives each running sequence what it lacks (one token while decoding, a chunk while prefilling), oldest and
+most urgent first, within the token budget; what is left of the budget admits waiting ones. When blocks run out,
+the least urgent running sequence gives its own up and begins again later (preemption by recompute).
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass, field
+
+from kvferry.connectors.api import (
+    Hit,
+    Hold,
+    Miss,
+    Pending,
+    ScheduledChunk,
+    SchedulerSide,
+    StepPlan,
+    StepView,
+    TransferReport,
+)
+from kvferry.core.clock import Clock
+from kvferry.core.errors import (
+    DeadlineExceeded,
+    HandOffFailed,
+    InvalidRequest,
+    KvferryError,
+    LeakError,
+    QueueFull,
+    RequestError,
+)
+from kvferry.core.hand_off import Consume, PrefillResult, Produce, TokenLogprobs
+from kvferry.core.request import EngineOutput, FinishReason, Request
+from kvferry.engine.block_pool import BlockPool
+from kvferry.engine.sequence import Sequence, Status
+
+
+@dataclass(frozen=True)
+class SchedulerLimits:
+    """Bounds of a scheduler. Tokens and sequences; `policy` is `kv_load_failure_policy`."""
+
+    block_size: int
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_waiting: int
+    eos_token_ids: frozenset[int] = frozenset()
+    fail_on_lost_hand_off: bool = False
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Tokens `[start, start + num_tokens)` of one sequence."""
+
+    sequence: Sequence
+    start: int
+    num_tokens: int
+
+    @property
+    def samples(self) -> bool:
+        """Whether the next token is sampled after this chunk: it reaches the last known token."""
+        return self.start + self.num_tokens == len(self.sequence.tokens)
+
+
+@dataclass(frozen=True)
+class Step:
+    """What the model runner does next. `plan` is for the connector's worker sides."""
+
+    chunks: list[Chunk]
+    plan: StepPlan = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens computed in this step."""
+        return sum(chunk.num_tokens for chunk in self.chunks)
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """The next token of one sequence; `logprobs` where it asked for them."""
+
+    token_id: int
+    logprobs: TokenLogprobs | None = None
+
+
+@dataclass
+class SchedulerStatistics:
+    """Gauges now and counters since the start."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    num_loading: int = 0
+    num_held: int = 0
+    num_preemptions: int = 0
+    num_prefix_queries: int = 0
+    num_prefix_hits: int = 0
+    num_external_hits: int = 0
+    num_load_failures: dict[str, int] = field(default_factory=dict)
+
+
+class Scheduler:
+    """See the module. Used from the engine's thread only."""
+
+    def __init__(
+        self,
+        limits: SchedulerLimits,
+        pool: BlockPool,
+        model_fingerprint: str,
+        clock: Clock,
+        connector: SchedulerSide | None = None,
+    ) -> None:
+        self.limits = limits
+        self.pool = pool
+        self._fingerprint = model_fingerprint
+        self._clock = clock
+        self._connector = connector
+        self._sequences: dict[str, Sequence] = {}
+        self._waiting: list[tuple[tuple[int, int], Sequence]] = []
+        self._running: list[Sequence] = []
+        self._loading: dict[str, Sequence] = {}
+        self._held: dict[str, list[int]] = {}
+        self._preempted: list[Sequence] = []
+        self._outputs: list[EngineOutput] = []
+        self._order = 0
+        self._counters = SchedulerStatistics()
+
+    # Requests come and go.
+
+    def add(self, request: Request) -> None:
+        """Put a request into the queue. Raises `InvalidRequest` when it can never run, `QueueFull` at the bound."""
+        self._require_runnable(request)
+        if request.request_id in self._sequences or request.request_id in self._held:
+            raise InvalidRequest(f"request id {request.request_id!r} is in use", param="request_id")
+        if len(self._waiting) >= self.limits.max_waiting:
+            raise QueueFull(f"{len(self._waiting)} requests are waiting already; try again later")
+        self._order += 1
+        sequence = Sequence(
+            request, order=self._order, block_size=self.limits.block_size, model_fingerprint=self._fingerprint
+        )
+        self._sequences[request.request_id] = sequence
+        stamp = "decode_queued" if sequence.consumes else "prefill_queued"
+        request.timeline.stamp(stamp, self._clock.wall())
+        if (result := _promised_result(request)) is not None:
+            self._adopt(sequence, result)
+        if sequence.status is not Status.FINISHED:
+            self._enqueue(sequence)
+            if self._connector is not None:
+                self._connector.arrived(sequence)
+
+    def abort(self, request_id: str) -> None:
+        """End a request at once; unknown ids are ignored, since it may just have ended by itself."""
+        sequence = self._sequences.get(request_id)
+        if sequence is not None:
+            self._finish(sequence, "abort")
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would do something, or may once a transfer moves on."""
+        return bool(self._sequences or self._outputs or (self._connector and self._connector.has_work()))
+
+    # The step.
+
+    def schedule(self) -> Step:
+        """What to compute next. An empty step means that everything waits for transfers, or nothing is there."""
+        self._expire()
+        chunks: list[Chunk] = []
+        budget = self._schedule_running(chunks, self.limits.max_num_batched_tokens)
+        self._admit(chunks, budget)
+        plan = None
+        if self._connector is not None:
+            plan = self._connector.plan(StepView([self._view(chunk) for chunk in chunks], tuple(self._preempted)))
+        self._preempted.clear()
+        return Step(chunks, plan)
+
+    def update(self, step: Step, sampled: dict[str, Sampled], report: TransferReport | None = None) -> None:
+        """Note what the step computed and sampled, and what the transfers brought meanwhile."""
+        failed = report.failed if report else {}
+        for chunk in step.chunks:
+            if chunk.sequence.status is Status.RUNNING:
+                self._advance(chunk, sampled.get(chunk.sequence.request_id), failed)
+        if report:
+            self.transferred(report)
+
+    def transferred(self, report: TransferReport) -> None:
+        """A report of the connector's worker sides."""
+        for request_id, result in report.prefill_results.items():
+            sequence = self._sequences.get(request_id)
+            if sequence is not None and sequence.prefill_result is None:
+                self._adopt(sequence, result)
+        for request_id in report.loaded:
+            self._loaded(request_id, report.loaded_tokens.get(request_id))
+        for request_id, error in report.failed.items():
+            self._load_failed(request_id, error)
+        for request_id in report.released:
+            self.pool.release(self._held.pop(request_id, []))
+        if self._connector is not None:
+            self._connector.completed(report)
+
+    def take_outputs(self) -> list[EngineOutput]:
+        """What happened to requests since the last call."""
+        outputs, self._outputs = self._outputs, []
+        return outputs
+
+    def statistics(self) -> SchedulerStatistics:
+        """The current gauges and counters."""
+        counters = self._counters
+        counters.num_running, counters.num_waiting = len(self._running), len(self._waiting)
+        counters.num_loading, counters.num_held = len(self._loading), len(self._held)
+        return counters
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no request is left, and no blocks are held for peers."""
+        return not (self._sequences or self._held)
+
+    def check(self) -> None:
+        """Raise `LeakError` when no request is left, yet something is still kept."""
+        if self._sequences:
+            return
+        if self._waiting or self._running or self._loading:
+            raise LeakError("the queues hold sequences that have ended")
+        self.pool.check(num_held=len({block for blocks in self._held.values() for block in blocks}))
+        if self._connector is not None and not self._held:
+            self._connector.check()
+
+    # Admission.
+
+    def _require_runnable(self, request: Request) -> None:
+        num_prompt, limits = len(request.prompt_token_ids), self.limits
+        if num_prompt == 0:
+            raise InvalidRequest("the prompt is empty", param="prompt")
+        if num_prompt >= limits.max_model_len:
+            raise InvalidRequest(
+                f"This model's maximum context length is {limits.max_model_len} tokens; the prompt has {num_prompt}"
+                " and leaves no room for an answer",
+                param="prompt",
+            )
+        longest = min(num_prompt + request.sampling.max_tokens, limits.max_model_len)
+        capacity = self.pool.num_blocks * limits.block_size
+        if longest > capacity:
+            raise InvalidRequest(
+                f"prompt and answer may reach {longest} tokens, the KV cache holds {capacity};"
+                " ask for less, or serve with a larger --kv-cache-memory",
+                param="max_tokens",
+            )
+
+    def _enqueue(self, sequence: Sequence) -> None:
+        sequence.status = Status.WAITING
+        heapq.heappush(self._waiting, (sequence.rank, sequence))
+
+    def _admit(self, chunks: list[Chunk], budget: int) -> None:
+        passed_over: list[tuple[tuple[int, int], Sequence]] = []
+        while self._waiting and budget > 0:
+            if len(self._running) + len(self._loading) >= self.limits.max_num_seqs:
+                break
+            entry = heapq.heappop(self._waiting)
+            sequence = entry[1]
+            cached, match = self._match(sequence)
+            if isinstance(match, Pending):
+                passed_over.append(entry)
+                continue
+            if sequence.finish_reason is not None:  # its hand-off was lost, and the policy is to fail
+                continue
+            if not self._reserve(sequence, cached, match):
+                passed_over.append(entry)
+                break
+            if not isinstance(match, Hit) or match.layerwise:
+                budget -= self._give_chunk(sequence, chunks, budget)
+        for entry in passed_over:
+            heapq.heappush(self._waiting, entry)
+
+    def _match(self, sequence: Sequence) -> tuple[list[int], Hit | Miss | Pending]:
+        """Blocks of the own prefix cache, and what the connector has beyond them."""
+        reusable = sequence.hashes() if sequence.reuses_prefix else []
+        # At least one known token must be computed here: its logits give the next one.
+        usable = (len(sequence.tokens) - 1) // self.limits.block_size
+        cached = self.pool.match(reusable[:usable])
+        if self._connector is None or sequence.connector_asked_out or not sequence.reuses_prefix:
+            return cached, Miss()
+        match = self._connector.match(sequence, len(cached) * self.limits.block_size)
+        if isinstance(match, Miss):
+            sequence.connector_asked_out = True
+            if match.error is not None:
+                self._hand_off_lost(sequence, match.error)
+        return cached, match
+
+    def _reserve(self, sequence: Sequence, cached: list[int], match: Hit | Miss | Pending) -> bool:
+        """Take blocks for the whole of what is known, so that nobody begins who cannot go on. False: not now."""
+        lacking = sequence.num_blocks_for(len(sequence.tokens)) - len(cached)
+        if lacking > self.pool.num_free_after_acquiring(cached):
+            return False
+        self.pool.acquire(cached)
+        sequence.block_ids = [*cached, *self.pool.allocate(lacking)]
+        num_cached = len(cached) * self.limits.block_size
+        sequence.num_computed_tokens = num_cached
+        sequence.num_published_blocks = len(cached)
+        self._count_prefix(sequence, num_cached)
+        if isinstance(match, Hit):
+            self._begin_load(sequence, num_cached, match)
+        else:
+            self._start_running(sequence)
+        return True
+
+    def _count_prefix(self, sequence: Sequence, num_cached: int) -> None:
+        self._counters.num_prefix_queries += len(sequence.tokens)
+        self._counters.num_prefix_hits += num_cached
+        if sequence.num_preemptions == 0 and sequence.prefill_result is None:
+            sequence.num_cached_tokens = num_cached
+
+    def _start_running(self, sequence: Sequence) -> None:
+        sequence.status = Status.RUNNING
+        self._running.append(sequence)
+        now = self._clock.wall()
+        decoding = sequence.num_missing_tokens == 1 and sequence.num_output_tokens > 0
+        sequence.request.timeline.stamp("decode_started" if decoding else "prefill_started", now)
+
+    # Running sequences.
+
+    def _schedule_running(self, chunks: list[Chunk], budget: int) -> int:
+        self._running.sort(key=lambda sequence: sequence.rank)
+        for sequence in list(self._running):
+            if budget <= 0:
+                break
+            if sequence.status is Status.RUNNING:
+                budget -= self._give_chunk(sequence, chunks, budget)
+        return budget
+
+    def _give_chunk(self, sequence: Sequence, chunks: list[Chunk], budget: int) -> int:
+        """Schedule as much of a sequence as the budget and the blocks allow; returns the tokens given."""
+        num_tokens = min(sequence.num_missing_tokens, budget)
+        lacking = sequence.num_blocks_for(sequence.num_computed_tokens + num_tokens) - len(sequence.block_ids)
+        if lacking > 0:
+            if not self._make_room(sequence, lacking, chunks):
+                return 0
+            sequence.block_ids += self.pool.allocate(lacking)
+        chunks.append(Chunk(sequence, sequence.num_computed_tokens, num_tokens))
+        return num_tokens
+
+    def _make_room(self, sequence: Sequence, lacking: int, chunks: list[Chunk]) -> bool:
+        """Preempt from the least urgent up until `lacking` blocks are free. False: `sequence` itself had to go."""
+        scheduled = {chunk.sequence.request_id for chunk in chunks}
+        while lacking > self.pool.num_free:
+            victim = max(
+                (other for other in self._running if other.request_id not in scheduled),
+                key=lambda other: other.rank,
+            )
+            self._preempt(victim)
+            if victim is sequence:
+                return False
+        return True
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self._running.remove(sequence)
+        self.pool.release(sequence.block_ids)
+        sequence.block_ids = []
+        sequence.num_computed_tokens = sequence.num_published_blocks = 0
+        sequence.layerwise_base = None
+        sequence.num_preemptions += 1
+        sequence.prompt_logprobs.clear()
+        self._counters.num_preemptions += 1
+        self._preempted.append(sequence)
+        self._enqueue(sequence)
+
+    # After the model ran.
+
+    def _advance(self, chunk: Chunk, sampled: Sampled | None, failed: dict[str, KvferryError]) -> None:
+        sequence = chunk.sequence
+        if sequence.layerwise_base is not None:
+            if sequence.request_id in failed:
+                return  # `_load_failed` takes the sequence back to where it stood before the load
+            sequence.layerwise_base = None
+        sequence.num_computed_tokens = chunk.start + chunk.num_tokens
+        self._publish(sequence)
+        if sampled is None:
+            return
+        if sequence.num_output_tokens == 0:
+            sequence.request.timeline.stamp("prefill_done", self._clock.wall())
+        if sequence.prefill_result is None:
+            sequence.prefill_result = PrefillResult(
+                first_token=sampled.token_id,
+                seed=sequence.seed,
+                logprobs=sampled.logprobs,
+                num_cached_tokens=sequence.num_cached_tokens,
+                timeline=sequence.request.timeline,
+            )
+        self._append(sequence, sampled)
+
+    def _publish(self, sequence: Sequence) -> None:
+        hashes = sequence.hashes()
+        num_full = min(sequence.num_computed_tokens // self.limits.block_size, len(hashes))
+        for index in range(sequence.num_published_blocks, num_full):
+            self.pool.publish(sequence.block_ids[index], hashes[index])
+        sequence.num_published_blocks = max(num_full, sequence.num_published_blocks)
+
+    def _append(self, sequence: Sequence, sampled: Sampled) -> None:
+        """One more token of the answer; ends the sequence when it was the last."""
+        sequence.tokens.append(sampled.token_id)
+        timeline = sequence.request.timeline
+        timeline.stamp("first_token", self._clock.wall())
+        output = EngineOutput(
+            request_id=sequence.request_id,
+            token_ids=[sampled.token_id],
+            logprobs=[sampled.logprobs] if sampled.logprobs is not None else [],
+            num_cached_tokens=sequence.num_cached_tokens,
+        )
+        if sequence.num_output_tokens == 1 and sequence.prompt_logprobs:
+            output.prompt_logprobs = sequence.prompt_logprobs
+        reason, output.stop_reason = self._end_of(sequence, sampled.token_id)
+        if reason is None:
+            self._outputs.append(output)
+        else:
+            self._finish(sequence, reason, output)
+
+    def _end_of(self, sequence: Sequence, token_id: int) -> tuple[FinishReason | None, int | None]:
+        sampling, num_output = sequence.request.sampling, sequence.num_output_tokens
+        if num_output >= sampling.min_tokens:
+            if token_id in sampling.stop_token_ids:
+                return "stop", token_id
+            if token_id in self.limits.eos_token_ids and not sampling.ignore_eos:
+                return "stop", None
+        if num_output >= sampling.max_tokens or len(sequence.tokens) >= self.limits.max_model_len or sequence.produces:
+            return "length", None
+        return None, None
+
+    def _finish(
+        self,
+        sequence: Sequence,
+        reason: FinishReason,
+        output: EngineOutput | None = None,
+        error: RequestError | None = None,
+    ) -> None:
+        """End a sequence: its blocks go back to the pool, or stay until the connector says so."""
+        self._leave_queue(sequence)
+        sequence.status, sequence.finish_reason = Status.FINISHED, reason
+        del self._sequences[sequence.request_id]
+        output = output or EngineOutput(request_id=sequence.request_id)
+        output.finish_reason, output.error = reason, error
+        output.kv_transfer_params = self._settle_blocks(sequence)
+        sequence.request.timeline.stamp("done", self._clock.wall())
+        output.timeline = sequence.request.timeline
+        output.num_cached_tokens = sequence.num_cached_tokens
+        self._outputs.append(output)
+
+    def _leave_queue(self, sequence: Sequence) -> None:
+        match sequence.status:
+            case Status.RUNNING:
+                self._running.remove(sequence)
+            case Status.LOADING:
+                self._loading.pop(sequence.request_id, None)
+            case Status.WAITING:
+                self._waiting = [entry for entry in self._waiting if entry[1] is not sequence]
+                heapq.heapify(self._waiting)
+
+    def _settle_blocks(self, sequence: Sequence) -> dict[str, object] | None:
+        blocks, sequence.block_ids = sequence.block_ids, []
+        if self._connector is None:
+            self.pool.release(blocks)
+            return None
+        verdict = self._connector.finish(sequence, tuple(blocks))
+        if isinstance(verdict, Hold):
+            self._held[sequence.request_id] = blocks
+        else:
+            self.pool.release(blocks)
+        return verdict.ticket
+
+    # Hand-offs and loads.
+
+    def _adopt(self, sequence: Sequence, result: PrefillResult) -> None:
+        """The prefill instance's token becomes the first of the answer, before any KV has come."""
+        sequence.adopt(result)
+        self._append(sequence, Sampled(result.first_token, result.logprobs))
+
+    def _begin_load(self, sequence: Sequence, num_cached: int, hit: Hit) -> None:
+        assert self._connector is not None
+        self._connector.allocated(sequence, tuple(sequence.block_ids), num_cached, hit)
+        self._counters.num_external_hits += hit.num_tokens
+        sequence.request.timeline.stamp("transfer_started", self._clock.wall())
+        if hit.layerwise:
+            sequence.layerwise_base = num_cached
+            sequence.num_computed_tokens = num_cached + hit.num_tokens
+            sequence.connector_asked_out = True
+            self._start_running(sequence)
+            return
+        sequence.status = Status.LOADING
+        sequence.load_target = num_cached + hit.num_tokens
+        self._loading[sequence.request_id] = sequence
+
+    def _loaded(self, request_id: str, num_tokens: int | None) -> None:
+        sequence = self._sequences.get(request_id)
+        if sequence is None:
+            return
+        sequence.request.timeline.stamp("transfer_done", self._clock.wall())
+        if self._loading.pop(request_id, None) is None:
+            return  # a layerwise load: the sequence has been running all along
+        sequence.connector_asked_out = True
+        loaded = sequence.load_target if num_tokens is None else max(num_tokens, sequence.num_computed_tokens)
+        # Without the producer's token the last prompt token is computed once more, for its logits.
+        sequence.num_computed_tokens = min(loaded, len(sequence.tokens) - 1)
+        self._publish(sequence)
+        self._start_running(sequence)
+
+    def _load_failed(self, request_id: str, error: KvferryError) -> None:
+        sequence = self._sequences.get(request_id)
+        if sequence is None:
+            return
+        sequence.connector_asked_out = True
+        self._loading.pop(request_id, None)
+        if sequence.layerwise_base is not None:
+            sequence.num_computed_tokens, sequence.layerwise_base = sequence.layerwise_base, None
+        self._hand_off_lost(sequence, error)
+        if sequence.status is Status.LOADING:
+            self._start_running(sequence)
+
+    def _hand_off_lost(self, sequence: Sequence, error: KvferryError) -> None:
+        kind = type(error).__name__
+        self._counters.num_load_failures[kind] = self._counters.num_load_failures.get(kind, 0) + 1
+        if self.limits.fail_on_lost_hand_off and self._was_promised(sequence):
+            failure = HandOffFailed(f"the KV of this request could not be loaded: {error}")
+            self._finish(sequence, "error", error=failure)
+
+    @staticmethod
+    def _was_promised(sequence: Sequence) -> bool:
+        """Whether the lost hand-off was the request's point, and not only a way to save work."""
+        hand_off = sequence.request.hand_off
+        return not (isinstance(hand_off, Produce) and hand_off.source is not None)
+
+    def _expire(self) -> None:
+        now = self._clock.monotonic()
+        late = [
+            sequence
+            for sequence in self._sequences.values()
+            if sequence.request.deadline is not None and sequence.request.deadline <= now
+        ]
+        for sequence in late:
+            error = DeadlineExceeded(f"the request's deadline passed after {sequence.num_output_tokens} tokens")
+            self._finish(sequence, "error", error=error)
+
+    def _view(self, chunk: Chunk) -> ScheduledChunk:
+        return ScheduledChunk(chunk.sequence, chunk.start, chunk.num_tokens, tuple(chunk.sequence.block_ids))
+
+
+def _promised_result(request: Request) -> PrefillResult | None:
+    """What the producer sampled, where its prompt was this one and not a prefix of it."""
+    if not isinstance(request.hand_off, Consume):
+        return None
+    ticket = request.hand_off.ticket
+    return ticket.prefill_result if ticket.is_of(request.prompt_token_ids) else None

@@ -1,0 +1,118 @@
+"""One request inside the engine: its tokens, its blocks and how far it has come. No tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Tokens
+from enum import Enum
+
+from kvferry.core.block_hash import BlockHash, extend_hashes, root_hash
+from kvferry.core.hand_off import Consume, HandOff, PrefillResult, Produce, TokenLogprobs
+from kvferry.core.request import FinishReason, Request
+
+
+class Status(Enum):
+    """Where a sequence stands. Only RUNNING ones are given tokens to compute."""
+
+    WAITING = "waiting"
+    LOADING = "loading"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+class Sequence:
+    """A request and its progress. Satisfies `connectors.api.RequestView`.
+
+    `num_computed_tokens` tokens have their KV in `block_ids`. The *known* tokens are the prompt and the answer so
+    far; the last known token's KV is computed when it is the input of the next step.
+    """
+
+    def __init__(self, request: Request, *, order: int, block_size: int, model_fingerprint: str) -> None:
+        self.request = request
+        self.order = order
+        self.tokens: list[int] = list(request.prompt_token_ids)
+        self.num_prompt_tokens = len(self.tokens)
+        self.status = Status.WAITING
+        self.block_ids: list[int] = []
+        self.num_computed_tokens = 0
+        self.num_cached_tokens = 0
+        self.num_published_blocks = 0
+        self.num_preemptions = 0
+        self.seed = request.sampling.seed or 0
+        self.connector_asked_out = False
+        """The connector has had its say (or its load failed): compute what is missing here."""
+        self.load_target = 0
+        """While LOADING: how many tokens will have their KV once it has come."""
+        self.layerwise_base: int | None = None
+        """While a layerwise load is under way: the computed tokens to fall back to if it fails."""
+        self.prefill_result: PrefillResult | None = None
+        self.prompt_logprobs: list[TokenLogprobs | None] = []
+        self.finish_reason: FinishReason | None = None
+        self._block_size = block_size
+        self._root = root_hash(model_fingerprint, request.cache_salt)
+        self._hashes: list[BlockHash] = []
+
+    @property
+    def request_id(self) -> str:
+        """The request's own id."""
+        return self.request.request_id
+
+    @property
+    def prompt_token_ids(self) -> Tokens[int]:
+        """The prompt."""
+        return self.request.prompt_token_ids
+
+    @property
+    def hand_off(self) -> HandOff:
+        """The request's part in a hand-off."""
+        return self.request.hand_off
+
+    @property
+    def produces(self) -> bool:
+        """Whether it is prefilled here for another instance."""
+        return isinstance(self.request.hand_off, Produce)
+
+    @property
+    def consumes(self) -> bool:
+        """Whether its prompt is prefilled elsewhere."""
+        return isinstance(self.request.hand_off, Consume)
+
+    @property
+    def block_hashes(self) -> Tokens[BlockHash]:
+        """Names of the full blocks of the prompt."""
+        return self.hashes()[: self.num_prompt_tokens // self._block_size]
+
+    def hashes(self) -> list[BlockHash]:
+        """Names of the full blocks of all known tokens."""
+        extend_hashes(self._hashes, self._root, self.tokens, self._block_size)
+        return self._hashes
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens of the answer so far."""
+        return len(self.tokens) - self.num_prompt_tokens
+
+    @property
+    def num_missing_tokens(self) -> int:
+        """Known tokens whose KV is yet to be computed."""
+        return len(self.tokens) - self.num_computed_tokens
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """Sort key: who is served first."""
+        return (self.request.priority, self.order)
+
+    @property
+    def reuses_prefix(self) -> bool:
+        """Whether cached KV may stand in for computing; not when every prompt position's logits are wanted."""
+        return self.request.sampling.prompt_logprobs is None
+
+    def num_blocks_for(self, num_tokens: int) -> int:
+        """Blocks that hold `num_tokens` tokens."""
+        return -(-num_tokens // self._block_size)
+
+    def adopt(self, result: PrefillResult) -> None:
+        """Take over what the prefill instance sampled."""
+        self.prefill_result = result
+        self.seed = self.seed if result.seed is None else result.seed
+        self.request.timeline.adopt(result.timeline)
+        self.num_cached_tokens = result.num_cached_tokens

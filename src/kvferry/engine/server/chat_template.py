@@ -1,0 +1,146 @@
+"""From messages to the prompt's text, with the model's chat template."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from jinja2 import TemplateError
+
+from kvferry.core.errors import InvalidRequest
+from kvferry.engine.server.protocol import ChatCompletionRequest
+from kvferry.engine.server.text_codec import THREAD_ABOVE_CHARACTERS, in_thread_if
+
+_PART_SEPARATOR = "\n"
+"""What joins the text parts of one message; vLLM's choice."""
+
+_NOT_FOR_TEMPLATES = frozenset(
+    [
+        "add_generation_prompt",
+        "chat_template",
+        "continue_final_message",
+        "conversation",
+        "conversations",
+        "documents",
+        "max_length",
+        "messages",
+        "padding",
+        "return_assistant_tokens_mask",
+        "return_dict",
+        "return_tensors",
+        "sanitize_control_tokens",
+        "tokenize",
+        "tokenizer_kwargs",
+        "tools",
+        "truncation",
+    ]
+)
+"""Names in `chat_template_kwargs` that would reach past the template to what renders it."""
+
+
+async def render_chat(body: ChatCompletionRequest, tokenizer: Any, *, trust_request_template: bool) -> str:
+    """The prompt's text. Raises `InvalidRequest` when messages or template are not acceptable."""
+    if not body.messages:
+        raise InvalidRequest("messages must not be empty", param="messages")
+    messages = [_plain_message(message, index) for index, message in enumerate(body.messages)]
+    options = _template_options(body, trust_request_template)
+    if not (tokenizer.chat_template or body.chat_template):
+        raise InvalidRequest(
+            "this model has no chat template; use /v1/completions, or serve it with a tokenizer that has one",
+            param="messages",
+        )
+    size = sum(len(str(message.get("content"))) for message in messages)
+    return await in_thread_if(size > THREAD_ABOVE_CHARACTERS, _render, tokenizer, messages, options)
+
+
+def _render(tokenizer: Any, messages: list[dict[str, Any]], options: dict[str, Any]) -> str:
+    try:
+        return str(tokenizer.apply_chat_template(messages, tokenize=False, **options))
+    except TemplateError as error:
+        raise InvalidRequest(f"the chat template does not accept these messages: {error}", param="messages") from error
+    except Exception as error:  # templates are programs that run on what the client sent: anything may be raised
+        raise InvalidRequest(
+            f"the chat template failed on these messages: {type(error).__name__}: {error}", param="messages"
+        ) from error
+
+
+def _template_options(body: ChatCompletionRequest, trust_request_template: bool) -> dict[str, Any]:
+    options = dict(body.chat_template_kwargs or {})
+    for name in _NOT_FOR_TEMPLATES & options.keys():
+        raise InvalidRequest(f"chat_template_kwargs must not contain {name}", param="chat_template_kwargs")
+    if body.chat_template is not None and not trust_request_template:
+        raise InvalidRequest(
+            "chat_template is refused: start the server with --trust-request-chat-template to allow it",
+            param="chat_template",
+        )
+    if body.reasoning_effort is not None:
+        options.setdefault("reasoning_effort", body.reasoning_effort)
+    return {
+        **options,
+        "tools": body.tools or None,
+        "documents": body.documents or None,
+        "chat_template": body.chat_template,
+        "add_generation_prompt": _opens_answer(body),
+        "continue_final_message": bool(body.continue_final_message),
+    }
+
+
+def _opens_answer(body: ChatCompletionRequest) -> bool:
+    """Whether the prompt ends with the beginning of a new answer; not when the last message is to be continued."""
+    if body.continue_final_message and body.add_generation_prompt:
+        raise InvalidRequest(
+            "continue_final_message and add_generation_prompt exclude each other", param="continue_final_message"
+        )
+    return not body.continue_final_message if body.add_generation_prompt is None else body.add_generation_prompt
+
+
+def _plain_message(message: dict[str, Any], index: int) -> dict[str, Any]:
+    """The message as templates expect it: its content a string, its tool calls' arguments objects."""
+    where = f"messages[{index}]"
+    if not isinstance(message.get("role"), str) or not message["role"]:
+        raise InvalidRequest(f"{where}.role is required, and a string", param=f"{where}.role")
+    plain = dict(message)
+    if "content" in plain:
+        plain["content"] = _plain_content(plain["content"], f"{where}.content")
+    if plain.get("tool_calls"):
+        plain["tool_calls"] = _plain_tool_calls(plain["tool_calls"], f"{where}.tool_calls")
+    return plain
+
+
+def _plain_content(content: Any, where: str) -> str | None:
+    if content is None or isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise InvalidRequest(f"{where} must be a string or an array of parts", param=where)
+    return _PART_SEPARATOR.join([_text_of_part(part, f"{where}[{place}]") for place, part in enumerate(content)])
+
+
+def _text_of_part(part: Any, where: str) -> str:
+    if isinstance(part, str):
+        return part
+    if not isinstance(part, dict):
+        raise InvalidRequest(f"{where} must be an object", param=where)
+    kind, text = part.get("type"), part.get("text")
+    if kind != "text":
+        raise InvalidRequest(f"{where}: parts of type {kind!r} are not supported, only text", param=where)
+    if not isinstance(text, str):
+        raise InvalidRequest(f"{where}.text is required, and a string", param=f"{where}.text")
+    return text
+
+
+def _plain_tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
+    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+        raise InvalidRequest(f"{where} must be an array of objects", param=where)
+    return [_plain_tool_call(call) for call in calls]
+
+
+def _plain_tool_call(call: dict[str, Any]) -> dict[str, Any]:
+    """OpenAI sends arguments as JSON in a string; templates print them and would quote them twice."""
+    function = call.get("function")
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = json.loads(function["arguments"] or "{}")
+    except ValueError:
+        return call
+    return {**call, "function": {**function, "arguments": arguments}}

@@ -1,0 +1,45 @@
+"""What the routes of one server share."""
+
+from __future__ import annotations
+
+from kvferry.core.clock import Clock, SystemClock
+from kvferry.core.errors import UnknownModel
+from kvferry.engine.server.chat_template import render_chat
+from kvferry.engine.server.config import ServerConfig
+from kvferry.engine.server.engine_protocol import EngineFront
+from kvferry.engine.server.lifecycle import Lifecycle
+from kvferry.engine.server.prompts import Prompt, require_can_fit
+from kvferry.engine.server.protocol import ChatCompletionRequest
+from kvferry.engine.server.text_codec import TextCodec
+from kvferry.engine.server.token_texts import TokenTexts
+from kvferry.observe.metrics import EngineMetrics
+
+
+class ServerContext:
+    """One engine and what the server adds to it. `seed` is for requests that bring none; None draws one for each."""
+
+    def __init__(
+        self, front: EngineFront, config: ServerConfig, *, seed: int | None = None, clock: Clock | None = None
+    ) -> None:
+        self.front = front
+        self.config = config
+        self.seed = seed
+        self.clock = clock or SystemClock()
+        self.codec = TextCodec(front.tokenizer)
+        self.token_texts = TokenTexts(self.codec.backend)
+        self.lifecycle = Lifecycle()
+        self.metrics = EngineMetrics(front.model_names[0])
+
+    def require_model(self, name: str | None) -> str:
+        """The name to answer with: the request's, or the first when it names none. Raises `UnknownModel`."""
+        if name is not None and name not in self.front.model_names:
+            raise UnknownModel(f"The model `{name}` does not exist.", param="model")
+        return self.front.model_names[0] if name is None else name
+
+    async def chat_prompt(self, body: ChatCompletionRequest) -> Prompt:
+        """The messages as tokens. Templates write the special tokens themselves: none are added unless asked for."""
+        trusted = self.config.trust_request_chat_template
+        text = await render_chat(body, self.codec.tokenizer, trust_request_template=trusted)
+        if body.truncate_prompt_tokens is None:
+            require_can_fit(text, self.codec, self.front.max_model_len, "messages")
+        return Prompt(await self.codec.encode(text, add_special_tokens=bool(body.add_special_tokens)))

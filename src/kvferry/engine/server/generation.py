@@ -1,0 +1,140 @@
+"""Runs the sequences of one HTTP request against the engine, all at once, and counts what they cost.
+
+Whatever ends a run (a failure, the client's leaving, the server's shutdown) closes every engine iterator, which
+frees what the sequence held.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any, cast
+
+import msgspec
+
+from kvferry.core.clock import Clock
+from kvferry.core.errors import RequestError, Unavailable
+from kvferry.core.request import EngineOutput, Request
+from kvferry.engine.server import responses
+from kvferry.engine.server.assembly import ChoiceAssembler, Delta
+from kvferry.engine.server.engine_protocol import EngineFront
+from kvferry.engine.server.lifecycle import Lifecycle, single_error
+from kvferry.observe.metrics import EngineMetrics, RequestTracker
+
+Outputs = AsyncGenerator[EngineOutput, None]
+
+Sink = Callable[[Delta], Awaitable[None]]
+"""Takes each delta; called by several tasks in turn, and in order for each choice."""
+
+
+@dataclass
+class Child:
+    """One sequence. `leads`: the first of its prompt. `waits`: until the leader decodes."""
+
+    request: Request
+    assembler: ChoiceAssembler
+    leads: bool
+    waits: bool = False
+    num_tokens: int = 0
+    num_cached_tokens: int = 0
+
+
+class Generation:
+    """The sequences of one request. `run` once; `usage` counts meanwhile, `ticket` and `timeline` are there at the end.
+
+    With a hand-off the leader alone carries it, and the others wait until it decodes: by then the prompt's KV is
+    here, for all of them.
+    """
+
+    def __init__(
+        self,
+        children: Sequence[Child],
+        *,
+        front: EngineFront,
+        lifecycle: Lifecycle,
+        metrics: EngineMetrics,
+        clock: Clock,
+        arrived: float,
+    ) -> None:
+        self.children = children
+        self.num_unfinished = len(children)
+        self.ticket: dict[str, Any] | None = None
+        self.timeline: dict[str, float] = {}
+        self._front = front
+        self._lifecycle = lifecycle
+        self._metrics = metrics
+        self._clock = clock
+        self._arrived = arrived
+        self._leader_began = asyncio.Event()
+
+    async def run(self, sink: Sink) -> None:
+        """Generate everything, passing each delta to `sink`. Raises `RequestError` when a sequence fails."""
+        with single_error():
+            async with asyncio.TaskGroup() as group:
+                alarm = group.create_task(self._lifecycle.fail_on_abort())
+                pumps = [group.create_task(self._pump(child, sink)) for child in self.children]
+                await asyncio.wait(pumps)
+                alarm.cancel()
+
+    def usage(self, index: int | None = None) -> responses.Usage:
+        """Tokens so far: of the whole request, or of one choice as continuous statistics have it."""
+        if index is None:
+            leaders, counted = [child for child in self.children if child.leads], self.children
+        else:
+            leaders = counted = [self.children[index]]
+        num_prompt = sum(len(child.request.prompt_token_ids) for child in leaders)
+        num_answer = sum(child.num_tokens for child in counted)
+        return responses.Usage(
+            prompt_tokens=num_prompt,
+            completion_tokens=num_answer,
+            total_tokens=num_prompt + num_answer,
+            prompt_tokens_details=responses.PromptTokensDetails(sum(child.num_cached_tokens for child in leaders)),
+        )
+
+    async def _pump(self, child: Child, sink: Sink) -> None:
+        if child.waits:
+            await self._leader_began.wait()
+        with self._metrics.track(len(child.request.prompt_token_ids), self._arrived, self._clock) as tracker:
+            last = await self._until_last(child, sink, tracker)
+            tracker.finished(last.finish_reason or "stop", child.request.timeline)
+        self.num_unfinished -= 1
+        await sink(last)
+
+    async def _until_last(self, child: Child, sink: Sink, tracker: RequestTracker) -> Delta:
+        """The choice's last delta, with the engine's iterator closed: a stop string ends it before the engine does."""
+        async with aclosing(cast(Outputs, self._front.generate(child.request))) as outputs:
+            async for output in outputs:
+                _raise_failure(output)
+                tracker.tokens(len(output.token_ids))
+                delta = child.assembler.feed(output)
+                self._note(child, output, delta)
+                if delta.finish_reason is not None:
+                    return delta
+                await sink(delta)
+        raise Unavailable("the engine ended the request without an answer")
+
+    def _note(self, child: Child, output: EngineOutput, delta: Delta) -> None:
+        child.num_tokens += len(delta.token_ids)
+        if child.num_tokens > 1 or delta.finish_reason is not None:
+            self._leader_began.set()  # a token of its own: the first came with the ticket, before any KV
+        child.num_cached_tokens = output.num_cached_tokens
+        if output.timeline is not None:
+            child.request.timeline = output.timeline
+        if delta.finish_reason is None:
+            return
+        child.request.timeline.stamp("done", self._clock.wall())  # a stop string ends it before the engine does
+        if child is self.children[0]:
+            self.ticket = output.kv_transfer_params
+            self.timeline = msgspec.to_builtins(child.request.timeline)
+
+
+def _raise_failure(output: EngineOutput) -> None:
+    if output.finish_reason == "abort":
+        raise Unavailable("the engine aborted the request")
+    if output.finish_reason != "error":
+        return
+    if isinstance(output.error, RequestError):
+        raise output.error
+    raise RuntimeError(f"the engine failed on request {output.request_id}") from output.error

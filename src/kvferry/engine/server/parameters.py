@@ -1,0 +1,119 @@
+"""From a request's fields to the engine's `SamplingParams`: the client's word, else the model's, else OpenAI's."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+from typing import Any
+
+from kvferry.core.errors import InvalidRequest
+from kvferry.core.hand_off import HandOff, Produce, parse_hand_off
+from kvferry.core.sampling import MAX_LOGPROBS, SamplingParams
+from kvferry.engine.server.protocol import ChatCompletionRequest, CompletionRequest, GenerationRequest
+
+_MODEL_MAY_DECIDE = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+_PASSED_ON = (
+    *("presence_penalty", "frequency_penalty", "logit_bias", "min_tokens", "ignore_eos"),
+    "include_stop_str_in_output",
+)
+
+
+def sampling_params(
+    body: GenerationRequest, *, max_tokens: int, defaults: Mapping[str, Any], default_seed: int | None
+) -> SamplingParams:
+    """The settings of the request's first choice, checked; `defaults` are the model's own.
+
+    Raises `InvalidRequest` that names the field.
+    """
+    values: dict[str, Any] = {name: getattr(body, name) for name in _PASSED_ON}
+    for name in _MODEL_MAY_DECIDE:
+        own = getattr(body, name)
+        values[name] = defaults.get(name) if own is None else own
+    sampling = SamplingParams(
+        **{name: value for name, value in values.items() if value is not None},
+        max_tokens=max_tokens,
+        stop=stop_strings(body),
+        stop_token_ids=tuple(body.stop_token_ids or ()),
+        logprobs=num_logprobs(body),
+        prompt_logprobs=_num_prompt_logprobs(body),
+        seed=_seed(body, default_seed),
+    )
+    sampling.validate()
+    return sampling
+
+
+def stop_strings(body: GenerationRequest) -> tuple[str, ...]:
+    """The request's stop strings, one or several."""
+    return (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
+
+
+def num_logprobs(body: GenerationRequest) -> int | None:
+    """How many of the likeliest tokens are wanted at each place; None: no log-probabilities at all."""
+    if isinstance(body, CompletionRequest):
+        return body.logprobs
+    assert isinstance(body, ChatCompletionRequest)
+    if not body.logprobs:
+        return None
+    return body.top_logprobs or 0
+
+
+def hand_off_of(body: GenerationRequest, request_id: str, num_prompts: int) -> HandOff:
+    """The request's part in a hand-off. Raises `InvalidRequest` when one ticket would stand for several prompts."""
+    hand_off = parse_hand_off(body.kv_transfer_params, request_id)
+    if hand_off is not None and num_prompts > 1:
+        raise InvalidRequest(
+            f"a hand-off is of one prompt, got {num_prompts}; send them one by one", param="kv_transfer_params"
+        )
+    return hand_off
+
+
+def num_choices(body: GenerationRequest, hand_off: HandOff) -> int:
+    """How many choices a prompt gets. A prefill for another instance makes one first token, whatever n is."""
+    return 1 if isinstance(hand_off, Produce) else (1 if body.n is None else body.n)
+
+
+def require_consistent(body: GenerationRequest) -> None:
+    """Raise `InvalidRequest` on fields that contradict each other, whatever the prompt is."""
+    if body.stream_options is not None and not body.stream:
+        raise InvalidRequest("stream_options is only allowed when stream is true", param="stream_options")
+    if body.stream and body.prompt_logprobs is not None:
+        raise InvalidRequest("prompt_logprobs is not available when stream is true", param="prompt_logprobs")
+    if body.timeout is not None and body.timeout <= 0:
+        raise InvalidRequest(f"timeout must be more than 0 seconds, got {body.timeout:g}", param="timeout")
+    if body.cache_salt == "":
+        raise InvalidRequest("cache_salt must not be empty", param="cache_salt")
+    if isinstance(body, ChatCompletionRequest):
+        _require_consistent_chat(body)
+    elif isinstance(body, CompletionRequest):
+        _require_consistent_completion(body)
+
+
+def _require_consistent_chat(body: ChatCompletionRequest) -> None:
+    if body.echo:
+        raise InvalidRequest("echo is not supported in chat completions", param="echo")
+    if body.top_logprobs is None:
+        return
+    if not body.logprobs:
+        raise InvalidRequest("top_logprobs is only allowed when logprobs is true", param="top_logprobs")
+    if not 0 <= body.top_logprobs <= MAX_LOGPROBS:
+        raise InvalidRequest(
+            f"top_logprobs must be between 0 and {MAX_LOGPROBS}, got {body.top_logprobs}", param="top_logprobs"
+        )
+
+
+def _require_consistent_completion(body: CompletionRequest) -> None:
+    if body.best_of is not None and body.best_of != (body.n or 1):
+        raise InvalidRequest("best_of is not supported, unless it equals n", param="best_of")
+
+
+def _num_prompt_logprobs(body: GenerationRequest) -> int | None:
+    wanted = [body.prompt_logprobs]
+    if isinstance(body, CompletionRequest) and body.echo:
+        wanted.append(body.logprobs)
+    return max((number for number in wanted if number is not None), default=None)
+
+
+def _seed(body: GenerationRequest, default_seed: int | None) -> int:
+    if body.seed is not None:
+        return body.seed
+    return secrets.randbits(63) if default_seed is None else default_seed

@@ -1,0 +1,202 @@
+"""From a request's body to the sequences that answer it."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import msgspec
+
+from kvferry.core.errors import InvalidRequest
+from kvferry.core.hand_off import Consume, HandOff, Produce
+from kvferry.core.openai import TIMELINE_HEADER
+from kvferry.core.request import Request
+from kvferry.core.sampling import SamplingParams, child_seed
+from kvferry.core.timeline import Timeline
+from kvferry.engine.server.assembly import ChoiceAssembler, TextOptions
+from kvferry.engine.server.context import ServerContext
+from kvferry.engine.server.generation import Child, Generation
+from kvferry.engine.server.parameters import hand_off_of, num_choices, require_consistent, sampling_params
+from kvferry.engine.server.prompts import (
+    Prompt,
+    answer_budget,
+    completion_prompts,
+    require_known_tokens,
+    split_prompts,
+    truncate,
+)
+from kvferry.engine.server.protocol import ChatCompletionRequest, CompletionRequest, GenerationRequest
+from kvferry.engine.server.unsupported import refuse_unsupported
+
+_OLDEST_STAMP_S = 24 * 3600.0
+"""Stamps from further back are a client's invention or a broken clock, and would spoil the metrics."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What answers one request: for each prompt `num_choices` sequences. `shows_answer` is False where only the
+    prompt is to be echoed."""
+
+    prompts: list[Prompt]
+    num_choices: int
+    generation: Generation
+    shows_answer: bool = True
+
+    def prompt_of(self, index: int) -> Prompt:
+        """The prompt of choice `index`."""
+        return self.prompts[index // self.num_choices]
+
+
+@dataclass(frozen=True)
+class WantedTokens:
+    """How long the answer may be: `most` None is all there is room for. `field` is where the prompt came from."""
+
+    field: str
+    most: int | None
+    shows_answer: bool = True
+
+
+async def plan_request(context: ServerContext, body: GenerationRequest, answer_id: str, timeline: Timeline) -> Plan:
+    """Check the request, make its prompts, and prepare its sequences. Raises `RequestError`; nothing runs yet."""
+    refuse_unsupported(body)
+    require_consistent(body)
+    wanted = wanted_tokens(body)
+    engine_id = f"{answer_id}-{secrets.token_hex(4)}"  # clients repeat their ids, the engine needs its own
+    num_prompts = len(split_prompts(body.prompt)) if isinstance(body, CompletionRequest) else 1
+    hand_off = hand_off_of(body, engine_id, num_prompts)
+    number = num_choices(body, hand_off)
+    _require_countable(number, num_prompts, context.config.max_choices)
+    max_model_len = context.front.max_model_len
+    prompts = [truncate(prompt, body, max_model_len, wanted.most) for prompt in await _prompts(context, body)]
+    builder = _ChildBuilder(context, body, wanted, engine_id, hand_off, timeline)
+    generation = Generation(
+        [child for place, prompt in enumerate(prompts) for child in builder.children(prompt, place * number, number)],
+        front=context.front,
+        lifecycle=context.lifecycle,
+        metrics=context.metrics,
+        clock=context.clock,
+        arrived=_arrived(timeline, hand_off),
+    )
+    return Plan(prompts, number, generation, wanted.shows_answer)
+
+
+def timeline_of(headers: Mapping[str, str], now: float) -> Timeline:
+    """The stamps the router sent along, or the request's arrival here. A header that makes no sense is left aside."""
+    timeline = Timeline()
+    try:
+        sent = msgspec.json.decode(headers.get(TIMELINE_HEADER.lower(), "{}"), type=Timeline)
+    except msgspec.DecodeError:
+        sent = timeline
+    for phase in ("arrived", "routed"):
+        stamp = getattr(sent, phase)
+        if stamp is not None and now - _OLDEST_STAMP_S <= stamp <= now:
+            timeline.stamp(phase, stamp)
+    timeline.stamp("arrived", now)
+    return timeline
+
+
+def wanted_tokens(body: GenerationRequest) -> WantedTokens:
+    """How long the answer may be. Raises `InvalidRequest` when that is less than a token.
+
+    `echo` with `max_tokens` 0 asks for the prompt alone; the engine has to make one token to have its
+    log-probabilities.
+    """
+    if isinstance(body, CompletionRequest):
+        if body.echo and body.max_tokens == 0:
+            return WantedTokens("prompt", 1, shows_answer=False)
+        return WantedTokens("prompt", 16 if body.max_tokens is None else _positive("max_tokens", body.max_tokens))
+    assert isinstance(body, ChatCompletionRequest)
+    if body.max_completion_tokens is not None:
+        return WantedTokens("messages", _positive("max_completion_tokens", body.max_completion_tokens))
+    return WantedTokens("messages", None if body.max_tokens is None else _positive("max_tokens", body.max_tokens))
+
+
+@dataclass(frozen=True)
+class _ChildBuilder:
+    """Makes the sequences of one request."""
+
+    context: ServerContext
+    body: GenerationRequest
+    wanted: WantedTokens
+    engine_id: str
+    hand_off: HandOff
+    timeline: Timeline
+
+    def children(self, prompt: Prompt, first_index: int, number: int) -> Iterator[Child]:
+        """The `number` choices of one prompt, the first of which is choice `first_index` of the request."""
+        sampling = self._sampling(prompt)
+        for place in range(number):
+            seed = child_seed(sampling.seed or 0, place)
+            yield self._child(prompt, first_index + place, msgspec.structs.replace(sampling, seed=seed), place == 0)
+
+    def _child(self, prompt: Prompt, index: int, sampling: SamplingParams, leads: bool) -> Child:
+        request = Request(
+            request_id=f"{self.engine_id}-{index}",
+            prompt_token_ids=prompt.token_ids,
+            sampling=sampling,
+            hand_off=self.hand_off if leads else None,
+            priority=self.body.priority or 0,
+            cache_salt=self.body.cache_salt or "",
+            deadline=self._deadline(),
+            timeline=msgspec.structs.replace(self.timeline),
+        )
+        options = self._text_options(sampling)
+        assembler = ChoiceAssembler(index, self.context.codec.backend, prompt.token_ids, options)
+        return Child(request, assembler, leads=leads, waits=self.hand_off is not None and not leads)
+
+    def _sampling(self, prompt: Prompt) -> SamplingParams:
+        front = self.context.front
+        vocab_size = front.vocab_size  # the model's, which may have more than the tokenizer can write
+        budget = answer_budget(len(prompt.token_ids), self.wanted.most, front.max_model_len, self.wanted.field)
+        sampling = sampling_params(
+            self.body, max_tokens=budget, defaults=front.default_sampling, default_seed=self.context.seed
+        )
+        require_known_tokens(prompt.token_ids, vocab_size, self.wanted.field)
+        require_known_tokens(list(sampling.logit_bias), vocab_size, "logit_bias")
+        require_known_tokens(sampling.stop_token_ids, vocab_size, "stop_token_ids")
+        if isinstance(self.hand_off, Produce):
+            return msgspec.structs.replace(sampling, max_tokens=1, min_tokens=min(sampling.min_tokens, 1))
+        return sampling
+
+    def _text_options(self, sampling: SamplingParams) -> TextOptions:
+        return TextOptions(
+            stops=sampling.stop,
+            include_stop=sampling.include_stop_str_in_output,
+            min_tokens=sampling.min_tokens,
+            skip_special_tokens=self.body.skip_special_tokens is not False,
+        )
+
+    def _deadline(self) -> float | None:
+        return None if self.body.timeout is None else self.context.clock.monotonic() + self.body.timeout
+
+
+async def _prompts(context: ServerContext, body: GenerationRequest) -> list[Prompt]:
+    if isinstance(body, CompletionRequest):
+        return await completion_prompts(body, context.codec, context.front.max_model_len)
+    assert isinstance(body, ChatCompletionRequest)
+    return [await context.chat_prompt(body)]
+
+
+def _positive(field: str, value: int) -> int:
+    if value < 1:
+        raise InvalidRequest(f"{field} must be at least 1, got {value}", param=field)
+    return value
+
+
+def _require_countable(number: int, num_prompts: int, most: int) -> None:
+    if number < 1:
+        raise InvalidRequest(f"n must be at least 1, got {number}", param="n")
+    if number * num_prompts > most:
+        raise InvalidRequest(
+            f"{num_prompts} prompts times n={number} are {number * num_prompts} choices; at most {most} are allowed",
+            param="n" if num_prompts == 1 else "prompt",
+        )
+
+
+def _arrived(timeline: Timeline, hand_off: HandOff) -> float:
+    """When the client's request came in: at the prefill instance, where the ticket says so."""
+    arrived = timeline.arrived or 0.0
+    result = hand_off.ticket.prefill_result if isinstance(hand_off, Consume) else None
+    earlier = result.timeline.arrived if result is not None else None
+    return arrived if earlier is None else min(arrived, earlier)

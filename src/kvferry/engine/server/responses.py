@@ -1,0 +1,174 @@
+"""The answers, as msgspec structs: OpenAI's fields, then vLLM's and kvferry's own, which are left out when not set."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+
+class PromptTokensDetails(msgspec.Struct, frozen=True):
+    """Of the prompt's tokens, how many needed no computing."""
+
+    cached_tokens: int
+
+
+class Usage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Tokens taken in and given out."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails | None = None
+
+
+class PromptLogprob(msgspec.Struct, frozen=True):
+    """vLLM's form of one token's log-probability at one place of the prompt."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[int, PromptLogprob] | None]
+"""One entry for each prompt token; the first has none."""
+
+
+class CompletionLogprobs(msgspec.Struct, kw_only=True):
+    """Log-probabilities of a completion, one entry a token in each list. `text_offset` counts characters."""
+
+    text_offset: list[int]
+    token_logprobs: list[float | None]
+    tokens: list[str]
+    top_logprobs: list[dict[str, float] | None]
+
+
+class TopLogprob(msgspec.Struct, frozen=True):
+    """One of the likeliest tokens at a place."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class TokenLogprob(msgspec.Struct, frozen=True):
+    """A token of a chat answer, and the likeliest at its place."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(msgspec.Struct, frozen=True):
+    """Log-probabilities of a chat answer."""
+
+    content: list[TokenLogprob]
+
+
+class CompletionChoice(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """One completion, or what one chunk brings of it."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: str | None
+    stop_reason: int | str | None = None
+    prompt_token_ids: list[int] | None = None
+    token_ids: list[int] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
+
+
+class ChatMessage(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """The answer, or in a chunk what is new of it."""
+
+    role: str | None = None
+    content: str | None = None
+
+
+class ChatChoice(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """One chat answer."""
+
+    index: int
+    message: ChatMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: str | None
+    stop_reason: int | str | None = None
+    token_ids: list[int] | None = None
+
+
+class ChatChunkChoice(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """What one chunk brings of a chat answer."""
+
+    index: int
+    delta: ChatMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: str | None
+    stop_reason: int | str | None = None
+    token_ids: list[int] | None = None
+
+
+class Answer(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """What all answers and chunks begin and end with. `timeline` has the stamps of the request's phases."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    usage: Usage | None = None
+    prompt_token_ids: list[int] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
+    kv_transfer_params: dict[str, Any] | None = None
+    timeline: dict[str, float] | None = None
+
+
+class Completion(Answer, kw_only=True):
+    """A completion, or a chunk of one."""
+
+    choices: list[CompletionChoice]
+
+
+class ChatCompletion(Answer, kw_only=True):
+    """A chat completion."""
+
+    choices: list[ChatChoice]
+
+
+class ChatCompletionChunk(Answer, kw_only=True):
+    """A chunk of a chat completion."""
+
+    choices: list[ChatChunkChoice]
+
+
+class Model(msgspec.Struct, kw_only=True):
+    """A served name."""
+
+    id: str
+    created: int
+    root: str
+    max_model_len: int
+    object: str = "model"
+    owned_by: str = "kvferry"
+    parent: str | None = None
+
+
+class ModelList(msgspec.Struct, kw_only=True):
+    """`GET /v1/models`."""
+
+    data: list[Model]
+    object: str = "list"
+
+
+class Tokens(msgspec.Struct, kw_only=True):
+    """`POST /tokenize`."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class Detokenized(msgspec.Struct, kw_only=True):
+    """`POST /detokenize`."""
+
+    prompt: str

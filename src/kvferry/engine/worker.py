@@ -1,0 +1,136 @@
+"""One rank: its share of the model and of the KV cache, and its worker side of the connector.
+
+Owns them and closes them. It does not know the scheduler, nor whether there are other ranks beyond what its `place`
+says; the executor does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+from torch import Tensor
+
+from kvferry.connectors.api import ConnectorContext, HasAddress, StepPlan, TransferReport, WorkerSide
+from kvferry.connectors.registry import find_connector
+from kvferry.core.errors import ConfigError
+from kvferry.core.layout import KVLayout
+from kvferry.core.transfer_config import KVTransferConfig
+from kvferry.core.units import parse_bytes
+from kvferry.engine.config import EngineConfig
+from kvferry.engine.kv_cache import KVCache, choose_num_blocks
+from kvferry.engine.model.loader import LoadedModel, Progress, load_model
+from kvferry.engine.model.place import Place
+from kvferry.engine.model_runner import ModelRunner, StepInputs
+
+
+class Worker:
+    """See the module. Used from one thread at a time."""
+
+    def __init__(self, config: EngineConfig, place: Place, on_progress: Progress) -> None:
+        """Load the model; may take long. Raises `ConfigError` or `UnsupportedModel`."""
+        self._config, self._place = config, place
+        place.set_num_threads(config.num_threads)
+        self.model: LoadedModel = load_model(config, place, on_progress)
+        self.layout = KVLayout(
+            model_fingerprint=self.model.fingerprint,
+            layers=self.model.layers,
+            dtype=self.model.dtype,
+            block_size=config.block_size,
+            tp_size=place.size,
+            tp_rank=place.rank,
+        )
+        self.max_model_len = _max_model_len(config, self.model)
+        self._kv_cache: KVCache | None = None
+        self._side: WorkerSide | None = None
+        self._runner: ModelRunner
+
+    def max_num_blocks(self) -> int:
+        """How many KV blocks this rank could hold. Raises `ConfigError` when they are too few."""
+        asked = self._config.kv_cache_memory
+        return choose_num_blocks(
+            self.layout,
+            self.model.device,
+            None if asked is None else parse_bytes(asked, "--kv-cache-memory"),
+            self.max_model_len * self._config.max_num_seqs,
+            num_ranks=self._place.size,
+        )
+
+    def open(self, num_blocks: int, transfer: KVTransferConfig | None, auth_token: str) -> dict[str, Any] | None:
+        """Make the KV cache and join the connector; returns where peers reach this rank, if they do."""
+        self._kv_cache = KVCache(self.layout, num_blocks, self.model.device)
+        address = None
+        if transfer is not None:
+            context = ConnectorContext(_of_rank(transfer, self._place.rank), self.layout, auth_token)
+            self._side = find_connector(transfer).build_worker_side(context)
+            self._side.register(self._kv_cache.memory)
+            address = self._side.address() if isinstance(self._side, HasAddress) else None
+        self._runner = ModelRunner(self.model.module, self._kv_cache, self._side)
+        return address
+
+    # A step: start, forward, finish.
+
+    def start(self, plan: StepPlan) -> None:
+        """Begin what the connector's scheduler side asks."""
+        if self._side is not None and plan is not None:
+            self._side.withdraw(plan)
+            self._side.start(plan)
+
+    def forward(self, inputs: StepInputs) -> Tensor:
+        """Run the model; float32 logits [len(places), vocab]. All ranks must do so for the same inputs."""
+        logits = self._runner.forward(inputs)
+        if self._side is not None:
+            self._side.flush()
+        return logits
+
+    def poll(self) -> TransferReport:
+        """What the transfers brought since the last call."""
+        return self._side.poll() if self._side is not None else TransferReport()
+
+    def on_report(self, wake: Callable[[], None]) -> None:
+        """`wake` is called, from any thread, when `poll` has something to say."""
+        if self._side is not None:
+            self._side.on_report(wake)
+
+    # Insight and end.
+
+    def decode_plan(self, encoded: bytes) -> StepPlan:
+        """A plan that came from another process. Raises `msgspec.DecodeError`."""
+        assert self._side is not None, "a plan, but no connector"
+        assert self._side.plan_type is not None, "the executor has looked at it"
+        return msgspec.msgpack.decode(encoded, type=self._side.plan_type)
+
+    def statistics(self) -> dict[str, float]:
+        """Of the worker side."""
+        return self._side.statistics() if self._side is not None else {}
+
+    def check(self) -> None:
+        """Raise `LeakError` when the worker side still keeps something."""
+        if self._side is not None:
+            self._side.check()
+
+    def close(self) -> None:
+        """End every transfer and give the memory back."""
+        side, self._side = self._side, None
+        if side is not None:
+            side.close()
+        if self._kv_cache is not None:
+            self._kv_cache.close()
+
+
+def _of_rank(transfer: KVTransferConfig, rank: int) -> KVTransferConfig:
+    """Ranks of one machine cannot share a port: each takes the next one."""
+    if not transfer.kv_port:
+        return transfer
+    return msgspec.structs.replace(transfer, kv_port=transfer.kv_port + rank)
+
+
+def _max_model_len(config: EngineConfig, model: LoadedModel) -> int:
+    if config.max_model_len is None:
+        return model.max_position
+    if not 2 <= config.max_model_len <= model.max_position:
+        raise ConfigError(
+            f"--max-model-len {config.max_model_len} is not between 2 and the model's own limit, {model.max_position}"
+        )
+    return config.max_model_len

@@ -1,0 +1,36 @@
+"""Settings as command line arguments: the way back from a dataclass to the flags it was made from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import fields
+from typing import Any
+
+
+def to_arguments(config: Any, without: Iterable[str] = ()) -> list[str]:
+    """Flags that make the same `config` again. Fields of value None, and those in `without`, are left out."""
+    skipped = set(without)
+    return [
+        argument
+        for field in fields(config)
+        if field.name not in skipped
+        for argument in _flag(field.name, getattr(config, field.name))
+    ]
+
+
+def flag_name(field: str) -> str:
+    """The flag of a field, as cyclopts spells it."""
+    return "--" + field.replace("_", "-")
+
+
+def _flag(field: str, value: Any) -> Iterator[str]:
+    name = flag_name(field)
+    if value is None:
+        return
+    if isinstance(value, bool):
+        yield name if value else "--no-" + name.removeprefix("--")
+    elif isinstance(value, tuple):
+        for item in value:
+            yield f"{name}={item}"
+    else:
+        yield f"{name}={value}"

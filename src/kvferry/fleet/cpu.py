@@ -1,0 +1,71 @@
+"""Which CPU cores each process of a fleet gets. Pure, but for asking what there is."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvferry.core.errors import ConfigError
+
+Cores = tuple[int, ...]
+
+_RANGE = re.compile(r"([0-9]+)(?:-([0-9]+))?")
+
+
+@dataclass(frozen=True)
+class CorePlan:
+    """One set of cores for each instance, and one for the router."""
+
+    instances: tuple[Cores, ...]
+    router: Cores
+
+
+def available_cores() -> Cores:
+    """The cores this process may use."""
+    return tuple(sorted(os.sched_getaffinity(0)))
+
+
+def plan_cores(available: Sequence[int], num_instances: int) -> CorePlan:
+    """Share cores out among instances, neighbours together.
+
+    Instances get sets of their own, as equal as can be, since two engines on one core wait for each other at every
+    step. Where cores are fewer, each instance gets one, and cores are shared in turn. The router, which computes
+    little, shares with whoever has most.
+    """
+    if not available or num_instances < 1:
+        raise ValueError("there must be a core and an instance")
+    if num_instances > len(available):
+        instances = tuple((available[index % len(available)],) for index in range(num_instances))
+        used = [core for cores in instances for core in cores]
+        return CorePlan(instances, (min(available, key=used.count),))
+    share, extra = divmod(len(available), num_instances)
+    sets: list[Cores] = []
+    start = 0
+    for index in range(num_instances):
+        end = start + share + (index < extra)
+        sets.append(tuple(available[start:end]))
+        start = end
+    return CorePlan(tuple(sets), max(sets, key=len))
+
+
+def parse_cores(text: str, available: Sequence[int]) -> Cores:
+    """The cores that `0-3,8` names. Raises `ConfigError` when it names none, or one this process may not use."""
+    cores: set[int] = set()
+    for part in text.split(","):
+        match = _RANGE.fullmatch(part.strip())
+        if match is None:
+            raise ConfigError(f"--cores: {part.strip()!r} is not a core or a range; write it as 0-3,8")
+        cores.update(range(int(match[1]), int(match[2] or match[1]) + 1))
+    foreign = sorted(cores - set(available))
+    if foreign or not cores:
+        allowed = ", ".join(map(str, available))
+        raise ConfigError(f"--cores {text}: {foreign or 'no core'} cannot be used; this process may use {allowed}")
+    return tuple(sorted(cores))
+
+
+def thread_variables(cores: Cores) -> dict[str, str]:
+    """Environment that makes numeric libraries use as many threads as there are cores."""
+    count = str(max(1, len(cores)))
+    return {"OMP_NUM_THREADS": count, "MKL_NUM_THREADS": count}

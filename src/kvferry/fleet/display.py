@@ -1,0 +1,171 @@
+"""What a person sees while a fleet starts, runs and ends.
+
+The URL goes to standard output, for scripts; everything else goes to standard error.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Protocol
+
+from rich.console import Console
+from rich.progress import BarColumn, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as Bars
+from rich.text import Text
+
+from kvferry.fleet.ready import ReadyWriter
+
+_COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "red")
+
+
+class Display(Protocol):
+    """Told what happens, in order; `name` is a process of the fleet."""
+
+    def starting(self, names: Sequence[str]) -> None:
+        """These processes are being started."""
+
+    def progress(self, name: str, what: str, fraction: float) -> None:
+        """One of them is `fraction` of 1 done with `what`."""
+
+    def ready(self, name: str, url: str) -> None:
+        """One of them serves."""
+
+    def up(self, url: str) -> None:
+        """Everything serves; this is where."""
+
+    def line(self, name: str, text: str) -> None:
+        """A line of a process's log."""
+
+    def note(self, text: str) -> None:
+        """A line of the supervisor's own."""
+
+    def close(self) -> None:
+        """Nothing more will be told."""
+
+
+def make_display() -> Display:
+    """Bars on a terminal, plain lines elsewhere."""
+    return BarDisplay() if sys.stderr.isatty() else PlainDisplay()
+
+
+class PlainDisplay:
+    """Lines. Of progress, only what is new to read: each step's beginning, and its end."""
+
+    def __init__(self) -> None:
+        self._last: dict[str, str] = {}
+
+    def starting(self, names: Sequence[str]) -> None:
+        """See `Display`."""
+        self.note(f"starting {', '.join(names)}")
+
+    def progress(self, name: str, what: str, fraction: float) -> None:
+        """See `Display`."""
+        if self._last.get(name) != what:
+            self._last[name] = what
+            self.line(name, f"{what} ({fraction:.0%})")
+
+    def ready(self, name: str, url: str) -> None:
+        """See `Display`."""
+        self.line(name, f"ready at {url}")
+
+    def up(self, url: str) -> None:
+        """See `Display`."""
+        _say(f"kvferry is up: {url}", to_stdout=True)
+
+    def line(self, name: str, text: str) -> None:
+        """See `Display`."""
+        _say(f"[{name}] {text}")
+
+    def note(self, text: str) -> None:
+        """See `Display`."""
+        _say(f"kvferry: {text}")
+
+    def close(self) -> None:
+        """See `Display`."""
+
+
+class ReportingDisplay(PlainDisplay):
+    """Lines, and over the start protocol what a supervisor above this one wants to know."""
+
+    def __init__(self, writer: ReadyWriter) -> None:
+        super().__init__()
+        self._writer = writer
+
+    def progress(self, name: str, what: str, fraction: float) -> None:
+        """See `Display`."""
+        self._writer.progress(what, fraction)
+
+    def up(self, url: str) -> None:
+        """See `Display`."""
+        self._writer.ready({"url": url})
+
+
+class BarDisplay:
+    """A bar for each process while they start; log lines scroll above."""
+
+    def __init__(self) -> None:
+        self._console = Console(stderr=True, highlight=False)
+        self._bars: Bars | None = None
+        self._tasks: dict[str, TaskID] = {}
+        self._colours: dict[str, str] = {}
+
+    def starting(self, names: Sequence[str]) -> None:
+        """See `Display`."""
+        if self._bars is None:
+            self._bars = Bars(
+                SpinnerColumn(finished_text="✓"),
+                TextColumn("{task.fields[name]}"),
+                BarColumn(bar_width=24),
+                TextColumn("{task.description}"),
+                TimeElapsedColumn(),
+                console=self._console,
+                transient=True,
+            )
+            self._bars.start()
+        for name in names:
+            self._tasks[name] = self._bars.add_task("starting", total=1.0, name=name)
+
+    def progress(self, name: str, what: str, fraction: float) -> None:
+        """See `Display`."""
+        if self._bars is not None and name in self._tasks:
+            self._bars.update(self._tasks[name], description=what, completed=min(fraction, 0.99))
+
+    def ready(self, name: str, url: str) -> None:
+        """See `Display`."""
+        if self._bars is not None and name in self._tasks:
+            self._bars.update(self._tasks[name], description=f"ready at {url}", completed=1.0)
+
+    def up(self, url: str) -> None:
+        """See `Display`."""
+        self._end_bars()
+        _say(f"kvferry is up: {url}", to_stdout=True)
+        self.note("Ctrl-C ends everything")
+
+    def line(self, name: str, text: str) -> None:
+        """See `Display`."""
+        colour = self._colours.setdefault(name, _COLOURS[len(self._colours) % len(_COLOURS)])
+        self._console.print(Text(f"[{name}] ", style=colour), Text(text), sep="", soft_wrap=True)
+
+    def note(self, text: str) -> None:
+        """See `Display`."""
+        self._end_bars()
+        self._console.print(Text(f"kvferry: {text}"), soft_wrap=True)
+
+    def close(self) -> None:
+        """See `Display`."""
+        self._end_bars()
+
+    def _end_bars(self) -> None:
+        if self._bars is not None:
+            self._bars.stop()
+            self._bars = None
+
+
+def _say(text: str, *, to_stdout: bool = False) -> None:
+    """Write a line. A reader that has gone is no reason to end a fleet."""
+    stream = sys.stdout if to_stdout else sys.stderr
+    with suppress(BrokenPipeError):
+        stream.write(text + "\n")
+        stream.flush()

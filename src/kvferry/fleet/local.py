@@ -1,0 +1,154 @@
+"""A fleet on one machine: from what the user said to the processes that a supervisor runs."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from kvferry.engine.config import EngineConfig
+from kvferry.fleet.arguments import flag_name, to_arguments
+from kvferry.fleet.cpu import CorePlan, Cores, available_cores, parse_cores, plan_cores, thread_variables
+from kvferry.fleet.process import ProcessSpec
+from kvferry.fleet.ready import Ready
+from kvferry.fleet.spec import EngineChoice, FleetSpec, InstanceSpec, Listen
+from kvferry.fleet.supervisor import FleetPlan
+from kvferry.fleet.transfer import DEFAULT, InstanceRole, transfer_for_member
+from kvferry.fleet.vllm.instances import Place, VllmInstances
+from kvferry.fleet.vllm.ports import free_ports
+from kvferry.router.config import RouterConfig
+
+PROGRAM = (sys.executable, "-m", "kvferry.cli.main")
+TOKEN_VARIABLE = "KVFERRY_AUTH_TOKEN"
+"""The fleet's shared secret, in the environment: arguments can be read by everyone on the machine."""
+
+OWN_ENGINE = EngineChoice()
+LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True)
+class LocalFleet:
+    """Everything that was said, and who runs where."""
+
+    spec: FleetSpec
+    engine: EngineConfig
+    instance: InstanceSpec
+    router: RouterConfig
+    listen: Listen
+    choice: EngineChoice = OWN_ENGINE
+    hidden: frozenset[str] = frozenset()
+    """Variables that children do not inherit: those that set flags, as children get every flag as an argument."""
+
+    def plan(self) -> FleetPlan:
+        """The processes. Raises `ConfigError` when settings are wrong, before anything is started."""
+        cores = self._cores()
+        token = os.environ.get(TOKEN_VARIABLE) or secrets.token_urlsafe(32)
+        if self.choice.engine == "vllm":
+            return self._plan_vllm(cores, token)
+        instances = tuple(self._instance(index, cores.instances[index], token) for index in range(self._num_instances))
+        return FleetPlan(instances, lambda ready: self._front(ready, cores.router, token))
+
+    def _plan_vllm(self, cores: CorePlan, token: str) -> FleetPlan:
+        """vLLM servers, and kvferry's router before them; without a split, one server alone."""
+        split = self.spec.is_split
+        number = len(cores.instances)
+        servers = VllmInstances.from_settings(self.engine, self.choice, self.instance, splits=split, number=number)
+        bootstrap = tuple(free_ports(self.spec.num_prefill)) if split and servers.has_bootstrap else ()
+        specs = []
+        for index, own in enumerate(cores.instances):
+            role, number = _role(index, self.spec.num_prefill) if split else ("both", 0)
+            place = Place(
+                role=role,
+                name=f"{role}-{number}" if split else "engine",
+                index=index,
+                host=LOOPBACK if split else self.listen.host,
+                port=0 if split else self.listen.port,
+                cores=own,
+                environment={TOKEN_VARIABLE: token},
+                hidden=self.hidden,
+            )
+            specs.append(servers.process(place, *bootstrap[index : index + 1]))
+        if not split:
+            return FleetPlan(tuple(specs))
+        return FleetPlan(tuple(specs), lambda ready: self._front(ready, cores.router, token, bootstrap))
+
+    @property
+    def _num_instances(self) -> int:
+        return self.spec.num_prefill + self.spec.num_decode if self.spec.is_split else 1
+
+    def _cores(self) -> CorePlan:
+        available = available_cores()
+        chosen = available if self.spec.cores is None else parse_cores(self.spec.cores, available)
+        return plan_cores(chosen, self._num_instances)
+
+    def _instance(self, index: int, cores: Cores, token: str) -> ProcessSpec:
+        """Prefill instances first, then decode instances; `index` counts all of them."""
+        role, number = _role(index, self.spec.num_prefill)
+        name = f"{role}-{number}"
+        transfer = transfer_for_member(self.instance.kv_transfer_config or DEFAULT, role, name, index)
+        return self._process(
+            name,
+            [
+                role,
+                self.engine.model,
+                *to_arguments(self.engine, without=("model",)),
+                *to_arguments(replace(self.instance, kv_transfer_config=transfer)),
+                *to_arguments(replace(self.listen, host=LOOPBACK, port=0)),
+            ],
+            cores,
+            token,
+        )
+
+    def _front(
+        self, ready: Mapping[str, Ready], cores: Cores, token: str, bootstrap: tuple[int, ...] = ()
+    ) -> ProcessSpec:
+        urls = {
+            role: tuple(about.url for name, about in ready.items() if name.startswith(f"{role}-"))
+            for role in ("prefill", "decode")
+        }
+        router = replace(self.router, prefill_url=urls["prefill"], decode_url=urls["decode"], bootstrap_port=bootstrap)
+        arguments = ["router", *to_arguments(router), *to_arguments(self.listen)]
+        return self._process("router", arguments, cores, token)
+
+    def _process(self, name: str, arguments: list[str], cores: Cores, token: str) -> ProcessSpec:
+        return ProcessSpec(
+            name=name,
+            command=(*PROGRAM, *arguments),
+            environment={**thread_variables(cores), TOKEN_VARIABLE: token},
+            hidden=self.hidden,
+            cores=cores,
+        )
+
+
+def plain_instance(fleet: LocalFleet, name: str) -> ProcessSpec:
+    """One more instance of the fleet's model, which does both phases and takes part in nothing."""
+    cores = available_cores()[-1:]
+    listen = replace(fleet.listen, host=LOOPBACK, port=0)
+    arguments = ["serve", fleet.engine.model, *to_arguments(fleet.engine, without=("model",))]
+    return ProcessSpec(
+        name=name,
+        command=(*PROGRAM, *arguments, *to_arguments(fleet.instance), *to_arguments(listen)),
+        environment=thread_variables(cores),
+        hidden=fleet.hidden,
+        cores=cores,
+    )
+
+
+def vllm_instance(
+    role: InstanceRole, engine: EngineConfig, choice: EngineChoice, instance: InstanceSpec, listen: Listen
+) -> FleetPlan:
+    """One vLLM server of a role, alone. Raises `ConfigError`."""
+    servers = VllmInstances.from_settings(engine, choice, instance, splits=True)
+    place = Place(role, role, 0, listen.host, listen.port, available_cores(), {})
+    return FleetPlan((servers.process(place),))
+
+
+def _role(index: int, num_prefill: int) -> tuple[InstanceRole, int]:
+    return ("prefill", index) if index < num_prefill else ("decode", index - num_prefill)
+
+
+def variable_name(field: str) -> str:
+    """The environment variable of a field's flag."""
+    return "KVFERRY_" + flag_name(field).removeprefix("--").upper().replace("-", "_")

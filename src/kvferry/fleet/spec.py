@@ -1,0 +1,95 @@
+"""What a user says about a fleet on one machine. Docstrings of fields are the flags' help."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from kvferry.core.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Listen:
+    """Where a process answers HTTP, and how it ends."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on; only this machine can reach the default."""
+
+    port: int = 8000
+    """Port to listen on; 0 takes any free one."""
+
+    grace_s: float = 5.0
+    """Seconds that requests under way have to finish when the process is told to end."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= 65535:
+            raise ConfigError(f"--port must be between 0 and 65535, got {self.port}")
+        if self.grace_s < 0:
+            raise ConfigError(f"--grace-s must not be negative, got {self.grace_s}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineChoice:
+    """Which engine runs the model."""
+
+    engine: Literal["kvferry", "vllm"] = "kvferry"
+    """Engine that runs the model: kvferry's own, or vLLM's servers, which are given all that stands behind --."""
+
+    engine_python: str | None = None
+    """Python of an environment with vLLM, such as /opt/vllm/bin/python; the one kvferry runs in when not given."""
+
+    engine_argument: tuple[str, ...] = ()
+    """One argument for vLLM; repeat it for more. `-- --dtype float32` says the same, and shorter."""
+
+    def __post_init__(self) -> None:
+        if self.engine != "vllm" and (self.engine_python is not None or self.engine_argument):
+            raise ConfigError(
+                "--engine-python, and what stands behind --, are for vLLM; add --engine vllm, or leave them out"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class InstanceSpec:
+    """What an instance is told beside its engine's settings."""
+
+    served_model_name: tuple[str, ...] = ()
+    """Name of the model in the API; repeat it for more. The model's own name when not given."""
+
+    kv_transfer_config: str | None = None
+    """How KV moves: vLLM's JSON, such as {"kv_connector":"SharedStorageConnector"}. Prefill and decode
+    instances use {"kv_connector":"P2pConnector"} when it is not given, each with its own kv_role. With --engine vllm
+    any connector that vLLM knows will do, such as {"kv_connector":"NixlConnector"}."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FleetSpec:
+    """How many instances of which role run on this machine."""
+
+    prefill: int = 0
+    """Prefill instances. With neither prefill nor decode instances, one instance does both phases."""
+
+    decode: int = 0
+    """Decode instances; 1 when only prefill is given, and the other way round."""
+
+    cores: str | None = None
+    """CPU cores to use, as 0-3,8; instances share them out. All that this process may use when not given."""
+
+    def __post_init__(self) -> None:
+        for name in ("prefill", "decode"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"--{name} must not be negative, got {getattr(self, name)}")
+
+    @property
+    def is_split(self) -> bool:
+        """Whether prefill and decode are on different instances."""
+        return bool(self.prefill or self.decode)
+
+    @property
+    def num_prefill(self) -> int:
+        """Prefill instances to start."""
+        return max(self.prefill, 1) if self.is_split else 0
+
+    @property
+    def num_decode(self) -> int:
+        """Decode instances to start."""
+        return max(self.decode, 1) if self.is_split else 0

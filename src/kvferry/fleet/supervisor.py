@@ -1,0 +1,221 @@
+"""Starts the processes of a fleet on this machine, watches them, and ends them all, whatever happens.
+
+Owns the processes. Does not know what they are: each is a command that speaks the start protocol of `ready`.
+
+    start instances, all at once ─► all ready ─► start the router ─► ready: one URL
+    Ctrl-C, SIGTERM, SIGHUP: router, then instances: SIGTERM, grace, SIGKILL.   Ctrl-C again: SIGKILL now.
+    a process ends by itself: say which, with its last lines, and end the rest.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from kvferry.fleet.display import Display
+from kvferry.fleet.process import Process, ProcessSpec
+from kvferry.fleet.ready import Ready
+
+EXIT_CRASHED = 1
+EXIT_USER_ERROR = 2
+"""How a process ends that was told something wrong; the fleet then ends so too."""
+EXIT_KILLED = 130
+ERROR_PREFIX = "kvferry: error: "
+"""How the one line begins in which a process says what it was told wrong."""
+
+MakeFront = Callable[[Mapping[str, Ready]], ProcessSpec]
+
+
+@dataclass(frozen=True)
+class FleetPlan:
+    """What to run: instances first, then what stands in front of them, which is made from their addresses."""
+
+    instances: tuple[ProcessSpec, ...]
+    front: MakeFront | None = None
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The end was asked for, by this signal, or by whoever runs the supervisor."""
+
+    number: int | None = None
+
+
+@dataclass(frozen=True)
+class Crashed:
+    """A process ended though nobody asked it to."""
+
+    process: Process
+
+
+@dataclass(frozen=True)
+class NotStarted:
+    """The system refused a process."""
+
+    reason: str
+
+
+End = Asked | Crashed | NotStarted
+
+
+class LocalSupervisor:
+    """Runs one fleet, once. `grace_s`: seconds between SIGTERM and SIGKILL, for the router and again for instances."""
+
+    def __init__(self, display: Display, grace_s: float = 10.0) -> None:
+        self._display, self._grace_s = display, grace_s
+        self._instances: list[Process] = []
+        self._front: list[Process] = []
+        self._end: asyncio.Future[End] | None = None
+        self._hurried = False
+
+    async def run(self, plan: FleetPlan) -> int:
+        """Start everything and serve until the end; returns the exit code. Call it in the main thread."""
+        self._end = asyncio.get_running_loop().create_future()
+        async with asyncio.TaskGroup() as group:
+            with self._signals():
+                starting = group.create_task(self._bring_up(plan, group))
+                try:
+                    code = self._report(await self._end)
+                finally:
+                    starting.cancel()
+                    await asyncio.wait([starting])
+                    await self._bring_down()
+                    self._display.close()
+        return EXIT_KILLED if self._hurried else code
+
+    def stop(self) -> None:
+        """End everything, as SIGTERM does. Call it from the loop that `run` is on."""
+        if self._end is not None:
+            self._conclude(Asked())
+
+    # The beginning.
+
+    async def _bring_up(self, plan: FleetPlan, group: asyncio.TaskGroup) -> None:
+        try:
+            ready = await self._start_all(plan.instances, self._instances, group)
+            if plan.front is not None:
+                ready = await self._start_all([plan.front(ready)], self._front, group)
+        except OSError as error:
+            self._conclude(NotStarted(f"cannot start a process: {error.strerror or error}"))
+            return
+        self._display.up(next(iter(ready.values())).url)
+
+    async def _start_all(
+        self, specs: Sequence[ProcessSpec], processes: list[Process], group: asyncio.TaskGroup
+    ) -> dict[str, Ready]:
+        """Start them side by side; returns when all serve. One that ends instead concludes the fleet."""
+        self._display.starting([spec.name for spec in specs])
+        for spec in specs:
+            process = await Process.start(spec)
+            processes.append(process)
+            group.create_task(self._watch(process))
+        ready = {}
+        for process in processes:
+            ready[process.name] = await process.ready
+        return ready
+
+    async def _watch(self, process: Process) -> None:
+        name, display = process.name, self._display
+        process.ready.add_done_callback(
+            lambda ready: None if ready.cancelled() else display.ready(name, ready.result().url)
+        )
+        await process.watch(
+            on_line=lambda text: display.line(name, text),
+            on_progress=lambda progress: display.progress(name, progress.what, progress.progress),
+        )
+        self._conclude(Crashed(process))
+
+    # The end.
+
+    def _conclude(self, end: End) -> None:
+        """The first reason to end is the reason."""
+        assert self._end is not None
+        if not self._end.done():
+            self._end.set_result(end)
+
+    def _report(self, end: End) -> int:
+        match end:
+            case Asked(number):
+                by = f"{signal.Signals(number).name}: " if number is not None else ""
+                self._display.note(f"{by}ending everything")
+                return 0
+            case NotStarted(reason):
+                self._display.note(f"error: {reason}")
+                return EXIT_CRASHED
+            case Crashed(process):
+                return self._report_crash(process)
+
+    def _report_crash(self, process: Process) -> int:
+        complaint = _complaint(process)
+        if complaint is not None:
+            self._display.note(f"error: {process.name}: {complaint}")
+            return EXIT_USER_ERROR
+        phase = "while running" if process.ready.done() else "while starting"
+        self._display.note(f"error: {process.name} {_how(process.returncode)} {phase}; its last lines:")
+        for line in process.last_lines:
+            self._display.note(f"  {line}")
+        return EXIT_CRASHED
+
+    async def _bring_down(self) -> None:
+        """The router first, so that it can end its answers while instances still give them."""
+        for processes in (self._front, self._instances):
+            for process in processes:
+                process.terminate()
+            if not await _all_gone(processes, self._grace_s):
+                for process in processes:
+                    process.kill()
+                await _all_gone(processes, None)
+
+    # Signals.
+
+    @contextmanager
+    def _signals(self) -> Iterator[None]:
+        loop = asyncio.get_running_loop()
+        numbers = [signal.SIGINT, signal.SIGTERM]
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup has it ignored, and means it.
+            numbers.append(signal.SIGHUP)
+        for number in numbers:
+            loop.add_signal_handler(number, self._on_signal, number)
+        try:
+            yield
+        finally:
+            for number in numbers:
+                loop.remove_signal_handler(number)
+
+    def _on_signal(self, number: int) -> None:
+        assert self._end is not None
+        if not self._end.done():
+            self._conclude(Asked(number))
+        elif number == signal.SIGINT and not self._hurried:
+            self._hurried = True
+            self._display.note("killing everything")
+            for process in (*self._front, *self._instances):
+                process.kill()
+
+
+async def _all_gone(processes: Sequence[Process], timeout_s: float | None) -> bool:
+    """Wait until all have ended; False when that takes longer than `timeout_s`."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            for process in processes:
+                await process.gone.wait()
+    except TimeoutError:
+        return False
+    return True
+
+
+def _complaint(process: Process) -> str | None:
+    """What a process says was told wrong, if that is why it did not start."""
+    if process.returncode != EXIT_USER_ERROR or process.ready.done():
+        return None
+    lines = (line for line in reversed(process.last_lines) if line.startswith(ERROR_PREFIX))
+    return next((line.removeprefix(ERROR_PREFIX) for line in lines), None)
+
+
+def _how(returncode: int | None) -> str:
+    if returncode is None or returncode >= 0:
+        return f"ended with exit code {returncode}"
+    return f"was killed by {signal.Signals(-returncode).name}"

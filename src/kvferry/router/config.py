@@ -1,0 +1,88 @@
+"""Settings of the router. A field's docstring is its flag's help; flags, TOML and environment come from this class."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from kvferry.core.errors import ConfigError
+from kvferry.core.units import parse_bytes
+
+HandOffMode = Literal["auto", "sequential", "concurrent"]
+ProtocolName = Literal["auto", "kvferry", "nixl", "mooncake"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterConfig:
+    """One router: the instances behind it, how requests are handed off, and its bounds."""
+
+    prefill_url: tuple[str, ...] = ()
+    """Base URL of a prefill instance; repeat it for more. Without any, decode instances do everything."""
+
+    decode_url: tuple[str, ...] = ()
+    """Base URL of a decode instance; repeat it for more."""
+
+    hand_off: HandOffMode = "auto"
+    """When decode is called: sequential, after prefill has answered; concurrent, at the same time; auto,
+    concurrent where the prefill instance offers it."""
+
+    protocol: ProtocolName = "auto"
+    """What prefill and decode instances speak. auto: each is asked what it is. kvferry: kvferry's own instances.
+    nixl: vLLM servers whose prefill answers with what decode then fetches (NixlConnector, kvferry's connectors in
+    vLLM). mooncake: vLLM servers with MooncakeConnector, called both at once."""
+
+    bootstrap_port: tuple[int, ...] = ()
+    """Port of a prefill instance's Mooncake bootstrap server, in the order of --prefill-url; 8998 when not given."""
+
+    retries: int = 1
+    """Other instances tried when one fails a request, for prefill and for decode."""
+
+    max_in_flight: int = 2048
+    """Most requests at once; one more is answered with 429."""
+
+    max_body: str = "32MiB"
+    """Longest request body; a longer one is answered with 413."""
+
+    max_buffered: str = "1GiB"
+    """Most bytes of request bodies held at once; beyond it, requests are answered with 429."""
+
+    connect_timeout_s: float = 5.0
+    """Seconds to wait for a connection to an instance. An answer may take as long as it takes."""
+
+    health_interval_s: float = 2.0
+    """Seconds between two looks at an instance's /health."""
+
+    release_timeout_s: float = 5.0
+    """Seconds that telling a prefill instance to free an abandoned hand-off may take."""
+
+    def __post_init__(self) -> None:
+        if self.max_in_flight < 1:
+            raise ConfigError(f"--max-in-flight must be at least 1, got {self.max_in_flight}")
+        if len(self.bootstrap_port) > len(self.prefill_url):
+            raise ConfigError(
+                f"--bootstrap-port is given {len(self.bootstrap_port)} times for"
+                f" {len(self.prefill_url)} --prefill-url; give it once for each, in the same order"
+            )
+        for port in self.bootstrap_port:
+            if not 0 < port <= 65535:
+                raise ConfigError(f"--bootstrap-port must be between 1 and 65535, got {port}")
+        if self.retries < 0:
+            raise ConfigError(f"--retries must not be negative, got {self.retries}")
+        for name in ("connect_timeout_s", "health_interval_s", "release_timeout_s"):
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"--{name.replace('_', '-')} must be above 0, got {getattr(self, name)}")
+        if self.max_buffered_bytes < self.max_body_bytes:
+            raise ConfigError(
+                f"--max-buffered ({self.max_buffered}) must be at least --max-body ({self.max_body}),"
+                " or the longest body is never admitted"
+            )
+
+    @property
+    def max_body_bytes(self) -> int:
+        """`max_body` as a number."""
+        return parse_bytes(self.max_body, "--max-body")
+
+    @property
+    def max_buffered_bytes(self) -> int:
+        """`max_buffered` as a number."""
+        return parse_bytes(self.max_buffered, "--max-buffered")

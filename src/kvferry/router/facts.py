@@ -1,0 +1,89 @@
+"""Asking instances about themselves: kvferry's say what they are, vLLM's servers are known by their answers."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import msgspec
+
+from kvferry.core.errors import TransferError
+from kvferry.router.config import ProtocolName
+from kvferry.router.instance import Absent, Bootstrap, Facts, Instance, InstanceFacts, Unasked, VllmFacts
+from kvferry.router.protocols.mooncake import read_bootstrap
+from kvferry.router.upstream import Upstream
+
+ABOUT_PATH = "/kvferry/instance"
+_TIMEOUT_S = 5.0
+
+T = TypeVar("T")
+
+
+class _Version(msgspec.Struct):
+    version: str
+
+
+class _Model(msgspec.Struct):
+    id: str
+    owned_by: str = ""
+
+
+class _Models(msgspec.Struct):
+    data: list[_Model]
+
+
+async def ask_about(instance: Instance, upstream: Upstream, protocol: ProtocolName = "auto") -> Facts:
+    """What the instance is; `Unasked` when it cannot answer now, `Absent` when it never will.
+
+    With a protocol that was told, only what that protocol needs is asked.
+    """
+    match protocol:
+        case "kvferry":
+            return await _ask(instance, upstream, ABOUT_PATH, InstanceFacts)
+        case "nixl":
+            return VllmFacts()
+        case "mooncake":
+            bootstrap = await _bootstrap(instance, upstream)
+            return VllmFacts(bootstrap=bootstrap) if bootstrap or instance.role == "decode" else Unasked()
+    facts = await _ask(instance, upstream, ABOUT_PATH, InstanceFacts)
+    return await _about_vllm(instance, upstream) if isinstance(facts, Absent) else facts
+
+
+async def _about_vllm(instance: Instance, upstream: Upstream) -> Facts:
+    version = await _ask(instance, upstream, "/version", _Version)
+    if not isinstance(version, _Version):
+        return version
+    models = await _ask(instance, upstream, "/v1/models", _Models)
+    cards = models.data if isinstance(models, _Models) else []  # a server with an API key does not tell
+    if any(card.owned_by != "vllm" for card in cards):
+        return Absent()
+    return VllmFacts(
+        version=version.version,
+        model_names=[card.id for card in cards],
+        bootstrap=await _bootstrap(instance, upstream),
+    )
+
+
+async def _bootstrap(instance: Instance, upstream: Upstream) -> Bootstrap | None:
+    """What the bootstrap server beside a prefill instance says, if there is one."""
+    if instance.role != "prefill":
+        return None
+    host = f"[{instance.host}]" if ":" in instance.host else instance.host
+    server = Instance("prefill", f"http://{host}:{instance.bootstrap_port}")
+    try:
+        status, body = await upstream.ask(server, "GET", "/query", _TIMEOUT_S)
+    except TransferError:
+        return None
+    return read_bootstrap(server.url, body) if status == 200 else None
+
+
+async def _ask(instance: Instance, upstream: Upstream, path: str, kind: type[T]) -> T | Unasked | Absent:
+    try:
+        status, body = await upstream.ask(instance, "GET", path, _TIMEOUT_S)
+    except TransferError:
+        return Unasked()
+    if status >= 500 or status == 429:
+        return Unasked()
+    try:
+        return msgspec.json.decode(body, type=kind) if status == 200 else Absent()
+    except msgspec.MsgspecError:
+        return Absent()

@@ -1,0 +1,99 @@
+"""One instance behind the router, as the router sees it."""
+
+from __future__ import annotations
+
+from typing import Literal
+from urllib.parse import urlsplit
+
+import msgspec
+
+from kvferry.core.errors import ConfigError
+from kvferry.core.hand_off import RankAddress
+
+LegRole = Literal["prefill", "decode"]
+
+BOOTSTRAP_PORT = 8998
+"""Where vLLM's Mooncake connector has its bootstrap server unless VLLM_MOONCAKE_BOOTSTRAP_PORT says otherwise."""
+
+
+class InstanceFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """What an instance says of itself at GET /kvferry/instance. `kv_port` 0: it has no control address; `kv_ranks`:
+    the addresses of all its ranks, where there are several."""
+
+    role: str = "both"
+    engine_id: str = ""
+    kv_host: str = ""
+    kv_port: int = 0
+    kv_ranks: list[RankAddress] | None = None
+    connector: str | None = None
+    layout: str | None = None
+    model_names: list[str] = []
+
+
+class Unasked(msgspec.Struct, frozen=True):
+    """The instance has not been asked yet, or has failed since it was; it will be."""
+
+
+class Bootstrap(msgspec.Struct, frozen=True, kw_only=True):
+    """What vLLM's Mooncake bootstrap server at `url` says: the engine id of each data-parallel rank."""
+
+    url: str
+    engines: dict[int, str]
+
+
+class VllmFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """A vLLM server. It does not say which connector it has; one with a bootstrap server has Mooncake's."""
+
+    version: str = ""
+    model_names: list[str] = []
+    bootstrap: Bootstrap | None = None
+
+
+class Absent(msgspec.Struct, frozen=True):
+    """Another engine, of which nothing is known."""
+
+
+Facts = InstanceFacts | VllmFacts | Unasked | Absent
+
+
+class Instance:
+    """An instance's address, and what the router knows of its state.
+
+    `alive` and `facts` are written by `Health` and by legs that fail, `in_flight` by `Upstream`; all in one thread.
+    """
+
+    def __init__(self, role: LegRole, url: str, bootstrap_port: int = BOOTSTRAP_PORT) -> None:
+        self.role = role
+        self.url = normalise_url(url)
+        self.bootstrap_port = bootstrap_port
+        self.alive = True
+        self.in_flight = 0
+        self.facts: Facts = Unasked()
+
+    @property
+    def host(self) -> str:
+        """The host of its address."""
+        return urlsplit(self.url).hostname or ""
+
+    def failed(self, *, reachable: bool) -> None:
+        """A leg broke: what was known may be of a process that is gone."""
+        self.facts = Unasked()
+        self.alive = self.alive and reachable
+
+    def __repr__(self) -> str:
+        return f"{self.role} instance {self.url}"
+
+
+def normalise_url(url: str) -> str:
+    """A base URL without trailing slash; `http://` is assumed. Raises `ConfigError` when it is not one."""
+    full = url if "://" in url else f"http://{url}"
+    try:
+        parts = urlsplit(full)
+        port_is_valid = parts.port is None or parts.port > 0
+    except ValueError as error:
+        raise ConfigError(f"{url!r} is not an instance's URL: {error}") from error
+    if parts.scheme not in ("http", "https") or not parts.hostname or not port_is_valid:
+        raise ConfigError(f"{url!r} is not an instance's URL; give it as http://host:port")
+    if parts.query or parts.fragment:
+        raise ConfigError(f"{url!r} must be a base URL, without query and fragment")
+    return full.rstrip("/")

@@ -1,0 +1,105 @@
+"""The two legs of a request: what each instance is sent, and what its answer means."""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import msgspec
+
+from kvferry.router.body import RequestBody
+from kvferry.router.protocols.form import Form
+from kvferry.router.upstream import Answer
+
+HAND_OFF_FIELD = "kv_transfer_params"
+"""The one field that belongs to the router: what a client puts there never reaches an instance, as it could make
+one connect to any address."""
+
+MAX_PREFILL_ANSWER_BYTES = 16 * 2**20
+
+
+class Verdict(Enum):
+    """What a status says about who is at fault."""
+
+    SERVED = "served"
+    """The request was done, or is the client's fault: the answer is the client's."""
+    BUSY = "busy"
+    """Load: another instance may have room."""
+    FAULT = "fault"
+    """The instance failed: another may not."""
+
+
+def verdict(status: int) -> Verdict:
+    """What an answer's status means."""
+    if status in (429, 503):
+        return Verdict.BUSY
+    return Verdict.FAULT if status >= 500 else Verdict.SERVED
+
+
+# What comes of a prefill leg.
+
+
+@dataclass(frozen=True)
+class Prefilled:
+    """P has the KV ready. `params` is the ticket as P wrote it; None: P keeps nothing for another instance."""
+
+    form: Form
+    params: msgspec.Raw | None
+
+
+@dataclass(frozen=True)
+class Refused:
+    """P says the request is wrong; its answer is the client's."""
+
+    answer: Answer
+
+
+@dataclass(frozen=True)
+class PrefillFailed:
+    """P did not do it, and that is not the client's fault."""
+
+    reason: str
+
+
+PrefillOutcome = Prefilled | Refused | PrefillFailed
+
+
+def shared_seed(body: RequestBody) -> dict[str, int]:
+    """The seed field both legs get when the client gave none, so that D goes on as P began; empty when it did."""
+    return {} if body.get("seed") is not None else {"seed": secrets.randbits(63)}
+
+
+def prefill_body(body: RequestBody, form: Form, seed: dict[str, int]) -> bytes:
+    """The prefill leg's body: one token, in one piece, and the KV kept for another instance."""
+    fields: dict[str, Any] = {"max_tokens": 1, "n": 1, "stream": False, **seed, **form.prefill_fields}
+    if "max_completion_tokens" in body:
+        fields["max_completion_tokens"] = 1
+    min_tokens = body.get("min_tokens")
+    if isinstance(min_tokens, int):
+        fields["min_tokens"] = min(min_tokens, 1)
+    fields[HAND_OFF_FIELD] = form.produce
+    return body.encode(without=("stream_options", "best_of", *form.prefill_without), **fields)
+
+
+def decode_body(body: RequestBody, params: Any, seed: dict[str, int]) -> bytes:
+    """The decode leg's body, with a ticket: the client's own, and the seed that P's token is drawn with."""
+    return body.encode(**{HAND_OFF_FIELD: params, **seed})
+
+
+def whole_body(body: RequestBody) -> bytes:
+    """The body for one instance that does everything."""
+    return body.encode(without=(HAND_OFF_FIELD,))
+
+
+class _Origin(msgspec.Struct):
+    remote_engine_id: str | None = None
+
+
+def ticket_engine_id(params: msgspec.Raw) -> str | None:
+    """The engine that a ticket names, None when it names none."""
+    try:
+        return msgspec.json.decode(params, type=_Origin).remote_engine_id
+    except msgspec.MsgspecError:
+        return None

@@ -1,0 +1,99 @@
+"""The router's Prometheus metrics. Each app has its own registry, so that two in one process do not meet."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+
+from kvferry.router.instance import Instance
+from kvferry.router.plan import PROMPT_FIELDS
+
+CONTENT_TYPE = CONTENT_TYPE_LATEST
+
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250)
+_OF_INSTANCE = ("role", "instance")
+
+
+class Metrics:
+    """What the router counts, as verbs."""
+
+    def __init__(self) -> None:
+        self._registry = registry = CollectorRegistry()
+        self._requests = Counter(
+            "kvferry_router_requests", "Requests answered, by path and status.", ("path", "status"), registry=registry
+        )
+        self._seconds = Histogram(
+            "kvferry_router_request_seconds",
+            "Seconds from a request's arrival to the end of its answer.",
+            ("path",),
+            buckets=_SECONDS,
+            registry=registry,
+        )
+        self._first_byte_seconds = Histogram(
+            "kvferry_router_first_byte_seconds",
+            "Seconds from a request's arrival to the first byte of its answer's body.",
+            ("path",),
+            buckets=_SECONDS,
+            registry=registry,
+        )
+        self._hand_offs = Counter(
+            "kvferry_router_hand_offs",
+            "Ways requests were served: handed off, whole on one instance, or local after prefill failed.",
+            ("kind", "reason"),
+            registry=registry,
+        )
+        self._errors = Counter(
+            "kvferry_router_leg_errors",
+            "Legs that failed: connections lost or refused (unreachable, lost) and statuses of load and fault.",
+            (*_OF_INSTANCE, "reason"),
+            registry=registry,
+        )
+        self._retries = Counter(
+            "kvferry_router_retries", "Legs tried again on another instance.", ("role",), registry=registry
+        )
+        self._releases = Counter(
+            "kvferry_router_releases", "Abandoned hand-offs reported to prefill.", ("outcome",), registry=registry
+        )
+        self._in_flight = Gauge("kvferry_router_instance_in_flight", "Legs under way.", _OF_INSTANCE, registry=registry)
+        self._alive = Gauge(
+            "kvferry_router_instance_up", "Whether the instance seems alive.", _OF_INSTANCE, registry=registry
+        )
+
+    def request_done(self, path: str, status: int, seconds: float) -> None:
+        """A client has its answer, or has left."""
+        self._requests.labels(_bounded(path), str(status)).inc()
+        self._seconds.labels(_bounded(path)).observe(seconds)
+
+    def first_byte(self, path: str, seconds: float) -> None:
+        """An answer's first body byte went out."""
+        self._first_byte_seconds.labels(_bounded(path)).observe(seconds)
+
+    def served(self, kind: str, reason: str = "") -> None:
+        """A way to serve a request was taken: `sequential`, `concurrent`, `whole` (and why) or `local`."""
+        self._hand_offs.labels(kind, reason).inc()
+
+    def leg_failed(self, instance: Instance, reason: str) -> None:
+        """A leg ended without a usable answer."""
+        self._errors.labels(instance.role, instance.url, reason).inc()
+
+    def retried(self, role: str) -> None:
+        """A leg is tried again elsewhere."""
+        self._retries.labels(role).inc()
+
+    def released(self, outcome: str) -> None:
+        """An abandoned hand-off was reported: `done`, `failed` or `dropped`."""
+        self._releases.labels(outcome).inc()
+
+    def expose(self, instances: Iterable[Instance]) -> bytes:
+        """Everything, in Prometheus' text form."""
+        for instance in instances:
+            self._in_flight.labels(instance.role, instance.url).set(instance.in_flight)
+            self._alive.labels(instance.role, instance.url).set(instance.alive)
+        return generate_latest(self._registry)
+
+
+def _bounded(path: str) -> str:
+    """A path as a label; paths are the client's, and labels must be few."""
+    return path if path in PROMPT_FIELDS or path == "/v1/models" else "other"

@@ -1,0 +1,44 @@
+"""How P and D agree on one hand-off, as data: what each leg is sent, and where the ticket comes from.
+
+One file beside this one makes the form of each protocol.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from kvferry.router.headers import RawHeaders
+
+
+@dataclass(frozen=True, kw_only=True)
+class Form:
+    """One hand-off. `produce` and `early` are `kv_transfer_params` for P and for D."""
+
+    protocol: str
+    transfer_id: str
+    produce: dict[str, Any]
+    early: dict[str, Any] | None = None
+    """D's ticket, where it can be known before P has answered."""
+    concurrent: bool = False
+    """Whether D is called together with P, with the early ticket."""
+    early_is_all: bool = False
+    """P's answer brings no ticket; the early one stays."""
+    shares_seed: bool = False
+    """P's token is the client's first, so both legs must draw with one seed. Otherwise D draws it."""
+    prefill_fields: dict[str, Any] = field(default_factory=dict)
+    prefill_without: tuple[str, ...] = ()
+    prefill_headers: RawHeaders = field(default_factory=list)
+
+    def read_ticket(self, answer: bytes) -> msgspec.Raw | None:
+        """D's ticket from P's answer, None when there is none. Raises `msgspec.MsgspecError` on what is no object."""
+        params = msgspec.json.decode(answer, type=_PrefillAnswer).kv_transfer_params
+        if self.early_is_all:
+            return msgspec.Raw(msgspec.json.encode(self.early))
+        return None if bytes(params) in (b"null", b"{}") else params
+
+
+class _PrefillAnswer(msgspec.Struct):
+    kv_transfer_params: msgspec.Raw = msgspec.Raw(b"null")

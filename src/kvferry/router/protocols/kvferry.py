@@ -1,0 +1,33 @@
+"""kvferry's own form: the ticket carries P's first token, and where D may ask P itself, both are called at once."""
+
+from __future__ import annotations
+
+from kvferry.core.hand_off import Ticket
+from kvferry.router.instance import Instance, InstanceFacts
+from kvferry.router.protocols.form import Form
+from kvferry.router.protocols.nixl import produce_params
+
+
+def sequential(transfer_id: str) -> Form:
+    """P answers with the ticket, then D is called with it. Engines that nobody knows get this one too."""
+    return Form(protocol="kvferry", transfer_id=transfer_id, produce=produce_params(transfer_id), shares_seed=True)
+
+
+def concurrent(transfer_id: str, prefill: Instance, facts: InstanceFacts) -> Form:
+    """D gets P's address and asks before P has answered."""
+    ticket = Ticket(
+        transfer_id=transfer_id,
+        remote_engine_id=facts.engine_id,
+        remote_host=facts.kv_host or prefill.host,
+        remote_port=facts.kv_port,
+        tp_size=len(facts.kv_ranks or [()]),
+        remote_ranks=facts.kv_ranks,
+    )
+    return Form(
+        protocol="kvferry",
+        transfer_id=transfer_id,
+        produce=produce_params(transfer_id),
+        early=ticket.to_params(),
+        concurrent=True,
+        shares_seed=True,
+    )

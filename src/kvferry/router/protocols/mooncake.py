@@ -1,0 +1,59 @@
+"""The form of vLLM's `MooncakeConnector`: P and D are called at once with one `transfer_id`.
+
+D finds P's engine through P's bootstrap server, whose answer to GET /query says which engines there are, one for
+each data-parallel rank: `{"0": {"engine_id": "…", "worker_addr": {"0": {"0": "tcp://…"}}}}`.
+
+Tested with vLLM 0.32's bootstrap server and the connector's scheduler side. Its worker side needs a GPU: the whole has
+**never run**.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from kvferry.router.instance import Bootstrap
+from kvferry.router.protocols.form import Form
+
+RANK_HEADER = b"x-data-parallel-rank"
+"""Where vLLM reads which of its data-parallel engines shall serve a request."""
+
+
+def mooncake(transfer_id: str, bootstrap: Bootstrap, *, at_once: bool) -> Form:
+    """The hand-off from one of P's data-parallel engines, any of them in turn.
+
+    P keeps the KV only when the length limit ends its leg, not a stop token: hence `ignore_eos`.
+    """
+    ranks = sorted(bootstrap.engines)
+    rank = ranks[int(transfer_id[:8], 16) % len(ranks)]
+    return Form(
+        protocol="mooncake",
+        transfer_id=transfer_id,
+        produce={"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": transfer_id},
+        early={
+            "do_remote_decode": False,
+            "do_remote_prefill": True,
+            "transfer_id": transfer_id,
+            "remote_engine_id": bootstrap.engines[rank],
+            "remote_bootstrap_addr": bootstrap.url,
+        },
+        early_is_all=True,
+        concurrent=at_once,
+        prefill_fields={"ignore_eos": True},
+        prefill_without=("stop_token_ids",),
+        prefill_headers=[(RANK_HEADER, str(rank).encode())] if len(ranks) > 1 else [],
+    )
+
+
+class _Engine(msgspec.Struct):
+    engine_id: str
+    worker_addr: dict[int, dict[int, str]]
+
+
+def read_bootstrap(url: str, answer: bytes) -> Bootstrap | None:
+    """What a bootstrap server's answer says; None when it is another server, or no worker has registered yet."""
+    try:
+        engines = msgspec.json.decode(answer, type=dict[int, _Engine])
+    except msgspec.MsgspecError:
+        return None
+    found = {rank: engine.engine_id for rank, engine in engines.items() if engine.worker_addr}
+    return Bootstrap(url=url, engines=found) if found else None

@@ -1,0 +1,179 @@
+"""Where an instance listens for other instances, and how it dials them.
+
+One TCP port serves every purpose ("lookup", "read", …), so that a firewall has one to open. Owns the listening
+socket and the connections accepted on it; what is said on them is their handler's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import logging
+import socket
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+
+from kvferry.core.errors import ConfigError, KvferryError, PeerLost
+from kvferry.transport.connection import Connection, limited_to
+from kvferry.transport.handshake import HANDSHAKE_S, answer, greet
+from kvferry.transport.wire import Identity
+
+log = logging.getLogger(__name__)
+
+Handler = Callable[[Connection], Awaitable[None]]
+"""Serves one authenticated connection until it ends; raises `KvferryError` to end it."""
+
+MAX_CONNECTIONS = 1024
+BACKLOG = 128
+
+
+class Listener:
+    """A bound port. `serve` runs on the instance's `TransferLoop`; handlers are named before that."""
+
+    def __init__(
+        self,
+        identity: Identity,
+        token: str,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        *,
+        handshake_s: float = HANDSHAKE_S,
+        advertised_host: str = "",
+        advertised_port: int = 0,
+    ) -> None:
+        """Bind. Raises `ConfigError` when it cannot, or when without a token strangers could reach the port.
+
+        What is advertised is where peers find it, if that is not where it is bound: behind address translation.
+        """
+        self._identity, self._token, self._handshake_s = identity, token, handshake_s
+        self._handlers: dict[str, Handler] = {}
+        self._num_open = 0
+        self._counts: Counter[str] = Counter()
+        self._socket = _bind(host, port, allow_strangers=bool(token))
+        self.port: int = advertised_port or self._socket.getsockname()[1]
+        self.host = advertised_host or _reachable_host(host, self._socket)
+        """Where peers find it: as advertised, or the bound address, or for a wildcard this machine's own."""
+
+    def handle(self, purpose: str, handler: Handler) -> None:
+        """Connections for `purpose` go to `handler`."""
+        assert purpose not in self._handlers, f"{purpose} is served already"
+        self._handlers[purpose] = handler
+
+    async def serve(self) -> None:
+        """Accept and serve until cancelled; then every connection is closed."""
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.TaskGroup() as group:
+                while True:
+                    sock = await _accept(loop, self._socket)
+                    if self._num_open >= MAX_CONNECTIONS:
+                        self._counts["refused_connections"] += 1
+                        sock.close()
+                        continue
+                    self._num_open += 1
+                    group.create_task(self._serve_one(sock))
+        finally:
+            self.close()
+
+    async def _serve_one(self, sock: socket.socket) -> None:
+        connection = Connection(sock)
+        try:
+            purpose = await self._admit(connection)
+            await self._handlers[purpose](connection)
+        except PeerLost:
+            pass  # how connections usually end
+        except KvferryError as error:
+            self._counts[f"rejected_{type(error).__name__}"] += 1
+            log.warning("a connection was ended: %s", error)
+        finally:
+            self._num_open -= 1
+            await connection.close()
+
+    async def _admit(self, connection: Connection) -> str:
+        deadline = asyncio.get_running_loop().time() + self._handshake_s
+        async with limited_to(deadline, "handshake"):
+            return await answer(connection, frozenset(self._handlers), self._identity, self._token)
+
+    def statistics(self) -> dict[str, float]:
+        """Connections open now, and those turned away by reason."""
+        return {
+            "open_connections": float(self._num_open),
+            **{name: float(n) for name, n in self._counts.items()},
+        }
+
+    def close(self) -> None:
+        """Give the port back. Also for a listener that never served."""
+        self._socket.close()
+
+
+async def dial(host: str, port: int, purpose: str, identity: Identity, token: str, deadline: float) -> Connection:
+    """Connect and authenticate before `deadline` (s, monotonic). The caller owns the connection.
+
+    Raises `PeerLost` when nobody answers, else as `greet`, or `TransferTimeout`.
+    """
+    sock = await _connect(host, port, deadline)
+    connection = Connection(sock)
+    try:
+        async with limited_to(deadline, f"handshake with {host}:{port}"):
+            await greet(connection, purpose, identity, token)
+    except BaseException:
+        await connection.close()
+        raise
+    return connection
+
+
+async def _connect(host: str, port: int, deadline: float) -> socket.socket:
+    loop = asyncio.get_running_loop()
+    async with limited_to(deadline, f"connecting to {host}:{port}"):
+        try:
+            found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+            family, kind, protocol, _, address = found[0]
+            sock = socket.socket(family, kind, protocol)
+            sock.setblocking(False)
+            try:
+                await loop.sock_connect(sock, address)
+            except BaseException:
+                sock.close()
+                raise
+        except (OSError, OverflowError) as error:
+            if isinstance(error, TimeoutError):
+                raise
+            raise PeerLost(f"cannot connect to {host}:{port}: {error}") from error
+    return sock
+
+
+async def _accept(loop: asyncio.AbstractEventLoop, listening: socket.socket) -> socket.socket:
+    while True:
+        try:
+            return (await loop.sock_accept(listening))[0]
+        except OSError as error:  # out of file descriptors, or the peer left at once: neither ends the listener
+            log.warning("cannot accept a connection: %s", error)
+            await asyncio.sleep(0.05)
+
+
+def _bind(host: str, port: int, *, allow_strangers: bool) -> socket.socket:
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        if not allow_strangers and not ipaddress.ip_address(address[0]).is_loopback:
+            raise ConfigError(
+                f"kv_ip {host} can be reached from other machines, so instances must know each other by a"
+                " shared token; set --auth-token, or bind to 127.0.0.1"
+            )
+        listening = socket.create_server(address[:2], family=family, backlog=BACKLOG)
+    except (OSError, OverflowError) as error:
+        raise ConfigError(f"cannot listen on kv_ip {host}, kv_port {port}: {error}") from error
+    listening.setblocking(False)
+    return listening
+
+
+def _reachable_host(host: str, listening: socket.socket) -> str:
+    bound: str = listening.getsockname()[0]
+    if not ipaddress.ip_address(bound).is_unspecified:
+        return host
+    outward = ("192.0.2.1", 9) if listening.family == socket.AF_INET else ("2001:db8::1", 9)
+    with suppress(OSError), socket.socket(listening.family, socket.SOCK_DGRAM) as probe:
+        probe.connect(outward)  # nothing is sent: it only chooses the interface that leads outwards
+        own: str = probe.getsockname()[0]
+        return own
+    return socket.gethostname()

@@ -1,0 +1,128 @@
+"""Reading a peer's device memory on the same machine: its allocation is mapped here, and a read is copies on a stream.
+
+As with shared memory a read may go on after the peer has died; the lookup buffer's fence settles what counts.
+
+Never run on a GPU.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+
+from kvferry.core.errors import ConfigError, PeerLost, ProtocolError, TransferTimeout
+from kvferry.transport.fabric.base import Fabric, FabricContext, FabricPeer
+from kvferry.transport.fabric.cuda_driver import HANDLE_BYTES, CudaDriver
+from kvferry.transport.fabric.pieces import RegionMap, join
+from kvferry.transport.fabric.shm import machine_id
+from kvferry.transport.memory import Region, Span
+from kvferry.transport.tasks import uncancelled
+
+SLICE_BYTES = 64 * 2**20
+SLICE_PIECES = 4096
+"""Begun before their end is waited for."""
+POLL_S = 0.0002
+
+
+class CudaIpcDescription(msgspec.Struct, frozen=True):
+    """What a reader needs. For each region: its allocation's handle, the offset in it, and the size."""
+
+    machine: str
+    process: int
+    regions: list[tuple[bytes, int, int]]
+
+
+class CudaIpcFabric(Fabric):
+    """Same machine, another process, devices that reach each other's memory."""
+
+    name = "cuda_ipc"
+
+    def __init__(self, context: FabricContext, make_driver: Callable[[int], CudaDriver] = CudaDriver) -> None:
+        super().__init__(context)
+        kind, _, index = context.memory.device.partition(":")
+        if kind != "cuda":
+            raise ConfigError(f"transport cuda_ipc needs the KV cache on a GPU, and it is on {context.memory.device}")
+        self.driver = make_driver(int(index or 0))
+        regions = context.memory.regions
+        shared = [(*self.driver.export(region.address), region.num_bytes) for region in regions]
+        self._described = CudaIpcDescription(machine_id(), os.getpid(), shared)
+
+    def describe(self) -> dict[str, Any]:
+        """The handles, and whose they are."""
+        return msgspec.to_builtins(self._described)  # type: ignore[no-any-return]
+
+    def reachable(self, description: dict[str, Any]) -> bool:
+        """Another process of this machine: CUDA maps no handle in the process it is from."""
+        return description.get("machine") == machine_id() and description.get("process") != os.getpid()
+
+    async def connect(self, description: dict[str, Any], deadline: float) -> FabricPeer:
+        """Map the peer's allocations."""
+        try:
+            described = msgspec.convert(description, CudaIpcDescription)
+        except msgspec.ValidationError as error:
+            raise ProtocolError(f"a CUDA IPC description that cannot be read: {error}") from error
+        if any(len(handle) != HANDLE_BYTES or offset < 0 for handle, offset, _ in described.regions):
+            raise ProtocolError("a CUDA IPC description with senseless handles")
+        mapped: dict[bytes, int] = {}
+        try:
+            for handle, _, _ in described.regions:
+                if handle not in mapped:  # an allocation can be mapped once
+                    mapped[handle] = self.driver.open(handle)
+        except BaseException:
+            for address in mapped.values():
+                self.driver.unmap(address)
+            raise
+        regions = [Region(mapped[handle] + offset, size) for handle, offset, size in described.regions]
+        return CudaIpcPeer(self, regions, list(mapped.values()))
+
+    async def close(self) -> None:
+        """Give the driver back."""
+        self.driver.close()
+
+
+class CudaIpcPeer(FabricPeer):
+    """The mapped allocations of a peer. Owns the mappings."""
+
+    def __init__(self, fabric: CudaIpcFabric, regions: Sequence[Region], mapped: Sequence[int]) -> None:
+        self._driver, self._mapped = fabric.driver, mapped
+        self._theirs = RegionMap(regions, "peer's")
+        self._ours = RegionMap(fabric.context.memory.regions, "own")
+        self._copying = asyncio.Lock()
+        self._closed = False
+
+    async def read(self, remote: Sequence[Span], local: Sequence[Span], deadline: float) -> None:
+        """Begin copies, and wait for the stream; copies cannot be taken back, so also when given up."""
+        pieces = join(remote, self._theirs, local, self._ours, SLICE_BYTES)
+        for part in pieces.slices(SLICE_BYTES, SLICE_PIECES):
+            async with self._copying:
+                self._require_going(deadline)
+                self._driver.begin()
+                rows = zip(part.local.tolist(), part.remote.tolist(), part.lengths.tolist(), strict=True)
+                try:
+                    for target, source, length in rows:
+                        self._driver.copy(target, source, length)
+                finally:
+                    await uncancelled(self._idle())
+
+    async def _idle(self) -> None:
+        while not self._driver.is_idle():  # noqa: ASYNC110 - nothing of CUDA can be waited for but by asking
+            await asyncio.sleep(POLL_S)
+
+    def _require_going(self, deadline: float) -> None:
+        if self._closed:
+            raise PeerLost("the connection to the peer was closed during a read")
+        if asyncio.get_running_loop().time() >= deadline:
+            raise TransferTimeout("reading a peer's blocks: not done by its deadline")
+
+    async def close(self) -> None:
+        """Unmap, once no copy is under way."""
+        if self._closed:
+            return
+        self._closed = True
+        async with self._copying:
+            for address in self._mapped:
+                self._driver.unmap(address)

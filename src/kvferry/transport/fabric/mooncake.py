@@ -1,0 +1,181 @@
+"""Reading a peer through the Mooncake Transfer Engine.
+
+Its calls block, so they run in a few threads of the fabric's own. It cannot take a transfer back, and one that
+failed may go on writing. So there are two engines: one that serves, and one that reads, which is closed and made
+anew after a failure. Only then does the failed read end.
+
+Mooncake listens on every interface and asks nobody who they are: for trusted networks only. As with NIXL a reader
+first fetches a *beacon*, random bytes beside the KV cache, so that it knows whom it reaches.
+
+Never run on RDMA hardware.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import secrets
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import msgspec
+
+from kvferry.core.errors import PeerLost, ProtocolError, TransferTimeout
+from kvferry.transport.fabric.base import Fabric, FabricContext, FabricPeer
+from kvferry.transport.fabric.mooncake_engine import MooncakeEngine
+from kvferry.transport.fabric.pieces import Pieces, RegionMap, join
+from kvferry.transport.memory import Region, Span
+from kvferry.transport.tasks import uncancelled
+
+SLICE_BYTES = 16 * 2**20
+SLICE_PIECES = 512
+"""Read by one call. Mooncake fails batches beyond about 1,000 pieces, rather than wait for room in its queue."""
+NUM_THREADS = 4
+BEACON_BYTES = 16
+
+
+class MooncakeDescription(msgspec.Struct, frozen=True):
+    """What a reader needs."""
+
+    host: str
+    rpc_port: int
+    protocol: str
+    regions: list[tuple[int, int]]
+    beacon: tuple[int, str]
+
+
+class MooncakeFabric(Fabric):
+    """`kv_connector_extra_config`: `protocol` "tcp" (default), "rdma" or another of Mooncake's; `device_name`, the
+    devices to use, as Mooncake takes them (default all)."""
+
+    name = "mooncake"
+
+    def __init__(self, context: FabricContext) -> None:
+        super().__init__(context)
+        self.protocol = context.option("protocol", "tcp")
+        self._device_name = context.option("device_name", "")
+        self._beacon = ctypes.create_string_buffer(secrets.token_bytes(BEACON_BYTES), BEACON_BYTES)
+        self.received = ctypes.create_string_buffer(BEACON_BYTES)
+        self._probing = asyncio.Lock()
+        self._serving = self._engine()
+        self.reading = Reading(self._engine)
+
+    def _engine(self) -> MooncakeEngine:
+        memory = self.context.memory
+        regions = [(region.address, region.num_bytes) for region in memory.regions]
+        regions += [(ctypes.addressof(buffer), BEACON_BYTES) for buffer in (self._beacon, self.received)]
+        location = "*" if memory.device == "cpu" else memory.device
+        return MooncakeEngine(self.context.listener.host, self.protocol, self._device_name, regions, location)
+
+    def describe(self) -> dict[str, Any]:
+        """Where the serving engine is, and the KV cache and the beacon in its memory."""
+        regions = [(region.address, region.num_bytes) for region in self.context.memory.regions]
+        beacon = (ctypes.addressof(self._beacon), self._beacon.raw.hex())
+        host, port = self.context.listener.host, self._serving.port
+        described = MooncakeDescription(host, port, self.protocol, regions, beacon)
+        return msgspec.to_builtins(described)  # type: ignore[no-any-return]
+
+    def reachable(self, description: dict[str, Any]) -> bool:
+        """One protocol on both sides."""
+        return bool(description.get("protocol") == self.protocol)
+
+    async def connect(self, description: dict[str, Any], deadline: float) -> FabricPeer:
+        """Fetch the peer's beacon."""
+        try:
+            described = msgspec.convert(description, MooncakeDescription)
+        except msgspec.ValidationError as error:
+            raise ProtocolError(f"a Mooncake description that cannot be read: {error}") from error
+        peer = MooncakePeer(self, described)
+        address, expected = described.beacon
+        theirs = RegionMap([Region(address, BEACON_BYTES)], "peer's")
+        ours = RegionMap([Region(ctypes.addressof(self.received), BEACON_BYTES)], "own")
+        spans = [(0, BEACON_BYTES)]
+        async with self._probing:
+            ctypes.memset(self.received, 0, BEACON_BYTES)
+            await peer.transfer(join(spans, theirs, spans, ours, BEACON_BYTES), deadline)
+            if self.received.raw.hex() != expected:
+                raise PeerLost("Mooncake reaches another process than the one that described itself")
+        return peer
+
+    async def close(self) -> None:
+        """End both engines, side by side."""
+        await asyncio.gather(self.reading.close(), asyncio.to_thread(self._serving.close))
+
+
+class MooncakePeer(FabricPeer):
+    """Reads from one peer."""
+
+    def __init__(self, fabric: MooncakeFabric, described: MooncakeDescription) -> None:
+        self._reading = fabric.reading
+        self._segment = f"{described.host}:{described.rpc_port}"
+        self._theirs = RegionMap([Region(address, size) for address, size in described.regions], "peer's")
+        self._ours = RegionMap(fabric.context.memory.regions, "own")
+        self._closed = False
+
+    async def read(self, remote: Sequence[Span], local: Sequence[Span], deadline: float) -> None:
+        """One call after the other; each is waited for, also past the deadline."""
+        await self.transfer(join(remote, self._theirs, local, self._ours, SLICE_BYTES), deadline)
+
+    async def transfer(self, pieces: Pieces, deadline: float) -> None:
+        """As `read`, of any memory."""
+        for part in pieces.slices(SLICE_BYTES, SLICE_PIECES):
+            self._require_going(deadline)
+            await uncancelled(self._reading.read(self._segment, part))
+        self._require_going(deadline)
+
+    def _require_going(self, deadline: float) -> None:
+        if self._closed:
+            raise PeerLost("the connection to the peer was closed during a read")
+        if asyncio.get_running_loop().time() >= deadline:
+            raise TransferTimeout("reading a peer's blocks: not done by its deadline")
+
+    async def close(self) -> None:
+        """Nothing is held for one peer alone."""
+        self._closed = True
+
+
+class _Reader:
+    """An engine, and how many calls it is in."""
+
+    def __init__(self, engine: MooncakeEngine) -> None:
+        self.engine = engine
+        self.num_calls = 0
+        self.failed = False
+        self.closed = asyncio.Event()
+
+
+class Reading:
+    """Owns the engine that reads, and the threads in which it is called. Lives on the transfer loop."""
+
+    def __init__(self, make: Callable[[], MooncakeEngine]) -> None:
+        self._make = make
+        self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="kvferry-mooncake")
+        self._reader: _Reader | None = None
+
+    async def read(self, segment: str, pieces: Pieces) -> None:
+        """Read; raises `PeerLost` once nothing of it is under way any more. Not to be cancelled."""
+        if self._reader is None:
+            self._reader = _Reader(self._make())
+        reader, loop = self._reader, asyncio.get_running_loop()
+        reader.num_calls += 1
+        try:
+            done = await loop.run_in_executor(self._threads, reader.engine.read, segment, pieces)
+        finally:
+            reader.num_calls -= 1
+        if not done:
+            reader.failed = True
+            if self._reader is reader:
+                self._reader = None
+        if reader.failed and not reader.num_calls:
+            await loop.run_in_executor(self._threads, reader.engine.close)
+            reader.closed.set()
+        if not done:
+            await reader.closed.wait()
+            raise PeerLost(f"Mooncake cannot read from {segment}")
+
+    async def close(self) -> None:
+        """End the engine and the threads. No call is under way."""
+        if self._reader is not None:
+            await asyncio.get_running_loop().run_in_executor(self._threads, self._reader.engine.close)
+        self._threads.shutdown()

@@ -1,0 +1,288 @@
+"""Reading a peer through NIXL: UCX picks the medium (RDMA, shared memory, TCP), and device memory is read directly.
+
+An instance's agent metadata travels on our own authenticated control channel. With it goes a *beacon*: random
+bytes, registered beside the KV cache, that a reader fetches first. So a connection is known to work, and to reach
+the instance that described itself, before any block is asked for.
+
+UCX cannot take a read back: it is waited for. Where the medium needs the peer's help (TCP) and the peer hangs, only
+the end of our agent stops it. So one agent serves, and another one reads, which can be ended and made anew.
+
+Never run on a GPU or on RDMA hardware.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+import ctypes
+import logging
+import secrets
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from kvferry.core.errors import KvferryError, PeerLost, ProtocolError, TransferTimeout
+from kvferry.transport.connection import limited_to
+from kvferry.transport.fabric.base import Fabric, FabricContext, FabricPeer
+from kvferry.transport.fabric.nixl_agent import Handle, MemoryKind, NixlAgent
+from kvferry.transport.fabric.pieces import Pieces, RegionMap, join
+from kvferry.transport.memory import Region, Span
+from kvferry.transport.tasks import uncancelled
+
+log = logging.getLogger(__name__)
+
+SLICE_BYTES = 4 * 2**20
+"""Read by one transfer: where UCX copies at once, the loop waits for so much."""
+SLICE_PIECES = 8192
+MAX_UNDER_WAY = 4
+SPIN_S = 0.0005
+"""So long a transfer is asked about in every turn of the loop; after that once a millisecond."""
+GRACE_S = 1.0
+"""So long a transfer that is given up may go on before the agent that reads is ended under it."""
+BEACON_BYTES = 16
+DRAM = MemoryKind("DRAM")
+
+
+class NixlDescription(msgspec.Struct, frozen=True):
+    """What a reader needs. `metadata` is NIXL's own, in base64."""
+
+    agent: str
+    metadata: str
+    segment: str
+    device: int
+    regions: list[tuple[int, int]]
+    beacon: tuple[int, str]
+
+
+class NixlFabric(Fabric):
+    """`kv_connector_extra_config`: `backends`, a list of NIXL's (default UCX), and `num_threads` of its workers."""
+
+    name = "nixl"
+
+    def __init__(self, context: FabricContext) -> None:
+        super().__init__(context)
+        self._backends: list[str] = context.option("backends", ["UCX"])
+        self._num_threads: int = context.option("num_threads", 0)
+        self.kind = MemoryKind.of(context.memory.device)
+        self._beacon = ctypes.create_string_buffer(secrets.token_bytes(BEACON_BYTES), BEACON_BYTES)
+        self._serving = self._agent(self._beacon, serves=True)
+        self._connecting = asyncio.Lock()
+        self._reader: _Reader | None = None
+
+    def _agent(self, buffer: ctypes.Array[ctypes.c_char], *, serves: bool) -> NixlAgent:
+        """An agent that knows the KV cache and a small buffer."""
+        name = f"kvferry-{self.context.identity.engine_id}-{secrets.token_hex(8)}"
+        agent = NixlAgent(name, self._backends, self._num_threads, serves=serves)
+        try:
+            agent.register([(part.address, part.num_bytes) for part in self.context.memory.regions], self.kind)
+            agent.register([(ctypes.addressof(buffer), BEACON_BYTES)], DRAM)
+        except BaseException:
+            agent.close()
+            raise
+        return agent
+
+    def describe(self) -> dict[str, Any]:
+        """Where the KV cache and the beacon are, and the serving agent's metadata."""
+        regions = [(part.address, part.num_bytes) for part in self.context.memory.regions]
+        metadata = base64.b64encode(self._serving.metadata()).decode()
+        beacon = (ctypes.addressof(self._beacon), self._beacon.raw.hex())
+        kind = self.kind
+        described = NixlDescription(self._serving.name, metadata, kind.segment, kind.device, regions, beacon)
+        return msgspec.to_builtins(described)  # type: ignore[no-any-return]
+
+    def reachable(self, description: dict[str, Any]) -> bool:
+        """Always, as far as can be told without trying."""
+        return "metadata" in description
+
+    async def connect(self, description: dict[str, Any], deadline: float) -> FabricPeer:
+        """Load the peer's metadata, and fetch its beacon."""
+        try:
+            described = msgspec.convert(description, NixlDescription)
+            metadata = base64.b64decode(described.metadata, validate=True)
+        except (msgspec.ValidationError, binascii.Error) as error:
+            raise ProtocolError(f"a NIXL description that cannot be read: {error}") from error
+        async with limited_to(deadline, "connecting by NIXL"), self._connecting:
+            if self._reader is None or self._reader.condemned:
+                self._reader = await asyncio.to_thread(self._new_reader)
+            peer = NixlPeer(self, self._reader, self._reader.acquire(described.agent, metadata), described)
+            try:
+                await self._probe(peer, self._reader, described, deadline)
+            except BaseException:
+                await peer.close()
+                raise
+        return peer
+
+    def _new_reader(self) -> _Reader:
+        buffer = ctypes.create_string_buffer(BEACON_BYTES)
+        return _Reader(self._agent(buffer, serves=False), buffer)
+
+    async def _probe(self, peer: NixlPeer, reader: _Reader, described: NixlDescription, deadline: float) -> None:
+        address, expected = described.beacon
+        ctypes.memset(reader.buffer, 0, BEACON_BYTES)
+        theirs = RegionMap([Region(address, BEACON_BYTES)], "peer's")
+        ours = RegionMap([Region(ctypes.addressof(reader.buffer), BEACON_BYTES)], "own")
+        spans = [(0, BEACON_BYTES)]
+        await peer.transfer(join(spans, theirs, spans, ours, BEACON_BYTES), DRAM, DRAM, deadline)
+        if reader.buffer.raw.hex() != expected:
+            raise PeerLost("NIXL reaches another process than the one that described itself")
+
+    async def close(self) -> None:
+        """End the agents: ordered, since UCX must not outlive the memory registered with it."""
+        if self._reader is not None and not self._reader.condemned:
+            self._reader.agent.close()
+        self._serving.close()
+
+
+@dataclass
+class _Remote:
+    """A peer's agent that is loaded into ours."""
+
+    name: str
+    metadata: bytes
+    num_users: int = 0
+
+
+class _Reader:
+    """An agent that reads, and the peers' agents loaded into it. `buffer` is registered with it."""
+
+    def __init__(self, agent: NixlAgent, buffer: ctypes.Array[ctypes.c_char]) -> None:
+        self.agent, self.buffer = agent, buffer
+        self.num_reads = 0
+        self.condemned = False
+        """No more reads: it ends with the last one that is under way."""
+        self.ended = asyncio.Event()
+        self._remotes: dict[str, _Remote] = {}
+
+    def acquire(self, name: str, metadata: bytes) -> _Remote:
+        """The peer's agent, loaded once for all who read from it."""
+        known = self._remotes.get(name)
+        if known is None:
+            if self.agent.load(metadata) != name:
+                raise ProtocolError("NIXL metadata of another agent than the one described")
+            known = self._remotes[name] = _Remote(name, metadata)
+        elif known.metadata != metadata:
+            raise ProtocolError("two NIXL agents of one name")
+        known.num_users += 1
+        return known
+
+    def give_back(self, remote: _Remote) -> None:
+        """One user less; the last one's end breaks off the connection."""
+        remote.num_users -= 1
+        if not remote.num_users and not self.condemned:
+            del self._remotes[remote.name]
+            try:
+                self.agent.forget(remote.name)
+            except KvferryError as error:
+                log.info("NIXL agent %s could not be parted with: %s", remote.name, error)
+
+    async def leave(self, num_left: int) -> None:
+        """A read is over, but for `num_left` transfers. Returns when they write no more."""
+        self.num_reads -= 1
+        if not self.condemned:
+            return
+        if not self.num_reads:
+            self.agent.close()
+            self.ended.set()
+        elif num_left:
+            await self.ended.wait()
+
+
+class NixlPeer(FabricPeer):
+    """Reads from one peer. Owns its transfers until NIXL has ended each."""
+
+    def __init__(self, fabric: NixlFabric, reader: _Reader, remote: _Remote, described: NixlDescription) -> None:
+        self._fabric, self._reader, self._remote, self._agent = fabric, reader, remote, reader.agent
+        self._theirs = RegionMap([Region(address, size) for address, size in described.regions], "peer's")
+        self._ours = RegionMap(fabric.context.memory.regions, "own")
+        self._kind = MemoryKind(described.segment, described.device)
+        self._closed = False
+        self._num_reads = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    async def read(self, remote: Sequence[Span], local: Sequence[Span], deadline: float) -> None:
+        """Post slices, a few at a time, and ask until they are done."""
+        pieces = join(remote, self._theirs, local, self._ours, SLICE_BYTES)
+        await self.transfer(pieces, self._fabric.kind, self._kind, deadline)
+
+    async def transfer(self, pieces: Pieces, ours: MemoryKind, theirs: MemoryKind, deadline: float) -> None:
+        """As `read`, of memory of any kind."""
+        self._require_going(deadline)
+        under_way: deque[Handle] = deque()
+        self._num_reads += 1
+        self._reader.num_reads += 1
+        self._idle.clear()
+        try:
+            for part in pieces.slices(SLICE_BYTES, SLICE_PIECES):
+                self._require_going(deadline)
+                under_way.append(self._agent.post(part, ours, theirs, self._remote.name))
+                await asyncio.sleep(0)
+                await self._settle(under_way, MAX_UNDER_WAY - 1, deadline)
+            await self._settle(under_way, 0, deadline)
+        finally:
+            try:
+                await uncancelled(self._quiesce(under_way))
+            finally:
+                self._num_reads -= 1
+                if not self._num_reads:
+                    self._idle.set()
+
+    async def _settle(self, under_way: deque[Handle], num_left: int, deadline: float) -> None:
+        """Wait until at most so many are under way."""
+        waiting = _Waiting()
+        while len(under_way) > num_left:
+            if self._agent.is_done(under_way[0]):
+                self._agent.release(under_way.popleft())
+                waiting = _Waiting()
+                continue
+            await waiting.turn()
+            self._require_going(deadline)
+
+    async def _quiesce(self, under_way: deque[Handle]) -> None:
+        """Wait until none of them writes any more."""
+        given_up = asyncio.get_running_loop().time() + GRACE_S
+        waiting, reader = _Waiting(), self._reader
+        while under_way and not reader.condemned:
+            if self._is_over(under_way[0]):
+                self._agent.release(under_way.popleft())
+                continue
+            await waiting.turn()
+            if asyncio.get_running_loop().time() >= given_up:
+                log.warning("NIXL agent %s does not answer a read, which is ended by force", self._remote.name)
+                reader.condemned = True
+        await reader.leave(len(under_way))
+
+    def _is_over(self, handle: Handle) -> bool:
+        try:
+            return self._agent.is_done(handle)
+        except KvferryError:
+            return True
+
+    def _require_going(self, deadline: float) -> None:
+        if self._closed or self._reader.condemned:
+            raise PeerLost("the connection to the peer was closed during a read")
+        if asyncio.get_running_loop().time() >= deadline:
+            raise TransferTimeout("reading a peer's blocks: not done by its deadline")
+
+    async def close(self) -> None:
+        """End the reads, then part with the peer's agent."""
+        if self._closed:
+            return
+        self._closed = True
+        await self._idle.wait()
+        self._reader.give_back(self._remote)
+
+
+class _Waiting:
+    """Turns of the loop between two questions: short ones at first."""
+
+    def __init__(self) -> None:
+        self._spin_until = asyncio.get_running_loop().time() + SPIN_S
+
+    async def turn(self) -> None:
+        """Let others have the loop."""
+        await asyncio.sleep(0 if asyncio.get_running_loop().time() < self._spin_until else 0.001)

@@ -1,0 +1,207 @@
+"""One NIXL agent, in few words. NIXL is imported here and nowhere else.
+
+Owns the agent: its backends, what is registered with it, and the remote agents loaded into it. Its methods do not
+wait, but a post may copy before it returns (UCX does within one machine); the GIL is given up meanwhile.
+
+The bindings are used rather than NIXL's Python class, since only they let the progress thread's delay be set. At
+its default of 0 the thread takes most of a core while nothing happens. With a delay it sleeps until UCX wakes it,
+and the delay only bounds what a lost wake-up costs.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import importlib
+import os
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvferry.core.errors import ConfigError, MissingDependency, PeerLost, ProtocolError
+from kvferry.transport.fabric.pieces import Pieces
+
+PROGRESS_DELAY_US = 10_000
+START_S = 60.0
+Handle = int
+
+
+@dataclass(frozen=True)
+class MemoryKind:
+    """Where memory is, in NIXL's terms: "DRAM" or "VRAM", and of which device."""
+
+    segment: str
+    device: int = 0
+
+    @classmethod
+    def of(cls, device: str) -> MemoryKind:
+        """From "cpu", "cuda" or "cuda:1"."""
+        kind, _, index = device.partition(":")
+        return cls("DRAM") if kind == "cpu" else cls("VRAM", int(index or 0))
+
+
+class NixlAgent:
+    """See the module. Raises `MissingDependency` without NIXL, `ConfigError` when a backend cannot be had.
+
+    `serves`: peers read from it, which takes a progress thread. One that only reads goes ahead when it is asked
+    whether a read is done; a thread beside that would take turns with it, and halve its speed.
+    """
+
+    def __init__(self, name: str, backends: Sequence[str], num_threads: int, *, serves: bool) -> None:
+        self.name = name
+        self._nixl = _import_nixl()
+        with _one_at_a_time():
+            self._agent, self._backends = _within(START_S, lambda: self._start(name, backends, num_threads, serves))
+        self._registered: list[Any] = []
+
+    def _start(self, name: str, backends: Sequence[str], num_threads: int, serves: bool) -> tuple[Any, list[int]]:
+        config = self._nixl.nixlAgentConfig()
+        config.useProgThread, config.useListenThread = serves, False
+        config.pthrDelay = PROGRESS_DELAY_US
+        agent = self._nixl.nixlAgent(name, config)
+        found = agent.getAvailPlugins()
+        for backend in backends:
+            if backend not in found:
+                raise ConfigError(f"NIXL has no backend {backend!r} here; it has {', '.join(sorted(found))}")
+        options = {"num_threads": str(num_threads)} if num_threads else {}
+        try:
+            return agent, [agent.createBackend(backend, dict(options)) for backend in backends]
+        except Exception as error:  # whatever NIXL raises for a backend that does not start
+            raise ConfigError(f"NIXL cannot start its backends {', '.join(backends)}: {error}") from error
+
+    def register(self, regions: Sequence[tuple[int, int]], kind: MemoryKind) -> None:
+        """Make (address, length) regions readable to peers, and readable into. Raises `ConfigError`."""
+        rows = [(address, num_bytes, kind.device, "") for address, num_bytes in regions]
+        descriptors = self._nixl.nixlRegDList(self._segment(kind), rows)
+        try:
+            self._agent.registerMem(descriptors, self._backends)
+        except Exception as error:  # its backends raise what they like
+            raise ConfigError(f"NIXL cannot register the KV cache's {kind.segment} memory: {error}") from error
+        self._registered.append(descriptors)
+
+    def metadata(self) -> bytes:
+        """What a peer must load to read what is registered by now."""
+        blob: bytes = self._agent.getLocalMD()
+        return blob
+
+    def load(self, metadata: bytes) -> str:
+        """Make a peer's agent known; its name. Raises `PeerLost`, `ProtocolError`."""
+        with _translated():
+            name = self._agent.loadRemoteMD(metadata)
+        return name.decode() if isinstance(name, bytes) else str(name)
+
+    def forget(self, name: str) -> None:
+        """Break off the connection to a peer's agent, and what is under way on it."""
+        with _translated():
+            self._agent.invalidateRemoteMD(name)
+
+    def post(self, pieces: Pieces, local: MemoryKind, remote: MemoryKind, name: str) -> Handle:
+        """Begin to read; the caller releases the handle. Raises `PeerLost`, `ProtocolError`."""
+        ours, theirs = (
+            self._list(pieces.local, pieces.lengths, local),
+            self._list(pieces.remote, pieces.lengths, remote),
+        )
+        with _translated():
+            handle: Handle = self._agent.createXferReq(self._nixl.NIXL_READ, ours, theirs, name, b"", self._backends)
+            try:
+                self._agent.postXferReq(handle, b"")
+            except BaseException:
+                self._agent.releaseXferReq(handle)
+                raise
+        return handle
+
+    def is_done(self, handle: Handle) -> bool:
+        """Whether all of it has come. Raises `PeerLost` when it never will, and nothing more is written."""
+        with _translated():
+            return bool(self._agent.getXferStatus(handle) == self._nixl.NIXL_SUCCESS)
+
+    def release(self, handle: Handle) -> None:
+        """Give the handle back. One that is under way may still write: wait first."""
+        with _translated():
+            self._agent.releaseXferReq(handle)
+
+    def close(self) -> None:
+        """End it: first what is registered, then the agent with its thread. No handle is left by now."""
+        for descriptors in self._registered:
+            self._agent.deregisterMem(descriptors, self._backends)
+        self._registered.clear()
+        del self._agent
+
+    def _segment(self, kind: MemoryKind) -> Any:
+        return self._nixl.VRAM_SEG if kind.segment == "VRAM" else self._nixl.DRAM_SEG
+
+    def _list(self, addresses: Any, lengths: Any, kind: MemoryKind) -> Any:
+        rows = np.empty((len(lengths), 3), np.uint64)
+        rows[:, 0], rows[:, 1], rows[:, 2] = addresses, lengths, kind.device
+        return self._nixl.nixlXferDList(self._segment(kind), rows)
+
+
+def _import_nixl() -> Any:
+    try:
+        return importlib.import_module("nixl._bindings")
+    except ModuleNotFoundError as error:
+        raise MissingDependency("transport nixl", "nixl", "nixl") from error
+    except ImportError as error:
+        raise ConfigError(f"NIXL is installed but does not load: {error}") from error
+
+
+@contextmanager
+def _translated() -> Iterator[None]:
+    """Turn NIXL's errors into ours. They have no common base but `Exception`."""
+    try:
+        yield
+    except Exception as error:
+        kind = type(error).__name__
+        if kind in ("nixlNotFoundError", "nixlInvalidParamError", "nixlMismatchError"):
+            raise ProtocolError(f"NIXL refuses a read: {error}") from error
+        raise PeerLost(f"NIXL: {kind}: {error}") from error
+
+
+@contextmanager
+def _one_at_a_time() -> Iterator[None]:
+    """Agents that start in two processes at once can hang: one after the other, on this machine."""
+    path = Path(tempfile.gettempdir()) / f"kvferry-nixl-{os.getuid()}.lock"
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    deadline = time.monotonic() + START_S
+    try:
+        while not _locked(descriptor):
+            if time.monotonic() >= deadline:
+                raise ConfigError(f"another process has been starting NIXL for {START_S:g} s and holds {path}")
+            time.sleep(0.01)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _locked(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
+def _within(seconds: float, start: Any) -> Any:
+    """Run it in a thread that is left behind when it hangs: nothing can end it."""
+    results: list[Any] = []
+
+    def run() -> None:
+        try:
+            results.append(start())
+        except BaseException as error:  # noqa: BLE001 - raised again by the waiting thread
+            results.append(error)
+
+    thread = threading.Thread(target=run, name="kvferry-nixl-start", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if not results:
+        raise ConfigError(f"NIXL did not start within {seconds:g} s")
+    if isinstance(results[0], BaseException):
+        raise results[0]
+    return results[0]

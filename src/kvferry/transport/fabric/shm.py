@@ -1,0 +1,130 @@
+"""Reading a peer on the same machine: its segment is mapped read-only, and a read is one copy between mappings.
+
+A read goes on after the peer has died, since its memory lives as long as our mapping: whether the bytes may be
+used is settled by the lookup buffer's fence, on the control channel.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from kvferry.core.errors import ConfigError, PeerLost, ProtocolError, TransferTimeout
+from kvferry.transport.fabric.base import Fabric, FabricContext, FabricPeer
+from kvferry.transport.fabric.pieces import Pieces, RegionMap, join
+from kvferry.transport.fabric.process_memory import MEMORY
+from kvferry.transport.memory import BlockMemory, Region, Span
+from kvferry.transport.shared_memory import SharedSegment
+
+SLICE_BYTES = 4 * 2**20
+"""Copied before other tasks get the loop again: well under a millisecond."""
+SHORT_BYTES = 64 * 2**10
+"""Copied with the GIL kept: giving it up may cost a wait of milliseconds behind a thread that computes in Python."""
+MAX_PIECES = 4096
+
+
+class ShmFabric(Fabric):
+    """Same machine, same user."""
+
+    name = "shm"
+
+    def __init__(self, context: FabricContext) -> None:
+        super().__init__(context)
+        if any(region.segment is None for region in context.memory.regions):
+            raise ConfigError("transport shm needs the KV cache in shared memory; use transport tcp")
+
+    def describe(self) -> dict[str, Any]:
+        """The segments' names and sizes, and the machine they are on."""
+        segments = [[region.segment, region.num_bytes] for region in self.context.memory.regions]
+        return {"machine": machine_id(), "segments": segments}
+
+    def reachable(self, description: dict[str, Any]) -> bool:
+        """The same machine, and segments that can be opened from here (containers may hide them)."""
+        if description.get("machine") != machine_id():
+            return False
+        try:
+            _close(_attach(description))
+        except (PeerLost, ConfigError, ProtocolError):
+            return False
+        return True
+
+    async def connect(self, description: dict[str, Any], deadline: float) -> FabricPeer:
+        """Map the peer's segments."""
+        return ShmPeer(_attach(description), self.context.memory)
+
+
+class ShmPeer(FabricPeer):
+    """The mapped segments of a peer. Owns the mappings."""
+
+    def __init__(self, segments: Sequence[SharedSegment], memory: BlockMemory) -> None:
+        self._segments = segments
+        self._theirs = RegionMap([Region(segment.address, segment.num_bytes) for segment in segments], "peer's")
+        self._ours = RegionMap(memory.regions, "own")
+        self._closed = False
+
+    async def read(self, remote: Sequence[Span], local: Sequence[Span], deadline: float) -> None:
+        """Copy, slice by slice."""
+        self._require_open()
+        pieces = join(remote, self._theirs, local, self._ours, SLICE_BYTES)
+        for number, part in enumerate(pieces.slices(SLICE_BYTES, MAX_PIECES)):
+            if number:
+                await self._yield(deadline)
+            _copy(part)
+
+    async def _yield(self, deadline: float) -> None:
+        """Let others have the loop. Raises when meanwhile the time was over or the peer was closed."""
+        await asyncio.sleep(0)
+        self._require_open()
+        if asyncio.get_running_loop().time() >= deadline:
+            raise TransferTimeout("reading a peer's blocks: not done by its deadline")
+
+    def _require_open(self) -> None:
+        if self._closed:  # unmapped: to copy from there would end the process
+            raise PeerLost("the connection to the peer was closed during a read")
+
+    async def close(self) -> None:
+        """Unmap."""
+        self._closed = True
+        _close(self._segments)
+
+
+def _copy(pieces: Pieces) -> None:
+    memory = MEMORY
+    rows = zip(pieces.remote.tolist(), pieces.local.tolist(), pieces.lengths.tolist(), strict=True)
+    for source, target, length in rows:
+        if length <= SHORT_BYTES:
+            memory[target : target + length] = memory[source : source + length]
+        else:
+            ctypes.memmove(target, source, length)
+
+
+def machine_id() -> str:
+    """The same for two processes exactly when they run on one booted machine."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def _attach(description: dict[str, Any]) -> list[SharedSegment]:
+    try:
+        wanted = msgspec.convert(description.get("segments"), list[tuple[str, int]])
+    except msgspec.ValidationError as error:
+        raise ProtocolError("a shared memory description without segments") from error
+    segments: list[SharedSegment] = []
+    try:
+        for name, num_bytes in wanted:
+            segments.append(SharedSegment.attach(name))
+            if segments[-1].num_bytes != num_bytes:
+                raise ProtocolError(f"segment {name} has {segments[-1].num_bytes} bytes, not the {num_bytes} described")
+    except BaseException:
+        _close(segments)
+        raise
+    return segments
+
+
+def _close(segments: Sequence[SharedSegment]) -> None:
+    for segment in segments:
+        segment.close()

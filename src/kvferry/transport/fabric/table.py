@@ -1,0 +1,50 @@
+"""Fabrics by name, the fastest first. A new one is one file and one line here."""
+
+from __future__ import annotations
+
+import logging
+
+from kvferry.core.errors import ConfigError, UnknownName
+from kvferry.core.names import resolve
+from kvferry.transport.fabric.base import Fabric, FabricContext
+
+log = logging.getLogger(__name__)
+
+FABRICS = {
+    "shm": "kvferry.transport.fabric.shm:ShmFabric",
+    "cuda_ipc": "kvferry.transport.fabric.cuda_ipc:CudaIpcFabric",
+    "nixl": "kvferry.transport.fabric.nixl:NixlFabric",
+    "tcp": "kvferry.transport.fabric.tcp:TcpFabric",
+    "mooncake": "kvferry.transport.fabric.mooncake:MooncakeFabric",
+}
+AUTO = {"cpu": ("shm", "tcp"), "cuda": ("cuda_ipc", "nixl")}
+"""What "auto" tries, by where the KV cache is. Host memory needs no library to be fast; device memory does."""
+OPTIONS = ("streams", "backends", "num_threads", "protocol", "device_name")
+"""Keys of `kv_connector_extra_config` that fabrics know."""
+
+
+def fabric_class(name: str) -> type[Fabric]:
+    """The class of that name. Raises `UnknownName`."""
+    if name not in FABRICS:
+        raise UnknownName("transport", name, ["auto", *FABRICS])
+    found: type[Fabric] = resolve(FABRICS[name])
+    return found
+
+
+def build_fabrics(transport: str, context: FabricContext) -> list[Fabric]:
+    """The fabrics that `transport` asks for: the one of that name, or with "auto" all that work here.
+
+    Raises `UnknownName`, or `ConfigError` when the one asked for, or every one, does not work here.
+    """
+    if transport != "auto":
+        return [fabric_class(transport)(context)]
+    fabrics, reasons = list[Fabric](), list[str]()
+    for name in AUTO[context.memory.device.partition(":")[0]]:
+        try:
+            fabrics.append(fabric_class(name)(context))
+        except ConfigError as error:
+            log.info("transport %s is left out: %s", name, error)
+            reasons.append(f"{name}: {error}")
+    if not fabrics:
+        raise ConfigError(f"no transport can move KV in {context.memory.device} memory here: {'; '.join(reasons)}")
+    return fabrics

@@ -1,0 +1,282 @@
+"""Reading a peer over TCP: one-sided to the user, emulated by a small server on the peer's transfer thread.
+
+    reader ── ReadRequest(id, spans) ─────────► peer      several may be under way; answers come in their order
+           ◄── ReadAnswer(id, n) + n raw bytes ──         sent from, and received into, KV memory: nothing between
+           ◄── ReadAnswer(id, 0, refusal) ───────         spans outside of the region: refused, nothing read
+
+Answers are read when the socket is readable, into whatever the request at the head wants *at that moment*. So a
+request given up in the middle writes nothing more: the rest of its bytes is drained into a waste buffer.
+
+A peer may be read over several connections ("streams"), which helps where the network limits each of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+from kvferry.core.errors import ConfigError, KvferryError, PeerLost, ProtocolError
+from kvferry.transport.connection import Connection, advance, leading, limited_to
+from kvferry.transport.control import dial
+from kvferry.transport.fabric.base import Fabric, FabricContext, FabricPeer, host_and_port
+from kvferry.transport.fabric.pieces import Numbers, Pieces, RegionMap, join
+from kvferry.transport.fabric.process_memory import MEMORY
+from kvferry.transport.memory import Region, Span
+from kvferry.transport.tasks import run_together
+from kvferry.transport.wire import HEADER_BYTES, Message
+
+PURPOSE = "read"
+MAX_STREAMS = 16
+STREAM_BYTES = 2**20
+"""A read is spread over streams in parts of no less."""
+ANYWHERE = RegionMap([Region(0, 2**62)], "peer's")
+"""The peer's region, whose size it knows itself."""
+READ_SLICE_BYTES = 2 * 2**20
+"""Received before other tasks get the loop again."""
+WASTE_BYTES = 2**18
+
+
+class ReadRequest(Message, frozen=True):
+    """Send these spans of your region."""
+
+    request_id: int
+    spans: list[Span]
+
+
+class ReadAnswer(Message, frozen=True):
+    """`num_bytes` raw bytes follow this frame; none when there is a `refusal`."""
+
+    request_id: int
+    num_bytes: int
+    refusal: str = ""
+
+
+class TcpFabric(Fabric):
+    """Any two instances with a network between them. `kv_connector_extra_config`: `streams`, connections to each
+    peer that is read (default 1)."""
+
+    name = "tcp"
+
+    def __init__(self, context: FabricContext) -> None:
+        super().__init__(context)
+        if context.memory.device != "cpu":
+            raise ConfigError(f"transport tcp needs the KV cache in host memory, and it is on {context.memory.device}")
+        self._num_streams: int = context.option("streams", 1)
+        if not 0 < self._num_streams <= MAX_STREAMS:
+            raise ConfigError(f"kv_connector_extra_config.streams must be 1 to {MAX_STREAMS}, not {self._num_streams}")
+        self._served = RegionMap(context.memory.regions, "peer's")
+        self._ours = RegionMap(context.memory.regions, "own")
+        context.listener.handle(PURPOSE, self._serve)
+
+    def describe(self) -> dict[str, Any]:
+        """Where the serving side listens."""
+        return {"host": self.context.listener.host, "port": self.context.listener.port}
+
+    def reachable(self, description: dict[str, Any]) -> bool:
+        """Always, as far as can be told without trying."""
+        return "port" in description
+
+    async def connect(self, description: dict[str, Any], deadline: float) -> FabricPeer:
+        """Dial the peer's listener."""
+        host, port = host_and_port(description, self.name)
+        context, streams = self.context, list[_Stream]()
+        try:
+            for _ in range(self._num_streams):
+                streams.append(_Stream(await dial(host, port, PURPOSE, context.identity, context.token, deadline)))
+        except BaseException:
+            for stream in streams:
+                await stream.close()
+            raise
+        return TcpPeer(streams, self._ours)
+
+    async def _serve(self, connection: Connection) -> None:
+        """Answer one reader, request by request, until it leaves."""
+        while True:
+            request: ReadRequest = await connection.receive(ReadRequest)
+            try:
+                addresses, lengths = self._served.locate(request.spans)
+            except ProtocolError as error:
+                await connection.send(ReadAnswer(request.request_id, 0, str(error)))
+                continue
+            frame = connection.encode(ReadAnswer(request.request_id, int(lengths.sum())))
+            await connection.send_bytes([frame, *_views(addresses, lengths)])
+
+
+class TcpPeer(FabricPeer):
+    """The connections to a peer's serving side. Owns them."""
+
+    def __init__(self, streams: Sequence[_Stream], ours: RegionMap) -> None:
+        self._streams, self._ours = streams, ours
+        self._turn = itertools.cycle(streams)
+
+    async def read(self, remote: Sequence[Span], local: Sequence[Span], deadline: float) -> None:
+        """Ask, and wait until the bytes are in place."""
+        num_bytes = sum(length for _, length in local)
+        share = max(STREAM_BYTES, -(-num_bytes // len(self._streams)))
+        pieces = join(remote, ANYWHERE, local, self._ours, share if len(self._streams) > 1 else num_bytes)
+        async with limited_to(deadline, "reading a peer's blocks"):
+            parts = list(pieces.slices(share, len(pieces)))
+            if len(parts) == 1:
+                await next(self._turn).read(parts[0])
+            else:
+                await run_together(*(next(self._turn).read(part) for part in parts))
+
+    async def close(self) -> None:
+        """Break the connections off."""
+        for stream in self._streams:
+            await stream.close()
+
+
+class _Read:
+    """One request under way, and what of our memory is still to be filled by it."""
+
+    def __init__(self, request_id: int, pieces: Pieces) -> None:
+        self.request_id, self.num_bytes = request_id, int(pieces.lengths.sum())
+        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._targets = deque(_views(pieces.local, pieces.lengths))
+
+    def views(self, num_left: int, waste: memoryview) -> list[memoryview]:
+        """Where the next of the `num_left` bytes go."""
+        if self.done.done():  # given up: nobody wants them
+            return [waste[:num_left]]
+        return leading(self._targets)
+
+    def received(self, num_bytes: int) -> None:
+        """The first `num_bytes` of the views are filled."""
+        if self.done.done():
+            self._targets.clear()
+        else:
+            advance(self._targets, num_bytes)
+
+    def finish(self, error: KvferryError | None = None) -> None:
+        """Wake the reader, unless it gave up."""
+        if self.done.done():
+            return
+        if error is None:
+            self.done.set_result(None)
+        else:
+            self.done.set_exception(error)
+
+
+class _Answers:
+    """The stream of answers: frames, and raw bytes that belong to the oldest read under way."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self.reads: deque[_Read] = deque()
+        self._frame = self._rest = memoryview(bytearray(HEADER_BYTES))
+        self._in_body = False
+        self._num_left = 0
+        self._waste = memoryview(bytearray(WASTE_BYTES))
+
+    def views(self) -> list[memoryview]:
+        """Where the next bytes of the stream go."""
+        if self._num_left:
+            return self.reads[0].views(self._num_left, self._waste)
+        return [self._rest]
+
+    def received(self, num_bytes: int) -> None:
+        """The first `num_bytes` of the views are filled. Raises `ProtocolError` on an answer nobody asked for."""
+        if self._num_left:
+            self._num_left -= num_bytes
+            self.reads[0].received(num_bytes)
+            if not self._num_left:
+                self.reads.popleft().finish()
+            return
+        self._rest = self._rest[num_bytes:]
+        if self._rest:
+            return
+        if self._in_body:
+            self._begin(self._connection.decode(self._frame, ReadAnswer))
+        length = HEADER_BYTES if self._in_body else self._connection.length_in(bytes(self._frame))
+        self._frame = self._rest = memoryview(bytearray(length))
+        self._in_body = not self._in_body
+
+    def _begin(self, answer: ReadAnswer) -> None:
+        read = self.reads[0] if self.reads else None
+        if read is None or answer.request_id != read.request_id:
+            raise ProtocolError("an answer to a read that was not asked for")
+        if answer.refusal:
+            self.reads.popleft().finish(ProtocolError(f"the peer refused a read: {answer.refusal}"))
+        elif answer.num_bytes != read.num_bytes:
+            raise ProtocolError(f"{answer.num_bytes} bytes for a read of {read.num_bytes}")
+        else:
+            self._num_left = answer.num_bytes
+
+
+class _Stream:
+    """A connection to a peer's serving side, and the reads under way on it. Owns both."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._loop = asyncio.get_running_loop()
+        self._ids = itertools.count()
+        self._asking = asyncio.Lock()
+        self._answers = _Answers(connection)
+        self._failure: KvferryError | None = None
+        self._loop.add_reader(connection.socket, self._on_readable)
+
+    async def read(self, pieces: Pieces) -> None:
+        """Ask, and wait. The pieces' remote addresses are offsets in the peer's region."""
+        read = _Read(next(self._ids), pieces)
+        spans = list(zip(pieces.remote.tolist(), pieces.lengths.tolist(), strict=True))
+        await self._ask(read, ReadRequest(read.request_id, spans))
+        await read.done  # a cancelled wait cancels the future too: what still comes goes to waste
+
+    async def close(self) -> None:
+        """Break the connection off."""
+        self._fail(PeerLost("the connection to the peer was closed during a read"))
+        await self._connection.close()
+
+    async def _ask(self, read: _Read, request: ReadRequest) -> None:
+        async with self._asking:  # reads are answered in the order in which they were sent
+            if self._failure is not None:
+                raise self._failure
+            self._answers.reads.append(read)
+            try:
+                await self._connection.send(request)
+            except PeerLost as error:
+                self._fail(error)
+            except BaseException:  # half of a frame may be out, and nothing can follow it
+                read.done.cancel()
+                self._fail(PeerLost("a read request was cut off"))
+                raise
+
+    def _on_readable(self) -> None:
+        """Receive what is there, up to a slice's worth."""
+        budget = READ_SLICE_BYTES
+        try:
+            while budget > 0:
+                views = self._answers.views()
+                count = self._connection.socket.recvmsg_into(views)[0]
+                if not count:
+                    raise PeerLost("the peer closed the connection")
+                budget -= count
+                self._answers.received(count)
+                if count < sum(map(len, views)):  # that was all there is
+                    return
+        except BlockingIOError:
+            return
+        except OSError as error:
+            self._fail(PeerLost(f"the connection broke: {error.strerror or error}"))
+        except KvferryError as error:
+            self._fail(error)
+
+    def _fail(self, error: KvferryError) -> None:
+        """The connection is over: so is every read on it."""
+        if self._failure is not None:
+            return
+        self._failure = error
+        self._loop.remove_reader(self._connection.socket)
+        self._connection.abort()
+        for read in self._answers.reads:
+            read.finish(error)
+        self._answers.reads.clear()
+
+
+def _views(addresses: Numbers, lengths: Numbers) -> list[memoryview]:
+    memory = MEMORY
+    return [memory[a : a + n] for a, n in zip(addresses.tolist(), lengths.tolist(), strict=True)]

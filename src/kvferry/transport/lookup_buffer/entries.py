@@ -1,0 +1,344 @@
+"""The keys a producer offers, and their leases. Pure bookkeeping under one lock: no socket, no thread of its own.
+
+Owns the entries. The engine's thread inserts and drops, the transfer thread lists changes and takes; each call is
+complete when it returns, and that is what the fence rests on: `take` and `drop` cannot both succeed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import msgspec
+
+from kvferry.core.clock import Clock
+from kvferry.core.errors import LeakError
+from kvferry.transport.lookup_buffer.base import Ended, EndReason, Part
+from kvferry.transport.memory import BlockGeometry
+
+MAX_REMEMBERED = 4096
+"""How many ended keys are remembered, so that who asks too late hears why at once."""
+MAX_IDS_PER_CHANGE = 2**17
+"""Block ids in one change, to keep it well within a frame."""
+
+
+class Announced(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """More parts. A generation other than that of earlier parts: those are void."""
+
+    generation: int
+    parts: list[Part]
+
+
+class Sealed(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """No more parts come."""
+
+    generation: int
+    meta: bytes
+
+
+class Over(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """The key has ended."""
+
+    reason: str
+
+
+Change = Announced | Sealed | Over
+
+
+@dataclass(frozen=True)
+class Cursor:
+    """How much of a key one consumer has been told."""
+
+    generation: int = -1
+    num_parts: int = 0
+    complete: bool = False
+    over: bool = False
+
+
+@dataclass(frozen=True)
+class EntryBounds:
+    """Bounds of a table. `lease_s` runs from the seal or last renewal, `unsealed_s` from the last part."""
+
+    lease_s: float = 30.0
+    unsealed_s: float = 300.0
+    max_keys: int = 4096
+    capacity_bytes: float = float("inf")
+
+
+@dataclass
+class _Entry:
+    generation: int
+    deadline: float
+    parts: list[Part] = field(default_factory=list)
+    num_bytes: int = 0
+    meta: bytes | None = None
+    lease_s: float | None = None
+    takers: set[int] = field(default_factory=set)
+
+
+class EntryTable:
+    """See the module. Listeners are called outside the lock, from whichever thread made the change."""
+
+    def __init__(self, geometry: BlockGeometry, clock: Clock, bounds: EntryBounds) -> None:
+        self.bounds = bounds
+        self.on_end: Callable[[], None] = lambda: None
+        """Called when `ended` has something to say."""
+        self._geometry, self._clock = geometry, clock
+        self._lock = threading.Lock()
+        self._entries: dict[str, _Entry] = {}
+        self._over: OrderedDict[str, EndReason] = OrderedDict()
+        self._unwanted: OrderedDict[str, None] = OrderedDict()
+        self._ended: list[Ended] = []
+        self._generations = itertools.count()
+        self._num_bytes = 0
+        self._counts: Counter[str] = Counter()
+        self._listeners: set[Callable[[], None]] = set()
+
+    def listen(self, on_change: Callable[[], None]) -> None:
+        """Have `on_change` called after every change."""
+        self._listeners = self._listeners | {on_change}  # replaced, not changed: `_notify` may be iterating it
+
+    def unlisten(self, on_change: Callable[[], None]) -> None:
+        """Stop that."""
+        self._listeners = self._listeners - {on_change}
+
+    # The producer.
+
+    def open(self, key: str) -> bool:
+        """Begin a key; False when the table is at its bounds."""
+        with self._lock:
+            self._over.pop(key, None)
+            if len(self._entries) >= self.bounds.max_keys or self._num_bytes >= self.bounds.capacity_bytes:
+                self._counts["full"] += 1
+                self._remember(key, "full")
+                accepted = False
+            else:
+                assert key not in self._entries, f"{key} is open already"
+                self._entries[key] = _Entry(next(self._generations), self._unsealed_deadline())
+                accepted = True
+                if key in self._unwanted:  # its consumer left before it began
+                    del self._unwanted[key]
+                    self._end(key, "released")
+        self._notify()
+        return accepted
+
+    def insert(self, key: str, part: Part) -> bool:
+        """Announce a part; False when the key is over."""
+        with self._lock:
+            entry = self._entries.get(key)
+            if entry is None:
+                return False
+            assert entry.meta is None, f"{key} is sealed"
+            entry.parts.append(part)
+            entry.deadline = self._unsealed_deadline()
+            num_bytes = self._bytes_of(part)
+            entry.num_bytes += num_bytes
+            self._num_bytes += num_bytes
+        self._notify()
+        return True
+
+    def seal(self, key: str, meta: bytes) -> None:
+        """Complete a key; its lease begins."""
+        with self._lock:
+            entry = self._entries.get(key)
+            if entry is not None:
+                entry.meta = meta
+                entry.deadline = self._lease_deadline(entry)
+        self._notify()
+
+    def set_lease(self, key: str, lease_s: float) -> None:
+        """Give a key a lease of its own length."""
+        with self._lock:
+            entry = self._entries.get(key)
+            if entry is not None:
+                entry.lease_s = lease_s
+
+    def reset(self, key: str) -> None:
+        """Void all parts of a key."""
+        with self._lock:
+            entry = self._entries.get(key)
+            if entry is not None:
+                self._num_bytes -= entry.num_bytes
+                self._entries[key] = _Entry(next(self._generations), self._unsealed_deadline(), lease_s=entry.lease_s)
+        self._notify()
+
+    def drop(self, key: str) -> None:
+        """Withdraw a key."""
+        self._end_if_open(key, "dropped")
+
+    def ended(self) -> list[Ended]:
+        """Keys that ended since the last call."""
+        with self._lock:
+            ended, self._ended = self._ended, []
+            return ended
+
+    # The consumer, by way of whoever serves it.
+
+    def changes(self, key: str, cursor: Cursor) -> tuple[list[Change], Cursor]:
+        """What happened to a key since `cursor`, and where the cursor is now. Unknown keys have no news."""
+        with self._lock:
+            entry = self._entries.get(key)
+            if entry is None:
+                reason = self._over.get(key)
+                if reason is None or cursor.over:
+                    return [], cursor
+                return [Over(reason)], replace(cursor, over=True)
+            return _news(entry, cursor)
+
+    def take(self, key: str, generation: int, taker: int = 0, num_takers: int = 1) -> bool:
+        """The fence: whether all parts of this generation were kept until now. If so, this taker has it.
+
+        When each of the `num_takers` has it, the key ends as taken. A taker that asks again counts once.
+        """
+        with self._lock:
+            self._expire()
+            entry = self._entries.get(key)
+            held = entry is not None and entry.meta is not None and entry.generation == generation
+            if entry is not None and held:
+                entry.takers.add(taker)
+                if len(entry.takers) >= num_takers:
+                    self._end(key, "taken")
+        self._notify()
+        return held
+
+    def store(self, key: str, generation: int) -> bool:
+        """The fence of a producer that has copied all parts of this generation elsewhere: whether they stood until
+        now. If so, the key ends as stored, and its blocks are free."""
+        with self._lock:
+            self._expire()
+            entry = self._entries.get(key)
+            held = entry is not None and entry.meta is not None and entry.generation == generation
+            if held:
+                self._end(key, "stored")
+        self._notify()
+        return held
+
+    def lease_of(self, key: str) -> float:
+        """How long the key's lease is, s."""
+        with self._lock:
+            entry = self._entries.get(key)
+            return self.bounds.lease_s if entry is None or entry.lease_s is None else entry.lease_s
+
+    def renew(self, key: str) -> None:
+        """A consumer is at work on this key: its lease begins anew."""
+        with self._lock:
+            self._expire()
+            entry = self._entries.get(key)
+            if entry is not None and entry.meta is not None:
+                entry.deadline = self._lease_deadline(entry)
+
+    def release(self, key: str) -> bool:
+        """Nobody will come for this key, nor for one of that name which is about to begin."""
+        if self._end_if_open(key, "released"):
+            return True
+        with self._lock:
+            if key not in self._over:
+                self._unwanted[key] = None
+                _trim(self._unwanted)
+        return False
+
+    def end(self, key: str, reason: EndReason = "released") -> bool:
+        """End a key, if it is there."""
+        return self._end_if_open(key, reason)
+
+    # Time.
+
+    def expire(self) -> None:
+        """End the keys whose time is over."""
+        with self._lock:
+            num_before = len(self._ended)
+            self._expire()
+            changed = len(self._ended) != num_before
+        if changed:
+            self._notify()
+
+    # Insight.
+
+    def statistics(self) -> dict[str, float]:
+        """Keys and bytes held now, and keys ended by reason."""
+        with self._lock:
+            gauges = {"num_keys": float(len(self._entries)), "held_bytes": float(self._num_bytes)}
+            return gauges | {f"ended_{reason}": float(count) for reason, count in self._counts.items()}
+
+    def check(self) -> None:
+        """Raise `LeakError` when a key is left."""
+        with self._lock:
+            if self._entries:
+                raise LeakError(f"hand-offs are still held: {', '.join(sorted(self._entries)[:8])}")
+            if self._num_bytes:
+                raise LeakError(f"{self._num_bytes} bytes are counted as held, by no key")
+
+    # Under the lock.
+
+    def _unsealed_deadline(self) -> float:
+        return self._clock.monotonic() + self.bounds.unsealed_s
+
+    def _lease_deadline(self, entry: _Entry) -> float:
+        lease_s = self.bounds.lease_s if entry.lease_s is None else entry.lease_s
+        return self._clock.monotonic() + lease_s
+
+    def _bytes_of(self, part: Part) -> int:
+        layers = range(part.first_layer, part.first_layer + part.num_layers)
+        return sum(self._geometry.span_sizes[layer] for layer in layers) * len(part.block_ids)
+
+    def _expire(self) -> None:
+        now = self._clock.monotonic()
+        for key in [key for key, entry in self._entries.items() if entry.deadline <= now]:
+            self._end(key, "expired")
+
+    def _end(self, key: str, reason: EndReason) -> None:
+        self._num_bytes -= self._entries.pop(key).num_bytes
+        self._ended.append(Ended(key, reason))
+        self._counts[reason] += 1
+        self._remember(key, reason)
+
+    def _remember(self, key: str, reason: EndReason) -> None:
+        self._over[key] = reason
+        _trim(self._over)
+
+    # Outside of it.
+
+    def _end_if_open(self, key: str, reason: EndReason) -> bool:
+        with self._lock:
+            found = key in self._entries
+            if found:
+                self._end(key, reason)
+        if found:
+            self._notify()
+        return found
+
+    def _notify(self) -> None:
+        for listener in self._listeners:
+            listener()
+        if self._ended:
+            self.on_end()
+
+
+def _news(entry: _Entry, cursor: Cursor) -> tuple[list[Change], Cursor]:
+    begun_anew = cursor.generation != entry.generation
+    start = 0 if begun_anew else cursor.num_parts
+    parts = _up_to(entry.parts, start, MAX_IDS_PER_CHANGE)
+    complete = entry.meta is not None and start + len(parts) == len(entry.parts)
+    changes: list[Change] = []
+    if parts or begun_anew:
+        changes.append(Announced(entry.generation, parts))
+    if entry.meta is not None and complete and (begun_anew or not cursor.complete):
+        changes.append(Sealed(entry.generation, entry.meta))
+    return changes, Cursor(entry.generation, start + len(parts), complete)
+
+
+def _up_to(parts: list[Part], start: int, max_ids: int) -> list[Part]:
+    """Parts from `start` on, at least one if there is any, of about `max_ids` block ids."""
+    num_ids, end = 0, start
+    while end < len(parts) and num_ids < max_ids:
+        num_ids += len(parts[end].block_ids)
+        end += 1
+    return parts[start:end]
+
+
+def _trim(remembered: OrderedDict[str, EndReason] | OrderedDict[str, None]) -> None:
+    while len(remembered) > MAX_REMEMBERED:
+        remembered.popitem(last=False)

@@ -1,0 +1,67 @@
+"""What the two ends of a pipe say on their connection."""
+
+from __future__ import annotations
+
+from kvferry.transport.wire import Message
+
+PURPOSE = "pipe"
+MAX_MESSAGE_BYTES = 16 * 2**10
+"""The longest frame that either end takes."""
+
+
+class Join(Message, frozen=True):
+    """First words of the receiving end: make the pipe `name` of it, for whoever waits for `ticket`."""
+
+    name: str
+    ticket: str
+
+
+class TensorHeader(Message, frozen=True):
+    """A tensor's bytes follow, as the kind of pipe sends them."""
+
+    dtype: str
+    shape: list[int]
+
+
+class NoTensor(Message, frozen=True):
+    """A None was sent."""
+
+
+class Ring(Message, frozen=True):
+    """Shared memory pipe: the segment that the sender writes into."""
+
+    segment: str
+    num_bytes: int
+
+
+class Wrote(Message, frozen=True):
+    """Shared memory pipe: so many bytes in all are in the ring, or have been."""
+
+    position: int
+
+
+class Freed(Message, frozen=True):
+    """Shared memory pipe: so many bytes in all were taken out of the ring."""
+
+    position: int
+
+
+class Ready(Message, frozen=True):
+    """Process group pipe: the receiver waits for one more tensor."""
+
+
+class Accepted(Message, frozen=True):
+    """Process group pipe: the receiver has made room for the tensor of the header, and now receives."""
+
+
+class Published(Message, frozen=True):
+    """Process group pipe: a value for the other end's rendezvous."""
+
+    key: str
+    value: bytes
+
+
+class Formed(Message, frozen=True):
+    """Process group pipe: this end is connected; `error` says why not."""
+
+    error: str = ""

@@ -1,0 +1,62 @@
+"""A pipe over TCP: header, bytes, header, bytes, on the connection itself. Full when the kernel's buffers are."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvferry.transport.connection import Connection
+from kvferry.transport.pipe.base import PipeKind, PipeReceiver, PipeSender
+from kvferry.transport.pipe.connected import ConnectedEnd
+from kvferry.transport.pipe.messages import NoTensor, TensorHeader
+from kvferry.transport.pipe.tensors import flat_bytes, header_of, host_view, num_bytes_of, shaped
+
+
+class TcpPipe(PipeKind):
+    """Any two instances with a network between them."""
+
+    name = "tcp"
+
+    async def open_sender(self, connection: Connection, deadline: float) -> PipeSender:
+        """The connection is all it needs."""
+        return TcpSender(connection, self.settings.max_tensor_bytes)
+
+    async def open_receiver(self, connection: Connection, deadline: float) -> PipeReceiver:
+        """The connection is all it needs."""
+        return TcpReceiver(connection, self.settings.max_tensor_bytes)
+
+
+class TcpSender(ConnectedEnd, PipeSender):
+    """See the module."""
+
+    def __init__(self, connection: Connection, max_tensor_bytes: int) -> None:
+        super().__init__(connection)
+        self._max_bytes = max_tensor_bytes
+
+    async def send_tensor(self, tensor: Tensor | None, *, deadline: float) -> None:
+        """Send header and bytes, the bytes from where they lie."""
+        self.require_open()
+        if tensor is None:
+            pieces: list[bytearray | memoryview] = [self.connection.encode(NoTensor())]
+        else:
+            header = header_of(tensor, self._max_bytes)
+            pieces = [self.connection.encode(header), host_view(flat_bytes(tensor).cpu())]
+        async with self.transferring(deadline, "sending a tensor"):
+            await self.connection.send_bytes([piece for piece in pieces if len(piece)])
+
+
+class TcpReceiver(ConnectedEnd, PipeReceiver):
+    """See the module."""
+
+    def __init__(self, connection: Connection, max_tensor_bytes: int) -> None:
+        super().__init__(connection)
+        self._max_bytes = max_tensor_bytes
+
+    async def recv_tensor(self, *, deadline: float) -> Tensor | None:
+        """Receive the header, then the bytes into the new tensor."""
+        async with self.receiving(TensorHeader | NoTensor, deadline) as header:
+            if isinstance(header, NoTensor):
+                return None
+            data = torch.empty(num_bytes_of(header, self._max_bytes), dtype=torch.uint8)
+            await self.connection.receive_into(host_view(data))
+            return shaped(data, header)

@@ -1,0 +1,78 @@
+"""The one thread of an instance for all data-plane work: an asyncio loop beside the engine's thread.
+
+Owns the thread and the loop, and thereby every task on it: `close` ends them all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+import uvloop
+
+from kvferry.core.errors import LeakError
+
+Result = TypeVar("Result")
+CLOSE_S = 10.0
+
+
+class TransferLoop:
+    """Start it once, close it once; `submit` and `call` may be used from any thread in between."""
+
+    def __init__(self, name: str = "kvferry-transfer") -> None:
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._started = threading.Event()
+        self._loop: asyncio.AbstractEventLoop
+        self._stop: asyncio.Event
+        self._failure: BaseException | None = None
+
+    def start(self) -> None:
+        """Start the thread; returns when the loop runs."""
+        self._thread.start()
+        self._started.wait()
+
+    def submit(self, job: Coroutine[Any, Any, Result]) -> Future[Result]:
+        """Run a coroutine on the loop. The caller looks at the future: its error is reported nowhere else."""
+        return asyncio.run_coroutine_threadsafe(job, self._loop)
+
+    def call(self, function: Callable[[], object]) -> None:
+        """Run a plain function on the loop, soon. Does nothing once the loop is closed."""
+        try:
+            self._loop.call_soon_threadsafe(function)
+        except RuntimeError:  # closed meanwhile: there is nothing left that the call could matter to
+            if not self._loop.is_closed():
+                raise
+
+    def require_healthy(self) -> None:
+        """Raise what a plain function raised on the loop: a mistake of ours that would leave somebody waiting."""
+        if self._failure is not None:
+            raise self._failure
+
+    def close(self, timeout_s: float = CLOSE_S) -> None:
+        """Cancel all tasks, wait for them, end the thread. Raises `LeakError` when they do not end in time."""
+        if not self._thread.is_alive():
+            return
+        self.call(self._stop.set)
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            tasks = ", ".join(task.get_name() for task in asyncio.all_tasks(self._loop))
+            raise LeakError(f"data-plane tasks did not end within {timeout_s:g} s: {tasks}")
+
+    def _run(self) -> None:
+        # uvloop: a turn of the loop costs it a third, and bulk TCP takes many. The exit cancels and awaits every task.
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(self._main())
+
+    async def _main(self) -> None:
+        self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
+        self._loop.set_exception_handler(self._on_exception)
+        self._started.set()
+        await self._stop.wait()
+
+    def _on_exception(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        if "handle" in context:
+            self._failure = self._failure or context.get("exception")
+        loop.default_exception_handler(context)

@@ -1,0 +1,114 @@
+"""Prefill in one vLLM, decode in another, for each connector of the registry: the tokens are those of plain vLLM."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from adapters.conftest import PromptMaker, VllmMaker, connector
+from kvferry.connectors.registry import BUILTIN
+from support.vllm_process import VllmFailed, VllmProcess
+
+pytestmark = [pytest.mark.vllm, pytest.mark.processes, pytest.mark.timeout(240)]
+
+LENGTHS = (1, 2, 31, 32, 33, 64, 200, 777, 2000)
+NUM_TOKENS = 12
+TWO_EACH = {"max_num_batched_tokens": 256, "max_num_seqs": 32}
+CANNOT_RUN = ("ConfigError", "MissingDependency")
+
+
+@dataclass
+class Pair:
+    """A producer, a consumer, and a vLLM without a connector. What was computed plainly is kept."""
+
+    prefill: VllmProcess
+    decode: VllmProcess
+    plain: VllmProcess
+
+
+def extra_of(name: str, folder: Path) -> dict[str, Any]:
+    """What a connector needs to be told."""
+    return {"shared_storage_path": str(folder)} if name == "SharedStorageConnector" else {}
+
+
+@pytest.fixture(scope="module")
+def plain(start_vllm: VllmMaker) -> VllmProcess:
+    return start_vllm(None)
+
+
+@pytest.fixture(scope="module", params=[*BUILTIN, "SharedStorageConnector layerwise"])
+def pair(
+    request: pytest.FixtureRequest, start_vllm: VllmMaker, plain: VllmProcess, tmp_path_factory: pytest.TempPathFactory
+) -> Pair:
+    name, _, load = request.param.partition(" ")
+    extra = extra_of(name, tmp_path_factory.mktemp("store"))
+    prefill = start_vllm(connector("Kvferry" + name, "kv_producer", **extra), **TWO_EACH)
+    loading = {"load": load} if load else {}
+    decode = start_vllm(
+        connector("Kvferry" + name, "kv_consumer", **extra, **loading), enable_prefix_caching=not load, **TWO_EACH
+    )
+    try:
+        started = Pair(prefill.ready(), decode.ready(), plain.ready() if not hasattr(plain, "started") else plain)
+    except VllmFailed as error:
+        if any(kind in str(error) for kind in CANNOT_RUN):
+            pytest.skip(f"{name} cannot run here: {str(error).splitlines()[-1]}")
+        raise
+    plain.started = True  # type: ignore[attr-defined]
+    return started
+
+
+@pytest.mark.parametrize("num_tokens", LENGTHS)
+def test_tokens_are_those_of_plain_vllm(pair: Pair, prompt_of: PromptMaker, num_tokens: int) -> None:
+    prompt = prompt_of(num_tokens)
+    expected = pair.plain.run(prompt, NUM_TOKENS).token_ids
+    ticket = pair.prefill.prefill(prompt, f"length-{num_tokens}")
+    assert ticket["prefill_result"]["first_token"] == expected[0]
+    assert pair.decode.run(prompt, NUM_TOKENS, ticket).token_ids == expected
+    pair.prefill.settled()
+    pair.decode.settled()
+
+
+def test_sixteen_at_once(pair: Pair, prompt_of: PromptMaker) -> None:
+    prompts = [prompt_of(30 + 17 * index) for index in range(16)]
+    plain = [pair.plain.add(prompt, NUM_TOKENS) for prompt in prompts]
+    params = [{"do_remote_decode": True, "transfer_id": f"many-{index}"} for index in range(16)]
+    before = loaded(pair.decode)
+    prefills = [pair.prefill.add(prompt, 1, one) for prompt, one in zip(prompts, params, strict=True)]
+    tickets = [pair.prefill.wait(name).kv_transfer_params for name in prefills]
+    decodes = [pair.decode.add(prompt, NUM_TOKENS, ticket) for prompt, ticket in zip(prompts, tickets, strict=True)]
+    answers = [pair.decode.wait(name).token_ids for name in decodes]
+    assert answers == [pair.plain.wait(name).token_ids for name in plain]
+    assert loaded(pair.decode) > before, "the tokens are right, but the KV never came"
+    pair.prefill.settled()
+    pair.decode.settled()
+
+
+def test_the_same_prompt_again(pair: Pair, prompt_of: PromptMaker) -> None:
+    """Its blocks are in D's prefix cache, or not, and in P's."""
+    prompt = prompt_of(100)
+    expected = pair.plain.run(prompt, NUM_TOKENS).token_ids
+    for index in range(3):
+        ticket = pair.prefill.prefill(prompt, f"again-{index}")
+        assert pair.decode.run(prompt, NUM_TOKENS, ticket).token_ids == expected
+        pair.prefill.settled()
+        pair.decode.settled()
+
+
+def test_without_a_hand_off_it_is_plain_vllm(pair: Pair, prompt_of: PromptMaker) -> None:
+    prompt = prompt_of(90)
+    answer = pair.decode.run(prompt, NUM_TOKENS)
+    assert answer.token_ids == pair.plain.run(prompt, NUM_TOKENS).token_ids
+    assert answer.kv_transfer_params is None
+
+
+def test_figures_are_in_vllms_metrics(pair: Pair) -> None:
+    assert pair.decode.ask("metrics")
+
+
+def loaded(process: VllmProcess) -> float:
+    """How much KV has come, in whatever the connector counts it."""
+    figures = process.state().figures
+    return sum(value for name, value in figures.items() if name in ("taken", "loads"))

@@ -1,0 +1,165 @@
+"""The order in which a worker side is called, on the host and on a GPU, with a recording one in its place.
+
+No GPU is needed: what counts is that nothing is announced before the device is said to be done.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvferry.connectors.api import TransferReport
+from kvferry.core.errors import PeerLost
+
+pytestmark = pytest.mark.vllm
+
+
+class Recorder:
+    """A worker side that writes down what it is told."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.report = TransferReport()
+
+    def poll(self) -> TransferReport:
+        report, self.report = self.report, TransferReport()
+        return report
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *arguments: self.calls.append(" ".join(map(str, [name, *arguments])))
+
+
+@pytest.fixture
+def side() -> Recorder:
+    return Recorder()
+
+
+def make_half(side: Recorder, monkeypatch: pytest.MonkeyPatch, *, on_gpu: bool) -> Any:
+    import torch
+
+    from kvferry.adapters.vllm.worker_half import WorkerHalf
+
+    half: Any = WorkerHalf(SimpleNamespace(), SimpleNamespace(layer_names=("a", "b"), block_size=4), 0)  # type: ignore[arg-type]
+    half.side, half._on_gpu = side, on_gpu
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: side.calls.append("device is done"))
+    return half
+
+
+def step(**fields: Any) -> Any:
+    from kvferry.adapters.vllm.messages import StepMetadata
+
+    return StepMetadata(**({"plan": "plan", "computes": True} | fields))
+
+
+def run(half: Any, metadata: Any, *, layers: tuple[str, ...] = ("a", "b")) -> Any:
+    """One step as vLLM does it; no layers, as when a CUDA graph is replayed."""
+    half.begin(metadata)
+    half.start(metadata, model_has_run=False)
+    if metadata.step_loads:
+        half.start(metadata, model_has_run=False)
+    for layer in layers:
+        half.wait_layer(layer)
+        half.side.calls.append(f"attention {layer}")
+        half.save_layer(layer)
+    half.start(metadata, model_has_run=True)
+    half.end_step(metadata)
+    return half.report(metadata)
+
+
+def test_layers_are_announced_as_they_come(side: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    run(make_half(side, monkeypatch, on_gpu=False), step())
+    assert side.calls == [
+        "withdraw plan",
+        "start plan",
+        "wait_layer 0",
+        "attention a",
+        "save_layer 0",
+        "wait_layer 1",
+        "attention b",
+        "save_layer 1",
+        "flush",
+    ]
+
+
+def test_layers_that_no_call_came_for_are_announced_at_the_end(side: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    run(make_half(side, monkeypatch, on_gpu=False), step(), layers=())
+    assert side.calls == ["withdraw plan", "start plan", "save_layer 0", "save_layer 1", "flush"]
+
+
+def test_a_gpu_is_waited_for_before_anything_is_announced(side: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    run(make_half(side, monkeypatch, on_gpu=True), step())
+    assert side.calls == [
+        "withdraw plan",
+        "attention a",
+        "attention b",
+        "device is done",
+        "start plan",
+        "device is done",
+        "save_layer 0",
+        "save_layer 1",
+        "flush",
+    ]
+
+
+def test_a_gpu_loads_what_a_step_needs_before_it_begins(side: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    run(make_half(side, monkeypatch, on_gpu=True), step(step_loads={"r": [3]}))
+    assert side.calls[:6] == [
+        "withdraw plan",
+        "device is done",
+        "start plan",
+        "wait_layer 0",
+        "wait_layer 1",
+        "attention a",
+    ]
+
+
+def test_a_gpu_is_not_waited_for_when_there_is_nothing_to_do(side: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    run(make_half(side, monkeypatch, on_gpu=True), step(plan=None))
+    assert "device is done" not in side.calls
+
+
+def test_the_end_of_a_load_is_told_once(side: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    half = make_half(side, monkeypatch, on_gpu=False)
+    run(half, step(loads={"r": [5, 6]}))
+    side.report.loaded.add("r")
+    assert run(half, step()).finished_recving == {"r"}
+    side.report.released.add("r")  # it was aborted meanwhile
+    results = run(half, step())
+    assert not results.finished_recving | results.finished_sending
+    assert results.rank_report.released == {"r"}
+    half.check()
+
+
+def test_an_aborted_load_is_told_as_a_load(side: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    half = make_half(side, monkeypatch, on_gpu=False)
+    run(half, step(loads={"r": [5, 6]}))
+    side.report.released.add("r")
+    results = run(half, step())
+    assert results.finished_recving == {"r"}
+    assert not results.finished_sending
+    half.check()
+
+
+def test_a_failed_load_of_a_step_names_its_blocks(side: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    half = make_half(side, monkeypatch, on_gpu=False)
+    half.begin(metadata := step(step_loads={"r": [7, 8]}))
+    half.start(metadata, model_has_run=False)
+    side.report.failed["r"] = PeerLost("gone")
+    results = half.report(metadata)
+    assert results.invalid_block_ids == {7, 8}
+    assert not results.finished_recving | results.failed_recving
+
+
+def test_a_load_of_fewer_tokens_names_the_blocks_that_lack_some(
+    side: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    half = make_half(side, monkeypatch, on_gpu=False)
+    run(half, step(loads={"r": [5, 6, 7]}))
+    side.report.loaded.add("r")
+    side.report.loaded_tokens["r"] = 6
+    results = run(half, step(forgotten={"r"}))
+    assert results.finished_recving == {"r"}
+    assert results.invalid_block_ids == {6, 7}
+    half.check()

@@ -1,0 +1,320 @@
+"""The command line: help that teaches, errors in one line, flags from arguments, environment and file."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import urllib.request
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvferry import __version__
+from kvferry.cli.config_file import ConfigFile
+from kvferry.cli.flags import complete, field_help
+from kvferry.cli.main import COMMANDS, ENVIRONMENT, app, for_engine, main
+from kvferry.cli.serve import flag_variables
+from kvferry.engine.config import EngineConfig
+from kvferry.fleet.arguments import flag_name, to_arguments
+from kvferry.fleet.spec import EngineChoice, FleetSpec, InstanceSpec, Listen
+from kvferry.router.config import RouterConfig
+
+CONFIGS = [EngineConfig, EngineChoice, InstanceSpec, Listen, FleetSpec, RouterConfig]
+
+TORCH_BLOCKED = """
+import sys
+class Blocker:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {"torch", "transformers", "safetensors", "starlette", "uvicorn"}:
+            raise ImportError(f"{name} is blocked")
+sys.meta_path.insert(0, Blocker())
+from kvferry.cli.main import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.fixture(autouse=True)
+def _no_flags_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in flag_variables():
+        monkeypatch.delenv(name, raising=False)
+
+
+def said(*arguments: str, config: Path | None = None) -> dict[str, Any]:
+    """The flags of a command as it would get them."""
+    app.config = (ENVIRONMENT,) if config is None else (ENVIRONMENT, ConfigFile(config, COMMANDS))
+    _, bound, _ = app.parse_args(list(arguments), exit_on_error=False, print_error=False)
+    bound.apply_defaults()
+    return dict(bound.arguments)
+
+
+def complaint(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """What is said of a wrong command line: one line."""
+    assert main(list(arguments)) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("kvferry: error: ")
+    assert err.count("\n") == 1
+    return err.strip()
+
+
+# Help.
+
+
+@pytest.mark.parametrize("arguments", [["--help"], *([command, "--help"] for command in COMMANDS), ["--version"]])
+def test_help_needs_neither_a_model_nor_a_server(arguments: list[str]) -> None:
+    command = [sys.executable, "-c", TORCH_BLOCKED, *arguments]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert (__version__ if arguments == ["--version"] else "Usage: kvferry") in done.stdout
+
+
+def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    text = capsys.readouterr().out
+    assert "kvferry serve kvferry/tiny-python --prefill 1 --decode 1" in text
+    assert all(re.search(rf"^│ {command} ", text, re.MULTILINE) for command in COMMANDS)
+
+
+@pytest.mark.parametrize(
+    ("command", "configs", "absent"),
+    [
+        ("serve", CONFIGS, {"prefill_url", "decode_url", "bootstrap_port"}),
+        ("prefill", [EngineConfig, EngineChoice, InstanceSpec, Listen], set()),
+        ("decode", [EngineConfig, EngineChoice, InstanceSpec, Listen], set()),
+        ("router", [RouterConfig, Listen], set()),
+    ],
+)
+def test_every_setting_is_a_flag_with_its_help(
+    command: str, configs: list[type], absent: set[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([command, "--help"]) == 0
+    text = capsys.readouterr().out
+    flat = " ".join(re.sub(r"[│╭╮╰╯─]", " ", text).split())
+    for config in configs:
+        helps = field_help(config)
+        assert set(helps) == {one.name for one in fields(config)}
+        for name, help_text in helps.items():
+            assert (flag_name(name) in text) == (name not in absent)
+            assert name in absent or " ".join(help_text.split()[:3]) in flat
+    assert "--ready-fd" not in text
+
+
+def test_python_dash_m_works() -> None:
+    command = [sys.executable, "-m", "kvferry.cli.main", "--version"]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == __version__
+
+
+# Errors.
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["serv", "m"], 'Did you mean "serve"?'),
+        (["serve"], "--model"),
+        (["serve", "m", "--max-num-sequences", "3"], "Did you mean --max-num-seqs?"),
+        (["serve", "m", "--max-num-seqs", "many"], '--max-num-seqs: unable to convert "many" into int'),
+        (["serve", "m", "--dtype", "float8"], '"float8" for --dtype. Choose from: "auto", "float32"'),
+        (["serve", "m", "--prefill", "-1"], "--prefill must not be negative, got -1"),
+        (["serve", "m", "--port", "70000"], "--port must be between 0 and 65535"),
+        (["serve", "m", "--prefill", "1", "--cores", "x"], "--cores: 'x' is not a core or a range"),
+        (["decode", "m", "--block-size", "0"], "--block-size must be at least 1, got 0"),
+        (["prefill", "m", "--kv-transfer-config", "{"], "--kv-transfer-config is not valid JSON"),
+        (["serve", "m", "--kv-transfer-config", '{"kv_conector": "x"}'], "did you mean 'kv_connector'?"),
+        (["decode", "m", "--kv-transfer-config", '{"kv_connector": "P2Connector"}'], "did you mean 'P2pConnector'?"),
+        (["router"], "--decode-url http://host:port"),
+        (["router", "--decode-url", "ftp://x"], "'ftp://x' is not an instance's URL"),
+        (["router", "--decode-url", "d:1", "--max-body", "big"], "--max-body: 'big' is not a size"),
+        (["serve", "m", "--", "--dtype", "float32"], "what stands behind --, are for vLLM; add --engine vllm"),
+        (["serve", "m", "--engine", "vlm"], '"vlm" for --engine. Choose from: "kvferry", "vllm"'),
+        (["serve", "m", "--engine", "vllm", "--engine-python", "/nowhere"], "--engine-python /nowhere is not a file"),
+        (["decode", "m", "--engine", "vllm", "--block-size", "16"], "as in: -- --block-size 16"),
+        (["prefill", "m", "--engine", "vllm", "--", "--port", "1"], "--port behind -- is for kvferry to set"),
+        (["router", "--decode-url", "d:1", "--bootstrap-port", "1"], "--bootstrap-port is given 1 times for 0"),
+        (["serve", "m", "--config", "nowhere.toml"], "--config nowhere.toml: No such file or directory"),
+    ],
+)
+def test_errors_are_one_line_that_says_what_to_do(
+    arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert told in complaint(capsys, *arguments)
+
+
+# Where flags come from.
+
+
+def test_defaults_are_those_of_the_settings() -> None:
+    flags = said("serve", "m")
+    assert complete(EngineConfig, flags["engine"], model=flags["model"]) == EngineConfig(model="m")
+    assert complete(RouterConfig, flags["router"]) == RouterConfig()
+    assert complete(FleetSpec, flags["fleet"]) == FleetSpec()
+    assert complete(InstanceSpec, flags["instance"]) == InstanceSpec()
+    assert complete(Listen, flags["listen"]) == Listen()
+
+
+def test_arguments_make_the_same_settings_again() -> None:
+    """What a fleet tells its children is what they understand."""
+    engine = EngineConfig(
+        model="m", dtype="bfloat16", max_model_len=99, prefix_caching=False, seed=-5, kv_cache_memory="2GiB"
+    )
+    choice = EngineChoice(engine="vllm", engine_python="/v/python", engine_argument=("--dtype", "a b", "-x"))
+    assert complete(EngineChoice, said("decode", "m", *to_arguments(choice))["choice"]) == choice
+    instance = InstanceSpec(served_model_name=("a", "b c"), kv_transfer_config='{"kv_connector":"X"}')
+    listen = Listen(host="::1", port=0, grace_s=0.5)
+    flags = said("decode", "m", *to_arguments(engine, ["model"]), *to_arguments(instance), *to_arguments(listen))
+    assert complete(EngineConfig, flags["engine"], model=flags["model"]) == engine
+    assert complete(InstanceSpec, flags["instance"]) == instance
+    assert complete(Listen, flags["listen"]) == listen
+    router = RouterConfig(prefill_url=("http://a:1", "http://b:1"), decode_url=("http://c:1",), hand_off="concurrent")
+    assert complete(RouterConfig, said("router", *to_arguments(router))["router"]) == router
+
+
+def test_what_stands_behind_two_dashes_reaches_vllm_word_by_word() -> None:
+    words = ["--dtype", "float32", "--hf-overrides", '{"a": 1}', "-O3", "--", "x y"]
+    passed_on = for_engine(["serve", "m", "--engine", "vllm", "--", *words])
+    assert said(*passed_on)["choice"].engine_argument == tuple(words)
+    assert for_engine(["serve", "m"]) == ["serve", "m"]
+
+
+FILE = """
+[engine]
+model = "from-file"
+engine = "vllm"
+engine_argument = ["--dtype", "float32"]
+max_num_seqs = 7
+prefix-caching = false
+served_model_name = ["one", "two"]
+
+[router]
+hand_off = "sequential"
+retries = 3
+prefill_url = ["http://p:1"]
+decode_url = ["http://d:1"]
+
+[serve]
+prefill = 2
+port = 0
+max_num_batched_tokens = 555
+
+[serve.kv_transfer_config]
+kv_connector = "SharedStorageConnector"
+kv_connector_extra_config = { shared_storage_path = "/tmp/kv" }
+
+[decode]
+port = 8002
+"""
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "fleet.toml"
+    path.write_text(FILE)
+    return path
+
+
+def test_a_file_gives_flags_to_the_commands_that_have_them(config: Path) -> None:
+    flags = said("serve", config=config)
+    assert flags["model"] == "from-file"
+    assert (flags["engine"].max_num_seqs, flags["engine"].prefix_caching) == (7, False)
+    assert (flags["choice"].engine, flags["choice"].engine_argument) == ("vllm", ("--dtype", "float32"))
+    assert flags["engine"].max_num_batched_tokens == 555
+    assert flags["instance"].served_model_name == ("one", "two")
+    assert (flags["router"].hand_off, flags["router"].retries) == ("sequential", 3)
+    assert (flags["fleet"].prefill, flags["fleet"].decode) == (2, 0)
+    assert json.loads(flags["instance"].kv_transfer_config) == {
+        "kv_connector": "SharedStorageConnector",
+        "kv_connector_extra_config": {"shared_storage_path": "/tmp/kv"},
+    }
+    decode = said("decode", config=config)
+    assert (decode["model"], decode["listen"].port, decode["engine"].max_num_seqs) == ("from-file", 8002, 7)
+    router = said("router", config=config)
+    assert (router["router"].prefill_url, router["listen"].port) == (("http://p:1",), 8000)
+
+
+def test_the_command_line_wins_then_the_environment_then_the_file(
+    config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVFERRY_MAX_NUM_SEQS", "8")
+    monkeypatch.setenv("KVFERRY_RETRIES", "9")
+    monkeypatch.setenv("KVFERRY_PREFIX_CACHING", "true")
+    monkeypatch.setenv("KVFERRY_AUTH_TOKEN", "not a flag")
+    monkeypatch.setenv("KVFERRY_PREFILL_URL", "http://not-for-serve:1")
+    flags = said("serve", "mine", "--retries", "1", config=config)
+    assert flags["model"] == "mine"
+    assert (flags["engine"].max_num_seqs, flags["engine"].prefix_caching) == (8, True)
+    assert flags["router"].retries == 1
+    assert flags["fleet"].prefill == 2
+
+
+def test_the_environment_alone(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("KVFERRY_MODEL", "m")
+    monkeypatch.setenv("KVFERRY_DECODE_URL", "http://a:1 http://b:1")
+    assert said("serve")["model"] == "m"
+    assert said("router")["router"].decode_url == ("http://a:1", "http://b:1")
+    monkeypatch.setenv("KVFERRY_PORT", "many")
+    assert "KVFERRY_PORT" in complaint(capsys, "serve")
+
+
+def test_the_file_may_be_named_by_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("KVFERRY_CONFIG", str(tmp_path / "nowhere.toml"))
+    assert "nowhere.toml" in complaint(capsys, "serve", "m")
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("[engine]\nmax_num_seq = 1", "[engine]: 'max_num_seq'; did you mean 'max_num_seqs'?"),
+        ("[engine]\nport = 1", "[engine]: 'port'"),
+        ("[router]\nhandoff = 'auto'", "[router]: 'handoff'; did you mean 'hand_off'?"),
+        ("[serve]\nprefil = 1", "[serve]: 'prefil'; did you mean 'prefill'?"),
+        ("[engin]\n", "'engin'; did you mean 'engine'?"),
+        ("port = 1", "unknown table"),
+        ("engine = 1", "stands outside of a table"),
+        ("[engine]\nblock_size = 'x'", '[engine]: unable to convert "x" into int'),
+        ("[engine", "is not valid TOML"),
+        ("[engine]\nblock_size = 0", "--block-size must be at least 1"),
+    ],
+)
+def test_errors_in_a_file_name_the_place(
+    text: str, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "wrong.toml"
+    path.write_text(text)
+    error = complaint(capsys, "serve", "m", "--config", str(path))
+    assert told in error
+    assert "wrong.toml" in error or "--block-size" in error
+
+
+# Commands that run.
+
+
+def test_the_router_as_a_child_of_a_supervisor() -> None:
+    read, write = os.pipe()
+    command = [sys.executable, "-m", "kvferry.cli.main", "router", "--decode-url=http://127.0.0.1:9", "--port=0"]
+    with subprocess.Popen([*command, "--ready-fd", str(write)], pass_fds=(write,)) as process:
+        os.close(write)
+        with os.fdopen(read) as messages:
+            url = json.loads(messages.readline())["url"]
+        with urllib.request.urlopen(url + "/kvferry/instances", timeout=10) as response:
+            assert json.load(response)["instances"][0]["role"] == "decode"
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=30) == 0
+
+
+def test_an_address_in_use_is_told_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    from kvferry.router.server import listen
+
+    with listen("127.0.0.1", 0) as taken:
+        port = taken.getsockname()[1]
+        assert f"cannot listen on 127.0.0.1:{port}" in complaint(
+            capsys, "router", "--decode-url", "d:1", "--port", str(port)
+        )

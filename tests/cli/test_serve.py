@@ -1,0 +1,91 @@
+"""`kvferry serve` with a real model: the whole product on one machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from conftest import ModelMaker
+
+pytestmark = pytest.mark.processes
+
+BODY = {"model": "tiny", "prompt": "The quick brown fox jumps over the lazy dog", "max_tokens": 12, "temperature": 0}
+
+
+@contextmanager
+def serving(log: Path, *arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """`kvferry serve` once it is up, and its URL. What it says is in `log`."""
+    command = [sys.executable, "-m", "kvferry.cli.main", "serve", *arguments, "--port", "0"]
+    command += ["--served-model-name", "tiny", "--kv-cache-memory", "32MiB"]
+    with (
+        log.open("w") as errors,
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True) as process,
+    ):
+        assert process.stdout is not None
+        try:
+            line = process.stdout.readline()
+            assert line.startswith("kvferry is up: "), log.read_text()
+            yield process, line.removeprefix("kvferry is up: ").strip()
+        finally:
+            if process.poll() is None:
+                process.terminate()
+
+
+def post(url: str, body: dict[str, Any]) -> Any:
+    request = urllib.request.Request(
+        url + "/v1/completions", data=json.dumps(body).encode(), headers={"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=60) as response:
+        return json.load(response)
+
+
+def get(url: str) -> str:
+    with urllib.request.urlopen(url, timeout=60) as response:
+        return response.read().decode()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("hand_off", ["sequential", "concurrent"])
+def test_prefill_and_decode_say_what_one_instance_says(hand_off: str, tmp_path: Path, model_maker: ModelMaker) -> None:
+    model = str(model_maker())
+    with serving(tmp_path / "one.log", model) as (process, url):
+        alone = post(url, BODY)["choices"][0]["text"]
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=60) == 0
+    with serving(tmp_path / "two.log", model, "--prefill", "1", "--hand-off", hand_off) as (process, url):
+        started = psutil.Process(process.pid).children(recursive=True)
+        assert len(started) >= 3
+        assert post(url, BODY)["choices"][0]["text"] == alone
+        assert f'hand_offs_total{{kind="{hand_off}",reason=""}} 1.0' in get(url + "/metrics")
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=60) == 0
+        assert psutil.wait_procs(started, timeout=10)[1] == []
+    log = (tmp_path / "two.log").read_text()
+    assert "[prefill-0] ready at http://127.0.0.1:" in log
+    assert "[router] ready at " in log
+
+
+def test_a_model_that_is_not_there_is_told_in_one_line(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "kvferry.cli.main", "serve", str(tmp_path / "nowhere"), "--prefill", "1"]
+    done = subprocess.run(
+        [*command, "--port", "0"],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "HF_HUB_OFFLINE": "1"},
+    )
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert "nowhere" in done.stderr.splitlines()[-1]
+    assert "Traceback" not in done.stderr

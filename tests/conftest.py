@@ -1,0 +1,57 @@
+"""Fixtures that several suites share. Models are made once per test run, in a folder of their own."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from support.valkey_server import BINARIES, ValkeyServer, server_binary
+
+ModelMaker = Callable[..., Path]
+
+
+@pytest.fixture(scope="session")
+def model_maker(tmp_path_factory: pytest.TempPathFactory) -> ModelMaker:
+    """`model_maker(architecture, **overrides)`: the folder of a tiny random model, made on first use."""
+    from kvferry.models.random_model import make_random_model  # torch only where a test wants a model
+
+    root, made = tmp_path_factory.mktemp("models"), {}
+
+    def make(architecture: str = "llama", **overrides: object) -> Path:
+        key = architecture + "".join(f"-{name}{value}" for name, value in sorted(overrides.items()))
+        if key not in made:
+            made[key] = make_random_model(root / key, architecture, **overrides)
+        return made[key]
+
+    return make
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests marked `vllm` are skipped where vLLM is not installed."""
+    # `tests` is on the path, and a folder of that name in it is a namespace package, which has no origin.
+    spec = importlib.util.find_spec("vllm")
+    if spec is not None and spec.origin is not None:
+        return
+    for item in items:
+        if "vllm" in item.keywords and item.get_closest_marker("vllm"):
+            item.add_marker(pytest.mark.skip(reason="vLLM is not installed; make test-vllm has it"))
+
+
+@pytest.fixture(scope="session")
+def valkey_of_the_run() -> Iterator[ValkeyServer]:
+    """One server for all tests that need no more of it than that it is there."""
+    if server_binary() is None:
+        pytest.skip(f"needs {' or '.join(BINARIES)}; scripts/install_test_servers.sh installs one")
+    server = ValkeyServer()
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def valkey_url(valkey_of_the_run: ValkeyServer) -> str:
+    """The address of a server that is empty."""
+    valkey_of_the_run.say("FLUSHALL")
+    return valkey_of_the_run.url

@@ -1,0 +1,464 @@
+"""The P2P connector between engines without a model, in one process and in two."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+
+import msgspec
+import pytest
+from fake_engine import FakeEngine, FakeRequest, ProducerEngine
+from kv_support import make_layout
+
+from kvferry.connectors.api import ConnectorContext, Hit, Miss, Pending
+from kvferry.connectors.p2p.scheduler import P2pSchedulerSide
+from kvferry.connectors.p2p.worker import P2pWorkerSide
+from kvferry.core.errors import (
+    ConfigError,
+    LayoutMismatch,
+    LeaseEnded,
+    PeerLost,
+    ProtocolError,
+    TransferTimeout,
+)
+from kvferry.core.hand_off import Consume, Produce, Ticket, parse_hand_off
+from kvferry.core.transfer_config import KVTransferConfig
+from kvferry.transport.memory import BlockMemory
+
+MakeEngine = Callable[..., FakeEngine]
+PROMPT = list(range(100, 119))
+
+
+@pytest.fixture(params=["shm", "tcp", "gloo", "valkey"])
+def pair(request: pytest.FixtureRequest, make_engine: MakeEngine) -> tuple[FakeEngine, FakeEngine]:
+    """P and D."""
+    extra = {"transport": request.param}
+    if request.param == "valkey":
+        extra = {"lookup_buffer": "valkey", "valkey_url": request.getfixturevalue("valkey_url")}
+    return (
+        make_engine("P2pConnector", "kv_producer", **extra),
+        make_engine("P2pConnector", "kv_consumer", **extra),
+    )
+
+
+def make_pair(make_engine: MakeEngine, **options: object) -> tuple[FakeEngine, FakeEngine]:
+    options = {"transport": "shm"} | options
+    return make_engine("P2pConnector", "kv_producer", **options), make_engine("P2pConnector", "kv_consumer", **options)
+
+
+def produced(tokens: list[int], key: str = "t") -> FakeRequest:
+    return FakeRequest(f"{key}-prefill", tokens, Produce(key))
+
+
+def consumed(tokens: list[int], ticket: dict[str, object] | None, key: str = "t", **more: object) -> FakeRequest:
+    hand_off = parse_hand_off(ticket, key)
+    assert isinstance(hand_off, Consume)
+    request = FakeRequest(f"{key}-decode", tokens, hand_off, **more)
+    if hand_off.ticket.is_of(tokens):
+        request.prefill_result = hand_off.ticket.prefill_result
+    return request
+
+
+def early_ticket(producer: FakeEngine, key: str = "t") -> dict[str, object]:
+    """What a router knows before the prefill."""
+    address = producer.worker.address()
+    return Ticket(transfer_id=key, remote_host=address["host"], remote_port=address["port"]).to_params()
+
+
+@pytest.mark.parametrize("num_tokens", [1, 3, 4, 5, 8, 17])
+def test_prefill_then_decode(pair: tuple[FakeEngine, FakeEngine], num_tokens: int) -> None:
+    producer, consumer = pair
+    prefill = producer.run(produced(PROMPT[:num_tokens]))
+    assert prefill.ticket is not None
+    assert json.loads(json.dumps(prefill.ticket)) == prefill.ticket
+    assert prefill.ticket["remote_num_tokens"] == num_tokens
+    decode = consumer.run(consumed(PROMPT[:num_tokens], prefill.ticket))
+    assert (decode.state, decode.error, decode.num_computed_here) == ("done", None, 0)
+    consumer.require_right(decode)
+    producer.run_until(lambda: not producer.held)
+    assert decode.prefill_result == prefill.prefill_result
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 4, 7, 100])
+def test_prefill_and_decode_at_the_same_time(pair: tuple[FakeEngine, FakeEngine], chunk: int) -> None:
+    producer, consumer = pair
+    producer.chunk = chunk
+    decode = consumer.add(consumed(PROMPT, early_ticket(producer)))
+    consumer.step()
+    assert decode.state == "loading"
+    prefill = producer.run(produced(PROMPT))
+    producer.step()
+    consumer.run_until(lambda: decode.state == "done")
+    consumer.require_right(decode)
+    assert decode.prefill_result == prefill.prefill_result
+    assert (decode.error, decode.num_computed_here) == (None, 0)
+
+
+def test_layers_arrive_before_the_prefill_is_done(make_engine: MakeEngine) -> None:
+    producer, consumer = make_pair(make_engine)
+    decode = consumer.add(consumed(PROMPT, early_ticket(producer)))
+    consumer.step()
+    prefill = producer.add(produced(PROMPT))
+    producer.step()
+    assert prefill.num_computed == 8
+
+    def two_blocks_have_come() -> bool:
+        return all(
+            consumer.has_block(PROMPT, layer, decode.block_ids[index], index)
+            for layer in range(2)
+            for index in range(2)
+        )
+
+    consumer.run_until(two_blocks_have_come)
+    assert decode.state == "loading"
+    producer.run_until(lambda: prefill.state == "done")
+    producer.step()
+    consumer.run_until(lambda: decode.state == "done")
+    consumer.require_right(decode)
+
+
+def test_many_hand_offs_in_any_order(make_engine: MakeEngine) -> None:
+    producer, consumer = make_pair(make_engine)
+    prompts = {f"t{index}": [index * 7 + offset for offset in range(3 + index)] for index in range(10)}
+    decodes = [consumer.add(consumed(prompts[key], early_ticket(producer, key), key)) for key in reversed(prompts)]
+    consumer.step()
+    prefills = [producer.add(produced(tokens, key)) for key, tokens in prompts.items()]
+    producer.run_until(lambda: all(prefill.state == "done" for prefill in prefills))
+    producer.step()
+    consumer.run_until(lambda: all(decode.state == "done" for decode in decodes))
+    for decode in decodes:
+        assert decode.error is None
+        consumer.require_right(decode)
+
+
+def test_the_decode_instance_s_own_prefix_is_not_fetched(pair: tuple[FakeEngine, FakeEngine]) -> None:
+    producer, consumer = pair
+    prefill = producer.run(produced(PROMPT))
+    decode = consumer.run(consumed(PROMPT, prefill.ticket, cached=[40, 20]))
+    consumer.require_right(decode)
+    statistics = consumer.worker.statistics()
+    num_bytes = sum(value for name, value in statistics.items() if name.startswith("taken_bytes"))
+    assert num_bytes == 3 * consumer.layout.block_bytes
+
+
+def test_all_of_the_prompt_is_cached_on_the_decode_instance(make_engine: MakeEngine) -> None:
+    producer, consumer = make_pair(make_engine)
+    prefill = producer.run(produced(PROMPT[:8]))
+    decode = consumer.run(consumed(PROMPT[:8], prefill.ticket, cached=[40, 20]))
+    assert (decode.error, decode.num_computed_here) == (None, 0)
+    producer.run_until(lambda: not producer.held)
+
+
+def test_the_prefill_instance_s_own_prefix_is_handed_off_too(pair: tuple[FakeEngine, FakeEngine]) -> None:
+    producer, consumer = pair
+    request = produced(PROMPT)
+    request.cached = [30, 31, 50]
+    prefill = producer.run(request)
+    assert prefill.num_computed_here == len(PROMPT) - 12
+    decode = consumer.run(consumed(PROMPT, prefill.ticket))
+    consumer.require_right(decode)
+
+
+def test_a_preempted_prefill_is_handed_off_from_its_new_blocks(pair: tuple[FakeEngine, FakeEngine]) -> None:
+    producer, consumer = pair
+    decode = consumer.add(consumed(PROMPT, early_ticket(producer)))
+    consumer.step()
+    prefill = producer.add(produced(PROMPT))
+    producer.step()
+    producer.step()
+    producer.preempt(prefill)
+    producer.free.reverse()
+    producer.run_until(lambda: prefill.state == "done")
+    producer.step()
+    consumer.run_until(lambda: decode.state == "done")
+    assert (decode.error, decode.num_computed_here) == (None, 0)
+    consumer.require_right(decode)
+
+
+def test_a_prefill_aborted_half_way(pair: tuple[FakeEngine, FakeEngine]) -> None:
+    producer, consumer = pair
+    decode = consumer.add(consumed(PROMPT, early_ticket(producer)))
+    consumer.step()
+    prefill = producer.add(produced(PROMPT))
+    producer.step()
+    producer.abort(prefill)
+    assert prefill.ticket is None
+    producer.run_until(lambda: not producer.held)
+    consumer.run_until(lambda: decode.state == "done")
+    assert isinstance(decode.error, LeaseEnded)
+    assert decode.num_computed_here == len(PROMPT)
+
+
+def test_a_prefill_aborted_before_it_began(make_engine: MakeEngine) -> None:
+    producer, _ = make_pair(make_engine)
+    prefill = producer.add(produced(PROMPT))
+    producer.abort(prefill)
+    assert producer.held == {}
+
+
+def test_a_decode_aborted_while_it_loads(pair: tuple[FakeEngine, FakeEngine]) -> None:
+    producer, consumer = pair
+    decode = consumer.add(consumed(PROMPT, early_ticket(producer)))
+    consumer.step()
+    consumer.abort(decode)
+    assert consumer.held, "it is still written to"
+    prefill = producer.run(produced(PROMPT))
+    consumer.run_until(lambda: not consumer.held)
+    producer.run_until(lambda: not producer.held)
+    assert prefill.ticket is not None
+
+
+def test_a_decode_that_ends_before_it_loads_releases_the_lease(make_engine: MakeEngine) -> None:
+    producer, consumer = make_pair(make_engine)
+    prefill = producer.run(produced(PROMPT))
+    decode = consumer.add(consumed(PROMPT, prefill.ticket))
+    consumer.abort(decode)
+    consumer.step()
+    producer.run_until(lambda: not producer.held)
+    assert producer.worker.statistics()["ended_released"] == 1
+
+
+def test_a_load_and_its_cancel_in_one_step(make_engine: MakeEngine) -> None:
+    producer, consumer = make_pair(make_engine)
+    prefill = producer.run(produced(PROMPT))
+    decode = consumer.add(consumed(PROMPT, prefill.ticket))
+    consumer._admit(decode)
+    assert decode.state == "loading"
+    consumer.abort(decode)
+    assert not consumer.held, "it was never begun, so nothing is written"
+    consumer.step()
+    producer.run_until(lambda: not producer.held)
+
+
+def test_a_lease_ends_by_time(make_engine: MakeEngine) -> None:
+    producer, consumer = make_pair(make_engine, lease_s=0.05)
+    prefill = producer.run(produced(PROMPT))
+    producer.run_until(lambda: not producer.held)
+    assert producer.worker.statistics()["ended_expired"] == 1
+    decode = consumer.run(consumed(PROMPT, prefill.ticket))
+    assert isinstance(decode.error, LeaseEnded)
+    assert decode.num_computed_here == len(PROMPT)
+    consumer.require_right(decode)
+
+
+def test_a_lease_ends_by_release(make_engine: MakeEngine) -> None:
+    producer, _ = make_pair(make_engine)
+    producer.run(produced(PROMPT))
+    assert not producer.scheduler.release("another")
+    assert producer.scheduler.release("t")
+    producer.run_until(lambda: not producer.held)
+
+
+def test_a_release_while_the_prefill_runs(make_engine: MakeEngine) -> None:
+    producer, _ = make_pair(make_engine)
+    prefill = producer.add(produced(PROMPT))
+    producer.step()
+    assert producer.scheduler.release("t")
+    producer.run_until(lambda: prefill.state == "done")
+    producer.run_until(lambda: not producer.held)
+
+
+def test_nobody_prefills(make_engine: MakeEngine) -> None:
+    producer, consumer = make_pair(make_engine, timeout_s=0.05)
+    decode = consumer.run(consumed(PROMPT, early_ticket(producer)))
+    assert isinstance(decode.error, TransferTimeout)
+    consumer.require_right(decode)
+
+
+@pytest.mark.parametrize(("policy", "kept"), [("recompute", False), ("fail", True)])
+def test_after_a_failed_load_the_lease_is_kept_only_for_another_try(
+    make_engine: MakeEngine, policy: str, kept: bool
+) -> None:
+    producer = make_engine("P2pConnector", "kv_producer", transport="shm")
+    consumer = make_engine("P2pConnector", "kv_consumer", transport="tcp", policy=policy)
+    prefill = producer.run(produced(PROMPT))
+    decode = consumer.run(consumed(PROMPT, prefill.ticket))
+    assert isinstance(decode.error, ConfigError)
+    if kept:
+        other = make_engine("P2pConnector", "kv_consumer")
+        assert other.run(consumed(PROMPT, prefill.ticket)).error is None
+    else:
+        assert isinstance(decode.error, ConfigError)
+        producer.scheduler.release("t")
+    producer.run_until(lambda: not producer.held)
+
+
+def test_prefills_wait_while_too_much_is_held(make_engine: MakeEngine) -> None:
+    layout = make_layout(num_layers=2)
+    producer, consumer = make_pair(make_engine, buffer_size=12.0 * layout.block_bytes)
+    first, second, third = (producer.add(produced(PROMPT, f"t{index}")) for index in range(3))
+    producer.run_until(lambda: first.state == second.state == "done")
+    producer.step()
+    assert third.state == "waiting"
+    assert isinstance(producer.scheduler.match(third, 0), Pending)
+    consumer.run(consumed(PROMPT, first.ticket, "t0"))
+    producer.run_until(lambda: third.state == "done" and not producer.scheduler.has_work())
+    for key, request in (("t1", second), ("t2", third)):
+        consumer.run(consumed(PROMPT, request.ticket, key))
+
+
+def test_one_prefill_larger_than_the_bound_is_served_alone(make_engine: MakeEngine) -> None:
+    producer, consumer = make_pair(make_engine, buffer_size=1.0)
+    prefill = producer.run(produced(PROMPT))
+    assert consumer.run(consumed(PROMPT, prefill.ticket)).error is None
+
+
+def test_two_prefills_with_one_transfer_id(make_engine: MakeEngine) -> None:
+    producer, consumer = make_pair(make_engine)
+    prefill = producer.run(produced(PROMPT))
+    again = producer.run(FakeRequest("again", PROMPT, Produce("t")))
+    assert isinstance(again.error, ProtocolError)
+    assert again.ticket is None
+    assert consumer.run(consumed(PROMPT, prefill.ticket)).error is None
+
+
+def test_a_transfer_id_may_be_used_again_after_its_end(make_engine: MakeEngine) -> None:
+    producer, consumer = make_pair(make_engine)
+    for tokens in (PROMPT, PROMPT[3:]):
+        prefill = producer.run(produced(tokens))
+        decode = consumer.run(consumed(tokens, prefill.ticket))
+        assert decode.error is None
+        consumer.require_right(decode)
+        producer.run_until(lambda: not producer.held)
+
+
+def test_the_role_is_kept(make_engine: MakeEngine) -> None:
+    producer, consumer = make_pair(make_engine)
+    match = consumer.scheduler.match(produced(PROMPT), 0)
+    assert isinstance(match, Miss)
+    assert isinstance(match.error, ConfigError)
+    assert consumer.run(produced(PROMPT)).ticket is None
+    match = producer.scheduler.match(consumed(PROMPT, early_ticket(producer)), 0)
+    assert isinstance(match, Miss)
+    assert isinstance(match.error, ConfigError)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [
+        ({"remote_host": ""}, ProtocolError),
+        ({"remote_port": 0}, ProtocolError),
+        ({"remote_port": 70000}, ProtocolError),
+        ({"tp_size": 0}, LayoutMismatch),
+        ({"tp_size": 2}, ProtocolError),
+        ({"tp_size": 2, "remote_ranks": [["h", 5], ["h", 0]]}, ProtocolError),
+        ({"tp_size": 2, "remote_ranks": [["h", 5], ["h", 6], ["h", 7]]}, ProtocolError),
+        ({"remote_num_tokens": len(PROMPT) + 1}, ProtocolError),
+        ({"remote_num_tokens": -1}, ProtocolError),
+    ],
+)
+def test_a_ticket_that_cannot_be_used(make_engine: MakeEngine, changes: dict[str, object], error: type) -> None:
+    producer, consumer = make_pair(make_engine)
+    match = consumer.scheduler.match(consumed(PROMPT, early_ticket(producer) | changes), 0)
+    assert isinstance(match, Miss)
+    assert isinstance(match.error, error)
+
+
+def test_a_request_that_has_no_part_in_hand_offs(make_engine: MakeEngine) -> None:
+    engine = make_engine("P2pConnector")
+    request = engine.run(FakeRequest("r", PROMPT))
+    assert (request.ticket, request.error) == (None, None)
+
+
+def test_one_instance_may_do_both(make_engine: MakeEngine) -> None:
+    engine = make_engine("P2pConnector")
+    prefill = engine.run(produced(PROMPT))
+    decode = engine.run(consumed(PROMPT, prefill.ticket))
+    assert decode.error is None
+    engine.require_right(decode)
+
+
+def test_a_promised_prefix_is_counted_from_the_own_one(make_engine: MakeEngine) -> None:
+    producer, consumer = make_pair(make_engine)
+    request = consumed(PROMPT, early_ticket(producer))
+    assert consumer.scheduler.match(request, 0) == Hit(len(PROMPT))
+    assert consumer.scheduler.match(request, 8) == Hit(len(PROMPT) - 8)
+
+
+def test_other_layouts_and_other_prompts_are_refused(make_engine: MakeEngine) -> None:
+    producer = make_engine("P2pConnector", "kv_producer")
+    prefill = producer.run(produced(PROMPT))
+    other = make_engine("P2pConnector", "kv_consumer", layout=make_layout(num_layers=2, model_fingerprint="other"))
+    decode = other.run(consumed(PROMPT, prefill.ticket))
+    assert isinstance(decode.error, LayoutMismatch)
+    assert decode.error.field == "model_fingerprint"
+    consumer = make_engine("P2pConnector", "kv_consumer")
+    shorter = consumer.run(consumed(PROMPT[:9], early_ticket(producer)))
+    assert isinstance(shorter.error, ProtocolError)
+    producer.run_until(lambda: not producer.held)
+
+
+# Two processes.
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_hand_offs_between_processes(make_engine: MakeEngine, transport: str) -> None:
+    producer = ProducerEngine("P2pConnector", transport=transport)
+    consumer = make_engine("P2pConnector", "kv_consumer")
+    for index in range(3):
+        tokens = PROMPT[index:]
+        decode = consumer.run(consumed(tokens, producer.ask(f"t{index}", *tokens), f"t{index}"))
+        assert decode.error is None
+        consumer.require_right(decode)
+    assert producer.end() == 0, "its own check found something left"
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_a_prefill_instance_killed_in_the_middle(make_engine: MakeEngine, transport: str) -> None:
+    producer = ProducerEngine("P2pConnector", transport=transport)
+    consumer = make_engine("P2pConnector", "kv_consumer")
+    ticket = Ticket(transfer_id="t", remote_host=producer.address["host"], remote_port=producer.address["port"])
+    decode = consumer.add(consumed(PROMPT, ticket.to_params()))
+    consumer.step()
+    producer.ask("hang", "t", *PROMPT)
+    consumer.run_until(lambda: consumer.has_block(PROMPT, 1, decode.block_ids[1], 1))
+    assert decode.state == "loading"
+    producer.kill()
+    consumer.run_until(lambda: decode.state == "done")
+    assert isinstance(decode.error, PeerLost)
+    consumer.require_right(decode)
+
+
+# What a user may get wrong.
+
+
+def context(**extra: object) -> ConnectorContext:
+    config = KVTransferConfig(kv_connector="P2pConnector", kv_connector_extra_config=extra)
+    return ConnectorContext(config, make_layout())
+
+
+def test_device_memory_needs_a_transport_for_it() -> None:
+    side = P2pWorkerSide(context())
+    memory = BlockMemory.dense(make_layout(), 4, 0, device="cuda")
+    with pytest.raises(ConfigError, match=r"no transport can move KV in cuda memory here: cuda_ipc: .*nixl: "):
+        side.register(memory)
+    side.close()
+
+
+@pytest.mark.parametrize("extra", [{"lease_s": 0}, {"timeout_s": -1}, {"lease_s": "soon"}])
+def test_times_must_be_times(extra: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(extra))):
+        P2pWorkerSide(context(**extra))
+
+
+def test_unknown_settings_name_the_nearest() -> None:
+    with pytest.raises(ConfigError, match="did you mean 'transport'"):
+        P2pSchedulerSide(context(transprot="tcp"))
+
+
+def test_an_unknown_transport_is_refused_and_nothing_is_left(make_engine: MakeEngine) -> None:
+    with pytest.raises(ConfigError, match="unknown transport"):
+        make_engine("P2pConnector", transport="carrier pigeon")
+
+
+def test_a_token_is_needed_beyond_loopback() -> None:
+    config = msgspec.structs.replace(context().config, kv_ip="0.0.0.0")
+    side = P2pWorkerSide(ConnectorContext(config, make_layout()))
+    memory = BlockMemory.dense(make_layout(), 1, 0)
+    with pytest.raises(ConfigError, match="token"):
+        side.register(memory)
+
+
+def test_the_scheduler_side_needs_no_torch() -> None:
+    script = "import sys; sys.modules['torch'] = None; import kvferry.connectors.p2p.scheduler"
+    subprocess.run([sys.executable, "-c", script], check=True)

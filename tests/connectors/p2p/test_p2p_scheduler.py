@@ -1,0 +1,77 @@
+"""What the scheduler side asks for, step by step, with no worker side."""
+
+import pytest
+from fake_engine import FakeRequest
+from kv_support import make_layout
+
+from kvferry.connectors.api import ConnectorContext, Hold, Release, ScheduledChunk, StepView, TransferReport
+from kvferry.connectors.p2p.plan import P2pPlan, Save, decode_meta
+from kvferry.connectors.p2p.scheduler import P2pSchedulerSide
+from kvferry.core.errors import LeakError
+from kvferry.core.hand_off import PrefillResult, Produce
+from kvferry.core.transfer_config import KVTransferConfig
+
+BLOCKS = [7, 3, 9, 1, 5]
+PROMPT = list(range(18))
+
+
+@pytest.fixture
+def side() -> P2pSchedulerSide:
+    config = KVTransferConfig(kv_connector="P2pConnector", engine_id="here")
+    side = P2pSchedulerSide(ConnectorContext(config, make_layout(block_size=4)))
+    side.set_addresses([{"host": "h", "port": 5, "engine_id": "here"}])
+    return side
+
+
+def saves(side: P2pSchedulerSide, request: FakeRequest, start: int, num_tokens: int) -> list[Save]:
+    plan = side.plan(StepView([ScheduledChunk(request, start, num_tokens, tuple(BLOCKS))]))
+    return plan.saves if plan is not None else []
+
+
+def test_a_block_is_announced_when_its_last_token_is_computed(side: P2pSchedulerSide) -> None:
+    request = FakeRequest("r", PROMPT, Produce("t"))
+    assert saves(side, request, 0, 3) == [Save("t", True, 0, 0, [])]
+    assert saves(side, request, 3, 3) == [Save("t", False, 0, 0, [7])]
+    assert saves(side, request, 6, 1) == []
+    assert saves(side, request, 7, 9) == [Save("t", False, 1, 0, [3, 9, 1])]
+    assert saves(side, request, 16, 2) == [Save("t", False, 4, 0, [5])], "the prompt ends in it"
+    assert saves(side, request, 18, 1) == []
+
+
+def test_blocks_of_the_prefix_cache_are_ready_at_once(side: P2pSchedulerSide) -> None:
+    request = FakeRequest("r", PROMPT, Produce("t"))
+    assert saves(side, request, 8, 10) == [Save("t", True, 0, 2, BLOCKS)]
+
+
+def test_a_preempted_request_is_announced_from_the_first_block(side: P2pSchedulerSide) -> None:
+    request = FakeRequest("r", PROMPT, Produce("t"))
+    saves(side, request, 0, 9)
+    plan = side.plan(StepView(preempted=[request]))
+    assert plan == P2pPlan(resets=["t"])
+    assert saves(side, request, 0, 9) == [Save("t", False, 0, 0, [7, 3])]
+
+
+def test_the_end_of_a_prefill(side: P2pSchedulerSide) -> None:
+    request = FakeRequest("r", PROMPT, Produce("t"))
+    saves(side, request, 0, 18)
+    request.prefill_result = PrefillResult(first_token=4, seed=1)
+    verdict = side.finish(request, tuple(BLOCKS))
+    assert isinstance(verdict, Hold)
+    assert verdict.ticket is not None
+    assert verdict.ticket["remote_block_ids"] == [BLOCKS]
+    assert (verdict.ticket["remote_host"], verdict.ticket["remote_port"]) == ("h", 5)
+    assert side.has_work()
+    plan = side.plan(StepView())
+    assert plan is not None
+    [seal] = plan.seals
+    assert decode_meta(seal.meta).prefill_result == request.prefill_result
+    assert not side.has_work()
+    with pytest.raises(LeakError, match="r"):
+        side.check()
+    side.completed(TransferReport(released={"r"}))
+    side.check()
+
+
+def test_a_request_that_never_ran_is_released(side: P2pSchedulerSide) -> None:
+    assert side.finish(FakeRequest("r", PROMPT, Produce("t")), ()) == Release()
+    assert not side.has_work()

@@ -1,0 +1,141 @@
+"""What several ranks report, as one."""
+
+import random
+
+import pytest
+
+from kvferry.connectors.api import TransferReport
+from kvferry.connectors.ranks import RankReports
+from kvferry.connectors.report_codec import decode_report, encode_report
+from kvferry.core.errors import KvferryError, LayoutMismatch, LeakError, LeaseEnded, PeerLost, ProtocolError
+from kvferry.core.hand_off import PrefillResult
+
+RESULT = PrefillResult(first_token=4, seed=1)
+LOST = PeerLost("gone")
+
+
+def loaded(*names: str) -> TransferReport:
+    return TransferReport(loaded=set(names))
+
+
+def failed(name: str, error: KvferryError = LOST) -> TransferReport:
+    return TransferReport(failed={name: error})
+
+
+def released(*names: str) -> TransferReport:
+    return TransferReport(released=set(names))
+
+
+def test_one_rank_is_passed_on_as_it_is() -> None:
+    ranks = RankReports(1)
+    report = TransferReport({"a"}, {"a": 5}, {"b": LOST}, {"c"}, {"a": RESULT})
+    ranks.add(0, report)
+    assert ranks.take() == report
+    assert not ranks.take()
+    ranks.check()
+
+
+def test_loaded_when_all_have_loaded() -> None:
+    ranks = RankReports(3)
+    ranks.add(2, loaded("a", "b"))
+    ranks.add(0, loaded("b"))
+    assert not ranks.take()
+    with pytest.raises(LeakError, match="a"):
+        ranks.check()
+    ranks.add(1, loaded("b"))
+    assert ranks.take() == loaded("b")
+    ranks.add(1, loaded("a"))
+    ranks.add(0, loaded("a"))
+    assert ranks.take() == loaded("a")
+    ranks.check()
+
+
+def test_of_prefixes_the_shortest_counts() -> None:
+    ranks = RankReports(3)
+    for rank, report in enumerate([TransferReport({"a"}, {"a": 8}), loaded("a"), TransferReport({"a"}, {"a": 6})]):
+        ranks.add(rank, report)
+    assert ranks.take() == TransferReport({"a"}, {"a": 6})
+    ranks.check()
+
+
+def test_failed_when_one_failed_and_no_rank_still_writes() -> None:
+    ranks = RankReports(2)
+    ranks.add(1, failed("a"))
+    assert not ranks.take(), "rank 0 still writes to the blocks"
+    ranks.add(0, loaded("a"))
+    assert ranks.take() == failed("a")
+    ranks.check()
+
+
+def test_of_several_failures_the_cause_is_told() -> None:
+    ranks = RankReports(3)
+    ranks.add(0, failed("a", LeaseEnded("released")))
+    ranks.add(2, failed("a"))
+    ranks.add(1, failed("a", ProtocolError("later")))
+    assert ranks.take().failed == {"a": LOST}
+
+
+def test_released_when_all_have_released() -> None:
+    ranks = RankReports(2)
+    ranks.add(0, released("a"))
+    assert not ranks.take()
+    ranks.add(1, released("a"))
+    assert ranks.take() == released("a")
+    ranks.check()
+
+
+def test_a_cancelled_load_that_had_ended_on_one_rank() -> None:
+    ranks = RankReports(2)
+    ranks.add(0, failed("a"))
+    ranks.add(0, released("a"))
+    assert not ranks.take()
+    ranks.add(1, released("a"))
+    assert ranks.take() == released("a")
+    ranks.check()
+    ranks.add(0, loaded("a"))
+    assert not ranks.take(), "nothing is left of the request that had this name"
+
+
+def test_the_first_rank_s_prefill_result_is_told_at_once() -> None:
+    ranks = RankReports(2)
+    ranks.add(1, TransferReport({"a"}, prefill_results={"a": RESULT}))
+    assert ranks.take() == TransferReport(prefill_results={"a": RESULT})
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_any_order_tells_each_request_once(seed: int) -> None:
+    dice = random.Random(seed)
+    num_ranks, names = dice.randint(1, 4), [f"r{number}" for number in range(8)]
+    fails = {(rank, name) for rank in range(num_ranks) for name in names if dice.random() < 0.15}
+    events = [
+        (rank, failed(name) if (rank, name) in fails else loaded(name)) for rank in range(num_ranks) for name in names
+    ]
+    dice.shuffle(events)
+    ranks, told = RankReports(num_ranks), list[TransferReport]()
+    for rank, report in events:
+        ranks.add(rank, report)
+        if dice.random() < 0.5:
+            told.append(ranks.take())
+    told.append(ranks.take())
+    lost = {name for _, name in fails}
+    assert sorted(name for report in told for name in report.loaded) == sorted(set(names) - lost)
+    assert sorted(name for report in told for name in report.failed) == sorted(lost)
+    ranks.check()
+
+
+def test_a_report_survives_its_encoding() -> None:
+    mismatch = LayoutMismatch("dtype", "float32", "bfloat16")
+    report = TransferReport({"a"}, {"a": 5}, {"b": LOST, "c": mismatch}, {"d"}, {"a": RESULT})
+    found = decode_report(encode_report(report))
+    assert found.loaded_tokens == {"a": 5}
+    assert (found.loaded, found.released, found.prefill_results) == ({"a"}, {"d"}, {"a": RESULT})
+    assert {name: (type(error), str(error)) for name, error in found.failed.items()} == {
+        "b": (PeerLost, "gone"),
+        "c": (LayoutMismatch, str(mismatch)),
+    }
+    assert vars(found.failed["c"]) == {"field": "dtype", "ours": "float32", "theirs": "bfloat16"}
+
+
+def test_bytes_that_no_rank_sends() -> None:
+    with pytest.raises(ProtocolError, match="report"):
+        decode_report(b"\x93junk")

@@ -1,0 +1,62 @@
+import math
+
+import pytest
+
+from kvferry.core.errors import InvalidRequest
+from kvferry.core.sampling import SamplingParams, child_seed, uniform_draw
+
+
+def test_draws_depend_on_seed_and_position_only() -> None:
+    assert uniform_draw(1, 5) == uniform_draw(1, 5)
+    assert len({uniform_draw(seed, position) for seed in range(50) for position in range(50)}) == 2500
+
+
+def test_draws_are_uniform() -> None:
+    draws = [uniform_draw(7, position) for position in range(20_000)]
+    assert all(0 <= draw < 1 for draw in draws)
+    counts = [sum(1 for draw in draws if int(draw * 10) == decile) for decile in range(10)]
+    chi_squared = sum((count - 2000) ** 2 / 2000 for count in counts)
+    assert chi_squared < 30  # 9 degrees of freedom: exceeded once in 2,000 fair generators
+
+
+def test_negative_and_large_seeds_are_fine() -> None:
+    assert uniform_draw(-1, 0) == uniform_draw(2**64 - 1, 0)
+
+
+def test_first_choice_keeps_the_seed() -> None:
+    assert child_seed(42, 0) == 42
+    assert len({child_seed(42, index) for index in range(100)}) == 100
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("temperature", -0.1),
+        ("temperature", math.nan),
+        ("max_tokens", -(10**400)),
+        ("top_p", 0.0),
+        ("top_p", 1.1),
+        ("top_k", -2),
+        ("min_p", 2.0),
+        ("presence_penalty", 2.5),
+        ("frequency_penalty", -3.0),
+        ("repetition_penalty", 0.0),
+        ("max_tokens", 0),
+        ("logprobs", 21),
+        ("logit_bias", {5: 101.0}),
+        ("stop", ("",)),
+    ],
+)
+def test_out_of_range_names_the_field(field: str, value: object) -> None:
+    with pytest.raises(InvalidRequest, match=field.split("_")[0]) as caught:
+        SamplingParams(**{field: value}).validate()  # type: ignore[arg-type]
+    assert caught.value.param == field
+
+
+def test_min_tokens_above_max_tokens() -> None:
+    with pytest.raises(InvalidRequest, match="min_tokens"):
+        SamplingParams(max_tokens=2, min_tokens=3).validate()
+
+
+def test_defaults_are_valid() -> None:
+    SamplingParams().validate()

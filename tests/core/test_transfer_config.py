@@ -1,0 +1,44 @@
+import pytest
+
+from kvferry.core.errors import ConfigError
+from kvferry.core.transfer_config import parse_transfer_config
+
+
+def test_a_vllm_line_works_unchanged() -> None:
+    config = parse_transfer_config(
+        '{"kv_connector":"P2pNcclConnector","kv_role":"kv_producer","kv_buffer_size":"1e9","kv_port":21001,'
+        '"kv_connector_extra_config":{"proxy_port":30001}}'.replace('"1e9"', "1e9")
+    )
+    assert config.kv_connector == "P2pNcclConnector"
+    assert config.produces
+    assert not config.consumes
+
+
+def test_unknown_key_names_the_nearest() -> None:
+    with pytest.raises(ConfigError, match="kv_conector is not a known key; did you mean 'kv_connector'"):
+        parse_transfer_config('{"kv_conector": "P2pConnector"}')
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", '"x"', '{"kv_connector": 3}', '{"kv_role": "kv_both"}'])
+def test_bad_json_is_a_config_error(text: str) -> None:
+    with pytest.raises(ConfigError, match="--kv-transfer-config"):
+        parse_transfer_config(text)
+
+
+def test_bad_role_lists_the_field() -> None:
+    with pytest.raises(ConfigError, match="kv_role"):
+        parse_transfer_config('{"kv_connector": "P2pConnector", "kv_role": "producer"}')
+
+
+def test_extra_values_are_converted_or_named() -> None:
+    config = parse_transfer_config('{"kv_connector":"X","kv_connector_extra_config":{"lease_s":5,"bad":"x"}}')
+    assert config.extra("lease_s", 30.0) == 5.0
+    assert config.extra("missing", "auto") == "auto"
+    with pytest.raises(ConfigError, match=r"kv_connector_extra_config\.bad"):
+        config.extra("bad", 1.0)
+
+
+def test_unknown_extra_names_the_nearest() -> None:
+    config = parse_transfer_config('{"kv_connector":"X","kv_connector_extra_config":{"leases":5}}')
+    with pytest.raises(ConfigError, match="did you mean 'lease_s'"):
+        config.require_extras_known(("lease_s", "transport"))

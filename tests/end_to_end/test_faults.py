@@ -1,0 +1,162 @@
+"""What breaks while a request is under way ends in an answer or a named error, soon, and nothing stays behind."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+
+from support.processes import Cluster, cluster, until
+
+pytestmark = pytest.mark.processes
+
+PROMPT = list(range(7, 300))
+LONG = [7 + number % 900 for number in range(3900)]
+PRODUCE = {"do_remote_decode": True, "do_remote_prefill": False}
+TRANSFER = {"kv_connector": "P2pConnector", "kv_connector_extra_config": {"lease_s": 3, "timeout_s": 5}}
+
+
+@pytest.fixture
+def started(model_maker: Any, tmp_path: Path) -> Iterator[Cluster]:
+    with cluster(model_maker("llama"), tmp_path, transfer=TRANSFER, ends_cleanly=False) as one:
+        yield one
+
+
+def prefilled(started: Cluster, **options: Any) -> dict[str, Any]:
+    """P's answer with its ticket."""
+    answer = started.prefill[0].complete(PROMPT, max_tokens=1, kv_transfer_params=PRODUCE, **options)
+    assert answer["kv_transfer_params"]["do_remote_prefill"] is True
+    return answer["kv_transfer_params"]
+
+
+def tokens(answer: dict[str, Any]) -> list[int]:
+    found: list[int] = answer["choices"][0]["token_ids"]
+    return found
+
+
+def test_p_dies_after_prefill_and_d_recomputes(started: Cluster) -> None:
+    expected = tokens(started.decode[0].complete([*PROMPT[:-1], 9]))  # another prompt: nothing is cached for PROMPT
+    ticket = prefilled(started)
+    started.prefill[0].kill()
+    begun = time.monotonic()
+    answer = started.decode[0].complete(PROMPT, kv_transfer_params=ticket)
+    assert time.monotonic() - begun < 10
+    assert tokens(answer) == tokens(started.decode[0].complete(PROMPT))
+    assert len(expected) == 12
+    assert started.decode[0].metric("kvferry:kv_load_failures_total") == 1
+    started.decode[0].require_clean()
+
+
+def test_p_dies_after_prefill_and_the_policy_is_to_fail(model_maker: Any, tmp_path: Path) -> None:
+    transfer = {**TRANSFER, "kv_load_failure_policy": "fail"}
+    with cluster(model_maker("llama"), tmp_path, transfer=transfer, ends_cleanly=False) as started:
+        ticket = prefilled(started)
+        started.prefill[0].kill()
+        body = {"prompt": PROMPT, "max_tokens": 5, "kv_transfer_params": ticket}
+        response = started.decode[0].post("/v1/completions", body)
+        assert response.status_code == 502 or "hand_off" in response.text
+        assert "could not be loaded" in response.text
+        started.decode[0].require_clean()
+
+
+def test_p_is_dead_before_the_request_and_d_serves_alone(started: Cluster) -> None:
+    expected = tokens(started.router.complete(PROMPT))
+    started.prefill[0].kill()
+    assert tokens(started.router.complete(PROMPT)) == expected
+    started.decode[0].require_clean()
+
+
+def test_d_dies_before_its_fetch_and_the_lease_ends(started: Cluster) -> None:
+    prefilled(started)
+    started.decode[0].kill()
+    assert started.prefill[0].get("/kvferry/check").status_code == 200  # a lease is no leak
+    until(lambda: started.prefill[0].metric("kvferry:num_hand_offs_held") == 0, within_s=8)
+    started.prefill[0].require_clean()
+
+
+def test_a_released_ticket_frees_at_once(started: Cluster) -> None:
+    ticket = prefilled(started)
+    assert started.prefill[0].metric("kvferry:num_hand_offs_held") == 1
+    released = started.prefill[0].post("/kvferry/release", {"transfer_id": ticket["transfer_id"]})
+    assert released.json() == {"released": True}
+    until(lambda: started.prefill[0].metric("kvferry:num_hand_offs_held") == 0, within_s=2)
+    answer = started.decode[0].complete(PROMPT, kv_transfer_params=ticket)  # too late: recomputed
+    assert tokens(answer) == tokens(started.decode[0].complete(PROMPT))
+    started.prefill[0].require_clean()
+    started.decode[0].require_clean()
+
+
+def test_a_ticket_is_good_for_one_fetch(started: Cluster) -> None:
+    ticket = prefilled(started)
+    both = [started.decode[0].complete(PROMPT, kv_transfer_params=ticket) for _ in range(2)]
+    assert tokens(both[0]) == tokens(both[1])
+    started.prefill[0].require_clean()
+    started.decode[0].require_clean()
+
+
+def test_p_stands_still_for_longer_than_d_waits(started: Cluster) -> None:
+    expected = tokens(started.router.complete(PROMPT))
+    ticket = prefilled(started)
+    started.prefill[0].kill(signal.SIGSTOP)
+    begun = time.monotonic()
+    answer = started.decode[0].complete([*PROMPT[:40], *PROMPT[40:]], kv_transfer_params=ticket, cache_salt="other")
+    assert time.monotonic() - begun < 15
+    assert tokens(answer) == expected
+    started.prefill[0].kill(signal.SIGCONT)
+    started.prefill[0].require_clean()
+    started.decode[0].require_clean()
+
+
+def test_d_dies_in_the_middle_of_an_answer(started: Cluster) -> None:
+    body = {"prompt": PROMPT, "max_tokens": 3000, "ignore_eos": True, "stream": True}
+    events = []
+    with httpx.stream("POST", f"{started.router.url}/v1/completions", json=body, timeout=30) as response:
+        for line in response.iter_lines():
+            events.append(line)
+            if len(events) == 20:
+                started.decode[0].kill()
+    assert any('"error"' in event for event in events[20:]), events[-4:]
+    started.prefill[0].require_clean()
+
+
+@pytest.mark.parametrize("hand_off", ["sequential", "concurrent"])
+@pytest.mark.parametrize("when", ["queued", "prefill", "decode"])
+def test_the_client_leaves(when: str, hand_off: str, model_maker: Any, tmp_path: Path) -> None:
+    engine = ("--max-num-batched-tokens=4", "--max-num-seqs=1")  # a long prompt takes a second or more
+    with cluster(
+        model_maker("llama"), tmp_path, transfer=TRANSFER, hand_off=hand_off, engine=engine, ends_cleanly=False
+    ) as started:
+        prefill = started.prefill[0]
+        match when:
+            case "queued":
+                clients = [ask_and_stay(started, LONG), ask_and_stay(started, LONG[1:])]
+                until(lambda: prefill.metric("vllm:num_requests_waiting") == 1, within_s=5)
+            case "prefill":
+                clients = [ask_and_stay(started, LONG)]
+                until(lambda: prefill.metric("vllm:num_requests_running") == 1, within_s=5)
+            case _:
+                clients = [ask_and_stay(started, PROMPT, max_tokens=3000)]
+                until(lambda: started.decode[0].metric("vllm:num_requests_running") == 1, within_s=10)
+        for client in clients:
+            client.close()
+        started.require_clean()
+        assert prefill.metric("kvferry:num_hand_offs_held") == 0
+        assert started.router.complete(PROMPT)["usage"]["completion_tokens"] == 12
+
+
+def ask_and_stay(started: Cluster, prompt: list[int], max_tokens: int = 150) -> socket.socket:
+    """Ask for a long answer over a connection that the caller closes when it likes."""
+    body = json.dumps({"prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True, "stream": True}).encode()
+    address = urlsplit(started.router.url)
+    client = socket.create_connection((address.hostname, address.port), timeout=10)
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: kvferry\r\nContent-Length: {len(body)}\r\n\r\n"
+    client.sendall(head.encode() + body)
+    return client

@@ -1,0 +1,84 @@
+"""Every medium between instances of one rank and of two: each pair, both forms of hand-off, all tokens right."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.libraries import require_library
+from support.processes import KvferryProcess, kvferry
+
+pytestmark = pytest.mark.processes
+
+MEDIA = ["shm", "tcp", "gloo", "nixl", "mooncake"]
+FORMS = ["sequential", "concurrent"]
+RANKS = [1, 2]
+ENGINE = (
+    "--served-model-name=m",
+    "--dtype=float32",
+    "--kv-cache-memory=24MiB",
+    "--max-num-batched-tokens=40",
+    "--max-num-seqs=16",
+)
+PIECES = [
+    [(7 * place + 131 * number) % 4000 for place in range(length)] for number, length in enumerate((5, 27, 64, 33))
+]
+PROMPTS = [*accumulate(PIECES), *([9, *prompt] for prompt in accumulate(PIECES))]
+"""Each begins with the one before it, so that D has a part of it already."""
+
+
+@pytest.fixture(scope="module")
+def expected(model_maker: Any, tmp_path_factory: pytest.TempPathFactory) -> list[list[int]]:
+    """What one plain instance answers."""
+    log = tmp_path_factory.mktemp("plain") / "log"
+    with kvferry("serve", str(model_maker("llama")), *ENGINE, log=log) as alone:
+        return [tokens(alone, prompt, "") for prompt in PROMPTS]
+
+
+@pytest.fixture(params=MEDIA)
+def instances(
+    request: pytest.FixtureRequest, model_maker: Any, tmp_path: Path
+) -> Iterator[dict[tuple[str, int], KvferryProcess]]:
+    """A prefill and a decode instance of each number of ranks, by role and ranks."""
+    require_library(request.param)
+    extra = {"transport": request.param}
+    transfer = {"kv_connector": "P2pConnector", "kv_load_failure_policy": "fail", "kv_connector_extra_config": extra}
+    flags = (str(model_maker("llama")), *ENGINE, f"--kv-transfer-config={json.dumps(transfer)}")
+    with ExitStack() as stack:
+        yield {
+            (role, ranks): stack.enter_context(
+                kvferry(role, *flags, f"--tp={ranks}", log=tmp_path / f"{role}-{ranks}.log")
+            )
+            for role in ("prefill", "decode")
+            for ranks in RANKS
+        }
+
+
+def test_every_pair(
+    instances: dict[tuple[str, int], KvferryProcess], expected: list[list[int]], tmp_path: Path
+) -> None:
+    for form in FORMS:
+        for p_ranks in RANKS:
+            for d_ranks in RANKS:
+                prefill, decode = instances["prefill", p_ranks], instances["decode", d_ranks]
+                pair = f"{p_ranks} to {d_ranks}, {form}"
+                urls = (f"--prefill-url={prefill.url}", f"--decode-url={decode.url}", f"--hand-off={form}")
+                before = decode.metric("vllm:external_prefix_cache_hits_total")
+                with kvferry("router", *urls, log=tmp_path / f"{pair}.log") as router:
+                    assert [tokens(router, prompt, pair) for prompt in PROMPTS] == expected, pair
+                came = decode.metric("vllm:external_prefix_cache_hits_total") - before
+                assert came > 0.9 * sum(map(len, (PROMPTS[3], PROMPTS[7]))), pair  # it was not computed again
+    for instance in instances.values():
+        instance.require_clean()
+
+
+def tokens(instance: KvferryProcess, prompt: list[int], salt: str) -> list[int]:
+    """A greedy answer, of a tenant of its own."""
+    found: list[int] = instance.complete(prompt, cache_salt=salt or "plain")["choices"][0]["token_ids"]
+    return found

@@ -1,0 +1,51 @@
+"""The unmodified OpenAI client against real processes: one plain instance, and P/D behind the router."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+from openai import OpenAI
+
+from support.openai_suite import CHECKS
+from support.processes import KvferryProcess, cluster, kvferry
+
+pytestmark = pytest.mark.processes
+
+STORAGE = {"kv_connector": "SharedStorageConnector"}
+TOPOLOGIES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "p2p-sequential": {"hand_off": "sequential"},
+    "p2p-concurrent": {"hand_off": "concurrent"},
+    "shared-storage": {"hand_off": "sequential", "transfer": STORAGE},
+}
+
+
+@pytest.fixture(scope="module", params=TOPOLOGIES)
+def endpoint(
+    request: pytest.FixtureRequest, model_maker: Any, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[KvferryProcess]:
+    """What the client talks to. At the end every instance must have given everything back."""
+    model, folder = model_maker("llama"), tmp_path_factory.mktemp(request.param)
+    settings = dict(TOPOLOGIES[request.param])
+    with ExitStack() as stack:
+        if request.param == "plain":
+            options = ("--served-model-name=m", "--dtype=float32", "--kv-cache-memory=48MiB")
+            plain = stack.enter_context(kvferry("serve", str(model), *options, log=folder / "plain.log"))
+            yield plain
+            plain.require_clean()
+            return
+        if "transfer" in settings:
+            path = {"kv_connector_extra_config": {"shared_storage_path": str(folder / "store")}}
+            settings["transfer"] = {**settings["transfer"], **path}
+        started = stack.enter_context(cluster(model, folder, **settings))
+        yield started.router
+        started.require_clean()
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_openai(check: Callable[[OpenAI, str], None], endpoint: KvferryProcess) -> None:
+    with OpenAI(base_url=f"{endpoint.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+        check(client, "m")

@@ -1,0 +1,217 @@
+"""Two prefill and two decode instances, requests, and one fault after another, at random.
+
+Every request is answered in bounded time, rightly or with a named error; in the end nothing is kept anywhere.
+`KVFERRY_FAULTS` says how many faults (`make soak`), `KVFERRY_SEED` which.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import socket
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from support.flaky_link import FlakyLink, flaky_link
+from support.processes import KvferryProcess, kvferry, until
+
+pytestmark = pytest.mark.processes
+
+NUM_FAULTS = int(os.environ.get("KVFERRY_FAULTS", "200"))
+SEED = int(os.environ.get("KVFERRY_SEED", "1"))
+LEASE_S = 1.0
+ANSWER_S = 20.0
+"""Within this every request is answered, whatever happens."""
+NAMED = {"server_error", "hand_off_error", "unavailable_error", "timeout_error", "rate_limit_error"}
+
+
+class Member:
+    """One instance that dies and comes back at the same address."""
+
+    def __init__(self, role: str, model: Path, folder: Path, link: FlakyLink | None, transport: str) -> None:
+        self.role, self.folder, self.link = role, folder, link
+        extra: dict[str, Any] = {"lease_s": LEASE_S, "timeout_s": 2.0, "transport": transport, "checksum": True}
+        if link is not None:
+            extra["advertise_port"] = link.port
+        transfer = {
+            "kv_connector": "P2pConnector",
+            "kv_port": link.upstream_port if link is not None else 0,
+            "kv_connector_extra_config": extra,
+        }
+        self._arguments = (
+            role,
+            str(model),
+            "--served-model-name=m",
+            "--dtype=float32",
+            "--kv-cache-memory=48MiB",
+            f"--kv-transfer-config={json.dumps(transfer)}",
+        )
+        self.port = free_port()
+        self._stack = ExitStack()
+        self.process: KvferryProcess
+        self.num_starts = 0
+
+    def start(self) -> None:
+        self.num_starts += 1
+        log = self.folder / f"{self.role}-{self.port}-{self.num_starts}.log"
+        self.process = self._stack.enter_context(kvferry(*self._arguments, log=log, ends_cleanly=False, port=self.port))
+
+    def stop(self) -> None:
+        self._stack.close()
+
+    def restart(self) -> None:
+        self.process.kill()
+        self.stop()
+        self.start()
+
+
+class Chaos:
+    """The instances, the router, the requests under way, and dice."""
+
+    def __init__(self, members: list[Member], router: KvferryProcess, prompts: dict[str, list[int]]) -> None:
+        self.members, self.router, self.prompts = members, router, prompts
+        self.prefill = [member for member in members if member.role == "prefill"]
+        self.decode = [member for member in members if member.role == "decode"]
+        self.dice = random.Random(SEED)
+        self.expected: dict[str, list[int]] = {}
+        self.outcomes: Counter[str] = Counter()
+        self._num_asked = 0
+
+    def learn(self) -> None:
+        """What is right, from one instance alone."""
+        for name, prompt in self.prompts.items():
+            answer = self.decode[0].process.complete(prompt, max_tokens=8, cache_salt="learn")
+            self.expected[name] = answer["choices"][0]["token_ids"]
+
+    def ask(self, name: str, timeout: float = ANSWER_S) -> None:
+        """One request through the router, and a look at its answer."""
+        self._num_asked += 1
+        body = {"prompt": self.prompts[name], "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+        body |= {"return_token_ids": True, "cache_salt": f"{SEED}-{self._num_asked}"}
+        response = httpx.post(self.router.url + "/v1/completions", json=body, timeout=timeout)
+        answer = response.json()
+        if response.status_code == 200:
+            assert answer["choices"][0]["token_ids"] == self.expected[name], f"wrong tokens for {name}"
+            self.outcomes["answered"] += 1
+        else:
+            assert answer["error"]["type"] in NAMED, answer
+            assert answer["error"]["message"], answer
+            self.outcomes[f"refused_{response.status_code}"] += 1
+
+    def leave(self, name: str) -> None:
+        """A client that does not wait for its answer."""
+        try:
+            self.ask(name, timeout=self.dice.random() * 0.2)
+        except httpx.TimeoutException:
+            self.outcomes["left"] += 1
+
+    # Faults.
+
+    def nothing(self) -> None:
+        """No fault: the ground between two."""
+
+    def cut(self) -> None:
+        self._link().cut()
+
+    def stall(self) -> None:
+        link = self._link()
+        link.stall()
+        time.sleep(self.dice.choice([0.05, 0.3, LEASE_S * 1.5]))
+        link.resume()
+
+    def corrupt(self) -> None:
+        """A bit turns on the way."""
+        self._link().corrupt()
+
+    def freeze(self) -> None:
+        process = self.dice.choice(self.members).process
+        process.kill(signal.SIGSTOP)
+        time.sleep(self.dice.choice([0.1, LEASE_S * 1.5]))
+        process.kill(signal.SIGCONT)
+
+    def kill(self) -> None:
+        self.dice.choice(self.members).restart()
+
+    def _link(self) -> FlakyLink:
+        link = self.dice.choice(self.prefill).link
+        assert link is not None
+        return link
+
+    def round(self, pool: ThreadPoolExecutor) -> None:
+        """Some requests, and a fault among them."""
+        names = self.dice.choices(list(self.prompts), k=self.dice.randrange(1, 4))
+        asked: list[Future[None]] = [pool.submit(self.ask, name) for name in names]
+        if self.dice.random() < 0.3:
+            asked.append(pool.submit(self.leave, self.dice.choice(list(self.prompts))))
+        time.sleep(self.dice.random() * 0.12)
+        faults: list[Callable[[], None]] = [self.cut, self.corrupt, self.stall, self.freeze, self.kill, self.nothing]
+        fault = self.dice.choices(faults, weights=[30, 30, 20, 8, 3, 9])[0]
+        fault()
+        self.outcomes[fault.__name__] += 1
+        for future in asked:
+            future.result(ANSWER_S + 5)
+
+    def require_clean(self) -> None:
+        for member in self.members:
+            member.process.require_clean(within_s=20)
+        for member in self.prefill:
+            until(lambda one=member.process: one.metric("kvferry:num_hand_offs_held") == 0, within_s=10)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+@pytest.fixture
+def chaos(model_maker: Any, tmp_path: Path) -> Iterator[Chaos]:
+    model, dice = model_maker("llama"), random.Random(7)
+    prompts = {
+        f"prompt of {length}": [dice.randrange(3, 900) for _ in range(length)]
+        for length in (1, 15, 16, 17, 64, 130, 300, 700)
+    }
+    with ExitStack() as stack:
+        links = [stack.enter_context(flaky_link(free_port())) for _ in range(2)]
+        members = [
+            Member("prefill", model, tmp_path, link, how) for link, how in zip(links, ("auto", "tcp"), strict=True)
+        ]
+        members += [Member("decode", model, tmp_path, None, "auto") for _ in range(2)]
+        for member in members:
+            stack.callback(member.stop)
+            member.start()
+        urls = [f"--{member.role}-url=http://127.0.0.1:{member.port}" for member in members]
+        router = stack.enter_context(kvferry("router", *urls, log=tmp_path / "router.log", ends_cleanly=False))
+        yield Chaos(members, router, prompts)
+
+
+@pytest.mark.timeout(300 + 3 * NUM_FAULTS)
+def test_one_fault_after_another(chaos: Chaos) -> None:
+    chaos.learn()
+    with ThreadPoolExecutor(8) as pool:
+        for number in range(NUM_FAULTS):
+            chaos.round(pool)
+            if number % 50 == 49:
+                chaos.require_clean()
+    chaos.require_clean()
+    until(lambda: answered(chaos), within_s=20)  # and it serves as if nothing had been
+    print(dict(chaos.outcomes))
+    assert chaos.outcomes["answered"] > NUM_FAULTS
+
+
+def answered(chaos: Chaos) -> bool:
+    before = chaos.outcomes["answered"]
+    for name in chaos.prompts:
+        chaos.ask(name)
+    return chaos.outcomes["answered"] == before + len(chaos.prompts)

@@ -1,0 +1,100 @@
+"""What ranks say to each other, through a real pipe."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import pytest
+
+from kvferry.connectors.p2p.plan import Load as FetchLoad
+from kvferry.connectors.p2p.plan import P2pPlan
+from kvferry.core.errors import PeerLost, ProtocolError
+from kvferry.core.hand_off import PrefillResult, Ticket, TokenLogprobs
+from kvferry.core.transfer_config import KVTransferConfig
+from kvferry.engine.config import EngineConfig
+from kvferry.engine.executor import messages
+from kvferry.engine.executor.messages import Check, Close, Done, Failed, Load, Loaded, Open, Opened, Pipe, Step
+from kvferry.engine.model_runner import StepInputs
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[Pipe, Pipe]]:
+    ours, theirs = socket.socketpair()
+    pipes = Pipe(ours.detach()), Pipe(theirs.detach())
+    yield pipes
+    for pipe in pipes:
+        pipe.close()
+
+
+COMMANDS = [
+    Load(
+        1,
+        2,
+        "/tmp/x",
+        EngineConfig(model="m", kv_cache_memory="1GiB", tensor_parallel_size=2),
+        KVTransferConfig(kv_connector="P2pConnector", kv_connector_extra_config={"lease_s": 3.5, "list": [1, "a"]}),
+        "secret",
+    ),
+    Open(7),
+    Step(StepInputs([1, 2], [2], [5], [[0, 9]], [1]), b"plan"),
+    Step(None, None),
+    Check(),
+    Close(),
+]
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: type(command).__name__)
+def test_commands_arrive_as_they_were(command: Any, ends: tuple[Pipe, Pipe]) -> None:
+    ends[0].send(command)
+    assert ends[1].receive_command() == command
+
+
+@pytest.mark.parametrize("message", [Loaded("f", 3), Opened(None), Opened({"port": 5}), Done(b"x"), Failed("E", "why")])
+def test_messages_arrive_as_they_were(message: Any, ends: tuple[Pipe, Pipe]) -> None:
+    ends[0].send(message)
+    assert ends[1].receive_message() == message
+
+
+def test_a_plan_arrives_as_it_was() -> None:
+    result = PrefillResult(first_token=3, seed=2**62, logprobs=TokenLogprobs(3, -0.5, 1, {3: -0.5, 9: -2.0}))
+    plan = P2pPlan(loads=[FetchLoad("r", Ticket(transfer_id="t", prefill_result=result), [1, 2], 0, 9, list(range(9)))])
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(plan), type=P2pPlan) == plan
+
+
+def test_the_end_of_the_other_side_is_noticed(ends: tuple[Pipe, Pipe]) -> None:
+    ends[0].close()
+    with pytest.raises(PeerLost):
+        ends[1].receive_command()
+    with pytest.raises(PeerLost):
+        ends[1].send(Check())
+
+
+def test_what_is_no_message_is_refused() -> None:
+    ours, theirs = socket.socketpair()
+    pipe = Pipe(theirs.detach())
+    body = msgspec.msgpack.encode(["Nonsense", 1])
+    ours.sendall(len(body).to_bytes(4, "big") + body)
+    with pytest.raises(ProtocolError):
+        pipe.receive_command()
+    ours.sendall((2**31 - 1).to_bytes(4, "big"))
+    with pytest.raises(PeerLost):  # longer than any message is: not read at all
+        pipe.receive_command()
+    ours.close()
+    pipe.close()
+
+
+def test_nobody_waits_for_ever_for_one_who_does_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(messages, "SEND_S", 1)
+    ours, theirs = socket.socketpair()
+    pipe = Pipe(ours.detach())
+    start = time.monotonic()
+    with pytest.raises(PeerLost):
+        pipe.send(Done(os.urandom(16 * 2**20)))
+    assert time.monotonic() - start < 30
+    pipe.close()
+    theirs.close()

@@ -1,0 +1,204 @@
+"""The kernel against plain PyTorch, and plain PyTorch against attention written out token by token."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvferry.engine.ops import attention, reference
+from kvferry.engine.ops.batch import AttentionBatch
+from kvferry.engine.ops.native import library
+
+needs_native = pytest.mark.skipif(library() is None, reason="no compiler here")
+
+
+@dataclass
+class Case:
+    """Sequences in a paged cache, and new tokens that look at them."""
+
+    query: Tensor
+    cache: Tensor
+    batch: AttentionBatch
+    value_dim: int
+
+
+def make_case(
+    lens: list[tuple[int, int]],
+    *,
+    heads: int = 6,
+    kv_heads: int = 2,
+    key_dim: int = 64,
+    value_dim: int = 64,
+    block_size: int = 16,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+) -> Case:
+    """`lens` are (new tokens, context) of each sequence; its blocks lie scattered among blocks of garbage."""
+    generator = torch.Generator().manual_seed(seed)
+    counts = [-(-context // block_size) for _, context in lens]
+    free = torch.randperm(sum(counts) + 3, generator=generator).tolist()
+    tables = [[free.pop() for _ in range(count)] for count in counts]
+    cache = torch.randn(sum(counts) + 3, kv_heads, block_size * (key_dim + value_dim), generator=generator)
+    batch = AttentionBatch.build([n for n, _ in lens], [c for _, c in lens], tables, block_size=block_size)
+    query = torch.randn(batch.num_tokens, heads, key_dim, generator=generator)
+    return Case(query.to(dtype), cache.to(dtype), batch, value_dim)
+
+
+def written_out(case: Case, *, scale: float, window: int | None, softcap: float | None, sinks: Tensor | None) -> Tensor:
+    """Token by token and head by head, in float64."""
+    keys, values = reference.cache_views(case.cache.double(), case.query.shape[2], case.value_dim)
+    rows, batch, group = [], case.batch, case.query.shape[1] // case.cache.shape[1]
+    for sequence, (start, end) in enumerate(itertools.pairwise(batch.query_starts.tolist())):
+        blocks = batch.block_tables[sequence].long()
+        for token in range(start, end):
+            position = int(batch.positions[token])
+            low = 0 if window is None else max(0, position - window + 1)
+            for head in range(case.query.shape[1]):
+                key = keys[blocks, head // group].flatten(0, 1)[low : position + 1]
+                value = values[blocks, head // group].flatten(0, 1)[low : position + 1]
+                scores = key @ case.query[token, head].double() * scale
+                scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
+                extra = [] if sinks is None else [sinks[head : head + 1].double()]
+                rows.append(torch.cat([scores, *extra]).softmax(0)[: len(scores)] @ value)
+    return torch.stack(rows).view(batch.num_tokens, case.query.shape[1], case.value_dim)
+
+
+MIXED = [(1, 40), (7, 7), (1, 1), (5, 33), (20, 60)]
+SETTINGS: list[dict[str, Any]] = [
+    {"window": None, "softcap": None, "sinks": False},
+    {"window": 9, "softcap": None, "sinks": False},
+    {"window": None, "softcap": 5.0, "sinks": False},
+    {"window": None, "softcap": None, "sinks": True},
+    {"window": 25, "softcap": 3.0, "sinks": True},
+]
+each_setting = pytest.mark.parametrize("setting", SETTINGS, ids=str)
+
+
+def call_settings(setting: dict[str, Any], case: Case) -> dict[str, Any]:
+    sinks = torch.linspace(-1, 2, case.query.shape[1]) if setting["sinks"] else None
+    return {**setting, "sinks": sinks, "scale": case.query.shape[2] ** -0.5}
+
+
+@each_setting
+def test_reference_is_attention_written_out(setting: dict[str, Any]) -> None:
+    case = make_case(MIXED, key_dim=24, value_dim=16, block_size=8)
+    settings = call_settings(setting, case)
+    found = reference.paged_attention(case.query, case.cache, case.batch, value_dim=case.value_dim, **settings)
+    torch.testing.assert_close(found.double(), written_out(case, **settings), rtol=1e-5, atol=2e-6)
+
+
+SHAPES: list[dict[str, Any]] = [
+    {"heads": 6, "kv_heads": 2, "key_dim": 64, "value_dim": 64, "block_size": 32},
+    {"heads": 4, "kv_heads": 4, "key_dim": 16, "value_dim": 16, "block_size": 8},
+    {"heads": 8, "kv_heads": 1, "key_dim": 80, "value_dim": 80, "block_size": 16},
+    {"heads": 32, "kv_heads": 2, "key_dim": 128, "value_dim": 128, "block_size": 64},
+    {"heads": 2, "kv_heads": 2, "key_dim": 192, "value_dim": 128, "block_size": 256},
+    {"heads": 3, "kv_heads": 1, "key_dim": 256, "value_dim": 256, "block_size": 128},
+    {"heads": 2, "kv_heads": 1, "key_dim": 40, "value_dim": 24, "block_size": 8},
+]
+
+
+@needs_native
+@each_setting
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "-".join(str(value) for value in shape.values()))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_kernel_is_the_reference(dtype: torch.dtype, shape: dict[str, Any], setting: dict[str, Any]) -> None:
+    case = make_case([*MIXED, (1, 300), (130, 290), (3, 200)], dtype=dtype, **shape)
+    settings = call_settings(setting, case)
+    found = attention.paged_attention(case.query, case.cache, case.batch, **settings)
+    expected = reference.paged_attention(
+        case.query.float(), case.cache.float(), case.batch, value_dim=case.value_dim, **settings
+    )
+    assert found.dtype == dtype
+    tolerance = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
+    torch.testing.assert_close(found.float(), expected, **tolerance)
+
+
+@needs_native
+def test_kernel_is_the_reference_on_random_batches() -> None:
+    chooser = random.Random(5)
+    for seed in range(25):
+        lens = []
+        for _ in range(chooser.randint(1, 6)):
+            context = chooser.choice([chooser.randint(1, 20), chooser.randint(1, 400)])
+            lens.append((chooser.choice([1, chooser.randint(1, context)]), context))
+        kv_heads = chooser.choice([1, 2, 3])
+        case = make_case(
+            lens,
+            heads=kv_heads * chooser.choice([1, 2, 3, 5, 8, 13]),
+            kv_heads=kv_heads,
+            key_dim=chooser.choice([8, 32, 64, 96, 100]),
+            value_dim=chooser.choice([8, 32, 64, 96, 100]),
+            block_size=chooser.choice([8, 16, 32, 64, 128, 256]),
+            seed=seed,
+        )
+        settings = call_settings(chooser.choice(SETTINGS) | {"window": chooser.choice([None, 1, 2, 50, 128])}, case)
+        found = attention.paged_attention(case.query, case.cache, case.batch, **settings)
+        expected = reference.paged_attention(case.query, case.cache, case.batch, value_dim=case.value_dim, **settings)
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@needs_native
+def test_without_causality_every_key_is_seen() -> None:
+    case = make_case([(4, 150), (200, 200)])
+    found = attention.paged_attention(case.query, case.cache, case.batch, scale=0.1, causal=False)
+    expected = reference.paged_attention(case.query, case.cache, case.batch, value_dim=64, scale=0.1, causal=False)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@needs_native
+def test_the_number_of_threads_changes_nothing() -> None:
+    case = make_case([(1, 100), (300, 300), (1, 40), (17, 90)])
+    native = library()
+    assert native is not None
+    alone = attention.paged_attention(case.query, case.cache, case.batch, scale=0.1)
+    native.set_threads(3)
+    together = attention.paged_attention(case.query, case.cache, case.batch, scale=0.1)
+    native.set_threads(torch.get_num_threads())
+    assert torch.equal(alone, together)
+
+
+@needs_native
+def test_garbage_behind_the_end_of_a_sequence_is_not_read() -> None:
+    case = make_case([(1, 5), (3, 70)], block_size=32)
+    expected = attention.paged_attention(case.query, case.cache, case.batch, scale=0.1)
+    keys, values = reference.cache_views(case.cache, 64, 64)
+    first, last = int(case.batch.block_tables[0, 0]), int(case.batch.block_tables[1, 2])
+    for part in (keys, values):
+        part[first, :, 5:] = float("nan")
+        part[last, :, 6:] = float("nan")
+    assert torch.equal(attention.paged_attention(case.query, case.cache, case.batch, scale=0.1), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("block_size", [8, 32, 12])
+def test_kv_lands_in_its_slots(dtype: torch.dtype, block_size: int) -> None:
+    plain = torch.zeros(5, 3, block_size * (10 + 6), dtype=dtype)
+    fast = plain.clone()
+    # strided, as they come out of a joint product and a transposition
+    joint = torch.randn(7, 3, 20).to(dtype)
+    key, value = joint[:, :, 2:12], joint[:, :, 14:]
+    slots = torch.randperm(5 * block_size)[:7]
+    reference.write_kv(plain, key, value, slots)
+    attention.write_kv(fast, key, value, slots)
+    assert torch.equal(plain, fast)
+    keys, values = reference.cache_views(fast, 10, 6)
+    for token, slot in enumerate(slots.tolist()):
+        assert torch.equal(keys[slot // block_size, :, slot % block_size], key[token])
+        assert torch.equal(values[slot // block_size, :, slot % block_size], value[token])
+
+
+def test_what_the_kernel_does_not_take_goes_the_plain_way() -> None:
+    for options in ({"dtype": torch.float16}, {"key_dim": 320, "value_dim": 320}, {"block_size": 12}):
+        case = make_case([(3, 30), (1, 9)], **options)
+        found = attention.paged_attention(case.query, case.cache, case.batch, scale=0.1)
+        expected = reference.paged_attention(
+            case.query.float(), case.cache.float(), case.batch, value_dim=case.value_dim, scale=0.1
+        )
+        torch.testing.assert_close(found.float(), expected, rtol=1e-2, atol=1e-2)

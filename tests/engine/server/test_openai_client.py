@@ -1,0 +1,21 @@
+"""The unmodified OpenAI client against the server, with an engine that needs no model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+from openai import OpenAI
+
+from support.openai_suite import CHECKS
+
+
+@pytest.fixture(scope="module")
+def client(base_url: str) -> Iterator[OpenAI]:
+    with OpenAI(base_url=base_url, api_key="none", max_retries=0, timeout=60) as client:
+        yield client
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_openai(check: Callable[[OpenAI, str], None], client: OpenAI) -> None:
+    check(client, "test-model")

@@ -1,0 +1,75 @@
+"""Stop strings across pieces: nothing of one leaks, nothing else is lost."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvferry.engine.server.stop_strings import Passed, StopStrings
+
+
+def test_text_without_stop_strings_passes_at_once() -> None:
+    assert StopStrings(()).feed("anything") == Passed("anything")
+
+
+def test_only_a_possible_beginning_is_held_back() -> None:
+    stops = StopStrings(["END"])
+    assert stops.feed("abcE") == Passed("abc")
+    assert stops.feed("x") == Passed("Ex")
+    assert stops.feed("yEN") == Passed("y")
+    assert stops.flush() == "EN"
+    assert stops.flush() == ""
+
+
+def test_a_match_over_pieces_ends_the_text_before_it() -> None:
+    stops = StopStrings(["END"])
+    assert stops.feed("abE") == Passed("ab")
+    assert stops.feed("N") == Passed("")
+    assert stops.feed("Dxyz") == Passed("", "END")
+
+
+def test_a_match_can_stay_in_the_text() -> None:
+    stops = StopStrings(["END"], include=True)
+    assert stops.feed("abEN") == Passed("ab")
+    assert stops.feed("Dxyz") == Passed("END", "END")
+
+
+def test_the_one_complete_first_counts() -> None:
+    assert StopStrings(["bcde", "cd"]).feed("abcdef") == Passed("ab", "cd")
+    assert StopStrings(["x", "b"]).feed("abx") == Passed("a", "b")
+
+
+def test_overlapping_beginnings() -> None:
+    stops = StopStrings(["aab"])
+    assert stops.feed("aaa") == Passed("a")
+    assert stops.feed("b") == Passed("", "aab")
+
+
+def test_before_it_may_stop_a_match_is_text_but_a_beginning_is_kept() -> None:
+    stops = StopStrings(["END"])
+    assert stops.feed("xENDyE", may_stop=False) == Passed("xENDy")
+    assert stops.feed("ND") == Passed("", "END")
+
+
+@settings(max_examples=500, deadline=None)
+@given(
+    pieces=st.lists(st.text("ab", max_size=4), max_size=12),
+    stop_list=st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3),
+)
+def test_pieces_or_letters_or_the_whole_give_the_same(pieces: list[str], stop_list: list[str]) -> None:
+    text = "".join(pieces)
+
+    def run(parts: list[str]) -> tuple[str, bool]:
+        stops, sent = StopStrings(stop_list), ""
+        for part in parts:
+            passed = stops.feed(part)
+            sent += passed.text
+            if passed.stop is not None:
+                return sent, True
+        return sent + stops.flush(), False
+
+    ends = [(text.index(stop) + len(stop), stop) for stop in stop_list if stop in text]
+    if ends:
+        end, stop = min(ends, key=lambda found: found[0])
+        text = text[: end - len(stop)]
+    assert run(pieces) == run(list("".join(pieces))) == run(["".join(pieces)]) == (text, bool(ends))

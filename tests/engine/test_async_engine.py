@@ -1,0 +1,124 @@
+"""The engine's thread: requests from asyncio, leaving early, refusals, failure."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import aclosing, asynccontextmanager
+from typing import Any
+
+import pytest
+
+from kvferry.core.errors import InvalidRequest, LeakError, QueueFull, Unavailable
+from kvferry.core.hand_off import Produce
+from kvferry.core.request import Request
+from kvferry.core.sampling import SamplingParams
+from kvferry.engine.async_engine import AsyncEngine
+from kvferry.engine.config import EngineConfig
+from kvferry.engine.engine import Engine
+
+
+@asynccontextmanager
+async def serving(model: Any, **settings: Any) -> AsyncIterator[AsyncEngine]:
+    defaults = {"dtype": "float32", "device": "cpu", "block_size": 8, "kv_cache_memory": "16MiB", "max_num_seqs": 8}
+    engine = AsyncEngine(Engine(EngineConfig(model=str(model), **{**defaults, **settings})), ["m"])
+    engine.start()
+    try:
+        yield engine
+    finally:
+        await engine.close()
+
+
+def request(name: str, max_tokens: int = 8, **settings: Any) -> Request:
+    sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True, **settings)
+    return Request(request_id=name, prompt_token_ids=[1, 2, 3], sampling=sampling)
+
+
+async def tokens_of(engine: AsyncEngine, wanted: Request) -> list[int]:
+    return [token async for output in engine.generate(wanted) for token in output.token_ids]
+
+
+async def test_many_at_once_get_the_tokens_of_one_alone(model_maker: Any) -> None:
+    async with serving(model_maker("llama")) as engine:
+        alone = await tokens_of(engine, request("alone"))
+        together = await asyncio.gather(*(tokens_of(engine, request(str(number))) for number in range(20)))
+        assert len(alone) == 8
+        assert together == [alone] * 20
+        await engine.check()
+
+
+async def test_leaving_early_frees_the_blocks(model_maker: Any) -> None:
+    async with serving(model_maker("llama")) as engine:
+        async with aclosing(engine.generate(request("a", max_tokens=2000))) as outputs:
+            async for _ in outputs:
+                with pytest.raises(LeakError):
+                    engine.engine.pool.check()
+                break
+        await engine.check()
+        assert (await engine.statistics()).scheduler.num_running == 0
+        engine.engine.pool.check()
+
+
+async def test_a_cancelled_task_frees_the_blocks(model_maker: Any) -> None:
+    async with serving(model_maker("llama")) as engine:
+        started = asyncio.Event()
+
+        async def watch() -> None:
+            async for _ in engine.generate(request("a", max_tokens=2000)):
+                started.set()
+
+        task = asyncio.create_task(watch())
+        await started.wait()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert (await engine.statistics()).scheduler.num_running == 0
+        engine.engine.pool.check()
+
+
+async def test_refusals_reach_the_caller(model_maker: Any) -> None:
+    async with serving(model_maker("llama"), max_waiting=1) as engine:
+        with pytest.raises(InvalidRequest, match="vocabulary"):
+            await tokens_of(
+                engine, Request(request_id="a", prompt_token_ids=[10**9], sampling=SamplingParams(max_tokens=1))
+            )
+        wanted = request("b")
+        wanted.hand_off = Produce("t")
+        with pytest.raises(InvalidRequest, match="has no connector"):
+            await tokens_of(engine, wanted)
+        results = await asyncio.gather(
+            *(tokens_of(engine, request(str(number), max_tokens=200)) for number in range(30)), return_exceptions=True
+        )
+        assert any(isinstance(result, QueueFull) for result in results)
+        assert any(isinstance(result, list) for result in results)
+
+
+async def test_a_request_id_used_twice_is_served_twice(model_maker: Any) -> None:
+    async with serving(model_maker("llama")) as engine:
+        both = await asyncio.gather(tokens_of(engine, request("same")), tokens_of(engine, request("same")))
+        assert both[0] == both[1]
+
+
+async def test_closing_ends_whoever_still_waits(model_maker: Any) -> None:
+    async with serving(model_maker("llama")) as engine:
+        outputs = engine.generate(request("a", max_tokens=4000))
+        await anext(outputs)
+        closing = asyncio.create_task(engine.close())
+        with pytest.raises(Unavailable, match="shutting down"):
+            async for _ in outputs:
+                pass
+        await closing
+        with pytest.raises(Unavailable):
+            await tokens_of(engine, request("b"))
+
+
+async def test_a_failed_step_is_everybodys_answer(model_maker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with serving(model_maker("llama")) as engine:
+
+        def broken() -> None:
+            raise RuntimeError("out of cheese")
+
+        monkeypatch.setattr(engine.engine, "step", broken)
+        with pytest.raises(Unavailable, match="out of cheese"):
+            await tokens_of(engine, request("a"))
+        assert not engine.healthy

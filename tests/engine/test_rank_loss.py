@@ -1,0 +1,173 @@
+"""A rank that is gone ends the engine, with a name for what happened, soon; and nobody outlives rank 0."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvferry.core.errors import RankLost, Unavailable
+from kvferry.core.request import Request
+from kvferry.core.sampling import SamplingParams
+from kvferry.engine.async_engine import AsyncEngine
+from kvferry.engine.config import EngineConfig
+from kvferry.engine.engine import Engine
+from kvferry.engine.executor import group
+from kvferry.transport.shared_memory import SHM_ROOT
+from support.processes import kvferry, until
+
+pytestmark = pytest.mark.processes
+
+SOON_S = 15.0
+
+PARENT = """
+import sys, time
+from kvferry.engine.config import EngineConfig
+from kvferry.engine.engine import Engine
+engine = Engine(EngineConfig(model=sys.argv[1], dtype="float32", device="cpu", kv_cache_memory="4MiB",
+                             tensor_parallel_size=2))
+print(*engine.executor.pids, flush=True)
+time.sleep(600)
+"""
+
+
+def two_ranks(model: Path) -> Engine:
+    return Engine(
+        EngineConfig(model=str(model), dtype="float32", device="cpu", kv_cache_memory="4MiB", tensor_parallel_size=2)
+    )
+
+
+def pid_of(engine: Engine) -> int:
+    [pid] = engine.executor.pids  # type: ignore[attr-defined]
+    assert isinstance(pid, int)
+    return pid
+
+
+def is_gone(pid: int) -> bool:
+    """Not there, or a zombie whose parent was killed."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+def segments_of(pid: int) -> list[Path]:
+    return [path for path in SHM_ROOT.iterdir() if path.name.startswith(f"kvferry-{pid}-")]
+
+
+def request(name: str, max_tokens: int = 2000) -> Request:
+    sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+    return Request(request_id=name, prompt_token_ids=[1, 2, 3], sampling=sampling)
+
+
+def run_until_lost(engine: Engine) -> RankLost:
+    """Step until it breaks."""
+    engine.add(request("a"))
+    try:
+        while engine.has_work:
+            engine.step()
+    except RankLost as error:
+        return error
+    raise AssertionError("the engine did not break")
+
+
+def bounded(call: Callable[[], object]) -> float:
+    start = time.monotonic()
+    call()
+    return time.monotonic() - start
+
+
+def test_a_rank_killed_while_steps_run_is_named(model_maker: Any) -> None:
+    engine = two_ranks(model_maker("llama"))
+    pid = pid_of(engine)
+    threading.Timer(0.3, os.kill, (pid, signal.SIGKILL)).start()
+    start = time.monotonic()
+    error = run_until_lost(engine)
+    assert time.monotonic() - start < SOON_S
+    assert str(error) == f"rank 1 (process {pid}) was ended by SIGKILL"
+    with pytest.raises(RankLost):
+        engine.step()
+    assert bounded(engine.close) < SOON_S
+    assert not segments_of(pid)
+
+
+def test_a_rank_that_stands_still_is_not_waited_for_for_ever(model_maker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(group, "STEP_S", 1.0)
+    monkeypatch.setattr("kvferry.engine.executor.ranks.ANSWER_S", 2.0)
+    monkeypatch.setattr("kvferry.engine.executor.ranks.END_S", 1.0)
+    engine = two_ranks(model_maker("llama"))
+    pid = pid_of(engine)
+    os.kill(pid, signal.SIGSTOP)
+    error = run_until_lost(engine)
+    assert "did not take part in time" in str(error)
+    assert bounded(engine.close) < SOON_S
+    assert is_gone(pid)
+
+
+async def test_a_rank_lost_while_nothing_runs_ends_the_engine_too(model_maker: Any) -> None:
+    engine = AsyncEngine(two_ranks(model_maker("llama")), ["m"])
+    engine.start()
+    tokens = [token async for output in engine.generate(request("a", 5)) for token in output.token_ids]
+    assert len(tokens) == 5  # its thread is another than the one that loaded
+    os.kill(pid_of(engine.engine), signal.SIGKILL)
+    await engine.failed()
+    with pytest.raises(Unavailable, match=r"the engine failed: rank 1 .* SIGKILL"):
+        await anext(engine.generate(request("b")))
+    await engine.close()
+
+
+def test_a_rank_lost_while_it_starts_is_named(model_maker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    start = time.monotonic()
+    with pytest.raises(RankLost, match=r"rank 1 \(process \d+\) ended with exit code 1"):
+        two_ranks(model_maker("llama"))
+    assert time.monotonic() - start < SOON_S
+    monkeypatch.undo()
+    two_ranks(model_maker("llama")).close()
+
+
+def test_no_rank_outlives_rank_0(model_maker: Any) -> None:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", PARENT, str(model_maker("llama"))]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as parent:
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline())
+        parent.kill()
+        until(lambda: is_gone(pid), SOON_S)
+    assert not segments_of(pid)
+
+
+def test_an_instance_of_two_ranks_serves_and_ends_with_one_of_them(model_maker: Any, tmp_path: Path) -> None:
+    flags = ("--tp=2", "--dtype=float32", "--kv-cache-memory=4MiB", "--served-model-name=m")
+    with kvferry("serve", str(model_maker("llama")), *flags, log=tmp_path / "log", ends_cleanly=False) as instance:
+        answer = instance.complete([1, 2, 3])
+        assert len(answer["choices"][0]["token_ids"]) == 12
+        instance.require_clean()
+        [pid] = children_of(instance.pid)
+        os.kill(pid, signal.SIGKILL)
+        until(lambda: instance.returncode is not None, SOON_S, instance.log)
+        assert instance.returncode == 1
+        assert f"rank 1 (process {pid}) was ended by SIGKILL" in instance.log
+
+
+def test_ctrl_c_ends_all_ranks(model_maker: Any, tmp_path: Path) -> None:
+    flags = ("--tp=2", "--dtype=float32", "--kv-cache-memory=4MiB")
+    with kvferry("serve", str(model_maker("llama")), *flags, log=tmp_path / "log") as instance:
+        [pid] = children_of(instance.pid)
+        os.kill(pid, signal.SIGINT)  # as the terminal does to all its processes
+        instance.kill(signal.SIGINT)
+        until(lambda: instance.returncode is not None and is_gone(pid), SOON_S, instance.log)
+        assert instance.returncode == 0
+        assert "Traceback" not in instance.log
+
+
+def children_of(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]

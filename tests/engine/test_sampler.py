@@ -1,0 +1,150 @@
+"""The sampler against transformers' own logits processors, and against the distribution it claims to draw from."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from kvferry.core.request import Request
+from kvferry.core.sampling import SamplingParams
+from kvferry.engine.sampler import adjust_logits, keep_likely, sample, token_logprobs
+from kvferry.engine.sequence import Sequence
+
+VOCAB = 200
+
+
+def sequence_of(prompt: list[int], answer: list[int] = [], **settings: Any) -> Sequence:  # noqa: B006 - never changed
+    request = Request(request_id="r", prompt_token_ids=prompt, sampling=SamplingParams(**settings))
+    sequence = Sequence(request, order=0, block_size=8, model_fingerprint="m")
+    sequence.tokens += answer
+    return sequence
+
+
+def random_logits(rows: int = 1, seed: int = 0) -> torch.Tensor:
+    return torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(seed)) * 3
+
+
+def kept(logits: torch.Tensor) -> torch.Tensor:
+    return logits > float("-inf")
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("top_k", [1, 5, 199, 200, 1000])
+def test_top_k_is_transformers(top_k: int, seed: int) -> None:
+    logits = random_logits(3, seed)
+    expected = TopKLogitsWarper(top_k)(torch.zeros(3, 1, dtype=torch.long), logits.clone())
+    assert torch.equal(kept(keep_likely(logits, [SamplingParams(top_k=top_k)] * 3)), kept(expected))
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("top_p", [0.01, 0.3, 0.9, 0.999])
+def test_top_p_is_transformers(top_p: float, seed: int) -> None:
+    logits = random_logits(3, seed)
+    expected = TopPLogitsWarper(top_p)(torch.zeros(3, 1, dtype=torch.long), logits.clone())
+    assert torch.equal(kept(keep_likely(logits, [SamplingParams(top_p=top_p)] * 3)), kept(expected))
+
+
+@pytest.mark.parametrize("min_p", [0.01, 0.1, 0.9])
+def test_min_p_is_transformers(min_p: float) -> None:
+    logits = random_logits(3)
+    expected = MinPLogitsWarper(min_p)(torch.zeros(3, 1, dtype=torch.long), logits.clone())
+    assert torch.equal(kept(keep_likely(logits, [SamplingParams(min_p=min_p)] * 3)), kept(expected))
+
+
+def test_rows_keep_their_own_settings() -> None:
+    logits = random_logits(3)
+    settings = [SamplingParams(), SamplingParams(top_k=3), SamplingParams(top_p=0.2)]
+    together = keep_likely(logits, settings)
+    for row, setting in enumerate(settings):
+        assert torch.equal(together[row], keep_likely(logits[row : row + 1], [setting])[0])
+
+
+@pytest.mark.parametrize("penalty", [0.5, 1.3, 2.0])
+def test_repetition_penalty_is_transformers(penalty: float) -> None:
+    logits, seen = random_logits()[0], [1, 5, 5, 9, 30]
+    expected = RepetitionPenaltyLogitsProcessor(penalty)(torch.tensor([seen]), logits[None].clone())[0]
+    found = logits.clone()
+    adjust_logits(found, sequence_of(seen[:2], seen[2:], repetition_penalty=penalty), frozenset())
+    assert torch.allclose(found, expected)
+
+
+def test_presence_and_frequency_count_the_answer_only() -> None:
+    logits = random_logits()[0]
+    found = logits.clone()
+    adjust_logits(found, sequence_of([7], [3, 3, 4], presence_penalty=0.5, frequency_penalty=0.25), frozenset())
+    difference = logits - found
+    assert difference[3] == pytest.approx(0.5 + 2 * 0.25, abs=1e-6)
+    assert difference[4] == pytest.approx(0.75, abs=1e-6)
+    assert difference[7] == 0
+
+
+def test_bias_and_minimum_length() -> None:
+    logits = random_logits()[0]
+    found = logits.clone()
+    adjust_logits(found, sequence_of([1], min_tokens=1, max_tokens=2, logit_bias={8: 5.0}), frozenset({2}))
+    assert found[8] == logits[8] + 5
+    assert found[2] == float("-inf")
+    later = logits.clone()
+    adjust_logits(later, sequence_of([1], [9], min_tokens=1, max_tokens=2), frozenset({2}))
+    assert later[2] == logits[2]
+
+
+def test_greedy_takes_the_likeliest_and_leaves_the_logits_alone() -> None:
+    logits = random_logits(4)
+    before = logits.clone()
+    found = sample(logits, [sequence_of([1], temperature=0.0, logit_bias={5: 50.0}) for _ in range(4)], frozenset())
+    assert [choice.token_id for choice in found] == [5] * 4
+    assert torch.equal(logits, before)
+
+
+def test_draws_follow_the_distribution() -> None:
+    logits = random_logits()
+    draws, counts = 4000, torch.zeros(VOCAB)
+    rows = [sequence_of([1], seed=seed, temperature=0.7, top_k=6) for seed in range(draws)]
+    for choice in sample(logits.expand(draws, -1), rows, frozenset()):
+        counts[choice.token_id] += 1
+    expected = keep_likely(logits / 0.7, [SamplingParams(top_k=6)])[0].softmax(-1)
+    assert set(counts.nonzero().flatten().tolist()) <= set(expected.nonzero().flatten().tolist())
+    deviation = (counts / draws - expected).abs() / (expected * (1 - expected) / draws).sqrt().clamp(min=1e-9)
+    assert float(deviation[expected > 0].max()) < 4.5  # standard deviations
+
+
+def test_a_draw_depends_on_seed_and_position_only() -> None:
+    logits = random_logits(1)
+    alone = sample(logits, [sequence_of([1, 2], [3], seed=5)], frozenset())[0]
+    others = [sequence_of([9], seed=seed) for seed in range(3)]
+    batch = sample(logits.expand(4, -1), [*others, sequence_of([8], [7, 6], seed=5)], frozenset())[3]
+    assert alone.token_id == batch.token_id
+    positions = {
+        sample(logits, [sequence_of([1] * length, seed=5, temperature=5.0)], frozenset())[0].token_id
+        for length in range(1, 40)
+    }
+    assert len(positions) > 5
+
+
+def test_logprobs_are_those_of_the_untouched_logits() -> None:
+    logits = random_logits()[0]
+    expected = logits.log_softmax(-1)
+    order = expected.argsort(descending=True)
+    found = token_logprobs(logits, int(order[4]), 3)
+    assert found is not None
+    assert found.rank == 5
+    assert found.logprob == pytest.approx(float(expected[order[4]]), abs=1e-6)
+    assert list(found.top) == order[:3].tolist()
+    assert token_logprobs(logits, 0, None) is None
+    assert token_logprobs(logits, 0, 0).top == {}  # type: ignore[union-attr]
+
+
+def test_half_precision_and_extreme_temperature_stay_finite() -> None:
+    logits = random_logits(2)
+    rows = [sequence_of([1], temperature=1e-4, seed=1), sequence_of([1], temperature=100.0, seed=1)]
+    cold = sample(logits, rows, frozenset())[0]
+    assert cold.token_id == int(logits[0].argmax())

@@ -1,0 +1,510 @@
+"""The scheduler alone, driven by a rule in place of a model: the next token is the sum of the known ones, mod 97."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence as Ordered
+from typing import Any
+
+import pytest
+
+from kvferry.connectors.api import (
+    ConnectorContext,
+    Finish,
+    Hit,
+    Hold,
+    Match,
+    Miss,
+    Pending,
+    Release,
+    RequestView,
+    SchedulerSide,
+    StepPlan,
+    StepView,
+    TransferReport,
+)
+from kvferry.core.clock import ManualClock
+from kvferry.core.errors import InvalidRequest, LeaseEnded, QueueFull
+from kvferry.core.hand_off import Consume, PrefillResult, Produce, Ticket
+from kvferry.core.layout import KVLayout, LayerLayout
+from kvferry.core.request import EngineOutput, Request
+from kvferry.core.sampling import SamplingParams
+from kvferry.core.transfer_config import KVTransferConfig
+from kvferry.engine.block_pool import BlockPool
+from kvferry.engine.scheduler import Sampled, Scheduler, SchedulerLimits, Step
+
+BLOCK = 4
+
+
+def rule(tokens: Ordered[int]) -> int:
+    return sum(tokens) % 97
+
+
+def expected_answer(prompt: list[int], max_tokens: int) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(max_tokens):
+        tokens.append(rule(tokens))
+    return tokens[len(prompt) :]
+
+
+class ScriptedConnector(SchedulerSide):
+    """Answers `match` and `finish` as the test says, and remembers what it was told."""
+
+    def __init__(self, match: Match = Miss(), finish: Finish = Release()) -> None:  # noqa: B008 - frozen values
+        layout = KVLayout(model_fingerprint="m", layers=(LayerLayout(1, 1, 1),), dtype="float32", block_size=BLOCK)
+        super().__init__(ConnectorContext(KVTransferConfig(kv_connector="scripted"), layout))
+        self.match_answer, self.finish_answer = match, finish
+        self.matched: list[str] = []
+        self.allocations: dict[str, list[int]] = {}
+        self.finished: list[str] = []
+        self.preempted: list[str] = []
+        self.arrivals: list[str] = []
+
+    def arrived(self, request: RequestView) -> None:
+        self.arrivals.append(request.request_id)
+
+    def match(self, request: RequestView, num_computed_tokens: int) -> Match:
+        self.matched.append(request.request_id)
+        return self.match_answer
+
+    def allocated(self, request: RequestView, block_ids: Ordered[int], num_computed_tokens: int, hit: Hit) -> None:
+        self.allocations[request.request_id] = list(block_ids)
+
+    def plan(self, step: StepView) -> StepPlan:
+        self.preempted += [request.request_id for request in step.preempted]
+
+    def completed(self, report: TransferReport) -> None:
+        pass
+
+    def finish(self, request: RequestView, block_ids: Ordered[int]) -> Finish:
+        self.finished.append(request.request_id)
+        return self.finish_answer
+
+
+class Bench:
+    """A scheduler and the rule that stands for the model."""
+
+    def __init__(self, num_blocks: int = 64, connector: SchedulerSide | None = None, **limits: Any) -> None:
+        settings = {
+            "block_size": BLOCK,
+            "max_model_len": 200,
+            "max_num_seqs": 8,
+            "max_num_batched_tokens": 16,
+            "max_waiting": 32,
+        }
+        self.clock = ManualClock()
+        self.pool = BlockPool(num_blocks)
+        self.scheduler = Scheduler(SchedulerLimits(**{**settings, **limits}), self.pool, "model", self.clock, connector)
+        self.outputs: dict[str, list[EngineOutput]] = {}
+        self.steps: list[Step] = []
+
+    def add(self, request_id: str, prompt: list[int], max_tokens: int = 4, **others: Any) -> None:
+        sampling = others.pop("sampling", SamplingParams(max_tokens=max_tokens))
+        self.scheduler.add(Request(request_id=request_id, prompt_token_ids=prompt, sampling=sampling, **others))
+
+    def step(self, report: TransferReport | None = None) -> Step:
+        step = self.scheduler.schedule()
+        self.steps.append(step)
+        sampled = {
+            chunk.sequence.request_id: Sampled(rule(chunk.sequence.tokens)) for chunk in step.chunks if chunk.samples
+        }
+        self.scheduler.update(step, sampled, report)
+        for output in self.scheduler.take_outputs():
+            self.outputs.setdefault(output.request_id, []).append(output)
+        return step
+
+    def run(self, limit: int = 2_000) -> None:
+        for _ in range(limit):
+            if not self.scheduler.has_work:
+                return
+            self.step()
+        pytest.fail("the scheduler never finished")
+
+    def tokens(self, request_id: str) -> list[int]:
+        return [token for output in self.outputs[request_id] for token in output.token_ids]
+
+    def last(self, request_id: str) -> EngineOutput:
+        return self.outputs[request_id][-1]
+
+
+def test_one_request_runs_to_its_length() -> None:
+    bench = Bench()
+    bench.add("a", [1, 2, 3], max_tokens=6)
+    bench.run()
+    assert bench.tokens("a") == expected_answer([1, 2, 3], 6)
+    assert bench.last("a").finish_reason == "length"
+    bench.scheduler.check()
+
+
+def test_long_prompts_are_cut_into_chunks_within_the_budget() -> None:
+    bench = Bench(max_num_batched_tokens=8)
+    bench.add("a", list(range(30)), max_tokens=1)
+    bench.run()
+    assert [step.num_tokens for step in bench.steps] == [8, 8, 8, 6]
+    assert bench.tokens("a") == expected_answer(list(range(30)), 1)
+
+
+def test_decodes_come_before_prefill_chunks() -> None:
+    bench = Bench(max_num_batched_tokens=8)
+    bench.add("a", [1, 2], max_tokens=10)
+    bench.step()
+    bench.add("b", list(range(40)), max_tokens=1)
+    step = bench.step()
+    assert [(chunk.sequence.request_id, chunk.num_tokens) for chunk in step.chunks] == [("a", 1), ("b", 7)]
+
+
+def test_more_urgent_requests_go_first() -> None:
+    bench = Bench(max_num_seqs=1)
+    bench.add("late", [1], priority=5)
+    bench.add("soon", [2], priority=-1)
+    bench.run()
+    order = [step.chunks[0].sequence.request_id for step in bench.steps if step.chunks]
+    assert order == ["soon"] * 4 + ["late"] * 4
+
+
+def test_a_shared_prefix_is_computed_once() -> None:
+    bench = Bench()
+    prompt = list(range(13))
+    bench.add("a", prompt)
+    bench.run()
+    bench.add("b", [*prompt[:12], 50])
+    step = bench.step()
+    assert step.num_tokens == 1
+    assert bench.last("b").num_cached_tokens == 12
+
+
+def test_a_wholly_cached_prompt_still_computes_its_last_block() -> None:
+    bench = Bench()
+    bench.add("a", list(range(8)), max_tokens=1)
+    bench.run()
+    bench.add("b", list(range(8)), max_tokens=1)
+    assert bench.step().num_tokens == 4
+    assert bench.tokens("b") == bench.tokens("a")
+
+
+def test_cache_salt_separates() -> None:
+    bench = Bench()
+    bench.add("a", list(range(8)), cache_salt="x")
+    bench.run()
+    bench.add("b", list(range(8)), cache_salt="y")
+    assert bench.step().num_tokens == 8
+
+
+def test_preemption_recomputes_and_changes_no_token() -> None:
+    bench = Bench(num_blocks=8)
+    prompts = {name: [ord(name)] * 8 for name in "abc"}
+    for name, prompt in prompts.items():
+        bench.add(name, prompt, max_tokens=16)
+    bench.run()
+    assert bench.scheduler.statistics().num_preemptions > 0
+    for name, prompt in prompts.items():
+        assert bench.tokens(name) == expected_answer(prompt, 16)
+    bench.scheduler.check()
+
+
+def test_the_least_urgent_is_preempted() -> None:
+    bench = Bench(num_blocks=6)
+    bench.add("first", [1] * 8, max_tokens=12)
+    bench.add("second", [2] * 8, max_tokens=12)
+    bench.run()
+    finished = {name: len(outputs) for name, outputs in bench.outputs.items()}
+    assert finished == {"first": 12, "second": 12}
+    done = [step for step in bench.steps if any(c.sequence.request_id == "first" for c in step.chunks)]
+    assert len(done) == 12  # `first` was never interrupted
+
+
+def test_what_can_never_run_is_refused_with_the_numbers() -> None:
+    bench = Bench(num_blocks=4)
+    with pytest.raises(InvalidRequest, match="maximum context length is 200"):
+        bench.add("a", [1] * 200)
+    with pytest.raises(InvalidRequest, match="may reach 20 tokens, the KV cache holds 16"):
+        bench.add("b", [1] * 10, max_tokens=10)
+    with pytest.raises(InvalidRequest, match="empty"):
+        bench.add("c", [])
+
+
+def test_a_full_queue_refuses() -> None:
+    bench = Bench(max_waiting=2)
+    bench.add("a", [1])
+    bench.add("b", [1])
+    with pytest.raises(QueueFull):
+        bench.add("c", [1])
+    bench.run()
+    bench.add("c", [1])
+
+
+def test_a_used_request_id_is_refused() -> None:
+    bench = Bench()
+    bench.add("a", [1])
+    with pytest.raises(InvalidRequest, match="in use"):
+        bench.add("a", [1])
+
+
+@pytest.mark.parametrize("steps_before", [0, 1, 3])
+def test_abort_frees_at_once(steps_before: int) -> None:
+    bench = Bench()
+    bench.add("a", list(range(20)), max_tokens=50)
+    for _ in range(steps_before):
+        bench.step()
+    bench.scheduler.abort("a")
+    bench.scheduler.check()
+    assert bench.pool.num_free == bench.pool.num_blocks
+    bench.step()
+    assert bench.last("a").finish_reason == "abort"
+
+
+def test_a_passed_deadline_is_a_named_error() -> None:
+    bench = Bench()
+    bench.add("a", [1, 2], max_tokens=50, deadline=10.0)
+    bench.step()
+    bench.clock.advance(11)
+    bench.step()
+    assert type(bench.last("a").error).__name__ == "DeadlineExceeded"
+    bench.scheduler.check()
+
+
+def test_stop_token_ends_the_answer_and_is_named() -> None:
+    answer = expected_answer([5, 6], 4)
+    bench = Bench()
+    bench.add("a", [5, 6], sampling=SamplingParams(max_tokens=9, stop_token_ids=(answer[2],)))
+    bench.run()
+    assert bench.tokens("a") == answer[:3]
+    assert (bench.last("a").finish_reason, bench.last("a").stop_reason) == ("stop", answer[2])
+
+
+def test_eos_stops_unless_ignored_or_too_early() -> None:
+    answer = expected_answer([5, 6], 6)
+    eos = frozenset({answer[1]})
+    for sampling, length in (
+        (SamplingParams(max_tokens=6), 2),
+        (SamplingParams(max_tokens=6, ignore_eos=True), 6),
+        (SamplingParams(max_tokens=6, min_tokens=3), 6),
+    ):
+        bench = Bench(eos_token_ids=eos)
+        bench.add("a", [5, 6], sampling=sampling)
+        bench.run()
+        assert len(bench.tokens("a")) == length
+
+
+def test_prompt_logprobs_skip_the_prefix_cache() -> None:
+    bench = Bench()
+    bench.add("a", list(range(12)))
+    bench.run()
+    bench.add("b", list(range(12)), sampling=SamplingParams(max_tokens=1, prompt_logprobs=1))
+    assert bench.step().num_tokens == 12
+
+
+# Hand-offs.
+
+RESULT = PrefillResult(first_token=rule(range(10)), seed=3)
+
+
+def consume(result: PrefillResult | None) -> Consume:
+    return Consume(Ticket(transfer_id="t", prefill_result=result))
+
+
+def test_a_producer_answers_one_token_and_a_ticket_and_keeps_its_blocks() -> None:
+    connector = ScriptedConnector(finish=Hold({"transfer_id": "t"}))
+    bench = Bench(connector=connector)
+    bench.add("a", list(range(10)), max_tokens=9, hand_off=Produce("t"))
+    bench.run()
+    assert bench.tokens("a") == expected_answer(list(range(10)), 1)
+    assert bench.last("a").kv_transfer_params == {"transfer_id": "t"}
+    bench.pool.check(num_held=3)
+    bench.step(TransferReport(released={"a"}))
+    bench.scheduler.check()
+
+
+def test_a_consumer_shows_the_first_token_before_any_kv() -> None:
+    bench = Bench(connector=ScriptedConnector(match=Hit(10)))
+    bench.add("a", list(range(10)), hand_off=consume(RESULT))
+    bench.step()
+    assert bench.tokens("a") == [RESULT.first_token]
+    assert not bench.steps[-1].chunks
+
+
+def test_a_consumer_decodes_without_computing_any_prompt_token() -> None:
+    bench = Bench(connector=ScriptedConnector(match=Hit(10)))
+    bench.add("a", list(range(10)), hand_off=consume(RESULT))
+    bench.step()
+    bench.step(TransferReport(loaded={"a"}))
+    bench.run()
+    assert bench.tokens("a") == expected_answer(list(range(10)), 4)
+    assert all(step.num_tokens <= 1 for step in bench.steps)
+    bench.scheduler.check()
+
+
+def test_the_token_of_a_prefix_is_not_the_answer_s() -> None:
+    bench = Bench(connector=ScriptedConnector(match=Hit(6)))
+    ticket = Ticket(transfer_id="t", remote_num_tokens=6, prefill_result=RESULT)
+    bench.add("a", list(range(10)), hand_off=Consume(ticket))
+    bench.step()
+    assert "a" not in bench.outputs
+    bench.step(TransferReport(loaded={"a"}))
+    assert bench.step().num_tokens == 4
+    bench.run()
+    assert bench.tokens("a") == expected_answer(list(range(10)), 4)
+
+
+def test_fewer_tokens_may_come_than_were_promised() -> None:
+    bench = Bench(connector=ScriptedConnector(match=Hit(10)))
+    bench.add("a", list(range(10)), hand_off=consume(None))
+    bench.step()
+    bench.step(TransferReport(loaded={"a"}, loaded_tokens={"a": 3}))
+    assert bench.step().num_tokens == 7
+    bench.run()
+    assert bench.tokens("a") == expected_answer(list(range(10)), 4)
+    bench.scheduler.check()
+
+
+def test_the_connector_hears_of_a_request_that_must_wait() -> None:
+    connector = ScriptedConnector()
+    bench = Bench(connector=connector, max_num_seqs=1)
+    bench.add("a", [1, 2, 3])
+    bench.add("b", [1, 2, 3])
+    bench.step()
+    assert (connector.arrivals, connector.matched) == (["a", "b"], ["a"])
+
+
+def test_a_concurrent_hand_off_brings_the_token_with_the_transfer() -> None:
+    bench = Bench(connector=ScriptedConnector(match=Hit(10)))
+    bench.add("a", list(range(10)), hand_off=consume(None))
+    bench.step()
+    bench.step(TransferReport(loaded={"a"}, prefill_results={"a": RESULT}))
+    bench.run()
+    assert bench.tokens("a") == expected_answer(list(range(10)), 4)
+    assert all(step.num_tokens <= 1 for step in bench.steps)
+
+
+def test_kv_without_the_token_recomputes_only_the_last_one() -> None:
+    bench = Bench(connector=ScriptedConnector(match=Hit(10)))
+    bench.add("a", list(range(10)))
+    bench.step()
+    bench.step(TransferReport(loaded={"a"}))
+    bench.run()
+    assert bench.tokens("a") == expected_answer(list(range(10)), 4)
+    assert all(step.num_tokens <= 1 for step in bench.steps)
+
+
+def test_a_first_token_that_ends_the_answer_needs_no_kv() -> None:
+    connector = ScriptedConnector(match=Hit(10))
+    bench = Bench(connector=connector)
+    bench.add("a", list(range(10)), max_tokens=1, hand_off=consume(RESULT))
+    bench.run()
+    assert bench.last("a").finish_reason == "length"
+    assert connector.finished == ["a"]
+    assert connector.allocations == {}
+    bench.scheduler.check()
+
+
+@pytest.mark.parametrize("result", [RESULT, None])
+def test_a_failed_load_is_recomputed(result: PrefillResult | None) -> None:
+    bench = Bench(connector=ScriptedConnector(match=Hit(10)))
+    bench.add("a", list(range(10)), hand_off=consume(result))
+    bench.step()
+    bench.step(TransferReport(failed={"a": LeaseEnded("gone")}))
+    bench.run()
+    assert bench.tokens("a") == expected_answer(list(range(10)), 4)
+    assert bench.scheduler.statistics().num_load_failures == {"LeaseEnded": 1}
+    bench.scheduler.check()
+
+
+@pytest.mark.parametrize("match", [Hit(10), Miss(LeaseEnded("gone"))])
+def test_a_lost_hand_off_fails_where_the_policy_says_so(match: Match) -> None:
+    bench = Bench(connector=ScriptedConnector(match=match), fail_on_lost_hand_off=True)
+    bench.add("a", list(range(10)), hand_off=consume(RESULT))
+    bench.step()
+    if isinstance(match, Hit):
+        bench.step(TransferReport(failed={"a": LeaseEnded("gone")}))
+    bench.run()
+    assert type(bench.last("a").error).__name__ == "HandOffFailed"
+    bench.scheduler.check()
+
+
+def test_a_prefill_goes_on_without_an_earlier_turn_s_kv() -> None:
+    """It is a saving, not the request's point."""
+    bench = Bench(connector=ScriptedConnector(match=Hit(6)), fail_on_lost_hand_off=True)
+    source = Ticket(transfer_id="kept", remote_host="d", remote_port=5)
+    bench.add("a", list(range(10)), hand_off=Produce("t", source))
+    bench.step()
+    bench.step(TransferReport(failed={"a": LeaseEnded("gone")}))
+    bench.run()
+    assert bench.tokens("a") == expected_answer(list(range(10)), 1)
+    assert bench.last("a").error is None
+
+
+def test_pending_requests_let_others_pass() -> None:
+    connector = ScriptedConnector(match=Pending())
+    bench = Bench(connector=connector)
+    bench.add("a", list(range(10)))
+    bench.step()
+    connector.match_answer = Miss()
+    bench.add("b", [1, 2])
+    connector_asked = len(connector.matched)
+    bench.run()
+    assert len(connector.matched) > connector_asked
+    assert bench.tokens("a") == expected_answer(list(range(10)), 4)
+
+
+def test_a_failed_layerwise_load_takes_the_step_back() -> None:
+    bench = Bench(connector=ScriptedConnector(match=Hit(8, layerwise=True)))
+    bench.add("a", list(range(10)))
+    bench.step(TransferReport(failed={"a": LeaseEnded("corrupt")}))
+    assert "a" not in bench.outputs
+    assert bench.pool.match([b"x"]) == []
+    bench.run()
+    assert bench.tokens("a") == expected_answer(list(range(10)), 4)
+    bench.scheduler.check()
+
+
+def test_a_layerwise_load_computes_the_rest_in_the_same_step() -> None:
+    bench = Bench(connector=ScriptedConnector(match=Hit(8, layerwise=True)))
+    bench.add("a", list(range(10)))
+    assert bench.step(TransferReport(loaded={"a"})).num_tokens == 2
+    bench.run()
+    assert bench.tokens("a") == expected_answer(list(range(10)), 4)
+
+
+def test_aborting_a_loading_request_leaves_its_blocks_with_the_connector() -> None:
+    connector = ScriptedConnector(match=Hit(10), finish=Hold(None))
+    bench = Bench(connector=connector)
+    bench.add("a", list(range(10)))
+    bench.step()
+    bench.scheduler.abort("a")
+    bench.pool.check(num_held=3)
+    bench.step(TransferReport(released={"a"}))
+    bench.scheduler.check()
+
+
+def test_preempted_requests_are_told_to_the_connector() -> None:
+    connector = ScriptedConnector()
+    bench = Bench(num_blocks=6, connector=connector)
+    bench.add("first", [1] * 8, max_tokens=12)
+    bench.add("second", [2] * 8, max_tokens=12)
+    bench.run()
+    assert set(connector.preempted) == {"second"}
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_any_traffic_gives_the_same_tokens_and_leaks_nothing(seed: int) -> None:
+    random_source = random.Random(seed)
+    bench = Bench(
+        num_blocks=random_source.randint(14, 40),
+        max_num_seqs=random_source.randint(1, 6),
+        max_num_batched_tokens=random_source.randint(6, 24),
+    )
+    prompts: dict[str, list[int]] = {}
+    aborted: set[str] = set()
+    for number in range(40):
+        name = str(number)
+        prompts[name] = [random_source.randint(0, 2) for _ in range(random_source.randint(1, 30))]
+        bench.add(name, prompts[name], max_tokens=12, priority=random_source.randint(0, 2))
+        for _ in range(random_source.randint(0, 4)):
+            bench.step()
+        if random_source.random() < 0.1:
+            bench.scheduler.abort(name)
+            aborted.add(name)
+    bench.run()
+    for name in prompts.keys() - aborted:
+        assert bench.tokens(name) == expected_answer(prompts[name], 12)
+    bench.scheduler.check()

@@ -1,0 +1,103 @@
+"""Programs for tests to run as children of a supervisor: they speak the start protocol, and do one thing each."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+
+from kvferry.fleet.process import ProcessSpec
+
+_BEGIN = """
+import json, os, signal, sys, threading
+
+# The tests' own arguments, then "--ready-fd N" from the supervisor.
+ready_fd = int(sys.argv[-1])
+assert sys.argv[-2] == "--ready-fd"
+arguments = sys.argv[1:-2]
+
+def tell(**message):
+    os.write(ready_fd, json.dumps(message).encode() + b"\\n")
+
+def serve(url="http://here:1"):
+    tell(url=url, control={"host": "127.0.0.1", "port": 7})
+
+def forever():
+    while True:
+        signal.pause()
+"""
+
+GOOD = """
+tell(progress=0.5, what="loading")
+print("a line of", arguments[0], flush=True)
+signal.signal(signal.SIGTERM, lambda *_: (print("told to end", flush=True), sys.exit(0)))
+serve(arguments[1])
+forever()
+"""
+"""Serves at its second argument until SIGTERM."""
+
+STUBBORN = """
+signal.signal(signal.SIGTERM, lambda *_: print("no", flush=True))
+serve()
+forever()
+"""
+"""Does not end on SIGTERM."""
+
+CRASHING = """
+for number in range(30):
+    print("line", number)
+print("the last words", file=sys.stderr)
+sys.exit(7)
+"""
+"""Ends before it serves."""
+
+CRASHING_WHEN_TOLD = """
+serve()
+signal.signal(signal.SIGUSR1, lambda *_: os.abort())
+print("pid", os.getpid(), flush=True)
+forever()
+"""
+"""Serves, and is killed by a signal of its own making on SIGUSR1."""
+
+WRONG = """
+print("kvferry: error: the model is not there; name another", file=sys.stderr)
+sys.exit(2)
+"""
+"""Was told something wrong."""
+
+SLOW = """
+tell(progress=0.1, what="loading for ever")
+forever()
+"""
+"""Never serves."""
+
+PARENT = """
+import subprocess
+child = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
+print("grandchild", child.pid, flush=True)
+signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
+serve()
+forever()
+"""
+"""Has a child of its own, which it leaves behind."""
+
+SHOWING = """
+print(json.dumps({
+    "cores": sorted(os.sched_getaffinity(0)),
+    "threads": os.environ["OMP_NUM_THREADS"],
+    "token": os.environ.get("KVFERRY_AUTH_TOKEN"),
+    "hidden": os.environ.get("KVFERRY_HIDDEN"),
+    "leads_session": os.getsid(0) == os.getpid(),
+    "stdin": sys.stdin.read(),
+}), flush=True)
+serve()
+forever()
+"""
+"""Prints what it finds around it."""
+
+
+def child(name: str, program: str, *arguments: str, **settings: object) -> ProcessSpec:
+    """A child that runs one of the programs above."""
+    environment = settings.pop("environment", {})
+    assert isinstance(environment, Mapping)
+    command = (sys.executable, "-c", _BEGIN + program, *arguments)
+    return ProcessSpec(name=name, command=command, environment=environment, **settings)  # type: ignore[arg-type]

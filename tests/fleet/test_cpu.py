@@ -1,0 +1,53 @@
+"""Cores are shared out so that no two engines meet on one, as far as there are enough."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvferry.core.errors import ConfigError
+from kvferry.fleet.cpu import CorePlan, available_cores, parse_cores, plan_cores, thread_variables
+
+
+@pytest.mark.parametrize(
+    ("available", "num_instances", "plan"),
+    [
+        ([0, 1, 2, 3], 2, CorePlan(((0, 1), (2, 3)), (0, 1))),
+        ([0, 1, 2, 3, 4], 2, CorePlan(((0, 1, 2), (3, 4)), (0, 1, 2))),
+        ([0, 1, 2, 3, 6], 3, CorePlan(((0, 1), (2, 3), (6,)), (0, 1))),
+        ([4, 7], 2, CorePlan(((4,), (7,)), (4,))),
+        ([4, 7], 3, CorePlan(((4,), (7,), (4,)), (7,))),
+        ([5], 4, CorePlan(((5,),) * 4, (5,))),
+        ([0, 1], 1, CorePlan(((0, 1),), (0, 1))),
+    ],
+)
+def test_plans(available: list[int], num_instances: int, plan: CorePlan) -> None:
+    assert plan_cores(available, num_instances) == plan
+
+
+@pytest.mark.parametrize("num_cores", range(1, 20))
+@pytest.mark.parametrize("num_instances", range(1, 8))
+def test_sets_are_disjoint_and_cover_all_when_there_are_enough(num_cores: int, num_instances: int) -> None:
+    plan = plan_cores(range(num_cores), num_instances)
+    used = [core for cores in plan.instances for core in cores]
+    assert all(plan.instances)
+    assert set(plan.router) <= set(range(num_cores))
+    if num_cores >= num_instances:
+        assert sorted(used) == list(range(num_cores))
+        assert max(map(len, plan.instances)) - min(map(len, plan.instances)) <= 1
+
+
+def test_cores_as_written() -> None:
+    assert parse_cores("0-2, 5", range(8)) == (0, 1, 2, 5)
+    assert parse_cores("3,3", range(8)) == (3,)
+
+
+@pytest.mark.parametrize("text", ["", "a", "1-", "-1", "2-1", "0,99"])
+def test_cores_wrongly_written(text: str) -> None:
+    with pytest.raises(ConfigError, match="--cores"):
+        parse_cores(text, range(8))
+
+
+def test_threads_follow_cores() -> None:
+    assert thread_variables((0, 1, 2))["OMP_NUM_THREADS"] == "3"
+    assert thread_variables(())["MKL_NUM_THREADS"] == "1"
+    assert available_cores()

@@ -1,0 +1,121 @@
+"""Programs of somebody else's: known to serve by their health, told by their log, ended with all their children."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from fleet.recording import RecordingDisplay
+from kvferry.fleet.asking import serves
+from kvferry.fleet.process import Foreign, ProcessSpec
+from kvferry.fleet.ready import Progress
+from kvferry.fleet.supervisor import FleetPlan, LocalSupervisor
+from kvferry.fleet.vllm.ports import free_ports
+
+PROGRAM = """
+import http.server, os, signal, subprocess, sys
+stubborn = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); signal.pause()"
+child = subprocess.Popen([sys.executable, "-c", stubborn])
+print("child", child.pid, flush=True)
+print("half of it is loaded", flush=True)
+asked = []
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        asked.append(self.path)
+        self.send_response(200 if len(asked) > 1 else 503)
+        self.end_headers()
+    def log_message(self, *args):
+        pass
+def end(*_):
+    print("told to end", flush=True)
+    os._exit(0)
+signal.signal(signal.SIGTERM, end)
+signal.signal(signal.SIGUSR2, lambda *_: os.kill(os.getpid(), signal.SIGSEGV))
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+"""Leaves a child behind when it ends."""
+
+STEPS = ((re.compile("half of it"), Progress(0.5, "loading")),)
+
+
+def foreign() -> ProcessSpec:
+    (port,) = free_ports(1)
+    command = (sys.executable, "-c", PROGRAM, str(port))
+    return ProcessSpec("engine", command, foreign=Foreign(f"http://127.0.0.1:{port}", STEPS))
+
+
+def child_of(display: RecordingDisplay) -> psutil.Process:
+    (pid,) = (int(text.split()[1]) for _, text in display.of("line") if text.startswith("child "))
+    return psutil.Process(pid)
+
+
+async def up(display: RecordingDisplay, spec: ProcessSpec) -> asyncio.Task[int]:
+    task = asyncio.create_task(LocalSupervisor(display).run(FleetPlan((spec,))))
+    await display.until(lambda seen: bool(seen.of("up")))
+    return task
+
+
+async def test_it_serves_when_its_health_says_so_and_leaves_nothing() -> None:
+    display, spec = RecordingDisplay(), foreign()
+    task = await up(display, spec)
+    assert spec.foreign is not None
+    assert display.of("up") == [[spec.foreign.url]]
+    assert display.of("progress") == [["engine", "loading", "0.5"]]
+    left = child_of(display)
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert await task == 0
+    assert ["engine", "told to end"] in display.of("line")
+    assert psutil.wait_procs([left], timeout=10)[1] == []
+
+
+async def test_a_crash_is_told_as_it_was() -> None:
+    display = RecordingDisplay()
+    task = await up(display, foreign())
+    left = child_of(display)
+    (program,) = [one for one in psutil.Process().children(recursive=True) if one.ppid() != os.getpid()][:1]
+    program.send_signal(signal.SIGUSR2)
+    assert await task == 1
+    assert display.of("note")[0] == ["error: engine was killed by SIGSEGV while running; its last lines:"]
+    assert psutil.wait_procs([left], timeout=10)[1] == []
+
+
+async def test_one_that_ends_before_it_serves() -> None:
+    spec = ProcessSpec("engine", (sys.executable, "-c", "raise SystemExit(3)"), foreign=Foreign("http://127.0.0.1:9"))
+    display = RecordingDisplay()
+    assert await LocalSupervisor(display).run(FleetPlan((spec,))) == 1
+    assert display.of("note")[0] == ["error: engine ended with exit code 3 while starting; its last lines:"]
+
+
+SUPERVISE = """
+import asyncio, sys
+from fleet.test_foreign import foreign
+from kvferry.fleet.display import PlainDisplay
+from kvferry.fleet.supervisor import FleetPlan, LocalSupervisor
+asyncio.run(LocalSupervisor(PlainDisplay()).run(FleetPlan((foreign(),))))
+"""
+
+
+def test_when_the_supervisor_is_killed_nothing_of_it_is_left() -> None:
+    tests = str(Path(__file__).parents[1])
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*sys.path, tests])}
+    command = [sys.executable, "-c", SUPERVISE]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline().startswith(b"kvferry is up")
+        started = psutil.Process(process.pid).children(recursive=True)
+        assert len(started) == 3
+        process.kill()
+        assert psutil.wait_procs(started, timeout=20)[1] == []
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:9", "http://nowhere.invalid:80"])
+async def test_who_cannot_be_reached_does_not_serve(url: str) -> None:
+    assert not await serves(url)

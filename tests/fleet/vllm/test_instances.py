@@ -1,0 +1,238 @@
+"""From what was said to the command line of each vLLM server."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from kvferry.core.errors import ConfigError
+from kvferry.engine.config import EngineConfig
+from kvferry.fleet.local import LocalFleet
+from kvferry.fleet.process import Foreign, ProcessSpec
+from kvferry.fleet.ready import Ready
+from kvferry.fleet.spec import EngineChoice, FleetSpec, InstanceSpec, Listen
+from kvferry.fleet.vllm import instances
+from kvferry.fleet.vllm.environment import VllmEnvironment, find_vllm
+from kvferry.fleet.vllm.ports import SPACING, free_ports
+from kvferry.fleet.vllm.resources import visible_devices
+from kvferry.fleet.vllm.start import START
+from kvferry.router.config import RouterConfig
+
+LOG = Path(__file__).with_name("vllm_start.txt")
+
+
+@pytest.fixture(autouse=True)
+def _an_environment_with_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        instances, "find_vllm", lambda python: VllmEnvironment(python or "python", "0.32.0", True, True)
+    )
+    for name in ("VLLM_CPU_OMP_THREADS_BIND", "VLLM_CPU_KVCACHE_SPACE", "CUDA_VISIBLE_DEVICES"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def fleet(prefill: int = 1, decode: int = 1, transfer: Any = None, arguments: tuple[str, ...] = ()) -> LocalFleet:
+    return LocalFleet(
+        spec=FleetSpec(prefill=prefill, decode=decode),
+        engine=EngineConfig(model="some/model"),
+        instance=InstanceSpec(kv_transfer_config=None if transfer is None else json.dumps(transfer)),
+        router=RouterConfig(),
+        listen=Listen(host="127.0.0.2", port=9000),
+        choice=EngineChoice(engine="vllm", engine_python="/v/bin/python", engine_argument=arguments),
+    )
+
+
+def flag(spec: ProcessSpec, name: str) -> str:
+    return spec.command[spec.command.index(name) + 1]
+
+
+def transfer_of(spec: ProcessSpec) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(flag(spec, "--kv-transfer-config"))
+    return found
+
+
+def test_each_server_has_a_role_and_ports_and_cores_of_its_own() -> None:
+    plan = fleet(prefill=2, arguments=("--dtype", "float32", "-O3")).plan()
+    assert [spec.name for spec in plan.instances] == ["prefill-0", "prefill-1", "decode-0"]
+    for spec in plan.instances:
+        assert spec.command[:5] == ("/v/bin/python", "-m", "vllm.entrypoints.cli.main", "serve", "some/model")
+        assert spec.command[-3:] == ("--dtype", "float32", "-O3")
+        assert flag(spec, "--host") == "127.0.0.1"
+        assert flag(spec, "--served-model-name") == "some/model"
+        assert isinstance(spec.foreign, Foreign)
+        assert spec.foreign.url == f"http://127.0.0.1:{flag(spec, '--port')}"
+        assert spec.environment["VLLM_CPU_OMP_THREADS_BIND"] == ",".join(map(str, spec.cores))
+        assert spec.environment["OMP_NUM_THREADS"] == str(len(spec.cores))
+    assert [transfer_of(spec)["kv_role"] for spec in plan.instances] == ["kv_producer", "kv_producer", "kv_consumer"]
+    ports = [flag(spec, "--port") for spec in plan.instances]
+    side_channels = [spec.environment["VLLM_NIXL_SIDE_CHANNEL_PORT"] for spec in plan.instances]
+    assert len({*ports, *side_channels}) == 6
+    assert len({spec.environment["KVFERRY_AUTH_TOKEN"] for spec in plan.instances}) == 1
+
+
+def test_the_router_is_told_where_they_are() -> None:
+    plan = fleet().plan()
+    assert plan.front is not None
+    router = plan.front({spec.name: Ready(f"http://{spec.name}:1") for spec in plan.instances})
+    assert {"--host=127.0.0.2", "--port=9000", "--protocol=auto"} <= set(router.command)
+    assert not any(one.startswith("--bootstrap-port") for one in router.command)
+
+
+@pytest.mark.parametrize(
+    ("said", "found"),
+    [
+        (None, "KvferryP2pConnector"),
+        ({"kv_connector": "P2pConnector"}, "KvferryP2pConnector"),
+        ({"kv_connector": "SharedStorageConnector"}, "KvferrySharedStorageConnector"),
+        ({"kv_connector": "NixlConnector"}, "NixlConnector"),
+        ({"kv_connector": "SomebodysConnector", "kv_connector_module_path": "some.where"}, "SomebodysConnector"),
+    ],
+)
+def test_connectors(said: Any, found: str) -> None:
+    transfer = transfer_of(fleet(transfer=said).plan().instances[0])
+    assert transfer["kv_connector"] == found
+    assert transfer["kv_load_failure_policy"] == "recompute"
+
+
+def test_what_the_json_says_stays_but_for_what_must_differ() -> None:
+    said = {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_port": 14579,
+        "engine_id": "e",
+        "kv_load_failure_policy": "fail",
+        "a_key_nobody_knows": 1,
+        "kv_connector_extra_config": {"connectors": [{"kv_connector": "NixlConnector"}], "other": 2},
+    }
+    prefill, decode = (transfer_of(spec) for spec in fleet(transfer=said).plan().instances)
+    assert {**prefill, "kv_connector_extra_config": None} == {
+        **said,
+        "engine_id": "e-prefill-0",
+        "kv_connector_extra_config": None,
+    }
+    assert (decode["engine_id"], decode["kv_port"]) == ("e-decode-0", 14580)
+    assert decode["kv_connector_extra_config"] == {
+        "connectors": [{"kv_connector": "NixlConnector", "kv_role": "kv_consumer"}],
+        "other": 2,
+    }
+
+
+def test_keys_that_vllm_has_no_place_for_reach_kvferrys_connector() -> None:
+    said = {"kv_connector": "P2pConnector", "kv_ip": "10.0.0.1", "kv_connector_extra_config": {"lease_s": 3}}
+    transfer = transfer_of(fleet(transfer=said).plan().instances[0])
+    assert "kv_ip" not in transfer
+    assert transfer["kv_connector_extra_config"] == {"lease_s": 3, "kv_ip": "10.0.0.1"}
+
+
+def test_mooncakes_bootstrap_servers_have_ports_that_the_router_knows() -> None:
+    plan = fleet(prefill=2, transfer={"kv_connector": "MooncakeConnector"}).plan()
+    ports = [spec.environment.get("VLLM_MOONCAKE_BOOTSTRAP_PORT") for spec in plan.instances]
+    assert ports[2] is None
+    assert plan.front is not None
+    router = plan.front({spec.name: Ready(f"http://{spec.name}:1") for spec in plan.instances})
+    assert [one for one in router.command if "bootstrap" in one] == [f"--bootstrap-port={port}" for port in ports[:2]]
+
+
+def test_without_a_split_one_server_listens_where_it_was_said_and_moves_nothing() -> None:
+    plan = fleet(prefill=0, decode=0).plan()
+    (spec,) = plan.instances
+    assert plan.front is None
+    assert (flag(spec, "--host"), flag(spec, "--port")) == ("127.0.0.2", "9000")
+    assert "--kv-transfer-config" not in spec.command
+
+
+@pytest.mark.parametrize("argument", ["--tensor-parallel-size=2", "-tp", "--data-parallel-size"])
+def test_several_workers_choose_their_cores_themselves(argument: str) -> None:
+    for spec in fleet(arguments=(argument, "2")).plan().instances:
+        assert "VLLM_CPU_OMP_THREADS_BIND" not in spec.environment
+
+
+def test_what_is_said_in_the_environment_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    assert fleet().plan().instances[0].full_environment()["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"arguments": ("--port", "1")}, "--port behind -- is for kvferry to set; give it in front of --"),
+        ({"arguments": ("--kv_transfer_config={}",)}, "--kv-transfer-config behind --"),
+        ({"arguments": ("--model=x",)}, "--model behind -- is for kvferry to set; give it as MODEL"),
+        ({"transfer": {"kv_role": "kv_both"}}, 'names no "kv_connector"'),
+        ({"transfer": []}, "is not a JSON object"),
+    ],
+)
+def test_what_cannot_be_is_told(settings: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        fleet(**settings).plan()
+
+
+def test_flags_of_the_other_engine_are_refused() -> None:
+    settings = EngineConfig(model="m", block_size=16)
+    with pytest.raises(
+        ConfigError, match=r"--block-size is a flag of kvferry's own engine; .* as in: -- --block-size 16"
+    ):
+        instances.VllmInstances.from_settings(settings, EngineChoice(engine="vllm"), InstanceSpec(), splits=True)
+    with pytest.raises(ConfigError, match="add --engine vllm"):
+        EngineChoice(engine_argument=("--dtype",))
+
+
+def test_kvferrys_connectors_need_kvferry_in_vllms_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(instances, "find_vllm", lambda python: VllmEnvironment("/v/python", "0.32.0", False, True))
+    with pytest.raises(ConfigError, match="/v/python does not know kvferry's connectors: install kvferry there"):
+        fleet().plan()
+    assert fleet(transfer={"kv_connector": "NixlConnector"}).plan().instances
+
+
+def test_memory_is_shared_unless_the_user_says_how() -> None:
+    sizes = [int(flag(spec, "--kv-cache-memory-bytes")) for spec in fleet(prefill=2).plan().instances]
+    assert 0 < sum(sizes) <= psutil.virtual_memory().total / 2
+    for argument in ("--kv-cache-memory-bytes=7", "--gpu_memory_utilization=0.2"):
+        spec = fleet(arguments=(argument,)).plan().instances[0]
+        assert "--kv-cache-memory-bytes" not in spec.command
+    assert "--kv-cache-memory-bytes" not in fleet(prefill=0, decode=0).plan().instances[0].command
+
+
+def test_devices_are_shared(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3, 5,7")
+    found = [spec.environment["CUDA_VISIBLE_DEVICES"] for spec in fleet().plan().instances]
+    assert found == ["2,3", "5,7"]
+    found = [spec.environment["CUDA_VISIBLE_DEVICES"] for spec in fleet(prefill=4, decode=2).plan().instances]
+    assert found == ["2", "3", "5", "7", "2", "3"]
+    assert "CUDA_VISIBLE_DEVICES" not in fleet(prefill=0, decode=0).plan().instances[0].environment
+    for name in ("nvidia10", "nvidia2", "nvidiactl", "nvidia-uvm"):
+        (tmp_path / name).touch()
+    assert visible_devices({}, tmp_path) == ["2", "10"]
+    assert visible_devices({"CUDA_VISIBLE_DEVICES": "-1"}, tmp_path) == []
+
+
+def test_environments_without_vllm(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--engine-python /nowhere/python is not a file"):
+        find_vllm("/nowhere/python")
+    with pytest.raises(ConfigError, match="is not a Python that works"):
+        find_vllm("/bin/false")
+    with pytest.raises(ConfigError, match="cannot be run"):
+        find_vllm(str(LOG))
+    empty = tmp_path / "python"
+    empty.write_text(f'#!/bin/sh\nexec {sys.executable} -I -S "$@"\n')
+    empty.chmod(0o755)
+    with pytest.raises(ConfigError, match=r"there is no vLLM in the environment of .* with --engine-python"):
+        find_vllm(str(empty))
+
+
+def test_ports_are_free_and_apart() -> None:
+    ports = free_ports(20)
+    assert len(set(ports)) == 20
+    assert all(abs(one - other) >= SPACING for one in ports for other in ports if one != other)
+
+
+def test_vllms_log_tells_how_far_its_start_is() -> None:
+    """The log of a vLLM 0.32 server on a CPU, shortened."""
+    seen = [Foreign("", START).progress_of(line) for line in LOG.read_text().splitlines()]
+    told = [progress for progress in seen if progress is not None]
+    assert [progress.progress for progress in told] == sorted({progress.progress for progress in told})
+    assert len(told) >= 6

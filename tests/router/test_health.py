@@ -1,0 +1,60 @@
+"""Who is alive: what cannot be reached is not, what is late is busy, for a while."""
+
+from __future__ import annotations
+
+from kvferry.router.config import RouterConfig
+from kvferry.router.health import Health
+from kvferry.router.instance import Absent, InstanceFacts, Unasked
+from kvferry.router.pools import Pools
+from kvferry.router.upstream import Upstream
+from router.peers import CONCURRENT, Peer, answer, instances, routing, ticket, unused_address
+
+
+def pools_of(prefill: str, decode: str) -> Pools:
+    return Pools.from_config(RouterConfig(prefill_url=(prefill,), decode_url=(decode,)))
+
+
+async def test_who_cannot_be_reached_is_not_alive_and_is_asked_anew_when_back() -> None:
+    p = Peer("prefill", ticket, facts=CONCURRENT)
+    async with unused_address() as nowhere, instances(p), Upstream(connect_timeout_s=5) as upstream:
+        pools = pools_of(p.url, nowhere)
+        health = Health(pools, upstream, 1)
+        await health.look(pools)
+        (prefill,), (decode,) = pools.prefill.instances, pools.decode.instances
+        assert (prefill.alive, decode.alive) == (True, False)
+        assert isinstance(prefill.facts, InstanceFacts)
+        assert isinstance(decode.facts, Unasked)
+        p.healthy = False
+        await health.look(pools)
+        assert not prefill.alive
+        assert isinstance(prefill.facts, Unasked)
+        p.healthy, p.facts = True, None
+        await health.look(pools)
+        assert prefill.alive
+        assert isinstance(prefill.facts, Absent)
+
+
+async def test_who_is_late_is_busy_until_it_is_late_again_and_again() -> None:
+    p, d = Peer("prefill", ticket, hangs=True), Peer("decode", answer)
+    async with instances(p, d), Upstream(connect_timeout_s=5) as upstream:
+        pools = pools_of(p.url, d.url)
+        health = Health(pools, upstream, 1, timeout_s=0.3)
+        (prefill,) = pools.prefill.instances
+        seen = []
+        for _ in range(4):
+            await health.look([prefill])
+            seen.append(prefill.alive)
+        assert seen == [True, True, False, False]
+        p.hangs = False
+        await health.look([prefill])
+        assert prefill.alive
+        p.hangs = True
+        await health.look([prefill])
+        assert prefill.alive
+
+
+async def test_the_router_looks_again_and_again() -> None:
+    d = Peer("decode", answer)
+    async with instances(d), routing([], [d.url], health_interval_s=0.01):
+        for _ in range(3):
+            await d.looked_at.get()

@@ -1,0 +1,71 @@
+"""Which requests are split, and which stay whole."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from kvferry.router.body import RequestBody
+from kvferry.router.config import RouterConfig
+from kvferry.router.plan import Plan, Split, Whole, make_plan
+from kvferry.router.pools import Pools
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+
+
+def pools(num_prefill: int = 1) -> Pools:
+    urls = tuple(f"http://p{index}:1" for index in range(num_prefill))
+    return Pools.from_config(RouterConfig(prefill_url=urls, decode_url=("http://d:1",)))
+
+
+def plan(body: Any, path: str = COMPLETIONS, among: Pools | None = None, indent: int | None = None) -> Plan:
+    return make_plan(path, RequestBody.parse(json.dumps(body, indent=indent).encode()), among or pools())
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"prompt": "text"},
+        {"prompt": [1, 2, 3]},
+        {"prompt": "text", "n": 1, "best_of": None},
+        {"prompt": "text", "max_tokens": 1, "stream": True},
+        {"prompt": "text", "echo": False, "prompt_logprobs": None},
+    ],
+)
+def test_split(body: dict[str, Any]) -> None:
+    assert plan(body) == Split()
+
+
+def test_chat_is_split() -> None:
+    assert plan({"messages": [{"role": "user", "content": "Hi"}]}, CHAT) == Split()
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        ({"prompt": "text", "echo": True}, "echo"),
+        ({"prompt": "text", "prompt_logprobs": 0}, "prompt_logprobs"),
+        ({"prompt": "text", "use_beam_search": True}, "beam_search"),
+        ({"prompt": ["one", "two"]}, "prompt_batch"),
+        ({"prompt": [[1, 2], [3]]}, "prompt_batch"),
+        ({"prompt": "text", "max_tokens": 0}, "malformed"),
+        ({"prompt": "text", "max_tokens": "many"}, "malformed"),
+        ({"messages": "not here"}, "malformed"),
+    ],
+)
+def test_whole(body: dict[str, Any], reason: str) -> None:
+    assert plan(body) == Whole(reason)
+    assert plan(body, indent=4) == Whole(reason)
+
+
+def test_without_prefill_instances_all_is_whole() -> None:
+    assert plan({"prompt": "text"}, among=pools(0)) == Whole("no_prefill")
+    down = pools()
+    down.prefill.instances[0].alive = False
+    assert plan({"prompt": "text"}, among=down) == Whole("no_prefill")
+
+
+def test_what_is_no_object_is_whole() -> None:
+    assert make_plan(COMPLETIONS, None, pools()) == Whole("malformed")

@@ -1,0 +1,87 @@
+"""Addresses, whose turn it is, and who is left out."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvferry.core.errors import ConfigError
+from kvferry.router.config import RouterConfig
+from kvferry.router.instance import Instance, normalise_url
+from kvferry.router.policies.round_robin import RoundRobin
+from kvferry.router.pools import Pool, Pools
+
+
+def a_pool(num: int = 3) -> Pool:
+    return Pool("decode", [f"http://d{index}:1" for index in range(num)], RoundRobin())
+
+
+def test_everyone_in_turn() -> None:
+    pool = a_pool()
+    picked = [pool.pick() for _ in range(6)]
+    assert picked == pool.instances * 2
+
+
+def test_who_was_away_comes_first_and_nobody_is_skipped() -> None:
+    pool = a_pool()
+    first, second, third = pool.instances
+    second.alive = False
+    assert [pool.pick() for _ in range(3)] == [first, third, first]
+    second.alive = True
+    assert [pool.pick() for _ in range(4)] == [second, third, first, second]
+
+
+def test_excluded_are_never_picked() -> None:
+    pool = a_pool(2)
+    first, second = pool.instances
+    assert {pool.pick({first}) for _ in range(3)} == {second}
+    assert pool.pick({first, second}) is None
+
+
+def test_when_all_seem_dead_one_is_tried_all_the_same() -> None:
+    pool = a_pool(2)
+    for instance in pool.instances:
+        instance.alive = False
+    assert pool.pick_alive() is None
+    assert pool.pick() in pool.instances
+    assert pool.num_alive == 0
+
+
+@pytest.mark.parametrize(
+    ("url", "normal"),
+    [
+        ("http://a:1/", "http://a:1"),
+        ("a:1", "http://a:1"),
+        ("https://a/base/", "https://a/base"),
+        ("[::1]:80", "http://[::1]:80"),
+    ],
+)
+def test_urls(url: str, normal: str) -> None:
+    assert normalise_url(url) == normal
+
+
+@pytest.mark.parametrize("url", ["ftp://a:1", "http://", "http://a:notaport", "http://a:1/?x=1", "http://a:99999"])
+def test_wrong_urls_are_named(url: str) -> None:
+    with pytest.raises(ConfigError, match=url.split("?", maxsplit=1)[0]):
+        Instance("decode", url)
+
+
+def test_a_router_needs_decode_instances_and_each_once() -> None:
+    with pytest.raises(ConfigError, match="--decode-url"):
+        Pools.from_config(RouterConfig())
+    with pytest.raises(ConfigError, match=r"--prefill-url http://p:1 is given twice"):
+        Pools.from_config(RouterConfig(prefill_url=("p:1", "http://p:1/"), decode_url=("d:1",)))
+
+
+@pytest.mark.parametrize(
+    ("settings", "flag"),
+    [
+        ({"max_in_flight": 0}, "--max-in-flight"),
+        ({"retries": -1}, "--retries"),
+        ({"connect_timeout_s": 0}, "--connect-timeout-s"),
+        ({"max_body": "2GiB"}, "--max-buffered"),
+        ({"max_body": "much"}, "--max-body"),
+    ],
+)
+def test_wrong_settings_name_their_flag(settings: dict[str, object], flag: str) -> None:
+    with pytest.raises(ConfigError, match=flag):
+        RouterConfig(**settings)  # type: ignore[arg-type]

@@ -1,0 +1,22 @@
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "transport" / "support"))
+
+from kv_support import make_layout, no_leftovers
+
+from kvferry.core.layout import KVLayout
+
+
+@pytest.fixture(autouse=True)
+def _clean() -> Iterator[None]:
+    with no_leftovers():
+        yield
+
+
+@pytest.fixture
+def layout() -> KVLayout:
+    return make_layout()

@@ -1,0 +1,327 @@
+import hashlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from kv_support import make_layout
+
+from kvferry.core.errors import ConfigError, StoreError
+from kvferry.core.layout import KVLayout
+from kvferry.store.block_file import BlockFormat
+from kvferry.store.file import FileStore
+
+SUPPORT = str(Path(__file__).parents[1] / "transport" / "support")
+
+
+def name_of(index: int) -> bytes:
+    return hashlib.sha256(str(index).encode()).digest()
+
+
+def block_of(layout: KVLayout, index: int) -> list[memoryview]:
+    """A block's bytes, by layer, which follow from its index."""
+    sizes = [layout.span_bytes(layer) for layer in range(layout.num_layers)]
+    return [memoryview(hashlib.shake_128(f"{index} {layer}".encode()).digest(size)) for layer, size in enumerate(sizes)]
+
+
+def empty(layout: KVLayout) -> list[memoryview]:
+    return [memoryview(bytearray(layout.span_bytes(layer))) for layer in range(layout.num_layers)]
+
+
+def fetch(store: FileStore, layout: KVLayout, index: int) -> list[bytes] | None:
+    into = empty(layout)
+    return [bytes(view) for view in into] if store.get(name_of(index), into) else None
+
+
+def bytes_of(layers: Sequence[memoryview]) -> list[bytes]:
+    return [bytes(layer) for layer in layers]
+
+
+def file_of(root: Path, index: int) -> Path:
+    [path] = root.glob(f"*/*/{name_of(index).hex()}.kv")
+    return path
+
+
+@pytest.fixture
+def store(tmp_path: Path, layout: KVLayout) -> FileStore:
+    return FileStore(tmp_path, layout)
+
+
+@pytest.mark.parametrize("fsync", [False, True])
+def test_what_is_put_is_got(tmp_path: Path, layout: KVLayout, fsync: bool) -> None:
+    store = FileStore(tmp_path, layout, fsync=fsync)
+    for index in range(5):
+        assert store.put(name_of(index), block_of(layout, index))
+    for index in range(5):
+        assert fetch(store, layout, index) == bytes_of(block_of(layout, index))
+    assert store.statistics()["stored_blocks"] == store.statistics()["loaded_blocks"] == 5
+    assert store.statistics()["kept_bytes"] == sum(path.stat().st_size for path in tmp_path.rglob("*.kv"))
+
+
+def test_layers_one_by_one(store: FileStore, layout: KVLayout) -> None:
+    store.put(name_of(1), block_of(layout, 1))
+    for layer in reversed(range(layout.num_layers)):
+        into = memoryview(bytearray(layout.span_bytes(layer)))
+        assert store.get_layer(name_of(1), layer, into)
+        assert into == block_of(layout, 1)[layer]
+
+
+def test_match_is_the_longest_prefix(store: FileStore, layout: KVLayout) -> None:
+    hashes = [name_of(index) for index in range(6)]
+    assert store.match(hashes) == 0
+    for index in (0, 1, 2, 4):
+        store.put(hashes[index], block_of(layout, index))
+    assert store.match(hashes) == 3
+    assert store.match(hashes[4:]) == 1
+    assert store.match([]) == 0
+
+
+def test_a_block_is_kept_once(store: FileStore, layout: KVLayout) -> None:
+    assert store.put(name_of(1), block_of(layout, 1))
+    assert not store.put(name_of(1), block_of(layout, 1))
+    assert store.statistics()["present_blocks"] == 1
+
+
+def test_delete(store: FileStore, layout: KVLayout) -> None:
+    store.put(name_of(1), block_of(layout, 1))
+    assert store.delete(name_of(1))
+    assert not store.delete(name_of(1))
+    assert fetch(store, layout, 1) is None
+    assert store.statistics()["missing_blocks"] == 1
+
+
+HEADER = BlockFormat(make_layout()).header_bytes
+DAMAGE = {
+    "empty": lambda content: b"",
+    "a few bytes": lambda content: content[:10],
+    "header only": lambda content: content[:HEADER],
+    "half": lambda content: content[: len(content) // 2],
+    "one byte short": lambda content: content[:-1],
+    "zeros": lambda content: bytes(len(content)),
+    "magic": lambda content: b"x" + content[1:],
+    "header bit": lambda content: flipped(content, 70),
+    "checksum bit": lambda content: flipped(content, 100),
+    "first payload bit": lambda content: flipped(content, HEADER),
+    "last payload bit": lambda content: flipped(content, len(content) - 1),
+}
+
+
+def flipped(content: bytes, position: int, bit: int = 0) -> bytes:
+    return content[:position] + bytes([content[position] ^ (1 << bit)]) + content[position + 1 :]
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_block_is_a_miss_and_is_removed(
+    store: FileStore, layout: KVLayout, tmp_path: Path, damage: str
+) -> None:
+    store.put(name_of(1), block_of(layout, 1))
+    path = file_of(tmp_path, 1)
+    path.write_bytes(DAMAGE[damage](path.read_bytes()))
+    assert fetch(store, layout, 1) is None
+    assert store.statistics()["corrupt_blocks"] == 1
+    assert not path.exists()
+    assert store.put(name_of(1), block_of(layout, 1))
+    assert fetch(store, layout, 1) == bytes_of(block_of(layout, 1))
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_no_flipped_bit_goes_unnoticed(store: FileStore, layout: KVLayout, tmp_path: Path, data: st.DataObject) -> None:
+    store.put(name_of(1), block_of(layout, 1))
+    path = file_of(tmp_path, 1)
+    content = path.read_bytes()
+    position = data.draw(st.integers(0, len(content) - 1))
+    path.write_bytes(flipped(content, position, data.draw(st.integers(0, 7))))
+    assert fetch(store, layout, 1) is None
+
+
+def test_damage_in_one_layer_is_found_when_that_layer_is_read(
+    store: FileStore, layout: KVLayout, tmp_path: Path
+) -> None:
+    store.put(name_of(1), block_of(layout, 1))
+    path = file_of(tmp_path, 1)
+    content = path.read_bytes()
+    path.write_bytes(flipped(content, len(content) - 1))
+    into = empty(layout)
+    assert store.get_layer(name_of(1), 0, into[0])
+    assert not store.get_layer(name_of(1), layout.num_layers - 1, into[-1])
+    assert not path.exists()
+
+
+def test_another_block_s_file_is_not_taken_for_this_one(store: FileStore, layout: KVLayout, tmp_path: Path) -> None:
+    for index in (1, 2):
+        store.put(name_of(index), block_of(layout, index))
+    file_of(tmp_path, 1).rename(file_of(tmp_path, 2))
+    assert fetch(store, layout, 2) is None
+
+
+def test_another_layout_s_file_is_not_taken(store: FileStore, layout: KVLayout, tmp_path: Path) -> None:
+    """Same sizes, other model: the blocks' names would not meet by themselves, but files may be copied."""
+    other_layout = make_layout(model_fingerprint="other")
+    other = FileStore(tmp_path, other_layout)
+    other.put(name_of(1), block_of(layout, 1))
+    assert fetch(store, layout, 1) is None
+    store.put(name_of(1), block_of(layout, 2))
+    foreign = tmp_path / other_layout.fingerprint() / name_of(1).hex()[:2] / f"{name_of(1).hex()}.kv"
+    foreign.rename(tmp_path / layout.fingerprint() / name_of(1).hex()[:2] / f"{name_of(1).hex()}.kv")
+    assert fetch(store, layout, 1) is None
+    assert store.statistics()["corrupt_blocks"] == 1
+
+
+# Room.
+
+
+def age(path: Path, seconds: float) -> None:
+    then = path.stat().st_mtime - seconds
+    os.utime(path, (then, then))
+
+
+def test_the_blocks_used_longest_ago_go_first(tmp_path: Path, layout: KVLayout) -> None:
+    size = BlockFormat(layout).file_bytes
+    store = FileStore(tmp_path, layout, max_bytes=10 * size)
+    for index in range(10):
+        store.put(name_of(index), block_of(layout, index))
+        age(file_of(tmp_path, index), 1000 - index)
+    assert fetch(store, layout, 0) is not None, "used now, so no longer the oldest"
+    store.put(name_of(10), block_of(layout, 10))
+    present = [index for index in range(11) if fetch(store, layout, index)]
+    assert present == [0, *range(3, 11)]
+    assert store.statistics()["evicted_blocks"] == 2
+    assert sum(path.stat().st_size for path in tmp_path.rglob("*.kv")) <= 10 * size
+
+
+def test_a_put_of_what_is_there_counts_as_use(tmp_path: Path, layout: KVLayout) -> None:
+    store = FileStore(tmp_path, layout)
+    store.put(name_of(1), block_of(layout, 1))
+    path = file_of(tmp_path, 1)
+    age(path, 1000)
+    before = path.stat().st_mtime
+    store.put(name_of(1), block_of(layout, 1))
+    assert path.stat().st_mtime > before + 900
+
+
+def test_the_bound_holds_for_all_layouts_together(tmp_path: Path, layout: KVLayout) -> None:
+    size = BlockFormat(layout).file_bytes
+    old = FileStore(tmp_path, make_layout(model_fingerprint="old"))
+    for index in range(10):
+        old.put(name_of(index), block_of(layout, index))
+    for path in tmp_path.rglob("*.kv"):
+        age(path, 1000)
+    store = FileStore(tmp_path, layout, max_bytes=5 * size)
+    store.put(name_of(99), block_of(layout, 99))
+    assert fetch(store, layout, 99) is not None
+    assert len(list(tmp_path.rglob("*.kv"))) <= 5
+
+
+def test_what_a_crash_left_is_swept_in_time(tmp_path: Path, layout: KVLayout) -> None:
+    store = FileStore(tmp_path, layout)
+    store.put(name_of(1), block_of(layout, 1))
+    folder = file_of(tmp_path, 1).parent
+    stale, fresh = folder / "a.kv.1.0.tmp", folder / "b.kv.1.0.tmp"
+    for path in (stale, fresh):
+        path.write_bytes(b"half")
+    age(stale, 10_000)
+    FileStore(tmp_path, layout).put(name_of(2), block_of(layout, 2))
+    assert fresh.exists()
+    assert not stale.exists()
+
+
+# Trouble.
+
+
+def test_a_root_that_cannot_be_used_is_a_config_error(tmp_path: Path, layout: KVLayout) -> None:
+    (tmp_path / "file").write_text("not a directory")
+    with pytest.raises(ConfigError, match="cannot keep KV blocks in"):
+        FileStore(tmp_path / "file", layout)
+
+
+def test_what_cannot_be_written_is_counted_and_the_store_goes_on(tmp_path: Path, layout: KVLayout) -> None:
+    store = FileStore(tmp_path, layout)
+    blocked = tmp_path / layout.fingerprint() / name_of(1).hex()[:2]
+    blocked.write_text("in the way")
+    with pytest.raises(StoreError, match="cannot write"):
+        store.put(name_of(1), block_of(layout, 1))
+    assert store.statistics()["dropped_blocks"] == 1
+    blocked.unlink()
+    assert store.put(name_of(1), block_of(layout, 1))
+
+
+FULL_DISK = """
+import resource, sys
+sys.path.insert(0, sys.argv[2])
+from pathlib import Path
+from kv_support import make_layout
+from kvferry.core.errors import StoreError
+from kvferry.store.file import FileStore
+layout = make_layout()
+store = FileStore(sys.argv[1], layout)
+layers = [memoryview(bytes(layout.span_bytes(layer))) for layer in range(layout.num_layers)]
+limit = layout.block_bytes // 2
+resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+try:
+    store.put(bytes(32), layers)
+except StoreError as error:
+    assert "cannot write" in str(error)
+else:
+    sys.exit("the disk was not full")
+assert not [path for path in Path(sys.argv[1]).rglob("*") if path.is_file()], "a half-written file was left"
+"""
+
+
+def test_a_full_disk_leaves_nothing_behind(tmp_path: Path) -> None:
+    """The operating system refuses the second half of the block."""
+    subprocess.run([sys.executable, "-c", FULL_DISK, str(tmp_path), SUPPORT], check=True)
+
+
+# Several processes.
+
+WRITER = """
+import sys
+sys.path[:0] = [sys.argv[2], sys.argv[3]]
+from kv_support import make_layout
+from test_file_store import block_of, name_of
+from kvferry.store.file import FileStore
+store = FileStore(sys.argv[1], make_layout())
+for index in range(int(sys.argv[4])):
+    store.put(name_of(index), block_of(make_layout(), index))
+    if index == 0:
+        print("begun", flush=True)
+"""
+
+
+def start_writer(root: Path, num_blocks: int) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", WRITER, str(root), SUPPORT, str(Path(__file__).parent), str(num_blocks)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+
+def test_processes_share_a_store(store: FileStore, layout: KVLayout, tmp_path: Path) -> None:
+    writers = [start_writer(tmp_path, 40) for _ in range(3)]
+    for writer in writers:
+        writer.communicate()
+        assert writer.returncode == 0
+    for index in range(40):
+        assert fetch(store, layout, index) == bytes_of(block_of(layout, index))
+    assert store.match([name_of(index) for index in range(41)]) == 40
+    assert not list(tmp_path.rglob("*.tmp"))
+
+
+def test_a_writer_killed_in_the_middle_leaves_whole_blocks_only(
+    store: FileStore, layout: KVLayout, tmp_path: Path
+) -> None:
+    for _ in range(3):
+        writer = start_writer(tmp_path, 100_000)
+        assert writer.stdout is not None
+        writer.stdout.readline()
+        os.kill(writer.pid, signal.SIGKILL)
+        writer.communicate()
+        names = {path.stem for path in tmp_path.rglob("*.kv")}
+        assert names
+        for index in range(len(names) + 1):
+            found = fetch(store, layout, index)
+            assert found is None or found == bytes_of(block_of(layout, index))
+        assert store.statistics().get("corrupt_blocks", 0) == 0

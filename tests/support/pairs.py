@@ -1,0 +1,122 @@
+"""A prefill and a decode engine in one process, joined by a connector, stepped in turn."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvferry.core.errors import LeakError
+from kvferry.core.hand_off import Consume, Produce, Ticket, parse_hand_off
+from kvferry.core.request import Request
+from kvferry.core.sampling import SamplingParams
+from kvferry.core.transfer_config import KVTransferConfig
+from kvferry.engine.config import EngineConfig
+from kvferry.engine.engine import Engine
+from support.engines import Answer
+
+DEADLINE_S = 60.0
+
+
+@dataclass
+class Pair:
+    """One P and one D."""
+
+    prefill: Engine
+    decode: Engine
+    num_runs: int = 0
+
+    def run(self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, form: str) -> list[Answer]:
+        """Serve prompts, all at once, with a `sequential` or `concurrent` hand-off each; answers in their order."""
+        self.num_runs += 1
+        answers = {f"{self.num_runs}-{number}": Answer() for number in range(len(prompts))}
+        for name, prompt in zip(answers, prompts, strict=True):
+            self.prefill.add(self._request(name, prompt, sampling, Produce(transfer_id=f"t-{name}")))
+            if form == "concurrent":
+                self.decode.add(self._request(name, prompt, sampling, Consume(self._early_ticket(f"t-{name}"))))
+        by_name = dict(zip(answers, prompts, strict=True))
+        deadline = time.monotonic() + DEADLINE_S
+        while any(answer.last is None or answer.last.finish_reason is None for answer in answers.values()):
+            assert time.monotonic() < deadline, "the hand-offs did not end in time"
+            for output in self.prefill.step():
+                assert output.finish_reason in ("length", "stop"), output
+                if form == "sequential":
+                    ticket = parse_hand_off(output.kv_transfer_params, output.request_id)
+                    prompt = by_name[output.request_id]
+                    self.decode.add(self._request(output.request_id, prompt, sampling, ticket))
+            for output in self.decode.step():
+                answers[output.request_id].add(output)
+        return list(answers.values())
+
+    def settle(self) -> None:
+        """Step until neither side keeps anything; `LeakError` says what, when that does not happen in time."""
+        deadline = time.monotonic() + DEADLINE_S
+        while True:
+            self.prefill.step()
+            self.decode.step()
+            try:
+                self._require_nothing_kept()
+            except LeakError:
+                if time.monotonic() > deadline:
+                    raise
+            else:
+                return
+
+    def _require_nothing_kept(self) -> None:
+        for engine in (self.prefill, self.decode):
+            engine.check()
+            engine.pool.check()
+
+    def _early_ticket(self, transfer_id: str) -> Ticket:
+        addresses = [(address["host"], address["port"]) for address in self.prefill.addresses]
+        if not addresses:
+            return Ticket(transfer_id=transfer_id)
+        return Ticket(
+            transfer_id=transfer_id,
+            remote_engine_id=self.prefill.addresses[0]["engine_id"],
+            remote_host=addresses[0][0],
+            remote_port=addresses[0][1],
+            tp_size=len(addresses),
+            remote_ranks=addresses if len(addresses) > 1 else None,
+        )
+
+    @staticmethod
+    def _request(name: str, prompt: Sequence[int], sampling: SamplingParams, hand_off: Any) -> Request:
+        return Request(request_id=name, prompt_token_ids=list(prompt), sampling=sampling, hand_off=hand_off)
+
+
+@contextmanager
+def pair_of(
+    model: Path,
+    connector: str,
+    *,
+    extra: dict[str, Any],
+    prefill: dict[str, Any],
+    decode: dict[str, Any],
+    role: str | None = None,
+    **transfer: Any,
+) -> Iterator[Pair]:
+    """A pair on `model`; `prefill` and `decode` are engine settings. `role`: both have this one."""
+    defaults = {"dtype": "float32", "device": "cpu", "kv_cache_memory": "64MiB", "max_num_seqs": 16}
+
+    def engine(role: str, settings: dict[str, Any]) -> Engine:
+        config = KVTransferConfig(
+            kv_connector=connector,
+            kv_role=role,
+            kv_connector_extra_config=extra,
+            **transfer,  # type: ignore[arg-type]
+        )
+        return Engine(EngineConfig(model=str(model), **{**defaults, **settings}), config, auth_token="test")
+
+    producer = engine(role or "kv_producer", prefill)
+    try:
+        consumer = engine(role or "kv_consumer", decode)
+        try:
+            yield Pair(producer, consumer)
+        finally:
+            consumer.close()
+    finally:
+        producer.close()

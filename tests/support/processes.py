@@ -1,0 +1,212 @@
+"""Real kvferry processes for tests: each command on its own, told apart, killed at will."""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+START_S = 120.0
+AUTH_TOKEN = "test-token"
+
+
+class KvferryProcess:
+    """One running `kvferry` command that serves at `url`."""
+
+    def __init__(self, process: subprocess.Popen[bytes], log: Path, about: dict[str, Any]) -> None:
+        self._process, self._log = process, log
+        self.url: str = about["url"]
+        self.about = about
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        """Its exit code; None while it runs."""
+        return self._process.poll()
+
+    def kill(self, number: int = signal.SIGKILL) -> None:
+        """Send a signal; SIGKILL is waited for."""
+        self._process.send_signal(number)
+        if number == signal.SIGKILL:
+            self._process.wait(timeout=10)
+
+    def stop(self) -> int:
+        """End it as a person would; the exit code."""
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGCONT)
+            self._process.send_signal(signal.SIGTERM)
+        return self._process.wait(timeout=30)
+
+    @property
+    def log(self) -> str:
+        """What it wrote so far."""
+        return self._log.read_text(errors="replace")
+
+    def get(self, path: str) -> httpx.Response:
+        """GET a path."""
+        return httpx.get(self.url + path, timeout=30)
+
+    def post(self, path: str, body: dict[str, Any], timeout: float = 60) -> httpx.Response:
+        """POST JSON to a path."""
+        return httpx.post(self.url + path, json=body, timeout=timeout)
+
+    def complete(self, prompt: Any, **options: Any) -> dict[str, Any]:
+        """A greedy completion of 12 tokens, whole."""
+        body = {"prompt": prompt, "max_tokens": 12, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+        response = self.post("/v1/completions", {**body, **options})
+        assert response.status_code == 200, response.text
+        answer: dict[str, Any] = response.json()
+        return answer
+
+    def require_clean(self, within_s: float = 15.0) -> None:
+        """Wait until `/kvferry/check` finds nothing kept and nothing runs; fail when it does not come to that."""
+        until(lambda: self.get("/kvferry/check").status_code == 200 and self.num_running() == 0, within_s, self.log)
+
+    def num_running(self) -> int:
+        """Sequences that run, wait or load."""
+        names = ("vllm:num_requests_running", "vllm:num_requests_waiting")
+        return int(sum(self.metric(name) for name in names))
+
+    def metric(self, name: str, **labels: str) -> float:
+        """The sum of a metric over its labels, but for those that are named."""
+        return sum_of(self.get("/metrics").text, name, **labels)
+
+
+def sum_of(metrics: str, name: str, **labels: str) -> float:
+    """The sum of a metric over its labels, but for those that are named, in Prometheus' text."""
+    wanted = [f'{label}="{value}"' for label, value in labels.items()]
+    found = (line for line in metrics.splitlines() if line.startswith((f"{name}{{", f"{name} ")))
+    return sum(float(line.rsplit(" ", 1)[1]) for line in found if all(one in line for one in wanted))
+
+
+def until(holds: Callable[[], bool], within_s: float, context: str = "") -> None:
+    """Ask until it holds; fail after `within_s`."""
+    deadline = time.monotonic() + within_s
+    while not holds():
+        assert time.monotonic() < deadline, f"not within {within_s} s\n{context[-3000:]}"
+        time.sleep(0.02)  # between two HTTP requests, so that the asked one gets its core
+
+
+@contextmanager
+def kvferry(*arguments: str, log: Path, ends_cleanly: bool = True, port: int = 0) -> Iterator[KvferryProcess]:
+    """Run `kvferry ARGUMENTS --port PORT` until the end of the block."""
+    with begun(*arguments, log=log, ends_cleanly=ends_cleanly, port=port) as ready:
+        yield ready()
+
+
+@contextmanager
+def begun(
+    *arguments: str,
+    log: Path,
+    ends_cleanly: bool = True,
+    port: int = 0,
+    start_s: float = START_S,
+    more: Mapping[str, str] | None = None,
+) -> Iterator[Callable[[], KvferryProcess]]:
+    """As `kvferry`, without waiting: it serves when what is yielded returns, so that several start side by side.
+    `more` is added to its environment."""
+    ready_read, ready_write = os.pipe()
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "KVFERRY_AUTH_TOKEN": AUTH_TOKEN, **(more or {})}
+    command = [sys.executable, "-m", "kvferry.cli.main", arguments[0], f"--port={port}", f"--ready-fd={ready_write}"]
+    command += arguments[1:]
+    with log.open("wb") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=output, env=environment, pass_fds=(ready_write,))
+    os.close(ready_write)
+    running: list[KvferryProcess] = []
+
+    def ready() -> KvferryProcess:
+        running.append(KvferryProcess(process, log, _wait_ready(ready_read, process, log, start_s)))
+        return running[0]
+
+    try:
+        yield ready
+        if ends_cleanly and running:
+            assert running[0].stop() == 0, running[0].log
+    finally:
+        os.close(ready_read)
+        if process.poll() is None:
+            process.kill()
+            process.wait(timeout=30)
+
+
+def _wait_ready(descriptor: int, process: subprocess.Popen[bytes], log: Path, start_s: float) -> dict[str, Any]:
+    deadline, received = time.monotonic() + start_s, b""
+    with selectors.DefaultSelector() as selector:
+        selector.register(descriptor, selectors.EVENT_READ)
+        while time.monotonic() < deadline and selector.select(deadline - time.monotonic()):
+            piece = os.read(descriptor, 65536)
+            received += piece
+            for line in received.split(b"\n")[:-1]:
+                about: dict[str, Any] = json.loads(line)
+                if "url" in about:
+                    return about
+            if not piece:
+                break
+    process.kill()
+    raise AssertionError(f"{process.args!r} did not begin to serve:\n{log.read_text(errors='replace')[-3000:]}")
+
+
+class Cluster:
+    """Prefill and decode instances and a router, each a process of its own."""
+
+    def __init__(self, prefill: list[KvferryProcess], decode: list[KvferryProcess], router: KvferryProcess) -> None:
+        self.prefill, self.decode, self.router = prefill, decode, router
+
+    def require_clean(self) -> None:
+        """Nothing is kept on any instance."""
+        for instance in (*self.prefill, *self.decode):
+            instance.require_clean()
+
+
+@contextmanager
+def cluster(
+    model: Path,
+    folder: Path,
+    *,
+    num_prefill: int = 1,
+    num_decode: int = 1,
+    transfer: dict[str, Any] | None = None,
+    hand_off: str = "auto",
+    engine: tuple[str, ...] = (),
+    ends_cleanly: bool = True,
+) -> Iterator[Cluster]:
+    """Start x prefill and y decode instances of `model` and a router; float32, small caches."""
+    config = json.dumps(transfer or {"kv_connector": "P2pConnector"})
+    common = (
+        str(model),
+        "--served-model-name=m",
+        "--dtype=float32",
+        "--kv-cache-memory=48MiB",
+        f"--kv-transfer-config={config}",
+        *engine,
+    )
+    with ExitStack() as stack:
+
+        def instances(role: str, count: int) -> list[KvferryProcess]:
+            return [
+                stack.enter_context(
+                    kvferry(role, *common, log=folder / f"{role}-{number}.log", ends_cleanly=ends_cleanly)
+                )
+                for number in range(count)
+            ]
+
+        prefill, decode = instances("prefill", num_prefill), instances("decode", num_decode)
+        urls = [f"--prefill-url={one.url}" for one in prefill] + [f"--decode-url={one.url}" for one in decode]
+        router = stack.enter_context(
+            kvferry("router", *urls, f"--hand-off={hand_off}", log=folder / "router.log", ends_cleanly=ends_cleanly)
+        )
+        yield Cluster(prefill, decode, router)

@@ -1,0 +1,302 @@
+import threading
+
+import pytest
+from kv_support import make_layout
+
+from kvferry.core.clock import ManualClock
+from kvferry.core.errors import LeakError
+from kvferry.transport.lookup_buffer.base import Ended, Part
+from kvferry.transport.lookup_buffer.entries import (
+    MAX_REMEMBERED,
+    Announced,
+    Cursor,
+    EntryBounds,
+    EntryTable,
+    Over,
+    Sealed,
+)
+from kvferry.transport.memory import BlockGeometry
+
+ALL_LAYERS = 3
+LAYOUT = make_layout(ALL_LAYERS)
+PART = Part(0, ALL_LAYERS, 0, [4, 5])
+
+
+def make_table(clock: ManualClock | None = None, **bounds: float) -> EntryTable:
+    return EntryTable(BlockGeometry.dense(LAYOUT, 16), clock or ManualClock(), EntryBounds(**bounds))
+
+
+def sealed_table(clock: ManualClock, **bounds: float) -> tuple[EntryTable, int]:
+    table = make_table(clock, **bounds)
+    assert table.open("k")
+    assert table.insert("k", PART)
+    table.seal("k", b"meta")
+    return table, generation_of(table)
+
+
+def generation_of(table: EntryTable) -> int:
+    return table.changes("k", Cursor())[1].generation
+
+
+def test_changes_come_once_and_in_order() -> None:
+    table = make_table()
+    assert table.changes("k", Cursor()) == ([], Cursor())
+    table.open("k")
+    changes, cursor = table.changes("k", Cursor())
+    assert changes == [Announced(cursor.generation, [])]
+    table.insert("k", PART)
+    table.insert("k", Part(0, 1, 2, [7]))
+    changes, cursor = table.changes("k", cursor)
+    assert changes == [Announced(cursor.generation, [PART, Part(0, 1, 2, [7])])]
+    assert table.changes("k", cursor) == ([], cursor)
+    table.seal("k", b"meta")
+    changes, cursor = table.changes("k", cursor)
+    assert changes == [Sealed(cursor.generation, b"meta")]
+    assert table.changes("k", cursor) == ([], cursor)
+    table.drop("k")
+    changes, cursor = table.changes("k", cursor)
+    assert changes == [Over("dropped")]
+    assert table.changes("k", cursor) == ([], cursor)
+
+
+def test_long_news_comes_in_pieces() -> None:
+    table = make_table()
+    table.open("k")
+    for index in range(5):
+        table.insert("k", Part(0, 1, index * 60_000, list(range(60_000))))
+    table.seal("k", b"")
+    changes, cursor = table.changes("k", Cursor())
+    num_parts = 0
+    while changes:
+        for change in changes:
+            if isinstance(change, Announced):
+                assert sum(len(part.block_ids) for part in change.parts) < 200_000
+                num_parts += len(change.parts)
+            else:
+                assert num_parts == 5
+        changes, cursor = table.changes("k", cursor)
+    assert num_parts == 5
+
+
+def test_a_take_ends_the_key_once() -> None:
+    table, generation = sealed_table(ManualClock())
+    assert table.take("k", generation)
+    assert not table.take("k", generation)
+    assert table.ended() == [Ended("k", "taken")]
+    assert table.ended() == []
+    table.check()
+
+
+def test_a_key_that_several_take_ends_with_the_last() -> None:
+    table, generation = sealed_table(ManualClock())
+    assert table.take("k", generation, 2, 3)
+    assert table.take("k", generation, 2, 3), "who asks again has it still"
+    assert table.take("k", generation, 0, 3)
+    assert table.ended() == []
+    assert table.take("k", generation, 1, 3)
+    assert table.ended() == [Ended("k", "taken")]
+    assert not table.take("k", generation, 1, 3)
+
+
+def test_a_taker_that_never_comes_is_bounded_by_the_lease() -> None:
+    clock = ManualClock()
+    table, generation = sealed_table(clock, lease_s=10)
+    assert table.take("k", generation, 0, 2)
+    clock.advance(10)
+    table.expire()
+    assert table.ended() == [Ended("k", "expired")]
+    assert not table.take("k", generation, 1, 2)
+
+
+def test_takes_before_a_reset_count_for_nothing() -> None:
+    table, generation = sealed_table(ManualClock())
+    assert table.take("k", generation, 0, 2)
+    table.reset("k")
+    table.insert("k", PART)
+    table.seal("k", b"again")
+    assert not table.take("k", generation, 1, 2)
+    assert table.take("k", generation_of(table), 1, 2)
+    assert table.ended() == []
+    table.drop("k")
+
+
+def test_a_key_may_have_a_lease_of_its_own_length() -> None:
+    clock = ManualClock()
+    table = make_table(clock, lease_s=10)
+    table.open("k")
+    table.set_lease("k", 100)
+    table.set_lease("another", 100)
+    table.seal("k", b"meta")
+    clock.advance(99)
+    table.renew("k")
+    clock.advance(99)
+    table.expire()
+    assert table.ended() == []
+    clock.advance(1)
+    table.expire()
+    assert table.ended() == [Ended("k", "expired")]
+
+
+def test_only_a_sealed_key_can_be_taken() -> None:
+    table = make_table()
+    table.open("k")
+    table.insert("k", PART)
+    assert not table.take("k", generation_of(table))
+    assert not table.take("other", 0)
+
+
+def test_after_a_drop_no_take_is_acknowledged() -> None:
+    table, generation = sealed_table(ManualClock())
+    table.drop("k")
+    assert not table.take("k", generation)
+    assert table.ended() == [Ended("k", "dropped")]
+
+
+def test_after_a_reset_only_the_new_parts_can_be_taken() -> None:
+    table = make_table()
+    table.open("k")
+    table.insert("k", PART)
+    old = generation_of(table)
+    changes, cursor = table.changes("k", Cursor())
+    table.reset("k")
+    changes, cursor = table.changes("k", cursor)
+    assert changes == [Announced(cursor.generation, [])]
+    assert cursor.generation != old
+    table.insert("k", PART)
+    table.seal("k", b"")
+    assert not table.take("k", old)
+    assert table.take("k", cursor.generation)
+    table.check()
+
+
+def test_the_lease_runs_from_the_seal_and_is_renewed() -> None:
+    clock = ManualClock()
+    table, generation = sealed_table(clock, lease_s=10)
+    clock.advance(9)
+    table.renew("k")
+    clock.advance(9)
+    table.expire()
+    assert table.ended() == []
+    clock.advance(1)
+    assert not table.take("k", generation), "over at this very moment, though nobody has looked yet"
+    assert table.ended() == [Ended("k", "expired")]
+    table.renew("k")
+    assert table.changes("k", Cursor())[0] == [Over("expired")]
+
+
+def test_a_key_whose_producer_stands_still_expires() -> None:
+    clock = ManualClock()
+    table = make_table(clock, unsealed_s=5)
+    table.open("k")
+    for _ in range(3):
+        clock.advance(4)
+        assert table.insert("k", PART)
+    clock.advance(5)
+    table.expire()
+    assert not table.insert("k", PART)
+    table.seal("k", b"")
+    assert table.ended() == [Ended("k", "expired")]
+    table.check()
+
+
+def test_bounds_are_looked_at_when_a_key_begins() -> None:
+    table = make_table(capacity_bytes=2 * LAYOUT.block_bytes, max_keys=2)
+    assert table.open("a")
+    assert table.insert("a", PART)
+    assert table.insert("a", Part(0, ALL_LAYERS, 2, [6])), "what has begun may grow"
+    assert not table.open("b")
+    assert table.changes("b", Cursor())[0] == [Over("full")]
+    table.drop("a")
+    assert table.open("b")
+    assert table.open("c")
+    assert not table.open("d"), "two keys at most"
+    assert table.statistics()["ended_full"] == 2
+
+
+def test_bytes_are_counted_by_layer() -> None:
+    table = make_table()
+    table.open("k")
+    table.insert("k", Part(1, 2, 0, [3, 4, 5]))
+    expected = 3 * (LAYOUT.span_bytes(1) + LAYOUT.span_bytes(2))
+    assert table.statistics()["held_bytes"] == expected
+    table.reset("k")
+    assert table.statistics()["held_bytes"] == 0
+
+
+def test_a_release_before_the_beginning_ends_the_key_at_once() -> None:
+    table = make_table()
+    assert not table.release("k")
+    assert table.open("k")
+    assert not table.insert("k", PART)
+    assert table.ended() == [Ended("k", "released")]
+    assert table.open("k"), "it held for one beginning"
+    table.drop("k")
+
+
+def test_end_and_release() -> None:
+    table, generation = sealed_table(ManualClock())
+    assert table.release("k")
+    assert not table.end("k")
+    assert not table.take("k", generation)
+    assert table.ended() == [Ended("k", "released")]
+
+
+def test_a_take_and_a_drop_never_both_succeed() -> None:
+    table, takes = make_table(), set[str]()
+    keys = [f"k{index}" for index in range(2000)]
+    generations = {}
+    for key in keys:
+        table.open(key)
+        table.seal(key, b"")
+        generations[key] = table.changes(key, Cursor())[1].generation
+
+    def take_all() -> None:
+        takes.update(key for key in keys if table.take(key, generations[key]))
+
+    taker = threading.Thread(target=take_all)
+    taker.start()
+    for key in reversed(keys):
+        table.drop(key)
+    taker.join()
+    ended = {ended.key: ended.reason for ended in table.ended()}
+    assert len(ended) == len(keys)
+    assert takes == {key for key, reason in ended.items() if reason == "taken"}
+
+
+def test_what_is_remembered_is_bounded() -> None:
+    table = make_table(max_keys=1)
+    for index in range(MAX_REMEMBERED + 10):
+        table.open(f"k{index}")
+        table.drop(f"k{index}")
+        table.ended()
+        table.release(f"unknown{index}")
+    assert table.changes("k0", Cursor())[0] == []
+    assert table.changes(f"k{MAX_REMEMBERED}", Cursor())[0] == [Over("dropped")]
+
+
+def test_check_names_what_is_left() -> None:
+    table, _ = sealed_table(ManualClock())
+    with pytest.raises(LeakError, match="k"):
+        table.check()
+    table.drop("k")
+
+
+def test_listeners_hear_of_changes_and_ends() -> None:
+    table = make_table()
+    heard: list[str] = []
+
+    def on_change() -> None:
+        heard.append("change")
+
+    table.listen(on_change)
+    table.on_end = lambda: heard.append("end")
+    table.open("k")
+    table.insert("k", PART)
+    assert heard == ["change", "change"]
+    table.drop("k")
+    assert heard[-1] == "end"
+    table.ended()
+    table.unlisten(on_change)
+    heard.clear()
+    table.open("k")
+    assert heard == []

@@ -1,0 +1,393 @@
+"""What only a lookup buffer between processes has to deal with: connections, and producers that die or lie."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+
+import pytest
+from kv_support import ProducerProcess, Region, soon, until
+
+from kvferry.core.errors import AuthenticationFailed, ConfigError, LayoutMismatch, LeaseEnded, PeerLost, ProtocolError
+from kvferry.transport.connection import Connection
+from kvferry.transport.control import Listener
+from kvferry.transport.fabric.base import FabricContext, FabricPeer
+from kvferry.transport.fabric.shm import ShmFabric
+from kvferry.transport.fabric.table import build_fabrics
+from kvferry.transport.lookup_buffer.base import Ended, Part, Source
+from kvferry.transport.lookup_buffer.entries import Announced, EntryBounds, Sealed
+from kvferry.transport.lookup_buffer.fabric import FabricLookupBuffer
+from kvferry.transport.lookup_buffer.messages import (
+    PURPOSE,
+    FromConsumer,
+    News,
+    Offer,
+    Select,
+    Take,
+    TakeAnswer,
+)
+from kvferry.transport.memory import Span
+from kvferry.transport.wire import Identity
+
+ALL = Part(0, 3, 0, [4])
+
+
+@asynccontextmanager
+async def instance(
+    region: Region, transport: str = "auto", *, port: int = 0, token: str = "secret", lease_s: float = 30
+) -> AsyncIterator[tuple[FabricLookupBuffer, Source]]:
+    identity = Identity("engine", region.memory.layout)
+    listener = Listener(identity, token, port=port)
+    context = FabricContext(region.memory, listener, identity, token)
+    buffer = FabricLookupBuffer(context, build_fabrics(transport, context), EntryBounds(lease_s))
+    task = asyncio.create_task(buffer.run())
+    try:
+        yield buffer, Source(listener.host, listener.port)
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        assert task.cancelled()
+
+
+def offer(buffer: FabricLookupBuffer, key: str) -> None:
+    assert buffer.open(key)
+    buffer.insert(key, ALL)
+    buffer.seal(key, b"meta")
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "used"), [("auto", "auto", "shm"), ("auto", "tcp", "tcp"), ("tcp", "auto", "tcp")]
+)
+async def test_the_first_transport_that_both_have(
+    make_region: Callable[..., Region], ours: str, theirs: str, used: str
+) -> None:
+    async with (
+        instance(make_region(seed=1), theirs) as (producer, source),
+        instance(make_region(), ours) as (consumer, _),
+    ):
+        offer(producer, "k")
+        assert (await consumer.drop_select("k", source, [0], deadline=soon())).fabric == used
+
+
+async def test_no_transport_in_common(make_region: Callable[..., Region]) -> None:
+    async with instance(make_region(), "shm") as (_, source), instance(make_region(), "tcp") as (consumer, _):
+        with pytest.raises(ConfigError, match="this one has tcp, the producer shm"):
+            await consumer.drop_select("k", source, [0], deadline=soon())
+
+
+async def test_a_wrong_token_fails_the_hand_off(make_region: Callable[..., Region]) -> None:
+    async with (
+        instance(make_region(), token="one") as (_, source),
+        instance(make_region(), token="other") as (consumer, _),
+    ):
+        for _ in range(2):
+            with pytest.raises(AuthenticationFailed):
+                await consumer.drop_select("k", source, [0], deadline=soon())
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+async def test_a_killed_producer_fails_all_its_hand_offs_at_once(
+    make_region: Callable[..., Region], transport: str
+) -> None:
+    producer = ProducerProcess(transport)
+    producer.tell("open", "begun")
+    producer.tell("insert", "begun", 0, 4)
+    async with instance(make_region(seed=2), transport) as (consumer, _):
+        fetches = [
+            asyncio.ensure_future(consumer.drop_select(key, producer.source, [0], deadline=soon(60)))
+            for key in ("begun", "unknown")
+        ]
+        await until(lambda: consumer.statistics()["num_keys"] == 0 and len(consumer._pool._peers) == 1)
+        producer.kill()
+        for fetch in fetches:
+            with pytest.raises(PeerLost):
+                await fetch
+        consumer.check()
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+async def test_a_hand_off_from_another_process(make_region: Callable[..., Region], transport: str) -> None:
+    producer = ProducerProcess(transport, seed=11)
+    same = make_region(seed=11)
+    ours = make_region(seed=2)
+    async with instance(ours, transport) as (consumer, _):
+        fetching = asyncio.ensure_future(consumer.drop_select("k", producer.source, [0, 1], deadline=soon(60)))
+        producer.tell("open", "k")
+        producer.tell("insert", "k", 0, 4)
+        producer.tell("insert", "k", 1, 9)
+        producer.tell("seal", "k")
+        assert (await fetching).meta == b"meta"
+        assert ours.blocks([0, 1]) == same.blocks([4, 9])
+    producer.kill()
+
+
+async def test_connections_are_made_anew_after_a_loss(make_region: Callable[..., Region]) -> None:
+    theirs = make_region(seed=1)
+    async with instance(make_region()) as (consumer, _):
+        async with instance(theirs) as (producer, source):
+            offer(producer, "k")
+            await consumer.drop_select("k", source, [0], deadline=soon())
+        with pytest.raises(PeerLost):
+            await consumer.drop_select("k", source, [0], deadline=soon())
+        async with instance(theirs, port=source.port) as (producer, _):
+            offer(producer, "k")
+            await consumer.drop_select("k", source, [0], deadline=soon())
+
+
+async def test_another_instance_at_the_ticket_s_address_is_noticed(make_region: Callable[..., Region]) -> None:
+    async with instance(make_region()) as (_, source), instance(make_region()) as (consumer, _):
+        stale = Source(source.host, source.port, "the engine before")
+        with pytest.raises(PeerLost, match="another one now"):
+            await consumer.drop_select("k", stale, [0], deadline=soon())
+
+
+async def test_a_lease_is_renewed_while_a_consumer_is_at_work(make_region: Callable[..., Region]) -> None:
+    lease_s = 0.15
+    async with (
+        instance(make_region(seed=1), "shm", lease_s=lease_s) as (producer, source),
+        gated_instance(make_region()) as (consumer, gate, reading),
+    ):
+        fetching = asyncio.ensure_future(consumer.drop_select("k", source, [0], deadline=soon()))
+        offer(producer, "k")
+        await reading.wait()
+        begun = asyncio.get_running_loop().time()
+        await until(lambda: asyncio.get_running_loop().time() > begun + 3 * lease_s)
+        assert producer.ended() == []
+        gate.set()
+        await fetching
+
+
+async def test_the_fence_a_drop_while_the_consumer_reads(make_region: Callable[..., Region]) -> None:
+    """The bytes it then reads may be anything, so they must not count."""
+    theirs = make_region(seed=1)
+    async with (
+        instance(theirs, "shm") as (producer, source),
+        gated_instance(make_region()) as (consumer, gate, reading),
+    ):
+        fetching = asyncio.ensure_future(consumer.drop_select("k", source, [0], deadline=soon()))
+        offer(producer, "k")
+        await reading.wait()
+        producer.drop("k")
+        theirs.fill(66)
+        gate.set()
+        with pytest.raises(LeaseEnded):
+            await fetching
+        assert producer.ended() == [Ended("k", "dropped")]
+
+
+async def test_the_fence_a_reset_while_the_consumer_reads(make_region: Callable[..., Region]) -> None:
+    theirs, ours = make_region(seed=1), make_region()
+    async with (
+        instance(theirs, "shm") as (producer, source),
+        gated_instance(ours) as (consumer, gate, reading),
+    ):
+        fetching = asyncio.ensure_future(consumer.drop_select("k", source, [0], deadline=soon()))
+        producer.open("k")
+        producer.insert("k", ALL)
+        await reading.wait()
+        producer.reset("k")
+        theirs.fill(66)
+        producer.insert("k", Part(0, 3, 0, [12]))
+        producer.seal("k", b"again")
+        gate.set()
+        assert (await fetching).meta == b"again"
+        assert ours.blocks([0]) == theirs.blocks([12])
+
+
+async def test_the_fence_a_lease_that_ends_while_the_consumer_reads(make_region: Callable[..., Region]) -> None:
+    """A renewal may be lost on the way: the blocks are somebody else's, and what is read of them must not count."""
+    theirs = make_region(seed=1)
+    async with (
+        instance(theirs, "shm") as (producer, source),
+        gated_instance(make_region()) as (consumer, gate, reading),
+    ):
+        fetching = asyncio.ensure_future(consumer.drop_select("k", source, [0], deadline=soon()))
+        offer(producer, "k")
+        await reading.wait()
+        producer.table._entries["k"].deadline = 0.0
+        assert producer.ended() == [Ended("k", "expired")]
+        theirs.fill(66)
+        gate.set()
+        with pytest.raises(LeaseEnded, match="lease"):
+            await fetching
+
+
+async def test_a_key_is_kept_alive_without_being_read(make_region: Callable[..., Region]) -> None:
+    lease_s = 0.5
+    ours = make_region()
+    before = ours.bytes.copy()
+    async with (
+        instance(make_region(seed=1), "shm", lease_s=lease_s) as (producer, source),
+        instance(ours, "shm") as (consumer, _),
+    ):
+        offer(producer, "k")
+        keeping = asyncio.ensure_future(consumer.keep("k", source))
+        begun = asyncio.get_running_loop().time()
+        await until(lambda: asyncio.get_running_loop().time() > begun + 2 * lease_s)
+        assert producer.ended() == []
+        keeping.cancel()
+        await asyncio.gather(keeping, return_exceptions=True)
+        ended: list[Ended] = []
+        await until(lambda: bool(ended.extend(producer.ended()) or ended))
+        assert ended == [Ended("k", "expired")]
+        assert (ours.bytes == before).all()
+
+
+async def test_keeping_ends_with_the_key_and_with_the_producer(make_region: Callable[..., Region]) -> None:
+    async with instance(make_region()) as (consumer, _):
+        async with instance(make_region(seed=1)) as (producer, source):
+            offer(producer, "k")
+            keeping = asyncio.ensure_future(consumer.keep("k", source))
+            await until(lambda: len(consumer._pool._peers) == 1)
+            producer.drop("k")
+            await keeping
+            keeping = asyncio.ensure_future(consumer.keep("later", source))
+            await asyncio.sleep(0)
+        with pytest.raises(PeerLost):
+            await keeping
+
+
+async def test_a_rank_that_was_not_meant(make_region: Callable[..., Region]) -> None:
+    async with instance(make_region()) as (_, source), instance(make_region()) as (consumer, _):
+        for meant in (Source(source.host, source.port, tp_rank=1), Source(source.host, source.port, tp_size=2)):
+            with pytest.raises(LayoutMismatch):
+                await consumer.drop_select("k", meant, [0], deadline=soon())
+
+
+async def test_a_reset_between_read_and_digest_is_no_mismatch(make_region: Callable[..., Region]) -> None:
+    """The digest is then of other bytes, but so is the generation."""
+    theirs, ours = make_region(seed=1), make_region()
+    async with (
+        instance(theirs, "shm") as (producer, source),
+        gated_instance(ours, checksum=True) as (consumer, gate, reading),
+    ):
+        fetching = asyncio.ensure_future(consumer.drop_select("k", source, [0], deadline=soon()))
+        producer.open("k")
+        producer.insert("k", ALL)
+        await reading.wait()
+        gate.set()
+        await until(lambda: ours.blocks([0]) == theirs.blocks([4]))
+        producer.reset("k")
+        theirs.fill(66)
+        producer.insert("k", Part(0, 3, 0, [12]))
+        producer.seal("k", b"again")
+        assert (await fetching).meta == b"again"
+        assert ours.blocks([0]) == theirs.blocks([12])
+
+
+async def test_the_consumer_s_connection_breaks_before_the_take(make_region: Callable[..., Region]) -> None:
+    theirs, ours = make_region(seed=1), make_region()
+    async with instance(theirs, "shm") as (producer, source), instance(ours) as (second, _):
+        async with gated_instance(make_region()) as (first, _, reading):
+            fetching = asyncio.ensure_future(first.drop_select("k", source, [0], deadline=soon()))
+            offer(producer, "k")
+            await reading.wait()
+        with pytest.raises(PeerLost):
+            await fetching
+        assert producer.ended() == []
+        await second.drop_select("k", source, [0], deadline=soon())
+        assert ours.blocks([0]) == theirs.blocks([4])
+
+
+LIES = {
+    "blocks outside of its memory": [Announced(1, [Part(0, 3, 0, [16])])],
+    "negative blocks": [Announced(1, [Part(0, 3, 0, [-1])])],
+    "layers that do not exist": [Announced(1, [Part(2, 2, 0, [1])])],
+    "negative layers": [Announced(1, [Part(-1, 2, 0, [1])])],
+    "no layers": [Announced(1, [Part(0, 0, 0, [1])])],
+    "blocks before the first": [Announced(1, [Part(0, 3, -1, [1, 2])])],
+    "a seal without parts": [Announced(1, []), Sealed(1, b"")],
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+async def test_a_producer_that_lies_is_not_believed(make_region: Callable[..., Region], lie: str) -> None:
+    theirs, ours = make_region(), make_region(seed=2)
+    before = ours.bytes.copy()
+
+    async def serve(connection: Connection) -> None:
+        shm = ShmFabric(FabricContext(theirs.memory, listener, identity))
+        await connection.send(
+            Offer(theirs.memory.num_blocks, theirs.memory.geometry.places, 30.0, {"shm": shm.describe()})
+        )
+        select: Select = await connection.receive(FromConsumer)
+        await connection.send(News(99, []))
+        await connection.send(TakeAnswer(select.select_id, 7, True))
+        await connection.send(News(select.select_id, LIES[lie]))
+        while True:
+            assert not isinstance(await connection.receive(FromConsumer), Take)
+
+    identity = Identity("liar", theirs.memory.layout)
+    listener = Listener(identity, "secret")
+    listener.handle(PURPOSE, serve)
+    serving = asyncio.create_task(listener.serve())
+    async with instance(ours) as (consumer, _):
+        with pytest.raises(ProtocolError):
+            await consumer.drop_select("k", Source(listener.host, listener.port), [0], deadline=soon())
+        assert (ours.bytes == before).all()
+    serving.cancel()
+    await asyncio.gather(serving, return_exceptions=True)
+
+
+class GatedPeer(FabricPeer):
+    """Reads when the test opens the gate."""
+
+    def __init__(self, peer: FabricPeer, gate: asyncio.Event, reading: asyncio.Event) -> None:
+        self._peer, self._gate, self._reading = peer, gate, reading
+
+    async def read(self, remote: Sequence[Span], local: Sequence[Span], deadline: float) -> None:
+        self._reading.set()
+        await self._gate.wait()
+        await self._peer.read(remote, local, deadline)
+
+    async def close(self) -> None:
+        self._gate.set()
+        await self._peer.close()
+
+
+class GatedShm(ShmFabric):
+    def __init__(self, context: FabricContext) -> None:
+        super().__init__(context)
+        self.gate, self.reading = asyncio.Event(), asyncio.Event()
+
+    async def connect(self, description: dict[str, object], deadline: float) -> FabricPeer:
+        return GatedPeer(await super().connect(description, deadline), self.gate, self.reading)
+
+
+@asynccontextmanager
+async def gated_instance(
+    region: Region, *, checksum: bool = False
+) -> AsyncIterator[tuple[FabricLookupBuffer, asyncio.Event, asyncio.Event]]:
+    identity = Identity("gated", region.memory.layout)
+    context = FabricContext(region.memory, Listener(identity, "secret"), identity, "secret")
+    fabric = GatedShm(context)
+    buffer = FabricLookupBuffer(context, [fabric], checksum=checksum)
+    task = asyncio.create_task(buffer.run())
+    try:
+        yield buffer, fabric.gate, fabric.reading
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_a_lost_read_connection_is_made_anew(make_region: Callable[..., Region]) -> None:
+    """The control connection lives, the one that carries blocks does not."""
+    theirs, ours = make_region(seed=1), make_region()
+    async with instance(theirs, "tcp") as (producer, source), instance(ours, "tcp") as (consumer, _):
+        [fabric] = consumer._fabrics
+        connect, fabric_peers = fabric.connect, []
+
+        async def remembering(description: dict[str, object], deadline: float) -> FabricPeer:
+            fabric_peers.append(await connect(description, deadline))
+            return fabric_peers[-1]
+
+        fabric.connect = remembering  # type: ignore[method-assign]
+        for key in ("first", "lost", "again"):
+            offer(producer, key)
+        await consumer.drop_select("first", source, [0], deadline=soon())
+        await fabric_peers[0].close()
+        with pytest.raises(PeerLost):
+            await consumer.drop_select("lost", source, [1], deadline=soon())
+        await consumer.drop_select("again", source, [2], deadline=soon())
+        assert len(fabric_peers) == 2
+        assert ours.blocks([2]) == theirs.blocks([4])
+        producer.end("lost")

@@ -1,0 +1,50 @@
+"""One end of a pipe in a process of its own, to be killed. Arguments: role, kind, port, number of bytes a tensor.
+
+A receiver dials the port, and says "joined", then a line for each tensor. A sender listens, and says its port; then it
+sends tensors for ever, saying a line for each.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+
+import torch
+from kv_support import make_layout
+from pipe_support import CAPACITY, TOKEN, serving, soon
+
+from kvferry.transport.pipe.base import PipeSettings
+from kvferry.transport.pipe.meeting import connect_pipe
+from kvferry.transport.pipe.table import pipe_kind
+from kvferry.transport.wire import Identity
+
+SETTINGS = PipeSettings(capacity_bytes=CAPACITY)
+
+
+def say(word: object) -> None:
+    sys.stdout.write(f"{word}\n")
+    sys.stdout.flush()
+
+
+async def receive(kind: str, port: int) -> None:
+    identity = Identity("receiver", make_layout())
+    receiver = await connect_pipe(pipe_kind(kind, SETTINGS), "127.0.0.1", port, "t", identity, TOKEN, soon())
+    say("joined")
+    while True:
+        await asyncio.to_thread(sys.stdin.readline)
+        tensor = await receiver.recv_tensor(deadline=soon(60))
+        say("None" if tensor is None else int(tensor.reshape(-1).view(torch.uint8).long().sum()))
+
+
+async def send(kind: str, num_bytes: int) -> None:
+    async with serving(kind, SETTINGS) as (listener, server):
+        say(listener.port)
+        sender = await server.accept("t", soon())
+        while True:
+            say("sending")
+            await sender.send_tensor(torch.ones(num_bytes, dtype=torch.uint8), deadline=soon(60))
+
+
+if __name__ == "__main__":
+    role, kind, port, num_bytes = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+    asyncio.run(receive(kind, port) if role == "receiver" else send(kind, num_bytes))

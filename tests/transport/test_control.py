@@ -1,0 +1,205 @@
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+from kv_support import make_layout, soon, until
+
+from kvferry.core.errors import (
+    AuthenticationFailed,
+    ConfigError,
+    LayoutMismatch,
+    PeerLost,
+    ProtocolError,
+    TransferTimeout,
+)
+from kvferry.transport.connection import Connection
+from kvferry.transport.control import Listener, dial
+from kvferry.transport.wire import PROTOCOL_VERSION, Challenge, Hello, Identity, Proof, Refused, Welcome, encode_frame
+
+HERE = Identity("here", make_layout())
+THERE = Identity("there", make_layout())
+
+
+@asynccontextmanager
+async def echo_listener(token: str = "secret", **options: float) -> AsyncIterator[Listener]:
+    async def echo(connection: Connection) -> None:
+        while True:
+            await connection.send(await connection.receive(Hello))
+
+    listener = Listener(THERE, token, **options)
+    listener.handle("echo", echo)
+    serving = asyncio.create_task(listener.serve())
+    try:
+        yield listener
+        await require_alive(listener, token)
+    finally:
+        serving.cancel()
+        await asyncio.gather(serving, return_exceptions=True)
+
+
+async def require_alive(listener: Listener, token: str = "secret") -> None:
+    connection = await dial(listener.host, listener.port, "echo", HERE, token, soon())
+    await connection.send(Hello(PROTOCOL_VERSION, "ping", b""))
+    assert await connection.receive(Hello) == Hello(PROTOCOL_VERSION, "ping", b"")
+    await connection.close()
+
+
+async def until_rejected(listener: Listener, kind: str) -> None:
+    await until(lambda: f"rejected_{kind}" in listener.statistics())
+
+
+@pytest.mark.parametrize("token", ["secret", ""])
+async def test_two_who_share_a_token_know_each_other(token: str) -> None:
+    async with echo_listener(token) as listener:
+        connection = await dial(listener.host, listener.port, "echo", HERE, token, soon())
+        assert connection.peer == THERE
+        await connection.close()
+
+
+@pytest.mark.parametrize("token", ["", "Secret", "secret "])
+async def test_a_wrong_token_is_refused_on_both_sides(token: str) -> None:
+    async with echo_listener() as listener:
+        with pytest.raises(AuthenticationFailed, match="--auth-token"):
+            await dial(listener.host, listener.port, "echo", HERE, token, soon())
+        await until_rejected(listener, "AuthenticationFailed")
+
+
+async def test_a_listener_that_does_not_know_the_token_is_not_believed() -> None:
+    async def impostor(sock: socket.socket) -> None:
+        connection = Connection(sock)
+        await connection.receive(Hello)
+        await connection.send(Challenge(PROTOCOL_VERSION, bytes(32)))
+        proof = await connection.receive(Proof)
+        await connection.send(Welcome(THERE, proof.code))
+        await connection.close()
+
+    listening = socket.create_server(("127.0.0.1", 0))
+    listening.setblocking(False)
+    dialling = asyncio.create_task(dial(*listening.getsockname()[:2], "echo", HERE, "secret", soon()))
+    sock, _ = await asyncio.get_running_loop().sock_accept(listening)
+    await impostor(sock)
+    with pytest.raises(AuthenticationFailed, match="listener"):
+        await dialling
+    listening.close()
+
+
+async def test_a_layout_mismatch_names_the_field_on_both_sides() -> None:
+    other = Identity("here", make_layout(block_size=6))
+    async with echo_listener() as listener:
+        with pytest.raises(LayoutMismatch, match="block_size: here 6, there 4") as caught:
+            await dial(listener.host, listener.port, "echo", other, "secret", soon())
+        assert caught.value.field == "block_size"
+        await until_rejected(listener, "LayoutMismatch")
+
+
+async def test_an_unknown_purpose_is_refused() -> None:
+    async with echo_listener() as listener:
+        with pytest.raises(ProtocolError, match="no service 'other'"):
+            await dial(listener.host, listener.port, "other", HERE, "secret", soon())
+
+
+async def test_another_protocol_version_is_named() -> None:
+    async with echo_listener() as listener:
+        connection = await raw(listener)
+        await connection.send(Hello(99, "echo", bytes(32)))
+        refused = await connection.receive(Refused)
+        assert "protocol 99" in refused.reason
+        await connection.close()
+
+
+HOSTILE = {
+    "no length": bytes(4),
+    "endless": b"\xff\xff\xff\xff",
+    "longer than a greeting may be": (2**20).to_bytes(4, "big") + bytes(100),
+    "garbage": b"GET / HTTP/1.1\r\n\r\n",
+    "truncated": bytes(encode_frame(Hello(PROTOCOL_VERSION, "echo", bytes(32))))[:-3],
+    "broken inside": (5).to_bytes(4, "big") + b"\xc1\xc1\xc1\xc1\xc1",
+    "unknown tag": bytes(encode_frame(Refused("kind", "reason"))),
+    "short nonce": bytes(encode_frame(Hello(PROTOCOL_VERSION, "echo", b"n"))),
+    "a pickle": (5).to_bytes(4, "big") + b"\x80\x04K\x01.",
+    "nothing": b"",
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+async def test_hostile_bytes_end_their_own_connection_only(name: str) -> None:
+    async with echo_listener() as listener:
+        connection = await raw(listener)
+        loop = asyncio.get_running_loop()
+        await loop.sock_sendall(connection.socket, HOSTILE[name])
+        connection.socket.shutdown(socket.SHUT_WR)
+        with pytest.raises(PeerLost):
+            await refusals(connection)
+        await connection.close()
+
+
+async def test_hostile_frames_after_the_handshake_end_the_connection() -> None:
+    async with echo_listener() as listener:
+        connection = await dial(listener.host, listener.port, "echo", HERE, "secret", soon())
+        await asyncio.get_running_loop().sock_sendall(connection.socket, b"\x7f\xff\xff\xff")
+        with pytest.raises(PeerLost):
+            await connection.receive(Hello)
+        await until_rejected(listener, "ProtocolError")
+        await connection.close()
+
+
+async def test_a_bit_that_turned_on_the_way_ends_the_connection() -> None:
+    async with echo_listener() as listener:
+        connection = await dial(listener.host, listener.port, "echo", HERE, "secret", soon())
+        frame = connection.encode(Hello(1, "ping", b"nonce"))
+        frame[-20] ^= 1
+        await asyncio.get_running_loop().sock_sendall(connection.socket, frame)
+        with pytest.raises(PeerLost):
+            await connection.receive(Hello)
+        await until_rejected(listener, "ProtocolError")
+        await connection.close()
+
+
+async def test_who_says_nothing_is_not_waited_for() -> None:
+    async with echo_listener(handshake_s=0.05) as listener:
+        connection = await raw(listener)
+        with pytest.raises(PeerLost):
+            await connection.receive(Refused)
+        await until_rejected(listener, "TransferTimeout")
+        await connection.close()
+
+
+async def test_a_listener_that_says_nothing_is_not_waited_for() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(TransferTimeout):
+        await dial(*silent.getsockname()[:2], "echo", HERE, "secret", soon(0.05))
+
+
+async def test_nobody_there() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as gone:
+        address = gone.getsockname()[:2]
+    with pytest.raises(PeerLost, match="cannot connect"):
+        await dial(*address, "echo", HERE, "secret", soon())
+
+
+def test_strangers_are_kept_out() -> None:
+    with pytest.raises(ConfigError, match="token"):
+        Listener(HERE, "", "0.0.0.0")
+    listener = Listener(HERE, "secret", "0.0.0.0")
+    assert listener.host != "0.0.0.0", "peers need an address that leads here"
+    listener.close()
+
+
+def test_a_port_in_use_is_a_config_error() -> None:
+    listener = Listener(HERE, "")
+    with pytest.raises(ConfigError, match=f"kv_port {listener.port}"):
+        Listener(HERE, "", port=listener.port)
+    listener.close()
+
+
+async def refusals(connection: Connection) -> None:
+    """Read until the listener ends the connection."""
+    async with asyncio.timeout(10):
+        while True:
+            await connection.receive(Refused)
+
+
+async def raw(listener: Listener) -> Connection:
+    sock = socket.create_connection((listener.host, listener.port))
+    return Connection(sock)

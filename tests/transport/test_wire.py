@@ -1,0 +1,84 @@
+import msgspec
+import pytest
+from kv_support import make_layout
+
+from kvferry.core.errors import ProtocolError
+from kvferry.transport.lookup_buffer.base import Part
+from kvferry.transport.lookup_buffer.entries import Announced, Sealed
+from kvferry.transport.lookup_buffer.messages import FromConsumer, FromProducer, News, Offer, Select
+from kvferry.transport.memory import LayerPlace
+from kvferry.transport.wire import (
+    HEADER_BYTES,
+    MAX_FRAME_BYTES,
+    Hello,
+    Identity,
+    Proof,
+    decode_frame,
+    encode_frame,
+    frame_length,
+)
+
+
+def test_what_is_encoded_is_decoded() -> None:
+    parts = [Part(0, 1, 2, [5, 6])]
+    for message, kinds in [
+        (Proof(Identity("engine", make_layout()), b"code"), Proof),
+        (News(3, [Announced(1, parts), Sealed(1, b"meta")]), FromProducer),
+        (Offer(8, (LayerPlace(0, 16), LayerPlace(128, 32)), 30.0, {"tcp": {"host": "h", "port": 1}}), Offer),
+        (Select(1, "key"), FromConsumer),
+    ]:
+        frame = encode_frame(message)
+        assert frame_length(frame[:HEADER_BYTES], MAX_FRAME_BYTES) == len(frame) - HEADER_BYTES
+        assert decode_frame(frame[HEADER_BYTES:], kinds) == message
+
+
+@pytest.mark.parametrize("length", [0, 1025, 2**32 - 1])
+def test_a_wrong_length_is_refused(length: int) -> None:
+    with pytest.raises(ProtocolError, match="frame"):
+        frame_length(length.to_bytes(4, "big"), 1024)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"\xc1",
+        b"\x80\x04K\x01.",
+        bytes(encode_frame(Hello(1, "lookup", b"n"))[HEADER_BYTES:-1]),
+        msgspec.msgpack.encode(["Elsewhere", 1]),
+        msgspec.msgpack.encode(["Hello", "one", "lookup", b"n"]),
+        msgspec.msgpack.encode(["Hello", 1, "lookup", b"n", "and more"]),
+        msgspec.msgpack.encode(["Select", 1, "key"]),
+        b"\x94\xa5Hello\x01\xa2\xff\xfe\xc4\x01n",
+        b"\x91" * 100_000,
+    ],
+)
+def test_garbage_is_a_protocol_error(body: bytes) -> None:
+    with pytest.raises(ProtocolError, match="cannot be read"):
+        decode_frame(body, Hello)
+
+
+def test_deep_nesting_where_anything_is_taken_is_a_protocol_error() -> None:
+    head = msgspec.msgpack.encode(["Offer", 1, 1.0])[1:]
+    with pytest.raises(ProtocolError):
+        decode_frame(b"\x94" + head + b"\x81\xa3tcp\x81\xa1x" + b"\x91" * 100_000, Offer)
+
+
+def test_a_sealed_frame_that_was_changed_is_refused() -> None:
+    key = b"k" * 32
+    body = bytes(encode_frame(Select(1, "key"), key)[HEADER_BYTES:])
+    assert decode_frame(body, FromConsumer, key) == Select(1, "key")
+    for place in range(len(body)):
+        changed = body[:place] + bytes([body[place] ^ 1]) + body[place + 1 :]
+        with pytest.raises(ProtocolError, match="changed"):
+            decode_frame(changed, FromConsumer, key)
+    for cut in (body[:-1], body[:5], b"x", body + b"x"):
+        with pytest.raises(ProtocolError, match="changed"):
+            decode_frame(cut, FromConsumer, key)
+    with pytest.raises(ProtocolError, match="changed"):
+        decode_frame(body, FromConsumer, b"another" * 4)
+
+
+def test_too_long_a_message_is_not_sent() -> None:
+    with pytest.raises(ProtocolError, match="longer"):
+        encode_frame(Select(1, "k" * MAX_FRAME_BYTES))
