@@ -75,6 +75,8 @@ def prefill_rate(times: TokenTimes, began: float, context: int) -> float:
 def decode_rate(times: TokenTimes) -> float:
     """Tokens a second while all sequences decode: from the last first token to the first last one."""
     begin, end = max(one[0] for one in times), min(one[-1] for one in times)
+    if end <= begin:
+        raise RuntimeError("they never all decode at once: too few tokens")
     counted = sum(1 for one in times for moment in one if begin < moment <= end)
     return counted / (end - begin)
 

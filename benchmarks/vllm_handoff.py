@@ -3,8 +3,9 @@
 Prefill and decode are real vLLM servers on a core each. In one run, with the same model, prompts and cores:
 
   kvferry's P2pConnector over shared memory, and over TCP
-  vLLM's NixlConnector as it is, and with its progress thread put to sleep between two looks
+  vLLM's NixlConnector as it is
   vLLM's ExampleConnector, which writes files
+  the first and NIXL's once more, in servers whose threads sleep where they would spin (scripts/calm_vllm)
 
 Measured at each prompt length: the hand-off (from P's answer to D's first token, D's step for it included), the time to
 the first token through the router, and D's first token when the prompt is in its own cache already, but for the last
@@ -48,6 +49,7 @@ CACHED = "(in D's cache, but for a block)"
 SETTLE_S = 5.0
 """vLLM's workers look for work without pause for some seconds after they had any."""
 SOURCE = Path(__file__).parents[1] / "src" / "kvferry"
+CALM = Path(__file__).parents[1] / "scripts" / "calm_vllm"
 VLLM_CONNECTORS = "distributed/kv_transfer/kv_connector/v1"
 
 
@@ -85,18 +87,20 @@ def parse() -> argparse.Namespace:
 
 def sides(folder: Path) -> dict[str, Side]:
     """What is compared, by name."""
-    tamed = {"PYTHONPATH": os.pathsep.join([str(Path(__file__).with_name("tame_nixl")), *_python_path()])}
+    calm = {"PYTHONPATH": os.pathsep.join([str(CALM), *_python_path()])}
     files = {"shared_storage_path": str(folder / "example")}
 
-    def p2p(transport: str) -> Side:
-        return Side({"kv_connector": "P2pConnector", "kv_connector_extra_config": {"transport": transport}})
+    def p2p(transport: str) -> dict[str, Any]:
+        return {"kv_connector": "P2pConnector", "kv_connector_extra_config": {"transport": transport}}
 
+    nixl = {"kv_connector": "NixlConnector"}
     return {
-        "kvferry P2P, shared memory": p2p("shm"),
-        "kvferry P2P, TCP": p2p("tcp"),
-        "NixlConnector": Side({"kv_connector": "NixlConnector"}),
-        "NixlConnector, tamed": Side({"kv_connector": "NixlConnector"}, tamed),
+        "kvferry P2P, shared memory": Side(p2p("shm")),
+        "kvferry P2P, TCP": Side(p2p("tcp")),
+        "NixlConnector": Side(nixl),
         "ExampleConnector": Side({"kv_connector": "ExampleConnector", "kv_connector_extra_config": files}),
+        "kvferry P2P, shared memory, calm": Side(p2p("shm"), calm),
+        "NixlConnector, calm": Side(nixl, calm),
     }
 
 

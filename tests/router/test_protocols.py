@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+import asyncio
+from typing import Any, Literal
 
 import pytest
 
@@ -12,7 +13,7 @@ from kvferry.router.protocols.choose import can_pair, choose_form
 from kvferry.router.protocols.mooncake import mooncake, read_bootstrap
 from router.peers import CONCURRENT, DECODE, Peer, answer, failing, instances, routing, ticket, unused_address
 from router.test_hand_off import BODY, get, leave_after, post
-from router.vllm_peers import VERSION, MooncakePrefill, NixlPair
+from router.vllm_peers import VERSION, KvferryPair, MooncakePrefill, NixlPair
 
 PROTOCOLS = ["auto", "nixl"]
 CHAT = "/v1/chat/completions"
@@ -128,6 +129,55 @@ async def test_each_prefill_finds_its_own_kind() -> None:
         for _ in range(4):
             assert (await post(url))[0] == 200
     assert [len(one.calls) for one in (pair.prefill, pair.decode, p, d)] == [2, 2, 2, 2]
+
+
+# kvferry's P2P connector in vLLM.
+
+
+async def test_d_asks_p_itself_once_a_ticket_has_told_where() -> None:
+    pair = KvferryPair(["engine-p"])
+    pair.prefill.go.set()
+    async with instances(pair.prefill, pair.decode), routing([pair.prefill.url], [pair.decode.url]) as (_, url):
+        assert (await post(url))[0] == 200
+        pair.prefill.go.clear()
+        pair.decode.called.clear()
+        async with asyncio.TaskGroup() as group:
+            asked = group.create_task(post(url, {**BODY, "stream": True}))
+            await pair.decode.called.wait()  # P has not answered
+            pair.prefill.go.set()
+        metrics = (await get(url, "/metrics"))[1]
+    assert asked.result()[0] == 200
+    assert pair.early == ["engine-p"]
+    assert len(pair.decode.calls) == 2
+    assert "seed" not in pair.decode.calls[1].body  # D draws the first token itself
+    assert 'hand_offs_total{kind="sequential",reason=""} 1.0' in metrics
+    assert 'hand_offs_total{kind="concurrent",reason=""} 1.0' in metrics
+
+
+async def test_d_is_called_again_when_another_of_ps_engines_has_answered() -> None:
+    pair = KvferryPair(["engine-0", "engine-1"])
+    pair.prefill.go.set()
+    async with instances(pair.prefill, pair.decode), routing([pair.prefill.url], [pair.decode.url]) as (_, url):
+        assert [(await post(url))[0] for _ in range(4)] == [200] * 4
+    assert pair.early == ["engine-0"]  # from then on nobody knows which engine will answer
+    assert len(pair.decode.calls) == 5
+
+
+@pytest.mark.parametrize("hand_off", ["auto", "sequential", "concurrent"])
+async def test_a_restarted_server_tells_anew(hand_off: Literal["auto", "sequential", "concurrent"]) -> None:
+    pair = KvferryPair(["engine-p"])
+    pair.prefill.go.set()
+    settings: dict[str, Any] = {"hand_off": hand_off}
+    async with (
+        instances(pair.prefill, pair.decode),
+        routing([pair.prefill.url], [pair.decode.url], **settings) as (router, url),
+    ):
+        assert (await post(url))[0] == 200
+        pair.engine_ids = ["engine-after-restart"]
+        router.services.pools.prefill.instances[0].failed(reachable=True)
+        await router.health.look(router.services.pools)
+        assert [(await post(url))[0] for _ in range(2)] == [200] * 2
+    assert pair.early == ([] if hand_off == "sequential" else ["engine-after-restart"])
 
 
 # Mooncake's form.

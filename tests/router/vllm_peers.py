@@ -1,6 +1,7 @@
 """vLLM servers for tests, as far as their connectors' protocols go; each checks what vLLM 0.32 would.
 
 `NixlPair`: P answers with a ticket, D fetches with it once, and a request that D refuses gives the ticket up.
+`KvferryPair`: kvferry's P2P connector in both; D asks one of P's engines, which must have the hand-off or get it.
 `MooncakePrefill` and `mooncake_decode`: P's bootstrap server, a P that keeps KV only of a request that its length limit
 ended, a D that looks P's engine up before it waits for P.
 """
@@ -84,6 +85,43 @@ class NixlPair:
         assert NIXL_TICKET.items() <= ticket.items()
         self.held.remove(ticket["remote_request_id"])
         self.given_up.put_nowait(ticket["remote_request_id"])
+
+
+@dataclass
+class KvferryPair:
+    """One P with engines that answer in turn, and one D. `kept`: by (engine, transfer id), what P has for D."""
+
+    engine_ids: list[str]
+    kept: dict[tuple[str, str], asyncio.Event] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.prefill = Peer("prefill", self._prefill, vllm=VERSION)
+        self.decode = Peer("decode", self._decode, vllm=VERSION)
+        self._turn = 0
+        self.early: list[str] = []
+
+    async def _prefill(self, peer: Peer, request: Request, body: Any) -> Response:
+        engine_id = self.engine_ids[self._turn % len(self.engine_ids)]
+        self._turn += 1
+        if not await go_or_disconnect(peer, request):
+            raise ClientDisconnect
+        transfer_id = body["kv_transfer_params"]["transfer_id"]
+        self._kept(engine_id, transfer_id).set()
+        origin = {"remote_engine_id": engine_id, "remote_host": "127.0.0.1", "remote_port": 4711}
+        own = {"transfer_id": transfer_id, "remote_prefixes": [[5, "digest"]], "remote_num_tokens": 5}
+        params = {"do_remote_prefill": True, "do_remote_decode": False, **origin, **own}
+        return JSONResponse({"choices": [{"text": "dropped"}], "kv_transfer_params": params})
+
+    async def _decode(self, peer: Peer, request: Request, body: Any) -> Response:
+        params = body["kv_transfer_params"]
+        assert (params["remote_host"], params["remote_port"]) == ("127.0.0.1", 4711)
+        if "remote_num_tokens" not in params:
+            self.early.append(params["remote_engine_id"])
+        await self._kept(params["remote_engine_id"], params["transfer_id"]).wait()
+        return await answer(peer, request, body)
+
+    def _kept(self, engine_id: str, transfer_id: str) -> asyncio.Event:
+        return self.kept.setdefault((engine_id, transfer_id), asyncio.Event())
 
 
 @dataclass

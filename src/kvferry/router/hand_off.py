@@ -24,7 +24,7 @@ from kvferry.router.legs import (
     Verdict,
     decode_body,
     prefill_body,
-    ticket_engine_id,
+    ticket_origin,
     verdict,
     whole_body,
 )
@@ -86,7 +86,8 @@ async def _concurrent(
     """P and D are called at once; D asks P itself.
 
     D's answer may begin before P's; P's leg then goes on beside it. When D fails, or P is done first, P's outcome
-    decides: without it there is nothing for D to wait for.
+    decides: without it there is nothing for D to wait for, and when it comes from another engine than D asks, D is
+    called again with P's ticket.
     """
     early = decode_body(exchange.body, ticket, _seed(exchange, form))
     prefilling = exchange.start(group, _prefill(exchange, prefill, form))
@@ -99,6 +100,11 @@ async def _concurrent(
         decoding.cancel()
         await asyncio.wait({decoding})
         return _without_ticket(exchange, prefill, outcome)
+    if not _asked_there(outcome, ticket):
+        decoding.cancel()
+        await asyncio.wait({decoding})
+        exchange.forgive_decodes()
+        return await _decode_with_ticket(exchange, prefill, outcome)
     answer: Answer | None = await decoding
     if _is_final(exchange, answer):
         return _fetched(exchange, answer, form.transfer_id)
@@ -114,6 +120,11 @@ def _is_final(exchange: Exchange, answer: Answer | None) -> bool:
     if answer is None:
         return isinstance(exchange.decode_lost, Unreachable)
     return verdict(answer.status) is Verdict.BUSY
+
+
+def _asked_there(outcome: Prefilled, early: dict[str, Any]) -> bool:
+    """Whether P's ticket comes from where D was told to ask."""
+    return outcome.origin is None or outcome.origin.engine_id == early["remote_engine_id"]
 
 
 def _fetched(exchange: Exchange, answer: Answer | None, transfer_id: str) -> Answer:
@@ -164,11 +175,14 @@ async def _read_ticket(exchange: Exchange, answer: Answer, form: Form) -> Prefil
         return PrefillFailed(f"{prefill} gave no whole answer: {error}")
     if params is None:
         exchange.settle_ticket(form.transfer_id)
-        return Prefilled(form, None)
+        return Prefilled(form, None, None)
     exchange.note_ticket(form.transfer_id, params)
-    if isinstance(prefill.facts, InstanceFacts) and ticket_engine_id(params) != prefill.facts.engine_id:
+    origin = ticket_origin(params)
+    if isinstance(prefill.facts, InstanceFacts) and (origin is None or origin.engine_id != prefill.facts.engine_id):
         prefill.facts = Unasked()  # Another process is at this address now; `Health` asks it.
-    return Prefilled(form, params)
+    elif isinstance(prefill.facts, VllmFacts) and origin is not None and origin.port:
+        prefill.facts = prefill.facts.with_origin(origin)
+    return Prefilled(form, params, origin)
 
 
 async def _decode_once(exchange: Exchange, prefill: Instance, body: bytes, transfer_id: str) -> Answer | None:

@@ -16,6 +16,15 @@ BOOTSTRAP_PORT = 8998
 """Where vLLM's Mooncake connector has its bootstrap server unless VLLM_MOONCAKE_BOOTSTRAP_PORT says otherwise."""
 
 
+class Origin(msgspec.Struct, frozen=True, kw_only=True):
+    """Where D can ask for a hand-off of kvferry's: an engine, and where its ranks listen (`ranks` None: one rank)."""
+
+    engine_id: str
+    host: str
+    port: int
+    ranks: list[RankAddress] | None = None
+
+
 class InstanceFacts(msgspec.Struct, frozen=True, kw_only=True):
     """What an instance says of itself at GET /kvferry/instance. `kv_port` 0: it has no control address; `kv_ranks`:
     the addresses of all its ranks, where there are several."""
@@ -28,6 +37,12 @@ class InstanceFacts(msgspec.Struct, frozen=True, kw_only=True):
     connector: str | None = None
     layout: str | None = None
     model_names: list[str] = []
+
+    def origin(self, host: str) -> Origin | None:
+        """Of its hand-offs, None when it has no control address; `host` is its own, for one that names none."""
+        if not self.kv_port:
+            return None
+        return Origin(engine_id=self.engine_id, host=self.kv_host or host, port=self.kv_port, ranks=self.kv_ranks)
 
 
 class Unasked(msgspec.Struct, frozen=True):
@@ -42,11 +57,18 @@ class Bootstrap(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class VllmFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """A vLLM server. It does not say which connector it has; one with a bootstrap server has Mooncake's."""
+    """A vLLM server. It does not say which connector it has: one with a bootstrap server has Mooncake's, one whose
+    tickets came from `origins` has kvferry's P2P. Of several origins the last two are kept."""
 
     version: str = ""
     model_names: list[str] = []
     bootstrap: Bootstrap | None = None
+    origins: tuple[Origin, ...] = ()
+
+    def with_origin(self, origin: Origin) -> VllmFacts:
+        """When a ticket has come from there."""
+        others = [one for one in self.origins if one.engine_id != origin.engine_id]
+        return msgspec.structs.replace(self, origins=(origin, *others[:1]))
 
 
 class Absent(msgspec.Struct, frozen=True):

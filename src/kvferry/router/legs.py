@@ -9,7 +9,9 @@ from typing import Any
 
 import msgspec
 
+from kvferry.core.hand_off import RankAddress
 from kvferry.router.body import RequestBody
+from kvferry.router.instance import Origin
 from kvferry.router.protocols.form import Form
 from kvferry.router.upstream import Answer
 
@@ -43,10 +45,12 @@ def verdict(status: int) -> Verdict:
 
 @dataclass(frozen=True)
 class Prefilled:
-    """P has the KV ready. `params` is the ticket as P wrote it; None: P keeps nothing for another instance."""
+    """P has the KV ready. `params` is the ticket as P wrote it; None: P keeps nothing for another instance. `origin`:
+    where that came from, if it says so."""
 
     form: Form
     params: msgspec.Raw | None
+    origin: Origin | None
 
 
 @dataclass(frozen=True)
@@ -93,13 +97,21 @@ def whole_body(body: RequestBody) -> bytes:
     return body.encode(without=(HAND_OFF_FIELD,))
 
 
-class _Origin(msgspec.Struct):
-    remote_engine_id: str | None = None
+class _Ticket(msgspec.Struct):
+    remote_engine_id: str
+    remote_host: str | None = None
+    remote_port: int | None = None
+    remote_ranks: list[RankAddress] | None = None
+    remote_prefixes: Any = None
+    """A key of kvferry's P2P connectors only."""
 
 
-def ticket_engine_id(params: msgspec.Raw) -> str | None:
-    """The engine that a ticket names, None when it names none."""
+def ticket_origin(params: msgspec.Raw) -> Origin | None:
+    """Where a ticket comes from, None when it does not say; without a port when nobody can ask there early."""
     try:
-        return msgspec.json.decode(params, type=_Origin).remote_engine_id
+        ticket = msgspec.json.decode(params, type=_Ticket)
     except msgspec.MsgspecError:
         return None
+    port = (ticket.remote_port or 0) if ticket.remote_prefixes is not None else 0
+    host, ranks = ticket.remote_host or "", ticket.remote_ranks
+    return Origin(engine_id=ticket.remote_engine_id, host=host, port=port, ranks=ranks)

@@ -44,7 +44,8 @@ def p2p(transport: str) -> dict[str, Any]:
 
 @dataclass
 class Started:
-    """One P, and two D that fetch from it in different ways, each behind a router of its own."""
+    """One P, and two D that fetch from it in different ways, each behind a router of its own: "shm" asks P early,
+    "tcp" when P has answered."""
 
     prefill: KvferryProcess
     decodes: dict[str, KvferryProcess]
@@ -72,7 +73,7 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Started]:
         decodes = {name: servers[name] for name in ("shm", "tcp")}
         with (
             router_before(folder, servers["prefill"], servers["shm"]) as shm,
-            router_before(folder, servers["prefill"], servers["tcp"]) as tcp,
+            router_before(folder, servers["prefill"], servers["tcp"], "--hand-off=sequential") as tcp,
         ):
             yield Started(servers["prefill"], decodes, {"shm": shm, "tcp": tcp})
 
@@ -88,6 +89,10 @@ def test_tokens_are_those_of_one_server_and_the_kv_came(transport: str, started:
     until(lambda: least <= num_received(decode) - before <= most, 10, figures(decode))
     assert decode.metric(METRIC, figure="num_fetched") - fetched == len(reference.prompts)
     assert decode.metric(METRIC, figure=f"taken_bytes_{transport}") > 0
+    # Where D may ask early, the router knows P's address from its first tickets on.
+    router, num = started.routers[transport], len(reference.prompts)
+    early = router.metric("kvferry_router_hand_offs_total", kind="concurrent")
+    assert (0.7 * num < early < num) if transport == "shm" else early == 0
     started.require_nothing_kept()
 
 

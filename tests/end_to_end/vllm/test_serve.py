@@ -34,12 +34,6 @@ from support.vllm_servers import (
 pytestmark = [pytest.mark.vllm, pytest.mark.processes, pytest.mark.timeout(900)]
 
 
-where_asked_for = pytest.mark.skipif(
-    "KVFERRY_TEST_NIXL_SERVERS" not in os.environ,
-    reason="in some runs vLLM's NixlConnector stands still until P's lease ends; not understood yet",
-)
-
-
 @dataclass
 class Served:
     """A fleet with NIXL between its vLLM servers: one URL, and those behind it."""
@@ -83,7 +77,6 @@ def test_what_is_started_is_told(served: Served) -> None:
         assert f"[{name}] ready at http://127.0.0.1:" in log
 
 
-@where_asked_for
 def test_tokens_over_nixl_are_those_of_one_server(served: Served, reference: Reference) -> None:
     decode = served.behind("decode")
     source = {"source": "external_kv_transfer"}
@@ -106,7 +99,6 @@ def test_clients_that_leave(served: Served) -> None:
     require_idle(served.behind("decode"))
 
 
-@where_asked_for
 def test_a_ticket_that_nobody_fetches_is_given_up_through_d(served: Served) -> None:
     """With the request that the router sends for it; the lease would last 30 s."""
     prefill = served.behind("prefill")

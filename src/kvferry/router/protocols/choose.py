@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeGuard
 
 from kvferry.router.config import HandOffMode, RouterConfig
-from kvferry.router.instance import Facts, Instance, InstanceFacts, VllmFacts
+from kvferry.router.instance import Facts, Instance, InstanceFacts, Origin, VllmFacts
 from kvferry.router.protocols import kvferry
 from kvferry.router.protocols.form import Form
 from kvferry.router.protocols.mooncake import mooncake
@@ -19,30 +18,33 @@ CONCURRENT_CONNECTORS = frozenset({"P2pConnector", "P2pNcclConnector", "NixlConn
 def choose_form(config: RouterConfig, transfer_id: str, prefill: Instance, decodes: Sequence[Facts]) -> Form | None:
     """None: P cannot hand off now, as its bootstrap server, which the protocol needs, has not answered."""
     facts, told = prefill.facts, config.protocol
-    if isinstance(facts, VllmFacts):
-        if facts.bootstrap is not None:
-            return mooncake(transfer_id, facts.bootstrap, at_once=config.hand_off != "sequential")
-        return None if told == "mooncake" else nixl(transfer_id)
+    if isinstance(facts, VllmFacts) and facts.bootstrap is not None:
+        return mooncake(transfer_id, facts.bootstrap, at_once=config.hand_off != "sequential")
     if told == "mooncake":
         return None
-    if told == "nixl":
-        return nixl(transfer_id)
-    if offers_concurrent(facts, decodes, config.hand_off):
-        return kvferry.concurrent(transfer_id, prefill, facts)
-    return kvferry.sequential(transfer_id)
+    speaks_nixl = isinstance(facts, VllmFacts) or told == "nixl"
+    origin = early_origin(prefill, decodes, config.hand_off)
+    if origin is not None:
+        return kvferry.concurrent(transfer_id, origin, takes_first_token=not speaks_nixl)
+    return nixl(transfer_id) if speaks_nixl else kvferry.sequential(transfer_id)
 
 
-def offers_concurrent(prefill: Facts, decodes: Sequence[Facts], mode: HandOffMode) -> TypeGuard[InstanceFacts]:
-    """Whether D may be called together with this P: P has a control address, and every D is of the same kind.
+def early_origin(prefill: Instance, decodes: Sequence[Facts], mode: HandOffMode) -> Origin | None:
+    """Where D may ask P before P has answered: where that is known, and every D is of the same kind as P.
 
-    Another engine would take a ticket without blocks for one that is complete. A connector nobody here knows will do
-    when concurrent hand-off is asked for by name.
+    Another engine would take a ticket without blocks for one that is complete. Of kvferry's instances, a connector that
+    nobody here knows will do when concurrent hand-off is asked for by name. A vLLM server's first ticket tells its
+    origin; one with several, being data-parallel, may answer from any of them.
     """
-    if mode == "sequential" or not isinstance(prefill, InstanceFacts) or not prefill.kv_port:
-        return False
-    if mode != "concurrent" and prefill.connector not in CONCURRENT_CONNECTORS:
-        return False
-    return all(isinstance(one, InstanceFacts) and one.connector == prefill.connector for one in decodes)
+    if mode == "sequential":
+        return None
+    match prefill.facts:
+        case InstanceFacts(connector=connector) as facts if mode == "concurrent" or connector in CONCURRENT_CONNECTORS:
+            alike = all(isinstance(one, InstanceFacts) and one.connector == connector for one in decodes)
+            return facts.origin(prefill.host) if alike else None
+        case VllmFacts(origins=[origin]):
+            return origin if all(isinstance(one, VllmFacts) for one in decodes) else None
+    return None
 
 
 def can_pair(prefill: Facts, decode: Facts) -> bool:

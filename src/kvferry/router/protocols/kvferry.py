@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvferry.core.hand_off import Ticket
-from kvferry.router.instance import Instance, InstanceFacts
+from kvferry.router.instance import Origin
 from kvferry.router.protocols.form import Form
 from kvferry.router.protocols.nixl import produce_params
 
@@ -13,15 +13,15 @@ def sequential(transfer_id: str) -> Form:
     return Form(protocol="kvferry", transfer_id=transfer_id, produce=produce_params(transfer_id), shares_seed=True)
 
 
-def concurrent(transfer_id: str, prefill: Instance, facts: InstanceFacts) -> Form:
-    """D gets P's address and asks before P has answered."""
+def concurrent(transfer_id: str, origin: Origin, *, takes_first_token: bool = True) -> Form:
+    """D gets P's address and asks before P has answered. D in vLLM draws the first token itself."""
     ticket = Ticket(
         transfer_id=transfer_id,
-        remote_engine_id=facts.engine_id,
-        remote_host=facts.kv_host or prefill.host,
-        remote_port=facts.kv_port,
-        tp_size=len(facts.kv_ranks or [()]),
-        remote_ranks=facts.kv_ranks,
+        remote_engine_id=origin.engine_id,
+        remote_host=origin.host,
+        remote_port=origin.port,
+        tp_size=len(origin.ranks or [()]),
+        remote_ranks=origin.ranks,
     )
     return Form(
         protocol="kvferry",
@@ -29,5 +29,5 @@ def concurrent(transfer_id: str, prefill: Instance, facts: InstanceFacts) -> For
         produce=produce_params(transfer_id),
         early=ticket.to_params(),
         concurrent=True,
-        shares_seed=True,
+        shares_seed=takes_first_token,
     )

@@ -1,15 +1,27 @@
-"""Put first on PYTHONPATH, this lets NIXL's progress thread sleep between two looks, which its Python API has no way to
-say. For `vllm_handoff.py`, as a second form of vLLM's NixlConnector; nothing else uses it."""
+"""Put this folder first on PYTHONPATH, and vLLM's processes sleep where they would yield the processor in a loop.
+
+Two of their threads do that for as long as a hand-off is under way: a worker that waits for its engine's next message,
+and NIXL's progress thread, whose Python API has no way to say otherwise. On Linux 6.18, a thread that yields in a loop
+can starve the other threads of its core for good: of two vLLM servers with NixlConnector and a core each, the one does
+not get to answer the other before its lease is over. Neither matters where a server has cores to spare.
+"""
 
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
+import time
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from typing import Any
 
 DELAY_US = 200
+WAIT_S = 50e-6
+
+
+def _sleep() -> None:
+    time.sleep(WAIT_S)
 
 
 class _Finder(MetaPathFinder):
@@ -43,4 +55,5 @@ class _Loader(Loader):
         module.nixlBind.nixlAgent = with_delay
 
 
+os.sched_yield = _sleep
 sys.meta_path.insert(0, _Finder())
