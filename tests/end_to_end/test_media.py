@@ -1,4 +1,5 @@
-"""Every medium between instances of one rank and of two: each pair, both forms of hand-off, all tokens right."""
+"""Every medium between instances of one rank and of two: each pair, both forms of hand-off, one P and D or two, whole
+prompts and prefixes: all tokens right."""
 
 from __future__ import annotations
 
@@ -31,6 +32,8 @@ PIECES = [
 ]
 PROMPTS = [*accumulate(PIECES), *([9, *prompt] for prompt in accumulate(PIECES))]
 """Each begins with the one before it, so that D has a part of it already."""
+BLOCK = 16
+SPLITS = [1, BLOCK - 1, BLOCK, BLOCK + 1, 5 * BLOCK, len(PROMPTS[2]) - 1, len(PROMPTS[2])]
 
 
 @pytest.fixture(scope="module")
@@ -41,19 +44,20 @@ def expected(model_maker: Any, tmp_path_factory: pytest.TempPathFactory) -> list
         return [tokens(alone, prompt, "") for prompt in PROMPTS]
 
 
-@pytest.fixture(params=MEDIA)
+@pytest.fixture(scope="module", params=MEDIA)
 def instances(
-    request: pytest.FixtureRequest, model_maker: Any, tmp_path: Path
+    request: pytest.FixtureRequest, model_maker: Any, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[dict[tuple[str, int], KvferryProcess]]:
     """A prefill and a decode instance of each number of ranks, by role and ranks."""
     require_library(request.param)
+    folder = tmp_path_factory.mktemp(request.param)
     extra = {"transport": request.param}
     transfer = {"kv_connector": "P2pConnector", "kv_load_failure_policy": "fail", "kv_connector_extra_config": extra}
     flags = (str(model_maker("llama")), *ENGINE, f"--kv-transfer-config={json.dumps(transfer)}")
     with ExitStack() as stack:
         yield {
             (role, ranks): stack.enter_context(
-                kvferry(role, *flags, f"--tp={ranks}", log=tmp_path / f"{role}-{ranks}.log")
+                kvferry(role, *flags, f"--tp={ranks}", log=folder / f"{role}-{ranks}.log")
             )
             for role in ("prefill", "decode")
             for ranks in RANKS
@@ -74,6 +78,46 @@ def test_every_pair(
                     assert [tokens(router, prompt, pair) for prompt in PROMPTS] == expected, pair
                 came = decode.metric("vllm:external_prefix_cache_hits_total") - before
                 assert came > 0.9 * sum(map(len, (PROMPTS[3], PROMPTS[7]))), pair  # it was not computed again
+    for instance in instances.values():
+        instance.require_clean()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_two_of_each(
+    form: str, instances: dict[tuple[str, int], KvferryProcess], expected: list[list[int]], tmp_path: Path
+) -> None:
+    """Behind one router: prompts in turn to both prefill and both decode instances, until each pair has had some."""
+    urls = [f"--{role}-url={instance.url}" for (role, _), instance in instances.items()]
+    decodes = [instance for (role, _), instance in instances.items() if role == "decode"]
+    with kvferry("router", *urls, f"--hand-off={form}", log=tmp_path / "router.log") as router:
+        for turn in ("first", "second"):
+            came = [decode.metric("vllm:external_prefix_cache_hits_total") for decode in decodes]
+            for prompt, answer in zip(PROMPTS, expected, strict=True):
+                assert tokens(router, prompt, f"{form} {turn} {len(prompt)}") == answer
+            for decode, before in zip(decodes, came, strict=True):
+                share = sum(map(len, PROMPTS)) / 3
+                assert decode.metric("vllm:external_prefix_cache_hits_total") - before > share
+            # Only a decode instance answers this one, so that the others meet in other pairs from now on.
+            router.complete([7], prompt_logprobs=1)
+        assert router.metric("kvferry_router_hand_offs_total", kind=form) == 2 * len(PROMPTS)
+    for instance in instances.values():
+        instance.require_clean()
+
+
+def test_a_prefix_of_the_prompt(instances: dict[tuple[str, int], KvferryProcess], expected: list[list[int]]) -> None:
+    """P has some of it, D computes the rest."""
+    prompt = PROMPTS[2]
+    for p_ranks in RANKS:
+        for d_ranks in RANKS:
+            prefill, decode = instances["prefill", p_ranks], instances["decode", d_ranks]
+            for split in SPLITS:
+                salt = f"prefix {p_ranks} {d_ranks} {split}"
+                produce = {"do_remote_decode": True}
+                ticket = prefill.complete(prompt[:split], kv_transfer_params=produce, cache_salt=salt, max_tokens=1)
+                before = decode.metric("vllm:external_prefix_cache_hits_total")
+                answer = decode.complete(prompt, kv_transfer_params=ticket["kv_transfer_params"], cache_salt=salt)
+                assert answer["choices"][0]["token_ids"] == expected[2], salt
+                assert decode.metric("vllm:external_prefix_cache_hits_total") - before == split, salt
     for instance in instances.values():
         instance.require_clean()
 
