@@ -33,7 +33,7 @@ DECODE: list[Cell] = [
     for batch, tokens in ((1, 64), (8, 33), (32, 17))
     for context in (128, 512, 2048)
 ]
-TOO_MANY = 20_000
+TOO_MANY = 16_000
 """Tokens in a batch that transformers' continuous batching needs tens of minutes for on one core: left out."""
 QUICK: list[Cell] = [("prefill", 1, 512, 1), ("decode", 1, 128, 33), ("decode", 8, 128, 17)]
 
