@@ -1,31 +1,26 @@
-"""The CPU kernels of `cpu/`: compiled for this machine at first use, kept under ~/.cache/kvferry, called by ctypes.
+"""The CPU kernels of `cpu/`, compiled for this machine at first use (`core.compiled`), called by ctypes.
 
 A plain shared library rather than a PyTorch extension: it compiles in seconds, needs no headers of torch, and a call
-costs microseconds. Without a compiler, or on a platform other than Linux, `library()` is None and the plain PyTorch
-paths are used. Calls release the GIL.
+costs microseconds. Where it cannot be had `library()` is None and the plain PyTorch paths are used. Calls release the
+GIL.
 """
 
 from __future__ import annotations
 
 import ctypes
-import fcntl
-import hashlib
 import logging
-import os
-import platform
-import shutil
-import subprocess
-import tempfile
 from ctypes import c_float, c_int64, c_void_p
 from functools import cache
 from pathlib import Path
 
 import torch
 
+from kvferry.core.compiled import NotCompiled, compiled
+
 logger = logging.getLogger(__name__)
 
 SOURCES = Path(__file__).parent / "cpu"
-FLAGS = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-shared", "-fPIC", "-Wno-psabi")
+FLAGS = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-Wno-psabi")
 
 
 class LinearCall(ctypes.Structure):
@@ -106,12 +101,11 @@ _SIGNATURES = {
 @cache
 def library() -> ctypes.CDLL | None:
     """The kernels, or None (and one line in the log) where they cannot be had. The first call may compile."""
-    if os.environ.get("KVFERRY_NATIVE") == "0":
-        return None
     try:
         loaded = ctypes.CDLL(str(_built()))
-    except (OSError, subprocess.SubprocessError) as error:
-        logger.warning("CPU kernels are not available, plain PyTorch is used instead, which is slower: %s", error)
+    except (NotCompiled, OSError) as error:
+        if str(error):
+            logger.warning("CPU kernels are not available, plain PyTorch is used instead, which is slower: %s", error)
         return None
     for name, (arguments, result) in _SIGNATURES.items():
         function = getattr(loaded, name)
@@ -121,55 +115,11 @@ def library() -> ctypes.CDLL | None:
 
 
 def _built() -> Path:
-    """Path of the library for these sources on this machine, compiled when it is not there yet."""
-    compiler = shutil.which(os.environ.get("CXX", "g++"))
-    if compiler is None or platform.system() != "Linux":
-        raise OSError("no C++ compiler (g++) on the PATH")
-    target = _cache_directory() / f"{_fingerprint(compiler)}.so"
-    if not target.exists():
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with (target.parent / "lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # the second of two processes waits and then finds it built
-            if not target.exists():
-                _compile(compiler, target)
-    return target
-
-
-def _compile(compiler: str, target: Path) -> None:
-    logger.info("compiling the CPU kernels for this machine, once, to %s", target)
-    with tempfile.TemporaryDirectory(dir=target.parent) as directory:
-        made = Path(directory) / "kernels.so"
-        command = [compiler, *FLAGS, str(SOURCES / "kernels.cpp"), "-o", str(made), *_openmp()]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-        if done.returncode != 0:
-            raise OSError(f"{' '.join(command)}: {done.stderr.strip()[-500:]}")
-        made.rename(target)  # atomic: nobody ever loads half a library
+    headers = sorted(SOURCES.glob("*.h"))
+    return compiled([SOURCES / "kernels.cpp", *headers], FLAGS, _openmp(), depends_on=torch.__version__)
 
 
 def _openmp() -> list[str]:
     """torch's own OpenMP runtime to link with: two runtimes in one process would fight for the cores."""
     found = sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*"))
     return [str(path) for path in found]
-
-
-def _cache_directory() -> Path:
-    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(root) / "kvferry" / "kernels"
-
-
-def _fingerprint(compiler: str) -> str:
-    """A name for all that the library depends on: sources, flags, compiler, this CPU's abilities, torch."""
-    digest = hashlib.sha256()
-    for source in sorted(SOURCES.iterdir()):
-        digest.update(source.read_bytes())
-    version = subprocess.run([compiler, "--version"], capture_output=True, timeout=60, check=True).stdout
-    digest.update(version)
-    digest.update("\0".join((*FLAGS, *_openmp(), torch.__version__, _cpu())).encode())
-    return digest.hexdigest()[:32]
-
-
-def _cpu() -> str:
-    """Model and instruction sets of the processor, as the kernel lists them."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    wanted = ("model name", "flags", "Features", "CPU part")
-    return "\n".join(sorted({line for line in lines if line.startswith(wanted)}))

@@ -7,7 +7,6 @@ used is settled by the lookup buffer's fence, on the control channel.
 from __future__ import annotations
 
 import asyncio
-import ctypes
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,15 +15,13 @@ import msgspec
 
 from kvferry.core.errors import ConfigError, PeerLost, ProtocolError, TransferTimeout
 from kvferry.transport.fabric.base import Fabric, FabricContext, FabricPeer
-from kvferry.transport.fabric.pieces import Pieces, RegionMap, join
-from kvferry.transport.fabric.process_memory import MEMORY
+from kvferry.transport.fabric.copying import copier
+from kvferry.transport.fabric.pieces import RegionMap, join
 from kvferry.transport.memory import BlockMemory, Region, Span
 from kvferry.transport.shared_memory import SharedSegment
 
 SLICE_BYTES = 4 * 2**20
 """Copied before other tasks get the loop again: well under a millisecond."""
-SHORT_BYTES = 64 * 2**10
-"""Copied with the GIL kept: giving it up may cost a wait of milliseconds behind a thread that computes in Python."""
 MAX_PIECES = 4096
 
 
@@ -37,6 +34,7 @@ class ShmFabric(Fabric):
         super().__init__(context)
         if any(region.segment is None for region in context.memory.regions):
             raise ConfigError("transport shm needs the KV cache in shared memory; use transport tcp")
+        copier()  # compiled now rather than during the first transfer
 
     def describe(self) -> dict[str, Any]:
         """The segments' names and sizes, and the machine they are on."""
@@ -65,6 +63,7 @@ class ShmPeer(FabricPeer):
         self._segments = segments
         self._theirs = RegionMap([Region(segment.address, segment.num_bytes) for segment in segments], "peer's")
         self._ours = RegionMap(memory.regions, "own")
+        self._copy = copier()
         self._closed = False
 
     async def read(self, remote: Sequence[Span], local: Sequence[Span], deadline: float) -> None:
@@ -74,7 +73,7 @@ class ShmPeer(FabricPeer):
         for number, part in enumerate(pieces.slices(SLICE_BYTES, MAX_PIECES)):
             if number:
                 await self._yield(deadline)
-            _copy(part)
+            self._copy(part)
 
     async def _yield(self, deadline: float) -> None:
         """Let others have the loop. Raises when meanwhile the time was over or the peer was closed."""
@@ -91,16 +90,6 @@ class ShmPeer(FabricPeer):
         """Unmap."""
         self._closed = True
         _close(self._segments)
-
-
-def _copy(pieces: Pieces) -> None:
-    memory = MEMORY
-    rows = zip(pieces.remote.tolist(), pieces.local.tolist(), pieces.lengths.tolist(), strict=True)
-    for source, target, length in rows:
-        if length <= SHORT_BYTES:
-            memory[target : target + length] = memory[source : source + length]
-        else:
-            ctypes.memmove(target, source, length)
 
 
 def machine_id() -> str:
