@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
 import torch
 from vllm.config import VllmConfig
+from vllm.distributed.kv_events import KVCacheEvent
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
@@ -28,7 +29,7 @@ from kvferry.adapters.vllm.messages import Handshake, StepMetadata, WorkerFacts,
 from kvferry.adapters.vllm.metrics import KvferryPromMetrics, KvferryStats, Meter
 from kvferry.adapters.vllm.pool import SharedAllocation
 from kvferry.adapters.vllm.scheduler_half import SchedulerHalf
-from kvferry.adapters.vllm.settings import read_settings
+from kvferry.adapters.vllm.settings import publishes_events, read_settings
 from kvferry.adapters.vllm.worker_half import StepResults, WorkerHalf
 from kvferry.connectors.api import ConnectorContext, HasAddresses
 from kvferry.connectors.registry import find_connector
@@ -141,7 +142,8 @@ class KvferryConnector(KVConnectorBase_V1):
         addresses = [fact.address for fact in facts if fact.address is not None]
         if addresses and isinstance(side, HasAddresses):
             side.set_addresses(addresses)
-        self._scheduler = SchedulerHalf(self._settings, side, facts[0].layout)
+        with_events = publishes_events(self._vllm_config)
+        self._scheduler = SchedulerHalf(self._settings, side, facts[0].layout, with_events=with_events)
 
     def _facts_of(self, metadata: KVConnectorHandshakeMetadata) -> WorkerFacts:
         if not isinstance(metadata, Handshake):
@@ -181,6 +183,11 @@ class KvferryConnector(KVConnectorBase_V1):
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Whether its blocks stay, and its ticket."""
         return self._schedules().finish(request, block_ids)
+
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        """For vLLM's publisher of KV events."""
+        events = self._scheduler.events if self._scheduler is not None else None
+        return events.take() if events is not None else ()
 
     def has_pending_push_work(self) -> bool:
         """Whether workers must be told something though no request is left."""

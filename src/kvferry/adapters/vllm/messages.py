@@ -11,7 +11,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from kvferry.connectors.api import StepPlan
+from kvferry.connectors.api import StepPlan, StoreEvents
 from kvferry.core.layout import KVLayout
 
 
@@ -41,9 +41,10 @@ class RankReport:
     failed: dict[str, tuple[str, str]] = field(default_factory=dict)
     """Kind of error and its text."""
     released: set[str] = field(default_factory=set)
+    store: StoreEvents = field(default_factory=StoreEvents)
 
     def __bool__(self) -> bool:
-        return bool(self.loaded or self.failed or self.released)
+        return bool(self.loaded or self.failed or self.released or self.store)
 
 
 @dataclass

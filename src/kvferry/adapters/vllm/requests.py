@@ -51,7 +51,8 @@ class RequestAdapter:
 
     @property
     def block_hashes(self) -> Sequence[BlockHash]:
-        """kvferry's own: vLLM's differ from process to process unless PYTHONHASHSEED is set."""
+        """kvferry's own: vLLM's say nothing of the model, and with some of its hash functions differ from process to
+        process."""
         if self._hashes is None:
             self._hashes = []
             root = root_hash(self._fingerprint, self._salt())

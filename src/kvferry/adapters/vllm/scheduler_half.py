@@ -14,10 +14,22 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from kvferry.adapters.vllm.events import BlockEvents
 from kvferry.adapters.vllm.messages import StepMetadata, WorkerReports
 from kvferry.adapters.vllm.requests import RequestAdapter
 from kvferry.adapters.vllm.settings import AdapterSettings
-from kvferry.connectors.api import Hit, Hold, Miss, Pending, ScheduledChunk, SchedulerSide, StepView, TransferReport
+from kvferry.connectors.api import (
+    HasStore,
+    Hit,
+    Hold,
+    Miss,
+    Pending,
+    ScheduledChunk,
+    SchedulerSide,
+    StepPlan,
+    StepView,
+    TransferReport,
+)
 from kvferry.core.errors import KvferryError, LeakError, TransferError
 from kvferry.core.layout import KVLayout
 
@@ -25,10 +37,15 @@ log = logging.getLogger(__name__)
 
 
 class SchedulerHalf:
-    """See the module. Used from vLLM's scheduler thread only."""
+    """See the module. Used from vLLM's scheduler thread only. `with_events`: vLLM publishes KV events."""
 
-    def __init__(self, settings: AdapterSettings, side: SchedulerSide, layout: KVLayout) -> None:
+    def __init__(
+        self, settings: AdapterSettings, side: SchedulerSide, layout: KVLayout, *, with_events: bool = False
+    ) -> None:
         self.side = side
+        self.events: BlockEvents | None = None
+        if with_events and isinstance(side, HasStore):
+            self.events = BlockEvents(side.medium, layout.block_size, layout.tp_size)
         self._settings, self._layout = settings, layout
         self._requests: dict[str, RequestAdapter] = {}
         self._loading: set[str] = set()
@@ -127,7 +144,14 @@ class SchedulerHalf:
         view = StepView(list(self._chunks(step)), preempted)
         metadata, self._next = self._next, StepMetadata(None, computes=False)
         metadata.plan, metadata.computes = self.side.plan(view), step.total_num_scheduled_tokens > 0
+        self._expect_events(metadata.plan)
         return metadata
+
+    def _expect_events(self, plan: StepPlan) -> None:
+        """Of what the plan wants stored."""
+        if self.events is not None and isinstance(self.side, HasStore):
+            for name, hashes in self.side.saves(plan):
+                self.events.saving(self._requests[name], hashes)
 
     def _chunks(self, step: Any) -> Iterator[ScheduledChunk]:
         blocks_of = step.kv_connector_block_state.resolve_block_ids
@@ -146,6 +170,8 @@ class SchedulerHalf:
             for name, num_tokens in rank.loaded_tokens.items():
                 self._fewer[name] = min(num_tokens, self._fewer.get(name, num_tokens))
             self._released.update(rank.released)
+            if self.events is not None:
+                self.events.happened(rank.store)
         ended = self._take_complete(self._loaded)
         report = TransferReport(released=self._take_complete(self._released))
         report.failed = {name: self._failed.pop(name) for name in ended & self._failed.keys()}
@@ -168,6 +194,8 @@ class SchedulerHalf:
         kept = [*self._requests, *self._loading, *self._loaded, *self._failed, *self._fewer, *self._released]
         if kept:
             raise LeakError(f"vLLM's requests {kept[:8]} are gone, and not forgotten")
+        if self.events is not None:
+            self.events.check()
 
     def statistics(self) -> dict[str, float]:
         """The side's own, and hand-offs that could not be had, by kind of error."""
@@ -175,8 +203,10 @@ class SchedulerHalf:
         return self.side.statistics() | failures
 
     def has_work(self) -> bool:
-        """Whether steps are needed though no request is left: a plan waits, or the end of a load that was given up."""
-        return bool(self._cancelling) or self.side.has_work()
+        """Whether steps are needed though no request is left: a plan waits, or the end of a load that was given up, or
+        events that are to be published."""
+        has_events = self.events is not None and self.events.has_work()
+        return bool(self._cancelling) or has_events or self.side.has_work()
 
 
 class _Blocks(Sequence[int]):

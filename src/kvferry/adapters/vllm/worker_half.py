@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -20,8 +21,8 @@ from kvferry.adapters.vllm import pool
 from kvferry.adapters.vllm.fingerprint import model_fingerprint
 from kvferry.adapters.vllm.layout import KVCacheShape, allocation, block_memory, kv_layout
 from kvferry.adapters.vllm.messages import RankReport, StepMetadata, WorkerFacts
-from kvferry.adapters.vllm.settings import AdapterSettings
-from kvferry.connectors.api import ConnectorContext, HasAddress, TransferReport, WorkerSide
+from kvferry.adapters.vllm.settings import AdapterSettings, publishes_events
+from kvferry.connectors.api import ConnectorContext, HasAddress, HasStoreEvents, TransferReport, WorkerSide
 from kvferry.connectors.registry import find_connector
 from kvferry.core.errors import LeakError
 from kvferry.transport.memory import Region
@@ -61,12 +62,13 @@ class WorkerHalf:
         self._step_loads: dict[str, list[int]] = {}
         self._on_gpu = False
         self._segment: pool.PooledSegment | None = None
+        self._events: HasStoreEvents | None = None
         self.side: WorkerSide | None = None
         self.facts: WorkerFacts
 
     # Life.
 
-    def register(self, vllm_config: object, kv_cache_config: object, kv_caches: Mapping[str, torch.Tensor]) -> None:
+    def register(self, vllm_config: Any, kv_cache_config: object, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """The KV cache is there: build the worker side on it. Raises `ConfigError` when it cannot be moved."""
         kv_caches = {name: kv_caches[name] for name in self._shape.layer_names}
         fingerprint = self._settings.model_fingerprint or model_fingerprint(vllm_config)
@@ -80,6 +82,9 @@ class WorkerHalf:
         context = ConnectorContext(self._settings.transfer, layout, self._settings.auth_token)
         side = find_connector(self._settings.transfer).build_worker_side(context)
         side.register(memory)
+        if publishes_events(vllm_config) and isinstance(side, HasStoreEvents):
+            side.watch_store()
+            self._events = side
         self.side = side
         self.facts = WorkerFacts(layout, side.address() if isinstance(side, HasAddress) else None)
         log.info(
@@ -159,6 +164,8 @@ class WorkerHalf:
             results.failed_recving |= step.refused
         if self.side is not None:
             self._sort(self.side.poll(), results)
+        if self._events is not None:
+            results.rank_report.store = self._events.store_events()
         for request_id in step.forgotten if step is not None else ():
             self._loads.pop(request_id, None)
         return results
