@@ -28,6 +28,8 @@ class StepMetadata(KVConnectorMetadata):
     """Requests that run in this very step, with the blocks that are loaded meanwhile."""
     refused: set[str] = field(default_factory=set)
     """Requests that wait for a load which cannot be had."""
+    not_held: dict[str, list[int]] = field(default_factory=dict)
+    """Of requests whose blocks are held: the groups that none is held of, and of which nothing will be reported."""
     forgotten: set[str] = field(default_factory=set)
     """Requests that are over, and nothing of theirs is under way."""
 

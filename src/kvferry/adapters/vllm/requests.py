@@ -103,6 +103,11 @@ class RequestAdapter:
 
     # For the adapter.
 
+    def ends_prefill(self, start: int, num_tokens: int) -> bool:
+        """Whether a prefill for another instance is complete when these tokens are computed."""
+        num_prompt = len(self.prompt_token_ids)
+        return isinstance(self.hand_off, Produce) and start < num_prompt <= start + num_tokens
+
     @property
     def promised(self) -> bool:
         """Whether its KV is elsewhere, as the client says."""
