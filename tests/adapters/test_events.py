@@ -87,9 +87,9 @@ def subscribe(subscriber: Subscriber, process: VllmProcess, prompt_of: PromptMak
         pass
 
 
-def stored(events: Batch, medium: str) -> dict[bytes, tuple[Any, ...]]:
+def stored(events: Batch, medium: str) -> dict[Any, tuple[Any, ...]]:
     """By hash: parent, tokens, and all else that is said of a block."""
-    found: dict[bytes, tuple[Any, ...]] = {}
+    found: dict[Any, tuple[Any, ...]] = {}
     for event in events:
         if type(event).__name__ != "BlockStored" or event.medium != medium:
             continue
@@ -102,7 +102,7 @@ def stored(events: Batch, medium: str) -> dict[bytes, tuple[Any, ...]]:
     return found
 
 
-def removed(events: Batch, medium: str) -> set[bytes]:
+def removed(events: Batch, medium: str) -> set[Any]:
     kinds = [event for event in events if type(event).__name__ == "BlockRemoved" and event.medium == medium]
     return {name for event in kinds for name in event.block_hashes}
 

@@ -185,8 +185,9 @@ class SchedulerSide(ABC):
     """Bookkeeping beside the scheduler. One per engine; called from the engine's thread only; never blocks."""
 
     takes_parts: ClassVar[bool] = False
-    """Whether the engine may show one request as several, each with some of its prompt, and with blocks and a transfer
-    id of its own. It may where KV is handed off by transfer id only, and never found again by block hash."""
+    """Whether the engine may show one request as several, each with some of its prompt, with blocks and a transfer id
+    of its own, and with no chunks of its answer. It may where KV is handed off by transfer id only, and never found
+    again by block hash."""
 
     def __init__(self, context: ConnectorContext) -> None:
         self.context = context

@@ -206,14 +206,17 @@ class SchedulerHalf:
 
     def _chunks(self, step: Any) -> Iterator[ScheduledChunk]:
         blocks_of = step.kv_connector_block_state.resolve_block_ids
+        several = self._parting.num_groups > 1
         for name, num_tokens in step.num_scheduled_tokens.items():
             found = self._requests.get(name)
             if found is None:
                 continue
             start = found.view.request.num_computed_tokens
+            if several and start >= len(found.view.prompt_token_ids):
+                continue  # parts are of the prompt, and there may be many that only decode
             for part in found.parts:
                 yield part.chunk(start, num_tokens, blocks_of, name)
-            if found.view.ends_prefill(start, num_tokens) and self._parting.num_groups > 1:
+            if several and found.view.ends_prefill(start, num_tokens):
                 self._pin(found.parts, blocks_of, name)
 
     def _pin(self, parts: Sequence[Part], blocks_of: BlocksOf, name: str) -> None:
