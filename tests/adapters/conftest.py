@@ -16,13 +16,42 @@ VllmMaker = Callable[..., VllmProcess]
 PromptMaker = Callable[[int], list[int]]
 
 
+WINDOW = 80
+"""Two and a half of the tests' blocks of 32 tokens."""
+SLIDING, FULL = "sliding_attention", "full_attention"
+LAYERS = {
+    "gemma3": [SLIDING, SLIDING, FULL, SLIDING, SLIDING, FULL, SLIDING],
+    "gemma2": [SLIDING, FULL, SLIDING, FULL],
+    "gpt_oss": [SLIDING, FULL, SLIDING, FULL],
+}
+"""Of models with sliding windows. Those of the first are four KV cache groups, one of which lacks a layer."""
+
+ModelMaker = Callable[[str], Path]
+
+
 @pytest.fixture(scope="session")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny random model that vLLM's CPU attention takes."""
+def make_model(tmp_path_factory: pytest.TempPathFactory) -> ModelMaker:
+    """`make_model(architecture)`: a tiny random model that vLLM's CPU attention takes."""
     from kvferry.models.random_model import make_random_model
 
-    folder = tmp_path_factory.mktemp("vllm-model")
-    return make_random_model(folder, "llama", head_dim=32, max_position_embeddings=4096)
+    made: dict[str, Path] = {}
+
+    def make(architecture: str) -> Path:
+        if architecture not in made:
+            folder = tmp_path_factory.mktemp(f"vllm-{architecture}")
+            sizes: dict[str, Any] = {"head_dim": 32, "max_position_embeddings": 4096}
+            if layers := LAYERS.get(architecture):
+                sizes |= {"sliding_window": WINDOW, "num_hidden_layers": len(layers), "layer_types": layers}
+            made[architecture] = make_random_model(folder, architecture, **sizes)
+        return made[architecture]
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def model(make_model: ModelMaker) -> Path:
+    """What the vLLMs of a module run, unless it says otherwise."""
+    return make_model("llama")
 
 
 @pytest.fixture(scope="module")

@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from adapters.conftest import PromptMaker, VllmMaker, connector
+from adapters.conftest import ModelMaker, PromptMaker, VllmMaker, connector
 from support.vllm_process import WAIT_S, Answer, VllmProcess
 
 pytestmark = [pytest.mark.vllm, pytest.mark.processes, pytest.mark.timeout(240)]
 
 NUM_TOKENS = 12
 CHUNKS = {"max_num_batched_tokens": 256}
+
+
+@pytest.fixture(scope="module", params=["llama", "gemma3"])
+def model(request: pytest.FixtureRequest, make_model: ModelMaker) -> Path:
+    """One with one KV cache group, and one with several."""
+    return make_model(request.param)
 
 
 @pytest.fixture(scope="module")

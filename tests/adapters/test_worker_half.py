@@ -5,6 +5,7 @@ No GPU is needed: what counts is that nothing is announced before the device is 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -36,12 +37,20 @@ def side() -> Recorder:
     return Recorder()
 
 
-def make_half(side: Recorder, monkeypatch: pytest.MonkeyPatch, *, on_gpu: bool) -> Any:
+def make_half(
+    side: Recorder,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    on_gpu: bool = False,
+    groups: Sequence[tuple[str, ...]] = (("a", "b"),),
+) -> Any:
     import torch
 
+    from kvferry.adapters.vllm.layout import GroupShape, KVCacheShape
     from kvferry.adapters.vllm.worker_half import WorkerHalf
 
-    half: Any = WorkerHalf(SimpleNamespace(), SimpleNamespace(layer_names=("a", "b"), block_size=4), 0)  # type: ignore[arg-type]
+    shape = KVCacheShape(tuple(GroupShape(names, (), 4) for names in groups))
+    half: Any = WorkerHalf(SimpleNamespace(), shape, 0)  # type: ignore[arg-type]
     half.side, half._on_gpu = side, on_gpu
     monkeypatch.setattr(torch.accelerator, "synchronize", lambda: side.calls.append("device is done"))
     return half
@@ -162,4 +171,67 @@ def test_a_load_of_fewer_tokens_names_the_blocks_that_lack_some(
     results = run(half, step(forgotten={"r"}))
     assert results.finished_recving == {"r"}
     assert results.invalid_block_ids == {6, 7}
+    half.check()
+
+
+# Several KV cache groups.
+
+GROUPS = (("w0", "w1"), ("f0", "f1"), ("v0",))
+
+
+def test_a_slot_is_written_when_the_layers_of_all_groups_are(side: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    half = make_half(side, monkeypatch, groups=GROUPS)
+    for _ in range(2):
+        side.calls.clear()
+        run(half, step(), layers=("w0", "v0", "f0", "w1", "f1"))
+        saved = [call for call in side.calls if call.startswith(("save", "attention", "flush"))]
+        assert saved == [
+            "attention w0",
+            "attention v0",
+            "attention f0",
+            "save_layer 0",
+            "attention w1",
+            "attention f1",
+            "save_layer 1",
+            "flush",
+        ]
+
+
+def test_a_load_has_come_when_all_groups_have(side: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    half = make_half(side, monkeypatch, groups=GROUPS)
+    run(half, step(loads={"r": [5, 6]}))
+    side.report.loaded |= {"r#0", "r#2"}
+    assert not run(half, step()).finished_recving
+    side.report.loaded.add("r#1")
+    results = run(half, step(forgotten={"r"}))
+    assert results.finished_recving == results.rank_report.loaded == {"r"}
+    assert not results.failed_recving
+    half.check()
+
+
+@pytest.mark.parametrize("fewer", [False, True])
+def test_a_load_fails_as_a_whole(side: Recorder, monkeypatch: pytest.MonkeyPatch, *, fewer: bool) -> None:
+    """Once nothing is written any more, and never block by block, which vLLM does not take here."""
+    half = make_half(side, monkeypatch, groups=GROUPS)
+    run(half, step(loads={"r": [5, 6, 7]}))
+    if fewer:
+        side.report.loaded.add("r#1")
+        side.report.loaded_tokens["r#1"] = 4
+    else:
+        side.report.failed["r#1"] = PeerLost("gone")
+    assert not run(half, step()).finished_recving
+    side.report.loaded |= {"r#0", "r#2"}
+    results = run(half, step(forgotten={"r"}))
+    assert results.finished_recving == results.failed_recving == {"r"}
+    assert not results.invalid_block_ids
+    assert results.rank_report.failed.keys() == {"r"}
+    half.check()
+
+
+def test_blocks_are_free_when_all_groups_that_held_some_say_so(side: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    half = make_half(side, monkeypatch, groups=GROUPS)
+    side.report.released |= {"r#0", "s#0", "s#1"}
+    assert not run(half, step(not_held={"r": [2]})).finished_sending
+    side.report.released |= {"r#1", "s#2"}
+    assert run(half, step()).finished_sending == {"r", "s"}
     half.check()

@@ -325,3 +325,44 @@ def test_a_writer_killed_in_the_middle_leaves_whole_blocks_only(
             found = fetch(store, layout, index)
             assert found is None or found == bytes_of(block_of(layout, index))
         assert store.statistics().get("corrupt_blocks", 0) == 0
+
+
+# What is gone.
+
+
+def test_blocks_that_are_gone_are_told_once(tmp_path: Path, layout: KVLayout) -> None:
+    size = BlockFormat(layout).file_bytes
+    store = FileStore(tmp_path, layout, max_bytes=10 * size)
+    store.watch()
+    for index in range(12):
+        store.put(name_of(index), block_of(layout, index))
+        os.utime(store._path(name_of(index)), (index, index))
+    gone = {name_of(index) for index in range(12) if not Path(store._path(name_of(index))).exists()}
+    assert gone
+    assert set(store.take_removed()) == gone
+    assert store.take_removed() == []
+
+
+def test_also_those_that_another_removed(tmp_path: Path, layout: KVLayout) -> None:
+    size = BlockFormat(layout).file_bytes
+    store = FileStore(tmp_path, layout, max_bytes=32 * size)
+    store.watch()
+    for index in range(3):
+        store.put(name_of(index), block_of(layout, index))
+    Path(store._path(name_of(1))).unlink()
+    assert store.take_removed() == []
+    store.put(name_of(3), block_of(layout, 3))  # it looks at the directory, as every 1/32 of the bound
+    assert store.take_removed() == [name_of(1)]
+
+
+def test_a_read_for_nothing_is_told(tmp_path: Path, layout: KVLayout) -> None:
+    store = FileStore(tmp_path, layout)
+    assert fetch(store, layout, 1) is None
+    assert store.take_removed() == [], "nobody has asked"
+    store.watch()
+    assert fetch(store, layout, 1) is None
+    assert store.take_removed() == [name_of(1)]
+    store.put(name_of(2), block_of(layout, 2))
+    store.delete(name_of(2))
+    store.put(name_of(2), block_of(layout, 2))
+    assert store.take_removed() == [], "it is there again"

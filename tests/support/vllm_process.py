@@ -30,6 +30,7 @@ PRELOADED = (
     "vllm.v1.engine.llm_engine",
     "vllm.v1.worker.cpu_worker",
     "vllm.model_executor.models.llama",
+    "vllm.model_executor.models.gemma3",
     "kvferry.adapters.vllm.connector",
 )
 START_S = 150.0
@@ -314,6 +315,10 @@ class _Server:
             except LeakError as error:
                 return str(error)
         return None
+
+    def num_groups(self) -> int:
+        """KV cache groups."""
+        return len(self._core.scheduler.kv_cache_config.kv_cache_groups)
 
     def reset_prefix_cache(self) -> None:
         assert self._engine.reset_prefix_cache()

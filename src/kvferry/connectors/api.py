@@ -156,6 +156,22 @@ class TransferReport:
         return bool(self.loaded or self.failed or self.released or self.prefill_results)
 
 
+@dataclass
+class StoreEvents:
+    """What became of blocks that a worker side keeps in a store, since the last time it was asked.
+
+    `stored`: they are there now. `dropped`: they were to be kept, and are not. `removed`: they were there, and are not
+    any more. Each block that a plan wants kept is once in one of the first two.
+    """
+
+    stored: list[BlockHash] = field(default_factory=list)
+    dropped: list[BlockHash] = field(default_factory=list)
+    removed: list[BlockHash] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.stored or self.dropped or self.removed)
+
+
 @dataclass(frozen=True)
 class ConnectorContext:
     """What either side is built from."""
@@ -167,6 +183,11 @@ class ConnectorContext:
 
 class SchedulerSide(ABC):
     """Bookkeeping beside the scheduler. One per engine; called from the engine's thread only; never blocks."""
+
+    takes_parts: ClassVar[bool] = False
+    """Whether the engine may show one request as several, each with some of its prompt, with blocks and a transfer id
+    of its own, and with no chunks of its answer. It may where KV is handed off by transfer id only, and never found
+    again by block hash."""
 
     def __init__(self, context: ConnectorContext) -> None:
         self.context = context
@@ -287,3 +308,25 @@ class HasAddresses(Protocol):
 
     def set_addresses(self, addresses: Sequence[dict[str, Any]]) -> None:
         """One address a rank, in rank order; called once, before any request."""
+
+
+@runtime_checkable
+class HasStore(Protocol):
+    """A scheduler side that keeps blocks for reuse, so that others may want to hear which."""
+
+    medium: str
+    """Where the blocks are then, in the words of KV events: "CPU", "STORAGE"."""
+
+    def saves(self, plan: StepPlan) -> Sequence[tuple[str, Sequence[BlockHash]]]:
+        """Of a plan: the blocks that it wants kept, which follow one another in the prompt, by request id."""
+
+
+@runtime_checkable
+class HasStoreEvents(Protocol):
+    """The worker side beside it."""
+
+    def watch_store(self) -> None:
+        """From now on, keep what `store_events` gives. Called once, after `register`."""
+
+    def store_events(self) -> StoreEvents:
+        """What happened since the last call."""

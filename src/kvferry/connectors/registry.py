@@ -30,12 +30,16 @@ class ConnectorSpec:
 
     def build_scheduler_side(self, context: ConnectorContext) -> SchedulerSide:
         """The scheduler side, new."""
-        side: SchedulerSide = resolve(self.scheduler_side)(self._completed(context))
-        return side
+        return self.scheduler_class()(self._completed(context))
 
     def build_worker_side(self, context: ConnectorContext) -> WorkerSide:
         """The worker side, new."""
         return self.worker_class()(self._completed(context))
+
+    def scheduler_class(self) -> type[SchedulerSide]:
+        """The class of the scheduler side."""
+        found: type[SchedulerSide] = resolve(self.scheduler_side)
+        return found
 
     def worker_class(self) -> type[WorkerSide]:
         """The class of the worker side."""

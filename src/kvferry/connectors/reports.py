@@ -5,7 +5,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from kvferry.connectors.api import TransferReport
+from kvferry.connectors.api import StoreEvents, TransferReport
+from kvferry.core.block_hash import BlockHash
 from kvferry.core.errors import KvferryError
 from kvferry.core.hand_off import PrefillResult
 
@@ -49,3 +50,33 @@ class ReportBox:
     def __bool__(self) -> bool:
         with self._lock:
             return bool(self._report)
+
+
+class StoreEventBox:
+    """What became of blocks that were to be stored. Nothing is kept until it is opened."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._events: StoreEvents | None = None
+
+    def open(self) -> None:
+        """Somebody will take what comes."""
+        self._events = StoreEvents()
+
+    def stored(self, block_hash: BlockHash) -> None:
+        """It is in the store."""
+        with self._lock:
+            if self._events is not None:
+                self._events.stored.append(block_hash)
+
+    def dropped(self, block_hash: BlockHash) -> None:
+        """It is not."""
+        with self._lock:
+            if self._events is not None:
+                self._events.dropped.append(block_hash)
+
+    def take(self) -> StoreEvents:
+        """What came since the last call."""
+        with self._lock:
+            events, self._events = self._events or StoreEvents(), StoreEvents()
+            return events

@@ -38,6 +38,9 @@ LOOK_SHARE = 1 / 32
 TOUCH_S = 60.0
 """A file's time of use is renewed when it is older than this, to spare the disk."""
 
+_File = tuple[float, int, str]
+"""Time of use, bytes, path."""
+
 
 class FileStore(KVStore):
     """Blocks of `layout` under `root`. `fsync`: a block survives a power failure once `put` has returned."""
@@ -52,6 +55,9 @@ class FileStore(KVStore):
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
         self._num_unseen = 0
+        self._kept: set[BlockHash] = set()
+        self._removed: set[BlockHash] = set()
+        self._watched = False
         self._num_stored: int | None = None
         """Bytes under the root when last looked at; None: not yet, which the first `put` does."""
         try:
@@ -95,18 +101,49 @@ class FileStore(KVStore):
         try:
             if _touch_path(path):
                 self._count(present_blocks=1)
+                self._note_kept(block_hash)
                 return False
             self._write(path, [memoryview(self._format.encode_header(block_hash, layers)), *layers])
         except OSError as error:
             self._count(dropped_blocks=1)
             raise StoreError(f"cannot write a block to {self._folder}: {error.strerror}") from error
         self._count(stored_blocks=1, written_bytes=self._format.file_bytes)
+        self._note_kept(block_hash)
         self._make_room(self._format.file_bytes)
         return True
 
     def delete(self, block_hash: BlockHash) -> bool:
         """Remove the file."""
+        self._note_removed({block_hash})
         return _remove(self._path(block_hash))
+
+    # Changes.
+
+    def watch(self) -> None:
+        """From now on, note which blocks are gone, for `take_removed`."""
+        self._watched = True
+
+    def take_removed(self) -> list[BlockHash]:
+        """Blocks found to be gone since the last call, whoever removed them.
+
+        That is seen when a block is read for nothing, and with `max_bytes`, of blocks that this process had `put`,
+        whenever it looks at the directory.
+        """
+        with self._lock:
+            removed, self._removed = self._removed, set()
+            return list(removed)
+
+    def _note_kept(self, block_hash: BlockHash) -> None:
+        with self._lock:
+            self._removed.discard(block_hash)
+            if self._watched and self._max_bytes is not None:
+                self._kept.add(block_hash)
+
+    def _note_removed(self, block_hashes: set[BlockHash]) -> None:
+        with self._lock:
+            if self._watched:
+                self._removed |= block_hashes
+                self._kept -= block_hashes
 
     def statistics(self) -> dict[str, float]:
         """Counters of this process, and the bytes under the root when it last looked."""
@@ -132,6 +169,7 @@ class FileStore(KVStore):
             descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError:
             self._count(missing_blocks=1)
+            self._note_removed({block_hash})
             return False
         except OSError as error:
             raise StoreError(f"cannot open {path}: {error.strerror}") from error
@@ -143,6 +181,7 @@ class FileStore(KVStore):
             log.warning("block %s is removed: %s", path, error)
             self._count(corrupt_blocks=1)
             _remove(path)
+            self._note_removed({block_hash})
             return False
         except OSError as error:
             raise StoreError(f"cannot read {path}: {error.strerror}") from error
@@ -186,20 +225,31 @@ class FileStore(KVStore):
 
     def _look(self) -> None:
         """Count what is there, and remove what is too much and what a crash left."""
-        files = sorted(self._files(), key=lambda file: file[0])
-        total = sum(size for _, size, _ in files)
-        if self._max_bytes is not None and total > self._max_bytes:
-            for _, size, path in files:
-                if total <= self._max_bytes * (1 - FREED_SHARE):
-                    break
-                if _remove(path):
-                    self._count(evicted_blocks=1)
-                total -= size
         with self._lock:
-            self._num_stored, self._num_unseen = total, 0
+            kept = set(self._kept)
+        files = sorted(self._files(), key=lambda file: file[0])
+        left = self._evict(files)
+        with self._lock:
+            self._num_stored, self._num_unseen = sum(size for _, size, _ in left), 0
+        if kept:
+            there = {path for _, _, path in left}
+            self._note_removed({block_hash for block_hash in kept if self._path(block_hash) not in there})
 
-    def _files(self) -> Iterator[tuple[float, int, str]]:
-        """(time of use, bytes, path) of every block under the root; stale temporary files are removed."""
+    def _evict(self, files: Sequence[_File]) -> Sequence[_File]:
+        """Remove the first of these as long as they are too much; returns the others."""
+        total = sum(size for _, size, _ in files)
+        if self._max_bytes is None or total <= self._max_bytes:
+            return files
+        for index, (_, size, path) in enumerate(files):
+            if total <= self._max_bytes * (1 - FREED_SHARE):
+                return files[index:]
+            if _remove(path):
+                self._count(evicted_blocks=1)
+            total -= size
+        return []
+
+    def _files(self) -> Iterator[_File]:
+        """Every block under the root; stale temporary files are removed."""
         now = time.time()
         for path in self.root.glob("*/??/*"):
             with suppress(OSError):  # removed meanwhile, by another process

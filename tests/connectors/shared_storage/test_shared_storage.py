@@ -9,9 +9,18 @@ import pytest
 from fake_engine import FakeEngine, FakeRequest, ProducerEngine, lay_out
 from kv_support import make_layout
 
-from kvferry.connectors.api import ConnectorContext, Hit, Miss, Pending
+from kvferry.connectors.api import (
+    ConnectorContext,
+    HasStore,
+    HasStoreEvents,
+    Hit,
+    Miss,
+    Pending,
+    StoreEvents,
+)
 from kvferry.connectors.shared_storage.scheduler import SharedStorageSchedulerSide
 from kvferry.connectors.shared_storage.worker import SharedStorageWorkerSide
+from kvferry.core.block_hash import extend_hashes, root_hash
 from kvferry.core.errors import (
     ConfigError,
     LayoutMismatch,
@@ -292,6 +301,35 @@ def test_a_prefill_that_finds_its_prefix_still_hands_off(make: MakeEngine, load:
     decode = consumer.run(consumed(PROMPT, prefill.ticket))
     assert decode.error is None
     consumer.require_right(decode)
+
+
+def test_what_became_of_each_block(make: MakeEngine, tmp_path: Path) -> None:
+    engine = make(load="layerwise", chunk=100)
+    assert isinstance(engine.scheduler, HasStore)
+    assert isinstance(engine.worker, HasStoreEvents)
+    engine.worker.watch_store()
+    engine.run(FakeRequest("a", PROMPT))
+    settle(engine)
+    hashes = block_hashes(PROMPT)
+    assert engine.worker.store_events() == StoreEvents(stored=hashes)
+    assert not engine.worker.store_events()
+    for path in store_files(tmp_path):
+        path.write_bytes(b"damaged")
+    request = engine.add(FakeRequest("b", PROMPT))
+    engine.run_until(lambda: request.num_computed > 0 or request.error is not None)
+    events = engine.worker.store_events()
+    assert len(events.removed) == 1, "the first is missed, and the others are not looked for"
+    assert events.dropped == [], "nothing was to be kept in that step"
+    engine.run_until(lambda: request.state == "done")
+    settle(engine)
+    assert engine.worker.store_events().stored == hashes
+
+
+def block_hashes(tokens: list[int]) -> list[bytes]:
+    """The names of the full blocks, as the engine makes them."""
+    hashes: list[bytes] = []
+    extend_hashes(hashes, root_hash("m"), tokens, BLOCK)
+    return hashes
 
 
 # Hand-offs that do not come about.

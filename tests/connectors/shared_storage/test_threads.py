@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from kv_support import Region, make_layout
 
+from kvferry.connectors.api import StoreEvents
 from kvferry.connectors.shared_storage.loader import StoreLoader
 from kvferry.connectors.shared_storage.markers import Marker, MarkerFolder
 from kvferry.connectors.shared_storage.plan import LoadBlocks
@@ -129,12 +130,29 @@ def test_a_store_that_fails_does_not_end_the_writer(tmp_path: Path) -> None:
     store.error = StoreError("full")
     store.gate.set()
     writer = StoreWriter(store, MarkerFolder(tmp_path), 1e6)
+    writer.box.open()
     writer.put(b"a", layers())
     until(writer.is_empty)
     store.error = None
     writer.put(b"b", layers())
     writer.close()
     assert store.puts == [b"b"]
+    assert writer.box.take() == StoreEvents(stored=[b"b"], dropped=[b"a"])
+    assert not writer.box.take()
+
+
+def test_every_block_is_stored_or_dropped(tmp_path: Path) -> None:
+    store = HeldStore()
+    writer = StoreWriter(store, MarkerFolder(tmp_path), 250, longest_wait_s=0.0)
+    writer.put(b"before anybody asks", layers())
+    writer.box.open()
+    writer.put(b"b", layers())
+    assert not writer.put(b"c", layers())
+    assert writer.box.take() == StoreEvents(dropped=[b"c"])
+    store.gate.set()
+    until(writer.is_empty)
+    writer.close()
+    assert writer.box.take().stored[-1] == b"b"
 
 
 # The loader.

@@ -5,8 +5,9 @@ from __future__ import annotations
 from functools import cache
 
 from kvferry.adapters.vllm.versions import require_tested
-from kvferry.connectors.registry import connector_names
+from kvferry.connectors.registry import connector_names, find_connector
 from kvferry.core.errors import UnknownName
+from kvferry.core.transfer_config import KVTransferConfig
 
 PREFIX = "Kvferry"
 
@@ -25,7 +26,9 @@ def connector_class(name: str) -> type:
     if name not in class_names():
         raise UnknownName("kv_connector", name, class_names())
     require_tested()
-    from kvferry.adapters.vllm.connector import KvferryConnector
+    from kvferry.adapters.vllm.connector import KvferryConnector, KvferryGroupsConnector
 
-    members = {"__module__": "kvferry.adapters.vllm", "connector_name": name.removeprefix(PREFIX)}
-    return type(name, (KvferryConnector,), members)
+    connector_name = name.removeprefix(PREFIX)
+    spec = find_connector(KVTransferConfig(kv_connector=connector_name))
+    base = KvferryGroupsConnector if spec.scheduler_class().takes_parts else KvferryConnector
+    return type(name, (base,), {"__module__": "kvferry.adapters.vllm", "connector_name": connector_name})

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
 import torch
 from vllm.config import VllmConfig
+from vllm.distributed.kv_events import KVCacheEvent
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
@@ -15,8 +16,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
     KVConnectorTransferResults,
     KVConnectorWorkerMetadata,
+    SupportsHMA,
 )
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import KVConnectorOutput
@@ -26,9 +29,11 @@ from kvferry.adapters.vllm import siblings
 from kvferry.adapters.vllm.layout import cache_shape
 from kvferry.adapters.vllm.messages import Handshake, StepMetadata, WorkerFacts, WorkerReports
 from kvferry.adapters.vllm.metrics import KvferryPromMetrics, KvferryStats, Meter
+from kvferry.adapters.vllm.parts import Parting
+from kvferry.adapters.vllm.pins import Pins
 from kvferry.adapters.vllm.pool import SharedAllocation
 from kvferry.adapters.vllm.scheduler_half import SchedulerHalf
-from kvferry.adapters.vllm.settings import read_settings
+from kvferry.adapters.vllm.settings import publishes_events, read_settings
 from kvferry.adapters.vllm.worker_half import StepResults, WorkerHalf
 from kvferry.connectors.api import ConnectorContext, HasAddresses
 from kvferry.connectors.registry import find_connector
@@ -46,13 +51,14 @@ class KvferryConnector(KVConnectorBase_V1):
         rank = get_tensor_model_parallel_rank() if role is KVConnectorRole.WORKER else 0
         self._settings = read_settings(vllm_config.kv_transfer_config, self.connector_name, rank)
         self._require_ranks(vllm_config.parallel_config.tensor_parallel_size)
-        shape = cache_shape(vllm_config, kv_cache_config)
+        self._shape = cache_shape(vllm_config, kv_cache_config, several=isinstance(self, SupportsHMA))
         self._worker: WorkerHalf | None = None
         self._scheduler: SchedulerHalf | None = None
+        self._pool: BlockPool | None = None
         self._results = StepResults()
         self._meter = Meter(rank)
         if role is KVConnectorRole.WORKER:
-            self._worker = WorkerHalf(self._settings, shape, rank)
+            self._worker = WorkerHalf(self._settings, self._shape, rank)
         else:
             siblings.claim_hand_offs(self, self._settings)
 
@@ -133,6 +139,10 @@ class KvferryConnector(KVConnectorBase_V1):
 
     # Scheduler.
 
+    def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
+        """Comes before the handshake."""
+        self._pool = gpu_block_pool
+
     def set_xfer_handshake_metadata(self, metadata: Mapping[int, KVConnectorHandshakeMetadata]) -> None:
         """All workers have their KV cache: now the scheduler side can be built."""
         facts = [self._facts_of(metadata[rank]) for rank in sorted(metadata)]
@@ -141,7 +151,11 @@ class KvferryConnector(KVConnectorBase_V1):
         addresses = [fact.address for fact in facts if fact.address is not None]
         if addresses and isinstance(side, HasAddresses):
             side.set_addresses(addresses)
-        self._scheduler = SchedulerHalf(self._settings, side, facts[0].layout)
+        parting = Parting(self._shape.windows, self._shape.block_size)
+        with_events = publishes_events(self._vllm_config)
+        self._scheduler = SchedulerHalf(
+            self._settings, side, facts[0].layout, parting, Pins(self._pool), with_events=with_events
+        )
 
     def _facts_of(self, metadata: KVConnectorHandshakeMetadata) -> WorkerFacts:
         if not isinstance(metadata, Handshake):
@@ -165,8 +179,7 @@ class KvferryConnector(KVConnectorBase_V1):
 
     def update_state_after_alloc(self, request: Request, blocks: Any, num_external_tokens: int) -> None:
         """Blocks are reserved."""
-        [block_ids] = blocks.get_block_ids()
-        self._schedules().allocated(request, block_ids, num_external_tokens)
+        self._schedules().allocated(request, blocks.get_block_ids(), num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """The step is decided."""
@@ -180,7 +193,12 @@ class KvferryConnector(KVConnectorBase_V1):
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Whether its blocks stay, and its ticket."""
-        return self._schedules().finish(request, block_ids)
+        return self._schedules().finish(request, [block_ids])
+
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        """For vLLM's publisher of KV events."""
+        events = self._scheduler.events if self._scheduler is not None else None
+        return events.take() if events is not None else ()
 
     def has_pending_push_work(self) -> bool:
         """Whether workers must be told something though no request is left."""
@@ -227,3 +245,14 @@ class KvferryConnector(KVConnectorBase_V1):
     ) -> KvferryPromMetrics:
         """vLLM's Prometheus registry has them from now on."""
         return KvferryPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues, cls.connector_name)
+
+
+class KvferryGroupsConnector(KvferryConnector, SupportsHMA):
+    """The same, for connectors that do with several KV cache groups. vLLM decides by the class whether a model with
+    sliding windows has them (its hybrid KV cache manager)."""
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Whether its blocks stay, and its ticket."""
+        return self._schedules().finish(request, block_ids)

@@ -6,6 +6,7 @@ the arrangement depends on goes into `KVLayout.packing`: two instances that diff
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,7 @@ from vllm import __version__
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
+    KVCacheGroupSpec,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
@@ -25,32 +27,107 @@ from kvferry.core.errors import ConfigError
 from kvferry.core.layout import KVLayout, LayerLayout
 from kvferry.transport.memory import BlockGeometry, BlockMemory, LayerPlace, Region
 
+NEEDS_ONE_GROUP = "start vLLM with --disable-hybrid-kv-cache-manager"
+
 
 @dataclass(frozen=True)
-class KVCacheShape:
-    """vLLM's one KV cache group, layer by layer in the model's order."""
+class GroupShape:
+    """A KV cache group of vLLM's: layers with one block table, in the model's order."""
 
     layer_names: tuple[str, ...]
     specs: tuple[Any, ...]
     block_size: int
+    window: int | None = None
+    """How many tokens its layers look back, itself among them; blocks before are given back. None: all are kept."""
 
 
-def cache_shape(vllm_config: Any, kv_cache_config: KVCacheConfig) -> KVCacheShape:
-    """Raises `ConfigError` when the model, or how vLLM runs it, keeps KV in a way that this adapter cannot move."""
+@dataclass(frozen=True)
+class KVCacheShape:
+    """vLLM's KV cache groups. Blocks of all groups are alike: one has a page for the k-th layer of whichever group has
+    the block, so the k-th layers of all groups are one *slot*."""
+
+    groups: tuple[GroupShape, ...]
+
+    @property
+    def widest(self) -> GroupShape:
+        """A group with a layer in every slot."""
+        return max(self.groups, key=lambda group: len(group.layer_names))
+
+    @property
+    def layer_names(self) -> list[str]:
+        """Of all groups."""
+        return [name for group in self.groups for name in group.layer_names]
+
+    @property
+    def block_size(self) -> int:
+        """Tokens in a block, of any group."""
+        return self.groups[0].block_size
+
+    @property
+    def windows(self) -> list[int | None]:
+        """By group."""
+        return [group.window for group in self.groups]
+
+
+def cache_shape(vllm_config: Any, kv_cache_config: KVCacheConfig, *, several: bool = False) -> KVCacheShape:
+    """Raises `ConfigError` when the model, or how vLLM runs it, keeps KV in a way that this adapter cannot move.
+
+    `several`: the connector can do with several groups.
+    """
     _require_plain_parallelism(vllm_config.parallel_config)
     groups = kv_cache_config.kv_cache_groups
-    if len(groups) != 1:
+    max_model_len = vllm_config.model_config.max_model_len
+    if len(groups) == 1:
+        return KVCacheShape((_only_group(groups[0], max_model_len),))
+    if not several:
         raise ConfigError(
-            f"this model has {len(groups)} KV cache groups, and kvferry moves one; start vLLM with"
-            " --disable-hybrid-kv-cache-manager (models with recurrent layers cannot be handed off)"
+            f"this model has {len(groups)} KV cache groups, and this connector moves one; {NEEDS_ONE_GROUP}"
+            " (models with recurrent layers cannot be handed off)"
         )
-    [group] = groups
+    shape = KVCacheShape(tuple(_one_of_several(group, max_model_len) for group in groups))
+    _require_equal_blocks(shape)
+    return shape
+
+
+def _only_group(group: KVCacheGroupSpec, max_model_len: int) -> GroupShape:
+    shape = _shape_of(group)
+    for name, spec in zip(shape.layer_names, shape.specs, strict=True):
+        _require_whole_history(name, spec, max_model_len)
+    return shape
+
+
+def _shape_of(group: KVCacheGroupSpec, window: int | None = None) -> GroupShape:
     names, spec = tuple(group.layer_names), group.kv_cache_spec
     uniform = isinstance(spec, UniformTypeKVCacheSpecs)
     specs = tuple(spec.kv_cache_specs[name] if uniform else spec for name in names)
-    for name, layer_spec in zip(names, specs, strict=True):
-        _require_whole_history(name, layer_spec, vllm_config.model_config.max_model_len)
-    return KVCacheShape(names, specs, spec.block_size)
+    return GroupShape(names, specs, spec.block_size, window)
+
+
+def _one_of_several(group: KVCacheGroupSpec, max_model_len: int) -> GroupShape:
+    spec = group.kv_cache_spec
+    special = group.is_eagle_group or group.host_resident or not group.enable_kv_transfer
+    if not special and type(spec) is FullAttentionSpec:
+        return _shape_of(group)
+    if not special and type(spec) is SlidingWindowSpec and spec.sliding_window > 1 and not spec.extra_retained_tokens:
+        return _shape_of(group, spec.sliding_window if spec.sliding_window < max_model_len else None)
+    kind = f"{type(spec).__name__}{', for speculative decoding' if group.is_eagle_group else ''}"
+    raise ConfigError(
+        f"layer {group.layer_names[0]} and others keep KV in a group of their own ({kind}), and beside full attention"
+        f" kvferry moves plain sliding windows only; {NEEDS_ONE_GROUP} (models with recurrent layers cannot be handed"
+        " off)"
+    )
+
+
+def _require_equal_blocks(shape: KVCacheShape) -> None:
+    if all(shape.windows):
+        raise ConfigError(f"no layer of this model keeps all of its KV; {NEEDS_ONE_GROUP}")
+    if len(sizes := {group.block_size for group in shape.groups}) > 1:
+        raise ConfigError(
+            f"this model's KV cache groups have blocks of {sorted(sizes)} tokens, and kvferry moves groups of one size:"
+            f" {NEEDS_ONE_GROUP}"
+        )
+    if len({spec.page_size_bytes for group in shape.groups for spec in group.specs}) > 1:
+        raise ConfigError(f"this model's KV cache groups have pages of different sizes; {NEEDS_ONE_GROUP}")
 
 
 def _require_plain_parallelism(parallel: Any) -> None:
@@ -79,9 +156,9 @@ def kv_layout(
         model_fingerprint=fingerprint,
         layers=tuple(
             LayerLayout(spec.num_kv_heads, spec.head_size, spec.head_size_v, spec.page_size_bytes)
-            for spec in shape.specs
+            for spec in shape.widest.specs
         ),
-        dtype=str(shape.specs[0].dtype).removeprefix("torch."),
+        dtype=str(shape.widest.specs[0].dtype).removeprefix("torch."),
         block_size=shape.block_size,
         packing=_packing(vllm_config, shape, kv_caches),
         tp_size=vllm_config.parallel_config.tensor_parallel_size,
@@ -90,12 +167,21 @@ def kv_layout(
 
 
 def _packing(vllm_config: Any, shape: KVCacheShape, kv_caches: Mapping[str, torch.Tensor]) -> str:
-    """Release of vLLM, order of the axes, and for each kind of layer the backend, its variant and the page's shape."""
+    """Release of vLLM, order of the axes, for each kind of layer the backend, its variant and the page's shape, and
+    which layers share a block."""
     order = vllm_config.cache_config.get_resolved_kv_cache_layout()
     _require_compact_pages(order)
     layers = vllm_config.compilation_config.static_forward_context
     kinds = dict.fromkeys(_kind(layers[name], kv_caches[name], shape.block_size) for name in shape.layer_names)
-    return f"vllm-{release_line(__version__)} {order.name} {' '.join(kinds)}"
+    return f"vllm-{release_line(__version__)} {order.name} {' '.join(kinds)}{_grouping(shape)}"
+
+
+def _grouping(shape: KVCacheShape) -> str:
+    """A name for how layers are put into groups, where there are several."""
+    if len(shape.groups) == 1:
+        return ""
+    facts = repr([(group.layer_names, group.window) for group in shape.groups])
+    return f" {len(shape.groups)} groups {hashlib.sha256(facts.encode()).hexdigest()[:8]}"
 
 
 def _kind(layer: Any, cache: torch.Tensor, block_size: int) -> str:
@@ -118,13 +204,20 @@ def _require_compact_pages(order: KVCacheLayout) -> None:
 def block_memory(
     layout: KVLayout, shape: KVCacheShape, kv_cache_config: KVCacheConfig, region: Region, device: str
 ) -> BlockMemory:
-    """vLLM's KV cache: one allocation, in which each layer has a first page and a stride."""
+    """vLLM's KV cache: one allocation, in which each layer has a first page and a stride.
+
+    Raises `ConfigError` where the groups do not share their pages.
+    """
     places: dict[str, LayerPlace] = {}
     for tensor in kv_cache_config.kv_cache_tensors:
         for index, name in enumerate(tensor.layers):
             places[name] = LayerPlace(tensor.offset + index * tensor.layer_stride, tensor.block_stride)
-    ordered = tuple(places[name] for name in shape.layer_names)
-    return BlockMemory(BlockGeometry(layout, kv_cache_config.num_blocks, ordered), (region,), device)
+    slots = tuple(places[name] for name in shape.widest.layer_names)
+    for group in shape.groups:
+        ours = tuple(places[name] for name in group.layer_names)
+        if ours != slots[: len(ours)]:
+            raise ConfigError(f"this vLLM does not lay its KV cache groups over one another; {NEEDS_ONE_GROUP}")
+    return BlockMemory(BlockGeometry(layout, kv_cache_config.num_blocks, slots), (region,), device)
 
 
 def allocation(kv_caches: Mapping[str, torch.Tensor]) -> tuple[int, int]:

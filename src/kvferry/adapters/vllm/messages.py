@@ -11,7 +11,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from kvferry.connectors.api import StepPlan
+from kvferry.connectors.api import StepPlan, StoreEvents
 from kvferry.core.layout import KVLayout
 
 
@@ -28,6 +28,8 @@ class StepMetadata(KVConnectorMetadata):
     """Requests that run in this very step, with the blocks that are loaded meanwhile."""
     refused: set[str] = field(default_factory=set)
     """Requests that wait for a load which cannot be had."""
+    not_held: dict[str, list[int]] = field(default_factory=dict)
+    """Of requests whose blocks are held: the groups that none is held of, and of which nothing will be reported."""
     forgotten: set[str] = field(default_factory=set)
     """Requests that are over, and nothing of theirs is under way."""
 
@@ -41,9 +43,10 @@ class RankReport:
     failed: dict[str, tuple[str, str]] = field(default_factory=dict)
     """Kind of error and its text."""
     released: set[str] = field(default_factory=set)
+    store: StoreEvents = field(default_factory=StoreEvents)
 
     def __bool__(self) -> bool:
-        return bool(self.loaded or self.failed or self.released)
+        return bool(self.loaded or self.failed or self.released or self.store)
 
 
 @dataclass

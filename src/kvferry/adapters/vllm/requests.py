@@ -51,7 +51,8 @@ class RequestAdapter:
 
     @property
     def block_hashes(self) -> Sequence[BlockHash]:
-        """kvferry's own: vLLM's differ from process to process unless PYTHONHASHSEED is set."""
+        """kvferry's own: vLLM's say nothing of the model, and with some of its hash functions differ from process to
+        process."""
         if self._hashes is None:
             self._hashes = []
             root = root_hash(self._fingerprint, self._salt())
@@ -101,6 +102,11 @@ class RequestAdapter:
         return None if reason is None else str(reason)
 
     # For the adapter.
+
+    def ends_prefill(self, start: int, num_tokens: int) -> bool:
+        """Whether a prefill for another instance is complete when these tokens are computed."""
+        num_prompt = len(self.prompt_token_ids)
+        return isinstance(self.hand_off, Produce) and start < num_prompt <= start + num_tokens
 
     @property
     def promised(self) -> bool:

@@ -1,6 +1,7 @@
 """The half of a connector beside vLLM's scheduler: vLLM's calls on one side, a `SchedulerSide` on the other.
 
-Owns the views of vLLM's requests, and knows which of them wait for a load. vLLM's rules about that:
+Owns the views of vLLM's requests, and knows which of them wait for a load. Where the model has several KV cache groups,
+a request is several to the `SchedulerSide` (`parts`). vLLM's rules about loads:
 
 - A request that waits for an asynchronous load is let go by exactly one report in `finished_recving`, be it loaded,
   failed or aborted; a report more ends vLLM.
@@ -12,25 +13,71 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
+from kvferry.adapters.vllm.events import BlockEvents
 from kvferry.adapters.vllm.messages import StepMetadata, WorkerReports
+from kvferry.adapters.vllm.parts import BlocksOf, Part, Parting
+from kvferry.adapters.vllm.pins import Pins
 from kvferry.adapters.vllm.requests import RequestAdapter
 from kvferry.adapters.vllm.settings import AdapterSettings
-from kvferry.connectors.api import Hit, Hold, Miss, Pending, ScheduledChunk, SchedulerSide, StepView, TransferReport
+from kvferry.connectors.api import (
+    HasStore,
+    Hit,
+    Hold,
+    Miss,
+    Pending,
+    RequestView,
+    ScheduledChunk,
+    SchedulerSide,
+    StepPlan,
+    StepView,
+    TransferReport,
+)
 from kvferry.core.errors import KvferryError, LeakError, TransferError
 from kvferry.core.layout import KVLayout
 
 log = logging.getLogger(__name__)
 
+NULL_BLOCK = 0
+"""What vLLM has in a block table where there is no block: before a window."""
+
+
+@dataclass
+class _Request:
+    """One of vLLM's, and what the connector sees of it."""
+
+    view: RequestAdapter
+    parts: Sequence[Part]
+
+    @property
+    def shown(self) -> Iterator[RequestView]:
+        """To the connector."""
+        return (part.shown for part in self.parts)
+
 
 class SchedulerHalf:
-    """See the module. Used from vLLM's scheduler thread only."""
+    """See the module. Used from vLLM's scheduler thread only. `pins`: what holds blocks of sliding windows, where the
+    model has several KV cache groups; `with_events`: vLLM publishes KV events."""
 
-    def __init__(self, settings: AdapterSettings, side: SchedulerSide, layout: KVLayout) -> None:
+    def __init__(
+        self,
+        settings: AdapterSettings,
+        side: SchedulerSide,
+        layout: KVLayout,
+        parting: Parting,
+        pins: Pins,
+        *,
+        with_events: bool = False,
+    ) -> None:
         self.side = side
-        self._settings, self._layout = settings, layout
-        self._requests: dict[str, RequestAdapter] = {}
+        self.events: BlockEvents | None = None
+        if with_events and isinstance(side, HasStore):
+            self.events = BlockEvents(side.medium, layout.block_size, layout.tp_size)
+        self._settings, self._layout, self._parting, self._pins = settings, layout, parting, pins
+        self._requests: dict[str, _Request] = {}
         self._loading: set[str] = set()
         self._cancelling: set[str] = set()
         self._next = StepMetadata(None, computes=False)
@@ -46,17 +93,18 @@ class SchedulerHalf:
         """A new request."""
         layout = self._layout
         view = RequestAdapter(request, layout.block_size, layout.model_fingerprint, hand_off=self._settings.hand_off)
-        self._requests[view.request_id] = view
+        added = self._requests[view.request_id] = _Request(view, self._parting.parts(view))
         if view.error is None:
-            self.side.arrived(view)
+            for shown in added.shown:
+                self.side.arrived(shown)
 
     def match(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """How many tokens can be loaded, and whether the request waits for them. None: ask again."""
-        view = self._requests[request.request_id]
+        view, main = self._requests[request.request_id].view, self._requests[request.request_id].parts[0]
         if view.failed:
             return 0, False
         view.asked = None
-        answer = Miss(view.error) if view.error is not None else self.side.match(view, num_computed_tokens)
+        answer = Miss(view.error) if view.error is not None else self.side.match(main.shown, num_computed_tokens)
         match answer:
             case Pending():
                 return None, False
@@ -87,9 +135,10 @@ class SchedulerHalf:
             self.num_failures[type(error).__name__] += 1
             log.warning("request %s: its KV cannot be had: %s", view.request_id, error)
 
-    def allocated(self, request: Any, block_ids: Sequence[int], num_external_tokens: int) -> None:
-        """vLLM reserved blocks, for what `match` found or for the rest of the request."""
-        view = self._requests[request.request_id]
+    def allocated(self, request: Any, block_ids: Sequence[Sequence[int]], num_external_tokens: int) -> None:
+        """vLLM reserved blocks, by group, for what `match` found or for the rest of the request."""
+        found = self._requests[request.request_id]
+        view = found.view
         if view.refused and num_external_tokens:
             view.refused, view.failed = False, True
             self._next.refused.add(view.request_id)
@@ -98,43 +147,83 @@ class SchedulerHalf:
         (num_computed_tokens, hit), view.asked = view.asked, None
         if hit.num_tokens != num_external_tokens:
             return  # vLLM, or another connector in a MultiConnector, has it otherwise
-        self.side.allocated(view, block_ids, num_computed_tokens, hit)
+        for part in found.parts:
+            self._allocate(part, part.blocks(block_ids), num_computed_tokens, hit)
         if hit.layerwise:
             first = num_computed_tokens // self._layout.block_size
             last = -(-(num_computed_tokens + hit.num_tokens) // self._layout.block_size)
-            self._next.step_loads[view.request_id] = list(block_ids[first:last])
+            self._next.step_loads[view.request_id] = list(block_ids[0][first:last])
         elif hit.num_tokens:
-            self._next.loads[view.request_id] = list(block_ids)
+            self._next.loads[view.request_id] = list(block_ids[0])
             self._loading.add(view.request_id)
 
-    def finish(self, request: Any, block_ids: Sequence[int]) -> tuple[bool, dict[str, Any] | None]:
+    def _allocate(self, part: Part, block_ids: Sequence[int], num_computed_tokens: int, hit: Hit) -> None:
+        first, last = part.position(num_computed_tokens), part.position(num_computed_tokens + hit.num_tokens)
+        size = self._layout.block_size
+        assert NULL_BLOCK not in block_ids[first // size : -(-last // size)], "vLLM reserved no block in a window"
+        self.side.allocated(part.shown, block_ids, first, replace(hit, num_tokens=last - first))
+
+    def finish(self, request: Any, block_ids: Sequence[Sequence[int]]) -> tuple[bool, dict[str, Any] | None]:
         """The request is over: whether its blocks stay until a report, and its ticket."""
-        view = self._requests.pop(request.request_id, None)
-        if view is None:
+        found = self._requests.pop(request.request_id, None)
+        if found is None:
             return False, None
-        verdict = self.side.finish(view, block_ids)
-        held = isinstance(verdict, Hold)
-        if view.request_id in self._loading:
-            self._loading.discard(view.request_id)
-            (self._cancelling if held else self._next.forgotten).add(view.request_id)
-        return held, verdict.ticket
+        name = found.view.request_id
+        verdicts = [self.side.finish(part.shown, part.blocks(block_ids)) for part in found.parts]
+        not_held = [
+            part.group for part, verdict in zip(found.parts, verdicts, strict=True) if not isinstance(verdict, Hold)
+        ]
+        held = len(not_held) < len(verdicts)
+        if not held:
+            self._pins.release(name)
+        elif not_held:
+            self._next.not_held[name] = not_held
+        if name in self._loading:
+            self._loading.discard(name)
+            (self._cancelling if held else self._next.forgotten).add(name)
+        complete = all(verdict.ticket is not None for verdict in verdicts)
+        return held, verdicts[0].ticket if complete else None
 
     # Steps.
 
     def plan(self, step: Any) -> StepMetadata:
         """What the workers are told with this step. `step` is vLLM's `SchedulerOutput`."""
-        preempted = [self._requests[name] for name in step.preempted_req_ids or () if name in self._requests]
+        names = [name for name in step.preempted_req_ids or () if name in self._requests]
+        preempted = [shown for name in names for shown in self._requests[name].shown]
+        for name in names:
+            self._pins.release(name)
         view = StepView(list(self._chunks(step)), preempted)
         metadata, self._next = self._next, StepMetadata(None, computes=False)
         metadata.plan, metadata.computes = self.side.plan(view), step.total_num_scheduled_tokens > 0
+        self._expect_events(metadata.plan)
         return metadata
+
+    def _expect_events(self, plan: StepPlan) -> None:
+        """Of what the plan wants stored."""
+        if self.events is not None and isinstance(self.side, HasStore):
+            for name, hashes in self.side.saves(plan):
+                self.events.saving(self._requests[name].view, hashes)
 
     def _chunks(self, step: Any) -> Iterator[ScheduledChunk]:
         blocks_of = step.kv_connector_block_state.resolve_block_ids
+        several = self._parting.num_groups > 1
         for name, num_tokens in step.num_scheduled_tokens.items():
-            view = self._requests.get(name)
-            if view is not None:
-                yield ScheduledChunk(view, view.request.num_computed_tokens, num_tokens, _Blocks(blocks_of, name))
+            found = self._requests.get(name)
+            if found is None:
+                continue
+            start = found.view.request.num_computed_tokens
+            if several and start >= len(found.view.prompt_token_ids):
+                continue  # parts are of the prompt, and there may be many that only decode
+            for part in found.parts:
+                yield part.chunk(start, num_tokens, blocks_of, name)
+            if several and found.view.ends_prefill(start, num_tokens):
+                self._pin(found.parts, blocks_of, name)
+
+    def _pin(self, parts: Sequence[Part], blocks_of: BlocksOf, name: str) -> None:
+        """The whole prompt is computed in this step: from now on its windows are to stay as they are."""
+        block_ids = blocks_of(name)
+        windows = [part.blocks(block_ids) for part in parts if part.is_window]
+        self._pins.hold(name, chain.from_iterable(windows))
 
     def completed(self, reports: WorkerReports | None) -> None:
         """What the workers saw. An event counts when all ranks have reported it."""
@@ -146,16 +235,30 @@ class SchedulerHalf:
             for name, num_tokens in rank.loaded_tokens.items():
                 self._fewer[name] = min(num_tokens, self._fewer.get(name, num_tokens))
             self._released.update(rank.released)
+            if self.events is not None:
+                self.events.happened(rank.store)
         ended = self._take_complete(self._loaded)
         report = TransferReport(released=self._take_complete(self._released))
         report.failed = {name: self._failed.pop(name) for name in ended & self._failed.keys()}
         report.loaded = ended - report.failed.keys()
         report.loaded_tokens = {name: self._fewer.pop(name) for name in ended & self._fewer.keys()}
         self._cancelling -= report.released
+        for name in report.released:
+            self._pins.release(name)
         for name in report.failed.keys() & self._requests.keys():
-            self._requests[name].failed = True
+            self._requests[name].view.failed = True
         if report:
-            self.side.completed(report)
+            self.side.completed(self._of_parts(report))
+
+    def _of_parts(self, report: TransferReport) -> TransferReport:
+        """What is true of a request is true of its parts."""
+        names = self._parting.names
+        return TransferReport(
+            loaded={part for name in report.loaded for part in names(name)},
+            loaded_tokens={part: number for name, number in report.loaded_tokens.items() for part in names(name)},
+            failed={part: error for name, error in report.failed.items() for part in names(name)},
+            released={part for name in report.released for part in names(name)},
+        )
 
     def _take_complete(self, counts: Counter[str]) -> set[str]:
         complete = {name for name, count in counts.items() if count >= self._layout.tp_size}
@@ -168,6 +271,9 @@ class SchedulerHalf:
         kept = [*self._requests, *self._loading, *self._loaded, *self._failed, *self._fewer, *self._released]
         if kept:
             raise LeakError(f"vLLM's requests {kept[:8]} are gone, and not forgotten")
+        self._pins.check()
+        if self.events is not None:
+            self.events.check()
 
     def statistics(self) -> dict[str, float]:
         """The side's own, and hand-offs that could not be had, by kind of error."""
@@ -175,24 +281,7 @@ class SchedulerHalf:
         return self.side.statistics() | failures
 
     def has_work(self) -> bool:
-        """Whether steps are needed though no request is left: a plan waits, or the end of a load that was given up."""
-        return bool(self._cancelling) or self.side.has_work()
-
-
-class _Blocks(Sequence[int]):
-    """A request's block ids, asked of vLLM only when somebody looks."""
-
-    def __init__(self, blocks_of: Any, request_id: str) -> None:
-        self._blocks_of, self._request_id = blocks_of, request_id
-        self._found: list[int] | None = None
-
-    def _ids(self) -> list[int]:
-        if self._found is None:
-            [self._found] = self._blocks_of(self._request_id)
-        return self._found
-
-    def __getitem__(self, index: Any) -> Any:
-        return self._ids()[index]
-
-    def __len__(self) -> int:
-        return len(self._ids())
+        """Whether steps are needed though no request is left: a plan waits, or the end of a load that was given up, or
+        events that are to be published."""
+        has_events = self.events is not None and self.events.has_work()
+        return bool(self._cancelling) or has_events or self.side.has_work()

@@ -60,6 +60,12 @@ def read_settings(theirs: Any, connector_name: str, rank: int = 0) -> AdapterSet
     return AdapterSettings(transfer, os.environ.get(TOKEN_VARIABLE, ""), hand_off, shared_memory, fingerprint)
 
 
+def publishes_events(vllm_config: Any) -> bool:
+    """Whether vLLM was started with KV events (`--kv-events-config`)."""
+    events = vllm_config.kv_events_config
+    return events is not None and events.enable_kv_cache_events
+
+
 def _take(extra: dict[str, Any], key: str, default: Any) -> Any:
     value = extra.pop(key, default)
     wanted = (float, int) if isinstance(default, float) else type(default)

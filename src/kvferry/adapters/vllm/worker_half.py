@@ -11,8 +11,10 @@ the device is done with it. Never run on a GPU.
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -20,10 +22,12 @@ from kvferry.adapters.vllm import pool
 from kvferry.adapters.vllm.fingerprint import model_fingerprint
 from kvferry.adapters.vllm.layout import KVCacheShape, allocation, block_memory, kv_layout
 from kvferry.adapters.vllm.messages import RankReport, StepMetadata, WorkerFacts
-from kvferry.adapters.vllm.settings import AdapterSettings
-from kvferry.connectors.api import ConnectorContext, HasAddress, TransferReport, WorkerSide
+from kvferry.adapters.vllm.parts import split_report
+from kvferry.adapters.vllm.settings import AdapterSettings, publishes_events
+from kvferry.connectors.api import ConnectorContext, HasAddress, HasStoreEvents, TransferReport, WorkerSide
+from kvferry.connectors.ranks import RankReports
 from kvferry.connectors.registry import find_connector
-from kvferry.core.errors import LeakError
+from kvferry.core.errors import LeakError, TransferError
 from kvferry.transport.memory import Region
 
 log = logging.getLogger(__name__)
@@ -53,20 +57,24 @@ class WorkerHalf:
 
     def __init__(self, settings: AdapterSettings, shape: KVCacheShape, rank: int) -> None:
         self._settings, self._shape, self._rank = settings, shape, rank
-        self._layer_indices = {name: index for index, name in enumerate(shape.layer_names)}
+        self._slots = {name: slot for group in shape.groups for slot, name in enumerate(group.layer_names)}
+        self._num_slots = len(shape.widest.layer_names)
+        self._num_layers = Counter(self._slots.values())
+        self._joined = RankReports(len(shape.groups))
         self._step: StepMetadata | None = None
         self._started = False
-        self._saved: set[int] = set()
+        self._written: Counter[int] = Counter()
         self._loads: dict[str, _Load] = {}
         self._step_loads: dict[str, list[int]] = {}
         self._on_gpu = False
         self._segment: pool.PooledSegment | None = None
+        self._events: HasStoreEvents | None = None
         self.side: WorkerSide | None = None
         self.facts: WorkerFacts
 
     # Life.
 
-    def register(self, vllm_config: object, kv_cache_config: object, kv_caches: Mapping[str, torch.Tensor]) -> None:
+    def register(self, vllm_config: Any, kv_cache_config: object, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """The KV cache is there: build the worker side on it. Raises `ConfigError` when it cannot be moved."""
         kv_caches = {name: kv_caches[name] for name in self._shape.layer_names}
         fingerprint = self._settings.model_fingerprint or model_fingerprint(vllm_config)
@@ -80,6 +88,9 @@ class WorkerHalf:
         context = ConnectorContext(self._settings.transfer, layout, self._settings.auth_token)
         side = find_connector(self._settings.transfer).build_worker_side(context)
         side.register(memory)
+        if publishes_events(vllm_config) and isinstance(side, HasStoreEvents):
+            side.watch_store()
+            self._events = side
         self.side = side
         self.facts = WorkerFacts(layout, side.address() if isinstance(side, HasAddress) else None)
         log.info(
@@ -123,21 +134,22 @@ class WorkerHalf:
         if step.plan is not None:
             self.side.start(step.plan)
         if self._on_gpu and step.step_loads:
-            for layer in range(len(self._layer_indices)):
-                self.side.wait_layer(layer)
+            for slot in range(self._num_slots):
+                self.side.wait_layer(slot)
 
     def wait_layer(self, layer_name: str) -> None:
         """Before a layer's attention."""
-        layer = self._layer_indices.get(layer_name)
-        if layer is not None and self.side is not None and self._started and not self._on_gpu:
-            self.side.wait_layer(layer)
+        slot = self._slots.get(layer_name)
+        if slot is not None and self.side is not None and self._started and not self._on_gpu:
+            self.side.wait_layer(slot)
 
     def save_layer(self, layer_name: str) -> None:
-        """After a layer's attention."""
-        layer = self._layer_indices.get(layer_name)
-        if layer is not None and self.side is not None and self._started and not self._on_gpu:
-            self._saved.add(layer)
-            self.side.save_layer(layer)
+        """After a layer's attention. A slot is written when its layers of all groups are."""
+        slot = self._slots.get(layer_name)
+        if slot is not None and self.side is not None and self._started and not self._on_gpu:
+            self._written[slot] += 1
+            if self._written[slot] == self._num_layers[slot]:
+                self.side.save_layer(slot)
 
     def end_step(self, step: StepMetadata) -> None:
         """After the model ran, if it did: layers that no call came for have their KV by now too."""
@@ -145,10 +157,10 @@ class WorkerHalf:
             return
         if self._on_gpu and step.plan is not None:
             torch.accelerator.synchronize()
-        for layer in range(len(self._layer_indices)):
-            if layer not in self._saved:
-                self.side.save_layer(layer)
-        self._saved.clear()
+        for slot in range(self._num_slots):
+            if self._written[slot] < self._num_layers[slot]:
+                self.side.save_layer(slot)
+        self._written.clear()
         self.side.flush()
 
     def report(self, step: StepMetadata | None) -> StepResults:
@@ -158,7 +170,9 @@ class WorkerHalf:
             results.finished_recving |= step.refused
             results.failed_recving |= step.refused
         if self.side is not None:
-            self._sort(self.side.poll(), results)
+            self._sort(self._of_requests(self.side.poll(), step), results)
+        if self._events is not None:
+            results.rank_report.store = self._events.store_events()
         for request_id in step.forgotten if step is not None else ():
             self._loads.pop(request_id, None)
         return results
@@ -167,6 +181,26 @@ class WorkerHalf:
         """Raise `LeakError` when something is kept of requests that are gone."""
         if self._loads or self._step_loads:
             raise LeakError(f"loads of vLLM's requests {[*self._loads, *self._step_loads][:8]} are not forgotten")
+        self._joined.check()
+
+    def _of_requests(self, report: TransferReport, step: StepMetadata | None) -> TransferReport:
+        """What became true of whole requests, when the connector knows only their parts.
+
+        vLLM takes no word of single blocks where there are several groups: a load that brought fewer tokens failed.
+        """
+        if len(self._shape.groups) == 1:
+            return report
+        for group, part in split_report(report).items():
+            self._joined.add(group, part)
+        for request_id, groups in step.not_held.items() if step is not None else ():
+            for group in groups:
+                self._joined.add(group, TransferReport(released={request_id}))
+        joined = self._joined.take()
+        for request_id in joined.loaded_tokens:
+            joined.loaded.discard(request_id)
+            joined.failed[request_id] = TransferError("only the KV of the prompt's beginning came")
+        joined.loaded_tokens.clear()
+        return joined
 
     def _sort(self, report: TransferReport, results: StepResults) -> None:
         for request_id in report.loaded:

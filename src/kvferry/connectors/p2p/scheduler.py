@@ -38,6 +38,8 @@ class P2pSchedulerSide(SchedulerSide):
     request asks for it (`keep_for_next_turn`); `decoder_kv_blocks_ttl` for how long, s.
     """
 
+    takes_parts = True
+
     def __init__(self, context: ConnectorContext) -> None:
         super().__init__(context)
         context.config.require_extras_known(EXTRAS)

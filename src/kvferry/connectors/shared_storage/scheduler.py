@@ -34,6 +34,7 @@ from kvferry.connectors.shared_storage.markers import Marker, MarkerFolder
 from kvferry.connectors.shared_storage.plan import LoadBlocks, SaveBlocks, StoragePlan
 from kvferry.connectors.shared_storage.prober import Answer, Prober, Question
 from kvferry.connectors.shared_storage.settings import read_settings
+from kvferry.core.block_hash import BlockHash
 from kvferry.core.errors import ConfigError, KvferryError, LayoutMismatch, LeakError, LeaseEnded, ProtocolError
 from kvferry.core.hand_off import Consume, PrefillResult, Produce, Ticket
 from kvferry.core.sharding import on_rank
@@ -71,6 +72,8 @@ class _Work:
 
 class SharedStorageSchedulerSide(SchedulerSide):
     """See the module."""
+
+    medium = "STORAGE"
 
     def __init__(self, context: ConnectorContext) -> None:
         super().__init__(context)
@@ -200,6 +203,10 @@ class SharedStorageSchedulerSide(SchedulerSide):
             if load.layerwise:  # over when its step is, and so before the request can end
                 self._load_ended(load.request_id)
         return StoragePlan(**vars(work))
+
+    def saves(self, plan: StoragePlan | None) -> Sequence[tuple[str, Sequence[BlockHash]]]:
+        """The blocks that a plan wants kept."""
+        return [(save.request_id, save.hashes) for save in plan.saves] if plan is not None else []
 
     def has_work(self) -> bool:
         """Whether a plan waits."""

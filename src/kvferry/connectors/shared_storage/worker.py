@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from kvferry.connectors.api import ConnectorContext, TransferReport, WorkerSide
+from kvferry.connectors.api import ConnectorContext, StoreEvents, TransferReport, WorkerSide
 from kvferry.connectors.shared_storage.loader import LayerwiseStep, StoreLoader
 from kvferry.connectors.shared_storage.markers import MarkerFolder
 from kvferry.connectors.shared_storage.plan import SaveBlocks, StoragePlan
@@ -90,7 +90,9 @@ class SharedStorageWorkerSide(WorkerSide):
         self._step = None
         saves, self._saves = self._saves, []
         for save in saves:
-            if save.request_id not in failed:
+            if save.request_id in failed:
+                self._drop(save)
+            else:
                 self._save(save)
 
     def _save(self, save: SaveBlocks) -> None:
@@ -98,6 +100,10 @@ class SharedStorageWorkerSide(WorkerSide):
             layers = range(self.context.layout.num_layers)
             copies = [memoryview(bytes(self._block_view(layer, block_id))) for layer in layers]
             self._writer.put(block_hash, copies)
+
+    def _drop(self, save: SaveBlocks) -> None:
+        for block_hash in save.hashes:
+            self._writer.box.dropped(block_hash)
 
     def poll(self) -> TransferReport:
         """Loads that ended."""
@@ -108,6 +114,18 @@ class SharedStorageWorkerSide(WorkerSide):
         self._loader.box.wake = wake
 
     # Insight.
+
+    def watch_store(self) -> None:
+        """From now on, note what becomes of blocks."""
+        self._store.watch()
+        self._writer.box.open()
+
+    def store_events(self) -> StoreEvents:
+        """What became of them."""
+        removed = self._store.take_removed()  # first: what comes and goes between the two is then removed next time
+        events = self._writer.box.take()
+        events.removed = removed
+        return events
 
     def statistics(self) -> dict[str, float]:
         """Of the store, the writer and the loader."""

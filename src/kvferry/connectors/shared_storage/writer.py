@@ -13,6 +13,7 @@ from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from kvferry.connectors.reports import StoreEventBox
 from kvferry.connectors.shared_storage.markers import Marker, MarkerFolder
 from kvferry.core.block_hash import BlockHash
 from kvferry.core.errors import StoreError
@@ -33,7 +34,10 @@ class _Job:
 
 
 class StoreWriter:
-    """See the module. `capacity_bytes`: most bytes of blocks that wait to be written, or at least one block."""
+    """See the module. `capacity_bytes`: most bytes of blocks that wait to be written, or at least one block.
+
+    `box`: what became of each block.
+    """
 
     def __init__(
         self,
@@ -45,6 +49,7 @@ class StoreWriter:
     ) -> None:
         self._store, self._markers, self._capacity = store, markers, capacity_bytes
         self._longest_wait_s = longest_wait_s
+        self.box = StoreEventBox()
         self._changed = threading.Condition()
         self._jobs: deque[_Job] = deque()
         self._num_bytes = 0
@@ -62,8 +67,9 @@ class StoreWriter:
         with self._changed:
             if not self._wait_for_room(num_bytes):
                 self._counts["dropped_blocks"] += 1
+                self.box.dropped(block_hash)
                 return False
-            self._add(_Job(num_bytes, lambda: self._store.put(block_hash, layers)))
+            self._add(_Job(num_bytes, lambda: self._put(block_hash, layers)))
         return True
 
     def mark(self, marker: Marker) -> None:
@@ -127,6 +133,14 @@ class StoreWriter:
                 self._num_bytes -= job.num_bytes
                 self._stalled = False
                 self._changed.notify_all()
+
+    def _put(self, block_hash: BlockHash, layers: LayerViews) -> None:
+        try:
+            self._store.put(block_hash, layers)
+        except StoreError:
+            self.box.dropped(block_hash)
+            raise
+        self.box.stored(block_hash)
 
     def _do(self, job: _Job) -> None:
         try:

@@ -1,0 +1,216 @@
+"""A request as the connector sees it, where vLLM keeps several block tables for it.
+
+A model that mixes full attention and sliding windows has several KV cache groups in vLLM, each with a block table of
+its own over one pool of equal blocks; blocks before a window are given back while the request runs. The connector is
+shown one request for each group, a *part*: of the prompt from the block on in which the group's window begins, with
+blocks and a transfer id of its own. So a hand-off is one for each group, and the connector knows nothing of groups.
+
+A part ends before the prompt's last token. The consumer computes that one again, so it needs the window of that token,
+and what it needs the producer must have kept: both sides count from here (`first_block`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any, overload
+
+import msgspec
+
+from kvferry.adapters.vllm.requests import RequestAdapter
+from kvferry.connectors.api import RequestView, ScheduledChunk, TransferReport
+from kvferry.core.block_hash import BlockHash
+from kvferry.core.hand_off import Consume, HandOff, PrefillResult, Produce
+
+BlocksOf = Callable[[str], Sequence[Sequence[int]]]
+"""vLLM's: the block ids of a request, by group."""
+
+
+class WholePart:
+    """The only part, where there is one group: all of the request."""
+
+    group = 0
+    is_window = False
+
+    def __init__(self, view: RequestAdapter) -> None:
+        self.shown: RequestView = view
+
+    def blocks(self, block_ids: Sequence[Sequence[int]]) -> Sequence[int]:
+        """Its own, of all groups' block ids."""
+        [ours] = block_ids
+        return ours
+
+    def position(self, num_tokens: int) -> int:
+        """How many of the request's first tokens are the part's."""
+        return num_tokens
+
+    def chunk(self, start: int, num_tokens: int, blocks_of: BlocksOf, request_id: str) -> ScheduledChunk:
+        """What the part has of a chunk of the request."""
+        return ScheduledChunk(self.shown, start, num_tokens, _Blocks(self, blocks_of, request_id))
+
+
+class GroupPart:
+    """One group's part of a request. `window`: how many tokens a layer of the group looks back; None: all."""
+
+    def __init__(self, view: RequestAdapter, group: int, window: int | None, block_size: int, *, is_main: bool) -> None:
+        self.group, self.is_window = group, window is not None
+        self._num_prompt = len(view.prompt_token_ids)
+        self._first_block = first_block(_num_promised(view), window, block_size)
+        self._first_token = self._first_block * block_size
+        self.shown: RequestView = _Shown(
+            view, self._first_token, part_name(view.request_id, group), None if is_main else group
+        )
+
+    def blocks(self, block_ids: Sequence[Sequence[int]]) -> Sequence[int]:
+        """Its own, of all groups' block ids."""
+        return block_ids[self.group][self._first_block :]
+
+    def position(self, num_tokens: int) -> int:
+        """How many of the request's first tokens are the part's."""
+        return max(0, min(num_tokens - self._first_token, len(self.shown.prompt_token_ids)))
+
+    def chunk(self, start: int, num_tokens: int, blocks_of: BlocksOf, request_id: str) -> ScheduledChunk:
+        """What the part has of a chunk of the request. It is complete only when the whole prompt is computed, so that
+        nothing writes to a block any more that was announced."""
+        first, end = self.position(start), self.position(start + num_tokens)
+        if start + num_tokens < self._num_prompt:
+            end = min(end, len(self.shown.prompt_token_ids) - 1)
+        return ScheduledChunk(self.shown, first, max(0, end - first), _Blocks(self, blocks_of, request_id))
+
+
+Part = WholePart | GroupPart
+
+
+class _Shown:
+    """A `RequestView` of some of a prompt. It lacks an answer (`HasAnswer`): a window of it is no use to another turn,
+    which may differ from it earlier."""
+
+    block_hashes: Sequence[BlockHash] = ()
+
+    def __init__(self, view: RequestAdapter, first_token: int, request_id: str, group: int | None) -> None:
+        self.request_id = request_id
+        self.prompt_token_ids = view.prompt_token_ids[first_token : _num_kept(view)]
+        self.hand_off = _hand_off_of(view.hand_off, first_token, group)
+        self._view = view
+
+    @property
+    def prefill_result(self) -> PrefillResult | None:
+        """The request's."""
+        return self._view.prefill_result
+
+
+class Parting:
+    """How requests are taken apart. `windows`: by group, how many tokens it looks back; None: all. The first group
+    that looks back to the first token is the main one, whose ticket is the request's."""
+
+    def __init__(self, windows: Sequence[int | None], block_size: int) -> None:
+        self._windows, self._block_size = windows, block_size
+        self.num_groups = len(windows)
+        self._order = sorted(range(self.num_groups), key=lambda group: windows[group] is not None)
+
+    def parts(self, view: RequestAdapter) -> list[Part]:
+        """Of a request, the main one first."""
+        if self.num_groups == 1:
+            return [WholePart(view)]
+        main = self._order[0]
+        return [
+            GroupPart(view, group, self._windows[group], self._block_size, is_main=group == main)
+            for group in self._order
+        ]
+
+    def names(self, request_id: str) -> list[str]:
+        """Of a request's parts."""
+        if self.num_groups == 1:
+            return [request_id]
+        return [part_name(request_id, group) for group in self._order]
+
+
+def first_block(num_tokens: int, window: int | None, block_size: int) -> int:
+    """The first block that is needed of a group to compute the token after `num_tokens`; vLLM gives back those before
+    it, or has not even reserved them."""
+    return 0 if window is None else max(0, num_tokens - window + 1) // block_size
+
+
+def part_name(request_id: str, group: int) -> str:
+    """What the connector calls a part."""
+    return f"{request_id}#{group}"
+
+
+def split_report(report: TransferReport) -> dict[int, TransferReport]:
+    """What is said of parts: by group, what is said of which requests."""
+    found: defaultdict[int, TransferReport] = defaultdict(TransferReport)
+    for name in report.loaded:
+        request_id, group = _split_name(name)
+        found[group].loaded.add(request_id)
+    for name, num_tokens in report.loaded_tokens.items():
+        request_id, group = _split_name(name)
+        found[group].loaded_tokens[request_id] = num_tokens
+    for name, error in report.failed.items():
+        request_id, group = _split_name(name)
+        found[group].failed[request_id] = error
+    for name in report.released:
+        request_id, group = _split_name(name)
+        found[group].released.add(request_id)
+    return found
+
+
+def _split_name(name: str) -> tuple[str, int]:
+    request_id, _, group = name.rpartition("#")
+    return request_id, int(group)
+
+
+def _num_kept(view: RequestAdapter) -> int:
+    """Of how many of its tokens the KV is handed off."""
+    return max(len(view.prompt_token_ids) - 1, 1)
+
+
+def _num_promised(view: RequestAdapter) -> int:
+    """The same, as the producer says where it is another: it may have had only the prompt's beginning."""
+    promised = view.hand_off.ticket.remote_num_tokens if isinstance(view.hand_off, Consume) else 0
+    return promised or _num_kept(view)
+
+
+def _hand_off_of(hand_off: HandOff, first_token: int, group: int | None) -> HandOff:
+    """A part's own; `group` None: the main part's, whose ticket travels. KV of an earlier turn is not fetched."""
+    match hand_off:
+        case Produce(transfer_id=transfer_id):
+            return Produce(_transfer_id_of(transfer_id, group))
+        case Consume(ticket=ticket) if group is None:
+            return Consume(ticket)
+        case Consume(ticket=ticket):
+            num_tokens = ticket.remote_num_tokens and ticket.remote_num_tokens - first_token
+            transfer_id = _transfer_id_of(ticket.transfer_id, group)
+            own = {"transfer_id": transfer_id, "remote_num_tokens": num_tokens, "remote_prefixes": None}
+            return Consume(msgspec.structs.replace(ticket, **own, prefill_result=None, remote_block_ids=None))
+    return None
+
+
+def _transfer_id_of(transfer_id: str, group: int | None) -> str:
+    """Hashed, so that no other transfer id looks like it."""
+    if group is None:
+        return transfer_id
+    return hashlib.sha256(f"group {group} of {transfer_id}".encode()).hexdigest()
+
+
+class _Blocks(Sequence[int]):
+    """A part's block ids, asked of vLLM only when somebody looks."""
+
+    def __init__(self, part: Part, blocks_of: BlocksOf, request_id: str) -> None:
+        self._part, self._blocks_of, self._request_id = part, blocks_of, request_id
+        self._found: Sequence[int] | None = None
+
+    def _ids(self) -> Sequence[int]:
+        if self._found is None:
+            self._found = self._part.blocks(self._blocks_of(self._request_id))
+        return self._found
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[int]: ...
+    def __getitem__(self, index: Any) -> Any:
+        return self._ids()[index]
+
+    def __len__(self) -> int:
+        return len(self._ids())

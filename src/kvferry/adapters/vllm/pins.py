@@ -1,0 +1,42 @@
+"""Blocks of a sliding window that stay while they are handed off.
+
+vLLM keeps a finished request's blocks as long as its connector asks, but only those that its next token would look at;
+the consumer looks one token further back. So the producer holds the blocks of a window itself, by vLLM's own
+reference count.
+
+Owns these references.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from kvferry.core.errors import LeakError
+
+
+class Pins:
+    """See the module. `pool` is vLLM's `BlockPool`. Used from vLLM's scheduler thread only."""
+
+    def __init__(self, pool: Any) -> None:
+        self._pool = pool
+        self._blocks: dict[str, list[Any]] = {}
+
+    def hold(self, request_id: str, block_ids: Iterable[int]) -> None:
+        """These stay until `release`. They are the request's now."""
+        self.release(request_id)
+        blocks = [self._pool.blocks[block_id] for block_id in block_ids]
+        assert not any(block.is_null for block in blocks), "a window's block was given back too early"
+        self._pool.touch(blocks)
+        self._blocks[request_id] = blocks
+
+    def release(self, request_id: str) -> None:
+        """The pool may have them, if nobody else uses them."""
+        blocks = self._blocks.pop(request_id, None)
+        if blocks:
+            self._pool.free_blocks(reversed(blocks))
+
+    def check(self) -> None:
+        """Raise `LeakError` when a block is held."""
+        if self._blocks:
+            raise LeakError(f"blocks of windows of requests {[*self._blocks][:8]} are still held")

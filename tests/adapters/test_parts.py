@@ -1,0 +1,100 @@
+"""How a request is taken apart, by numbers alone: what a consumer needs of a window, its producer has announced."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvferry.connectors.api import HasAnswer, TransferReport
+from kvferry.core.errors import PeerLost
+from kvferry.core.hand_off import Consume, Produce, Ticket
+
+pytestmark = pytest.mark.vllm
+
+BLOCK = 4
+
+
+def parting(*windows: int | None) -> Any:
+    from kvferry.adapters.vllm.parts import Parting
+
+    return Parting(windows, BLOCK)
+
+
+def view_of(num_tokens: int, hand_off: Any) -> Any:
+    tokens = list(range(100, 100 + num_tokens))
+    return SimpleNamespace(request_id="r", prompt_token_ids=tokens, hand_off=hand_off, prefill_result=None)
+
+
+def test_one_group_is_the_request_itself() -> None:
+    view = view_of(10, Produce("t"))
+    [part] = parting(None).parts(view)
+    assert part.shown is view
+    assert part.blocks([[3, 4, 5]]) == [3, 4, 5]
+    assert part.position(7) == 7
+    assert parting(None).names("r") == ["r"]
+
+
+def test_the_main_part_comes_first_and_has_the_ticket() -> None:
+    whole, windowed = parting(6, None).parts(view_of(20, Produce("t")))
+    assert (whole.group, windowed.group) == (1, 0)
+    assert whole.shown.hand_off == Produce("t")
+    assert windowed.shown.hand_off.transfer_id not in ("t", "")
+    assert parting(6, None).names("r") == [whole.shown.request_id, windowed.shown.request_id]
+    assert not isinstance(whole.shown, HasAnswer), "it is not kept for another turn"
+
+
+@given(
+    num_tokens=st.integers(1, 60),
+    window=st.integers(2, 30),
+    num_cached=st.integers(0, 15),
+    chunks=st.lists(st.integers(1, 20), min_size=1, max_size=8),
+)
+def test_what_is_needed_was_announced(num_tokens: int, window: int, num_cached: int, chunks: list[int]) -> None:
+    groups = parting(window, None)
+    produced = groups.parts(view_of(num_tokens, Produce("t")))
+    ticket = Ticket(transfer_id="t", remote_num_tokens=len(produced[0].shown.prompt_token_ids))
+    consumed = groups.parts(view_of(num_tokens, Consume(ticket)))
+    tables = [list(range(1, 20)), list(range(101, 120))]
+    for ours, theirs in zip(produced, consumed, strict=True):
+        assert ours.shown.prompt_token_ids == theirs.shown.prompt_token_ids
+        assert ours.blocks(tables) == theirs.blocks(tables)
+        hand_off = theirs.shown.hand_off
+        assert isinstance(hand_off, Consume)
+        assert hand_off.ticket.transfer_id == ours.shown.hand_off.transfer_id
+        assert hand_off.ticket.remote_num_tokens == len(theirs.shown.prompt_token_ids)
+    windowed = next(part for part in consumed if part.is_window)
+    first_needed = max(0, max(num_tokens - 1, 1) - window + 1)
+    assert tables[0].index(windowed.blocks(tables)[0]) == first_needed // BLOCK
+    start, step = min(num_cached * BLOCK, num_tokens - 1), 0
+    while start < num_tokens:
+        count = min(chunks[step % len(chunks)], num_tokens - start)
+        for part in produced:
+            chunk = part.chunk(start, count, lambda name: tables, "r")
+            assert list(chunk.block_ids) == part.blocks(tables)
+            complete = chunk.start + chunk.num_tokens >= len(part.shown.prompt_token_ids)
+            assert complete == (start + count == num_tokens)
+        start, step = start + count, step + 1
+
+
+def test_a_ticket_of_a_prefix_has_its_window_there() -> None:
+    ticket = Ticket(transfer_id="t", remote_num_tokens=21)
+    whole, windowed = parting(None, 6).parts(view_of(50, Consume(ticket)))
+    assert whole.shown.prompt_token_ids == list(range(100, 149))
+    assert windowed.blocks([[], list(range(20))])[0] == 4, "tokens 16 to 20 are in the window of token 21"
+    assert windowed.shown.hand_off.ticket.remote_num_tokens == 5
+    assert (windowed.position(8), windowed.position(21)) == (0, 5)
+
+
+def test_reports_are_told_apart() -> None:
+    from kvferry.adapters.vllm.parts import split_report
+
+    error = PeerLost("gone")
+    report = TransferReport({"a#0", "a#1", "b#c#0"}, {"a#1": 3}, {"d#1": error}, {"e#0"})
+    assert split_report(report) == {
+        0: TransferReport({"a", "b#c"}, {}, {}, {"e"}),
+        1: TransferReport({"a"}, {"a": 3}, {"d": error}),
+    }

@@ -1,0 +1,99 @@
+"""Which KV caches of vLLM's are taken, and what the others are told."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvferry.core.errors import ConfigError
+
+pytestmark = pytest.mark.vllm
+
+FLAG = "--disable-hybrid-kv-cache-manager"
+MAX_MODEL_LEN = 4096
+
+
+def full(**changes: Any) -> Any:
+    import torch
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+    return replace(FullAttentionSpec(block_size=32, num_kv_heads=2, head_size=32, dtype=torch.float32), **changes)
+
+
+def window(**changes: Any) -> Any:
+    import torch
+    from vllm.v1.kv_cache_interface import SlidingWindowSpec
+
+    spec = SlidingWindowSpec(block_size=32, num_kv_heads=2, head_size=32, dtype=torch.float32, sliding_window=80)
+    return replace(spec, **changes)
+
+
+def mamba() -> Any:
+    import torch
+    from vllm.v1.kv_cache_interface import MambaSpec
+
+    return MambaSpec(block_size=32, shapes=((4, 4),), dtypes=(torch.float32,))
+
+
+def shape_of(*specs: Any, several: bool = True, **group: Any) -> Any:
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
+
+    from kvferry.adapters.vllm.layout import cache_shape
+
+    groups = [
+        KVCacheGroupSpec([f"layer.{index}.a", f"layer.{index}.b"], spec, **group) for index, spec in enumerate(specs)
+    ]
+    vllm_config = SimpleNamespace(
+        parallel_config=SimpleNamespace(), model_config=SimpleNamespace(max_model_len=MAX_MODEL_LEN)
+    )
+    return cache_shape(vllm_config, KVCacheConfig(10, [], groups), several=several)
+
+
+def test_one_group() -> None:
+    assert shape_of(full()).windows == [None]
+    assert shape_of(window(sliding_window=MAX_MODEL_LEN)).windows == [None]
+    with pytest.raises(ConfigError, match="SlidingWindowSpec"):
+        shape_of(window())
+
+
+def test_several_groups() -> None:
+    shape = shape_of(window(), window(), full(), window(sliding_window=MAX_MODEL_LEN))
+    assert shape.windows == [80, 80, None, None]
+    assert shape.block_size == 32
+    with pytest.raises(ConfigError, match=FLAG):
+        shape_of(window(), full(), several=False)
+
+
+@pytest.mark.parametrize(
+    "specs",
+    [
+        lambda: [full(), mamba()],
+        lambda: [window(), window(sliding_window=81)],
+        lambda: [full(), window(block_size=64, head_size=16)],
+        lambda: [full(), window(head_size=64)],
+        lambda: [full(), window(sliding_window=1)],
+        lambda: [full(), window(extra_retained_tokens=2)],
+    ],
+    ids=["recurrent", "no full attention", "block sizes", "page sizes", "window of one", "retained"],
+)
+def test_what_cannot_be_moved_names_the_way_out(specs: Any) -> None:
+    with pytest.raises(ConfigError, match=FLAG):
+        shape_of(*specs())
+
+
+def test_groups_for_speculative_decoding() -> None:
+    with pytest.raises(ConfigError, match=f"speculative.*{FLAG}"):
+        shape_of(full(), window(), is_eagle_group=True)
+
+
+def test_only_what_hands_off_declares_it() -> None:
+    from vllm.distributed.kv_transfer.kv_connector.v1 import supports_hma
+
+    from kvferry.adapters.vllm.catalog import connector_class
+
+    assert supports_hma(connector_class("KvferryP2pConnector"))
+    assert supports_hma(connector_class("KvferryNixlConnector"))
+    assert not supports_hma(connector_class("KvferrySharedStorageConnector"))
