@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from adapters.conftest import ModelMaker, PromptMaker, VllmMaker, connector
-from support.vllm_process import WAIT_S, Answer, VllmProcess
+from support.vllm_process import WAIT_S, Answer, VllmProcess, early_ticket
 
 pytestmark = [pytest.mark.vllm, pytest.mark.processes, pytest.mark.timeout(240)]
 
@@ -73,10 +73,7 @@ CheckAnswer = Callable[[Answer, list[int]], None]
 @pytest.fixture
 def address(decode: VllmProcess, prefill: VllmProcess, transfer_id: str) -> dict[str, Any]:
     """A ticket as the concurrent hand-off has it: where the producer is, and no more."""
-    ticket = prefill.prefill([5], transfer_id + "-address")
-    decode.ask("refuse", params=ticket)
-    keys = ("do_remote_prefill", "remote_host", "remote_port", "remote_engine_id")
-    return {key: ticket[key] for key in keys} | {"transfer_id": transfer_id}
+    return early_ticket(prefill, decode, transfer_id)
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from adapters.conftest import WINDOW, ModelMaker, PromptMaker, VllmMaker, connector
-from support.vllm_process import VllmFailed, VllmProcess
+from support.vllm_process import VllmFailed, VllmProcess, early_ticket
 
 pytestmark = [pytest.mark.vllm, pytest.mark.processes, pytest.mark.timeout(300)]
 
@@ -93,6 +93,19 @@ def test_sixteen_at_once(pair: Pair, plain: VllmProcess, prompt_of: PromptMaker)
     answers = [pair.decode.wait(name).token_ids for name in decodes]
     assert answers == [plain.wait(name).token_ids for name in plain_names]
     assert taken(pair.decode) == before + 4 * 16
+    pair.settled()
+
+
+def test_d_asks_before_p_has_begun(pair: Pair, plain: VllmProcess, prompt_of: PromptMaker) -> None:
+    """With nothing but P's address."""
+    prompt = prompt_of(333)
+    expected = plain.run(prompt, NUM_TOKENS).token_ids
+    early = early_ticket(pair.prefill, pair.decode, "early")
+    before = taken(pair.decode)
+    answer = pair.decode.add(prompt, NUM_TOKENS, early)
+    pair.prefill.prefill(prompt, "early")
+    assert pair.decode.wait(answer).token_ids == expected
+    assert taken(pair.decode) == before + 4
     pair.settled()
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from adapters.conftest import PromptMaker, VllmMaker, connector
 from kvferry.connectors.registry import BUILTIN
-from support.vllm_process import VllmFailed, VllmProcess
+from support.vllm_process import VllmFailed, VllmProcess, early_ticket
 
 pytestmark = [pytest.mark.vllm, pytest.mark.processes, pytest.mark.timeout(240)]
 
@@ -82,6 +82,25 @@ def test_sixteen_at_once(pair: Pair, prompt_of: PromptMaker) -> None:
     answers = [pair.decode.wait(name).token_ids for name in decodes]
     assert answers == [pair.plain.wait(name).token_ids for name in plain]
     assert loaded(pair.decode) > before, "the tokens are right, but the KV never came"
+    pair.prefill.settled()
+    pair.decode.settled()
+
+
+def test_d_asks_before_p_has_begun(pair: Pair, prompt_of: PromptMaker) -> None:
+    """With nothing but P's address."""
+    probe = pair.prefill.prefill([5], "early-probe")
+    pair.decode.ask("refuse", params=probe)
+    if "remote_prefixes" not in probe:
+        pytest.skip("D finds the KV of this connector by itself")
+    prompts = [prompt_of(length) for length in (1, 33, 777)]
+    expected = [pair.plain.run(prompt, NUM_TOKENS).token_ids for prompt in prompts]
+    before = loaded(pair.decode)
+    early = [early_ticket(pair.prefill, pair.decode, f"early-{index}") for index in range(len(prompts))]
+    decodes = [pair.decode.add(prompt, NUM_TOKENS, ticket) for prompt, ticket in zip(prompts, early, strict=True)]
+    for index, prompt in enumerate(prompts):
+        pair.prefill.prefill(prompt, f"early-{index}")
+    assert [pair.decode.wait(name).token_ids for name in decodes] == expected
+    assert loaded(pair.decode) == before + len(prompts)
     pair.prefill.settled()
     pair.decode.settled()
 

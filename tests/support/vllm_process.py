@@ -157,6 +157,14 @@ class VllmProcess:
 # In the process.
 
 
+def early_ticket(prefill: VllmProcess, decode: VllmProcess, transfer_id: str) -> dict[str, Any]:
+    """A ticket as the concurrent hand-off has it: where the producer is, and no more."""
+    ticket = prefill.prefill([5], transfer_id + "-address")
+    decode.ask("refuse", params=ticket)
+    keys = ("do_remote_prefill", "remote_host", "remote_port", "remote_engine_id")
+    return {key: ticket[key] for key in keys} | {"transfer_id": transfer_id}
+
+
 def _serve(connection: Any, model: str, kv_transfer: dict[str, Any] | None, engine_args: dict[str, Any]) -> None:
     try:
         server = _Server(connection, model, kv_transfer, engine_args)
