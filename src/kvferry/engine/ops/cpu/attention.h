@@ -103,8 +103,9 @@ template <class T> struct Attention {
     int32_t *queries = nullptr, *keys = nullptr, *values = nullptr;      // [rows][LDA], and a round's packed KV
     float *sums = nullptr, *maxima = nullptr, *totals = nullptr;         // [rows][value_width], [rows], [rows]
     Round rounds[2];                                                     // the present one and the one that follows
-    alignas(64) float scores[MR * KEYS];
-    alignas(64) int32_t weights[MR * LDA];
+    alignas(64) float scores[MOST_ROWS * KEYS];
+    alignas(64) int32_t weights[MOST_ROWS * LDA];
+    const bool amx = uses_amx<T>();
 
     // which keys a row sees: lowest(row) <= key < behind(row)
     int64_t position(int64_t row) const { return share->first_position + row / group; }
@@ -291,7 +292,9 @@ template <class T> struct Attention {
         const int64_t seen = behind(top + height - 1) - round.first;
         if (seen <= 0 || lowest(top) >= round.first + round.count) return;
         const int64_t padded = ceil_div(round.count, NR) * NR, width = std::min(ceil_div(seen, NR) * NR, padded);
-        const auto multiply = multiply_for<T>(height);
+        const auto multiply = [=](const Product& product) {  // what is behind the last row is not to be overwritten
+            multiply_rows<T>(height, product, amx && height % AMX_ROWS == 0);
+        };
         for (int64_t key = 0; key < width; key += NR)
             multiply({queries + top * LDA, keys + key * key_units, key_units, scores + key, KEYS, false});
         for (int64_t i = 0; i < height; ++i)
@@ -316,7 +319,7 @@ template <class T> struct Attention {
 
     void run(const Share& one) {
         share = &one;
-        const Tiles tiles{one.num_tokens * group};
+        const Tiles tiles{one.num_tokens * group, amx};
         // whole vectors only: others need the padding of the packed form
         const bool few = tiles.rows <= FEW_ROWS && call.key_dim % (VL * T::PER_UNIT) == 0 && call.value_dim % NR == 0;
         set_up(tiles.rows);
@@ -350,6 +353,7 @@ template <class T> void paged_attention(const AttentionCall& call) {
 #pragma omp parallel num_threads(threads) if (shares.size() > 1)
     {
         Attention<T> attention{call, shares};
+        const TileRegisters registers(attention.amx);
         // guided: a thread's shares follow each other, as fetching ahead supposes
 #pragma omp for schedule(guided)
         for (size_t i = 0; i < shares.size(); ++i) attention.run(shares[i]);

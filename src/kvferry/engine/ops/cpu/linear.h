@@ -18,7 +18,8 @@ struct LinearCall {
 
 namespace {
 
-constexpr int BLOCK_ROWS = 192;          // most rows of A that are packed at a time
+constexpr int BLOCK_ROWS = 192;          // most rows of A that are packed at a time: a multiple of MR and MOST_ROWS
+constexpr int FEW_FOR_AMX = 3;           // rows that are faster without it: memory is the limit
 constexpr int BLOCK_BYTES = 512 << 10;   // and their bytes: half of a common L2 cache
 
 // weight [columns][depth] -> [panels][units][NR] with zeros behind the last column and the last element
@@ -38,7 +39,9 @@ template <class T> struct Linear {
     using Element = typename T::Element;
     const LinearCall& call;
     const int64_t units = ceil_div(call.depth, T::PER_UNIT), passes = ceil_div(units, KC);
-    const int64_t block = std::clamp<int64_t>(BLOCK_BYTES / (passes * KC * 4) / MR, 1, BLOCK_ROWS / MR) * MR;
+    const bool amx = uses_amx<T>() && call.rows > FEW_FOR_AMX;
+    const int64_t step = amx ? MOST_ROWS : MR;
+    const int64_t block = std::clamp<int64_t>(BLOCK_BYTES / (passes * KC * 4) / step, 1, BLOCK_ROWS / step) * step;
 
     int64_t depth_of(int64_t pass) const { return std::min<int64_t>(KC, units - pass * KC); }
 
@@ -57,8 +60,9 @@ template <class T> struct Linear {
             for (int64_t tile = 0; tile < tiles.count; ++tile) {
                 const int64_t top = tiles.start(tile);
                 // the tiles share out the fetching of the next pass, which follows this one in memory
-                multiply_for<T>(tiles.height(tile))({a + (pass * tiles.rows + top) * LDA, b, depth, sums + top * NR, NR, pass > 0,
-                                                     b + depth * NR + depth * NR * tile / tiles.count, NR / tiles.count});
+                const Product product{a + (pass * tiles.rows + top) * LDA, b, depth, sums + top * NR, NR, pass > 0,
+                                      b + depth * NR + depth * NR * tile / tiles.count, NR / tiles.count};
+                multiply_rows<T>(tiles.height(tile), product, amx);
             }
             b += depth * NR;
         }
@@ -81,11 +85,12 @@ template <class T> struct Linear {
 
     void run() const {
         static thread_local std::vector<int32_t> buffer;
-        int32_t* a = scratch(buffer, block * passes * LDA);
+        int32_t* a = scratch(buffer, (block * passes + MOST_ROWS) * LDA);
         for (int64_t top = 0; top < call.rows; top += block) {
-            const Tiles tiles{std::min(block, call.rows - top)};
+            const Tiles tiles{std::min(block, call.rows - top), amx};
 #pragma omp parallel num_threads(threads) if (units * call.columns > 16384)
             {
+                const TileRegisters registers(amx);
 #pragma omp for
                 for (int64_t row = 0; row < tiles.rows; ++row) pack(top, row, tiles.rows, a);
 #pragma omp for

@@ -2,6 +2,9 @@
 // "units" of 32 bits. A unit is one float32 or two bfloat16 that are neighbours along the summed dimension, so that both
 // formats share all code but the multiply-add. Sums are float32 throughout.
 //
+// Where the processor has tile registers (AMX), bfloat16 goes through them, up to MOST_ROWS rows at once: a unit is what
+// they call a pair, and a panel is two of their tiles wide, so both sides lie in memory as they want them.
+//
 // Built for the machine at hand (-march=native). Vectors are GCC vector extensions, so the same code serves AVX-512,
 // AVX2 and others; intrinsics appear where the extension has no word for an instruction.
 #pragma once
@@ -13,6 +16,13 @@
 #include <vector>
 #if defined(__AVX512F__)
 #include <immintrin.h>
+#endif
+#if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AVX512BF16__)
+#define HAS_AMX 1
+#include <sys/syscall.h>
+#include <unistd.h>
+#else
+#define HAS_AMX 0
 #endif
 
 namespace {
@@ -27,6 +37,8 @@ constexpr int VL = 4, MR = 6;
 constexpr int NR = 2 * VL;    // columns of a panel
 constexpr int KC = 256;       // units of the summed dimension in one pass: a panel's share stays in the L1 cache
 constexpr int LDA = KC + 16;  // row stride of A in units: no power of two, or all rows fall into one cache set
+constexpr int AMX_ROWS = 16, AMX_UNITS = 16;  // of a tile register
+constexpr int MOST_ROWS = HAS_AMX ? 2 * AMX_ROWS : MR;
 constexpr float INF = INFINITY, LOG2E = 1.44269504f;
 
 int threads = 1;
@@ -167,10 +179,108 @@ template <class T, int... I> Multiply multiply_of(int64_t rows, std::integer_seq
 }
 template <class T> Multiply multiply_for(int64_t rows) { return multiply_of<T>(rows, std::make_integer_sequence<int, MR>{}); }
 
-// `rows` rows as tiles of nearly equal height: 32 rows are 11 + 11 + 10, not 12 + 12 + 8
+#if HAS_AMX
+// Linux gives a process the tile registers when it asks for them.
+inline bool may_use_amx() {
+    constexpr long REQUEST_PERMISSION = 0x1023, TILE_DATA = 18;
+    static const bool granted = syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
+    return granted;
+}
+
+// The calling thread's tile registers, all of 16 rows of 64 bytes, until this is gone; others in the thread use them too.
+struct TileRegisters {
+    const bool used;
+    explicit TileRegisters(bool use) : used(use) {
+        if (!used) return;
+        struct alignas(64) { uint8_t palette, start_row, reserved[14]; uint16_t bytes[16]; uint8_t rows[16]; } all{};
+        all.palette = 1;
+        for (int i = 0; i < 8; ++i) all.bytes[i] = 64, all.rows[i] = AMX_ROWS;
+        _tile_loadconfig(&all);
+    }
+    ~TileRegisters() { if (used) _tile_release(); }
+};
+
+// what the instructions read and write is unknown to the compiler
+inline void memory_barrier() { asm volatile("" ::: "memory"); }
+
+// as `multiply`, of PAIRS times 16 rows and a multiple of 16 units
+template <int PAIRS> void multiply_amx(const Product& p) {
+    constexpr int64_t A = LDA * 4, B = NR * 4;
+    const int64_t C = p.c_stride * 4;
+    float* below = p.c + AMX_ROWS * p.c_stride;
+    memory_barrier();
+    if (p.accumulate) {
+        _tile_loadd(0, p.c, C);
+        _tile_loadd(1, p.c + VL, C);
+    } else {
+        _tile_zero(0);
+        _tile_zero(1);
+    }
+    if constexpr (PAIRS == 2) {
+        if (p.accumulate) {
+            _tile_loadd(2, below, C);
+            _tile_loadd(3, below + VL, C);
+        } else {
+            _tile_zero(2);
+            _tile_zero(3);
+        }
+    }
+    for (int64_t k = 0; k < p.units; k += AMX_UNITS) {
+        for (int64_t line = 0; line < p.next_step; ++line) __builtin_prefetch(p.next + k * p.next_step + line * 16);
+        _tile_loadd(6, p.b + k * NR, B);
+        _tile_loadd(7, p.b + k * NR + VL, B);
+        _tile_loadd(4, p.a + k, A);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_dpbf16ps(1, 4, 7);
+        if constexpr (PAIRS == 2) {
+            _tile_loadd(5, p.a + AMX_ROWS * LDA + k, A);
+            _tile_dpbf16ps(2, 5, 6);
+            _tile_dpbf16ps(3, 5, 7);
+        }
+    }
+    _tile_stored(0, p.c, C);
+    _tile_stored(1, p.c + VL, C);
+    if constexpr (PAIRS == 2) {
+        _tile_stored(2, below, C);
+        _tile_stored(3, below + VL, C);
+    }
+    memory_barrier();
+}
+#else
+inline bool may_use_amx() { return false; }
+struct TileRegisters { explicit TileRegisters(bool) {} };
+#endif
+
+template <class T> bool uses_amx() { return T::PER_UNIT == 2 && may_use_amx(); }
+
+// `multiply` of up to MOST_ROWS rows. With `amx`, which needs `TileRegisters`, it takes 16 or 32: those of A behind the
+// last one are read, and those of C overwritten.
+template <class T> void multiply_rows(int64_t rows, Product p, bool amx) {
+#if HAS_AMX
+    if (amx) {
+        Product whole = p;
+        whole.units = p.units / AMX_UNITS * AMX_UNITS;
+        if (whole.units) rows > AMX_ROWS ? multiply_amx<2>(whole) : multiply_amx<1>(whole);
+        if (whole.units == p.units) return;
+        p.a += whole.units, p.b += whole.units * NR, p.units -= whole.units;
+        p.accumulate = p.accumulate || whole.units;
+        p.next += whole.units * p.next_step;
+    }
+#endif
+    for (; rows > MR; rows -= MR) {
+        multiply_for<T>(MR)(p);
+        p.a += MR * LDA, p.c += MR * p.c_stride;
+    }
+    multiply_for<T>(rows)(p);
+}
+
+// `rows` rows as tiles of nearly equal height: 32 rows are 11 + 11 + 10, not 12 + 12 + 8. Those of AMX are full, but
+// for the last.
 struct Tiles {
-    int64_t rows, count = ceil_div(rows, MR);
-    int64_t start(int64_t tile) const { return rows * tile / count; }
+    int64_t rows;
+    bool amx;
+    int64_t count = ceil_div(rows, amx ? MOST_ROWS : MR);
+    int64_t start(int64_t tile) const { return amx ? std::min(rows, tile * MOST_ROWS) : rows * tile / count; }
     int64_t height(int64_t tile) const { return start(tile + 1) - start(tile); }
 };
 
@@ -181,10 +291,11 @@ template <class T> void pack_row(const typename T::Element* row, int64_t count, 
     std::memcpy(target, row + first * T::PER_UNIT, left * sizeof *row);
 }
 
-// scratch memory that a thread keeps
+// scratch memory that a thread keeps, from the beginning of a cache line
 template <class E> E* scratch(std::vector<E>& buffer, int64_t size) {
-    if (int64_t(buffer.size()) < size) buffer.resize(size);
-    return buffer.data();
+    constexpr int64_t LINE = 64;
+    if (int64_t(buffer.size()) < size + LINE) buffer.resize(size + LINE);
+    return reinterpret_cast<E*>(ceil_div(reinterpret_cast<int64_t>(buffer.data()), LINE) * LINE);
 }
 
 }  // namespace
