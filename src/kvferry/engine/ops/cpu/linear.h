@@ -19,7 +19,6 @@ struct LinearCall {
 namespace {
 
 constexpr int BLOCK_ROWS = 192;          // most rows of A that are packed at a time: a multiple of MR and MOST_ROWS
-constexpr int FEW_FOR_AMX = 3;           // rows that are faster without it: memory is the limit
 constexpr int BLOCK_BYTES = 512 << 10;   // and their bytes: half of a common L2 cache
 
 // weight [columns][depth] -> [panels][units][NR] with zeros behind the last column and the last element
@@ -39,7 +38,7 @@ template <class T> struct Linear {
     using Element = typename T::Element;
     const LinearCall& call;
     const int64_t units = ceil_div(call.depth, T::PER_UNIT), passes = ceil_div(units, KC);
-    const bool amx = uses_amx<T>() && call.rows > FEW_FOR_AMX;
+    const bool amx = uses_amx<T>();  // however few rows: a row's sums must not depend on how many there are
     const int64_t step = amx ? MOST_ROWS : MR;
     const int64_t block = std::clamp<int64_t>(BLOCK_BYTES / (passes * KC * 4) / step, 1, BLOCK_ROWS / step) * step;
 
