@@ -137,7 +137,10 @@ async def test_each_prefill_finds_its_own_kind() -> None:
 async def test_d_asks_p_itself_once_a_ticket_has_told_where() -> None:
     pair = KvferryPair(["engine-p"])
     pair.prefill.go.set()
-    async with instances(pair.prefill, pair.decode), routing([pair.prefill.url], [pair.decode.url]) as (_, url):
+    async with (
+        instances(pair.prefill, pair.decode),
+        routing([pair.prefill.url], [pair.decode.url], hand_off="concurrent") as (_, url),
+    ):
         assert (await post(url))[0] == 200
         pair.prefill.go.clear()
         pair.decode.called.clear()
@@ -150,6 +153,7 @@ async def test_d_asks_p_itself_once_a_ticket_has_told_where() -> None:
     assert pair.early == ["engine-p"]
     assert len(pair.decode.calls) == 2
     assert "seed" not in pair.decode.calls[1].body  # D draws the first token itself
+    assert pair.decode.calls[1].body["kv_transfer_params"]["remote_prefill_cached_tokens"] == 0
     assert 'hand_offs_total{kind="sequential",reason=""} 1.0' in metrics
     assert 'hand_offs_total{kind="concurrent",reason=""} 1.0' in metrics
 
@@ -157,7 +161,10 @@ async def test_d_asks_p_itself_once_a_ticket_has_told_where() -> None:
 async def test_d_is_called_again_when_another_of_ps_engines_has_answered() -> None:
     pair = KvferryPair(["engine-0", "engine-1"])
     pair.prefill.go.set()
-    async with instances(pair.prefill, pair.decode), routing([pair.prefill.url], [pair.decode.url]) as (_, url):
+    async with (
+        instances(pair.prefill, pair.decode),
+        routing([pair.prefill.url], [pair.decode.url], hand_off="concurrent") as (_, url),
+    ):
         assert [(await post(url))[0] for _ in range(4)] == [200] * 4
     assert pair.early == ["engine-0"]  # from then on nobody knows which engine will answer
     assert len(pair.decode.calls) == 5
@@ -177,7 +184,7 @@ async def test_a_restarted_server_tells_anew(hand_off: Literal["auto", "sequenti
         router.services.pools.prefill.instances[0].failed(reachable=True)
         await router.health.look(router.services.pools)
         assert [(await post(url))[0] for _ in range(2)] == [200] * 2
-    assert pair.early == ([] if hand_off == "sequential" else ["engine-after-restart"])
+    assert pair.early == (["engine-after-restart"] if hand_off == "concurrent" else [])
 
 
 # Mooncake's form.

@@ -24,7 +24,8 @@ class RouterConfig:
 
     hand_off: HandOffMode = "auto"
     """When decode is called: sequential, after prefill has answered; concurrent, at the same time; auto,
-    concurrent where the prefill instance offers it."""
+    concurrent between kvferry's own instances that offer it. Between vLLM servers with kvferry's connectors, concurrent
+    leaves usage without the number of cached tokens."""
 
     protocol: ProtocolName = "auto"
     """What prefill and decode instances speak. auto: each is asked what it is. kvferry: kvferry's own instances.

@@ -72,8 +72,8 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Started]:
     with vllm_servers(folder, **wanted) as servers:
         decodes = {name: servers[name] for name in ("shm", "tcp")}
         with (
-            router_before(folder, servers["prefill"], servers["shm"]) as shm,
-            router_before(folder, servers["prefill"], servers["tcp"], "--hand-off=sequential") as tcp,
+            router_before(folder, servers["prefill"], servers["shm"], "--hand-off=concurrent") as shm,
+            router_before(folder, servers["prefill"], servers["tcp"]) as tcp,
         ):
             yield Started(servers["prefill"], decodes, {"shm": shm, "tcp": tcp})
 
@@ -103,12 +103,14 @@ def figures(server: KvferryProcess) -> str:
 
 
 def test_usage_is_that_of_one_server(started: Started) -> None:
-    """Cached tokens are those that P did not have to compute."""
+    """Cached tokens are those that P did not have to compute; none, where D was called before P knew."""
     body = body_of(prompts(20, 300, seed=2)[8], stream=True, stream_options={"include_usage": True})
-    first, second = (last_usage(started.routers["shm"].url, body) for _ in range(2))
+    first, second = (last_usage(started.routers["tcp"].url, body) for _ in range(2))
     assert (first["prompt_tokens"], first["completion_tokens"], first["total_tokens"]) == (300, 8, 308)
     assert first["prompt_tokens_details"]["cached_tokens"] == 0
     assert second["prompt_tokens_details"]["cached_tokens"] == 288
+    third = last_usage(started.routers["shm"].url, body)
+    assert (third["total_tokens"], third["prompt_tokens_details"]["cached_tokens"]) == (308, 0)
 
 
 def last_usage(url: str, body: dict[str, Any]) -> dict[str, Any]:

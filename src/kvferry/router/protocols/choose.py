@@ -33,8 +33,9 @@ def early_origin(prefill: Instance, decodes: Sequence[Facts], mode: HandOffMode)
     """Where D may ask P before P has answered: where that is known, and every D is of the same kind as P.
 
     Another engine would take a ticket without blocks for one that is complete. Of kvferry's instances, a connector that
-    nobody here knows will do when concurrent hand-off is asked for by name. A vLLM server's first ticket tells its
-    origin; one with several, being data-parallel, may answer from any of them.
+    nobody here knows will do when concurrent hand-off is asked for by name. vLLM servers are called so only then, as D
+    cannot learn how much P had in its cache; their first ticket tells the origin. A server with several, being
+    data-parallel, may answer from any of them.
     """
     if mode == "sequential":
         return None
@@ -42,7 +43,7 @@ def early_origin(prefill: Instance, decodes: Sequence[Facts], mode: HandOffMode)
         case InstanceFacts(connector=connector) as facts if mode == "concurrent" or connector in CONCURRENT_CONNECTORS:
             alike = all(isinstance(one, InstanceFacts) and one.connector == connector for one in decodes)
             return facts.origin(prefill.host) if alike else None
-        case VllmFacts(origins=[origin]):
+        case VllmFacts(origins=[origin]) if mode == "concurrent":
             return origin if all(isinstance(one, VllmFacts) for one in decodes) else None
     return None
 

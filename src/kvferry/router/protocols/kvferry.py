@@ -14,7 +14,8 @@ def sequential(transfer_id: str) -> Form:
 
 
 def concurrent(transfer_id: str, origin: Origin, *, takes_first_token: bool = True) -> Form:
-    """D gets P's address and asks before P has answered. D in vLLM draws the first token itself."""
+    """D gets P's address and asks before P has answered. D in vLLM draws the first token itself, and would count all
+    that it fetches as cached, if nobody told it what P had in its cache."""
     ticket = Ticket(
         transfer_id=transfer_id,
         remote_engine_id=origin.engine_id,
@@ -27,7 +28,7 @@ def concurrent(transfer_id: str, origin: Origin, *, takes_first_token: bool = Tr
         protocol="kvferry",
         transfer_id=transfer_id,
         produce=produce_params(transfer_id),
-        early=ticket.to_params(),
+        early=ticket.to_params() | ({} if takes_first_token else {"remote_prefill_cached_tokens": 0}),
         concurrent=True,
         shares_seed=takes_first_token,
     )
