@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from support.libraries import require_library
-from support.processes import KvferryProcess, kvferry
+from support.processes import KvferryProcess, begun, kvferry
 
 pytestmark = pytest.mark.processes
 
@@ -55,13 +55,12 @@ def instances(
     transfer = {"kv_connector": "P2pConnector", "kv_load_failure_policy": "fail", "kv_connector_extra_config": extra}
     flags = (str(model_maker("llama")), *ENGINE, f"--kv-transfer-config={json.dumps(transfer)}")
     with ExitStack() as stack:
-        yield {
-            (role, ranks): stack.enter_context(
-                kvferry(role, *flags, f"--tp={ranks}", log=folder / f"{role}-{ranks}.log")
-            )
+        starting = {
+            (role, ranks): stack.enter_context(begun(role, *flags, f"--tp={ranks}", log=folder / f"{role}-{ranks}.log"))
             for role in ("prefill", "decode")
             for ranks in RANKS
         }
+        yield {name: ready() for name, ready in starting.items()}
 
 
 def test_every_pair(

@@ -196,15 +196,16 @@ def cluster(
     )
     with ExitStack() as stack:
 
-        def instances(role: str, count: int) -> list[KvferryProcess]:
+        def instances(role: str, count: int) -> list[Callable[[], KvferryProcess]]:
             return [
                 stack.enter_context(
-                    kvferry(role, *common, log=folder / f"{role}-{number}.log", ends_cleanly=ends_cleanly)
+                    begun(role, *common, log=folder / f"{role}-{number}.log", ends_cleanly=ends_cleanly)
                 )
                 for number in range(count)
             ]
 
-        prefill, decode = instances("prefill", num_prefill), instances("decode", num_decode)
+        starting = instances("prefill", num_prefill), instances("decode", num_decode)
+        prefill, decode = ([ready() for ready in role] for role in starting)
         urls = [f"--prefill-url={one.url}" for one in prefill] + [f"--decode-url={one.url}" for one in decode]
         router = stack.enter_context(
             kvferry("router", *urls, f"--hand-off={hand_off}", log=folder / "router.log", ends_cleanly=ends_cleanly)
