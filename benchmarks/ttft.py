@@ -4,6 +4,7 @@ One plain instance and one pair (1P+1D) stand behind routers, both on the same c
 with P, and only one of the two is asked at a time. Prompts alternate between them; each is new to both. Measured:
 
   TTFT          asked until the first token (the pair's first token is P's)
+  prefill       the part of it that is computing the prompt; the rest is the way there and back, and the queue
   second token  asked until the second, which needs all KV at D
   transfer      from when D may read until it has all, and how much of that came after P was done
 
@@ -75,6 +76,7 @@ def note(seen: dict[str, list[float]], answers: dict[str, Streamed]) -> None:
     """One pair of answers."""
     for name, answer in answers.items():
         seen[f"{name}_ttft"].append(answer.ttft)
+        seen[f"{name}_prefill"].append(answer.timeline["prefill_done"] - answer.timeline["prefill_started"])
         seen[f"{name}_second"].append(answer.token_times[1] - answer.asked)
     stamps = answers["pair"].timeline
     seen["transfer"].append(stamps["transfer_done"] - stamps["transfer_started"])
@@ -83,9 +85,13 @@ def note(seen: dict[str, list[float]], answers: dict[str, Streamed]) -> None:
 
 def summary(seen: dict[str, list[float]]) -> Figures:
     """Medians in milliseconds; differences are of pairs, since the machine drifts."""
-    paired = zip(seen["pair_ttft"], seen["plain_ttft"], strict=True)
+
+    def added(name: str) -> float:
+        paired = zip(seen[f"pair_{name}"], seen[f"plain_{name}"], strict=True)
+        return statistics.median(pair - plain for pair, plain in paired) * 1e3
+
     found = {f"{name}_ms": statistics.median(values) * 1e3 for name, values in seen.items()}
-    found["added_ms"] = statistics.median(pair - plain for pair, plain in paired) * 1e3
+    found["added_ms"], found["added_prefill_ms"] = added("ttft"), added("prefill")
     found["added_percent"] = 100 * found["added_ms"] / found["plain_ttft_ms"]
     found["runs"] = len(seen["exposed"])
     return found
@@ -96,7 +102,8 @@ def show(label: str, figures: dict[str, Figures]) -> None:
     for length, one in figures.items():
         print(
             f"{label:18s} {length:>5s} tokens  TTFT {one['pair_ttft_ms']:8.1f} ms, plain {one['plain_ttft_ms']:8.1f},"
-            f" added {one['added_ms']:6.1f} ms ({one['added_percent']:5.2f} %)  second token"
+            f" added {one['added_ms']:6.1f} ms ({one['added_percent']:5.2f} %; to the prefill"
+            f" {one['added_prefill_ms']:6.1f} ms)  second token"
             f" {one['pair_second_ms']:8.1f}, plain {one['plain_second_ms']:8.1f}  transfer {one['transfer_ms']:7.1f},"
             f" exposed {one['exposed_ms']:6.1f}",
             flush=True,

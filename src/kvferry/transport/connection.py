@@ -15,6 +15,7 @@ from itertools import islice
 from typing import Any
 
 from kvferry.core.errors import PeerLost, TransferTimeout
+from kvferry.transport.memory_vector import CALL_BYTES, CALL_PIECES, MemoryVector
 from kvferry.transport.wire import (
     HEADER_BYTES,
     MAX_FRAME_BYTES,
@@ -29,9 +30,6 @@ from kvferry.transport.wire import (
 
 KEEPALIVE_IDLE_S = 10
 UNACKNOWLEDGED_MS = 20_000
-CALL_BYTES = 2**20
-"""Offered to the kernel, or wanted of it, in one call where it comes in small pieces: each costs, taken or not."""
-MAX_VIEWS = 512  # below Linux' IOV_MAX of 1024
 
 
 class Connection:
@@ -84,6 +82,13 @@ class Connection:
         async with self._sending:
             with translated_errors():
                 await _send_all(self.socket, pieces)
+
+    async def send_with(self, message: Message, payload: MemoryVector) -> None:
+        """Send one frame and, behind it, the payload straight from memory."""
+        async with self._sending:
+            with translated_errors():
+                await _send_all(self.socket, [self.encode(message)])
+                await _send_vector(self.socket, payload)
 
     async def receive(self, kinds: Any) -> Any:
         """The next frame, one of `kinds`. Raises `ProtocolError` on anything else."""
@@ -168,10 +173,10 @@ def tune(sock: socket.socket) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNACKNOWLEDGED_MS)
 
 
-def leading(views: deque[memoryview]) -> list[memoryview]:
+def _leading(views: deque[memoryview]) -> list[memoryview]:
     """The first views, as many as one call should have."""
     taken, num_bytes = list[memoryview](), 0
-    for view in islice(views, MAX_VIEWS):
+    for view in islice(views, CALL_PIECES):
         taken.append(view)
         num_bytes += len(view)
         if num_bytes >= CALL_BYTES:
@@ -179,7 +184,7 @@ def leading(views: deque[memoryview]) -> list[memoryview]:
     return taken
 
 
-def advance(views: deque[memoryview], num_bytes: int) -> None:
+def _advance(views: deque[memoryview], num_bytes: int) -> None:
     """Drop the first `num_bytes`."""
     while num_bytes and num_bytes >= len(views[0]):
         num_bytes -= len(views.popleft())
@@ -191,13 +196,24 @@ async def _send_all(sock: socket.socket, pieces: Sequence[bytearray | memoryview
     rest = deque(memoryview(piece) for piece in pieces)
     while rest:
         try:
-            sent = sock.sendmsg(leading(rest))
+            sent = sock.sendmsg(_leading(rest))
         except BlockingIOError:
             await _writable(sock)
             continue
         if sent >= CALL_BYTES:
             await asyncio.sleep(0)  # the kernel takes much at once: let others have the loop in between
-        advance(rest, sent)
+        _advance(rest, sent)
+
+
+async def _send_vector(sock: socket.socket, payload: MemoryVector) -> None:
+    while payload.num_left:
+        try:
+            sent = payload.send(sock)
+        except BlockingIOError:
+            await _writable(sock)
+            continue
+        if sent >= CALL_BYTES:
+            await asyncio.sleep(0)
 
 
 async def _writable(sock: socket.socket) -> None:

@@ -15,6 +15,7 @@ from kvferry.connectors.p2p.plan import P2pPlan
 from kvferry.core.errors import ChecksumMismatch, LayoutMismatch, LeaseEnded, PeerLost, ProtocolError
 from kvferry.core.hand_off import Consume, Produce, Ticket, parse_hand_off
 from kvferry.core.layout import KVLayout
+from kvferry.transport.fabric.pieces import columns
 from kvferry.transport.fabric.process_memory import MEMORY
 from kvferry.transport.fabric.shm import ShmPeer
 
@@ -386,7 +387,7 @@ def flipped(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         await read(peer, remote, local, deadline)
         if left[0] > 0:
             left[0] -= 1
-            [address], _ = peer._ours.locate(local[:1])
+            [address] = peer._ours.locate(*columns(local[:1]))
             MEMORY[address] ^= 4
         await asyncio.sleep(0)
 

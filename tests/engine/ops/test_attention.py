@@ -69,6 +69,7 @@ def written_out(case: Case, *, scale: float, window: int | None, softcap: float 
     return torch.stack(rows).view(batch.num_tokens, case.query.shape[1], case.value_dim)
 
 
+TOLERANCE = {torch.float32: {"rtol": 1e-5, "atol": 1e-5}, torch.bfloat16: {"rtol": 2e-2, "atol": 2e-2}}
 MIXED = [(1, 40), (7, 7), (1, 1), (5, 33), (20, 60)]
 SETTINGS: list[dict[str, Any]] = [
     {"window": None, "softcap": None, "sinks": False},
@@ -116,12 +117,12 @@ def test_kernel_is_the_reference(dtype: torch.dtype, shape: dict[str, Any], sett
         case.query.float(), case.cache.float(), case.batch, value_dim=case.value_dim, **settings
     )
     assert found.dtype == dtype
-    tolerance = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
-    torch.testing.assert_close(found.float(), expected, **tolerance)
+    torch.testing.assert_close(found.float(), expected, **TOLERANCE[dtype])
 
 
 @needs_native
-def test_kernel_is_the_reference_on_random_batches() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_kernel_is_the_reference_on_random_batches(dtype: torch.dtype) -> None:
     chooser = random.Random(5)
     for seed in range(25):
         lens = []
@@ -136,12 +137,15 @@ def test_kernel_is_the_reference_on_random_batches() -> None:
             key_dim=chooser.choice([8, 32, 64, 96, 100]),
             value_dim=chooser.choice([8, 32, 64, 96, 100]),
             block_size=chooser.choice([8, 16, 32, 64, 128, 256]),
+            dtype=dtype,
             seed=seed,
         )
         settings = call_settings(chooser.choice(SETTINGS) | {"window": chooser.choice([None, 1, 2, 50, 128])}, case)
         found = attention.paged_attention(case.query, case.cache, case.batch, **settings)
-        expected = reference.paged_attention(case.query, case.cache, case.batch, value_dim=case.value_dim, **settings)
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+        expected = reference.paged_attention(
+            case.query.float(), case.cache.float(), case.batch, value_dim=case.value_dim, **settings
+        )
+        torch.testing.assert_close(found.float(), expected, **TOLERANCE[dtype])
 
 
 @needs_native
@@ -165,8 +169,9 @@ def test_the_number_of_threads_changes_nothing() -> None:
 
 
 @needs_native
-def test_garbage_behind_the_end_of_a_sequence_is_not_read() -> None:
-    case = make_case([(1, 5), (3, 70)], block_size=32)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_garbage_behind_the_end_of_a_sequence_is_not_read(dtype: torch.dtype) -> None:
+    case = make_case([(1, 5), (3, 70)], block_size=32, dtype=dtype)
     expected = attention.paged_attention(case.query, case.cache, case.batch, scale=0.1)
     keys, values = reference.cache_views(case.cache, 64, 64)
     first, last = int(case.batch.block_tables[0, 0]), int(case.batch.block_tables[1, 2])

@@ -16,7 +16,7 @@ WAYS = [copy_one_by_one] if copier() is copy_one_by_one else [copy_one_by_one, c
 
 
 @pytest.mark.parametrize("copy", WAYS)
-@pytest.mark.parametrize("longest", [1, 700, SHORT_BYTES + 3])
+@pytest.mark.parametrize("longest", [1, 700, 4097, 9000, SHORT_BYTES + 3])
 def test_every_piece_arrives_and_nothing_else_changes(copy: CopyPieces, longest: int) -> None:
     dice = random.Random(longest)
     source = np.frombuffer(dice.randbytes(64 * longest), np.uint8)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.core.errors import ProtocolError
-from kvferry.transport.fabric.pieces import RegionMap, join
+from kvferry.transport.fabric.pieces import RegionMap, columns, join
 from kvferry.transport.memory import Region
 
 SIZES = (64, 100, 36)
@@ -90,4 +90,4 @@ def test_slices_keep_to_their_bounds() -> None:
 def test_spans_outside_of_a_region_are_refused(span: tuple[int, int]) -> None:
     own = RegionMap(regions(0), "own")
     with pytest.raises(ProtocolError, match="region"):
-        own.locate([(0, 4), span])
+        own.locate(*columns([(0, 4), span]))

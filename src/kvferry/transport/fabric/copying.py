@@ -17,7 +17,7 @@ from kvferry.transport.fabric.pieces import Pieces
 from kvferry.transport.fabric.process_memory import MEMORY
 
 _SOURCE = Path(__file__).with_suffix(".cpp")
-_FLAGS = ("-std=c++17", "-O2")
+_FLAGS = ("-std=c++17", "-O2", "-march=native")
 
 SHORT_BYTES = 64 * 2**10
 """Copied with the GIL kept: giving it up may cost a wait of milliseconds behind a thread that computes in Python."""

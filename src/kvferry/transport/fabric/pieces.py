@@ -51,19 +51,20 @@ class RegionMap:
         starts = self._ends - np.array(sizes, np.int64)
         self._shifts = np.array([region.address for region in regions], np.int64) - starts
 
-    def locate(self, spans: Sequence[Span]) -> tuple[Numbers, Numbers]:
-        """(addresses, lengths). Raises `ProtocolError` unless each span lies within one region."""
-        offsets, lengths = _columns(spans)
+    def locate(self, offsets: Numbers, lengths: Numbers) -> Numbers:
+        """The spans' addresses. Raises `ProtocolError` unless each span lies within one region."""
         inside = (offsets >= 0) & (lengths > 0) & (lengths <= self.num_bytes) & (offsets < self.num_bytes)
         if inside.all():
             regions = np.searchsorted(self._ends, offsets, side="right")
             inside = offsets + lengths <= self._ends[regions]
         if not inside.all():
-            offset, length = spans[int(np.argmin(inside))]
+            first = int(np.argmin(inside))
+            offset, length = int(offsets[first]), int(lengths[first])
             raise ProtocolError(
                 f"bytes {offset} to {offset + length} lie outside of the {self.whose} region of {self.num_bytes}"
             )
-        return offsets + self._shifts[regions], lengths
+        located: Numbers = offsets + self._shifts[regions]
+        return located
 
 
 def join(
@@ -73,8 +74,9 @@ def join(
 
     Raises `ProtocolError` when a span lies outside, or when one side has more bytes than the other.
     """
-    remote_starts, remote_lengths = remote_map.locate(remote)
-    local_starts, local_lengths = local_map.locate(local)
+    (remote_offsets, remote_lengths), (local_offsets, local_lengths) = columns(remote), columns(local)
+    remote_starts = remote_map.locate(remote_offsets, remote_lengths)
+    local_starts = local_map.locate(local_offsets, local_lengths)
     if len(remote) == len(local) and (remote_lengths == local_lengths).all():
         pieces = Pieces(remote_starts, local_starts, local_lengths)
     else:
@@ -107,7 +109,8 @@ def _split(pieces: Pieces, largest: int) -> Pieces:
     return Pieces(np.repeat(pieces.remote, counts) + skipped, np.repeat(pieces.local, counts) + skipped, lengths)
 
 
-def _columns(spans: Sequence[Span]) -> tuple[Numbers, Numbers]:
+def columns(spans: Sequence[Span]) -> tuple[Numbers, Numbers]:
+    """(offsets, lengths). Raises `ProtocolError` on a number too large for any region."""
     try:
         flat = np.fromiter(chain.from_iterable(spans), np.int64, 2 * len(spans))
     except OverflowError as error:  # numbers from a peer

@@ -20,7 +20,7 @@ from kvferry.transport.fabric.pieces import RegionMap, join
 from kvferry.transport.memory import BlockMemory, Region, Span
 from kvferry.transport.shared_memory import SharedSegment
 
-SLICE_BYTES = 4 * 2**20
+SLICE_BYTES = 8 * 2**20
 """Copied before other tasks get the loop again: well under a millisecond."""
 MAX_PIECES = 4096
 

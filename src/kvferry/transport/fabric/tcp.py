@@ -14,17 +14,20 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import socket
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from kvferry.core.errors import ConfigError, KvferryError, PeerLost, ProtocolError
-from kvferry.transport.connection import Connection, advance, leading, limited_to
+from kvferry.transport.connection import Connection, limited_to
 from kvferry.transport.control import dial
 from kvferry.transport.fabric.base import Fabric, FabricContext, FabricPeer, host_and_port
 from kvferry.transport.fabric.pieces import Numbers, Pieces, RegionMap, join
-from kvferry.transport.fabric.process_memory import MEMORY
 from kvferry.transport.memory import Region, Span
+from kvferry.transport.memory_vector import MemoryVector
 from kvferry.transport.tasks import run_together
 from kvferry.transport.wire import HEADER_BYTES, Message
 
@@ -37,13 +40,14 @@ ANYWHERE = RegionMap([Region(0, 2**62)], "peer's")
 READ_SLICE_BYTES = 2 * 2**20
 """Received before other tasks get the loop again."""
 WASTE_BYTES = 2**18
+_ON_THE_WIRE = np.dtype("<i8")
 
 
 class ReadRequest(Message, frozen=True):
-    """Send these spans of your region."""
+    """Send these spans of your region: (offset, length) as int64 each, little-endian, one behind the other."""
 
     request_id: int
-    spans: list[Span]
+    spans: bytes
 
 
 class ReadAnswer(Message, frozen=True):
@@ -97,12 +101,13 @@ class TcpFabric(Fabric):
         while True:
             request: ReadRequest = await connection.receive(ReadRequest)
             try:
-                addresses, lengths = self._served.locate(request.spans)
+                offsets, lengths = _unpacked(request.spans)
+                addresses = self._served.locate(offsets, lengths)
             except ProtocolError as error:
                 await connection.send(ReadAnswer(request.request_id, 0, str(error)))
                 continue
-            frame = connection.encode(ReadAnswer(request.request_id, int(lengths.sum())))
-            await connection.send_bytes([frame, *_views(addresses, lengths)])
+            payload = MemoryVector(addresses, lengths)
+            await connection.send_with(ReadAnswer(request.request_id, payload.num_bytes), payload)
 
 
 class TcpPeer(FabricPeer):
@@ -134,26 +139,18 @@ class _Read:
     """One request under way, and what of our memory is still to be filled by it."""
 
     def __init__(self, request_id: int, pieces: Pieces) -> None:
-        self.request_id, self.num_bytes = request_id, int(pieces.lengths.sum())
+        self.request_id = request_id
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._targets = deque(_views(pieces.local, pieces.lengths))
+        self.target = MemoryVector(pieces.local, pieces.lengths)
 
-    def views(self, num_left: int, waste: memoryview) -> list[memoryview]:
-        """Where the next of the `num_left` bytes go."""
-        if self.done.done():  # given up: nobody wants them
-            return [waste[:num_left]]
-        return leading(self._targets)
-
-    def received(self, num_bytes: int) -> None:
-        """The first `num_bytes` of the views are filled."""
-        if self.done.done():
-            self._targets.clear()
-        else:
-            advance(self._targets, num_bytes)
+    @property
+    def given_up(self) -> bool:
+        """Nobody wants what still comes."""
+        return self.done.done()
 
     def finish(self, error: KvferryError | None = None) -> None:
         """Wake the reader, unless it gave up."""
-        if self.done.done():
+        if self.given_up:
             return
         if error is None:
             self.done.set_result(None)
@@ -172,20 +169,27 @@ class _Answers:
         self._num_left = 0
         self._waste = memoryview(bytearray(WASTE_BYTES))
 
-    def views(self) -> list[memoryview]:
-        """Where the next bytes of the stream go."""
+    def receive(self, sock: socket.socket) -> tuple[int, bool]:
+        """Receive once: (bytes, whether more may be there). Raises `ProtocolError` on an answer nobody asked for,
+        `PeerLost` when the peer has closed, `BlockingIOError` when nothing is there, `OSError`."""
+        if not self._num_left:
+            count, wanted = sock.recv_into(self._rest), len(self._rest)
+        elif self.reads[0].given_up:
+            wanted = min(self._num_left, len(self._waste))
+            count = sock.recv_into(self._waste[:wanted])
+        else:
+            count, wanted = self.reads[0].target.receive(sock)
+        if not count:
+            raise PeerLost("the peer closed the connection")
         if self._num_left:
-            return self.reads[0].views(self._num_left, self._waste)
-        return [self._rest]
-
-    def received(self, num_bytes: int) -> None:
-        """The first `num_bytes` of the views are filled. Raises `ProtocolError` on an answer nobody asked for."""
-        if self._num_left:
-            self._num_left -= num_bytes
-            self.reads[0].received(num_bytes)
+            self._num_left -= count
             if not self._num_left:
                 self.reads.popleft().finish()
-            return
+        else:
+            self._frame_received(count)
+        return count, count == wanted
+
+    def _frame_received(self, num_bytes: int) -> None:
         self._rest = self._rest[num_bytes:]
         if self._rest:
             return
@@ -201,8 +205,8 @@ class _Answers:
             raise ProtocolError("an answer to a read that was not asked for")
         if answer.refusal:
             self.reads.popleft().finish(ProtocolError(f"the peer refused a read: {answer.refusal}"))
-        elif answer.num_bytes != read.num_bytes:
-            raise ProtocolError(f"{answer.num_bytes} bytes for a read of {read.num_bytes}")
+        elif answer.num_bytes != read.target.num_bytes:
+            raise ProtocolError(f"{answer.num_bytes} bytes for a read of {read.target.num_bytes}")
         else:
             self._num_left = answer.num_bytes
 
@@ -222,8 +226,7 @@ class _Stream:
     async def read(self, pieces: Pieces) -> None:
         """Ask, and wait. The pieces' remote addresses are offsets in the peer's region."""
         read = _Read(next(self._ids), pieces)
-        spans = list(zip(pieces.remote.tolist(), pieces.lengths.tolist(), strict=True))
-        await self._ask(read, ReadRequest(read.request_id, spans))
+        await self._ask(read, ReadRequest(read.request_id, _packed(pieces.remote, pieces.lengths)))
         await read.done  # a cancelled wait cancels the future too: what still comes goes to waste
 
     async def close(self) -> None:
@@ -249,15 +252,10 @@ class _Stream:
         """Receive what is there, up to a slice's worth."""
         budget = READ_SLICE_BYTES
         try:
-            while budget > 0:
-                views = self._answers.views()
-                count = self._connection.socket.recvmsg_into(views)[0]
-                if not count:
-                    raise PeerLost("the peer closed the connection")
+            more = True
+            while more and budget > 0:
+                count, more = self._answers.receive(self._connection.socket)
                 budget -= count
-                self._answers.received(count)
-                if count < sum(map(len, views)):  # that was all there is
-                    return
         except BlockingIOError:
             return
         except OSError as error:
@@ -277,6 +275,13 @@ class _Stream:
         self._answers.reads.clear()
 
 
-def _views(addresses: Numbers, lengths: Numbers) -> list[memoryview]:
-    memory = MEMORY
-    return [memory[a : a + n] for a, n in zip(addresses.tolist(), lengths.tolist(), strict=True)]
+def _packed(offsets: Numbers, lengths: Numbers) -> bytes:
+    return np.stack((offsets, lengths), axis=1).astype(_ON_THE_WIRE, copy=False).tobytes()
+
+
+def _unpacked(spans: bytes) -> tuple[Numbers, Numbers]:
+    """(offsets, lengths). Raises `ProtocolError` on half a span."""
+    if len(spans) % (2 * _ON_THE_WIRE.itemsize):
+        raise ProtocolError(f"{len(spans)} bytes are no spans of {2 * _ON_THE_WIRE.itemsize} each")
+    columns = np.frombuffer(spans, _ON_THE_WIRE).reshape(-1, 2).astype(np.int64, copy=False)
+    return columns[:, 0], columns[:, 1]

@@ -3,7 +3,8 @@
 // The work is cut into shares: some query rows of one KV head of one sequence, against all keys they see. A row is a
 // (token, head) pair, heads innermost, so that all heads of a KV head use its keys while they are near. A share takes
 // its keys in rounds: it packs their KV for the register tile and updates an online softmax (Milakov and Gimelshein,
-// 2018; FlashAttention). Packing is repaid by many rows in prefill; in decode, memory is the limit, not packing.
+// 2018; FlashAttention). Packing is repaid by many rows in prefill; in decode, memory is the limit, not packing: there
+// the shares of a sequence's KV heads take each round in turn, since a block's heads lie one behind the other.
 #pragma once
 #include "tile.h"
 
@@ -83,6 +84,11 @@ struct Share {
     int64_t first_key, end_key;  // what its tokens see, together
 };
 
+// Shares that take each round in turn: all of the same keys.
+struct Group {
+    const Share *begin, *end;
+};
+
 // Keys that are taken together, and where their KV lies. All KEYS rows may be read: behind the last key they repeat.
 template <class Element> struct Round {
     const Share* share = nullptr;
@@ -94,59 +100,78 @@ template <class T> struct Attention {
     using Element = typename T::Element;
     using Round = ::Round<Element>;
     const AttentionCall& call;
-    const std::vector<Share>& shares;
-    const int64_t group = call.heads / call.kv_heads;
+    const Share* const last;  // behind all shares
+    const int64_t heads_each = call.heads / call.kv_heads;  // of a KV head
     const int64_t key_units = ceil_div(call.key_dim, T::PER_UNIT), value_width = ceil_div(call.value_dim, NR) * NR;
     const int block_shift = __builtin_ctzll(call.block_size);
     const float to_log2 = LOG2E * (call.softcap > 0 ? 1 : call.scale);
+    // of the share that has its turn: [rows][LDA], a round's packed KV, and [rows][value_width], [rows], [rows]
     const Share* share = nullptr;
-    int32_t *queries = nullptr, *keys = nullptr, *values = nullptr;      // [rows][LDA], and a round's packed KV
-    float *sums = nullptr, *maxima = nullptr, *totals = nullptr;         // [rows][value_width], [rows], [rows]
-    Round rounds[2];                                                     // the present one and the one that follows
+    int32_t *queries = nullptr, *keys = nullptr, *values = nullptr;
+    float *sums = nullptr, *maxima = nullptr, *totals = nullptr;
+    Round rounds[2];  // the present one and the one that follows
     alignas(64) float scores[MOST_ROWS * KEYS];
     alignas(64) int32_t weights[MOST_ROWS * LDA];
+#if HAS_AMX
+    static constexpr int TILE_ROWS = AMX_ROWS / 2;  // rows of weights in a tile, each there twice
+    alignas(64) float turned[KEYS * AMX_ROWS], found[2 * AMX_ROWS * VL];
+    const Element* tiles[KEYS / AMX_ROWS];
+#endif
     const bool amx = uses_amx<T>();
 
     // which keys a row sees: lowest(row) <= key < behind(row)
-    int64_t position(int64_t row) const { return share->first_position + row / group; }
+    int64_t position(int64_t row) const { return share->first_position + row / heads_each; }
     int64_t lowest(int64_t row) const { return call.window ? std::max<int64_t>(0, position(row) - call.window + 1) : 0; }
     int64_t behind(int64_t row) const { return call.causal ? position(row) + 1 : call.context_lens[share->sequence]; }
 
-    int64_t token_of(int64_t row) const { return call.query_starts[share->sequence] + share->first_token + row / group; }
-    int64_t head_of(int64_t row) const { return share->kv_head * group + row % group; }
+    int64_t token_of(int64_t row) const { return call.query_starts[share->sequence] + share->first_token + row / heads_each; }
+    int64_t head_of(int64_t row) const { return share->kv_head * heads_each + row % heads_each; }
 
     void find(const Share* owner, int64_t first, Round& round) const {
         round.share = owner, round.first = first, round.count = std::min<int64_t>(KEYS, owner->end_key - first);
         const int32_t* table = call.block_tables + owner->sequence * call.table_stride;
-        for (int64_t i = 0; i < KEYS; ++i) {
-            const int64_t key = first + std::min(i, round.count - 1), offset = key & (call.block_size - 1);
+        int64_t i = 0;
+        while (i < round.count) {
+            const int64_t key = first + i, offset = key & (call.block_size - 1);
             const auto* block = static_cast<const Element*>(call.cache) + table[key >> block_shift] * call.block_stride +
                                 owner->kv_head * call.head_stride;
-            round.keys[i] = block + offset * call.key_dim;
-            round.values[i] = block + call.block_size * call.key_dim + offset * call.value_dim;
+            const Element *k = block + offset * call.key_dim, *v = block + call.block_size * call.key_dim + offset * call.value_dim;
+            for (const int64_t end = std::min(i + call.block_size - offset, round.count); i < end; ++i) {
+                round.keys[i] = k, round.values[i] = v;
+                k += call.key_dim, v += call.value_dim;
+            }
         }
+        for (; i < KEYS; ++i) round.keys[i] = round.keys[i - 1], round.values[i] = round.values[i - 1];
     }
     // Blocks lie anywhere in memory, so the hardware cannot foresee what comes next: while a round is worked on, the
-    // one that follows, be it of the next share, is fetched row by row.
-    void find_next(const Round& round, Round& next) const {
-        if (round.first + KEYS < round.share->end_key)
-            find(round.share, round.first + KEYS, next);
-        else if (round.share != &shares.back())
-            find(round.share + 1, round.share[1].first_key, next);
-        else
+    // one that follows, be it of the next share, is fetched row by row: into the L2 cache, as the L1 has no room for two.
+    void find_next(const Group& group, const Round& round, Round& next) const {
+        const Share* owner = round.share + 1;
+        int64_t first = round.first;
+        if (owner == group.end) owner = group.begin, first += KEYS;
+        if (first >= owner->end_key) owner = group.end, first = owner == last ? 0 : owner->first_key;
+        if (owner == last)
             next = round;
+        else
+            find(owner, first, next);
     }
     static void fetch(const Element* row, int64_t dim) {
-        for (int64_t i = 0; i < dim; i += 64 / sizeof(Element)) __builtin_prefetch(row + i);
+        for (int64_t i = 0; i < dim; i += 64 / sizeof(Element)) __builtin_prefetch(row + i, 0, 2);
     }
 
-    void set_up(int64_t rows) {
+    // Have this share's turn: the next ones work on its rows.
+    void enter(const Group& group, const Share* one, int64_t rows) {
         static thread_local std::vector<int32_t> units;
         static thread_local std::vector<float> floats;
-        queries = scratch(units, rows * LDA + KEYS * key_units + KEYS * value_width + 2 * NR * VL);
+        const int64_t in_units = rows * LDA + KEYS * key_units + KEYS * value_width + 2 * NR * VL;
+        const int64_t in_floats = rows * value_width + ceil_div(2 * rows, VL) * VL;
+        share = one;
+        queries = scratch(units, in_units * (group.end - group.begin)) + in_units * (one - group.begin);
         keys = queries + rows * LDA, values = keys + KEYS * key_units;
-        sums = scratch(floats, rows * (value_width + 2));
+        sums = scratch(floats, in_floats * (group.end - group.begin)) + in_floats * (one - group.begin);
         maxima = sums + rows * value_width, totals = maxima + rows;
+    }
+    void set_up(int64_t rows) {
         std::fill(sums, maxima, 0.0f);
         for (int64_t row = 0; row < rows; ++row) {
             const auto* query = static_cast<const Element*>(call.query) + token_of(row) * call.query_token_stride +
@@ -156,6 +181,9 @@ template <class T> struct Attention {
             maxima[row] = call.sinks ? call.sinks[head_of(row)] * LOG2E : -INF;
             totals[row] = call.sinks ? 1.0f : 0.0f;
         }
+#if HAS_AMX
+        if (takes_tiles(rows)) turn_queries(rows);
+#endif
     }
 
     // ---- few rows: KV is read once, where it lies ----
@@ -206,6 +234,109 @@ template <class T> struct Attention {
             soften(top + r, round.first, ceil_div(round.count, NR) * NR, scores + r * KEYS, reinterpret_cast<Element*>(weights + r * LDA));
         add_values<ROWS>(top, round, next);
     }
+
+#if HAS_AMX
+    // ---- few rows, where there are tile registers: 16 keys, or values, are a tile as they lie in the cache ----
+
+    // where tiles of the cache are whole: 16 tokens of one block, 32 elements of each
+    bool takes_tiles(int64_t rows) const {
+        return amx && rows <= AMX_ROWS && call.block_size % AMX_ROWS == 0 && call.key_dim % (2 * AMX_UNITS) == 0 &&
+               call.value_dim % (2 * AMX_UNITS) == 0;
+    }
+
+    // queries, a row each -> a column each, in the place of packed keys
+    void turn_queries(int64_t rows) {
+        std::fill(keys, keys + key_units * AMX_ROWS, 0);
+        for (int64_t row = 0; row < rows; ++row)
+            for (int64_t unit = 0; unit < key_units; ++unit) keys[unit * AMX_ROWS + row] = queries[row * LDA + unit];
+    }
+
+    // The tiles of a round's values. The last is copied, with zeros behind the last key, to the place of packed values:
+    // what lies there in the cache is anything, and a weight of 0 does not help where it is not a number.
+    void find_values(const Round& round) {
+        for (int64_t key = 0; key < round.count; key += AMX_ROWS) tiles[key / AMX_ROWS] = round.values[key];
+        const int64_t left = round.count % AMX_ROWS, size = left * call.value_dim;
+        if (left == 0) return;
+        auto* whole = reinterpret_cast<Element*>(values);
+        std::memcpy(whole, round.values[round.count - left], size * sizeof(Element));
+        std::fill(whole + size, whole + AMX_ROWS * call.value_dim, Element{});
+        tiles[round.count / AMX_ROWS] = whole;
+    }
+
+    // keys times queries: [key][row]
+    void score_tiles(const Round& round, const Round& next) {
+        memory_barrier();
+        for (int64_t key = 0; key < round.count; key += AMX_ROWS) {
+            for (int i = 0; i < AMX_ROWS; ++i) fetch(next.keys[key + i], call.key_dim);
+            _tile_zero(0);
+            for (int64_t unit = 0; unit < key_units; unit += AMX_UNITS) {
+                _tile_loadd(4, round.keys[key] + unit * T::PER_UNIT, call.key_dim * sizeof(Element));
+                _tile_loadd(6, keys + unit * AMX_ROWS, AMX_ROWS * 4);
+                _tile_dpbf16ps(0, 4, 6);
+            }
+            _tile_stored(0, turned + key * AMX_ROWS, AMX_ROWS * 4);
+        }
+        memory_barrier();
+    }
+
+    // Adds the weighted values of a round to the sums of `height` rows from `top` on. A unit of a row of values is two
+    // elements of one key, not of two: so each row of weights is there twice, as (w, 0), which takes the first element of
+    // every unit, and as (0, w), which takes the second.
+    void add_value_tiles(int64_t top, int64_t height, const Round& round, const Round& next) {
+        const int64_t A = LDA * 4, B = call.value_dim * sizeof(Element);
+        for (int64_t column = 0; column < call.value_dim; column += NR) {
+            memory_barrier();
+            _tile_zero(0);
+            _tile_zero(1);
+            for (int64_t key = 0; key < round.count; key += 2 * AMX_ROWS) {  // two sums, as one has to wait for the last
+                if (column == 0)  // whole rows at once: memory is faster in the order in which it lies
+                    for (int i = 0; i < 2 * AMX_ROWS; ++i) fetch(next.values[key + i], call.value_dim);
+                _tile_loadd(4, weights + key, A);
+                _tile_loadd(6, tiles[key / AMX_ROWS] + column, B);
+                _tile_dpbf16ps(0, 4, 6);
+                if (key + AMX_ROWS >= round.count) break;
+                _tile_loadd(5, weights + key + AMX_ROWS, A);
+                _tile_loadd(7, tiles[key / AMX_ROWS + 1] + column, B);
+                _tile_dpbf16ps(1, 5, 7);
+            }
+            _tile_stored(0, found, AMX_ROWS * 4);
+            _tile_stored(1, found + AMX_ROWS * VL, AMX_ROWS * 4);
+            memory_barrier();
+            const auto sum_at = [this](int64_t row) { return load<vec>(found + row * VL) + load<vec>(found + (AMX_ROWS + row) * VL); };
+            for (int64_t r = 0; r < height; ++r) {
+                float* sum = sums + (top + r) * value_width + column;
+                const vec first = sum_at(r), second = sum_at(TILE_ROWS + r);
+                ivec low{}, high{};
+                for (int i = 0; i < VL; ++i) low[i] = i / 2 + i % 2 * VL, high[i] = low[i] + VL / 2;
+                store(sum, load<vec>(sum) + __builtin_shuffle(first, second, low));
+                store(sum + VL, load<vec>(sum + VL) + __builtin_shuffle(first, second, high));
+            }
+        }
+    }
+
+    void attend_tiles(int64_t rows, const Round& round, const Round& next) {
+        score_tiles(round, next);
+        find_values(round);
+        const int64_t width = ceil_div(round.count, AMX_ROWS) * AMX_ROWS;
+        ivec line;
+        for (int i = 0; i < VL; ++i) line[i] = i * AMX_ROWS;
+        for (int64_t top = 0; top < rows; top += TILE_ROWS) {
+            const int64_t height = std::min<int64_t>(TILE_ROWS, rows - top);
+            for (int64_t r = 0; r < height; ++r) {
+                alignas(64) Element packed[KEYS];
+                for (int64_t key = 0; key < width; key += VL)
+                    store(scores + key, (vec)_mm512_i32gather_ps((__m512i)line, turned + key * AMX_ROWS + top + r, 4));
+                soften(top + r, round.first, width, scores, packed);
+                for (int64_t key = 0; key < width; key += VL) {
+                    const ivec first = __builtin_convertvector(load<hvec>(packed + key), ivec);
+                    store(weights + r * LDA + key, first);
+                    store(weights + (TILE_ROWS + r) * LDA + key, first << 16);
+                }
+            }
+            add_value_tiles(top, height, round, next);
+        }
+    }
+#endif
 
     void attend_few(int64_t rows, const Round& round, const Round& next) {
         for (; rows >= 4; rows -= 4) attend_directly<4>(rows - 4, round, next);
@@ -317,19 +448,34 @@ template <class T> struct Attention {
             write_part<T>(out + j, load<vec>(sums + row * value_width + j) * factor, call.value_dim - j);
     }
 
-    void run(const Share& one) {
-        share = &one;
-        const Tiles tiles{one.num_tokens * group, amx};
+    void attend_round(const Tiles& tiles, const Round& round, const Round& next) {
+#if HAS_AMX
+        if (takes_tiles(tiles.rows)) return attend_tiles(tiles.rows, round, next);
+#endif
         // whole vectors only: others need the padding of the packed form
-        const bool few = tiles.rows <= FEW_ROWS && call.key_dim % (VL * T::PER_UNIT) == 0 && call.value_dim % NR == 0;
-        set_up(tiles.rows);
-        find(share, one.first_key, rounds[0]);
-        for (int64_t first = one.first_key; first < one.end_key; first += KEYS) {
-            find_next(rounds[0], rounds[1]);
-            few ? attend_few(tiles.rows, rounds[0], rounds[1]) : attend_many(tiles, rounds[0], rounds[1]);
-            std::swap(rounds[0], rounds[1]);
-        }
-        for (int64_t row = 0; row < tiles.rows; ++row) write_row(row);
+        const bool whole = call.key_dim % (VL * T::PER_UNIT) == 0 && call.value_dim % NR == 0;
+        tiles.rows <= FEW_ROWS && whole ? attend_few(tiles.rows, round, next) : attend_many(tiles, round, next);
+    }
+
+    void run(const Group& group) {
+        const Tiles tiles{group.begin->num_tokens * heads_each, amx};
+        const auto each_share = [&](auto work) {
+            for (const Share* one = group.begin; one < group.end; ++one) {
+                enter(group, one, tiles.rows);
+                work();
+            }
+        };
+        each_share([&] { set_up(tiles.rows); });
+        find(group.begin, group.begin->first_key, rounds[0]);
+        for (int64_t first = group.begin->first_key; first < group.begin->end_key; first += KEYS)
+            each_share([&] {
+                find_next(group, rounds[0], rounds[1]);
+                attend_round(tiles, rounds[0], rounds[1]);
+                std::swap(rounds[0], rounds[1]);
+            });
+        each_share([&] {
+            for (int64_t row = 0; row < tiles.rows; ++row) write_row(row);
+        });
     }
 };
 
@@ -341,22 +487,36 @@ inline std::vector<Share> shares_of(const AttentionCall& call) {
             const int64_t length = call.query_starts[b + 1] - call.query_starts[b], context = call.context_lens[b];
             for (int64_t first = 0; first < length; first += most) {
                 const int64_t count = std::min(most, length - first), position = context - length + first;
-                const int64_t low = call.window ? std::max<int64_t>(0, position - call.window + 1) : 0;
+                // from where a tile of the cache begins
+                const int64_t low = call.window ? std::max<int64_t>(0, position - call.window + 1) / AMX_ROWS * AMX_ROWS : 0;
                 shares.push_back({b, head, first, count, position, low, call.causal ? position + count : context});
             }
         }
     return shares;
 }
 
+// A sequence's shares go together where each KV head has one, of few rows; unless that left threads without work.
+inline std::vector<Group> groups_of(const AttentionCall& call, const std::vector<Share>& shares) {
+    std::vector<Group> groups;
+    const Share* const last = shares.data() + shares.size();
+    for (const Share* one = shares.data(); one < last; one = groups.back().end) {
+        const int64_t length = call.query_starts[one->sequence + 1] - call.query_starts[one->sequence];
+        const bool few = length == one->num_tokens && length * call.heads <= FEW_ROWS * call.kv_heads;
+        groups.push_back({one, one + (few && call.num_sequences >= 2 * threads ? call.kv_heads : 1)});
+    }
+    return groups;
+}
+
 template <class T> void paged_attention(const AttentionCall& call) {
     const std::vector<Share> shares = shares_of(call);
-#pragma omp parallel num_threads(threads) if (shares.size() > 1)
+    const std::vector<Group> groups = groups_of(call, shares);
+#pragma omp parallel num_threads(threads) if (groups.size() > 1)
     {
-        Attention<T> attention{call, shares};
+        Attention<T> attention{call, shares.data() + shares.size()};
         const TileRegisters registers(attention.amx);
-        // guided: a thread's shares follow each other, as fetching ahead supposes
+        // guided: a thread's groups follow each other, as fetching ahead supposes
 #pragma omp for schedule(guided)
-        for (size_t i = 0; i < shares.size(); ++i) attention.run(shares[i]);
+        for (size_t i = 0; i < groups.size(); ++i) attention.run(groups[i]);
     }
 }
 
