@@ -24,7 +24,7 @@ from kvferry.connectors.api import (
     TransferReport,
 )
 from kvferry.core.clock import ManualClock
-from kvferry.core.errors import InvalidRequest, LeaseEnded, QueueFull
+from kvferry.core.errors import InvalidRequest, LeaseEnded, PeerLost, QueueFull
 from kvferry.core.hand_off import Consume, PrefillResult, Produce, Ticket
 from kvferry.core.layout import KVLayout, LayerLayout
 from kvferry.core.request import EngineOutput, Request
@@ -374,6 +374,29 @@ def test_a_concurrent_hand_off_brings_the_token_with_the_transfer() -> None:
     bench.run()
     assert bench.tokens("a") == expected_answer(list(range(10)), 4)
     assert all(step.num_tokens <= 1 for step in bench.steps)
+
+
+@pytest.mark.parametrize("ended", [TransferReport(loaded={"a"}), TransferReport(failed={"a": PeerLost("gone")})])
+def test_a_concurrent_hand_off_may_bring_the_token_before_the_kv(ended: TransferReport) -> None:
+    bench = Bench(connector=ScriptedConnector(match=Hit(10)))
+    bench.add("a", list(range(10)), hand_off=consume(None))
+    bench.step()
+    bench.step(TransferReport(prefill_results={"a": RESULT}))
+    assert bench.tokens("a") == [RESULT.first_token]
+    bench.step(ended)
+    bench.run()
+    assert bench.tokens("a") == expected_answer(list(range(10)), 4)
+    bench.scheduler.check()
+
+
+def test_an_answer_of_one_token_ends_before_the_kv_has_come() -> None:
+    bench = Bench(connector=ScriptedConnector(match=Hit(10)))
+    bench.add("a", list(range(10)), hand_off=consume(None), max_tokens=1)
+    bench.step()
+    bench.step(TransferReport(prefill_results={"a": RESULT}))
+    assert bench.tokens("a") == [RESULT.first_token]
+    bench.step(TransferReport(loaded={"a"}))
+    bench.scheduler.check()
 
 
 def test_kv_without_the_token_recomputes_only_the_last_one() -> None:

@@ -29,6 +29,12 @@ class ReportBox:
                 self._report.prefill_results[request_id] = result
         self.wake()
 
+    def promised(self, request_id: str, result: PrefillResult) -> None:
+        """The KV is still on its way, `result` is here."""
+        with self._lock:
+            self._report.prefill_results[request_id] = result
+        self.wake()
+
     def failed(self, request_id: str, error: KvferryError) -> None:
         """The KV will not come, and nothing is written any more."""
         with self._lock:

@@ -1,9 +1,12 @@
 """The P2P connector between engines without a model, in one process and in two."""
 
+import asyncio
 import json
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 import pytest
@@ -11,6 +14,7 @@ from fake_engine import FakeEngine, FakeRequest, ProducerEngine
 from kv_support import make_layout
 
 from kvferry.connectors.api import ConnectorContext, Hit, Miss, Pending
+from kvferry.connectors.p2p import worker
 from kvferry.connectors.p2p.scheduler import P2pSchedulerSide
 from kvferry.connectors.p2p.worker import P2pWorkerSide
 from kvferry.core.errors import (
@@ -23,6 +27,7 @@ from kvferry.core.errors import (
 )
 from kvferry.core.hand_off import Consume, Produce, Ticket, parse_hand_off
 from kvferry.core.transfer_config import KVTransferConfig
+from kvferry.transport.fabric.shm import ShmPeer
 from kvferry.transport.memory import BlockMemory
 
 MakeEngine = Callable[..., FakeEngine]
@@ -94,7 +99,8 @@ def test_prefill_and_decode_at_the_same_time(pair: tuple[FakeEngine, FakeEngine]
     assert (decode.error, decode.num_computed_here) == (None, 0)
 
 
-def test_layers_arrive_before_the_prefill_is_done(make_engine: MakeEngine) -> None:
+def test_layers_arrive_before_the_prefill_is_done(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker, "GATHER_BYTES", 0)  # these layers are small
     producer, consumer = make_pair(make_engine)
     decode = consumer.add(consumed(PROMPT, early_ticket(producer)))
     consumer.step()
@@ -115,6 +121,47 @@ def test_layers_arrive_before_the_prefill_is_done(make_engine: MakeEngine) -> No
     producer.step()
     consumer.run_until(lambda: decode.state == "done")
     consumer.require_right(decode)
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_the_first_token_comes_before_the_kv(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, lost: bool
+) -> None:
+    go_on, read = threading.Event(), ShmPeer.read
+
+    async def read_late(peer: ShmPeer, remote: Any, local: Any, deadline: float) -> None:
+        while not go_on.is_set():
+            await asyncio.sleep(0.001)
+        if lost:
+            raise PeerLost("gone")
+        await read(peer, remote, local, deadline)
+
+    monkeypatch.setattr(ShmPeer, "read", read_late)
+    producer, consumer = make_pair(make_engine)
+    decode = consumer.add(consumed(PROMPT, early_ticket(producer)))
+    consumer.step()
+    prefill = producer.run(produced(PROMPT))
+    producer.step()
+    consumer.run_until(lambda: decode.prefill_result is not None)
+    assert decode.prefill_result == prefill.prefill_result
+    assert decode.state == "loading"
+    go_on.set()
+    consumer.run_until(lambda: decode.state == "done")
+    consumer.require_right(decode)
+    assert decode.num_computed_here == (len(PROMPT) if lost else 0)
+    if lost:
+        producer.scheduler.release("t")
+
+
+def test_the_token_of_another_prompt_is_not_given_out(make_engine: MakeEngine) -> None:
+    producer, consumer = make_pair(make_engine)
+    decode = consumer.add(consumed([*PROMPT[:-1], 999], early_ticket(producer)))
+    consumer.step()
+    prefill = producer.run(produced(PROMPT))
+    producer.step()
+    consumer.run_until(lambda: decode.state == "done")
+    assert isinstance(decode.error, ProtocolError)
+    assert decode.prefill_result != prefill.prefill_result
 
 
 def test_many_hand_offs_in_any_order(make_engine: MakeEngine) -> None:

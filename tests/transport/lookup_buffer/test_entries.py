@@ -281,6 +281,21 @@ def test_check_names_what_is_left() -> None:
     table.drop("k")
 
 
+def test_small_parts_are_heard_of_together() -> None:
+    table = make_table(gather_bytes=2 * LAYOUT.block_bytes)
+    heard: list[str] = []
+    table.open("k")
+    table.listen(lambda: heard.append("change"))
+    block = [Part(0, ALL_LAYERS, index, [index]) for index in range(4)]
+    for part, times in zip(block, (0, 1, 1, 2), strict=True):
+        table.insert("k", part)
+        assert len(heard) == times
+    table.insert("k", Part(0, ALL_LAYERS, 4, [9]))
+    assert len(heard) == 2
+    table.seal("k", b"meta")
+    assert len(heard) == 3
+
+
 def test_listeners_hear_of_changes_and_ends() -> None:
     table = make_table()
     heard: list[str] = []

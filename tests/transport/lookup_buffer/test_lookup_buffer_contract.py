@@ -121,6 +121,14 @@ async def test_what_is_inserted_arrives(ends: Ends) -> None:
     await ends.until_ended("k", ends.taken)
 
 
+async def test_the_meta_is_known_with_the_seal(ends: Ends) -> None:
+    known: list[bytes] = []
+    ends.produce("k", [4])
+    await ends.consumer.drop_select("k", ends.source, [7], on_sealed=known.append, deadline=soon())
+    assert known == [b"meta"]
+    await ends.until_ended("k", ends.taken)
+
+
 async def test_by_key_not_by_order(ends: Ends) -> None:
     for key, block in [("a", 1), ("b", 2), ("c", 3)]:
         ends.produce(key, [block])

@@ -10,11 +10,12 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 
 import msgspec
 
-from kvferry.connectors.p2p.plan import Load, Wait, decode_meta
+from kvferry.connectors.p2p.plan import HandOffMeta, Load, Wait, decode_meta
 from kvferry.connectors.reports import ReportBox
 from kvferry.core.errors import KvferryError, LeaseEnded, PeerLost, ProtocolError
 from kvferry.core.hand_off import Ticket, common_prefix
@@ -177,9 +178,17 @@ class Arrivals:
             _source(load.ticket, rank),
             load.block_ids,
             skip_blocks=load.skip_blocks,
+            on_sealed=partial(self._sealed, load),
             deadline=deadline,
             **longer,
         )
+
+    def _sealed(self, load: Load, encoded: bytes) -> None:
+        """P is done. Its token may be given out before the KV is here: whatever becomes of that, the token is right."""
+        with suppress(msgspec.DecodeError):  # which is an error once all has come
+            meta = decode_meta(encoded)
+            if meta.prefill_result is not None and _is_whole(load, meta):
+                self.box.promised(load.request_id, meta.prefill_result)
 
     def _judge(self, load: Load, taken: Sequence[Taken]) -> Report:
         """All is here: is it what was promised? Raises `ProtocolError` when not."""
@@ -199,9 +208,9 @@ class Arrivals:
             raise ProtocolError("the hand-off is of other tokens: the prompt must be the same on both instances")
         if any(one.num_tokens is not None and one.num_tokens < wanted for one in taken):
             raise ProtocolError(f"the hand-off was sealed with blocks of its {meta.num_tokens} tokens missing")
-        whole = not load.longer and meta.num_tokens == len(load.tokens)
         shorter = wanted if wanted < load.num_tokens else None
-        return partial(self.box.loaded, load.request_id, meta.prefill_result if whole else None, shorter)
+        result = meta.prefill_result if _is_whole(load, meta) else None
+        return partial(self.box.loaded, load.request_id, result, shorter)
 
     # Insight.
 
@@ -213,6 +222,15 @@ class Arrivals:
     def is_empty(self) -> bool:
         """Whether no load is under way, no ticket waits for one, and no report waits."""
         return not (self._tasks or self._waits or self.box)
+
+
+def _is_whole(load: Load, meta: HandOffMeta) -> bool:
+    """Whether the hand-off is of this very prompt, and not of a part of it or of more."""
+    return (
+        not load.longer
+        and meta.num_tokens == len(load.tokens)
+        and common_prefix(meta.prefixes, load.tokens) == len(load.tokens)
+    )
 
 
 def _source(ticket: Ticket, rank: int) -> Source:

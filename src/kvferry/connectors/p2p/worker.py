@@ -28,6 +28,8 @@ LEASE_S = 30.0
 TIMEOUT_S = 30.0
 UNSEALED_S = 300.0
 START_S = 10.0
+GATHER_BYTES = 2 * 2**20
+"""KV of a layer, or of several, that a consumer is told of: under a millisecond of a transfer."""
 
 
 class P2pWorkerSide(WorkerSide):
@@ -67,7 +69,9 @@ class P2pWorkerSide(WorkerSide):
     def _build(self, memory: BlockMemory) -> None:
         config, layout = self._config, self.context.layout
         # The scheduler side keeps prefills waiting at `kv_buffer_size`; here twice that only guards against mistakes.
-        bounds = EntryBounds(self._lease_s, self._unsealed_s, capacity_bytes=2 * config.kv_buffer_size)
+        bounds = EntryBounds(
+            self._lease_s, self._unsealed_s, capacity_bytes=2 * config.kv_buffer_size, gather_bytes=GATHER_BYTES
+        )
         identity = Identity(config.engine_id, layout)
         self._buffer = build_lookup_buffer(
             LookupBufferContext(config, memory, identity, self.context.auth_token, bounds)

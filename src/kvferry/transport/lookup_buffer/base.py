@@ -12,7 +12,7 @@ until that moment. Only an acknowledged take counts; whatever was read without o
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -45,6 +45,14 @@ class Source:
     engine_id: str = ""
     tp_rank: int | None = None
     tp_size: int | None = None
+
+
+OnSealed = Callable[[bytes], None]
+"""Told what a key was sealed with; on the `TransferLoop`."""
+
+
+def ignore(meta: bytes) -> None:
+    """Nobody wants to know early."""
 
 
 @dataclass(frozen=True)
@@ -124,14 +132,16 @@ class LookupBuffer(ABC):
         *,
         skip_blocks: int = 0,
         prefix: bool = False,
+        on_sealed: OnSealed = ignore,
         deadline: float,
     ) -> Taken:
         """Wait for the key, read our rank's share of all its parts into our blocks `into`, and take it.
 
         `into` are our blocks, in the request's order; the first `skip_blocks` of them have their KV already and
         are left alone. The producer may have sealed fewer blocks than `into` holds: see `Taken.num_tokens`. It may
-        have more only where a `prefix` of them is wanted. The key
-        ends on the producer when each of the ranks that read it has taken it.
+        have more only where a `prefix` of them is wanted. `on_sealed` is told the seal's `meta` as soon as it is
+        known, before all parts have come. The key ends on the producer when each of the ranks that read it has
+        taken it.
 
         `deadline` is monotonic, s. When this returns or raises, also by cancellation, none of the blocks is written
         to any more. Without a take the key stays with the producer for the rest of its lease, for another consumer

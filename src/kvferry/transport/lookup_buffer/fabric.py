@@ -16,7 +16,7 @@ from kvferry.transport.checksum import digest
 from kvferry.transport.connection import limited_to
 from kvferry.transport.fabric.base import Fabric, FabricContext
 from kvferry.transport.lookup_buffer.arrival_map import ArrivalMap
-from kvferry.transport.lookup_buffer.base import Source, Taken
+from kvferry.transport.lookup_buffer.base import OnSealed, Source, Taken, ignore
 from kvferry.transport.lookup_buffer.entries import EntryBounds
 from kvferry.transport.lookup_buffer.messages import PURPOSE, Offer, ReleaseKey, Take, Verify
 from kvferry.transport.lookup_buffer.offering import OfferingBuffer
@@ -69,6 +69,7 @@ class FabricLookupBuffer(OfferingBuffer):
         *,
         skip_blocks: int = 0,
         prefix: bool = False,
+        on_sealed: OnSealed = ignore,
         deadline: float,
     ) -> Taken:
         """Connect, wait, read and take."""
@@ -76,7 +77,7 @@ class FabricLookupBuffer(OfferingBuffer):
             async with limited_to(deadline, f"hand-off {key!r}"), self._pool.using(source) as peer:
                 link = await peer.link()
                 arrivals = ArrivalMap(key, link.geometry, self.memory.geometry, into, skip_blocks, prefix=prefix)
-                taken = await self._select(peer, link, Selection(key, arrivals), deadline)
+                taken = await self._select(peer, link, Selection(key, arrivals, on_sealed), deadline)
         self._takings.add(taken)
         return taken
 

@@ -12,7 +12,7 @@ from kvferry.core.layout import KVLayout
 from kvferry.transport.connection import limited_to
 from kvferry.transport.fabric.base import common_pieces
 from kvferry.transport.lookup_buffer.arrival_map import ArrivalMap
-from kvferry.transport.lookup_buffer.base import Source, Taken
+from kvferry.transport.lookup_buffer.base import OnSealed, Source, Taken, ignore
 from kvferry.transport.lookup_buffer.entries import Cursor, EntryBounds, EntryTable
 from kvferry.transport.lookup_buffer.offering import OfferingBuffer
 from kvferry.transport.lookup_buffer.selection import Selection
@@ -46,12 +46,13 @@ class MemoryLookupBuffer(OfferingBuffer):
         *,
         skip_blocks: int = 0,
         prefix: bool = False,
+        on_sealed: OnSealed = ignore,
         deadline: float,
     ) -> Taken:
         """Wait, copy and take."""
         producer = self._find(source)
         arrivals = ArrivalMap(key, producer.memory.geometry, self.memory.geometry, into, skip_blocks, prefix=prefix)
-        selection = Selection(key, arrivals)
+        selection = Selection(key, arrivals, on_sealed)
         listener = _Listener(selection, producer.table)
 
         async def read(remote: Sequence[Span], local: Sequence[Span]) -> bool:

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from kvferry.core.errors import ChecksumMismatch, KvferryError, LeaseEnded, ProtocolError
 from kvferry.transport.lookup_buffer.arrival_map import ArrivalMap
-from kvferry.transport.lookup_buffer.base import Part, Taken, describe_ended
+from kvferry.transport.lookup_buffer.base import OnSealed, Part, Taken, describe_ended, ignore
 from kvferry.transport.lookup_buffer.entries import Announced, Change, Over, Sealed
 from kvferry.transport.memory import Span
 
@@ -29,8 +29,9 @@ Taker = Callable[[int], Awaitable[None]]
 class Selection:
     """See the module. `arrivals` is this hand-off's own."""
 
-    def __init__(self, key: str, arrivals: ArrivalMap) -> None:
+    def __init__(self, key: str, arrivals: ArrivalMap, on_sealed: OnSealed = ignore) -> None:
         self.key = key
+        self._on_sealed = on_sealed
         self.num_bytes = 0
         self.share = arrivals.share
         self._map = arrivals
@@ -61,6 +62,7 @@ class Selection:
                 self._announced(change)
             case Sealed() if change.generation == self._generation:
                 self._meta = change.meta
+                self._on_sealed(change.meta)
             case Over() if not self._held:
                 self.fail(LeaseEnded(describe_ended(self.key, change.reason)))
 

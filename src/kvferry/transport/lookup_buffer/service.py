@@ -71,7 +71,7 @@ class _Session:
 
     def wake(self) -> None:
         """There may be something to tell. From any thread; many calls before the loop gets to it are one."""
-        if not self._woken:
+        if self._selected and not self._woken:  # a select that comes meanwhile looks for itself
             self._woken = True
             self._loop.call_soon_threadsafe(self._on_wake)
 

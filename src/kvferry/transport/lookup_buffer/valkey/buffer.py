@@ -16,7 +16,7 @@ from typing import Any
 from kvferry.core.clock import Clock
 from kvferry.core.errors import ConfigError, KvferryError
 from kvferry.transport.connection import limited_to
-from kvferry.transport.lookup_buffer.base import Source, Taken
+from kvferry.transport.lookup_buffer.base import OnSealed, Source, Taken, ignore
 from kvferry.transport.lookup_buffer.entries import EntryBounds
 from kvferry.transport.lookup_buffer.offering import OfferingBuffer
 from kvferry.transport.lookup_buffer.takings import Takings
@@ -84,10 +84,11 @@ class ValkeyLookupBuffer(OfferingBuffer):
         *,
         skip_blocks: int = 0,
         prefix: bool = False,
+        on_sealed: OnSealed = ignore,
         deadline: float,
     ) -> Taken:
         """Wait, read and take."""
-        want = Want(key, self._place(key), into, skip_blocks, prefix)
+        want = Want(key, self._place(key), into, skip_blocks, prefix, on_sealed)
         with self._takings.waiting():
             async with limited_to(deadline, f"hand-off {key!r}"):
                 taken = await Fetch(self._server, self._token, self.memory, want).run()

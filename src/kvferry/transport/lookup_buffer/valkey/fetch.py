@@ -19,7 +19,7 @@ from kvferry.core.errors import ConfigError, KvferryError, LeaseEnded, ProtocolE
 from kvferry.transport.fabric.base import common_pieces
 from kvferry.transport.lookup_buffer import entries
 from kvferry.transport.lookup_buffer.arrival_map import ArrivalMap
-from kvferry.transport.lookup_buffer.base import Part, Taken, describe_ended
+from kvferry.transport.lookup_buffer.base import OnSealed, Part, Taken, describe_ended, ignore
 from kvferry.transport.lookup_buffer.selection import Selection
 from kvferry.transport.lookup_buffer.valkey.records import (
     Begun,
@@ -50,6 +50,7 @@ class Want:
     into: Sequence[int]
     skip_blocks: int
     prefix: bool = False
+    on_sealed: OnSealed = ignore
 
 
 class Fetch:
@@ -106,9 +107,8 @@ class Fetch:
         self._remote = BlockGeometry.dense(theirs, MAX_BLOCKS)
         want = self._want
         ours = self._memory.geometry
-        return Selection(
-            want.key, ArrivalMap(want.key, self._remote, ours, want.into, want.skip_blocks, prefix=want.prefix)
-        )
+        arrivals = ArrivalMap(want.key, self._remote, ours, want.into, want.skip_blocks, prefix=want.prefix)
+        return Selection(want.key, arrivals, want.on_sealed)
 
     async def _listen(self, selection: Selection) -> None:
         try:
