@@ -40,7 +40,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--media", nargs="+", default=["shm", "tcp"], help="transports: shm tcp nixl mooncake gloo")
     parser.add_argument("--prompts", type=int, nargs="+", default=[512, 2048, 8000], help="tokens of a prompt")
-    parser.add_argument("--repeat", type=int, default=7, help="prompts of each length; the longest take fewer")
+    parser.add_argument("--repeat", type=int, default=7, help="prompts of 2,048 tokens; more of shorter ones")
     parser.add_argument("--chunk", type=int, default=2048, help="--max-num-batched-tokens of all instances")
     parser.add_argument("--dtype", default="bfloat16")
     return parser.parse_args()
@@ -61,7 +61,7 @@ async def alternate(plain: str, pair: str, lengths: list[int], repeat: int, seed
     timeout = aiohttp.ClientTimeout(total=600)
     async with aiohttp.ClientSession(timeout=timeout) as session:
         for length in lengths:
-            runs = repeat if length < 4000 else max(3, repeat // 2)
+            runs = min(4 * repeat, max(3, repeat * 2048 // length))
             for run in range(runs + 1):
                 answers = {}
                 for name, url in (("plain", plain), ("pair", pair)) if run % 2 else (("pair", pair), ("plain", plain)):

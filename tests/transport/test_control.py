@@ -1,4 +1,5 @@
 import asyncio
+import errno
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -14,7 +15,7 @@ from kvferry.core.errors import (
     ProtocolError,
     TransferTimeout,
 )
-from kvferry.transport.connection import Connection
+from kvferry.transport.connection import Connection, translated_errors
 from kvferry.transport.control import Listener, dial
 from kvferry.transport.wire import PROTOCOL_VERSION, Challenge, Hello, Identity, Proof, Refused, Welcome, encode_frame
 
@@ -203,3 +204,10 @@ async def refusals(connection: Connection) -> None:
 async def raw(listener: Listener) -> Connection:
     sock = socket.create_connection((listener.host, listener.port))
     return Connection(sock)
+
+
+def test_a_socket_that_times_out_has_lost_its_peer() -> None:
+    with pytest.raises(PeerLost), translated_errors():
+        raise OSError(errno.ETIMEDOUT, "Connection timed out")  # a `TimeoutError`, as that of a deadline
+    with pytest.raises(TimeoutError), translated_errors():
+        raise TimeoutError

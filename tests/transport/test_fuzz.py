@@ -149,13 +149,19 @@ def test_any_transfer_config_is_one_or_a_config_error(text: str | bytes) -> None
         parse_transfer_config(text if isinstance(text, str) else text.decode())
 
 
+def test_a_meta_of_no_text_is_a_decode_error() -> None:
+    body = encode_meta(HandOffMeta(7, [(7, "digest")], None)).replace(b"digest", b"\xff\xfe\xfd\xfc\xfb\xfa")
+    with pytest.raises(msgspec.DecodeError):
+        decode_meta(body)
+
+
 @PATIENT
 @given(st.data())
 def test_a_damaged_meta_is_one_or_a_decode_error(data: st.DataObject) -> None:
     body = bytearray(encode_meta(HandOffMeta(7, [(7, "d")], PrefillResult(first_token=3, seed=4))))
     for _ in range(data.draw(st.integers(1, 3))):
         body[data.draw(st.integers(0, len(body) - 1))] = data.draw(st.integers(0, 255))
-    with suppress(msgspec.DecodeError, UnicodeDecodeError):
+    with suppress(msgspec.DecodeError):
         decode_meta(bytes(body))
 
 

@@ -179,7 +179,7 @@ class Exchange:
         self._held.pop(transfer_id, None)
 
     def delivered(self) -> None:
-        """The client has all of D's answer, so D has all that P kept for it."""
+        """The client has all of D's answer, so D has all that P kept for it, or has given it up itself."""
         if self.fetching is not None:
             self.settle_ticket(self.fetching)
 

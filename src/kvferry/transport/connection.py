@@ -142,13 +142,13 @@ class Connection:
 
 
 class translated_errors:  # noqa: N801 - reads as a statement
-    """Turn a socket's errors into `PeerLost`."""
+    """Turn a socket's errors into `PeerLost`; also ETIMEDOUT, which is a `TimeoutError` as that of a deadline is."""
 
     def __enter__(self) -> None:
         return None
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if isinstance(error, OSError) and not isinstance(error, TimeoutError):
+        if isinstance(error, OSError) and not (isinstance(error, TimeoutError) and error.errno is None):
             raise PeerLost(f"the connection broke: {error.strerror or error}") from error
 
 

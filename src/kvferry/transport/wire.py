@@ -16,7 +16,7 @@ import msgspec
 from kvferry.core.errors import ProtocolError
 from kvferry.core.layout import KVLayout
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 HEADER_BYTES = 4
 SEAL_BYTES = 16
 MAX_FRAME_BYTES = 16 * 2**20

@@ -15,13 +15,13 @@ from functools import partial
 
 import msgspec
 
-from kvferry.connectors.p2p.plan import HandOffMeta, Load, Wait, decode_meta
+from kvferry.connectors.p2p.plan import Load, Wait, decode_meta
 from kvferry.connectors.reports import ReportBox
 from kvferry.core.errors import KvferryError, LeaseEnded, PeerLost, ProtocolError
 from kvferry.core.hand_off import Ticket, common_prefix
 from kvferry.core.layout import KVLayout
 from kvferry.core.sharding import orphans, sources
-from kvferry.transport.lookup_buffer.base import LookupBuffer, Source, Taken
+from kvferry.transport.lookup_buffer.base import LookupBuffer, Source, Taken, ignore
 from kvferry.transport.tasks import first_error
 
 log = logging.getLogger(__name__)
@@ -178,16 +178,20 @@ class Arrivals:
             _source(load.ticket, rank),
             load.block_ids,
             skip_blocks=load.skip_blocks,
-            on_sealed=partial(self._sealed, load),
+            on_sealed=ignore if self._keep else partial(self._sealed, load),
             deadline=deadline,
             **longer,
         )
 
     def _sealed(self, load: Load, encoded: bytes) -> None:
-        """P is done. Its token may be given out before the KV is here: whatever becomes of that, the token is right."""
+        """P is done. Its token may be given out before the KV is here: whatever becomes of that, the token is right.
+
+        Not where the request is to fail without the KV: it may still go to another instance while nothing is given out.
+        """
         with suppress(msgspec.DecodeError):  # which is an error once all has come
             meta = decode_meta(encoded)
-            if meta.prefill_result is not None and _is_whole(load, meta):
+            is_whole = not load.longer and common_prefix(meta.prefixes, load.tokens) == len(load.tokens)
+            if meta.prefill_result is not None and meta.num_tokens == len(load.tokens) and is_whole:
                 self.box.promised(load.request_id, meta.prefill_result)
 
     def _judge(self, load: Load, taken: Sequence[Taken]) -> Report:
@@ -204,12 +208,14 @@ class Arrivals:
                 f"the hand-off is of {meta.num_tokens} prompt tokens, this request has {len(load.tokens)}"
             )
         wanted = min(meta.num_tokens, load.num_tokens)
-        if common_prefix(meta.prefixes, load.tokens) < wanted:
+        covered = common_prefix(meta.prefixes, load.tokens)
+        if covered < wanted:
             raise ProtocolError("the hand-off is of other tokens: the prompt must be the same on both instances")
         if any(one.num_tokens is not None and one.num_tokens < wanted for one in taken):
             raise ProtocolError(f"the hand-off was sealed with blocks of its {meta.num_tokens} tokens missing")
         shorter = wanted if wanted < load.num_tokens else None
-        result = meta.prefill_result if _is_whole(load, meta) else None
+        is_whole = not load.longer and meta.num_tokens == covered == len(load.tokens)
+        result = meta.prefill_result if is_whole else None
         return partial(self.box.loaded, load.request_id, result, shorter)
 
     # Insight.
@@ -222,15 +228,6 @@ class Arrivals:
     def is_empty(self) -> bool:
         """Whether no load is under way, no ticket waits for one, and no report waits."""
         return not (self._tasks or self._waits or self.box)
-
-
-def _is_whole(load: Load, meta: HandOffMeta) -> bool:
-    """Whether the hand-off is of this very prompt, and not of a part of it or of more."""
-    return (
-        not load.longer
-        and meta.num_tokens == len(load.tokens)
-        and common_prefix(meta.prefixes, load.tokens) == len(load.tokens)
-    )
 
 
 def _source(ticket: Ticket, rank: int) -> Source:

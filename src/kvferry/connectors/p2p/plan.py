@@ -128,4 +128,7 @@ def encode_meta(meta: HandOffMeta) -> bytes:
 
 def decode_meta(encoded: bytes) -> HandOffMeta:
     """The other way. Raises `msgspec.DecodeError` on what no honest producer sends."""
-    return msgspec.msgpack.decode(encoded, type=HandOffMeta)
+    try:
+        return msgspec.msgpack.decode(encoded, type=HandOffMeta)
+    except (UnicodeDecodeError, RecursionError) as error:
+        raise msgspec.DecodeError(str(error)) from error

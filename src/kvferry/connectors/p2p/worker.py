@@ -29,7 +29,7 @@ TIMEOUT_S = 30.0
 UNSEALED_S = 300.0
 START_S = 10.0
 GATHER_BYTES = 2 * 2**20
-"""KV of a layer, or of several, that a consumer is told of: under a millisecond of a transfer."""
+"""KV of a hand-off that its consumer is told of at once: a layer, or several small ones together."""
 
 
 class P2pWorkerSide(WorkerSide):

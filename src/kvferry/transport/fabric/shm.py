@@ -21,7 +21,7 @@ from kvferry.transport.memory import BlockMemory, Region, Span
 from kvferry.transport.shared_memory import SharedSegment
 
 SLICE_BYTES = 8 * 2**20
-"""Copied before other tasks get the loop again: well under a millisecond."""
+"""Copied before other tasks get the loop again: about a millisecond."""
 MAX_PIECES = 4096
 
 

@@ -104,7 +104,7 @@ class EntryTable:
         self._listeners: set[Callable[[], None]] = set()
 
     def listen(self, on_change: Callable[[], None]) -> None:
-        """Have `on_change` called after every change."""
+        """Have `on_change` called after every change, but for parts that are gathered (`EntryBounds`)."""
         self._listeners = self._listeners | {on_change}  # replaced, not changed: `_notify` may be iterating it
 
     def unlisten(self, on_change: Callable[[], None]) -> None:
