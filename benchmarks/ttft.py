@@ -1,7 +1,9 @@
 """What does a hand-off cost before the first token, and how much of the transfer is hidden behind the prefill?
 
-One plain instance and one pair (1P+1D) stand behind routers, both on the same cores: the plain instance shares its core
-with P, and only one of the two is asked at a time. Prompts alternate between them; each is new to both. Measured:
+A prefill and a decode instance, a core each, stand behind three routers: one hands off sequentially, one concurrently,
+and one asks the prefill instance for the whole answer, as if it were plain. So all three run in the very same process:
+two processes of one program differ by more than a hand-off costs. Routers and client run where there is room. The three
+take turns; each prompt is new. Measured:
 
   TTFT          asked until the first token (the pair's first token is P's)
   prefill       the part of it that is computing the prompt; the rest is the way there and back, and the queue
@@ -21,6 +23,8 @@ import random
 import statistics
 import tempfile
 from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +33,10 @@ import aiohttp
 from load import Streamed, stream_completion
 from models import SHAPE, make_bench_model
 from report import RESULTS, print_machine, save
-from served import disaggregated, replicas
+from served import kvferry
 
 Figures = dict[str, float]
+Samples = dict[str, list[float]]
 NUM_LAYERS = SHAPE["num_hidden_layers"]
 
 
@@ -54,25 +59,26 @@ async def ask(session: aiohttp.ClientSession, url: str, prompt: list[int]) -> St
     return answer
 
 
-async def alternate(plain: str, pair: str, lengths: list[int], repeat: int, seed: str) -> dict[str, Figures]:
-    """Medians by prompt length."""
+async def alternate(urls: dict[str, str], lengths: list[int], repeat: int, seed: str) -> dict[str, dict[str, Figures]]:
+    """Medians by form and prompt length; `urls` are by form, one of them "plain"."""
     dice = random.Random(seed)
-    seen: dict[int, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    forms = [name for name in urls if name != "plain"]
+    seen: dict[str, dict[int, Samples]] = {name: defaultdict(lambda: defaultdict(list)) for name in forms}
     timeout = aiohttp.ClientTimeout(total=600)
     async with aiohttp.ClientSession(timeout=timeout) as session:
         for length in lengths:
             runs = min(4 * repeat, max(3, repeat * 2048 // length))
             for run in range(runs + 1):
                 answers = {}
-                for name, url in (("plain", plain), ("pair", pair)) if run % 2 else (("pair", pair), ("plain", plain)):
+                for name in dice.sample(sorted(urls), len(urls)):
                     prompt = [dice.randrange(5, SHAPE["vocab_size"]) for _ in range(length)]
-                    answers[name] = await ask(session, url, prompt)
-                if run:
-                    note(seen[length], answers)
-    return {str(length): summary(values) for length, values in seen.items()}
+                    answers[name] = await ask(session, urls[name], prompt)
+                for name in forms if run else ():
+                    note(seen[name][length], {"plain": answers["plain"], "pair": answers[name]})
+    return {name: {str(length): summary(one) for length, one in seen[name].items()} for name in forms}
 
 
-def note(seen: dict[str, list[float]], answers: dict[str, Streamed]) -> None:
+def note(seen: Samples, answers: dict[str, Streamed]) -> None:
     """One pair of answers."""
     for name, answer in answers.items():
         seen[f"{name}_ttft"].append(answer.ttft)
@@ -83,7 +89,7 @@ def note(seen: dict[str, list[float]], answers: dict[str, Streamed]) -> None:
     seen["exposed"].append(max(0.0, stamps["transfer_done"] - stamps["prefill_done"]))
 
 
-def summary(seen: dict[str, list[float]]) -> Figures:
+def summary(seen: Samples) -> Figures:
     """Medians in milliseconds; differences are of pairs, since the machine drifts."""
 
     def added(name: str) -> float:
@@ -110,6 +116,27 @@ def show(label: str, figures: dict[str, Figures]) -> None:
         )
 
 
+@contextmanager
+def ends(model: str, medium: str, cores: list[int], options: argparse.Namespace) -> Iterator[dict[str, str]]:
+    """P, D and the three routers."""
+    transfer = {"kv_connector": "P2pConnector", "kv_connector_extra_config": {"transport": medium}}
+    flags = ["--served-model-name", "bench", "--dtype", options.dtype, "--kv-cache-memory", "1GiB", "--port", "0"]
+    flags += ["--max-num-batched-tokens", str(options.chunk), "--kv-transfer-config", json.dumps(transfer)]
+    with ExitStack() as stack:
+        prefill = stack.enter_context(kvferry("prefill", model, *flags, cores=cores[:1]))
+        decode = stack.enter_context(kvferry("decode", model, *flags, cores=cores[-1:]))
+
+        def router(*flags: str) -> str:
+            return stack.enter_context(kvferry("router", *flags, "--port", "0"))
+
+        pair = ["--prefill-url", prefill, "--decode-url", decode, "--hand-off"]
+        yield {
+            "plain": router("--decode-url", prefill),
+            "sequential": router(*pair, "sequential"),
+            "concurrent": router(*pair, "concurrent"),
+        }
+
+
 def main() -> None:
     """All media, both forms."""
     options = parse()
@@ -119,18 +146,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         longest = max(options.prompts) + 8
         model = make_bench_model(Path(folder), max_position_embeddings=max(longest, 4096))
-        common = ["--served-model-name", "bench", "--dtype", options.dtype, "--kv-cache-memory", "1GiB"]
-        common += ["--max-num-batched-tokens", str(options.chunk)]
-        with replicas(model, cores[:1], *common) as plain:
-            for medium in options.media:
-                transfer = {"kv_connector": "P2pConnector", "kv_connector_extra_config": {"transport": medium}}
-                flags = [*common, "--kv-transfer-config", json.dumps(transfer)]
-                for form in ("sequential", "concurrent"):
-                    with disaggregated(model, *flags, "--hand-off", form) as pair:
-                        label = f"{medium}, {form}"
-                        figures = asyncio.run(alternate(plain, pair, options.prompts, options.repeat, label))
-                    results[label] = figures
-                    show(label, figures)
+        for medium in options.media:
+            with ends(model, medium, cores, options) as urls:
+                found = asyncio.run(alternate(urls, options.prompts, options.repeat, medium))
+            for form, figures in found.items():
+                results[f"{medium}, {form}"] = figures
+                show(f"{medium}, {form}", figures)
     settings = {"model": SHAPE, **vars(options)}
     path = save("ttft", settings, results)
     plot(results, RESULTS / "ttft.png")

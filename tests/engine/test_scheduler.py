@@ -59,6 +59,7 @@ class ScriptedConnector(SchedulerSide):
         self.finished: list[str] = []
         self.preempted: list[str] = []
         self.arrivals: list[str] = []
+        self.num_plans = 0
 
     def arrived(self, request: RequestView) -> None:
         self.arrivals.append(request.request_id)
@@ -71,6 +72,7 @@ class ScriptedConnector(SchedulerSide):
         self.allocations[request.request_id] = list(block_ids)
 
     def plan(self, step: StepView) -> StepPlan:
+        self.num_plans += 1
         self.preempted += [request.request_id for request in step.preempted]
 
     def completed(self, report: TransferReport) -> None:
@@ -396,6 +398,21 @@ def test_an_answer_of_one_token_ends_before_the_kv_has_come() -> None:
     bench.step(TransferReport(prefill_results={"a": RESULT}))
     assert bench.tokens("a") == [RESULT.first_token]
     bench.step(TransferReport(loaded={"a"}))
+    bench.scheduler.check()
+
+
+def test_a_prefill_that_is_over_is_planned_for_at_once() -> None:
+    connector = ScriptedConnector(finish=Hold(None))
+    bench = Bench(connector=connector)
+    bench.add("a", [1, 2, 3], max_tokens=1)
+    bench.scheduler.parting()
+    assert connector.num_plans == 0
+    bench.step()
+    bench.scheduler.parting()
+    assert connector.num_plans == 2
+    bench.scheduler.parting()
+    assert connector.num_plans == 2
+    bench.step(TransferReport(released={"a"}))
     bench.scheduler.check()
 
 

@@ -101,6 +101,8 @@ class Engine:
         result = self.executor.execute(step.chunks, step.plan)
         self._num_steps += bool(step.chunks)
         self.scheduler.update(step, result.sampled, result.report)
+        if (plan := self.scheduler.parting()) is not None:
+            self.scheduler.transferred(self.executor.execute([], plan).report)
         self.idle = not step.chunks and step.plan is None and not result.report
         return self.scheduler.take_outputs()
 

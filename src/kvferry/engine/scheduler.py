@@ -127,6 +127,7 @@ class Scheduler:
         self._preempted: list[Sequence] = []
         self._outputs: list[EngineOutput] = []
         self._order = 0
+        self._parted = False
         self._counters = SchedulerStatistics()
 
     # Requests come and go.
@@ -176,6 +177,14 @@ class Scheduler:
             plan = self._connector.plan(StepView([self._view(chunk) for chunk in chunks], tuple(self._preempted)))
         self._preempted.clear()
         return Step(chunks, plan)
+
+    def parting(self) -> StepPlan:
+        """What the worker sides are to do at once, after `update`: a prefill that is over waits for no other step, nor
+        for its answer to be written. None: nothing."""
+        if self._connector is None or not self._parted:
+            return None
+        self._parted = False
+        return self._connector.plan(StepView([], ()))
 
     def update(self, step: Step, sampled: dict[str, Sampled], report: TransferReport | None = None) -> None:
         """Note what the step computed and sampled, and what the transfers brought meanwhile."""
@@ -464,6 +473,7 @@ class Scheduler:
         verdict = self._connector.finish(sequence, tuple(blocks))
         if isinstance(verdict, Hold):
             self._held[sequence.request_id] = blocks
+            self._parted = True
         else:
             self.pool.release(blocks)
         return verdict.ticket

@@ -18,6 +18,7 @@ import binascii
 import ctypes
 import logging
 import secrets
+import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -35,10 +36,12 @@ from kvferry.transport.tasks import uncancelled
 
 log = logging.getLogger(__name__)
 
-SLICE_BYTES = 4 * 2**20
+SLICE_BYTES = 16 * 2**20
 """Read by one transfer: where UCX copies at once, the loop waits for so much."""
 SLICE_PIECES = 8192
 MAX_UNDER_WAY = 4
+ASK_S = 0.0002
+"""NIXL goes ahead while it is asked: for so long before others get the loop."""
 SPIN_S = 0.0005
 """So long a transfer is asked about in every turn of the loop; after that once a millisecond."""
 GRACE_S = 1.0
@@ -235,12 +238,20 @@ class NixlPeer(FabricPeer):
         """Wait until at most so many are under way."""
         waiting = _Waiting()
         while len(under_way) > num_left:
-            if self._agent.is_done(under_way[0]):
+            if self._goes_through(under_way[0]):
                 self._agent.release(under_way.popleft())
                 waiting = _Waiting()
                 continue
             await waiting.turn()
             self._require_going(deadline)
+
+    def _goes_through(self, handle: Handle) -> bool:
+        """Whether it is done, or will be while it is asked."""
+        until = time.perf_counter() + ASK_S
+        while not self._agent.is_done(handle):
+            if time.perf_counter() >= until:
+                return False
+        return True
 
     async def _quiesce(self, under_way: deque[Handle]) -> None:
         """Wait until none of them writes any more."""
