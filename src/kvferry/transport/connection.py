@@ -30,6 +30,8 @@ from kvferry.transport.wire import (
 
 KEEPALIVE_IDLE_S = 10
 UNACKNOWLEDGED_MS = 20_000
+TURN_BYTES = 4 * 2**20
+"""Sent before others get the loop: a turn of it costs 20 to 40 µs between two copies that fill the caches."""
 
 
 class Connection:
@@ -206,14 +208,16 @@ async def _send_all(sock: socket.socket, pieces: Sequence[bytearray | memoryview
 
 
 async def _send_vector(sock: socket.socket, payload: MemoryVector) -> None:
+    num_since = 0
     while payload.num_left:
         try:
-            sent = payload.send(sock)
+            num_since += payload.send(sock)
         except BlockingIOError:
             await _writable(sock)
-            continue
-        if sent >= CALL_BYTES:
+            num_since = 0
+        if num_since >= TURN_BYTES:
             await asyncio.sleep(0)
+            num_since = 0
 
 
 async def _writable(sock: socket.socket) -> None:

@@ -17,6 +17,7 @@ import itertools
 import socket
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -37,9 +38,11 @@ STREAM_BYTES = 2**20
 """A read is spread over streams in parts of no less."""
 ANYWHERE = RegionMap([Region(0, 2**62)], "peer's")
 """The peer's region, whose size it knows itself."""
-READ_SLICE_BYTES = 2 * 2**20
+READ_SLICE_BYTES = 4 * 2**20
 """Received before other tasks get the loop again."""
 WASTE_BYTES = 2**18
+LOW_WATER_BYTES = 2**18
+"""Received at once, where so much is to come: a turn of the loop costs as much as the copy of 100 KiB."""
 _ON_THE_WIRE = np.dtype("<i8")
 
 
@@ -169,6 +172,11 @@ class _Answers:
         self._num_left = 0
         self._waste = memoryview(bytearray(WASTE_BYTES))
 
+    @property
+    def num_worth_waiting_for(self) -> int:
+        """Bytes that surely come, as many as are worth a turn of the loop."""
+        return min(self._num_left or 1, LOW_WATER_BYTES)
+
     def receive(self, sock: socket.socket) -> tuple[int, bool]:
         """Receive once: (bytes, whether more may be there). Raises `ProtocolError` on an answer nobody asked for,
         `PeerLost` when the peer has closed, `BlockingIOError` when nothing is there, `OSError`."""
@@ -221,6 +229,7 @@ class _Stream:
         self._asking = asyncio.Lock()
         self._answers = _Answers(connection)
         self._failure: KvferryError | None = None
+        self._low_water = 1
         self._loop.add_reader(connection.socket, self._on_readable)
 
     async def read(self, pieces: Pieces) -> None:
@@ -252,16 +261,22 @@ class _Stream:
         """Receive what is there, up to a slice's worth."""
         budget = READ_SLICE_BYTES
         try:
-            more = True
-            while more and budget > 0:
-                count, more = self._answers.receive(self._connection.socket)
-                budget -= count
-        except BlockingIOError:
-            return
+            with suppress(BlockingIOError):
+                more = True
+                while more and budget > 0:
+                    count, more = self._answers.receive(self._connection.socket)
+                    budget -= count
+            self._wait_for(self._answers.num_worth_waiting_for)
         except OSError as error:
             self._fail(PeerLost(f"the connection broke: {error.strerror or error}"))
         except KvferryError as error:
             self._fail(error)
+
+    def _wait_for(self, num_bytes: int) -> None:
+        """Be called again when so many are there, or the connection has ended."""
+        if num_bytes != self._low_water:
+            self._connection.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, num_bytes)
+            self._low_water = num_bytes
 
     def _fail(self, error: KvferryError) -> None:
         """The connection is over: so is every read on it."""
