@@ -165,7 +165,7 @@ def plot(results: dict[str, Any], path: Path) -> None:
     mpl.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(figsize=(7.5, 4.5))
+    figure, axes = plt.subplots(figsize=(9.5, 4.5))
     for label, figures in results.items():
         lengths = [int(length) for length in figures]
         color = axes.plot(
@@ -178,7 +178,7 @@ def plot(results: dict[str, Any], path: Path) -> None:
     axes.set_xlabel("prompt tokens")
     axes.set_ylabel("ms per layer (dotted: from first to last byte)")
     axes.grid(True, which="both", alpha=0.25)
-    axes.legend(fontsize=8)
+    axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.01, 1))  # beside the lines, which are everywhere
     figure.tight_layout()
     figure.savefig(path, dpi=110)
 
