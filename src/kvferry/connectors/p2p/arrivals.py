@@ -15,10 +15,10 @@ from functools import partial
 
 import msgspec
 
-from kvferry.connectors.p2p.plan import Load, Wait, decode_meta
+from kvferry.connectors.p2p.plan import HandOffMeta, Load, Wait, decode_meta
 from kvferry.connectors.reports import ReportBox
 from kvferry.core.errors import KvferryError, LeaseEnded, PeerLost, ProtocolError
-from kvferry.core.hand_off import Ticket, common_prefix
+from kvferry.core.hand_off import PrefillResult, Ticket, common_prefix
 from kvferry.core.layout import KVLayout
 from kvferry.core.sharding import orphans, sources
 from kvferry.transport.lookup_buffer.base import LookupBuffer, Source, Taken, ignore
@@ -190,9 +190,9 @@ class Arrivals:
         """
         with suppress(msgspec.DecodeError):  # which is an error once all has come
             meta = decode_meta(encoded)
-            is_whole = not load.longer and common_prefix(meta.prefixes, load.tokens) == len(load.tokens)
-            if meta.prefill_result is not None and meta.num_tokens == len(load.tokens) and is_whole:
-                self.box.promised(load.request_id, meta.prefill_result)
+            result = _result_for(load, meta, common_prefix(meta.prefixes, load.tokens))
+            if result is not None:
+                self.box.promised(load.request_id, result)
 
     def _judge(self, load: Load, taken: Sequence[Taken]) -> Report:
         """All is here: is it what was promised? Raises `ProtocolError` when not."""
@@ -214,9 +214,7 @@ class Arrivals:
         if any(one.num_tokens is not None and one.num_tokens < wanted for one in taken):
             raise ProtocolError(f"the hand-off was sealed with blocks of its {meta.num_tokens} tokens missing")
         shorter = wanted if wanted < load.num_tokens else None
-        is_whole = not load.longer and meta.num_tokens == covered == len(load.tokens)
-        result = meta.prefill_result if is_whole else None
-        return partial(self.box.loaded, load.request_id, result, shorter)
+        return partial(self.box.loaded, load.request_id, _result_for(load, meta, covered), shorter)
 
     # Insight.
 
@@ -228,6 +226,12 @@ class Arrivals:
     def is_empty(self) -> bool:
         """Whether no load is under way, no ticket waits for one, and no report waits."""
         return not (self._tasks or self._waits or self.box)
+
+
+def _result_for(load: Load, meta: HandOffMeta, covered: int) -> PrefillResult | None:
+    """P's, where the hand-off is of this very prompt, all `covered` tokens of it, and not of a part or of more."""
+    is_whole = not load.longer and meta.num_tokens == covered == len(load.tokens)
+    return meta.prefill_result if is_whole else None
 
 
 def _source(ticket: Ticket, rank: int) -> Source:

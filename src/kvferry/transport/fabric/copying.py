@@ -23,6 +23,8 @@ _FLAGS = ("-std=c++17", "-O2", "-march=native")
 
 SHORT_BYTES = 2**20
 """Copied with the GIL kept: giving it up may cost a wait of milliseconds behind a thread that computes in Python."""
+SHORT_PIECE_BYTES = 64 * 2**10
+"""The same of a piece that goes by itself."""
 
 CopyPieces = Callable[[Pieces], None]
 
@@ -53,7 +55,7 @@ def copy_one_by_one(pieces: Pieces) -> None:
     memory = MEMORY
     rows = zip(pieces.remote.tolist(), pieces.local.tolist(), pieces.lengths.tolist(), strict=True)
     for source, target, length in rows:
-        if length <= SHORT_BYTES // 16:
+        if length <= SHORT_PIECE_BYTES:
             memory[target : target + length] = memory[source : source + length]
         else:
             ctypes.memmove(target, source, length)
