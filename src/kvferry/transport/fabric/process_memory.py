@@ -1,8 +1,7 @@
 """This process's memory as one row of bytes, indexed by address.
 
 Copying from slice to slice of it is the cheapest copy of a short block that Python has (0.4 µs beyond the copy
-itself, half of a call through ctypes), and its slices go to sockets as they are. Whoever slices it has looked that
-the addresses are mapped.
+itself, half of a call through ctypes). Whoever slices it has looked that the addresses are mapped.
 """
 
 from __future__ import annotations
