@@ -7,6 +7,7 @@ import pytest
 
 TORCH_FREE = [
     "kvferry",
+    "kvferry.api.decoding",
     "kvferry.core.block_hash",
     "kvferry.core.request",
     "kvferry.core.transfer_config",

@@ -7,9 +7,9 @@ from typing import Any
 import msgspec
 import pytest
 
+from kvferry.api.requests import ChatCompletionRequest
 from kvferry.core.errors import InvalidRequest
 from kvferry.engine.server.chat_template import render_chat
-from kvferry.engine.server.protocol import ChatCompletionRequest
 
 USER = {"role": "user", "content": "hi"}
 

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
-from kvferry.engine.server.detokenize import Detokenizer
-from kvferry.engine.server.token_texts import TokenTexts
+from kvferry.engine.server.assembly import Detokenizer
+from kvferry.engine.server.text_codec import TokenTexts
 
 
 @pytest.fixture(scope="session")

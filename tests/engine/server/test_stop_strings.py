@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvferry.engine.server.stop_strings import Passed, StopStrings
+from kvferry.engine.server.assembly import Passed, StopStrings
 
 
 def test_text_without_stop_strings_passes_at_once() -> None:

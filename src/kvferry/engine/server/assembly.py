@@ -6,11 +6,116 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
 
 from kvferry.core.hand_off import TokenLogprobs
 from kvferry.core.request import EngineOutput
-from kvferry.engine.server.detokenize import Detokenizer
-from kvferry.engine.server.stop_strings import Passed, StopStrings
+
+CONTEXT_TOKENS = 8
+"""How many tokens of the prompt are decoded first."""
+
+_LONGEST_CHARACTER = 4
+"""Bytes of the longest UTF-8 character; at most one less can be pending, one to a token."""
+
+_MOST_PENDING = 64
+"""More tokens than this without text are given out as far as they can be: without a bound, a run of bytes that
+are no text would be decoded from its beginning with each token."""
+
+
+class Detokenizer:
+    """The decoding of one sequence."""
+
+    def __init__(self, backend: Tokenizer, context: Sequence[int] = (), *, skip_special_tokens: bool = True) -> None:
+        self._backend = backend
+        self._skip_special_tokens = skip_special_tokens
+        self._stream = self._new_stream()
+        self._pending: list[int] = []
+        for token_id in context[-CONTEXT_TOKENS:]:
+            self.step(token_id)
+        if len(self._pending) >= _LONGEST_CHARACTER:  # bytes that are no text, or tokens without any: not the answer's
+            self._stream, self._pending = self._new_stream(), []
+
+    def step(self, token_id: int) -> str:
+        """The text that `token_id` completes, often but not always its own."""
+        self._pending.append(token_id)
+        try:
+            text = self._stream.step(self._backend, token_id)
+        except Exception:  # noqa: BLE001 - the library raises bare Exceptions where decoding is not monotonic
+            return self._restart(keep=0)
+        if text is not None:
+            self._pending.clear()
+            return str(text)
+        return self._restart(keep=_LONGEST_CHARACTER - 1) if len(self._pending) > _MOST_PENDING else ""
+
+    def flush(self) -> str:
+        """What is left at the end: the replacement character for bytes that never became one."""
+        return self._restart(keep=0)
+
+    def _restart(self, keep: int) -> str:
+        """Give out the pending tokens but the last `keep`, which may be the beginning of a character."""
+        cut = len(self._pending) - keep
+        done, kept = self._pending[:cut], self._pending[cut:]
+        text = str(self._backend.decode(done, skip_special_tokens=self._skip_special_tokens)) if done else ""
+        self._stream, self._pending = self._new_stream(), []
+        return text + "".join([self.step(token_id) for token_id in kept])
+
+    def _new_stream(self) -> DecodeStream:
+        return DecodeStream(skip_special_tokens=self._skip_special_tokens)
+
+
+@dataclass(frozen=True)
+class Passed:
+    """Text that can be sent. `stop` is the stop string that ended it, if one did."""
+
+    text: str
+    stop: str | None = None
+
+
+class StopStrings:
+    """Looks for `stops`; `include` leaves the one found in the text."""
+
+    def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
+        self._stops = tuple(stops)
+        self._include = include
+        self._held = ""
+
+    def feed(self, text: str, *, may_stop: bool = True) -> Passed:
+        """What can be sent once `text` came. Without `may_stop` a whole stop string passes as any text does."""
+        if not self._stops:
+            return Passed(text)
+        text = self._held + text
+        if may_stop and (found := self._first(text)) is not None:
+            self._held = ""
+            return found
+        cut = self._cut(text)
+        self._held = text[cut:]
+        return Passed(text[:cut])
+
+    def flush(self) -> str:
+        """The text that was held back; the end came before the rest of the stop string did."""
+        held, self._held = self._held, ""
+        return held
+
+    def _first(self, text: str) -> Passed | None:
+        """The stop string that is complete first, as if the text had come letter by letter."""
+        ends = [(text.find(stop) + len(stop), stop) for stop in self._stops if stop in text]
+        if not ends:
+            return None
+        end, stop = min(ends, key=lambda found: found[0])
+        return Passed(text[: end if self._include else end - len(stop)], stop)
+
+    def _cut(self, text: str) -> int:
+        """Where the part to hold back begins."""
+        longest = max(map(len, self._stops)) - 1
+        for start in range(max(0, len(text) - longest), len(text)):
+            if any(self._may_grow(text, start, stop) for stop in self._stops):
+                return start
+        return len(text)
+
+    @staticmethod
+    def _may_grow(text: str, start: int, stop: str) -> bool:
+        """Whether `text` from `start` on is a beginning of `stop`, and not yet all of it."""
+        return len(text) - start < len(stop) and stop.startswith(text[start:])
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ from typing import Any
 
 from jinja2 import TemplateError
 
+from kvferry.api.requests import ChatCompletionRequest
 from kvferry.core.errors import InvalidRequest
-from kvferry.engine.server.protocol import ChatCompletionRequest
 from kvferry.engine.server.text_codec import THREAD_ABOVE_CHARACTERS, in_thread_if
 
 _PART_SEPARATOR = "\n"

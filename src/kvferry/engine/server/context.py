@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kvferry.api.requests import ChatCompletionRequest
 from kvferry.core.clock import Clock, SystemClock
 from kvferry.core.errors import UnknownModel
 from kvferry.engine.server.chat_template import render_chat
@@ -9,9 +10,7 @@ from kvferry.engine.server.config import ServerConfig
 from kvferry.engine.server.engine_protocol import EngineFront
 from kvferry.engine.server.lifecycle import Lifecycle
 from kvferry.engine.server.prompts import Prompt, require_can_fit
-from kvferry.engine.server.protocol import ChatCompletionRequest
-from kvferry.engine.server.text_codec import TextCodec
-from kvferry.engine.server.token_texts import TokenTexts
+from kvferry.engine.server.text_codec import TextCodec, TokenTexts
 from kvferry.observe.metrics import EngineMetrics
 
 

@@ -10,20 +10,18 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from kvferry.api.decoding import decode_body
+from kvferry.api.requests import ChatCompletionRequest, CompletionRequest, GenerationRequest
 from kvferry.core.errors import InvalidRequest
 from kvferry.core.openai import BodyTooLarge, error_envelope, sane_request_id
-from kvferry.engine.server.answers import AnswerWriter
 from kvferry.engine.server.assembly import Delta, joined
-from kvferry.engine.server.chat import ChatWriter
-from kvferry.engine.server.completions import CompletionWriter
 from kvferry.engine.server.context import ServerContext
-from kvferry.engine.server.decoding import decode_body
-from kvferry.engine.server.echo import echoes_of
 from kvferry.engine.server.errors import client_error
 from kvferry.engine.server.lifecycle import while_connected
 from kvferry.engine.server.planning import Plan, plan_request, timeline_of
-from kvferry.engine.server.protocol import ChatCompletionRequest, CompletionRequest, GenerationRequest
+from kvferry.engine.server.prompts import echoes_of
 from kvferry.engine.server.streaming import EventStream
+from kvferry.engine.server.writing import AnswerWriter, ChatWriter, CompletionWriter
 
 Body = TypeVar("Body", bound=GenerationRequest)
 

@@ -14,10 +14,10 @@ from typing import Any, cast
 
 import msgspec
 
+from kvferry.api import answers
 from kvferry.core.clock import Clock
 from kvferry.core.errors import RequestError, Unavailable
 from kvferry.core.request import EngineOutput, Request
-from kvferry.engine.server import responses
 from kvferry.engine.server.assembly import ChoiceAssembler, Delta
 from kvferry.engine.server.engine_protocol import EngineFront
 from kvferry.engine.server.lifecycle import Lifecycle, single_error
@@ -78,7 +78,7 @@ class Generation:
                 await asyncio.wait(pumps)
                 alarm.cancel()
 
-    def usage(self, index: int | None = None) -> responses.Usage:
+    def usage(self, index: int | None = None) -> answers.Usage:
         """Tokens so far: of the whole request, or of one choice as continuous statistics have it."""
         if index is None:
             leaders, counted = [child for child in self.children if child.leads], self.children
@@ -86,11 +86,11 @@ class Generation:
             leaders = counted = [self.children[index]]
         num_prompt = sum(len(child.request.prompt_token_ids) for child in leaders)
         num_answer = sum(child.num_tokens for child in counted)
-        return responses.Usage(
+        return answers.Usage(
             prompt_tokens=num_prompt,
             completion_tokens=num_answer,
             total_tokens=num_prompt + num_answer,
-            prompt_tokens_details=responses.PromptTokensDetails(sum(child.num_cached_tokens for child in leaders)),
+            prompt_tokens_details=answers.PromptTokensDetails(sum(child.num_cached_tokens for child in leaders)),
         )
 
     async def _pump(self, child: Child, sink: Sink) -> None:

@@ -6,10 +6,10 @@ import secrets
 from collections.abc import Mapping
 from typing import Any
 
+from kvferry.api.requests import ChatCompletionRequest, CompletionRequest, GenerationRequest
 from kvferry.core.errors import InvalidRequest
 from kvferry.core.hand_off import HandOff, Produce, parse_hand_off
 from kvferry.core.sampling import MAX_LOGPROBS, SamplingParams
-from kvferry.engine.server.protocol import ChatCompletionRequest, CompletionRequest, GenerationRequest
 
 _MODEL_MAY_DECIDE = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _PASSED_ON = (

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from kvferry.api.requests import ChatCompletionRequest, CompletionRequest, GenerationRequest, refuse_unsupported
 from kvferry.core.errors import InvalidRequest
 from kvferry.core.hand_off import Consume, HandOff, Produce
 from kvferry.core.openai import TIMELINE_HEADER
@@ -26,8 +27,6 @@ from kvferry.engine.server.prompts import (
     split_prompts,
     truncate,
 )
-from kvferry.engine.server.protocol import ChatCompletionRequest, CompletionRequest, GenerationRequest
-from kvferry.engine.server.unsupported import refuse_unsupported
 
 _OLDEST_STAMP_S = 24 * 3600.0
 """Stamps from further back are a client's invention or a broken clock, and would spoil the metrics."""

@@ -8,8 +8,11 @@ sending other people's tokens; encoding gives the interpreter lock up meanwhile.
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar
+
+from tokenizers import Tokenizer
 
 THREAD_ABOVE_CHARACTERS = 4096
 """Longer texts are encoded in a thread; about a millisecond's work."""
@@ -61,3 +64,66 @@ async def in_thread_if(
     if big:
         return await asyncio.to_thread(function, *args, **kwargs)
     return function(*args, **kwargs)
+
+
+_REPLACEMENT = "\ufffd"
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+def _byte_level_alphabet() -> dict[str, int]:
+    """Byte-level BPE writes each byte as a printable character; this reads them back. From GPT-2."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + place): byte for place, byte in enumerate(others)}
+
+
+class TokenTexts:
+    """Texts and bytes by token id; keeps what it has worked out, at most once for each token of the vocabulary."""
+
+    def __init__(self, backend: Tokenizer) -> None:
+        self._backend = backend
+        self._alphabet = _byte_level_alphabet()
+        self._known: dict[int, tuple[str, bytes]] = {}
+        # Decoded behind another token, a token keeps the space that some decoders take off a text's beginning.
+        self._anchor = list(backend.encode("a", add_special_tokens=False).ids)
+        self._anchor_text = self._decode(self._anchor)
+
+    def name(self, token_id: int) -> str:
+        """The token's text; `bytes:\\xf0\\x9f` where its bytes are only a part of a character, as OpenAI writes it."""
+        text, raw = self._look_up(token_id)
+        if _REPLACEMENT in text and raw != text.encode():
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+        return text
+
+    def text(self, token_id: int) -> str:
+        """The token's text, with replacement characters where its bytes are none."""
+        return self._look_up(token_id)[0]
+
+    def raw(self, token_id: int) -> bytes:
+        """The token's bytes; those of consecutive tokens add up to UTF-8."""
+        return self._look_up(token_id)[1]
+
+    def _look_up(self, token_id: int) -> tuple[str, bytes]:
+        known = self._known.get(token_id)
+        if known is None:
+            known = self._known[token_id] = self._work_out(token_id)
+        return known
+
+    def _work_out(self, token_id: int) -> tuple[str, bytes]:
+        behind = self._decode([*self._anchor, token_id])
+        if behind.startswith(self._anchor_text):
+            text = behind[len(self._anchor_text) :]
+        else:
+            text = self._decode([token_id])
+        return text, self._bytes_of_part(token_id) if _REPLACEMENT in text else text.encode()
+
+    def _bytes_of_part(self, token_id: int) -> bytes:
+        written = self._backend.id_to_token(token_id) or ""
+        if match := _BYTE_TOKEN.fullmatch(written):
+            return bytes([int(match[1], 16)])
+        if all(character in self._alphabet for character in written):
+            return bytes(self._alphabet[character] for character in written)
+        return written.encode()
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return str(self._backend.decode(token_ids, skip_special_tokens=False))

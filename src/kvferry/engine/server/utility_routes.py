@@ -8,21 +8,21 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 import kvferry
-from kvferry.core.errors import LeakError, RequestError, Unavailable
-from kvferry.engine.server import responses
-from kvferry.engine.server.context import ServerContext
-from kvferry.engine.server.decoding import decode_body
-from kvferry.engine.server.endpoint import read_body
-from kvferry.engine.server.engine_statistics import engine_statistics
-from kvferry.engine.server.errors import error_response
-from kvferry.engine.server.prompts import require_known_tokens
-from kvferry.engine.server.protocol import (
+from kvferry.api import answers
+from kvferry.api.decoding import decode_body
+from kvferry.api.requests import (
     DetokenizeRequest,
     ReleaseRequest,
     TokenizeChatRequest,
     TokenizeCompletionRequest,
     TokenizeKind,
 )
+from kvferry.core.errors import LeakError, RequestError, Unavailable
+from kvferry.engine.server.context import ServerContext
+from kvferry.engine.server.endpoint import read_body
+from kvferry.engine.server.engine_statistics import engine_statistics
+from kvferry.engine.server.errors import error_response
+from kvferry.engine.server.prompts import require_known_tokens
 
 
 class _Leaked(RequestError):
@@ -56,15 +56,15 @@ class UtilityRoutes:
 
     async def models(self, request: Request) -> Response:
         """The names the model is served under."""
-        return json_response(responses.ModelList(data=[self._card(name) for name in self._context.front.model_names]))
+        return json_response(answers.ModelList(data=[self._card(name) for name in self._context.front.model_names]))
 
     async def model(self, request: Request) -> Response:
         """One of them."""
         return json_response(self._card(self._context.require_model(request.path_params["name"])))
 
-    def _card(self, name: str) -> responses.Model:
+    def _card(self, name: str) -> answers.Model:
         front = self._context.front
-        return responses.Model(
+        return answers.Model(
             id=name, created=self._created, root=front.model_names[0], max_model_len=front.max_model_len
         )
 
@@ -84,7 +84,7 @@ class UtilityRoutes:
     def _tokens(self, token_ids: list[int], with_strings: bool) -> Response:
         strings = self._context.codec.written(token_ids) if with_strings else None
         return json_response(
-            responses.Tokens(
+            answers.Tokens(
                 count=len(token_ids),
                 max_model_len=self._context.front.max_model_len,
                 tokens=token_ids,
@@ -98,7 +98,7 @@ class UtilityRoutes:
         self._context.require_model(body.model)
         require_known_tokens(body.tokens, self._context.codec.vocab_size, "tokens")
         return json_response(
-            responses.Detokenized(prompt=await self._context.codec.decode(body.tokens, skip_special_tokens=False))
+            answers.Detokenized(prompt=await self._context.codec.decode(body.tokens, skip_special_tokens=False))
         )
 
     async def health(self, request: Request) -> Response:

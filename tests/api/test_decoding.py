@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from kvferry.api.decoding import decode_body
+from kvferry.api.requests import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, refuse_unsupported
 from kvferry.core.errors import InvalidRequest
-from kvferry.engine.server.decoding import decode_body
-from kvferry.engine.server.protocol import ChatCompletionRequest, CompletionRequest, DetokenizeRequest
-from kvferry.engine.server.unsupported import refuse_unsupported
 
 
 def test_unknown_fields_are_ignored_and_integers_are_numbers() -> None:

@@ -1,0 +1,272 @@
+"""How answers are written: completions and chat completions, whole and streamed, with their log-probabilities."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from typing import Any
+
+from kvferry.api import answers
+from kvferry.api.requests import ChatCompletionRequest, CompletionRequest, GenerationRequest
+from kvferry.core.hand_off import TokenLogprobs
+from kvferry.engine.server.assembly import Delta
+from kvferry.engine.server.parameters import num_logprobs
+from kvferry.engine.server.planning import Plan
+from kvferry.engine.server.prompts import Echo
+from kvferry.engine.server.text_codec import TokenTexts
+
+_LEAST = -9999.0
+"""JSON has no minus infinity; this is what OpenAI sends."""
+
+
+class LogprobWriter:
+    """Writes log-probabilities; with `as_token_ids` tokens are called `token_id:123`, as vLLM offers."""
+
+    def __init__(self, texts: TokenTexts, *, as_token_ids: bool = False) -> None:
+        self._texts = texts
+        self._as_token_ids = as_token_ids
+
+    def completion(
+        self, places: Sequence[TokenLogprobs | None], token_ids: Sequence[int], offsets: Sequence[int], num_top: int
+    ) -> answers.CompletionLogprobs:
+        """The `num_top` likeliest at each place and, if it is not one of them, the token itself."""
+        return answers.CompletionLogprobs(
+            text_offset=list(offsets),
+            token_logprobs=[None if place is None else _clamp(place.logprob) for place in places],
+            tokens=[self._name(token_id) for token_id in token_ids],
+            top_logprobs=[None if place is None else self._top(place, num_top) for place in places],
+        )
+
+    def chat(self, places: Sequence[TokenLogprobs], num_top: int) -> answers.ChatLogprobs:
+        """The `num_top` likeliest at each place, which may not contain the token itself."""
+        return answers.ChatLogprobs([self._chat_token(place, num_top) for place in places])
+
+    def prompt(self, places: Sequence[TokenLogprobs | None], num_top: int) -> answers.PromptLogprobs:
+        """vLLM's form for prompts: by token id, the token itself first."""
+        return [None if place is None else self._prompt_token(place, num_top) for place in places]
+
+    def _top(self, place: TokenLogprobs, num_top: int) -> dict[str, float]:
+        top = {self._name(token_id): _clamp(logprob) for token_id, logprob in _likeliest(place, num_top)}
+        return {self._name(place.token_id): _clamp(place.logprob)} | top
+
+    def _chat_token(self, place: TokenLogprobs, num_top: int) -> answers.TokenLogprob:
+        top = [
+            answers.TopLogprob(self._name(token_id), _clamp(logprob), list(self._texts.raw(token_id)))
+            for token_id, logprob in _likeliest(place, num_top)
+        ]
+        name, raw = self._name(place.token_id), list(self._texts.raw(place.token_id))
+        return answers.TokenLogprob(name, _clamp(place.logprob), raw, top)
+
+    def _prompt_token(self, place: TokenLogprobs, num_top: int) -> dict[int, answers.PromptLogprob]:
+        own = {place.token_id: self._prompt_logprob(place.token_id, place.logprob, place.rank)}
+        top = {
+            token_id: self._prompt_logprob(token_id, logprob, rank)
+            for rank, (token_id, logprob) in enumerate(_likeliest(place, num_top), start=1)
+        }
+        return own | top
+
+    def _prompt_logprob(self, token_id: int, logprob: float, rank: int) -> answers.PromptLogprob:
+        return answers.PromptLogprob(_clamp(logprob), rank, self._texts.text(token_id))
+
+    def _name(self, token_id: int) -> str:
+        return f"token_id:{token_id}" if self._as_token_ids else self._texts.name(token_id)
+
+
+def _likeliest(place: TokenLogprobs, num_top: int) -> Iterator[tuple[int, float]]:
+    ranked = sorted(place.top.items(), key=lambda entry: -entry[1])
+    return islice(ranked, num_top)
+
+
+def _clamp(logprob: float) -> float:
+    return max(logprob, _LEAST)
+
+
+class AnswerWriter(ABC):
+    """Writes one request's deltas in the form its route promises. Holds no text: each delta is written once."""
+
+    def __init__(
+        self, body: GenerationRequest, plan: Plan, texts: TokenTexts, *, answer_id: str, model: str, created: int
+    ) -> None:
+        self.plan = plan
+        self.generation = plan.generation
+        self._head: dict[str, Any] = {"id": answer_id, "model": model, "created": created}
+        self._logprobs = LogprobWriter(texts, as_token_ids=bool(body.return_tokens_as_token_ids))
+        self._returns_token_ids = bool(body.return_token_ids)
+        self._returns_timeline = bool(body.return_timeline)
+        self._num_prompt_logprobs = body.prompt_logprobs
+        options = body.stream_options
+        self._include_usage = bool(options and options.include_usage)
+        self._continuous_usage = bool(options and options.include_usage and options.continuous_usage_stats)
+
+    @abstractmethod
+    def events(self, delta: Delta) -> list[answers.Answer]:
+        """The chunks that `delta` is worth; none when there is nothing to tell yet."""
+
+    @abstractmethod
+    def whole(self, choices: Sequence[Delta]) -> answers.Answer:
+        """The answer in one piece."""
+
+    @abstractmethod
+    def _chunk(self, choices: list[Any], **fields: Any) -> answers.Answer:
+        """A chunk of this route's kind."""
+
+    def last_events(self) -> list[answers.Answer]:
+        """What comes after all choices have ended."""
+        if not self._include_usage:
+            return []
+        return [self._chunk([], usage=self.generation.usage(), **self._closing_fields())]
+
+    def _fields(self, delta: Delta) -> dict[str, Any]:
+        """What goes with a chunk beside its choice."""
+        fields: dict[str, Any] = {}
+        if self._continuous_usage:
+            fields["usage"] = self.generation.usage(delta.index)
+        if delta.finish_reason is not None and self.generation.num_unfinished == 0:
+            fields |= self._closing_fields()
+        return fields
+
+    def _closing_fields(self) -> dict[str, Any]:
+        """What the end of the answer carries: the ticket of a hand-off, and the timeline when it was asked for."""
+        timeline = self.generation.timeline if self._returns_timeline else None
+        return {"kv_transfer_params": self.generation.ticket, "timeline": timeline}
+
+    def _prompt_logprobs(self, delta: Delta) -> answers.PromptLogprobs | None:
+        if self._num_prompt_logprobs is None or delta.prompt_logprobs is None:
+            return None
+        return self._logprobs.prompt(delta.prompt_logprobs, self._num_prompt_logprobs)
+
+    def _worth_sending(self, delta: Delta, logprobs: object) -> bool:
+        """Tokens whose text is held back, or is none, are no event, unless something else is to be told of them."""
+        return bool(
+            delta.text
+            or delta.finish_reason is not None
+            or logprobs is not None
+            or (delta.token_ids and (self._returns_token_ids or self._continuous_usage))
+        )
+
+
+class CompletionWriter(AnswerWriter):
+    """Writes `/v1/completions`. `echoes` has one entry a prompt, or none at all."""
+
+    def __init__(
+        self, body: CompletionRequest, plan: Plan, texts: TokenTexts, echoes: Sequence[Echo] = (), **head: Any
+    ) -> None:
+        super().__init__(body, plan, texts, **head)
+        self._num_logprobs = body.logprobs
+        self._echoes = echoes
+
+    def events(self, delta: Delta) -> list[answers.Answer]:
+        """One chunk, or none."""
+        choice = self._choice(delta)
+        if not (choice.text or self._worth_sending(delta, choice.logprobs)):
+            return []
+        return [self._chunk([choice], **self._fields(delta))]
+
+    def whole(self, choices: Sequence[Delta]) -> answers.Answer:
+        """The completions in the order of their indices."""
+        written = [self._choice(delta) for delta in choices]
+        return self._chunk(written, usage=self.generation.usage(), **self._closing_fields())
+
+    def _chunk(self, choices: list[Any], **fields: Any) -> answers.Answer:
+        return answers.Completion(object="text_completion", choices=choices, **self._head, **fields)
+
+    def _choice(self, delta: Delta) -> answers.CompletionChoice:
+        if not self.plan.shows_answer:
+            delta.text, delta.token_ids, delta.offsets, delta.logprobs = "", [], [], []
+        echo = self._echo_of(delta)
+        prompt_token_ids = self.plan.prompt_of(delta.index).token_ids
+        return answers.CompletionChoice(
+            index=delta.index,
+            text=(echo.text if echo is not None and delta.first else "") + delta.text,
+            logprobs=None if self._num_logprobs is None else self._choice_logprobs(delta, echo, self._num_logprobs),
+            finish_reason=delta.finish_reason,
+            stop_reason=delta.stop_reason,
+            token_ids=delta.token_ids if self._returns_token_ids else None,
+            prompt_token_ids=prompt_token_ids if self._returns_token_ids and delta.first else None,
+            prompt_logprobs=self._prompt_logprobs(delta),
+        )
+
+    def _choice_logprobs(self, delta: Delta, echo: Echo | None, num_top: int) -> answers.CompletionLogprobs | None:
+        places: list[TokenLogprobs | None] = [*delta.logprobs]
+        token_ids, offsets = delta.token_ids, delta.offsets
+        if echo is not None:
+            offsets = [len(echo.text) + offset for offset in offsets]
+            if delta.first:
+                prompt_token_ids = self.plan.prompt_of(delta.index).token_ids
+                places = [*(delta.prompt_logprobs or [None] * len(prompt_token_ids)), *places]
+                token_ids, offsets = [*prompt_token_ids, *token_ids], [*echo.offsets, *offsets]
+        return self._logprobs.completion(places, token_ids, offsets, num_top) if token_ids else None
+
+    def _echo_of(self, delta: Delta) -> Echo | None:
+        return self._echoes[delta.index // self.plan.num_choices] if self._echoes else None
+
+
+_ROLE = "assistant"
+
+
+class ChatWriter(AnswerWriter):
+    """Writes `/v1/chat/completions`."""
+
+    def __init__(self, body: ChatCompletionRequest, plan: Plan, texts: TokenTexts, **head: Any) -> None:
+        super().__init__(body, plan, texts, **head)
+        self._num_logprobs = num_logprobs(body)
+
+    def events(self, delta: Delta) -> list[answers.Answer]:
+        """A choice's first chunk says whose words follow."""
+        chunks = [self._opening(delta)] if delta.first else []
+        logprobs = self._choice_logprobs(delta)
+        if not self._worth_sending(delta, logprobs):
+            return chunks
+        choice = answers.ChatChunkChoice(
+            index=delta.index,
+            delta=answers.ChatMessage(content=delta.text) if delta.text else answers.ChatMessage(),
+            logprobs=logprobs,
+            finish_reason=delta.finish_reason,
+            stop_reason=delta.stop_reason,
+            token_ids=delta.token_ids if self._returns_token_ids else None,
+        )
+        return [*chunks, self._chunk([choice], **self._fields(delta))]
+
+    def whole(self, choices: Sequence[Delta]) -> answers.Answer:
+        """The answers in the order of their indices."""
+        return answers.ChatCompletion(
+            object="chat.completion",
+            choices=[self._choice(delta) for delta in choices],
+            usage=self.generation.usage(),
+            prompt_token_ids=self._prompt_token_ids(),
+            prompt_logprobs=self._prompt_logprobs(choices[0]),
+            **self._head,
+            **self._closing_fields(),
+        )
+
+    def _chunk(self, choices: list[Any], **fields: Any) -> answers.Answer:
+        return answers.ChatCompletionChunk(object="chat.completion.chunk", choices=choices, **self._head, **fields)
+
+    def _opening(self, delta: Delta) -> answers.Answer:
+        choice = answers.ChatChunkChoice(
+            index=delta.index,
+            delta=answers.ChatMessage(role=_ROLE, content=""),
+            logprobs=None,
+            finish_reason=None,
+        )
+        usage = self.generation.usage(delta.index) if self._continuous_usage else None
+        return self._chunk([choice], prompt_token_ids=self._prompt_token_ids(), usage=usage)
+
+    def _choice(self, delta: Delta) -> answers.ChatChoice:
+        return answers.ChatChoice(
+            index=delta.index,
+            message=answers.ChatMessage(role=_ROLE, content=delta.text),
+            logprobs=self._choice_logprobs(delta),
+            finish_reason=delta.finish_reason,
+            stop_reason=delta.stop_reason,
+            token_ids=delta.token_ids if self._returns_token_ids else None,
+        )
+
+    def _choice_logprobs(self, delta: Delta) -> answers.ChatLogprobs | None:
+        if self._num_logprobs is None or not delta.token_ids:
+            return None
+        return self._logprobs.chat(delta.logprobs, self._num_logprobs)
+
+    def _prompt_token_ids(self) -> list[int] | None:
+        return self.plan.prompts[0].token_ids if self._returns_token_ids else None
