@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
-from kvferry.api.decoding import decode_body
+from kvferry.api.decoding import decode_body, decode_value, require_json
 from kvferry.api.requests import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, refuse_unsupported
 from kvferry.core.errors import InvalidRequest
 
 
-def test_unknown_fields_are_ignored_and_integers_are_numbers() -> None:
-    body = decode_body(b'{"prompt": "a", "temperature": 1, "what_is_this": {"x": [1]}}', CompletionRequest)
-    assert (body.prompt, body.temperature) == ("a", 1.0)
+def test_integers_are_numbers_and_unknown_fields_are_named() -> None:
+    decoded = decode_body(b'{"prompt": "a", "temperature": 1, "what_is_this": {"x": [1]}}', CompletionRequest)
+    assert (decoded.body.prompt, decoded.body.temperature) == ("a", 1.0)
+    assert decoded.ignored == ("what_is_this",)
 
 
 @pytest.mark.parametrize("prompt", [b'"a"', b'["a","b"]', b"[1,2]", b"[[1],[2,3]]"])
@@ -37,8 +39,32 @@ def test_the_four_kinds_of_prompt(prompt: bytes) -> None:
         (b"[]", None, "the body must be an object, got an array"),
         (b"", None, "The body is not valid JSON"),
         (b'{"prompt": "a"', None, "The body is not valid JSON"),
-        (b'{"prompt":"\xff"}', None, "The body is not valid JSON"),
+        (b'{"prompt":"\xff"}', None, "byte 11 is not UTF-8"),
+        (b'{"prompt":"a","x":"\xff"}', None, "byte 19 is not UTF-8"),
+        (b'{"prompt":"\\ud800"}', None, "half of a surrogate pair"),
+        (b'{"prompt":"\\ud800 b"}', None, "half of a surrogate pair"),
+        (b'\xef\xbb\xbf{"prompt":"a"}', None, "without a byte order mark"),
+        ('{"prompt":"a"}'.encode("utf-16"), None, "must be JSON in UTF-8"),
+        ('{"prompt":"a"}'.encode("utf-32-le"), None, "must be JSON in UTF-8"),
+        (b'{"prompt":"a","prompt":"b"}', "prompt", "prompt is there twice"),
+        (b'{"prompt":"a","x":1,"\\u0078":2}', "x", "x is there twice"),
+        (b'{"prompt":"a","stop":["a",""]}', "stop[1]", "stop[1] must have at least 1 characters"),
+        (b'{"prompt":"a","stop":"' + b"a" * 300 + b'"}', "stop", "must have at most 256 characters"),
+        (b'{"prompt":"a","stop":[' + b'"a",' * 40 + b'"a"]}', "stop", "stop must have at most 32 items"),
+        (b'{"prompt":"a","stop":[' + b'"a",' * 100_000 + b'"a"]}', "stop", "at most 131072 are accepted"),
+        (b'{"prompt":"a","n":' + b"9" * 10_000 + b"}", "n", "n is not acceptable: Integer value out of range"),
+        (b'{"prompt":"a","temperature":NaN}', None, "not valid JSON"),
+        (b'{"prompt":"a","timeout":1e300}', "timeout", "timeout must be at most 604800"),
+        (b'{"prompt":[' + b"1," * 1_000_001 + b"1]}", None, "more than 1000000 values"),
+        (b'{"prompt":[' + b'"",' * 200_000 + b'""]}', None, "more than 150000 strings, arrays and objects"),
+        (b'{"prompt":[' + b'"\\\\",' * 400_000 + b'""]}', None, "more than 150000 strings, arrays and objects"),
         (b'{"unknown":' + b"[" * 100_000, None, "nested too deeply"),
+        *[
+            (b'{"prompt":"a","' + field + b'":' + opening * depth + b"1" + closing * depth + b"}", None, "nested too")
+            for field in (b"unknown", b"tool_choice", b"kv_transfer_params")
+            for opening, closing in ((b"[", b"]"), (b'{"a":', b"}"))
+            for depth in (64, 900, 1000, 20_000)
+        ],
     ],
 )
 def test_what_is_wrong_is_said_in_words(raw: bytes, param: str | None, sentence: str) -> None:
@@ -47,6 +73,7 @@ def test_what_is_wrong_is_said_in_words(raw: bytes, param: str | None, sentence:
     assert caught.value.param == param
     assert sentence in caught.value.message
     assert "$" not in caught.value.message
+    assert len(caught.value.message) < 300
 
 
 def test_places_in_lists_are_named() -> None:
@@ -67,7 +94,7 @@ def test_places_in_lists_are_named() -> None:
     ],
 )
 def test_what_asks_for_nothing_is_not_refused(fields: bytes) -> None:
-    refuse_unsupported(decode_body(b'{"prompt": "a", ' + fields + b"}", CompletionRequest))
+    refuse_unsupported(decode_body(b'{"prompt": "a", ' + fields + b"}", CompletionRequest).body)
 
 
 @pytest.mark.parametrize(
@@ -84,7 +111,66 @@ def test_what_asks_for_nothing_is_not_refused(fields: bytes) -> None:
     ],
 )
 def test_what_cannot_be_done_is_refused_by_name(field: str, value: bytes) -> None:
-    body = decode_body(b'{"prompt": "a", "' + field.encode() + b'": ' + value + b"}", CompletionRequest)
+    body = decode_body(b'{"prompt": "a", "' + field.encode() + b'": ' + value + b"}", CompletionRequest).body
     with pytest.raises(InvalidRequest, match=field) as caught:
         refuse_unsupported(body)
     assert caught.value.param == field
+
+
+def test_as_many_levels_as_are_allowed() -> None:
+    deepest = b'{"tool_choice":' + b"[" * 63 + b"]" * 63 + b',"prompt":"' + b"[{" * 100 + b'"}'
+    assert decode_body(deepest, CompletionRequest).body.prompt == "[{" * 100
+
+
+def test_commas_and_quotes_within_texts_are_text() -> None:
+    text = '"a", [1, 2], {"b": 3}\n' * 10_000
+    assert decode_body(msgspec.json.encode({"prompt": text}), CompletionRequest).body.prompt == text
+
+
+@pytest.mark.parametrize("field", ["stop", "logit_bias", "tools", "kv_transfer_params"])
+def test_fields_that_are_no_prompt_are_bounded(field: str) -> None:
+    raw = b'{"messages":[],"' + field.encode() + b'":"' + b"a" * 9_000_000 + b'"}'
+    with pytest.raises(InvalidRequest, match=f"{field} has 9000002 bytes; at most") as caught:
+        decode_body(raw, ChatCompletionRequest)
+    assert caught.value.param == field
+
+
+@pytest.mark.parametrize(
+    "raw", [b'{"a":' + b"[" * 990 + b"]" * 990 + b"}", b"[" * 100_000, b'{"a":', b'"\xff"', b'"\\ud800"']
+)
+def test_json_within_json_is_bounded_too(raw: bytes) -> None:
+    with pytest.raises(InvalidRequest):
+        decode_value(raw)
+
+
+@pytest.mark.parametrize(
+    "content_type",
+    [
+        "application/json",
+        "Application/JSON; charset=UTF-8",
+        "application/vnd.api+json",
+        'application/json;charset="utf-8"',
+    ],
+)
+def test_json_by_any_name(content_type: str) -> None:
+    require_json(content_type, None)
+    require_json(content_type, "identity")
+
+
+@pytest.mark.parametrize(
+    ("content_type", "encoding", "sentence"),
+    [
+        (None, None, "must be application/json, got none"),
+        ("text/plain", None, "got 'text/plain'"),
+        ("application/x-www-form-urlencoded", None, "must be application/json"),
+        ("multipart/form-data; boundary=x", None, "must be application/json"),
+        ("application/json; charset=utf-16", None, "must be UTF-8, not 'utf-16'"),
+        ("application/json", "gzip", "must not be compressed"),
+        ("x" * 5000, None, "x…"),
+    ],
+)
+def test_what_is_said_to_be_something_else(content_type: str | None, encoding: str | None, sentence: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        require_json(content_type, encoding)
+    assert sentence in caught.value.message
+    assert len(caught.value.message) < 200

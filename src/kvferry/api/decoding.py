@@ -1,15 +1,36 @@
-"""From the bytes of a body to a request struct, with errors that people can read."""
+"""From the bytes of a body to a request struct: strict, bounded, and with errors that people can read.
+
+Everything that is refused here is refused before anything is built of it: other encodings, names that are there twice,
+too many values, too many levels, fields of a size that nobody needs. `decode_body` takes up to about 50 ms of the
+interpreter lock for the largest body it accepts; servers call it in a thread above `THREAD_ABOVE_BYTES`.
+"""
 
 from __future__ import annotations
 
 import re
-from typing import TypeVar
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
+from kvferry.api.fields import ignored_fields
+from kvferry.api.requests import MAX_FIELD_BYTES
 from kvferry.core.errors import InvalidRequest
 
 Body = TypeVar("Body", bound=msgspec.Struct)
+
+THREAD_ABOVE_BYTES = 64 * 1024
+"""Larger bodies take longer than an event loop should be held up."""
+
+MAX_VALUES = 1_000_000
+"""Most values in one body, counted by its commas; what a prompt of token ids needs."""
+
+MAX_STRUCTURE = 150_000
+"""Most strings, arrays and objects in one body: building one takes about ten times as long as a number."""
+
+MAX_DEPTH = 64
+"""Most levels of arrays and objects. Whatever walks through a body may recurse."""
 
 _WORDS = {
     "int": "an integer",
@@ -22,24 +43,101 @@ _WORDS = {
 }
 _GOT_WORDS = {**_WORDS, "bool": "a boolean"}
 _BOUNDS = {">=": "at least", "<=": "at most", ">": "more than", "<": "less than"}
+_UNITS = {"str": "characters", "array": "items", "object": "entries"}
 
 _PLACE = re.compile(r"^(?P<problem>.*?)(?: - at (?P<key>`key` in )?`\$\.?(?P<path>.*)`)?$", re.DOTALL)
 _WRONG_TYPE = re.compile(r"Expected `(?P<expected>[^`]*)`, got `(?P<got>[^`]*)`")
-_OUT_OF_BOUNDS = re.compile(r"Expected `[^`]*` (?P<sign>[<>]=?) (?P<bound>\S+)")
+_OUT_OF_BOUNDS = re.compile(r"Expected `(?P<type>[^`]*)` (?P<length>of length )?(?P<sign>[<>]=?) (?P<bound>\S+)")
 _MISSING = re.compile(r"Object missing required field `(?P<field>[^`]*)`")
 _CHOICE = re.compile(r"Invalid enum value (?P<value>.*)", re.DOTALL)
+_HALF_PAIR = re.compile(rb"\\u[dD][89a-fA-F]")
+_OTHER_ENCODINGS = (b"\xef\xbb\xbf", b"\xff\xfe", b"\xfe\xff")
 
 
-def decode_body(raw: bytes, body_type: type[Body]) -> Body:
+@dataclass(frozen=True)
+class Decoded(Generic[Body]):
+    """A request, and the names of its fields that have no effect here."""
+
+    body: Body
+    ignored: tuple[str, ...] = ()
+
+
+class _Name:
+    """The name of a field. Equal only to itself, so that a name that is there twice is there twice."""
+
+    __slots__ = ("text",)
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+
+_FIELDS = msgspec.json.Decoder(dict[_Name, msgspec.Raw], dec_hook=lambda _, text: _Name(text))
+
+
+def require_json(content_type: str | None, content_encoding: str | None) -> None:
+    """Raise `InvalidRequest` unless the headers say that the body is JSON as it is.
+
+    Web pages of strangers can send anything else to a local server without the browser asking it first.
+    """
+    kind, _, parameters = (content_type or "").lower().partition(";")
+    kind = kind.strip()
+    if not (kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json"))):
+        got = f"got {_clip(kind)!r}" if kind else "got none"
+        raise InvalidRequest(f"the Content-Type header must be application/json, {got}", param="Content-Type")
+    charset = re.search(r"charset\s*=\s*\"?([^\";\s]+)", parameters)
+    if charset is not None and charset[1] not in ("utf-8", "utf8", "us-ascii"):
+        raise InvalidRequest(f"the body must be UTF-8, not {_clip(charset[1])!r}", param="Content-Type")
+    if (content_encoding or "identity").strip().lower() != "identity":
+        raise InvalidRequest(
+            f"the body must not be compressed, got Content-Encoding {_clip(content_encoding or '')!r}",
+            param="Content-Encoding",
+        )
+
+
+def decode_body(raw: bytes, body_type: type[Body]) -> Decoded[Body]:
     """Read JSON into `body_type`. Raises `InvalidRequest` that names the field."""
+    fields = read_fields(raw)
+    ignored = ignored_fields(fields, body_type)
+    _require_sizes(fields)
     try:
-        return msgspec.json.decode(raw, type=body_type)
+        return Decoded(msgspec.json.decode(raw, type=body_type), ignored)
     except msgspec.ValidationError as error:
         raise explain(str(error)) from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise InvalidRequest(f"The body is not valid JSON: {error}") from error
+        raise _not_json(raw, error) from error
+
+
+def read_fields(raw: bytes) -> dict[str, msgspec.Raw]:
+    """The fields of a JSON object as their JSON texts, once it is known that it can be read in one way and in bounded
+    time. Raises `InvalidRequest`."""
+    _require_utf8(raw)
+    _require_countable(raw)
+    fields: dict[str, msgspec.Raw] = {}
+    try:
+        for name, value in _FIELDS.decode(raw).items():
+            if name.text in fields:
+                raise InvalidRequest(f"{_clip(name.text)} is there twice", param=_clip(name.text))
+            fields[name.text] = value
+        _require_shallow(raw)
+    except msgspec.ValidationError as error:
+        raise explain(str(error)) from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise _not_json(raw, error) from error
     except RecursionError as error:
-        raise InvalidRequest("The body is not acceptable JSON: it is nested too deeply") from error
+        raise _too_deep() from error
+    return fields
+
+
+def decode_value(raw: bytes) -> Any:
+    """Any JSON, within the same bounds. Raises `InvalidRequest`."""
+    _require_countable(raw)
+    try:
+        _require_shallow(raw)
+        return msgspec.json.decode(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise _not_json(raw, error) from error
+    except RecursionError as error:
+        raise _too_deep() from error
 
 
 def explain(problem: str) -> InvalidRequest:
@@ -60,7 +158,64 @@ def _sentence(problem: str) -> str:
         expected = [_WORDS.get(name, name) for name in wrong["expected"].split(" | ") if name != "null"]
         return f"must be {' or '.join(expected)}, got {_GOT_WORDS.get(wrong['got'], wrong['got'])}"
     if bounds := _OUT_OF_BOUNDS.match(problem):
-        return f"must be {_BOUNDS[bounds['sign']]} {bounds['bound']}"
+        verb, unit = ("have", " " + _UNITS.get(bounds["type"], "items")) if bounds["length"] else ("be", "")
+        return f"must {verb} {_BOUNDS[bounds['sign']]} {bounds['bound']}{unit}"
     if choice := _CHOICE.match(problem):
-        return f"cannot be {choice['value']}"
+        return f"cannot be {_clip(choice['value'])}"
     return f"is not acceptable: {problem}"
+
+
+def _require_utf8(raw: bytes) -> None:
+    if raw.startswith(_OTHER_ENCODINGS) or b"\0" in raw[:4]:
+        raise InvalidRequest("the body must be JSON in UTF-8, without a byte order mark")
+    if raw.isascii():
+        return
+    try:
+        raw.decode()
+    except UnicodeDecodeError as error:
+        raise InvalidRequest(f"the body is not valid JSON: byte {error.start} is not UTF-8") from error
+
+
+def _require_countable(raw: bytes) -> None:
+    """By counting bytes: nothing is built yet. What stands within strings counts too, escaped quotes do not."""
+    if raw.count(b",") > MAX_VALUES:
+        raise InvalidRequest(f"the body has more than {MAX_VALUES} values, the most accepted")
+    num_strings = (raw.count(b'"') - raw.count(b'\\"')) // 2
+    if num_strings + raw.count(b"[") + raw.count(b"{") > MAX_STRUCTURE:
+        raise InvalidRequest(f"the body has more than {MAX_STRUCTURE} strings, arrays and objects, the most accepted")
+
+
+def _require_shallow(raw: bytes) -> None:
+    """Level by level, so that no depth exhausts the stack."""
+    if raw.count(b"[") + raw.count(b"{") <= MAX_DEPTH:
+        return
+    level = [msgspec.json.decode(raw)]
+    for _ in range(MAX_DEPTH):
+        level = [inner for one in level for inner in _containers(one.values() if isinstance(one, dict) else one)]
+        if not level:
+            return
+    raise _too_deep()
+
+
+def _containers(values: Iterable[Any]) -> Iterator[Any]:
+    return (one for one in values if isinstance(one, dict | list))
+
+
+def _require_sizes(fields: dict[str, msgspec.Raw]) -> None:
+    for name, value in fields.items():
+        most = MAX_FIELD_BYTES.get(name)
+        if most is not None and (size := len(memoryview(value))) > most:
+            raise InvalidRequest(f"{name} has {size} bytes; at most {most} are accepted", param=name)
+
+
+def _not_json(raw: bytes, error: Exception) -> InvalidRequest:
+    hint = "; a string has half of a surrogate pair" if _HALF_PAIR.search(raw) else ""
+    return InvalidRequest(f"The body is not valid JSON: {error}{hint}")
+
+
+def _too_deep() -> InvalidRequest:
+    return InvalidRequest(f"The body is not acceptable JSON: it is nested too deeply, more than {MAX_DEPTH} levels")
+
+
+def _clip(text: str) -> str:
+    return text if len(text) <= 80 else text[:79] + "…"

@@ -69,6 +69,21 @@ def refuse_unsupported(body: UnsupportedFields) -> None:
 Integer = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 """Python's integers have no end, the arithmetic behind them does."""
 
+Name = Annotated[str, msgspec.Meta(max_length=1024)]
+"""What names a model, a user, a tenant, a request."""
+
+StopString = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+"""Each piece of an answer is searched for it."""
+
+Seconds = Annotated[float, msgspec.Meta(gt=0, le=7 * 24 * 3600)]
+
+MAX_FIELD_BYTES = {
+    **dict.fromkeys(("logit_bias", "stop", "stop_token_ids", "stream_options"), 128 * 1024),
+    **dict.fromkeys(("chat_template", "chat_template_kwargs", "documents", "tools"), 2 * 1024**2),
+    "kv_transfer_params": 8 * 1024**2,
+}
+"""Longest JSON texts of fields that are nothing like a prompt; what is not named here is as long as a body may be."""
+
 
 class StreamOptions(msgspec.Struct, kw_only=True):
     """What a stream carries beside the answer."""
@@ -83,26 +98,26 @@ class GenerationRequest(UnsupportedFields, kw_only=True):
     `spaces_between_special_tokens` is read and has no effect: fast tokenizers put no spaces there.
     """
 
-    model: str | None = None
+    model: Name | None = None
     n: Integer | None = None
     max_tokens: Integer | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    stop: str | list[str] | None = None
+    stop: StopString | Annotated[list[StopString], msgspec.Meta(max_length=32)] | None = None
     seed: Integer | None = None
     temperature: float | None = None
     top_p: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: dict[int, float] | None = None
-    user: str | None = None
+    logit_bias: Annotated[dict[int, float], msgspec.Meta(max_length=1024)] | None = None
+    user: Name | None = None
 
     top_k: Integer | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
     min_tokens: Integer | None = None
     ignore_eos: bool | None = None
-    stop_token_ids: list[Integer] | None = None
+    stop_token_ids: Annotated[list[Integer], msgspec.Meta(max_length=1024)] | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
@@ -112,12 +127,12 @@ class GenerationRequest(UnsupportedFields, kw_only=True):
     add_special_tokens: bool | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
-    cache_salt: str | None = None
+    cache_salt: Annotated[Name, msgspec.Meta(min_length=1)] | None = None
     priority: Integer | None = None
-    request_id: str | None = None
+    request_id: Name | None = None
     kv_transfer_params: dict[str, Any] | None = None
 
-    timeout: float | None = None
+    timeout: Seconds | None = None
     """Seconds after which the request ends with 408."""
 
     return_timeline: bool | None = None
@@ -148,20 +163,14 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
     continue_final_message: bool | None = None
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    reasoning_effort: str | None = None
-
-
-class TokenizeKind(msgspec.Struct):
-    """What tells the two kinds of `POST /tokenize` apart."""
-
-    messages: Any = None
+    reasoning_effort: Name | None = None
 
 
 class TokenizeCompletionRequest(msgspec.Struct, kw_only=True):
     """`POST /tokenize` of a text."""
 
     prompt: str
-    model: str | None = None
+    model: Name | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
 
@@ -176,10 +185,10 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True):
     """`POST /detokenize`."""
 
     tokens: list[Integer]
-    model: str | None = None
+    model: Name | None = None
 
 
 class ReleaseRequest(msgspec.Struct, kw_only=True):
     """`POST /kvferry/release`: nobody will fetch this hand-off."""
 
-    transfer_id: str
+    transfer_id: Annotated[Name, msgspec.Meta(min_length=1)]

@@ -28,7 +28,7 @@ RETRY_AFTER_HEADER = "Retry-After"
 RETRY_AFTER_S = 1
 """What a client that meets a full queue is told to wait, in seconds."""
 
-MAX_BODY_BYTES = 32 * 1024 * 1024
+MAX_BODY_BYTES = 16 * 1024 * 1024
 """The largest request body that is read unless told otherwise."""
 
 SSE_HEADERS = {
@@ -39,6 +39,8 @@ SSE_HEADERS = {
 }
 
 SSE_DONE = b"data: [DONE]\n\n"
+
+_MAX_MESSAGE_CHARACTERS = 2000
 
 _SANE_REQUEST_ID = re.compile(r"[A-Za-z0-9._:@/+=-]{1,128}")
 
@@ -96,8 +98,16 @@ def error_code(error: RequestError) -> str | None:
 
 def error_envelope(error: RequestError) -> bytes:
     """The JSON body that answers a request which failed with `error`."""
-    body = ErrorBody(message=error.message, type=error.kind, param=error.param, code=error_code(error))
+    param = None if error.param is None else _sendable(error.param)
+    body = ErrorBody(message=_sendable(error.message), type=error.kind, param=param, code=error_code(error))
     return msgspec.json.encode(ErrorEnvelope(body))
+
+
+def _sendable(text: str) -> str:
+    """Errors repeat what clients sent: not without end, and nothing that cannot be written in UTF-8."""
+    if len(text) > _MAX_MESSAGE_CHARACTERS:
+        text = text[: _MAX_MESSAGE_CHARACTERS - 1] + "…"
+    return text.encode("utf-8", "replace").decode()
 
 
 def error_headers(error: RequestError) -> dict[str, str]:

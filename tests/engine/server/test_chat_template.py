@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from typing import Any
 
 import msgspec
@@ -10,6 +11,7 @@ import pytest
 from kvferry.api.requests import ChatCompletionRequest
 from kvferry.core.errors import InvalidRequest
 from kvferry.engine.server.chat_template import render_chat
+from kvferry.engine.server.text_codec import TextCodec
 
 USER = {"role": "user", "content": "hi"}
 
@@ -18,8 +20,11 @@ def body(*messages: Any, **fields: Any) -> ChatCompletionRequest:
     return msgspec.convert({"messages": list(messages), **fields}, ChatCompletionRequest)
 
 
-async def render(tokenizer: Any, *messages: Any, trust: bool = False, **fields: Any) -> str:
-    return await render_chat(body(*messages, **fields), tokenizer, trust_request_template=trust)
+async def render(tokenizer: Any, *messages: Any, template: str | None = None, **fields: Any) -> str:
+    """With the tokenizer's own chat template, or another in its place."""
+    tokenizer = deepcopy(tokenizer)
+    tokenizer.chat_template = template or tokenizer.chat_template
+    return await render_chat(body(*messages, **fields), TextCodec(tokenizer))
 
 
 async def test_messages_and_the_beginning_of_the_answer(tokenizer: Any) -> None:
@@ -50,7 +55,7 @@ async def test_arguments_of_tool_calls_are_objects(tokenizer: Any) -> None:
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
     template = "{{ messages[0].tool_calls[0].function.arguments.x }}"
     message = {"role": "assistant", "content": None, "tool_calls": [call]}
-    assert await render(tokenizer, message, chat_template=template, trust=True) == "1"
+    assert await render(tokenizer, message, template=template) == "1"
 
 
 @pytest.mark.parametrize(
@@ -78,17 +83,27 @@ async def test_what_is_not_acceptable_is_named(tokenizer: Any, messages: Any, fi
 async def test_a_template_that_breaks_is_the_clients_error(tokenizer: Any) -> None:
     for template in ("{% for", "{{ 1 / 0 }}", "{{ messages[0].nothing.at_all }}"):
         with pytest.raises(InvalidRequest, match="chat template"):
-            await render(tokenizer, USER, chat_template=template, trust=True)
+            await render(tokenizer, USER, template=template)
 
 
 async def test_a_model_without_a_template_says_so(tokenizer: Any) -> None:
-    class Bare:
-        chat_template = None
-
+    bare = deepcopy(tokenizer)
+    bare.chat_template = None
     with pytest.raises(InvalidRequest, match="no chat template"):
-        await render(Bare(), USER)
+        await render(bare, USER)
 
 
 async def test_long_messages_are_rendered_in_a_thread(tokenizer: Any) -> None:
     text = "a" * 100_000
     assert text in await render(tokenizer, {"role": "user", "content": text})
+
+
+@pytest.mark.parametrize(
+    "arguments", ['{"x":' + "[" * 990 + "]" * 990 + "}", "[" * 100_000, '{"x": "\\ud800"}', "NaN", "é\0"]
+)
+async def test_arguments_that_cannot_be_read_stay_a_string(tokenizer: Any, arguments: str) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    template = "{{ messages[0].tool_calls[0].function.arguments | length }}"
+    assert await render(tokenizer, {"role": "assistant", "tool_calls": [call]}, template=template) == str(
+        len(arguments)
+    )

@@ -21,6 +21,7 @@ from .fake_engine import Gate, ScriptedEngine, Step
 from .running import Running, running
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+JSON = {"Content-Type": "application/json"}
 
 
 def token(token_id: int = 70, **fields: Any) -> EngineOutput:
@@ -250,7 +251,7 @@ async def test_a_body_that_is_too_large(tokenizer: Any) -> None:
                 yield b" " * 100
 
         for data in (b" " * 2000, pieces()):
-            async with client.post(COMPLETIONS, data=data) as response:
+            async with client.post(COMPLETIONS, data=data, headers=JSON) as response:
                 assert response.status == 413
                 assert (await response.json())["error"]["code"] == "body_too_large"
         async with client.post(COMPLETIONS, json=body()) as response:
@@ -261,7 +262,7 @@ async def test_a_body_that_is_too_large(tokenizer: Any) -> None:
 async def test_what_is_not_json(tokenizer: Any) -> None:
     async with scripted(tokenizer, LAST) as (_, client, _):
         for data in (b"", b"prompt=a", b"[1]", b'{"prompt": "\xff"}'):
-            async with client.post(COMPLETIONS, data=data) as response:
+            async with client.post(COMPLETIONS, data=data, headers=JSON) as response:
                 assert response.status == 400
                 assert (await response.json())["error"]["type"] == "invalid_request_error"
 

@@ -11,6 +11,7 @@ from typing import Any
 import aiohttp
 import pytest
 
+from kvferry.api.fields import WARNING_HEADER
 from kvferry.core.hand_off import Consume, PrefillResult, Produce, Ticket
 from kvferry.core.openai import TIMELINE_HEADER
 from kvferry.core.request import EngineOutput, Request
@@ -322,3 +323,64 @@ async def test_release_and_check(asker: Asker) -> None:
     async with asker.client.get("/kvferry/check") as response:
         assert response.status == 500
         assert (await response.json())["error"]["message"] == "3 KV blocks are in use"
+
+
+# Fields nobody knows, on every route.
+
+ROUTES = {
+    "/v1/completions": {"prompt": "a", "max_tokens": 1},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1},
+    "/tokenize": {"prompt": "a"},
+    "/detokenize": {"tokens": [1]},
+    "/kvferry/release": {"transfer_id": "t"},
+}
+
+
+@pytest.mark.parametrize("path", ROUTES)
+async def test_unknown_fields_are_told_of_in_a_header(asker: Asker, path: str) -> None:
+    for fields, warning in (
+        ({}, None),
+        ({"what_is_this": {"x": [1]}, "store": True}, "fields without effect: what_is_this, store"),
+        ({"stream": True, "é\r\n": 1}, "fields without effect: \\xe9??"),
+    ):
+        if fields.get("stream") and not path.startswith("/v1"):
+            continue
+        async with asker.client.post(path, json={**ROUTES[path], **fields}) as response:
+            assert (response.status, response.headers.get(WARNING_HEADER)) == (200, warning)
+
+
+@pytest.mark.parametrize("path", ROUTES)
+async def test_near_misses_are_refused_on_every_route(asker: Asker, path: str) -> None:
+    known, typo = next((name, name + "s" if name[-1] != "s" else name[:-1]) for name in ROUTES[path])
+    status, answer = await asker.post(path, {**ROUTES[path], typo: 5})
+    assert (status, answer["error"]["param"]) == (400, typo)
+    assert answer["error"]["message"] == f"unknown field {typo!r}; did you mean {known!r}?"
+
+
+@pytest.mark.parametrize("path", ROUTES)
+async def test_what_is_no_json_is_refused_on_every_route(asker: Asker, path: str) -> None:
+    headers = {"Content-Type": "application/json"}
+    for data, content in (
+        (b"{}", {"Content-Type": "text/plain"}),
+        (b'{"x":' + b"[" * 1000 + b"]" * 1000 + b"}", headers),
+        (b'{"x":1,"x":2}', headers),
+        (json.dumps(ROUTES[path]).encode("utf-16"), headers),
+        (b"", headers),
+    ):
+        async with asker.client.post(path, data=data, headers=content) as response:
+            assert response.status == 400
+            assert (await response.json())["error"]["type"] == "invalid_request_error"
+
+
+async def test_errors_do_not_repeat_all_that_was_sent(asker: Asker) -> None:
+    error = await asker.refused(stop=5, **{"x" * 100_000: 1})
+    assert len(json.dumps(error)) < 1000
+    messages = [{"role": "x" * 100_000, "content": "a"}]
+    assert len(json.dumps(await asker.refused("/v1/chat/completions", messages=messages))) < 3000
+
+
+async def test_more_tokens_than_the_context_are_not_turned_into_text(asker: Asker) -> None:
+    status, answer = await asker.post("/detokenize", {"tokens": [7] * 65})
+    assert (status, answer["error"]["param"]) == (400, "tokens")
+    status, answer = await asker.post("/tokenize", {"prompt": "a" * 10_000})
+    assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")

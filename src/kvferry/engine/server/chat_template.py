@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 from jinja2 import TemplateError
 
+from kvferry.api.decoding import decode_value
 from kvferry.api.requests import ChatCompletionRequest
 from kvferry.core.errors import InvalidRequest
-from kvferry.engine.server.text_codec import THREAD_ABOVE_CHARACTERS, in_thread_if
+from kvferry.engine.server.text_codec import THREAD_ABOVE_CHARACTERS, TextCodec
 
 _PART_SEPARATOR = "\n"
 """What joins the text parts of one message; vLLM's choice."""
@@ -38,39 +38,54 @@ _NOT_FOR_TEMPLATES = frozenset(
 """Names in `chat_template_kwargs` that would reach past the template to what renders it."""
 
 
-async def render_chat(body: ChatCompletionRequest, tokenizer: Any, *, trust_request_template: bool) -> str:
-    """The prompt's text. Raises `InvalidRequest` when messages or template are not acceptable."""
+async def render_chat(body: ChatCompletionRequest, codec: TextCodec) -> str:
+    """The prompt's text. Raises `InvalidRequest` when the messages are not acceptable."""
     if not body.messages:
         raise InvalidRequest("messages must not be empty", param="messages")
-    messages = [_plain_message(message, index) for index, message in enumerate(body.messages)]
-    options = _template_options(body, trust_request_template)
-    if not (tokenizer.chat_template or body.chat_template):
+    options = _template_options(body)
+    if not codec.tokenizer.chat_template:
         raise InvalidRequest(
             "this model has no chat template; use /v1/completions, or serve it with a tokenizer that has one",
             param="messages",
         )
-    size = sum(len(str(message.get("content"))) for message in messages)
-    return await in_thread_if(size > THREAD_ABOVE_CHARACTERS, _render, tokenizer, messages, options)
+    big = not _is_small([body.messages, options], THREAD_ABOVE_CHARACTERS)
+    return await codec.off_loop.run_if(big, _render, codec.tokenizer, body.messages, options)
+
+
+def _is_small(value: Any, most: int) -> bool:
+    """Whether there is so little in it that a template has nothing to do, counted no further than that."""
+    waiting = [value]
+    while waiting and most >= 0:
+        one = waiting.pop()
+        most -= len(one) if isinstance(one, str | list | dict) else 1
+        if isinstance(one, dict):
+            waiting += one.values()
+        elif isinstance(one, list):
+            waiting += one
+    return most >= 0
 
 
 def _render(tokenizer: Any, messages: list[dict[str, Any]], options: dict[str, Any]) -> str:
+    messages = [_plain_message(message, index) for index, message in enumerate(messages)]
     try:
-        return str(tokenizer.apply_chat_template(messages, tokenize=False, **options))
+        text = str(tokenizer.apply_chat_template(messages, tokenize=False, **options))
+        text.encode()  # arguments of tool calls are JSON within JSON, and may bring half of a surrogate pair
     except TemplateError as error:
         raise InvalidRequest(f"the chat template does not accept these messages: {error}", param="messages") from error
     except Exception as error:  # templates are programs that run on what the client sent: anything may be raised
         raise InvalidRequest(
             f"the chat template failed on these messages: {type(error).__name__}: {error}", param="messages"
         ) from error
+    return text
 
 
-def _template_options(body: ChatCompletionRequest, trust_request_template: bool) -> dict[str, Any]:
+def _template_options(body: ChatCompletionRequest) -> dict[str, Any]:
     options = dict(body.chat_template_kwargs or {})
     for name in _NOT_FOR_TEMPLATES & options.keys():
         raise InvalidRequest(f"chat_template_kwargs must not contain {name}", param="chat_template_kwargs")
-    if body.chat_template is not None and not trust_request_template:
+    if body.chat_template is not None:
         raise InvalidRequest(
-            "chat_template is refused: start the server with --trust-request-chat-template to allow it",
+            "chat_template: a template is a program, and those of requests are not run; the model's own is used",
             param="chat_template",
         )
     if body.reasoning_effort is not None:
@@ -79,7 +94,6 @@ def _template_options(body: ChatCompletionRequest, trust_request_template: bool)
         **options,
         "tools": body.tools or None,
         "documents": body.documents or None,
-        "chat_template": body.chat_template,
         "add_generation_prompt": _opens_answer(body),
         "continue_final_message": bool(body.continue_final_message),
     }
@@ -140,7 +154,7 @@ def _plain_tool_call(call: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
         return call
     try:
-        arguments = json.loads(function["arguments"] or "{}")
-    except ValueError:
+        arguments = decode_value((function["arguments"] or "{}").encode())
+    except InvalidRequest:
         return call
     return {**call, "function": {**function, "arguments": arguments}}

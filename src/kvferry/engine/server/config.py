@@ -30,9 +30,6 @@ class ServerConfig:
     shutdown_grace_s: float = 30.0
     """Seconds that running requests are given to end before they are aborted."""
 
-    trust_request_chat_template: bool = False
-    """Render chat templates that come with a request. A template is a program: only for clients you trust."""
-
     access_log: bool = False
     """Log a line for every request."""
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+from kvferry.api.decoding import THREAD_ABOVE_BYTES, Body, Decoded, decode_body, require_json
 from kvferry.api.requests import ChatCompletionRequest
 from kvferry.core.clock import Clock, SystemClock
 from kvferry.core.errors import UnknownModel
@@ -9,7 +12,7 @@ from kvferry.engine.server.chat_template import render_chat
 from kvferry.engine.server.config import ServerConfig
 from kvferry.engine.server.engine_protocol import EngineFront
 from kvferry.engine.server.lifecycle import Lifecycle
-from kvferry.engine.server.prompts import Prompt, require_can_fit
+from kvferry.engine.server.prompts import Prompt, require_encodable
 from kvferry.engine.server.text_codec import TextCodec, TokenTexts
 from kvferry.observe.metrics import EngineMetrics
 
@@ -35,10 +38,14 @@ class ServerContext:
             raise UnknownModel(f"The model `{name}` does not exist.", param="model")
         return self.front.model_names[0] if name is None else name
 
+    async def decode(self, raw: bytes, headers: Mapping[str, str], body_type: type[Body]) -> Decoded[Body]:
+        """A body as `body_type`. Raises `InvalidRequest`."""
+        require_json(headers.get("content-type"), headers.get("content-encoding"))
+        return await self.codec.off_loop.run_if(len(raw) > THREAD_ABOVE_BYTES, decode_body, raw, body_type)
+
     async def chat_prompt(self, body: ChatCompletionRequest) -> Prompt:
         """The messages as tokens. Templates write the special tokens themselves: none are added unless asked for."""
-        trusted = self.config.trust_request_chat_template
-        text = await render_chat(body, self.codec.tokenizer, trust_request_template=trusted)
-        if body.truncate_prompt_tokens is None:
-            require_can_fit(text, self.codec, self.front.max_model_len, "messages")
+        text = await render_chat(body, self.codec)
+        truncated = body.truncate_prompt_tokens is not None
+        await require_encodable(text, self.codec, self.front.max_model_len, "messages", truncated=truncated)
         return Prompt(await self.codec.encode(text, add_special_tokens=bool(body.add_special_tokens)))

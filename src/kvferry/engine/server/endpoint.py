@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from kvferry.api.decoding import decode_body
+from kvferry.api.fields import WARNING_HEADER, warning_of
 from kvferry.api.requests import ChatCompletionRequest, CompletionRequest, GenerationRequest
 from kvferry.core.errors import InvalidRequest
 from kvferry.core.openai import BodyTooLarge, error_envelope, sane_request_id
@@ -23,16 +23,19 @@ from kvferry.engine.server.prompts import echoes_of
 from kvferry.engine.server.streaming import EventStream
 from kvferry.engine.server.writing import AnswerWriter, ChatWriter, CompletionWriter
 
-Body = TypeVar("Body", bound=GenerationRequest)
+Body = TypeVar("Body", bound=msgspec.Struct)
+GenerationBody = TypeVar("GenerationBody", bound=GenerationRequest)
 
 MakeWriter = Callable[..., Awaitable[AnswerWriter]]
 
 
-class GenerationRoute(Generic[Body]):
+class GenerationRoute(Generic[GenerationBody]):
     """An ASGI application: one route that generates. Request, generation and answer share one task, so that whatever
     ends one ends all."""
 
-    def __init__(self, context: ServerContext, body_type: type[Body], id_prefix: str, make_writer: MakeWriter) -> None:
+    def __init__(
+        self, context: ServerContext, body_type: type[GenerationBody], id_prefix: str, make_writer: MakeWriter
+    ) -> None:
         self._context = context
         self._body_type = body_type
         self._id_prefix = id_prefix
@@ -42,15 +45,16 @@ class GenerationRoute(Generic[Body]):
         arrived = self._context.clock.wall()
         request = Request(scope, receive)
         self._context.lifecycle.require_accepting()
-        body = decode_body(await read_body(request, self._context.config.max_body_bytes), self._body_type)
+        raw = await read_body(request, self._context.config.max_body_bytes)
         async with while_connected(receive):
+            body = await decode(self._context, request, raw, self._body_type)
             writer = await self._prepare(request, body, arrived)
             if body.stream:
                 await _send_stream(writer, send, request.state.request_id)
             else:
                 await _send_whole(writer, scope, receive, send)
 
-    async def _prepare(self, request: Request, body: Body, arrived: float) -> AnswerWriter:
+    async def _prepare(self, request: Request, body: GenerationBody, arrived: float) -> AnswerWriter:
         model = self._context.require_model(body.model)
         if "x-request-id" not in request.headers and body.request_id is not None:
             request.state.request_id = sane_request_id(body.request_id)
@@ -82,6 +86,14 @@ def chat_route(context: ServerContext) -> GenerationRoute[ChatCompletionRequest]
         return ChatWriter(body, plan, context.token_texts, **head)
 
     return GenerationRoute(context, ChatCompletionRequest, "chatcmpl-", make_writer)
+
+
+async def decode(context: ServerContext, request: Request, raw: bytes, body_type: type[Body]) -> Body:
+    """The body as `body_type`; the answer will have a header that names fields without effect."""
+    decoded = await context.decode(raw, request.headers, body_type)
+    if (warning := warning_of(decoded.ignored)) is not None:
+        request.state.extra_headers = {WARNING_HEADER: warning}
+    return decoded.body
 
 
 async def read_body(request: Request, most_bytes: int) -> bytes:

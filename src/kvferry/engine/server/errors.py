@@ -42,7 +42,9 @@ class ErrorBoundary:
             nonlocal started
             if message["type"] == "http.response.start":
                 started = True
-                MutableHeaders(scope=message)[REQUEST_ID_HEADER] = scope["state"]["request_id"]
+                headers = MutableHeaders(scope=message)
+                headers[REQUEST_ID_HEADER] = scope["state"]["request_id"]
+                headers.update(scope["state"].get("extra_headers", {}))
             await send(message)
 
         try:

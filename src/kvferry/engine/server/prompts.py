@@ -10,7 +10,13 @@ from kvferry.api.requests import CompletionRequest, GenerationRequest
 from kvferry.core.errors import InvalidRequest
 from kvferry.core.openai import ContextLengthExceeded
 from kvferry.engine.server.assembly import Detokenizer
-from kvferry.engine.server.text_codec import THREAD_ABOVE_TOKENS, TextCodec, in_thread_if
+from kvferry.engine.server.text_codec import THREAD_ABOVE_TOKENS, TextCodec
+
+_PIECE_CHARACTERS = 2**20
+"""Longer texts are counted piece by piece before they are encoded: a token's record takes about 100 bytes."""
+
+_MAX_TRUNCATED_CHARACTERS = 2**21
+"""Longest text that is encoded only to be cut."""
 
 
 @dataclass(frozen=True)
@@ -23,16 +29,14 @@ class Prompt:
 
 async def completion_prompts(body: CompletionRequest, codec: TextCodec, max_model_len: int) -> list[Prompt]:
     """The prompts of a completion request, in order. Raises `InvalidRequest`."""
-    add_special_tokens = body.add_special_tokens is not False
-    prompts = []
-    for prompt in split_prompts(body.prompt):
-        if isinstance(prompt, str):
-            if body.truncate_prompt_tokens is None:
-                require_can_fit(prompt, codec, max_model_len, "prompt")
-            prompts.append(Prompt(await codec.encode(prompt, add_special_tokens=add_special_tokens), prompt))
-        else:
-            prompts.append(Prompt(prompt))
-    return prompts
+    prompts = split_prompts(body.prompt)
+    texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+    if not texts:
+        return [Prompt(cast(list[int], prompt)) for prompt in prompts]
+    for text in texts:
+        await require_encodable(text, codec, max_model_len, "prompt", truncated=body.truncate_prompt_tokens is not None)
+    encoded = await codec.encode_all(texts, add_special_tokens=body.add_special_tokens is not False)
+    return [Prompt(token_ids, text) for token_ids, text in zip(encoded, texts, strict=True)]
 
 
 def split_prompts(prompt: str | list[str | int | list[int]]) -> list[str | list[int]]:
@@ -48,18 +52,44 @@ def split_prompts(prompt: str | list[str | int | list[int]]) -> list[str | list[
     return [cast(list[int], prompt)] if kinds == {int} else cast(list[str | list[int]], prompt)
 
 
-def require_can_fit(text: str, codec: TextCodec, max_model_len: int, field: str) -> None:
-    """Raise `ContextLengthExceeded` on a text that is too long even if all its tokens were the longest there are.
+async def require_encodable(
+    text: str, codec: TextCodec, max_model_len: int, field: str, *, truncated: bool = False
+) -> None:
+    """Raise `InvalidRequest` on a text that is too long to be encoded for nothing.
 
-    To find that out by encoding would take a core for a minute where the text is tens of megabytes.
+    To find that out by encoding would take a core for a minute and gigabytes where the text is tens of megabytes.
+    `truncated`: what is too long is cut, so that only the text's length counts.
     """
+    if truncated:
+        if len(text) > _MAX_TRUNCATED_CHARACTERS:
+            raise InvalidRequest(
+                f"{field} has {len(text)} characters; at most {_MAX_TRUNCATED_CHARACTERS} are accepted where it is to"
+                " be truncated",
+                param=field,
+            )
+        return
     longest = max_model_len * codec.longest_token
     if len(text) > longest:
-        raise ContextLengthExceeded(
-            f"This model's maximum context length is {max_model_len} tokens. However, your {field} has {len(text)}"
-            f" characters, more than the {longest} that so many tokens can stand for. Please reduce its length.",
-            param=field,
-        )
+        raise _too_long(text, max_model_len, field, f"more than the {longest} that so many tokens can stand for")
+    if len(text) > _PIECE_CHARACTERS:
+        await codec.off_loop.run_if(True, _require_few_tokens, text, codec, max_model_len, field)
+
+
+def _require_few_tokens(text: str, codec: TextCodec, max_model_len: int, field: str) -> None:
+    """Tokens across the borders of pieces are counted as several, which twice the length makes up for."""
+    num_tokens = 0
+    for start in range(0, len(text), _PIECE_CHARACTERS):
+        num_tokens += codec.num_tokens(text[start : start + _PIECE_CHARACTERS])
+        if num_tokens > 2 * max_model_len:
+            raise _too_long(text, max_model_len, field, f"which are more than {num_tokens} tokens")
+
+
+def _too_long(text: str, max_model_len: int, field: str, why: str) -> ContextLengthExceeded:
+    return ContextLengthExceeded(
+        f"This model's maximum context length is {max_model_len} tokens. However, your {field} has {len(text)}"
+        f" characters, {why}. Please reduce its length.",
+        param=field,
+    )
 
 
 def require_known_tokens(token_ids: Sequence[int], vocab_size: int, field: str) -> None:
@@ -122,10 +152,8 @@ class Echo:
 
 async def echoes_of(prompts: Sequence[Prompt], codec: TextCodec, *, skip_special_tokens: bool) -> list[Echo]:
     """The echoes of a request's prompts."""
-    return [
-        await in_thread_if(len(prompt.token_ids) > THREAD_ABOVE_TOKENS, _echo, prompt, codec, skip_special_tokens)
-        for prompt in prompts
-    ]
+    big = sum(len(prompt.token_ids) for prompt in prompts) > THREAD_ABOVE_TOKENS
+    return await codec.off_loop.run_if(big, lambda: [_echo(prompt, codec, skip_special_tokens) for prompt in prompts])
 
 
 def _echo(prompt: Prompt, codec: TextCodec, skip_special_tokens: bool) -> Echo:

@@ -7,12 +7,13 @@ sending other people's tokens; encoding gives the interpreter lock up meanwhile.
 
 from __future__ import annotations
 
-import asyncio
 import re
-from collections.abc import Callable, Sequence
-from typing import Any, ParamSpec, TypeVar
+from collections.abc import Sequence
+from typing import Any
 
 from tokenizers import Tokenizer
+
+from kvferry.engine.server.off_loop import OffLoop
 
 THREAD_ABOVE_CHARACTERS = 4096
 """Longer texts are encoded in a thread; about a millisecond's work."""
@@ -20,14 +21,12 @@ THREAD_ABOVE_CHARACTERS = 4096
 THREAD_ABOVE_TOKENS = 4096
 """Longer token sequences are decoded in a thread."""
 
-Parameters = ParamSpec("Parameters")
-Result = TypeVar("Result")
-
 
 class TextCodec:
-    """A tokenizer, used from one event loop."""
+    """A tokenizer, used from one event loop, or by way of `off_loop` beside it."""
 
     def __init__(self, tokenizer: Any) -> None:
+        self.off_loop = OffLoop()
         self.tokenizer = tokenizer
         self.backend = tokenizer.backend_tokenizer
         # Some tokenizer files bring a truncation that was meant for training.
@@ -39,31 +38,34 @@ class TextCodec:
 
     async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """The tokens of `text`; special tokens written out in it are taken as such."""
-        return await in_thread_if(len(text) > THREAD_ABOVE_CHARACTERS, self._encode, text, add_special_tokens)
+        return (await self.encode_all([text], add_special_tokens=add_special_tokens))[0]
+
+    async def encode_all(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
+        """The tokens of each text."""
+        big = sum(map(len, texts)) > THREAD_ABOVE_CHARACTERS
+        return await self.off_loop.run_if(big, self._encode_all, texts, add_special_tokens)
 
     async def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         """The text of `token_ids`."""
         big = len(token_ids) > THREAD_ABOVE_TOKENS
-        return await in_thread_if(big, self._decode, token_ids, skip_special_tokens)
+        return await self.off_loop.run_if(big, self._decode, token_ids, skip_special_tokens)
 
-    def written(self, token_ids: Sequence[int]) -> list[str]:
+    async def written(self, token_ids: Sequence[int]) -> list[str]:
         """Each token as the vocabulary writes it."""
-        return [str(self.backend.id_to_token(token_id) or "") for token_id in token_ids]
+        return await self.off_loop.run_if(len(token_ids) > THREAD_ABOVE_TOKENS, self._written, token_ids)
 
-    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        return list(self.backend.encode(text, add_special_tokens=add_special_tokens).ids)
+    def num_tokens(self, text: str) -> int:
+        """How many tokens `text` has, without making a list of them. Takes as long as encoding."""
+        return len(self.backend.encode(text, add_special_tokens=False))
+
+    def _encode_all(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
+        return [list(self.backend.encode(text, add_special_tokens=add_special_tokens).ids) for text in texts]
+
+    def _written(self, token_ids: Sequence[int]) -> list[str]:
+        return [str(self.backend.id_to_token(token_id) or "") for token_id in token_ids]
 
     def _decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
         return str(self.backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
-
-
-async def in_thread_if(
-    big: bool, function: Callable[Parameters, Result], *args: Parameters.args, **kwargs: Parameters.kwargs
-) -> Result:
-    """Call `function` here when the work is small, in a thread when it is `big`."""
-    if big:
-        return await asyncio.to_thread(function, *args, **kwargs)
-    return function(*args, **kwargs)
 
 
 _REPLACEMENT = "\ufffd"

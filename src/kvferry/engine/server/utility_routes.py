@@ -9,20 +9,19 @@ from starlette.routing import Route
 
 import kvferry
 from kvferry.api import answers
-from kvferry.api.decoding import decode_body
+from kvferry.api.decoding import read_fields
 from kvferry.api.requests import (
     DetokenizeRequest,
     ReleaseRequest,
     TokenizeChatRequest,
     TokenizeCompletionRequest,
-    TokenizeKind,
 )
-from kvferry.core.errors import LeakError, RequestError, Unavailable
+from kvferry.core.errors import InvalidRequest, LeakError, RequestError, Unavailable
 from kvferry.engine.server.context import ServerContext
-from kvferry.engine.server.endpoint import read_body
+from kvferry.engine.server.endpoint import Body, decode, read_body
 from kvferry.engine.server.engine_statistics import engine_statistics
 from kvferry.engine.server.errors import error_response
-from kvferry.engine.server.prompts import require_known_tokens
+from kvferry.engine.server.prompts import require_encodable, require_known_tokens
 
 
 class _Leaked(RequestError):
@@ -71,18 +70,20 @@ class UtilityRoutes:
     async def tokenize(self, request: Request) -> Response:
         """Tokens of a text or of messages, as a generating route would have them."""
         raw = await self._raw(request)
-        if decode_body(raw, TokenizeKind).messages is not None:
-            chat = decode_body(raw, TokenizeChatRequest)
+        if b'"messages"' in raw and "messages" in read_fields(raw):
+            chat = await decode(self._context, request, raw, TokenizeChatRequest)
             self._context.require_model(chat.model)
-            return self._tokens((await self._context.chat_prompt(chat)).token_ids, bool(chat.return_token_strs))
-        body = decode_body(raw, TokenizeCompletionRequest)
+            token_ids = (await self._context.chat_prompt(chat)).token_ids
+            return await self._tokens(token_ids, bool(chat.return_token_strs))
+        body = await decode(self._context, request, raw, TokenizeCompletionRequest)
         self._context.require_model(body.model)
-        add_special_tokens = body.add_special_tokens is not False
-        token_ids = await self._context.codec.encode(body.prompt, add_special_tokens=add_special_tokens)
-        return self._tokens(token_ids, bool(body.return_token_strs))
+        codec, max_model_len = self._context.codec, self._context.front.max_model_len
+        await require_encodable(body.prompt, codec, max_model_len, "prompt")
+        token_ids = await codec.encode(body.prompt, add_special_tokens=body.add_special_tokens is not False)
+        return await self._tokens(token_ids, bool(body.return_token_strs))
 
-    def _tokens(self, token_ids: list[int], with_strings: bool) -> Response:
-        strings = self._context.codec.written(token_ids) if with_strings else None
+    async def _tokens(self, token_ids: list[int], with_strings: bool) -> Response:
+        strings = await self._context.codec.written(token_ids) if with_strings else None
         return json_response(
             answers.Tokens(
                 count=len(token_ids),
@@ -94,8 +95,12 @@ class UtilityRoutes:
 
     async def detokenize(self, request: Request) -> Response:
         """The text of tokens, special ones written out."""
-        body = decode_body(await self._raw(request), DetokenizeRequest)
+        body = await self._decoded(request, DetokenizeRequest)
         self._context.require_model(body.model)
+        if len(body.tokens) > (most := self._context.front.max_model_len):
+            raise InvalidRequest(
+                f"tokens has {len(body.tokens)} ids; at most {most} are accepted, the model's context", param="tokens"
+            )
         require_known_tokens(body.tokens, self._context.codec.vocab_size, "tokens")
         return json_response(
             answers.Detokenized(prompt=await self._context.codec.decode(body.tokens, skip_special_tokens=False))
@@ -123,7 +128,7 @@ class UtilityRoutes:
 
     async def release(self, request: Request) -> Response:
         """Nobody will fetch this hand-off: end its lease."""
-        body = decode_body(await self._raw(request), ReleaseRequest)
+        body = await self._decoded(request, ReleaseRequest)
         released = await self._context.front.release(body.transfer_id)
         return Response(msgspec.json.encode({"released": released}), media_type="application/json")
 
@@ -138,6 +143,9 @@ class UtilityRoutes:
         except LeakError as error:
             return error_response(_Leaked(str(error)))
         return Response(b'{"ok":true}', media_type="application/json")
+
+    async def _decoded(self, request: Request, body_type: type[Body]) -> Body:
+        return await decode(self._context, request, await self._raw(request), body_type)
 
     async def _raw(self, request: Request) -> bytes:
         return await read_body(request, self._context.config.max_body_bytes)

@@ -1,0 +1,63 @@
+"""Threads for what one request needs and what would hold up everybody's event loop: decoding, tokens, templates.
+
+Owns how much of it runs and waits at once; knows nothing of what it does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from functools import partial
+from typing import ParamSpec, TypeVar
+
+from kvferry.core.errors import QueueFull, Unavailable
+
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
+
+
+class OffLoop:
+    """Runs functions in the event loop's threads: `at_once` of them, `most_waiting` in a queue, each within `limit_s`
+    seconds of being asked for."""
+
+    def __init__(self, *, at_once: int = 2, most_waiting: int = 256, limit_s: float = 60.0) -> None:
+        self._turn = asyncio.Semaphore(at_once)
+        self._most_waiting = most_waiting
+        self._limit_s = limit_s
+        self._num_waiting = 0
+
+    async def run_if(
+        self, big: bool, function: Callable[Parameters, Result], *args: Parameters.args, **kwargs: Parameters.kwargs
+    ) -> Result:
+        """Call `function` here when the work is small, in a thread when it is `big`.
+
+        Raises what `function` raises, `QueueFull` when too many wait, and `Unavailable` when it takes too long; a
+        thread cannot be ended, so it keeps its turn until its function returns.
+        """
+        if not big:
+            return function(*args, **kwargs)
+        if self._num_waiting >= self._most_waiting:
+            raise QueueFull(f"{self._num_waiting} large requests are waiting to be read; try again later")
+        try:
+            async with asyncio.timeout(self._limit_s):
+                await self._wait()
+                return await asyncio.shield(self._start(partial(function, *args, **kwargs)))
+        except TimeoutError as error:
+            raise Unavailable(f"the request could not be read within {self._limit_s:g} s") from error
+
+    async def _wait(self) -> None:
+        self._num_waiting += 1
+        try:
+            await self._turn.acquire()
+        finally:
+            self._num_waiting -= 1
+
+    def _start(self, function: Callable[[], Result]) -> asyncio.Future[Result]:
+        future = asyncio.get_running_loop().run_in_executor(None, function)
+        future.add_done_callback(self._done)
+        return future
+
+    def _done(self, future: asyncio.Future[Result]) -> None:
+        self._turn.release()
+        if not future.cancelled():
+            future.exception()  # somebody else's to raise; a client that has left is nobody's
