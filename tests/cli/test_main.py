@@ -22,10 +22,12 @@ from kvferry.cli.main import COMMANDS, ENVIRONMENT, app, for_engine, main
 from kvferry.cli.serve import flag_variables
 from kvferry.engine.config import EngineConfig
 from kvferry.fleet.arguments import flag_name, to_arguments
+from kvferry.fleet.restart import RestartPolicy
 from kvferry.fleet.spec import EngineChoice, FleetSpec, InstanceSpec, Listen
+from kvferry.observe.logs import LogConfig
 from kvferry.router.config import RouterConfig
 
-CONFIGS = [EngineConfig, EngineChoice, InstanceSpec, Listen, FleetSpec, RouterConfig]
+CONFIGS = [EngineConfig, EngineChoice, InstanceSpec, Listen, FleetSpec, RouterConfig, RestartPolicy, LogConfig]
 
 TORCH_BLOCKED = """
 import sys
@@ -85,9 +87,9 @@ def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
     ("command", "configs", "absent"),
     [
         ("serve", CONFIGS, {"prefill_url", "decode_url", "bootstrap_port"}),
-        ("prefill", [EngineConfig, EngineChoice, InstanceSpec, Listen], set()),
-        ("decode", [EngineConfig, EngineChoice, InstanceSpec, Listen], set()),
-        ("router", [RouterConfig, Listen], set()),
+        ("prefill", [EngineConfig, EngineChoice, InstanceSpec, Listen, LogConfig], set()),
+        ("decode", [EngineConfig, EngineChoice, InstanceSpec, Listen, LogConfig], set()),
+        ("router", [RouterConfig, Listen, LogConfig], set()),
     ],
 )
 def test_every_setting_is_a_flag_with_its_help(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -17,6 +18,8 @@ import psutil
 import pytest
 
 from conftest import ModelMaker
+from kvferry.fleet.vllm.ports import free_ports
+from support.processes import until
 
 pytestmark = pytest.mark.processes
 
@@ -73,6 +76,46 @@ def test_prefill_and_decode_say_what_one_instance_says(hand_off: str, tmp_path: 
     log = (tmp_path / "two.log").read_text()
     assert "[prefill-0] ready at http://127.0.0.1:" in log
     assert "[router] ready at " in log
+
+
+def test_an_instance_that_is_killed_comes_back_while_the_others_answer(tmp_path: Path, model_maker: ModelMaker) -> None:
+    log = tmp_path / "log"
+    with serving(log, str(model_maker()), "--decode", "2") as (process, url):
+        before = post(url, BODY)["choices"][0]["text"]
+        (killed,) = (one for one in psutil.Process(process.pid).children() if "decode-1" in named(one))
+        killed.kill()
+        for _ in range(4):
+            assert post(url, BODY)["choices"][0]["text"] == before
+        until(lambda: log.read_text().count("[decode-1] ready at ") == 2, 120, log.read_text())
+        addresses = re.findall(r"\[decode-1\] ready at (\S+)", log.read_text())
+        assert addresses[0] == addresses[1]
+        assert post(addresses[1], BODY)["choices"][0]["text"] == before
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=60) == 0
+    assert "decode-1 was killed by SIGKILL; starting it again in 0.5 s" in log.read_text()
+
+
+def named(process: psutil.Process) -> str:
+    """What its supervisor calls it."""
+    name: str = process.environ().get("KVFERRY_INSTANCE_NAME", "")
+    return name
+
+
+def test_instances_are_where_they_are_said_to_be_and_log_as_they_are_told(
+    tmp_path: Path, model_maker: ModelMaker
+) -> None:
+    log, first = tmp_path / "log", free_ports(1)[0]
+    more = ("--instance-ports", str(first), "--log-format", "json", "--log-level", "debug")
+    with serving(log, str(model_maker()), "--prefill", "1", *more) as (process, url):
+        post(url, BODY)
+        for number in (0, 1):
+            assert "vllm:num_requests_running" in get(f"http://127.0.0.1:{first + number}/metrics")
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=60) == 0
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    assert {"supervisor", "prefill-0", "decode-0", "router"} <= {line["instance"] for line in lines}
+    assert all({"time", "level", "message"} <= set(line) for line in lines)
+    assert any(line["message"].startswith(f"decode-0   http://127.0.0.1:{first + 1}") for line in lines)
 
 
 def test_a_model_that_is_not_there_is_told_in_one_line(tmp_path: Path) -> None:

@@ -58,6 +58,22 @@ forever()
 """
 """Serves, and is killed by a signal of its own making on SIGUSR1."""
 
+HEALTHY = """
+import http.server
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+    def log_message(self, *args):
+        pass
+port = int(arguments[0].removeprefix("--port="))
+server = http.server.HTTPServer(("127.0.0.1", port), Handler)
+print("pid", os.getpid(), flush=True)
+serve(f"http://127.0.0.1:{server.server_address[1]}")
+server.serve_forever()
+"""
+"""Serves and answers /health, at the port of its first argument, --port=N."""
+
 WRONG = """
 print("kvferry: error: the model is not there; name another", file=sys.stderr)
 sys.exit(2)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 
 class RecordingDisplay:
@@ -22,6 +22,9 @@ class RecordingDisplay:
     def ready(self, name: str, url: str) -> None:
         self._tell("ready", name, url)
 
+    def members(self, urls: Mapping[str, str]) -> None:
+        self._tell("members", *(f"{name} {url}" for name, url in urls.items()))
+
     def up(self, url: str) -> None:
         self._tell("up", url)
 
@@ -30,6 +33,9 @@ class RecordingDisplay:
 
     def note(self, text: str) -> None:
         self._tell("note", text)
+
+    def error(self, text: str) -> None:
+        self._tell("note", f"error: {text}")
 
     def close(self) -> None:
         self._tell("close")

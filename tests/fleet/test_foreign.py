@@ -17,7 +17,8 @@ from fleet.recording import RecordingDisplay
 from kvferry.fleet.asking import serves
 from kvferry.fleet.process import Foreign, ProcessSpec
 from kvferry.fleet.ready import Progress
-from kvferry.fleet.supervisor import FleetPlan, LocalSupervisor
+from kvferry.fleet.restart import RestartPolicy
+from kvferry.fleet.supervisor import DEFAULT_POLICY, FleetPlan, LocalSupervisor
 from kvferry.fleet.vllm.ports import free_ports
 
 PROGRAM = """
@@ -57,8 +58,8 @@ def child_of(display: RecordingDisplay) -> psutil.Process:
     return psutil.Process(pid)
 
 
-async def up(display: RecordingDisplay, spec: ProcessSpec) -> asyncio.Task[int]:
-    task = asyncio.create_task(LocalSupervisor(display).run(FleetPlan((spec,))))
+async def up(display: RecordingDisplay, spec: ProcessSpec, policy: RestartPolicy = DEFAULT_POLICY) -> asyncio.Task[int]:
+    task = asyncio.create_task(LocalSupervisor(display, policy=policy).run(FleetPlan((spec,))))
     await display.until(lambda seen: bool(seen.of("up")))
     return task
 
@@ -78,7 +79,7 @@ async def test_it_serves_when_its_health_says_so_and_leaves_nothing() -> None:
 
 async def test_a_crash_is_told_as_it_was() -> None:
     display = RecordingDisplay()
-    task = await up(display, foreign())
+    task = await up(display, foreign(), RestartPolicy(max_restarts=0))
     left = child_of(display)
     (program,) = [one for one in psutil.Process().children(recursive=True) if one.ppid() != os.getpid()][:1]
     program.send_signal(signal.SIGUSR2)

@@ -31,6 +31,7 @@ from fleet.children import (
 from fleet.recording import RecordingDisplay
 from kvferry.fleet.process import ProcessSpec
 from kvferry.fleet.ready import Ready
+from kvferry.fleet.restart import RestartPolicy
 from kvferry.fleet.supervisor import FleetPlan, LocalSupervisor
 
 TESTS = Path(__file__).parents[1]
@@ -72,6 +73,7 @@ async def test_starts_instances_then_the_router_and_ends_the_router_first(number
     assert ["prefill-0", "loading", "0.5"] in display.of("progress")
     assert ["decode-0", "a line of D"] in display.of("line")
     assert display.of("up") == [["http://p:1,http://d:1"]]
+    assert display.of("members") == [["prefill-0 http://p:1", "decode-0 http://d:1"]]
     ended = [name for name, text in display.of("line") if text == "told to end"]
     assert ended[0] == "router"
     assert sorted(ended[1:]) == ["decode-0", "prefill-0"]
@@ -97,10 +99,10 @@ async def test_a_crash_while_starting_is_told_with_its_last_lines_and_ends_all()
     assert display.of("up") == []
 
 
-async def test_a_crash_while_running_ends_all() -> None:
+async def test_a_crash_while_running_ends_all_where_nothing_is_started_again() -> None:
     display = RecordingDisplay()
     plan = FleetPlan((child("prefill-0", GOOD, "P", "http://p:1"), child("decode-0", CRASHING_WHEN_TOLD)))
-    task = asyncio.create_task(run(plan, display))
+    task = asyncio.create_task(LocalSupervisor(display, policy=RestartPolicy(max_restarts=0)).run(plan))
     await display.until(lambda seen: bool(seen.of("up")) and bool(_numbers(seen, "pid")))
     os.kill(_numbers(display, "pid")[0], signal.SIGUSR1)
     assert await task == 1

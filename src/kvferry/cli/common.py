@@ -17,9 +17,11 @@ from kvferry.engine.config import EngineConfig
 from kvferry.fleet.display import ReportingDisplay, make_display
 from kvferry.fleet.local import TOKEN_VARIABLE
 from kvferry.fleet.ready import ReadyWriter
+from kvferry.fleet.restart import RestartPolicy
 from kvferry.fleet.spec import EngineChoice, FleetSpec, InstanceSpec, Listen
-from kvferry.fleet.supervisor import FleetPlan, LocalSupervisor
+from kvferry.fleet.supervisor import DEFAULT_POLICY, FleetPlan, LocalSupervisor
 from kvferry.fleet.transfer import InstanceRole
+from kvferry.observe.logs import LogConfig, set_up_logging
 from kvferry.router.config import RouterConfig
 
 if TYPE_CHECKING:
@@ -29,6 +31,8 @@ if TYPE_CHECKING:
     InstanceFields = InstanceSpec
     ListenFields = Listen
     FleetFields = FleetSpec
+    LogFields = LogConfig
+    RestartFields = RestartPolicy
     RouterFields = RouterConfig
     RouterOptionFields = RouterConfig
 else:
@@ -37,17 +41,22 @@ else:
     InstanceFields = flags_of(InstanceSpec)
     ListenFields = flags_of(Listen)
     FleetFields = flags_of(FleetSpec)
+    LogFields = flags_of(LogConfig)
+    RestartFields = flags_of(RestartPolicy)
     RouterFields = flags_of(RouterConfig)
     RouterOptionFields = flags_of(RouterConfig, without=("prefill_url", "decode_url", "bootstrap_port"))
 
 Model = Annotated[str, Parameter(help=field_help(EngineConfig)["model"])]
 FleetFlags = Annotated[FleetFields, Parameter(name="*", group=Group("Fleet", sort_key=1))]
+RestartFlags = Annotated[RestartFields, Parameter(name="*", group=Group("Restarts", sort_key=1))]
 ListenFlags = Annotated[ListenFields, Parameter(name="*", group=Group("Listening", sort_key=2))]
 InstanceFlags = Annotated[InstanceFields, Parameter(name="*", group=Group("Instance", sort_key=3))]
 RouterFlags = Annotated[RouterFields, Parameter(name="*", group=Group("Router", sort_key=4))]
 RouterOptionFlags = Annotated[RouterOptionFields, Parameter(name="*", group=Group("Router", sort_key=4))]
 ChoiceFlags = Annotated[ChoiceFields, Parameter(name="*", group=Group("Which engine", sort_key=5))]
 EngineFlags = Annotated[EngineFields, Parameter(name="*", group=Group("kvferry's engine", sort_key=6))]
+LogFlags = Annotated[LogFields, Parameter(name="*", group=Group("Logging", sort_key=7))]
+LOG, RESTARTS = nothing_said(LogFields), nothing_said(RestartFields)
 FLEET, LISTEN, INSTANCE = nothing_said(FleetFields), nothing_said(ListenFields), nothing_said(InstanceFields)
 ROUTER, ROUTER_OPTIONS = nothing_said(RouterFields), nothing_said(RouterOptionFields)
 ENGINE, CHOICE = nothing_said(EngineFields), nothing_said(ChoiceFields)
@@ -73,8 +82,8 @@ class Reporter(Protocol):
 class TerminalReporter:
     """Tells the person at the terminal."""
 
-    def __init__(self, name: str) -> None:
-        self._name, self._display, self._started = name, make_display(), False
+    def __init__(self, name: str, log: LogConfig) -> None:
+        self._name, self._display, self._started = name, make_display(log), False
 
     def progress(self, what: str, fraction: float) -> None:
         """See `Reporter`."""
@@ -93,22 +102,26 @@ class TerminalReporter:
 
 
 @contextmanager
-def reporting(name: str, ready_fd: int | None) -> Iterator[Reporter]:
-    """To the supervisor where there is one, else to the terminal."""
+def reporting(name: str, ready_fd: int | None, log: LogConfig) -> Iterator[Reporter]:
+    """To the supervisor where there is one, else to the terminal. Logging is set up for a process of that name."""
+    set_up_logging(log, name)
     if ready_fd is not None:
         yield ReadyWriter(ready_fd)
         return
-    reporter = TerminalReporter(name)
+    reporter = TerminalReporter(name, log)
     try:
         yield reporter
     finally:
         reporter.close()
 
 
-def run_fleet(plan: FleetPlan, listen: Listen, ready_fd: int | None) -> int:
+def run_fleet(
+    plan: FleetPlan, listen: Listen, ready_fd: int | None, log: LogConfig, policy: RestartPolicy = DEFAULT_POLICY
+) -> int:
     """Run processes until SIGINT or SIGTERM, and end them all; returns the exit code."""
-    display = make_display() if ready_fd is None else ReportingDisplay(ReadyWriter(ready_fd))
-    return asyncio.run(LocalSupervisor(display, listen.grace_s + _END_MARGIN_S).run(plan))
+    set_up_logging(log, "supervisor")
+    display = make_display(log) if ready_fd is None else ReportingDisplay(ReadyWriter(ready_fd))
+    return asyncio.run(LocalSupervisor(display, listen.grace_s + _END_MARGIN_S, policy).run(plan))
 
 
 def run_engine(
@@ -117,11 +130,12 @@ def run_engine(
     instance: InstanceSpec,
     listen: Listen,
     transfer: KVTransferConfig | None,
+    log: LogConfig,
     ready_fd: int | None = None,
 ) -> int:
     """Run one instance in this process, until SIGINT or SIGTERM; returns the exit code."""
     run_instance = resolve(RUN_INSTANCE)
-    with reporting(role if role != "both" else "engine", ready_fd) as reporter:
+    with reporting(role if role != "both" else "engine", ready_fd, log) as reporter:
         code: int = run_instance(
             engine=engine,
             role=role,

@@ -7,10 +7,12 @@ from kvferry.cli.common import (
     ENGINE,
     INSTANCE,
     LISTEN,
+    LOG,
     ChoiceFlags,
     EngineFlags,
     InstanceFlags,
     ListenFlags,
+    LogFlags,
     Model,
     ReadyFd,
     run_engine,
@@ -22,6 +24,7 @@ from kvferry.engine.config import EngineConfig
 from kvferry.fleet.local import vllm_instance
 from kvferry.fleet.spec import EngineChoice, InstanceSpec, Listen
 from kvferry.fleet.transfer import DEFAULT, InstanceRole, transfer_for
+from kvferry.observe.logs import LogConfig
 
 
 def prefill(
@@ -31,6 +34,7 @@ def prefill(
     engine: EngineFlags = ENGINE,
     instance: InstanceFlags = INSTANCE,
     listen: ListenFlags = LISTEN,
+    log: LogFlags = LOG,
     ready_fd: ReadyFd = None,
 ) -> int:
     """Start one prefill instance: it reads prompts, and hands their KV cache to decode instances.
@@ -43,7 +47,7 @@ def prefill(
 
         kvferry prefill MODEL --engine vllm --port 8001 -- --dtype bfloat16
     """
-    return _run("prefill", model, choice, engine, instance, listen, ready_fd)
+    return _run("prefill", model, choice, engine, instance, listen, log, ready_fd)
 
 
 def decode(
@@ -53,6 +57,7 @@ def decode(
     engine: EngineFlags = ENGINE,
     instance: InstanceFlags = INSTANCE,
     listen: ListenFlags = LISTEN,
+    log: LogFlags = LOG,
     ready_fd: ReadyFd = None,
 ) -> int:
     """Start one decode instance: it fetches the KV cache of prompts, and writes the answers.
@@ -65,7 +70,7 @@ def decode(
 
         kvferry decode MODEL --engine vllm --port 8002 -- --dtype bfloat16
     """
-    return _run("decode", model, choice, engine, instance, listen, ready_fd)
+    return _run("decode", model, choice, engine, instance, listen, log, ready_fd)
 
 
 def _run(
@@ -75,17 +80,19 @@ def _run(
     engine: EngineFlags,
     instance: InstanceFlags,
     listen: ListenFlags,
+    log: LogFlags,
     ready_fd: int | None,
 ) -> int:
-    spec, where = complete(InstanceSpec, instance), complete(Listen, listen)
+    spec, where, logs = complete(InstanceSpec, instance), complete(Listen, listen), complete(LogConfig, log)
     settings, chosen = complete(EngineConfig, engine, model=model), complete(EngineChoice, choice)
     if chosen.engine == "vllm":
-        return run_fleet(vllm_instance(role, settings, chosen, spec, where), where, ready_fd)
+        return run_fleet(vllm_instance(role, settings, chosen, spec, where), where, ready_fd, logs)
     return run_engine(
         role,
         settings,
         spec,
         where,
         parse_transfer_config(transfer_for(spec.kv_transfer_config or DEFAULT, role)),
+        logs,
         ready_fd,
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -19,6 +18,7 @@ from kvferry.cli.serve import serve
 from kvferry.core.errors import ConfigError, UnsupportedModel
 from kvferry.fleet.arguments import flag_name
 from kvferry.fleet.supervisor import ERROR_PREFIX, EXIT_USER_ERROR
+from kvferry.observe.logs import LogConfig, set_up_logging
 
 COMMANDS = ("serve", "prefill", "decode", "router", "demo")
 ENVIRONMENT = Env("KVFERRY_", command=False)
@@ -71,8 +71,7 @@ def launch(
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one command line (`sys.argv` if none is given); returns the exit code."""
-    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
-    logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    set_up_logging(LogConfig())
     try:
         said = for_engine(sys.argv[1:] if arguments is None else arguments)
         code = app.meta(said, exit_on_error=False, print_error=False, result_action="return_value")

@@ -11,14 +11,18 @@ from kvferry.cli.common import (
     FLEET,
     INSTANCE,
     LISTEN,
+    LOG,
+    RESTARTS,
     ROUTER_OPTIONS,
     ChoiceFlags,
     EngineFlags,
     FleetFlags,
     InstanceFlags,
     ListenFlags,
+    LogFlags,
     Model,
     ReadyFd,
+    RestartFlags,
     RouterOptionFlags,
     run_engine,
     run_fleet,
@@ -28,8 +32,10 @@ from kvferry.core.transfer_config import parse_transfer_config
 from kvferry.engine.config import EngineConfig
 from kvferry.fleet.cpu import available_cores, parse_cores, thread_variables
 from kvferry.fleet.local import LocalFleet, variable_name
+from kvferry.fleet.restart import RestartPolicy
 from kvferry.fleet.spec import EngineChoice, FleetSpec, InstanceSpec, Listen
 from kvferry.fleet.transfer import check_transfer
+from kvferry.observe.logs import LogConfig
 from kvferry.router.config import RouterConfig
 
 
@@ -37,11 +43,13 @@ def serve(
     model: Model,
     *,
     fleet: FleetFlags = FLEET,
+    restarts: RestartFlags = RESTARTS,
     listen: ListenFlags = LISTEN,
     instance: InstanceFlags = INSTANCE,
     router: RouterOptionFlags = ROUTER_OPTIONS,
     choice: ChoiceFlags = CHOICE,
     engine: EngineFlags = ENGINE,
+    log: LogFlags = LOG,
     ready_fd: ReadyFd = None,
 ) -> int:
     """Serve a model on this machine, behind one OpenAI endpoint. Ctrl-C ends everything it started.
@@ -74,16 +82,17 @@ def serve(
         router=complete(RouterConfig, router),
         listen=complete(Listen, listen),
         choice=complete(EngineChoice, choice),
+        log=complete(LogConfig, log),
         hidden=flag_variables(),
     )
     if said.spec.is_split or said.choice.engine == "vllm":
-        return run_fleet(said.plan(), said.listen, ready_fd)
+        return run_fleet(said.plan(), said.listen, ready_fd, said.log, complete(RestartPolicy, restarts))
     return _serve_one(said, ready_fd)
 
 
 def flag_variables() -> frozenset[str]:
     """The environment variables that set flags."""
-    configs = (EngineConfig, EngineChoice, InstanceSpec, Listen, FleetSpec, RouterConfig)
+    configs = (EngineConfig, EngineChoice, InstanceSpec, Listen, FleetSpec, RouterConfig, RestartPolicy, LogConfig)
     return frozenset({"KVFERRY_CONFIG", *(variable_name(one.name) for config in configs for one in fields(config))})
 
 
@@ -96,4 +105,4 @@ def _serve_one(said: LocalFleet, ready_fd: int | None) -> int:
     if text is not None:
         check_transfer(text)
     transfer = None if text is None else parse_transfer_config(text)
-    return run_engine("both", said.engine, said.instance, said.listen, transfer, ready_fd)
+    return run_engine("both", said.engine, said.instance, said.listen, transfer, said.log, ready_fd)

@@ -6,16 +6,18 @@ The URL goes to standard output, for scripts; everything else goes to standard e
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Protocol
 
+import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bars
 from rich.text import Text
 
 from kvferry.fleet.ready import ReadyWriter
+from kvferry.observe.logs import TEXT, LogConfig, json_line
 
 _COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "red")
 
@@ -32,6 +34,9 @@ class Display(Protocol):
     def ready(self, name: str, url: str) -> None:
         """One of them serves."""
 
+    def members(self, urls: Mapping[str, str]) -> None:
+        """The instances, each with its address; told once, when all serve behind one address."""
+
     def up(self, url: str) -> None:
         """Everything serves; this is where."""
 
@@ -41,12 +46,17 @@ class Display(Protocol):
     def note(self, text: str) -> None:
         """A line of the supervisor's own."""
 
+    def error(self, text: str) -> None:
+        """Why everything ends."""
+
     def close(self) -> None:
         """Nothing more will be told."""
 
 
-def make_display() -> Display:
-    """Bars on a terminal, plain lines elsewhere."""
+def make_display(log: LogConfig = TEXT) -> Display:
+    """Objects where logs are JSON, bars on a terminal, plain lines elsewhere."""
+    if log.log_format == "json":
+        return JsonDisplay()
     return BarDisplay() if sys.stderr.isatty() else PlainDisplay()
 
 
@@ -70,6 +80,11 @@ class PlainDisplay:
         """See `Display`."""
         self.line(name, f"ready at {url}")
 
+    def members(self, urls: Mapping[str, str]) -> None:
+        """See `Display`."""
+        for line in _table(urls):
+            self.note(line)
+
     def up(self, url: str) -> None:
         """See `Display`."""
         _say(f"kvferry is up: {url}", to_stdout=True)
@@ -82,8 +97,28 @@ class PlainDisplay:
         """See `Display`."""
         _say(f"kvferry: {text}")
 
+    def error(self, text: str) -> None:
+        """See `Display`."""
+        self.note(f"error: {text}")
+
     def close(self) -> None:
         """See `Display`."""
+
+
+class JsonDisplay(PlainDisplay):
+    """A JSON object a line: what processes log as such passes through, all else becomes one."""
+
+    def line(self, name: str, text: str) -> None:
+        """See `Display`."""
+        _say(text if _is_object(text) else json_line(name, text))
+
+    def note(self, text: str) -> None:
+        """See `Display`."""
+        _say(json_line("supervisor", text))
+
+    def error(self, text: str) -> None:
+        """See `Display`."""
+        _say(json_line("supervisor", text, "error"))
 
 
 class ReportingDisplay(PlainDisplay):
@@ -134,8 +169,15 @@ class BarDisplay:
 
     def ready(self, name: str, url: str) -> None:
         """See `Display`."""
-        if self._bars is not None and name in self._tasks:
+        if self._bars is None:  # started again
+            self.line(name, f"ready at {url}")
+        elif name in self._tasks:
             self._bars.update(self._tasks[name], description=f"ready at {url}", completed=1.0)
+
+    def members(self, urls: Mapping[str, str]) -> None:
+        """See `Display`."""
+        for line in _table(urls):
+            self.note(line)
 
     def up(self, url: str) -> None:
         """See `Display`."""
@@ -153,6 +195,11 @@ class BarDisplay:
         self._end_bars()
         self._console.print(Text(f"kvferry: {text}"), soft_wrap=True)
 
+    def error(self, text: str) -> None:
+        """See `Display`."""
+        self._end_bars()
+        self._console.print(Text(f"kvferry: error: {text}", style="red"), soft_wrap=True)
+
     def close(self) -> None:
         """See `Display`."""
         self._end_bars()
@@ -161,6 +208,20 @@ class BarDisplay:
         if self._bars is not None:
             self._bars.stop()
             self._bars = None
+
+
+def _table(urls: Mapping[str, str]) -> Iterator[str]:
+    """Where each instance is, for those who scrape or ask one alone."""
+    width = max(map(len, urls), default=0)
+    for name, url in urls.items():
+        yield f"{name:<{width}}  {url}  (metrics: {url}/metrics)"
+
+
+def _is_object(text: str) -> bool:
+    try:
+        return isinstance(msgspec.json.decode(text), dict)
+    except msgspec.MsgspecError:
+        return False
 
 
 def _say(text: str, *, to_stdout: bool = False) -> None:

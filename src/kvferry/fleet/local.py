@@ -18,11 +18,14 @@ from kvferry.fleet.supervisor import FleetPlan
 from kvferry.fleet.transfer import DEFAULT, InstanceRole, transfer_for_member
 from kvferry.fleet.vllm.instances import Place, VllmInstances
 from kvferry.fleet.vllm.ports import free_ports
+from kvferry.observe.logs import INSTANCE_VARIABLE, TEXT, LogConfig
 from kvferry.router.config import RouterConfig
 
 PROGRAM = (sys.executable, "-m", "kvferry.cli.main")
 TOKEN_VARIABLE = "KVFERRY_AUTH_TOKEN"
 """The fleet's shared secret, in the environment: arguments can be read by everyone on the machine."""
+
+_VLLM_LOG_LEVEL = "VLLM_LOGGING_LEVEL"
 
 OWN_ENGINE = EngineChoice()
 LOOPBACK = "127.0.0.1"
@@ -38,6 +41,7 @@ class LocalFleet:
     router: RouterConfig
     listen: Listen
     choice: EngineChoice = OWN_ENGINE
+    log: LogConfig = TEXT
     hidden: frozenset[str] = frozenset()
     """Variables that children do not inherit: those that set flags, as children get every flag as an argument."""
 
@@ -64,15 +68,20 @@ class LocalFleet:
                 name=f"{role}-{number}" if split else "engine",
                 index=index,
                 host=LOOPBACK if split else self.listen.host,
-                port=0 if split else self.listen.port,
+                port=self.spec.instance_port(index) if split else self.listen.port,
                 cores=own,
-                environment={TOKEN_VARIABLE: token},
+                environment={TOKEN_VARIABLE: token, **self._vllm_logging()},
                 hidden=self.hidden,
             )
             specs.append(servers.process(place, *bootstrap[index : index + 1]))
         if not split:
             return FleetPlan(tuple(specs))
         return FleetPlan(tuple(specs), lambda ready: self._front(ready, cores.router, token, bootstrap))
+
+    def _vllm_logging(self) -> dict[str, str]:
+        """vLLM's own variable, unless the user has set it."""
+        level = {_VLLM_LOG_LEVEL: self.log.log_level.upper()}
+        return {} if _VLLM_LOG_LEVEL in os.environ or self.log == TEXT else level
 
     @property
     def _num_instances(self) -> int:
@@ -95,7 +104,7 @@ class LocalFleet:
                 self.engine.model,
                 *to_arguments(self.engine, without=("model",)),
                 *to_arguments(replace(self.instance, kv_transfer_config=transfer)),
-                *to_arguments(replace(self.listen, host=LOOPBACK, port=0)),
+                *to_arguments(replace(self.listen, host=LOOPBACK, port=self.spec.instance_port(index))),
             ],
             cores,
             token,
@@ -115,8 +124,8 @@ class LocalFleet:
     def _process(self, name: str, arguments: list[str], cores: Cores, token: str) -> ProcessSpec:
         return ProcessSpec(
             name=name,
-            command=(*PROGRAM, *arguments),
-            environment={**thread_variables(cores), TOKEN_VARIABLE: token},
+            command=(*PROGRAM, *arguments, *to_arguments(self.log)),
+            environment={**thread_variables(cores), TOKEN_VARIABLE: token, INSTANCE_VARIABLE: name},
             hidden=self.hidden,
             cores=cores,
         )
@@ -130,7 +139,7 @@ def plain_instance(fleet: LocalFleet, name: str) -> ProcessSpec:
     return ProcessSpec(
         name=name,
         command=(*PROGRAM, *arguments, *to_arguments(fleet.instance), *to_arguments(listen)),
-        environment=thread_variables(cores),
+        environment={**thread_variables(cores), INSTANCE_VARIABLE: name},
         hidden=fleet.hidden,
         cores=cores,
     )

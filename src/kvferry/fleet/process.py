@@ -15,7 +15,7 @@ import sys
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from kvferry.core.errors import ProtocolError
@@ -61,6 +61,12 @@ class ProcessSpec:
     hidden: frozenset[str] = frozenset()
     cores: Cores = ()
     foreign: Foreign | None = None
+
+    def at_port(self, port: int | None) -> ProcessSpec:
+        """The same, at a port that a process of it was given before, where it takes any free one."""
+        if port is None:
+            return self
+        return replace(self, command=tuple(f"--port={port}" if one == "--port=0" else one for one in self.command))
 
     def full_environment(self) -> dict[str, str]:
         """The child's environment. Output is not buffered, so that the last line before a crash is seen."""
@@ -172,7 +178,7 @@ class Process:
     async def _ask(self, foreign: Foreign) -> None:
         """Ask again and again whether it serves; nobody tells."""
         while self.returncode is None:
-            if await serves(foreign.url):
+            if await serves(foreign.url) and not self.ready.done():
                 self.ready.set_result(Ready(foreign.url))
                 return
             with suppress(TimeoutError):

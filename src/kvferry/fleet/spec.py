@@ -74,10 +74,22 @@ class FleetSpec:
     cores: str | None = None
     """CPU cores to use, as 0-3,8; instances share them out. All that this process may use when not given."""
 
+    instance_ports: int | None = None
+    """Port of the first instance's own endpoint, for those who scrape its /metrics: prefill instances come first, then
+    decode instances, each at the next port. Any free ones when not given; the addresses are printed at start."""
+
     def __post_init__(self) -> None:
         for name in ("prefill", "decode"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"--{name} must not be negative, got {getattr(self, name)}")
+        if self.instance_ports is not None:
+            last = self.instance_ports + self.num_prefill + self.num_decode - 1
+            if not (self.instance_ports > 0 and last <= 65535):
+                raise ConfigError(f"--instance-ports must be between 1 and 65535 for all, got {self.instance_ports}")
+
+    def instance_port(self, index: int) -> int:
+        """The port of the `index`-th instance; 0 for any free one."""
+        return 0 if self.instance_ports is None else self.instance_ports + index
 
     @property
     def is_split(self) -> bool:

@@ -4,20 +4,26 @@ Owns the processes. Does not know what they are: each is a command that speaks t
 
     start instances, all at once ─► all ready ─► start the router ─► ready: one URL
     Ctrl-C, SIGTERM, SIGHUP: router, then instances: SIGTERM, grace, SIGKILL.   Ctrl-C again: SIGKILL now.
-    a process ends by itself: say which, with its last lines, and end the rest.
+    a process ends by itself, or hangs: start it again at its address; a crash loop, or a crash before all serve:
+    say which, with its last lines, and end the rest.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 from kvferry.fleet.display import Display
+from kvferry.fleet.member import Member
 from kvferry.fleet.process import Process, ProcessSpec
 from kvferry.fleet.ready import Ready
+from kvferry.fleet.restart import Again, GiveUp, RestartPolicy
+
+logger = logging.getLogger(__name__)
 
 EXIT_CRASHED = 1
 EXIT_USER_ERROR = 2
@@ -25,6 +31,8 @@ EXIT_USER_ERROR = 2
 EXIT_KILLED = 130
 ERROR_PREFIX = "kvferry: error: "
 """How the one line begins in which a process says what it was told wrong."""
+
+DEFAULT_POLICY = RestartPolicy()
 
 MakeFront = Callable[[Mapping[str, Ready]], ProcessSpec]
 
@@ -46,9 +54,10 @@ class Asked:
 
 @dataclass(frozen=True)
 class Crashed:
-    """A process ended though nobody asked it to."""
+    """A process ended though nobody asked it to, and is not started again; it was, `num_restarts` times in a row."""
 
     process: Process
+    num_restarts: int = 0
 
 
 @dataclass(frozen=True)
@@ -64,12 +73,12 @@ End = Asked | Crashed | NotStarted
 class LocalSupervisor:
     """Runs one fleet, once. `grace_s`: seconds between SIGTERM and SIGKILL, for the router and again for instances."""
 
-    def __init__(self, display: Display, grace_s: float = 10.0) -> None:
-        self._display, self._grace_s = display, grace_s
-        self._instances: list[Process] = []
-        self._front: list[Process] = []
+    def __init__(self, display: Display, grace_s: float = 10.0, policy: RestartPolicy = DEFAULT_POLICY) -> None:
+        self._display, self._grace_s, self._policy = display, grace_s, policy
+        self._instances: list[Member] = []
+        self._front: list[Member] = []
         self._end: asyncio.Future[End] | None = None
-        self._hurried = False
+        self._is_up = self._hurried = False
 
     async def run(self, plan: FleetPlan) -> int:
         """Start everything and serve until the end; returns the exit code. Call it in the main thread."""
@@ -80,6 +89,7 @@ class LocalSupervisor:
                 try:
                     code = self._report(await self._end)
                 finally:
+                    self._conclude(Asked())  # Where something failed here: nothing is to be started again.
                     starting.cancel()
                     await asyncio.wait([starting])
                     await self._bring_down()
@@ -95,38 +105,81 @@ class LocalSupervisor:
 
     async def _bring_up(self, plan: FleetPlan, group: asyncio.TaskGroup) -> None:
         try:
-            ready = await self._start_all(plan.instances, self._instances, group)
+            instances = ready = await self._start_all(plan.instances, self._instances, group)
             if plan.front is not None:
                 ready = await self._start_all([plan.front(ready)], self._front, group)
         except OSError as error:
             self._conclude(NotStarted(f"cannot start a process: {error.strerror or error}"))
             return
+        self._is_up = True
+        if plan.front is not None:
+            self._display.members({name: about.url for name, about in instances.items()})
         self._display.up(next(iter(ready.values())).url)
 
     async def _start_all(
-        self, specs: Sequence[ProcessSpec], processes: list[Process], group: asyncio.TaskGroup
+        self, specs: Sequence[ProcessSpec], members: list[Member], group: asyncio.TaskGroup
     ) -> dict[str, Ready]:
         """Start them side by side; returns when all serve. One that ends instead concludes the fleet."""
         self._display.starting([spec.name for spec in specs])
+        processes = []
         for spec in specs:
-            process = await Process.start(spec)
-            processes.append(process)
-            group.create_task(self._watch(process))
-        ready = {}
-        for process in processes:
-            ready[process.name] = await process.ready
-        return ready
+            member = Member(spec, self._policy)
+            processes.append(await member.start())
+            members.append(member)
+            group.create_task(self._keep(member, processes[-1]))
+        return {process.name: await process.ready for process in processes}
 
-    async def _watch(self, process: Process) -> None:
+    # Meanwhile.
+
+    async def _keep(self, member: Member, process: Process | None) -> None:
+        """Watch the process of a place, and the next, until the end."""
+        while process is not None:
+            await self._watch(member, process)
+            process = await self._start_again(member, process)
+
+    async def _watch(self, member: Member, process: Process) -> None:
         name, display = process.name, self._display
         process.ready.add_done_callback(
             lambda ready: None if ready.cancelled() else display.ready(name, ready.result().url)
         )
-        await process.watch(
-            on_line=lambda text: display.line(name, text),
-            on_progress=lambda progress: display.progress(name, progress.what, progress.progress),
+        guard = asyncio.create_task(member.kill_when_hung())
+        try:
+            await process.watch(
+                on_line=lambda text: display.line(name, text),
+                on_progress=lambda progress: display.progress(name, progress.what, progress.progress),
+            )
+        finally:
+            guard.cancel()
+            await asyncio.wait([guard])
+
+    async def _start_again(self, member: Member, before: Process) -> Process | None:
+        """The next process of a place, after a wait; None when everything ends."""
+        assert self._end is not None
+        why = _how(before.returncode)
+        while not self._end.done():
+            match member.failed() if self._is_up else GiveUp(0):
+                case GiveUp(number):
+                    self._conclude(Crashed(before, number))
+                case Again(wait_s, number):
+                    self._warn_of_restart(member, why, wait_s, number)
+                    await asyncio.wait([self._end], timeout=wait_s)
+                    try:
+                        return None if self._end.done() else await self._started(member)
+                    except OSError as error:
+                        why = f"cannot be started: {error.strerror or error}"
+        return None
+
+    async def _started(self, member: Member) -> Process:
+        process = await member.start()
+        if self._end is not None and self._end.done():  # It came too late to be told to end with the others.
+            process.kill()
+        return process
+
+    def _warn_of_restart(self, member: Member, why: str, wait_s: float, number: int) -> None:
+        most = self._policy.max_restarts
+        logger.warning(
+            "%s %s; starting it again in %g s (restart %d of %d in a row)", member.name, why, wait_s, number, most
         )
-        self._conclude(Crashed(process))
 
     # The end.
 
@@ -143,25 +196,27 @@ class LocalSupervisor:
                 self._display.note(f"{by}ending everything")
                 return 0
             case NotStarted(reason):
-                self._display.note(f"error: {reason}")
+                self._display.error(reason)
                 return EXIT_CRASHED
-            case Crashed(process):
-                return self._report_crash(process)
+            case Crashed(process, num_restarts):
+                return self._report_crash(process, num_restarts)
 
-    def _report_crash(self, process: Process) -> int:
+    def _report_crash(self, process: Process, num_restarts: int) -> int:
         complaint = _complaint(process)
         if complaint is not None:
-            self._display.note(f"error: {process.name}: {complaint}")
+            self._display.error(f"{process.name}: {complaint}")
             return EXIT_USER_ERROR
         phase = "while running" if process.ready.done() else "while starting"
-        self._display.note(f"error: {process.name} {_how(process.returncode)} {phase}; its last lines:")
+        loop = f" after {num_restarts} restarts in a row" if num_restarts else ""
+        self._display.error(f"{process.name} {_how(process.returncode)} {phase}{loop}; its last lines:")
         for line in process.last_lines:
             self._display.note(f"  {line}")
         return EXIT_CRASHED
 
     async def _bring_down(self) -> None:
         """The router first, so that it can end its answers while instances still give them."""
-        for processes in (self._front, self._instances):
+        for members in (self._front, self._instances):
+            processes = _processes(members)
             for process in processes:
                 process.terminate()
             if not await _all_gone(processes, self._grace_s):
@@ -192,8 +247,12 @@ class LocalSupervisor:
         elif number == signal.SIGINT and not self._hurried:
             self._hurried = True
             self._display.note("killing everything")
-            for process in (*self._front, *self._instances):
+            for process in _processes([*self._front, *self._instances]):
                 process.kill()
+
+
+def _processes(members: Sequence[Member]) -> list[Process]:
+    return [member.process for member in members if member.process is not None]
 
 
 async def _all_gone(processes: Sequence[Process], timeout_s: float | None) -> bool:

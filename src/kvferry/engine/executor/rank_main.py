@@ -38,6 +38,7 @@ from kvferry.engine.executor.messages import (
 )
 from kvferry.engine.model.place import Place
 from kvferry.engine.worker import Worker
+from kvferry.observe.logs import follow_parent
 from kvferry.transport.shared_memory import remove_owned_segments
 
 log = logging.getLogger(__name__)
@@ -129,7 +130,7 @@ class RankProcessMain:
 
     def _begin(self, load: Load) -> None:
         self._load = load
-        logging.basicConfig(level=logging.WARNING, format=f"%(levelname)s rank {load.rank} %(name)s: %(message)s")
+        follow_parent()
         transformers_logging.set_verbosity_error()  # rank 0 says it already
         place = Place(load.rank, load.size)
         self._pipe.send(Started())

@@ -21,6 +21,7 @@ import torch
 
 from kvferry.core.errors import ConfigError, KvferryError, PeerLost, ProtocolError, RankLost, UnsupportedModel
 from kvferry.engine.executor.messages import Answer, Close, Command, Failed, Message, Pipe, Reported
+from kvferry.observe.logs import helper_environment
 
 CAUSE_S = 2.0
 """How much later than its consequences the cause of a loss may become known."""
@@ -82,7 +83,7 @@ class RankProcess:
         self._is_ending = False
         ours, theirs = socket.socketpair()
         with ours, theirs:
-            self._process = _start(size, theirs.fileno())
+            self._process = _start(rank, size, theirs.fileno())
             self._pipe = Pipe(ours.detach())
         self._listener = threading.Thread(target=self._listen, name=f"kvferry-rank-{rank}", daemon=True)
         self._listener.start()
@@ -180,9 +181,10 @@ def _how(code: int | None) -> str:
     return f"ended with exit code {code}"
 
 
-def _start(size: int, pipe: int) -> subprocess.Popen[bytes]:
+def _start(rank: int, size: int, pipe: int) -> subprocess.Popen[bytes]:
     environment = {
         **os.environ,
+        **helper_environment(f"rank-{rank}"),
         "OMP_NUM_THREADS": str(max(1, torch.get_num_threads() // size)),
         "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),  # connectors of other packages are found
     }

@@ -1,0 +1,81 @@
+"""One place in a fleet, and the process that fills it now.
+
+Owns the process and the count of its failures. Every process of a place answers at the address of the first, so that
+whoever knows that address need not be told of a new one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from urllib.parse import urlsplit
+
+from kvferry.fleet.asking import serves
+from kvferry.fleet.process import Process, ProcessSpec
+from kvferry.fleet.ready import Ready
+from kvferry.fleet.restart import Again, GiveUp, RestartPolicy, Restarts
+
+logger = logging.getLogger(__name__)
+
+_ASK_EVERY_S = 5.0
+_ASKS_PER_TIMEOUT = 4
+"""A process is asked so often, at least, before it counts as hung."""
+
+
+class Member:
+    """`start` it, `watch` its process until that is gone, and ask `failed` what is next."""
+
+    def __init__(self, spec: ProcessSpec, policy: RestartPolicy) -> None:
+        self.spec = spec
+        self.process: Process | None = None
+        """None before the first start."""
+        self._policy, self._restarts = policy, Restarts(policy)
+        self._ready: Ready | None = None
+        self._ready_at: float | None = None
+
+    @property
+    def name(self) -> str:
+        """Its name in the fleet."""
+        return self.spec.name
+
+    async def start(self) -> Process:
+        """Start a process for it; the one before must be gone. Raises `OSError` when the system has no room."""
+        spec = self.spec if self._ready is None else self.spec.at_port(urlsplit(self._ready.url).port)
+        self._ready_at = None
+        self.process = await Process.start(spec)
+        self.process.ready.add_done_callback(self._on_ready)
+        return self.process
+
+    def failed(self) -> Again | GiveUp:
+        """Its process is gone, or could not be started, though nobody asked for that."""
+        served_s = 0.0 if self._ready_at is None else asyncio.get_running_loop().time() - self._ready_at
+        self._ready_at = None
+        return self._restarts.failed(served_s)
+
+    async def kill_when_hung(self) -> None:
+        """Kill the present process when it leaves /health unanswered for too long, and return.
+
+        Only one that has answered is judged. Time counts while it is being asked, so that a supervisor or a machine
+        that was stopped does not take its own sleep for its children's.
+        """
+        process, timeout_s = self.process, self._policy.hang_timeout_s
+        if process is None or not timeout_s:
+            return
+        url = (await asyncio.shield(process.ready)).url
+        every_s = min(_ASK_EVERY_S, timeout_s / _ASKS_PER_TIMEOUT)
+        silent_s = float("-inf")
+        while silent_s < timeout_s:
+            await asyncio.sleep(every_s)
+            begun = asyncio.get_running_loop().time()
+            if await serves(url, timeout_s=every_s):
+                if silent_s != 0.0:
+                    logger.debug("%s answers GET /health", self.name)
+                silent_s = 0.0
+            else:
+                silent_s += every_s + min(every_s, asyncio.get_running_loop().time() - begun)
+        logger.warning("%s has not answered GET /health for %.0f s; killing it", self.name, silent_s)
+        process.kill()
+
+    def _on_ready(self, ready: asyncio.Future[Ready]) -> None:
+        if not ready.cancelled():
+            self._ready, self._ready_at = ready.result(), asyncio.get_running_loop().time()

@@ -1,0 +1,129 @@
+"""The one set-up of logging, for every process of kvferry's: level, form, time, instance and request.
+
+    2026-01-31 12:00:00.123 INFO kvferry.router.health: prefill instance http://… is back       text
+    {"time":"2026-01-31T12:00:00.123Z","level":"info","instance":"router","logger":"…","message":"…"}   json
+
+Lines go to standard error. What a log line belongs to is known by context: `logging_request` around the work for one
+request, and what it calls need not pass an id along.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import msgspec
+
+INSTANCE_VARIABLE = "KVFERRY_INSTANCE_NAME"
+"""Set by a supervisor for its children: what they are called in its fleet."""
+
+_HELPER_VARIABLE, _HELPER_FORMAT_VARIABLE = "KVFERRY_HELPER_NAME", "KVFERRY_HELPER_LOG_FORMAT"
+
+_request_id: ContextVar[str] = ContextVar("kvferry_request_id", default="")
+_QUIET = ("uvicorn", "asyncio", "httpx", "httpcore", "filelock", "urllib3", "huggingface_hub", "transformers")
+"""Loggers of others, whose debug and info lines are about themselves."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogConfig:
+    """What is logged, and in which form."""
+
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """Least severe lines to log."""
+
+    log_format: Literal["text", "json"] = "text"
+    """Form of log lines on standard error: text for people, json with one object a line for log collectors."""
+
+
+TEXT = LogConfig()
+"""What is logged where nothing is said."""
+
+
+def set_up_logging(config: LogConfig, instance: str = "") -> None:
+    """Log to standard error from now on; a second call replaces the first. `instance` is used where no supervisor has
+    given this process a name."""
+    helper = os.environ.get(_HELPER_VARIABLE, "")
+    name = f"{os.environ.get(INSTANCE_VARIABLE) or instance} {helper}".strip()
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonFormatter(name) if config.log_format == "json" else TextFormatter(helper))
+    level = config.log_level.upper()
+    logging.basicConfig(level=level, handlers=[handler], force=True)
+    logging.captureWarnings(True)
+    for other in _QUIET:
+        logging.getLogger(other).setLevel(max(logging.WARNING, logging.getLevelNamesMapping()[level]))
+
+
+def helper_environment(name: str) -> dict[str, str]:
+    """For a helper process of this one, such as a rank: what `follow_parent` reads there."""
+    is_json = any(isinstance(handler.formatter, JsonFormatter) for handler in logging.getLogger().handlers)
+    return {_HELPER_VARIABLE: name, _HELPER_FORMAT_VARIABLE: "json" if is_json else "text"}
+
+
+def follow_parent() -> None:
+    """Log in a helper process as its parent does, but warnings only: the parent tells the rest."""
+    is_json = os.environ.get(_HELPER_FORMAT_VARIABLE) == "json"
+    set_up_logging(LogConfig(log_level="warning", log_format="json" if is_json else "text"))
+
+
+@contextmanager
+def logging_request(request_id: str) -> Iterator[None]:
+    """Lines logged inside carry the id of this request."""
+    token = _request_id.set(request_id)
+    try:
+        yield
+    finally:
+        _request_id.reset(token)
+
+
+def json_line(instance: str, message: str, level: str = "info", at: float | None = None, **more: Any) -> str:
+    """One line of the JSON form; `at` in seconds since the epoch, now when not given."""
+    head = {"time": _stamp(time.time() if at is None else at, "T") + "Z", "level": level, "instance": instance}
+    return msgspec.json.encode({**head, **more, "message": message}).decode()
+
+
+class TextFormatter(logging.Formatter):
+    """One line a record, but for tracebacks. Which instance it is from is said by whoever collects several; which of
+    its helpers, here."""
+
+    def __init__(self, helper: str = "") -> None:
+        super().__init__()
+        self._helper = f"{helper} " if helper else ""
+
+    def format(self, record: logging.LogRecord) -> str:
+        request = _request_of(record)
+        message = f"{record.getMessage()} [{request}]" if request else record.getMessage()
+        line = f"{_stamp(record.created)} {record.levelname} {self._helper}{record.name}: {message}"
+        return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
+
+
+class JsonFormatter(logging.Formatter):
+    """One object a line, tracebacks too."""
+
+    def __init__(self, instance: str) -> None:
+        super().__init__()
+        self._instance = instance
+
+    def format(self, record: logging.LogRecord) -> str:
+        more = {"logger": record.name}
+        if request := _request_of(record):
+            more["request_id"] = request
+        if record.exc_info:
+            more["exception"] = self.formatException(record.exc_info)
+        return json_line(self._instance, record.getMessage(), record.levelname.lower(), record.created, **more)
+
+
+def _request_of(record: logging.LogRecord) -> str:
+    """The record's own (`extra={"request_id": …}`, from threads that serve many), or that of its context."""
+    return str(getattr(record, "request_id", "") or _request_id.get())
+
+
+def _stamp(at: float, between: str = " ") -> str:
+    """UTC, to the millisecond."""
+    return time.strftime(f"%Y-%m-%d{between}%H:%M:%S", time.gmtime(at)) + f".{int(at * 1000) % 1000:03d}"
