@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kvferry.engine.ops.linear import GATES, PackedLinear, can_pack, pack_gated, pack_together, vector_length
+from kvferry.engine.ops.linear import ACTIVATIONS as KNOWN
+from kvferry.engine.ops.linear import PackedLinear, can_pack, pack_gated, pack_together, vector_length
 from kvferry.engine.ops.native import library
 
 pytestmark = pytest.mark.skipif(library() is None, reason="no compiler here")
@@ -15,6 +16,9 @@ both_dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], 
 ACTIVATIONS: dict[str | None, Callable[[Tensor], Tensor]] = {
     "silu": nn.functional.silu,
     "gelu_tanh": partial(nn.functional.gelu, approximate="tanh"),
+    "gelu": nn.functional.gelu,
+    "relu": nn.functional.relu,
+    "relu_squared": lambda x: nn.functional.relu(x) ** 2,
 }
 TOLERANCE = {torch.float32: {"rtol": 1e-5, "atol": 1e-5}, torch.bfloat16: {"rtol": 1e-2, "atol": 1e-2}}
 
@@ -75,7 +79,7 @@ def test_layers_with_the_same_input_become_one(dtype: torch.dtype) -> None:
 
 @both_dtypes
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("activation", GATES[1:])
+@pytest.mark.parametrize("activation", KNOWN)
 def test_gate_and_value_become_one(activation: str, bias: bool, dtype: torch.dtype) -> None:
     gate, value = (make_linear(64, 3 * vector_length(), dtype, bias=bias) for _ in range(2))
     value.weight.mul_(0.7)
@@ -87,7 +91,7 @@ def test_gate_and_value_become_one(activation: str, bias: bool, dtype: torch.dty
     torch.testing.assert_close(found, expected, **TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize("activation", GATES[1:])
+@pytest.mark.parametrize("activation", KNOWN)
 def test_extreme_gates_stay_exact(activation: str) -> None:
     length = vector_length()
     gate, value = make_linear(1, length, torch.float32), make_linear(1, length, torch.float32)

@@ -21,19 +21,20 @@ pytestmark = pytest.mark.skipif(library() is None, reason="no compiler here")
 
 PLAIN = "kvferry_test_plain"
 ALL = {"RMSNorm", "MLP", "Attention", "DecoderLayer", "Linear"}
+PARTS = ALL | {"Experts"}
 REPLACED = {
     "llama": ALL,
     "mistral": ALL,
     "qwen2": ALL,
     "qwen3": ALL,
-    "qwen3_moe": {"RMSNorm", "Attention", "Linear"},
-    "mixtral": {"RMSNorm", "Attention", "Linear"},
+    "qwen3_moe": {"RMSNorm", "Attention", "Experts", "Linear"},
+    "mixtral": {"RMSNorm", "Attention", "Experts", "Linear"},
     "gemma2": {"RMSNorm", "MLP", "Attention", "Linear"},  # its layers have more norms
     "gemma3": {"RMSNorm", "MLP", "Attention", "Linear"},
     "phi3": {"RMSNorm", "Linear"},  # its projections come joined
     "olmo2": {"RMSNorm", "MLP", "Linear"},  # it norms query and key across heads
-    "gpt_oss": {"RMSNorm", "Attention", "Linear"},
-    "deepseek_v3": {"RMSNorm", "MLP", "Linear"},
+    "gpt_oss": {"RMSNorm", "Attention", "Experts", "Linear"},
+    "deepseek_v3": {"RMSNorm", "MLP", "Experts", "Linear"},
 }
 
 
@@ -93,7 +94,7 @@ def test_logits_stay_the_same(architecture: str, model_maker: Any) -> None:
     after = [logits_of(model, 1, 60), logits_of(model, 3, 7), logits_of(model, 1, 1)]
     for ours, theirs in zip(after, before, strict=True):
         assert difference(ours, theirs) < 1e-5
-    assert {suffix for suffix in ALL for name, count in done.items() if count and name.endswith(suffix)} == (
+    assert {suffix for suffix in PARTS for name, count in done.items() if count and name.endswith(suffix)} == (
         REPLACED[architecture]
     )
 
@@ -136,14 +137,21 @@ class HalfMLP(LlamaMLP):
         return super().forward(x) * 0.5
 
 
-class GeluMLP(LlamaMLP):
+class MishMLP(LlamaMLP):
     """Has an activation that the kernels do not know."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(nn.functional.gelu(self.gate_proj(x)) * self.up_proj(x))
+        return self.down_proj(nn.functional.mish(self.gate_proj(x)) * self.up_proj(x))
 
 
-@pytest.mark.parametrize("kind", [HalfMLP, GeluMLP])
+class ClampedMLP(LlamaMLP):
+    """Differs only where values are large."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x).clamp(-500, 500))
+
+
+@pytest.mark.parametrize("kind", [HalfMLP, MishMLP, ClampedMLP])
 def test_what_looks_alike_but_computes_something_else_is_left_alone(kind: type[LlamaMLP], model_maker: Any) -> None:
     model = load(model_maker("llama"))
     odd = model.model.layers[1].mlp

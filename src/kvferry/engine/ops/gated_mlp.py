@@ -7,7 +7,7 @@ from typing import Any, Self
 
 from torch import Tensor, nn
 
-from kvferry.engine.ops.linear import GATES, PackedLinear, can_pack, pack_gated, vector_length
+from kvferry.engine.ops.linear import ACTIVATIONS, PackedLinear, can_pack, pack_gated, vector_length
 
 
 class FusedGatedMLP:
@@ -25,7 +25,7 @@ class FusedGatedMLP:
             return
         if gate.out_features == up.out_features and gate.out_features % vector_length() == 0:
             fused = cls(gate, up, down)
-            for name in filter(None, GATES):
+            for name in ACTIVATIONS:
                 fused.gate_up.gate = name
                 yield fused
 

@@ -15,8 +15,9 @@ from kvferry.engine.ops.memory import weights
 from kvferry.engine.ops.native import LinearCall, library
 
 PACKABLE = (torch.float32, torch.bfloat16)
-GATES = (None, "silu", "gelu_tanh")
-"""As the kernels number them."""
+GATES = (None, "silu", "gelu_tanh", "gelu", "relu", "relu_squared", "swiglu")
+"""As the kernels number them; the last is for experts only."""
+ACTIVATIONS = tuple(gate for gate in GATES if gate not in (None, "swiglu"))
 
 
 class PackedLinear(nn.Module):

@@ -45,6 +45,16 @@ class AttentionCall(ctypes.Structure):
     ]
 
 
+class ExpertsCall(ctypes.Structure):
+    """Mirrors `ExpertsCall` of cpu/experts.h."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in ("x", "enter", "leave", "enter_bias", "leave_bias", "chosen", "shares", "out")),
+        *((name, c_int64) for name in ("tokens", "top_k", "experts", "hidden", "middle", "x_stride", "gate", "gated")),
+        *((name, c_float) for name in ("limit", "alpha")),
+    ]
+
+
 class WriteCall(ctypes.Structure):
     """Mirrors `WriteCall` of cpu/small.h."""
 
@@ -90,6 +100,7 @@ _SIGNATURES = {
     "set_threads": ([c_int64], None),
     "pack_weight": ([c_void_p, c_int64, c_int64, c_void_p, c_int64], None),
     "linear": ([c_void_p, c_int64], None),
+    "experts": ([c_void_p, c_int64], None),
     "paged_attention": ([c_void_p, c_int64], None),
     "write_kv": ([c_void_p], None),
     "run_steps": ([c_void_p, c_int64, c_int64, c_int64], None),

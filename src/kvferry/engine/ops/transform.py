@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from kvferry.engine.ops.decoder_layer import FusedDecoderLayer, Workspace
+from kvferry.engine.ops.experts import FusedExperts, holds_experts
 from kvferry.engine.ops.gated_mlp import FusedGatedMLP
 from kvferry.engine.ops.linear import PACKABLE, PackedLinear, can_pack
 from kvferry.engine.ops.native import library
@@ -48,6 +49,11 @@ class Fused(Protocol):
 
     def install(self, module: nn.Module) -> None:
         """Become the module's forward, and free what the module no longer needs."""
+
+
+SCALES = {"norm": (1e-3,), "mlp": (30.0, 1000.0), "experts": (30.0, 1000.0)}
+"""The recorded input times these must give the same too: small rows show a norm's epsilon, which vanishes beside large
+ones, and large rows show where an activation is clamped."""
 
 
 @dataclass
@@ -159,7 +165,7 @@ def recorded_attention(model: Any) -> Iterator[dict[nn.Module, AttentionRecord]]
 
 # What may take whose place.
 
-KINDS = ("norm", "mlp", "attention", "layer")
+KINDS = ("norm", "mlp", "experts", "attention", "layer")
 """What is replaced, parts before what they are part of."""
 
 _CHILDREN = {
@@ -173,6 +179,8 @@ def kind_of(module: nn.Module) -> str | None:
     """Which of KINDS `module` looks like."""
     if type(module).__name__.endswith("RMSNorm"):
         return "norm"
+    if holds_experts(module):
+        return "experts"
     children = dict(module.named_children()).keys()
     return next((kind for kind, names in _CHILDREN.items() if children >= set(names)), None)
 
@@ -189,6 +197,8 @@ def proposals(module: nn.Module, found: Record, workspace: Workspace) -> Iterato
             yield from FusedRMSNorm.variants(module)
         case "mlp":
             yield from FusedGatedMLP.variants(module)
+        case "experts":
+            yield from FusedExperts.variants(module)
         case "attention" if found.attention is not None:
             settings = {k: v for k, v in found.attention.settings.items() if k not in found.kwargs}
             yield from FusedSelfAttention.variants(module, found.attention.tensors[0].shape[-1], settings)
@@ -207,15 +217,19 @@ def replace(module: nn.Module, found: Record, workspace: Workspace) -> bool:
 
 def _reproduces(fused: Fused, module: nn.Module, found: Record) -> bool:
     try:
-        if isinstance(fused, FusedRMSNorm):
-            # small rows show the epsilon, which vanishes beside large ones
-            small = found.args[0] * 1e-3
-            return _same(fused(*found.args), found.output) and _same(fused(small), module(small))
         if found.attention is None:
-            return _same(fused(*found.args, **found.kwargs), found.output)
+            scales = SCALES[kind_of(module) or ""]
+            return _same(fused(*found.args, **found.kwargs), found.output) and all(
+                _same_scaled(fused, module, found, scale) for scale in scales
+            )
         return _attends_alike(fused, attending_part(module), found, found.attention)
     except (TypeError, ValueError, RuntimeError, AttributeError, LookupError):
         return False  # it does not even take what the original takes
+
+
+def _same_scaled(fused: Fused, module: nn.Module, found: Record, scale: float) -> bool:
+    args = (found.args[0] * scale, *found.args[1:])
+    return _same(fused(*args, **found.kwargs), module(*args, **found.kwargs))
 
 
 def _attends_alike(fused: Fused, attending: Any, found: Record, original: AttentionRecord) -> bool:

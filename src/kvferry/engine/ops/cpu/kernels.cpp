@@ -1,5 +1,6 @@
 // What Python calls. `half` is 1 for bfloat16 and 0 for float32.
 #include "attention.h"
+#include "experts.h"
 #include "linear.h"
 #include "small.h"
 
@@ -23,6 +24,7 @@ int64_t sizeof_LinearCall() { return sizeof(LinearCall); }
 int64_t sizeof_NormCall() { return sizeof(NormCall); }
 int64_t sizeof_RotateCall() { return sizeof(RotateCall); }
 int64_t sizeof_AttentionCall() { return sizeof(AttentionCall); }
+int64_t sizeof_ExpertsCall() { return sizeof(ExpertsCall); }
 int64_t sizeof_WriteCall() { return sizeof(WriteCall); }
 int64_t sizeof_Step() { return sizeof(Step); }
 
@@ -39,6 +41,8 @@ void pack_weight(const void* weight, int64_t columns, int64_t depth, int32_t* pa
 }
 
 void linear(const LinearCall* call, int64_t half) { half ? Linear<BFloat16>{*call}.run() : Linear<Float32>{*call}.run(); }
+
+void experts(const ExpertsCall* call, int64_t half) { half ? Experts<BFloat16>{*call}.run() : Experts<Float32>{*call}.run(); }
 
 void paged_attention(const AttentionCall* call, int64_t half) {
     half ? paged_attention<BFloat16>(*call) : paged_attention<Float32>(*call);

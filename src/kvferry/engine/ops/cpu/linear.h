@@ -4,7 +4,7 @@
 
 extern "C" {
 
-enum Gate : int64_t { NONE, SILU, GELU_TANH };
+enum Gate : int64_t { NONE, SILU, GELU_TANH, GELU, RELU, RELU_SQUARED, SWIGLU };  // SWIGLU: of experts only
 
 struct LinearCall {
     const void *x, *weight;  // x [rows][depth]; weight as written by pack_weight
@@ -17,6 +17,17 @@ struct LinearCall {
 }
 
 namespace {
+
+inline vec activated(int64_t gate, vec x) {
+    switch (gate) {
+        case SILU: return silu(x);
+        case GELU_TANH: return gelu_tanh(x);
+        case GELU: return gelu(x);
+        case RELU: return relu(x);
+        case RELU_SQUARED: return relu(x) * relu(x);
+        default: return x;
+    }
+}
 
 constexpr int BLOCK_ROWS = 192;          // most rows of A that are packed at a time: a multiple of MR and MOST_ROWS
 constexpr int BLOCK_BYTES = 512 << 10;   // and their bytes: half of a common L2 cache
@@ -34,26 +45,27 @@ template <class T> void pack_weight(const typename T::Element* weight, int64_t c
     }
 }
 
-template <class T> struct Linear {
+// A packed weight, and rows of the same depth to multiply by it.
+template <class T> struct Weight {
     using Element = typename T::Element;
-    const LinearCall& call;
-    const int64_t units = ceil_div(call.depth, T::PER_UNIT), passes = ceil_div(units, KC);
+    const int32_t* packed;
+    int64_t depth, columns;
+    const int64_t units = ceil_div(depth, T::PER_UNIT), passes = ceil_div(units, KC), panels = ceil_div(columns, NR);
     const bool amx = uses_amx<T>();  // however few rows: a row's sums must not depend on how many there are
     const int64_t step = amx ? MOST_ROWS : MR;
     const int64_t block = std::clamp<int64_t>(BLOCK_BYTES / (passes * KC * 4) / step, 1, BLOCK_ROWS / step) * step;
 
     int64_t depth_of(int64_t pass) const { return std::min<int64_t>(KC, units - pass * KC); }
 
-    // one row of x -> its part in each pass: a[passes][rows][LDA]
-    void pack(int64_t top, int64_t row, int64_t rows, int32_t* a) const {
-        const auto* x = static_cast<const Element*>(call.x) + (top + row) * call.x_stride;
+    // one row of x -> its part in each pass, as number `row` of a[passes][rows][LDA]
+    void pack(const Element* x, int64_t row, int64_t rows, int32_t* a) const {
         for (int64_t pass = 0; pass < passes; ++pass)
-            pack_row<T>(x, call.depth, pass * KC, depth_of(pass), a + (pass * rows + row) * LDA);
+            pack_row<T>(x, depth, pass * KC, depth_of(pass), a + (pass * rows + row) * LDA);
     }
 
     // all rows of `a` times one panel of the weight -> sums[rows][NR]
     void multiply_panel(int64_t panel, const Tiles& tiles, const int32_t* a, float* sums) const {
-        const auto* b = static_cast<const int32_t*>(call.weight) + panel * units * NR;
+        const auto* b = packed + panel * units * NR;
         for (int64_t pass = 0; pass < passes; ++pass) {
             const int64_t depth = depth_of(pass);
             for (int64_t tile = 0; tile < tiles.count; ++tile) {
@@ -66,6 +78,12 @@ template <class T> struct Linear {
             b += depth * NR;
         }
     }
+};
+
+template <class T> struct Linear {
+    using Element = typename T::Element;
+    const LinearCall& call;
+    const Weight<T> weight{static_cast<const int32_t*>(call.weight), call.depth, call.columns};
 
     void finish(int64_t row, int64_t panel, const float* sums) const {
         auto* out = static_cast<Element*>(call.out) + row * call.out_stride;
@@ -79,23 +97,24 @@ template <class T> struct Linear {
             if (call.residual) v[h] += read_part<T>(residual + column, left);
             if (call.gate == NONE) write_part<T>(out + column, v[h], left);
         }
-        if (call.gate != NONE) T::write(out + panel * VL, (call.gate == SILU ? silu(v[0]) : gelu(v[0])) * v[1]);
+        if (call.gate != NONE) T::write(out + panel * VL, activated(call.gate, v[0]) * v[1]);
     }
 
     void run() const {
         static thread_local std::vector<int32_t> buffer;
-        int32_t* a = scratch(buffer, (block * passes + MOST_ROWS) * LDA);
-        for (int64_t top = 0; top < call.rows; top += block) {
-            const Tiles tiles{std::min(block, call.rows - top), amx};
-#pragma omp parallel num_threads(threads) if (units * call.columns > 16384)
+        int32_t* a = scratch(buffer, (weight.block * weight.passes + MOST_ROWS) * LDA);
+        const auto* x = static_cast<const Element*>(call.x);
+        for (int64_t top = 0; top < call.rows; top += weight.block) {
+            const Tiles tiles{std::min(weight.block, call.rows - top), weight.amx};
+#pragma omp parallel num_threads(threads) if (weight.units * call.columns > 16384)
             {
-                const TileRegisters registers(amx);
+                const TileRegisters registers(weight.amx);
 #pragma omp for
-                for (int64_t row = 0; row < tiles.rows; ++row) pack(top, row, tiles.rows, a);
+                for (int64_t row = 0; row < tiles.rows; ++row) weight.pack(x + (top + row) * call.x_stride, row, tiles.rows, a);
 #pragma omp for
-                for (int64_t panel = 0; panel < ceil_div(call.columns, NR); ++panel) {
+                for (int64_t panel = 0; panel < weight.panels; ++panel) {
                     alignas(64) float sums[BLOCK_ROWS * NR];
-                    multiply_panel(panel, tiles, a, sums);
+                    weight.multiply_panel(panel, tiles, a, sums);
                     for (int64_t row = 0; row < tiles.rows; ++row) finish(top + row, panel, sums + row * NR);
                 }
             }

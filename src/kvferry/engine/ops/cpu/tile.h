@@ -93,7 +93,16 @@ inline vec exp2v(vec x) {
 
 inline vec silu(vec x) { return x / (1.0f + exp2v(x * -LOG2E)); }
 inline vec tanhv(vec x) { return 1.0f - 2.0f / (1.0f + exp2v(x * (2 * LOG2E))); }
-inline vec gelu(vec x) { return x / (1.0f + exp2v(x * (1.0f + 0.044715f * x * x) * (-2 * 0.79788456f * LOG2E))); }  // the tanh form
+inline vec gelu_tanh(vec x) { return x / (1.0f + exp2v(x * (1.0f + 0.044715f * x * x) * (-2 * 0.79788456f * LOG2E))); }
+inline vec gelu(vec x) {  // by erfc, to a relative 1.2e-7 (Numerical Recipes, Chebyshev fit)
+    const vec z = (x < 0.0f ? -x : x) * 0.70710678f, t = 1.0f / (1.0f + 0.5f * z);
+    vec p = splat(0.17087277f);
+    for (float c : {-0.82215223f, 1.48851587f, -1.13520398f, 0.27886807f, -0.18628806f, 0.09678418f, 0.37409196f, 1.00002368f, -1.26551223f})
+        p = p * t + c;
+    const vec tail = 0.5f * t * exp2v((p - z * z) * LOG2E);
+    return x * (x < 0.0f ? tail : 1.0f - tail);
+}
+inline vec relu(vec x) { return x < 0.0f ? vec{} : x; }
 
 struct Float32 {
     using Element = float;

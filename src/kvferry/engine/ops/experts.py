@@ -1,0 +1,160 @@
+"""The experts of a mixture in one call of the kernels, on packed weights.
+
+transformers keeps the weights of all experts stacked in two or three parameters, and calls each expert that some token
+chose by itself. Here rows are grouped by expert, gate and up are one product, and a token's sum does not depend on the
+tokens beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from ctypes import byref
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from kvferry.engine.ops.linear import GATES, PACKABLE, interleave, vector_length
+from kvferry.engine.ops.memory import weights
+from kvferry.engine.ops.native import ExpertsCall, library
+
+
+class StackedWeight:
+    """Weights [experts, out_features, in_features] packed one behind the other, and biases [experts, out_features]."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        native = library()
+        assert native is not None, "pack only where the kernels are"
+        experts, columns, depth = weight.shape
+        is_half = weight.dtype == torch.bfloat16
+        units = native.packed_units(columns, depth, is_half)
+        self.packed = weights.empty(experts * units, torch.int32)
+        self.bias = None if bias is None else bias.detach().float().contiguous()
+        for expert, one in enumerate(weight.detach()):
+            source = one.contiguous()
+            target = self.packed.data_ptr() + expert * units * 4
+            native.pack_weight(source.data_ptr(), columns, depth, target, is_half)
+
+    @property
+    def addresses(self) -> tuple[int, int | None]:
+        """Of weights and biases."""
+        return self.packed.data_ptr(), None if self.bias is None else self.bias.data_ptr()
+
+
+class FusedExperts:
+    """Takes over the forward of a module that holds the experts of one layer."""
+
+    def __init__(self, module: Any) -> None:
+        """Packs the weights of `module`; `variants` sets what the activation is."""
+        enter, enter_bias, leave, leave_bias = _weights_of(module)
+        self.num_experts, self.hidden, middle = leave.shape
+        self._dtype, self.is_gated = leave.dtype, enter.shape[1] == 2 * middle
+        enter, leave = _padded(enter, enter_bias, leave, self.is_gated)
+        self.middle = leave.shape[2]
+        self._enter, self._leave = StackedWeight(*enter), StackedWeight(leave, leave_bias)
+        self.gate, self.limit, self.alpha = "silu", 0.0, 1.0
+
+    @classmethod
+    def variants(cls, module: Any) -> Iterator[Self]:
+        """With each activation that the kernels know, clamped where the module names a limit."""
+        if not _is_plain(module):
+            return
+        fused = cls(module)
+        for fused.limit, fused.alpha in _clamps_of(module):
+            for name in filter(None, GATES):
+                fused.gate = name
+                yield fused
+
+    def install(self, module: nn.Module) -> None:
+        """Become the module's forward, and free the weights it had."""
+        for name in _PARAMETERS:
+            if name in module._parameters:
+                delattr(module, name)
+        module.forward = self
+
+    def __call__(self, hidden_states: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
+        """hidden_states [T, hidden], experts chosen [T, top_k] and their shares -> [T, hidden]."""
+        if hidden_states.ndim != 2 or chosen.shape != shares.shape or chosen.shape[0] != hidden_states.shape[0]:
+            raise ValueError(f"cannot route {tuple(hidden_states.shape)} by {tuple(chosen.shape)}")
+        x = hidden_states.to(self._dtype).contiguous()
+        chosen, shares = chosen.long().contiguous(), shares.float().contiguous()
+        out = torch.empty_like(x)
+        call = ExpertsCall(
+            x.data_ptr(), self._enter.addresses[0], self._leave.addresses[0],
+            self._enter.addresses[1], self._leave.addresses[1],
+            chosen.data_ptr(), shares.data_ptr(), out.data_ptr(),
+            x.shape[0], chosen.shape[1], self.num_experts, self.hidden, self.middle, x.shape[1],
+            GATES.index(self.gate), self.is_gated, self.limit, self.alpha,
+        )  # fmt: skip
+        native = library()
+        assert native is not None
+        native.experts(byref(call), self._dtype == torch.bfloat16)
+        return out
+
+
+_PARAMETERS = ("gate_up_proj", "up_proj", "down_proj", "gate_up_proj_bias", "up_proj_bias", "down_proj_bias")
+
+
+def holds_experts(module: nn.Module) -> bool:
+    """Whether `module` looks like the experts of a layer, in transformers' stacked form."""
+    leave, enter = module._parameters.get("down_proj"), _entering(module)
+    return leave is not None and enter is not None and leave.ndim == enter.ndim == 3
+
+
+def _entering(module: nn.Module) -> Tensor | None:
+    return next(
+        (module._parameters[x] for x in ("gate_up_proj", "up_proj") if module._parameters.get(x) is not None), None
+    )
+
+
+def _is_plain(module: Any) -> bool:
+    """Ordinary weights that nothing else is added to: not tensor-parallel (DTensor), not quantized."""
+    found = {name: value for name, value in module._parameters.items() if value is not None}
+    return (
+        library() is not None
+        and set(found) <= set(_PARAMETERS)
+        and not any(True for _ in module.children() if next(_.parameters(), None) is not None)
+        and all(type(x) is nn.Parameter and x.device.type == "cpu" for x in found.values())
+        and len({x.dtype for x in found.values()}) == 1
+        and module.down_proj.dtype in PACKABLE
+    )
+
+
+def _weights_of(module: Any) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
+    """Weights [experts, out_features, in_features] and biases, gates before values whatever way the module has them."""
+    name = "gate_up_proj" if module._parameters.get("gate_up_proj") is not None else "up_proj"
+    enter, leave = getattr(module, name), module.down_proj
+    enter_bias, leave_bias = getattr(module, f"{name}_bias", None), getattr(module, "down_proj_bias", None)
+    if getattr(module, "is_transposed", False):
+        enter, leave = enter.transpose(1, 2), leave.transpose(1, 2)
+    if not getattr(module, "is_concatenated", True):
+        enter = torch.cat([enter[:, ::2], enter[:, 1::2]], dim=1)
+        enter_bias = None if enter_bias is None else torch.cat([enter_bias[:, ::2], enter_bias[:, 1::2]], dim=1)
+    return enter, enter_bias, leave, leave_bias
+
+
+def _padded(
+    enter: Tensor, bias: Tensor | None, leave: Tensor, is_gated: bool
+) -> tuple[tuple[Tensor, Tensor | None], Tensor]:
+    """The same with zeros up to a whole number of vectors in between, and gates and values in turn."""
+    missing = -leave.shape[2] % vector_length()
+    leave = nn.functional.pad(leave, (0, missing))
+
+    def arranged(x: Tensor) -> Tensor:
+        """x [experts, columns, ...]."""
+        parts = x.chunk(2, dim=1) if is_gated else (x,)
+        wide = [torch.cat([part, part.new_zeros(len(part), missing, *part.shape[2:])], dim=1) for part in parts]
+        return torch.stack([interleave(*pair) for pair in zip(*wide, strict=True)]) if is_gated else wide[0]
+
+    return (arranged(enter), None if bias is None else arranged(bias)), leave
+
+
+def _clamps_of(module: Any) -> Iterator[tuple[float, float]]:
+    """(limit, alpha) to try: as the module's attributes say, or none."""
+    limits = [getattr(module, name, None) for name in ("swiglu_limit", "limit")]
+    alphas = [getattr(module, name, None) for name in ("swiglu_alpha", "alpha")]
+    limit = next((float(x) for x in limits if isinstance(x, int | float)), None)
+    alpha = next((float(x) for x in alphas if isinstance(x, int | float)), 1.0)
+    if limit is not None:
+        yield limit, alpha
+    yield 0.0, alpha
