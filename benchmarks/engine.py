@@ -1,10 +1,12 @@
 """How many tokens a second on one core? kvferry's engine beside transformers and vLLM, in one run.
 
-An 88M-parameter Llama with random weights. Prefill: one prompt until its first token. Decode: a batch of sequences of
-one context length, while all of them decode. Each side is a process of its own on the same core; sides take turns,
-kvferry and vLLM several. Prints medians and kvferry's ratio to each other side, writes results/engine_<dtype>.json.
+Three models with random weights: an 88M-parameter Llama, a mixture of experts (Qwen3-MoE), and Qwen2 with half a
+billion parameters and a vocabulary of 152 thousand. Prefill: one prompt until its first token. Decode: a batch of
+sequences of one context length, while all of them decode. Each side is a process of its own on the same core; sides
+take turns, kvferry and vLLM several. Prints medians and kvferry's ratio to each other side, writes
+results/engine_<dtype>.<processor>.json; `report.py` shows those of all processors.
 
-    python benchmarks/engine.py --vllm FOLDER/bin/python      all cells; about an hour
+    python benchmarks/engine.py --vllm FOLDER/bin/python      all cells; about two hours
     python benchmarks/engine.py --quick                       a few cells, without vLLM
 """
 
@@ -20,7 +22,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from models import SHAPE, make_bench_model
+from models import MODELS, make_named_model
 from report import print_machine, save
 
 Cell = tuple[str, int, int, int]
@@ -33,6 +35,14 @@ DECODE: list[Cell] = [
     for batch, tokens in ((1, 64), (8, 33), (32, 17))
     for context in (128, 512, 2048)
 ]
+FEW: list[Cell] = [
+    ("prefill", 1, 512, 1),
+    ("decode", 1, 512, 64),
+    ("decode", 8, 512, 36),
+    ("decode", 32, 128, 20),
+]
+"""Of the larger models."""
+CELLS = {"llama": PREFILL + DECODE, "mixture": FEW, "vocabulary": FEW}
 TOO_MANY = 16_000
 """Tokens in a batch that transformers' continuous batching needs tens of minutes for on one core: left out."""
 QUICK: list[Cell] = [("prefill", 1, 512, 1), ("decode", 1, 128, 33), ("decode", 8, 128, 17)]
@@ -47,6 +57,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--repeat", type=int, default=3, help="runs of a cell in one turn")
     parser.add_argument("--core", type=int, default=sorted(os.sched_getaffinity(0))[-1], help="the core they run on")
     parser.add_argument("--clock", choices=["wall", "cpu"], default="wall", help="cpu: for a machine that is not quiet")
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), help="only these models")
     parser.add_argument("--sides", nargs="+", help="only these sides")
     parser.add_argument("--only", default="", metavar="TEXT", help="only cells with this in their name; saves nothing")
     parser.add_argument("--quick", action="store_true", help="a few cells, one round")
@@ -65,7 +76,9 @@ def run_side(side: str, python: str, model: str, dtype: str, cells: list[Cell], 
     return {tuple(line["cell"]): line for line in lines}
 
 
-def measure(model: str, dtype: str, cells: list[Cell], options: argparse.Namespace) -> dict[str, dict[str, float]]:
+def measure(
+    name: str, model: str, dtype: str, cells: list[Cell], options: argparse.Namespace
+) -> dict[str, dict[str, float]]:
     """Median tokens per second by cell and side."""
     sides = {"kvferry": sys.executable}
     if options.vllm is not None:
@@ -75,12 +88,12 @@ def measure(model: str, dtype: str, cells: list[Cell], options: argparse.Namespa
     found: dict[str, dict[str, list[float]]] = {}
     for turn in range(options.rounds):
         for side, python in chosen.items():
-            if turn and side.startswith("transformers"):  # minutes a turn, and its distance is no matter of noise
-                continue
+            if side.startswith("transformers") and (turn or name != "llama"):
+                continue  # minutes a turn, and its distance is no matter of noise
             own = [cell for cell in cells if side != "transformers-batching" or cell[1] * cell[2] < TOO_MANY]
             for cell, line in run_side(side, python, model, dtype, own, options).items():
-                found.setdefault(name_of(cell), {}).setdefault(side, []).extend(line["runs"])
-            print(f"  {dtype} {side} done", flush=True)
+                found.setdefault(f"{name}, {name_of(cell)}", {}).setdefault(side, []).extend(line["runs"])
+            print(f"  {name} {dtype} {side} done", flush=True)
     return {cell: {side: statistics.median(runs) for side, runs in by_side.items()} for cell, by_side in found.items()}
 
 
@@ -93,36 +106,36 @@ def name_of(cell: Cell) -> str:
 def show(dtype: str, figures: dict[str, dict[str, float]]) -> None:
     """A table: tokens per second, and kvferry's ratio to each other side."""
     others = [side for side in max(figures.values(), key=len) if side != "kvferry"]
-    print(f"\n{dtype:26s} {'kvferry':>9s}" + "".join(f"{side:>24s}  ratio" for side in others))
+    print(f"\n{dtype:36s} {'kvferry':>9s}" + "".join(f"{side:>24s}  ratio" for side in others))
     for cell, by_side in figures.items():
         ours = by_side["kvferry"]
         row = "".join(
             f"{by_side[side]:24.0f} {ours / by_side[side]:6.2f}" if side in by_side else f"{'-':>24s} {'-':>6s}"
             for side in others
         )
-        print(f"{cell:26s} {ours:9.0f}{row}")
+        print(f"{cell:36s} {ours:9.0f}{row}")
 
 
 def main() -> None:
-    """All cells in all number formats."""
+    """All cells of all models in all number formats."""
     options = parse()
-    cells = [cell for cell in (QUICK if options.quick else PREFILL + DECODE) if options.only in name_of(cell)]
     if options.quick:
-        options.rounds = 1
+        options.rounds, options.models = 1, ["llama"]
     print_machine()
     settings = {
-        "model": SHAPE,
-        "rounds": options.rounds,
-        "repeat": options.repeat,
+        "models": {name: MODELS[name][1] for name in options.models},
+        **{name: getattr(options, name) for name in ("rounds", "repeat", "clock")},
         "threads": 1,
-        "clock": options.clock,
     }
     with tempfile.TemporaryDirectory() as folder:
-        model = make_bench_model(Path(folder))
+        models = {name: make_named_model(Path(folder), name) for name in options.models}
         for dtype in options.dtypes:
-            results = measure(model, dtype, cells, options)
+            results: dict[str, dict[str, float]] = {}
+            for name, model in models.items():
+                cells = [cell for cell in (QUICK if options.quick else CELLS[name]) if options.only in name_of(cell)]
+                results |= measure(name, model, dtype, cells, options) if cells else {}
             show(dtype, results)
-            if not options.quick and not options.only:
+            if not options.quick and not options.only and options.models == list(MODELS):
                 print(f"wrote {save(f'engine_{dtype}', settings, results)}", flush=True)
 
 

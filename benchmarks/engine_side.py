@@ -14,6 +14,7 @@ import resource
 import statistics
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 TokenTimes = list[list[float]]
@@ -87,6 +88,14 @@ def prompt_of(num_tokens: int, seed: int) -> list[int]:
     return [source.randrange(5, VOCABULARY) for _ in range(num_tokens)]
 
 
+def kv_bytes(model: str, dtype: str, tokens: int) -> int:
+    """Bytes of KV of so many tokens."""
+    config = json.loads((Path(model) / "config.json").read_text())
+    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    per_token = config["num_hidden_layers"] * config["num_key_value_heads"] * head_dim * 2
+    return int(tokens * per_token * (4 if dtype == "float32" else 2))
+
+
 def cpu_seconds() -> float:
     """CPU time of this process and its ended children so far."""
     own = resource.getrusage(resource.RUSAGE_SELF)
@@ -110,7 +119,7 @@ def kvferry(model: str, dtype: str, capacity: int) -> Generate:
             block_size=BLOCK_SIZE,
             max_model_len=MAX_MODEL_LEN,
             max_num_batched_tokens=STEP_TOKENS,
-            kv_cache_memory=str(capacity * 12 * 4 * 64 * 2 * (4 if dtype == "float32" else 2) + 2**24),
+            kv_cache_memory=str(kv_bytes(model, dtype, capacity) + 2**24),
         )
     )
 
@@ -145,7 +154,7 @@ def vllm(model: str, dtype: str, capacity: int) -> Generate:
         block_size=BLOCK_SIZE,
         max_model_len=MAX_MODEL_LEN,
         max_num_batched_tokens=STEP_TOKENS,
-        kv_cache_memory_bytes=capacity * 12 * 4 * 64 * 2 * (4 if dtype == "float32" else 2) + 2**26,
+        kv_cache_memory_bytes=kv_bytes(model, dtype, capacity) + 2**26,
         disable_log_stats=True,
     )
     runs = 0

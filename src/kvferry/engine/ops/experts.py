@@ -49,9 +49,13 @@ class FusedExperts:
         enter, enter_bias, leave, leave_bias = _weights_of(module)
         self.num_experts, self.hidden, middle = leave.shape
         self._dtype, self.is_gated = leave.dtype, enter.shape[1] == 2 * middle
-        enter, leave = _padded(enter, enter_bias, leave, self.is_gated)
-        self.middle = leave.shape[2]
-        self._enter, self._leave = StackedWeight(*enter), StackedWeight(leave, leave_bias)
+        missing = -middle % vector_length()
+        self.middle = middle + missing
+        self._enter = StackedWeight(
+            _arranged(enter, missing, self.is_gated),
+            None if enter_bias is None else _arranged(enter_bias, missing, self.is_gated),
+        )
+        self._leave = StackedWeight(nn.functional.pad(leave, (0, missing)), leave_bias)
         self.gate, self.limit, self.alpha = "silu", 0.0, 1.0
 
     @classmethod
@@ -133,20 +137,11 @@ def _weights_of(module: Any) -> tuple[Tensor, Tensor | None, Tensor, Tensor | No
     return enter, enter_bias, leave, leave_bias
 
 
-def _padded(
-    enter: Tensor, bias: Tensor | None, leave: Tensor, is_gated: bool
-) -> tuple[tuple[Tensor, Tensor | None], Tensor]:
-    """The same with zeros up to a whole number of vectors in between, and gates and values in turn."""
-    missing = -leave.shape[2] % vector_length()
-    leave = nn.functional.pad(leave, (0, missing))
-
-    def arranged(x: Tensor) -> Tensor:
-        """x [experts, columns, ...]."""
-        parts = x.chunk(2, dim=1) if is_gated else (x,)
-        wide = [torch.cat([part, part.new_zeros(len(part), missing, *part.shape[2:])], dim=1) for part in parts]
-        return torch.stack([interleave(*pair) for pair in zip(*wide, strict=True)]) if is_gated else wide[0]
-
-    return (arranged(enter), None if bias is None else arranged(bias)), leave
+def _arranged(x: Tensor, missing: int, is_gated: bool) -> Tensor:
+    """x [experts, columns, ...] with `missing` rows of zeros behind, and gates and values in turn if there are both."""
+    parts = x.chunk(2, dim=1) if is_gated else (x,)
+    wide = [torch.cat([part, part.new_zeros(len(part), missing, *part.shape[2:])], dim=1) for part in parts]
+    return torch.stack([interleave(*pair) for pair in zip(*wide, strict=True)]) if is_gated else wide[0]
 
 
 def _clamps_of(module: Any) -> Iterator[tuple[float, float]]:
