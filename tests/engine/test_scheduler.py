@@ -110,7 +110,9 @@ class Bench:
         sampled = {
             chunk.sequence.request_id: Sampled(rule(chunk.sequence.tokens)) for chunk in step.chunks if chunk.samples
         }
-        self.scheduler.update(step, sampled, report)
+        self.scheduler.update(step, sampled, report.failed if report else {})
+        if report:
+            self.scheduler.transferred(report)
         for output in self.scheduler.take_outputs():
             self.outputs.setdefault(output.request_id, []).append(output)
         return step

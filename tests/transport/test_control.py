@@ -62,7 +62,7 @@ async def test_two_who_share_a_token_know_each_other(token: str) -> None:
 @pytest.mark.parametrize("token", ["", "Secret", "secret "])
 async def test_a_wrong_token_is_refused_on_both_sides(token: str) -> None:
     async with echo_listener() as listener:
-        with pytest.raises(AuthenticationFailed, match="--auth-token"):
+        with pytest.raises(AuthenticationFailed, match="KVFERRY_AUTH_TOKEN"):
             await dial(listener.host, listener.port, "echo", HERE, token, soon())
         await until_rejected(listener, "AuthenticationFailed")
 

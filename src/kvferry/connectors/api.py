@@ -16,7 +16,7 @@ report names the request in `released`.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
@@ -155,6 +155,24 @@ class TransferReport:
     def __bool__(self) -> bool:
         return bool(self.loaded or self.failed or self.released or self.prefill_results)
 
+    def add(self, other: TransferReport) -> None:
+        """Say what the other says, too."""
+        self.loaded |= other.loaded
+        self.loaded_tokens |= other.loaded_tokens
+        self.failed |= other.failed
+        self.released |= other.released
+        self.prefill_results |= other.prefill_results
+
+    def by_request(self) -> Iterator[tuple[str, TransferReport]]:
+        """What it says of each request alone."""
+        for request_id in {*self.loaded, *self.failed, *self.released, *self.prefill_results}:
+            alone = TransferReport(self.loaded & {request_id}, released=self.released & {request_id})
+            for name in ("loaded_tokens", "failed", "prefill_results"):
+                values = getattr(self, name)
+                if request_id in values:
+                    getattr(alone, name)[request_id] = values[request_id]
+            yield request_id, alone
+
 
 @dataclass
 class StoreEvents:
@@ -276,9 +294,13 @@ class WorkerSide(ABC):
     def flush(self) -> None:
         """Called at the end of a step in which the model ran."""
 
+    def discard(self) -> None:
+        """Called in place of `flush` where the model failed in the step: its requests end, and what was to be saved of
+        it is not there. When this returns, nothing is written to the step's blocks any more."""
+
     @abstractmethod
     def poll(self) -> TransferReport:
-        """What finished since the last call."""
+        """What finished since the last call. Raises `ConnectorLost` when nothing ever will again."""
 
     def on_report(self, wake: Any) -> None:
         """`wake()` (a callable, from any thread) is to be called whenever `poll` has something new to say."""

@@ -6,11 +6,13 @@
     │   └── MissingDependency    an optional package is needed; says which extra brings it
     ├── UnsupportedModel         the engine cannot run this architecture exactly, so it does not run it
     ├── RankLost                 a rank of a tensor-parallel instance is gone, and the instance with it
+    ├── ConnectorLost            the connector's transfers have ended for all requests, and the instance with them
     ├── RequestError             answered to a client, with an HTTP status
     │   ├── InvalidRequest       400: a value is wrong; names the field
     │   ├── UnknownModel         404
     │   ├── DeadlineExceeded     408: the request's own deadline passed
     │   ├── QueueFull            429: bounded queue, come back later
+    │   ├── RequestFailed        500: a mistake of ours met this request; the others go on
     │   ├── HandOffFailed        502: the KV of this request could not be had, and the policy is `fail`
     │   └── Unavailable          503: shutting down, or no instance left to serve it
     ├── LayoutMismatch           two sides mean different things by a block's bytes; names the field
@@ -67,6 +69,10 @@ class RankLost(KvferryError):
     """A tensor-parallel rank ended, failed or stands still; the instance cannot go on without it."""
 
 
+class ConnectorLost(KvferryError):
+    """What moves KV for all requests has ended, or its two sides disagree; the instance cannot go on without it."""
+
+
 class RequestError(KvferryError):
     """An error that is one request's answer.
 
@@ -107,6 +113,13 @@ class QueueFull(RequestError):
 
     status = 429
     kind = "rate_limit_error"
+
+
+class RequestFailed(RequestError):
+    """Something broke while this request was served, by a mistake of ours or of the machine; the log has the trace."""
+
+    status = 500
+    kind = "server_error"
 
 
 class HandOffFailed(RequestError):

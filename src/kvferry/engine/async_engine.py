@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from functools import partial
 from typing import Any, TypeVar
 
 from kvferry.core.errors import KvferryError, Unavailable
@@ -193,9 +194,12 @@ class AsyncEngine:
 
     def _dispatch(self, outputs: list[EngineOutput]) -> None:
         for output in outputs:
-            queue = self._listeners.get(output.request_id)
-            if queue is not None:
-                queue.put_nowait(output)
+            void(partial(self._dispatch_one, output))
+
+    def _dispatch_one(self, output: EngineOutput) -> None:
+        queue = self._listeners.get(output.request_id)
+        if queue is not None:
+            queue.put_nowait(output)
 
     def _end_listeners(self) -> None:
         error = Unavailable(self._why_unavailable())
@@ -205,8 +209,12 @@ class AsyncEngine:
 
 def void(call: Callable[[], object]) -> None:
     """Run a call whose answer and refusal interest nobody."""
-    with suppress(KvferryError):
+    try:
         call()
+    except KvferryError:
+        pass
+    except Exception:  # one caller's; the engine's thread is everybody's
+        log.exception("a call of the engine failed")
 
 
 def _resolve(future: Future[Answer], call: Callable[[], Answer]) -> None:

@@ -6,24 +6,30 @@ runs, nor on how many ranks: the executor does.
 
 from __future__ import annotations
 
+import logging
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import msgspec
 
-from kvferry.connectors.api import ConnectorContext, HasAddresses, SchedulerSide
+from kvferry.connectors.api import ConnectorContext, HasAddresses, SchedulerSide, TransferReport
 from kvferry.connectors.registry import find_connector
 from kvferry.core.clock import Clock, SystemClock
-from kvferry.core.errors import InvalidRequest
+from kvferry.core.errors import ConnectorLost, InvalidRequest, LeakError, RankLost
 from kvferry.core.hand_off import Consume, Produce
 from kvferry.core.request import EngineOutput, Request
 from kvferry.core.transfer_config import KVTransferConfig
 from kvferry.engine.block_pool import BlockPool, BlockPoolStatistics
 from kvferry.engine.config import EngineConfig
+from kvferry.engine.executor.base import StepResult
 from kvferry.engine.executor.build import build_executor
 from kvferry.engine.model.loader import Progress
-from kvferry.engine.scheduler import Scheduler, SchedulerLimits, SchedulerStatistics
+from kvferry.engine.scheduler import Scheduler, SchedulerLimits, SchedulerStatistics, Step
+
+log = logging.getLogger(__name__)
+MOST_FAILED_STEPS = 8
+"""In a row, that nobody is to blame for: the next one's error ends the engine."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +68,7 @@ class Engine:
             raise
         self.pool = BlockPool(self.executor.num_blocks, prefix_caching=config.prefix_caching)
         self.scheduler = Scheduler(self._limits(), self.pool, self.model.fingerprint, self.clock, self.scheduler_side)
-        self._num_steps = 0
+        self._num_steps = self._num_failed_steps = 0
 
     # Requests.
 
@@ -96,15 +102,65 @@ class Engine:
     # The step.
 
     def step(self) -> list[EngineOutput]:
-        """Do one step; returns what it brought. Fast when there is nothing to compute."""
-        step = self.scheduler.schedule()
-        result = self.executor.execute(step.chunks, step.plan)
-        self._num_steps += bool(step.chunks)
-        self.scheduler.update(step, result.sampled, result.report)
-        if (plan := self.scheduler.parting()) is not None:
-            self.scheduler.transferred(self.executor.execute([], plan).report)
-        self.idle = not step.chunks and step.plan is None and not result.report
+        """Do one step; returns what it brought. Fast when there is nothing to compute.
+
+        What breaks ends the requests it belongs to. Raises only what the engine cannot go on after: `RankLost`,
+        `ConnectorLost`, `LeakError` when the books of the KV blocks are wrong, or an error that each step meets.
+        """
+        num_faults = self.scheduler.num_faults
+        try:
+            self._step()
+            self._num_failed_steps = 0
+        except (RankLost, ConnectorLost, LeakError):
+            raise
+        except Exception as error:  # noqa: BLE001 - the edge between one step and the next: see `_step_failed`
+            self._step_failed(error)
+        if self.scheduler.num_faults != num_faults:
+            self.scheduler.audit()
         return self.scheduler.take_outputs()
+
+    def _step(self) -> None:
+        step = self.scheduler.schedule()
+        result = self._execute(step)
+        self._num_steps += bool(step.chunks)
+        for request_id, error in result.failed.items():
+            self.scheduler.fail(request_id, error)
+        self.scheduler.update(step, result.sampled, result.report.failed)
+        self._transferred(result.report)
+        if (plan := self.scheduler.parting()) is not None:
+            self._transferred(self._execute(Step([], plan)).report)
+        self.idle = not step.chunks and step.plan is None and not result.report
+
+    def _execute(self, step: Step) -> StepResult:
+        """A step that fails as a whole ends its requests; which of them is to blame cannot be told."""
+        try:
+            return self.executor.execute(step.chunks, step.plan)
+        except (RankLost, ConnectorLost):
+            raise
+        except Exception as error:  # noqa: BLE001 - the edge between this step's requests and all others
+            self.scheduler.fail_step(step.chunks, error)
+            return StepResult({}, TransferReport())
+
+    def _transferred(self, report: TransferReport) -> None:
+        """Where a report cannot be taken as a whole it is taken request by request, so that one spoils no other's."""
+        try:
+            self.scheduler.transferred(report)
+        except Exception as error:
+            log.exception("a report of transfers could not be taken")
+            for request_id, alone in report.by_request():
+                try:
+                    self.scheduler.transferred(alone)
+                except Exception:  # noqa: BLE001 - told above, and this one's request ends
+                    self.scheduler.fail(request_id, error)
+
+    def _step_failed(self, error: Exception) -> None:
+        """What nobody can be blamed for may pass; where it stays, first all requests end, then the engine."""
+        self._num_failed_steps += 1
+        log.exception("a step failed outside of any request's part, %d in a row", self._num_failed_steps)
+        if self._num_failed_steps >= MOST_FAILED_STEPS:
+            raise error
+        if self._num_failed_steps > 1:
+            self.scheduler.fail_all(error)
 
     idle = True
     """Whether the last step found nothing to do: everything waits, for requests or for transfers."""

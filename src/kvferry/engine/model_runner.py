@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence as Rows
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -16,6 +17,8 @@ from kvferry.engine.ops.batch import AttentionBatch
 from kvferry.engine.sampler import sample, token_logprobs
 from kvferry.engine.scheduler import Chunk, Sampled
 from kvferry.engine.sequence import Sequence
+
+log = logging.getLogger(__name__)
 
 
 class StepInputs(msgspec.Struct, frozen=True, array_like=True):
@@ -30,6 +33,14 @@ class StepInputs(msgspec.Struct, frozen=True, array_like=True):
     context_lens: list[int]
     block_tables: list[list[int]]
     places: list[int]
+
+
+@dataclass
+class Drawn:
+    """By request id: the next token, or why there is none."""
+
+    sampled: dict[str, Sampled] = field(default_factory=dict)
+    failed: dict[str, Exception] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -85,17 +96,36 @@ def lay_out(chunks: Rows[Chunk], places: list[int]) -> StepInputs:
 
 
 @torch.inference_mode()
-def draw(logits: Tensor, rows: LogitRows, eos_token_ids: frozenset[int]) -> dict[str, Sampled]:
-    """The next token, by request id, of those that reached their last token; notes prompt log-probabilities."""
+def draw(logits: Tensor, rows: LogitRows, eos_token_ids: frozenset[int]) -> Drawn:
+    """The next token of those that reached their last token; notes prompt log-probabilities."""
+    drawn = Drawn()
     for index, sequence, position in rows.prompt:
-        sequence.prompt_logprobs.append(
-            token_logprobs(logits[index], sequence.tokens[position], sequence.request.sampling.prompt_logprobs)
-        )
-    if not rows.sampled:
-        return {}
-    drawing = [sequence for _, sequence in rows.sampled]
-    drawn = sample(logits[[index for index, _ in rows.sampled]], drawing, eos_token_ids)
-    return {sequence.request_id: token for sequence, token in zip(drawing, drawn, strict=True)}
+        try:
+            sequence.prompt_logprobs.append(
+                token_logprobs(logits[index], sequence.tokens[position], sequence.request.sampling.prompt_logprobs)
+            )
+        except Exception as error:  # noqa: BLE001 - the edge between one row and the others
+            drawn.failed[sequence.request_id] = error
+    _draw_rows(logits, rows.sampled, eos_token_ids, drawn)
+    return drawn
+
+
+def _draw_rows(logits: Tensor, wanted: Rows[tuple[int, Sequence]], eos_token_ids: frozenset[int], drawn: Drawn) -> None:
+    """All at once; where that fails, row by row, so that only the one to blame is without a token."""
+    if not wanted:
+        return
+    drawing = [sequence for _, sequence in wanted]
+    try:
+        tokens = sample(logits[[index for index, _ in wanted]], drawing, eos_token_ids)
+    except Exception as error:
+        if len(wanted) == 1:
+            drawn.failed[drawing[0].request_id] = error
+            return
+        log.exception("tokens of %d requests could not be drawn together", len(wanted))
+        for one in wanted:
+            _draw_rows(logits, [one], eos_token_ids, drawn)
+    else:
+        drawn.sampled |= {sequence.request_id: token for sequence, token in zip(drawing, tokens, strict=True)}
 
 
 def choose_logit_rows(chunks: Rows[Chunk]) -> LogitRows:

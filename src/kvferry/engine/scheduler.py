@@ -3,6 +3,8 @@
 Owns the sequences and, through the block pool, their blocks. It does not know how tokens are computed (the model
 runner) or how KV moves (the connector, of which it holds the scheduler side).
 
+What goes wrong in one request's part of a step ends that request (`_isolated`), and nobody beside it.
+
 A step gives each running sequence what it lacks (one token while decoding, a chunk while prefilling), oldest and
 most urgent first, within the token budget; what is left of the budget admits waiting ones. When blocks run out,
 the least urgent running sequence gives its own up and begins again later (preemption by recompute).
@@ -11,9 +13,13 @@ the least urgent running sequence gives its own up and begins again later (preem
 from __future__ import annotations
 
 import heapq
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from kvferry.connectors.api import (
+    Finish,
     Hit,
     Hold,
     Miss,
@@ -33,11 +39,15 @@ from kvferry.core.errors import (
     LeakError,
     QueueFull,
     RequestError,
+    RequestFailed,
 )
 from kvferry.core.hand_off import Consume, PrefillResult, Produce, TokenLogprobs
 from kvferry.core.request import EngineOutput, FinishReason, Request
 from kvferry.engine.block_pool import BlockPool
 from kvferry.engine.sequence import Sequence, Status
+
+log = logging.getLogger(__name__)
+NONE_FAILED: Mapping[str, KvferryError] = {}
 
 
 @dataclass(frozen=True)
@@ -129,6 +139,8 @@ class Scheduler:
         self._order = 0
         self._parted = False
         self._counters = SchedulerStatistics()
+        self.num_faults = 0
+        """How often something broke that should not: after each, `audit` is due."""
 
     # Requests come and go.
 
@@ -144,6 +156,11 @@ class Scheduler:
             request, order=self._order, block_size=self.limits.block_size, model_fingerprint=self._fingerprint
         )
         self._sequences[request.request_id] = sequence
+        with self._isolated(sequence):
+            self._begin(sequence)
+
+    def _begin(self, sequence: Sequence) -> None:
+        request = sequence.request
         stamp = "decode_queued" if sequence.consumes else "prefill_queued"
         request.timeline.stamp(stamp, self._clock.wall())
         if (result := _promised_result(request)) is not None:
@@ -172,11 +189,20 @@ class Scheduler:
         chunks: list[Chunk] = []
         budget = self._schedule_running(chunks, self.limits.max_num_batched_tokens)
         self._admit(chunks, budget)
+        chunks = [chunk for chunk in chunks if chunk.sequence.status is Status.RUNNING]
+        try:
+            return Step(chunks, self._plan(chunks))
+        except Exception as error:  # noqa: BLE001 - the connector's mistake: this step is not made, the next may be
+            self.fail_step(chunks, error)
+            return Step([])
+
+    def _plan(self, chunks: list[Chunk]) -> StepPlan:
+        """What the worker sides are to do. Of preempted requests they hear with the next plan that is made."""
         plan = None
         if self._connector is not None:
             plan = self._connector.plan(StepView([self._view(chunk) for chunk in chunks], tuple(self._preempted)))
         self._preempted.clear()
-        return Step(chunks, plan)
+        return plan
 
     def parting(self) -> StepPlan:
         """What the worker sides are to do at once, after `update`: a prefill that is over waits for no other step, nor
@@ -184,27 +210,52 @@ class Scheduler:
         if self._connector is None or not self._parted:
             return None
         self._parted = False
-        return self._connector.plan(StepView([], ()))
+        try:
+            return self._connector.plan(StepView([], ()))
+        except Exception:  # what was to be said is said with the next step
+            log.exception("the connector's plan between two steps failed")
+            return None
 
-    def update(self, step: Step, sampled: dict[str, Sampled], report: TransferReport | None = None) -> None:
-        """Note what the step computed and sampled, and what the transfers brought meanwhile."""
-        failed = report.failed if report else {}
+    def update(self, step: Step, sampled: dict[str, Sampled], failed: Mapping[str, KvferryError] = NONE_FAILED) -> None:
+        """Note what the step computed and sampled. `failed`: loads that did; `transferred` is told of them next."""
         for chunk in step.chunks:
             if chunk.sequence.status is Status.RUNNING:
-                self._advance(chunk, sampled.get(chunk.sequence.request_id), failed)
-        if report:
-            self.transferred(report)
+                with self._isolated(chunk.sequence):
+                    self._advance(chunk, sampled.get(chunk.sequence.request_id), failed)
+
+    def fail(self, request_id: str, error: Exception) -> None:
+        """End a request that something broke for; unknown ids are ignored."""
+        sequence = self._sequences.get(request_id)
+        if sequence is not None:
+            self._fail(sequence, error)
+
+    def fail_step(self, chunks: list[Chunk], error: Exception) -> None:
+        """A step as a whole failed: its requests end."""
+        log.error("a step of %d requests failed", len(chunks), exc_info=error)
+        self.num_faults += 1
+        for chunk in chunks:
+            self.fail(chunk.sequence.request_id, error)
+
+    def fail_all(self, error: Exception) -> None:
+        """End every request."""
+        for request_id in list(self._sequences):
+            self.fail(request_id, error)
 
     def transferred(self, report: TransferReport) -> None:
-        """A report of the connector's worker sides."""
+        """A report of the connector's worker sides. To be told of the same again changes nothing."""
         for request_id, result in report.prefill_results.items():
             sequence = self._sequences.get(request_id)
             if sequence is not None and sequence.prefill_result is None:
-                self._adopt(sequence, result)
+                with self._isolated(sequence):
+                    self._adopt(sequence, result)
         for request_id in report.loaded:
-            self._loaded(request_id, report.loaded_tokens.get(request_id))
+            if (sequence := self._sequences.get(request_id)) is not None:
+                with self._isolated(sequence):
+                    self._loaded(sequence, report.loaded_tokens.get(request_id))
         for request_id, error in report.failed.items():
-            self._load_failed(request_id, error)
+            if (sequence := self._sequences.get(request_id)) is not None:
+                with self._isolated(sequence):
+                    self._load_failed(sequence, error)
         for request_id in report.released:
             self.pool.release(self._held.pop(request_id, []))
         if self._connector is not None:
@@ -269,19 +320,24 @@ class Scheduler:
                 break
             entry = heapq.heappop(self._waiting)
             sequence = entry[1]
-            cached, match = self._match(sequence)
-            if isinstance(match, Pending):
-                passed_over.append(entry)
-                continue
-            if sequence.finish_reason is not None:  # its hand-off was lost, and the policy is to fail
-                continue
-            if not self._reserve(sequence, cached, match):
-                passed_over.append(entry)
-                break
-            if not isinstance(match, Hit) or match.layerwise:
-                budget -= self._give_chunk(sequence, chunks, budget)
+            with self._isolated(sequence):
+                match = self._try_admission(sequence)
+                if isinstance(match, Pending):
+                    passed_over.append(entry)
+                elif match is None:
+                    passed_over.append(entry)
+                    break
+                elif sequence.status is Status.RUNNING:
+                    budget -= self._give_chunk(sequence, chunks, budget)
         for entry in passed_over:
             heapq.heappush(self._waiting, entry)
+
+    def _try_admission(self, sequence: Sequence) -> Hit | Miss | Pending | None:
+        """What the connector said; the sequence then runs, loads or has ended. None: there are not blocks enough."""
+        cached, match = self._match(sequence)
+        if isinstance(match, Pending) or sequence.finish_reason is not None:  # lost, and the policy is to fail
+            return match
+        return match if self._reserve(sequence, cached, match) else None
 
     def _match(self, sequence: Sequence) -> tuple[list[int], Hit | Miss | Pending]:
         """Blocks of the own prefix cache, and what the connector has beyond them."""
@@ -304,7 +360,8 @@ class Scheduler:
         if lacking > self.pool.num_free_after_acquiring(cached):
             return False
         self.pool.acquire(cached)
-        sequence.block_ids = [*cached, *self.pool.allocate(lacking)]
+        sequence.block_ids = list(cached)
+        sequence.block_ids += self.pool.allocate(lacking)
         num_cached = len(cached) * self.limits.block_size
         sequence.num_computed_tokens = num_cached
         sequence.num_published_blocks = len(cached)
@@ -336,7 +393,8 @@ class Scheduler:
             if budget <= 0:
                 break
             if sequence.status is Status.RUNNING:
-                budget -= self._give_chunk(sequence, chunks, budget)
+                with self._isolated(sequence):
+                    budget -= self._give_chunk(sequence, chunks, budget)
         return budget
 
     def _give_chunk(self, sequence: Sequence, chunks: list[Chunk], budget: int) -> int:
@@ -377,7 +435,7 @@ class Scheduler:
 
     # After the model ran.
 
-    def _advance(self, chunk: Chunk, sampled: Sampled | None, failed: dict[str, KvferryError]) -> None:
+    def _advance(self, chunk: Chunk, sampled: Sampled | None, failed: Mapping[str, KvferryError]) -> None:
         sequence = chunk.sequence
         if sequence.layerwise_base is not None:
             if sequence.request_id in failed:
@@ -449,16 +507,16 @@ class Scheduler:
         del self._sequences[sequence.request_id]
         output = output or EngineOutput(request_id=sequence.request_id)
         output.finish_reason, output.error = reason, error
+        self._outputs.append(output)  # whatever comes, the request has its answer
         output.kv_transfer_params = self._settle_blocks(sequence)
         sequence.request.timeline.stamp("done", self._clock.wall())
         output.timeline = sequence.request.timeline
         output.num_cached_tokens = sequence.num_cached_tokens
-        self._outputs.append(output)
 
     def _leave_queue(self, sequence: Sequence) -> None:
         match sequence.status:
             case Status.RUNNING:
-                self._running.remove(sequence)
+                self._running = [other for other in self._running if other is not sequence]
             case Status.LOADING:
                 self._loading.pop(sequence.request_id, None)
             case Status.WAITING:
@@ -470,13 +528,52 @@ class Scheduler:
         if self._connector is None:
             self.pool.release(blocks)
             return None
-        verdict = self._connector.finish(sequence, tuple(blocks))
+        verdict = self._ask_finish(self._connector, sequence, tuple(blocks))
         if isinstance(verdict, Hold):
             self._held[sequence.request_id] = blocks
             self._parted = True
         else:
             self.pool.release(blocks)
         return verdict.ticket
+
+    @staticmethod
+    def _ask_finish(connector: SchedulerSide, sequence: Sequence, blocks: tuple[int, ...]) -> Finish:
+        """Who keeps the blocks. A connector that cannot say is asked once more; then they stay out of use for ever,
+        since somebody may still read or write them."""
+        try:
+            return connector.finish(sequence, blocks)
+        except Exception:
+            log.exception("the connector stumbled over the end of request %s", sequence.request_id)
+        try:
+            return connector.finish(sequence, blocks)
+        except Exception:
+            log.exception("%d KV blocks of request %s are lost to the pool", len(blocks), sequence.request_id)
+            return Hold(None)
+
+    # When something breaks.
+
+    @contextmanager
+    def _isolated(self, sequence: Sequence) -> Iterator[None]:
+        """What the body raises ends this sequence, and nothing else."""
+        try:
+            yield
+        except Exception as error:
+            log.exception("request %s failed in a way that nobody foresaw", sequence.request_id)
+            self._fail(sequence, error)
+
+    def _fail(self, sequence: Sequence, error: Exception) -> None:
+        self.num_faults += 1
+        if sequence.status is Status.FINISHED:
+            return
+        named = (
+            error if isinstance(error, RequestError) else RequestFailed(f"the engine failed on this request: {error!r}")
+        )
+        self._finish(sequence, "error", error=named)
+
+    def audit(self) -> None:
+        """Raise `LeakError` unless exactly the blocks are in use that sequences have, or that are held."""
+        used = {block for sequence in self._sequences.values() for block in sequence.block_ids}
+        self.pool.check(num_held=len(used.union(*self._held.values())))
 
     # Hand-offs and loads.
 
@@ -500,12 +597,9 @@ class Scheduler:
         sequence.load_target = num_cached + hit.num_tokens
         self._loading[sequence.request_id] = sequence
 
-    def _loaded(self, request_id: str, num_tokens: int | None) -> None:
-        sequence = self._sequences.get(request_id)
-        if sequence is None:
-            return
+    def _loaded(self, sequence: Sequence, num_tokens: int | None) -> None:
         sequence.request.timeline.stamp("transfer_done", self._clock.wall())
-        if self._loading.pop(request_id, None) is None:
+        if self._loading.pop(sequence.request_id, None) is None:
             return  # a layerwise load: the sequence has been running all along
         sequence.connector_asked_out = True
         loaded = sequence.load_target if num_tokens is None else max(num_tokens, sequence.num_computed_tokens)
@@ -514,12 +608,9 @@ class Scheduler:
         self._publish(sequence)
         self._start_running(sequence)
 
-    def _load_failed(self, request_id: str, error: KvferryError) -> None:
-        sequence = self._sequences.get(request_id)
-        if sequence is None:
-            return
+    def _load_failed(self, sequence: Sequence, error: KvferryError) -> None:
         sequence.connector_asked_out = True
-        self._loading.pop(request_id, None)
+        self._loading.pop(sequence.request_id, None)
         if sequence.layerwise_base is not None:
             sequence.num_computed_tokens, sequence.layerwise_base = sequence.layerwise_base, None
         self._hand_off_lost(sequence, error)

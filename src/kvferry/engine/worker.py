@@ -6,6 +6,7 @@ says; the executor does.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from kvferry.connectors.api import ConnectorContext, HasAddress, StepPlan, TransferReport, WorkerSide
 from kvferry.connectors.registry import find_connector
-from kvferry.core.errors import ConfigError
+from kvferry.core.errors import ConfigError, ConnectorLost
 from kvferry.core.layout import KVLayout
 from kvferry.core.transfer_config import KVTransferConfig
 from kvferry.core.units import parse_bytes
@@ -23,6 +24,10 @@ from kvferry.engine.kv_cache import KVCache, choose_num_blocks
 from kvferry.engine.model.loader import LoadedModel, Progress, load_model
 from kvferry.engine.model.place import Place
 from kvferry.engine.model_runner import ModelRunner, StepInputs
+
+log = logging.getLogger(__name__)
+MOST_FAILED_POLLS = 64
+"""In a row; then nothing will ever be heard of transfers again."""
 
 
 class Worker:
@@ -44,6 +49,8 @@ class Worker:
         self.max_model_len = _max_model_len(config, self.model)
         self._kv_cache: KVCache | None = None
         self._side: WorkerSide | None = None
+        self._undone: StepPlan = None
+        self._num_failed_polls = 0
         self._runner: ModelRunner
 
     def max_num_blocks(self) -> int:
@@ -72,21 +79,52 @@ class Worker:
     # A step: start, forward, finish.
 
     def start(self, plan: StepPlan) -> None:
-        """Begin what the connector's scheduler side asks."""
-        if self._side is not None and plan is not None:
-            self._side.withdraw(plan)
-            self._side.start(plan)
+        """Begin what the connector's scheduler side asks. A plan that it stumbles over is given to it again before the
+        next one, since no plan may be lost. Raises `ConnectorLost` when it cannot take that either."""
+        if self._side is None:
+            return
+        if self._undone is not None:
+            try:
+                self._give(self._side, self._undone)
+            except Exception as error:
+                raise ConnectorLost(f"the connector could not begin a step's transfers: {error!r}") from error
+        if plan is not None:
+            self._give(self._side, plan)
+
+    def _give(self, side: WorkerSide, plan: StepPlan) -> None:
+        self._undone = plan
+        side.withdraw(plan)
+        side.start(plan)
+        self._undone = None
 
     def forward(self, inputs: StepInputs) -> Tensor:
         """Run the model; float32 logits [len(places), vocab]. All ranks must do so for the same inputs."""
-        logits = self._runner.forward(inputs)
-        if self._side is not None:
-            self._side.flush()
+        try:
+            logits = self._runner.forward(inputs)
+            if self._side is not None:
+                self._side.flush()
+        except BaseException:
+            if self._side is not None:
+                self._side.discard()
+            raise
         return logits
 
     def poll(self) -> TransferReport:
-        """What the transfers brought since the last call."""
-        return self._side.poll() if self._side is not None else TransferReport()
+        """What the transfers brought since the last call. Raises `ConnectorLost`."""
+        if self._side is None:
+            return TransferReport()
+        try:
+            report = self._side.poll()
+        except ConnectorLost:
+            raise
+        except Exception as error:  # what it would have said it says the next time
+            self._num_failed_polls += 1
+            log.exception("the connector could not say how its transfers are")
+            if self._num_failed_polls >= MOST_FAILED_POLLS:
+                raise ConnectorLost(f"the connector cannot say how its transfers are: {error!r}") from error
+            return TransferReport()
+        self._num_failed_polls = 0
+        return report
 
     def on_report(self, wake: Callable[[], None]) -> None:
         """`wake` is called, from any thread, when `poll` has something to say."""

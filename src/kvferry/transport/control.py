@@ -11,8 +11,8 @@ import ipaddress
 import logging
 import socket
 from collections import Counter
-from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
 
 from kvferry.core.errors import ConfigError, KvferryError, PeerLost
 from kvferry.transport.connection import Connection, limited_to
@@ -77,18 +77,20 @@ class Listener:
             self.close()
 
     async def _serve_one(self, sock: socket.socket) -> None:
-        connection = Connection(sock)
         try:
-            purpose = await self._admit(connection)
-            await self._handlers[purpose](connection)
+            async with closing_connection(sock) as connection:
+                purpose = await self._admit(connection)
+                await self._handlers[purpose](connection)
         except PeerLost:
             pass  # how connections usually end
         except KvferryError as error:
             self._counts[f"rejected_{type(error).__name__}"] += 1
             log.warning("a connection was ended: %s", error)
+        except Exception:  # the edge between one peer and the instance: the other connections go on
+            self._counts["failed_connections"] += 1
+            log.exception("a connection was ended by a mistake here")
         finally:
             self._num_open -= 1
-            await connection.close()
 
     async def _admit(self, connection: Connection) -> str:
         deadline = asyncio.get_running_loop().time() + self._handshake_s
@@ -105,6 +107,20 @@ class Listener:
     def close(self) -> None:
         """Give the port back. Also for a listener that never served."""
         self._socket.close()
+
+
+@asynccontextmanager
+async def closing_connection(sock: socket.socket) -> AsyncIterator[Connection]:
+    """A connection over an accepted socket, closed with the body. Raises `PeerLost` when it is gone already."""
+    try:
+        connection = Connection(sock)
+    except OSError as error:  # its options can no longer be set
+        sock.close()
+        raise PeerLost(f"the peer left at once: {error}") from error
+    try:
+        yield connection
+    finally:
+        await connection.close()
 
 
 async def dial(host: str, port: int, purpose: str, identity: Identity, token: str, deadline: float) -> Connection:
@@ -136,7 +152,7 @@ async def _connect(host: str, port: int, deadline: float) -> socket.socket:
             except BaseException:
                 sock.close()
                 raise
-        except (OSError, OverflowError) as error:
+        except (OSError, OverflowError, ValueError) as error:  # ValueError: no host can have such a name (IDNA)
             if isinstance(error, TimeoutError):
                 raise
             raise PeerLost(f"cannot connect to {host}:{port}: {error}") from error
@@ -158,7 +174,7 @@ def _bind(host: str, port: int, *, allow_strangers: bool) -> socket.socket:
         if not allow_strangers and not ipaddress.ip_address(address[0]).is_loopback:
             raise ConfigError(
                 f"kv_ip {host} can be reached from other machines, so instances must know each other by a"
-                " shared token; set --auth-token, or bind to 127.0.0.1"
+                " shared token; set KVFERRY_AUTH_TOKEN in the environment of all of them, or bind to 127.0.0.1"
             )
         listening = socket.create_server(address[:2], family=family, backlog=BACKLOG)
     except (OSError, OverflowError) as error:

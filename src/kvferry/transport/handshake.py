@@ -37,7 +37,7 @@ from kvferry.transport.wire import (
 
 HANDSHAKE_S = 5.0
 NONCE_BYTES = 32
-_UNKNOWN_TOKEN = "the shared token differs; start both instances with the same --auth-token"
+_UNKNOWN_TOKEN = "the shared token differs; start both instances with the same KVFERRY_AUTH_TOKEN"
 
 
 async def greet(connection: Connection, purpose: str, identity: Identity, token: str) -> None:

@@ -1,10 +1,37 @@
-"""Groups of tasks that fail with one plain error."""
+"""Groups of tasks that fail with one plain error, and tasks whose failure stays their own."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+import logging
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
+
+from kvferry.core.errors import KvferryError, TransferError
+
+log = logging.getLogger(__name__)
+
+
+def translated(error: BaseException) -> KvferryError:
+    """The error itself where it is one of the tree; else a `TransferError` that tells of it, the mistake being ours."""
+    return error if isinstance(error, KvferryError) else TransferError(f"unexpected {type(error).__name__}: {error}")
+
+
+async def contained(job: Callable[[], Awaitable[object]], what: str) -> None:
+    """Run a task that belongs to one request or one peer: what it raises ends it, and nobody beside it."""
+    try:
+        await job()
+    except Exception:  # the edge between one request and the instance: the others must not hear of it
+        log.exception("%s failed in a way that nobody foresaw", what)
+
+
+def call_contained(call: Callable[[], object], what: str, otherwise: Callable[[Exception], object]) -> None:
+    """As `contained`, for a plain function; `otherwise` is told what it raised."""
+    try:
+        call()
+    except Exception as error:  # as above
+        log.exception("%s failed in a way that nobody foresaw", what)
+        otherwise(error)
 
 
 async def run_together(*jobs: Coroutine[Any, Any, None]) -> None:

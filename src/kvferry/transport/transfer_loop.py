@@ -1,6 +1,7 @@
 """The one thread of an instance for all data-plane work: an asyncio loop beside the engine's thread.
 
-Owns the thread and the loop, and thereby every task on it: `close` ends them all.
+Owns the thread and the loop, and thereby every task on it: `close` ends them all. A function that raises here is
+counted and logged, and ends nothing but itself: the loop is everybody's.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ class TransferLoop:
         self._started = threading.Event()
         self._loop: asyncio.AbstractEventLoop
         self._stop: asyncio.Event
-        self._failure: BaseException | None = None
+        self.num_errors = 0
+        """Functions that raised on the loop: mistakes of ours, each with a traceback in the log."""
 
     def start(self) -> None:
         """Start the thread; returns when the loop runs."""
@@ -45,11 +47,6 @@ class TransferLoop:
         except RuntimeError:  # closed meanwhile: there is nothing left that the call could matter to
             if not self._loop.is_closed():
                 raise
-
-    def require_healthy(self) -> None:
-        """Raise what a plain function raised on the loop: a mistake of ours that would leave somebody waiting."""
-        if self._failure is not None:
-            raise self._failure
 
     def close(self, timeout_s: float = CLOSE_S) -> None:
         """Cancel all tasks, wait for them, end the thread. Raises `LeakError` when they do not end in time."""
@@ -73,6 +70,5 @@ class TransferLoop:
         await self._stop.wait()
 
     def _on_exception(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        if "handle" in context:
-            self._failure = self._failure or context.get("exception")
+        self.num_errors += "handle" in context
         loop.default_exception_handler(context)

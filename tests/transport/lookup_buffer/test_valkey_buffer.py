@@ -292,7 +292,7 @@ async def test_another_token(make_region: MakeRegion, valkey_url: str) -> None:
     async with instance(make_region(seed=1), valkey_url, token="one") as producer:
         async with instance(make_region(), valkey_url, token="other") as consumer:
             offer(producer, "k")
-            with pytest.raises(ProtocolError, match="same --auth-token"):
+            with pytest.raises(ProtocolError, match="same KVFERRY_AUTH_TOKEN"):
                 await consumer.drop_select("k", NOWHERE, [0], deadline=soon())
         await until(lambda: bool(producer.ended()))
 

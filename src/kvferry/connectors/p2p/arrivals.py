@@ -9,9 +9,10 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from functools import partial
+from typing import TypeVar
 
 import msgspec
 
@@ -22,10 +23,11 @@ from kvferry.core.hand_off import PrefillResult, Ticket, common_prefix
 from kvferry.core.layout import KVLayout
 from kvferry.core.sharding import orphans, sources
 from kvferry.transport.lookup_buffer.base import LookupBuffer, Source, Taken, ignore
-from kvferry.transport.tasks import first_error
+from kvferry.transport.tasks import call_contained, contained, first_error, translated
 
 log = logging.getLogger(__name__)
 RELEASE_S = 5.0
+Item = TypeVar("Item", Wait, Load)
 Report = Callable[[], None]
 """Puts how a load ended into the box; done once its task is over."""
 
@@ -70,7 +72,7 @@ class Arrivals:
         """Keep the leases of a ticket alive until it is loaded or given up."""
         ticket = wait.ticket
         self._waits[wait.request_id] = [
-            self._group.create_task(self._keep_lease(ticket, rank), name=f"keep {ticket.transfer_id}")
+            self._create_task(partial(self._keep_lease, ticket, rank), f"keep {ticket.transfer_id}")
             for rank in self._own_ranks(ticket)
         ]
 
@@ -95,6 +97,33 @@ class Arrivals:
         self._stop_waiting(wait.request_id)
         self._release(wait.ticket, self._own_ranks(wait.ticket))
 
+    def call(self, act: Callable[[Item], None], item: Item) -> None:
+        """`wait`, `start_load` or `give_up`; where that goes wrong the request's load fails, and no other."""
+        request_id = item.request_id
+        call_contained(lambda: act(item), f"a transfer of request {request_id}", partial(self._failed, request_id))
+
+    def call_cancel(self, request_id: str) -> None:
+        """`cancel`; where that goes wrong, the load ends by its deadline and is reported `released` then."""
+        call_contained(
+            partial(self.cancel, request_id),
+            f"the end of request {request_id}",
+            partial(self._not_cancelled, request_id),
+        )
+
+    def _failed(self, request_id: str, error: Exception) -> None:
+        """Unless it has a task, whose end is reported as usual."""
+        if request_id not in self._tasks:
+            self.box.failed(request_id, translated(error))
+
+    def _not_cancelled(self, request_id: str, error: Exception) -> None:
+        if request_id in self._tasks:
+            self._cancelled.add(request_id)
+        else:
+            self.box.released(request_id)
+
+    def _create_task(self, job: Callable[[], Awaitable[None]], name: str) -> asyncio.Task[None]:
+        return self._group.create_task(contained(job, name), name=name)
+
     # Leases.
 
     def _own_ranks(self, ticket: Ticket) -> Sequence[int]:
@@ -116,7 +145,7 @@ class Arrivals:
     def _release(self, ticket: Ticket, ranks: Sequence[int]) -> None:
         for rank in ranks:
             if self._open:
-                self._group.create_task(self._release_one(ticket, rank), name=f"release {ticket.transfer_id}")
+                self._create_task(partial(self._release_one, ticket, rank), f"release {ticket.transfer_id}")
 
     async def _release_one(self, ticket: Ticket, rank: int) -> None:
         deadline = asyncio.get_running_loop().time() + RELEASE_S
@@ -135,8 +164,9 @@ class Arrivals:
             report = self._judge(load, await self._fetch(load, ranks, deadline))
             self._release(load.ticket, unread)
             return report
-        except KvferryError as error:
-            log.warning("request %s: hand-off not loaded: %s", load.request_id, error)
+        except Exception as unexpected:  # the edge between this load and all others
+            error = translated(unexpected)
+            log.warning("request %s: hand-off not loaded: %s", load.request_id, error, exc_info=error is not unexpected)
             self._failures[type(error).__name__] += 1
             if not self._keep and not isinstance(error, LeaseEnded | PeerLost):
                 self._release(load.ticket, sorted({*ranks, *self._own_ranks(load.ticket)}))
@@ -149,8 +179,8 @@ class Arrivals:
             self._cancelled.discard(load.request_id)
             self.box.released(load.request_id)
             self._release(load.ticket, self._own_ranks(load.ticket))
-        elif not task.cancelled() and task.exception() is None:
-            task.result()()
+        elif not task.cancelled():
+            call_contained(partial(_report, task), f"load {load.request_id}", partial(self._failed, load.request_id))
 
     async def _sources(self, ticket: Ticket, deadline: float) -> tuple[Sequence[int], Sequence[int]]:
         """The producer's ranks that have a share of ours, and those that are read by nobody and ours to release."""
@@ -226,6 +256,10 @@ class Arrivals:
     def is_empty(self) -> bool:
         """Whether no load is under way, no ticket waits for one, and no report waits."""
         return not (self._tasks or self._waits or self.box)
+
+
+def _report(task: asyncio.Task[Report]) -> None:
+    task.result()()
 
 
 def _result_for(load: Load, meta: HandOffMeta, covered: int) -> PrefillResult | None:

@@ -6,9 +6,11 @@ Owns the hand-offs of this rank that wait for their end. Used from the engine's 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
-from kvferry.connectors.p2p.plan import P2pPlan, Save
+from kvferry.connectors.p2p.plan import P2pPlan, Save, Seal
 from kvferry.transport.lookup_buffer.base import LookupBuffer, Part
+from kvferry.transport.tasks import call_contained
 
 
 class Departures:
@@ -37,16 +39,29 @@ class Departures:
         """Drop, announce and seal what the plan says."""
         for drop in plan.drops:
             self._held[drop.transfer_id] = drop.request_id
-            self._buffer.drop(drop.transfer_id)
+            self._each(drop.transfer_id, partial(self._buffer.drop, drop.transfer_id))
         for transfer_id in plan.ends:
-            self._buffer.end(transfer_id)
+            self._each(transfer_id, partial(self._buffer.end, transfer_id))
         for save in plan.saves:
-            self._begin(save)
+            self._each(save.transfer_id, partial(self._begin, save))
         for seal in plan.seals:
             self._held[seal.transfer_id] = seal.request_id
-            if seal.lease_s is not None:
-                self._buffer.set_lease(seal.transfer_id, seal.lease_s)
-            self._buffer.seal(seal.transfer_id, seal.meta)
+            self._each(seal.transfer_id, partial(self._seal, seal))
+
+    def _each(self, transfer_id: str, act: Callable[[], object]) -> None:
+        """Do one thing for one hand-off; where that goes wrong the hand-off is withdrawn, and no other."""
+        call_contained(act, f"hand-off {transfer_id}", lambda error: self._void(transfer_id))
+
+    def _void(self, transfer_id: str) -> None:
+        """Whatever was announced of it, nobody takes it from here on. If even that fails, it ends by its lease."""
+        self._saves = [save for save in self._saves if save[0] != transfer_id]
+        self._buffer.drop(transfer_id)
+        self._over.add(transfer_id)
+
+    def _seal(self, seal: Seal) -> None:
+        if seal.lease_s is not None:
+            self._buffer.set_lease(seal.transfer_id, seal.lease_s)
+        self._buffer.seal(seal.transfer_id, seal.meta)
 
     def save_layer(self, layer: int) -> None:
         """This step's blocks of `layer` have their KV, or will when the device has done what it was given."""
@@ -57,7 +72,15 @@ class Departures:
 
     def _announce(self, layer: int) -> None:
         for transfer_id, first_block, block_ids in self._saves:
-            self._buffer.insert(transfer_id, Part(layer, 1, first_block, block_ids))
+            part = Part(layer, 1, first_block, block_ids)
+            self._each(transfer_id, partial(self._buffer.insert, transfer_id, part))
+
+    def discard(self) -> None:
+        """The step has failed, and with it what it was to announce; its requests end."""
+        for transfer_id, _, _ in self._saves:
+            self._void(transfer_id)
+        self._written.clear()
+        self._saves.clear()
 
     def flush(self) -> None:
         """The step is over."""

@@ -129,8 +129,12 @@ class Fetches:
 
     def finish(self, request: RequestView) -> bool:
         """The request ended. True: its blocks may still be written to, until the worker sides release them."""
+        writing = self._end(request)
+        self._fetches.pop(request.request_id, None)  # last: should anything go wrong before, it can be asked again
+        return writing
+
+    def _end(self, request: RequestView) -> bool:
         fetch = self._find(request)
-        self._fetches.pop(request.request_id, None)
         if not isinstance(fetch, _Fetch):
             self._give_up_misfit(request)
             return False

@@ -15,7 +15,7 @@ from kvferry.connectors.api import ConnectorContext, TransferReport, WorkerSide
 from kvferry.connectors.p2p.arrivals import Arrivals
 from kvferry.connectors.p2p.departures import Departures
 from kvferry.connectors.p2p.plan import P2pPlan
-from kvferry.core.errors import ConfigError, LeakError
+from kvferry.core.errors import ConfigError, ConnectorLost, LeakError
 from kvferry.transport.lookup_buffer.entries import EntryBounds
 from kvferry.transport.lookup_buffer.offering import OfferingBuffer
 from kvferry.transport.lookup_buffer.table import LookupBufferContext, build_lookup_buffer
@@ -53,6 +53,8 @@ class P2pWorkerSide(WorkerSide):
         self._unsealed_s = _seconds(context, "unsealed_s", UNSEALED_S)
         self._loop = TransferLoop()
         self._service: Future[None] | None = None
+        self._report = TransferReport()
+        """What is to be said, as far as it was put together."""
         self._buffer: OfferingBuffer
         self._departures: Departures
         self._arrivals: Arrivals
@@ -109,15 +111,16 @@ class P2pWorkerSide(WorkerSide):
         """Announce and fetch."""
         if plan is None:
             return
+        arrivals = self._arrivals
         for request_id in plan.cancels:
-            self._loop.call(partial(self._arrivals.cancel, request_id))
+            self._loop.call(partial(arrivals.call_cancel, request_id))
         self._departures.start(plan)
         for wait in plan.waits:
-            self._loop.call(partial(self._arrivals.wait, wait))
+            self._loop.call(partial(arrivals.call, arrivals.wait, wait))
         for load in plan.loads:
-            self._loop.call(partial(self._arrivals.start_load, load))
+            self._loop.call(partial(arrivals.call, arrivals.start_load, load))
         for wait in plan.unwanted:
-            self._loop.call(partial(self._arrivals.give_up, wait))
+            self._loop.call(partial(arrivals.call, arrivals.give_up, wait))
 
     def save_layer(self, layer: int) -> None:
         """Announce this step's blocks of `layer`."""
@@ -127,14 +130,24 @@ class P2pWorkerSide(WorkerSide):
         """Forget this step's blocks: all are announced."""
         self._departures.flush()
 
+    def discard(self) -> None:
+        """The step failed: nobody may take what it was to announce."""
+        self._departures.discard()
+
     def poll(self) -> TransferReport:
-        """Loads that ended, blocks that are free. Raises what broke the transfer thread, if anything did."""
-        self._loop.require_healthy()
-        if self._service is not None and self._service.done():
-            self._service.result()
-        report = self._arrivals.box.take()
-        report.released |= self._departures.released()
+        """Loads that ended, blocks that are free. Raises `ConnectorLost`."""
+        self._require_service()
+        self._report.released |= self._departures.released()
+        self._report.add(self._arrivals.box.take())
+        report, self._report = self._report, TransferReport()
         return report
+
+    def _require_service(self) -> None:
+        if self._service is not None and self._service.done():
+            try:
+                self._service.result()
+            except Exception as error:
+                raise ConnectorLost(f"the transfers of this instance have ended: {error!r}") from error
 
     def on_report(self, wake: Callable[[], None]) -> None:
         """`wake` is called from the transfer thread."""
@@ -145,7 +158,8 @@ class P2pWorkerSide(WorkerSide):
 
     def statistics(self) -> dict[str, float]:
         """Of the lookup buffer, and of loads."""
-        return self._buffer.statistics() | self._arrivals.statistics()
+        errors = {"transfer_errors": float(self._loop.num_errors)}
+        return self._buffer.statistics() | self._arrivals.statistics() | errors
 
     def check(self) -> None:
         """Raise `LeakError` when a hand-off, a load or a report is left."""

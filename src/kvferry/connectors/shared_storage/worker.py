@@ -95,6 +95,15 @@ class SharedStorageWorkerSide(WorkerSide):
             else:
                 self._save(save)
 
+    def discard(self) -> None:
+        """The step failed: nothing of it is kept. Waits for its layerwise loads, bounded by their deadlines."""
+        step, self._step = self._step, None
+        if step is not None:
+            step.failed()
+        saves, self._saves = self._saves, []
+        for save in saves:
+            self._drop(save)
+
     def _save(self, save: SaveBlocks) -> None:
         for block_hash, block_id in zip(save.hashes, save.block_ids, strict=True):
             layers = range(self.context.layout.num_layers)

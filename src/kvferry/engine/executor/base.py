@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from kvferry.connectors.api import StepPlan, TransferReport
@@ -15,10 +15,14 @@ from kvferry.engine.scheduler import Chunk, Sampled
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one step brought: the next token by request id, and the transfers that ended meanwhile on all ranks."""
+    """What one step brought: the next token by request id, and the transfers that ended meanwhile on all ranks.
+
+    `failed`: why there is no next token, of requests whose own row it was that could not be drawn from.
+    """
 
     sampled: dict[str, Sampled]
     report: TransferReport
+    failed: dict[str, Exception] = field(default_factory=dict)
 
 
 class Executor(ABC):
@@ -39,7 +43,8 @@ class Executor(ABC):
     def execute(self, chunks: Sequence[Chunk], plan: StepPlan) -> StepResult:
         """Do a step: begin the plan's transfers, compute the chunks, draw tokens. Both may be empty.
 
-        Raises `RankLost` when a rank is gone; the executor is of no more use then.
+        Raises `RankLost` when a rank is gone, `ConnectorLost` when its connector is; the executor is of no more use
+        then. Anything else that is raised is this step's: nothing of it was computed, and another may be.
         """
 
     @abstractmethod

@@ -10,8 +10,8 @@ from kvferry.engine.config import EngineConfig
 from kvferry.engine.executor.base import Executor, StepResult
 from kvferry.engine.model.loader import Progress
 from kvferry.engine.model.place import Place
-from kvferry.engine.model_runner import choose_logit_rows, draw, lay_out
-from kvferry.engine.scheduler import Chunk, Sampled
+from kvferry.engine.model_runner import Drawn, choose_logit_rows, draw, lay_out
+from kvferry.engine.scheduler import Chunk
 from kvferry.engine.worker import Worker
 
 
@@ -36,10 +36,10 @@ class LocalExecutor(Executor):
     def execute(self, chunks: Sequence[Chunk], plan: StepPlan) -> StepResult:
         """See `Executor`."""
         self._worker.start(plan)
-        sampled = self._compute(chunks) if chunks else {}
-        return StepResult(sampled, self._worker.poll())
+        drawn = self._compute(chunks) if chunks else Drawn()
+        return StepResult(drawn.sampled, self._worker.poll(), drawn.failed)
 
-    def _compute(self, chunks: Sequence[Chunk]) -> dict[str, Sampled]:
+    def _compute(self, chunks: Sequence[Chunk]) -> Drawn:
         rows = choose_logit_rows(chunks)
         logits = self._worker.forward(lay_out(chunks, rows.places))
         return draw(logits, rows, self.model.eos_token_ids)

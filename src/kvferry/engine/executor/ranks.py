@@ -20,7 +20,7 @@ from kvferry.connectors.api import StepPlan, TransferReport
 from kvferry.connectors.ranks import RankReports
 from kvferry.connectors.registry import find_connector
 from kvferry.connectors.report_codec import decode_report
-from kvferry.core.errors import ConfigError, LeakError, MissingDependency, RankLost, UnsupportedModel
+from kvferry.core.errors import ConfigError, ConnectorLost, LeakError, MissingDependency, RankLost, UnsupportedModel
 from kvferry.core.transfer_config import KVTransferConfig
 from kvferry.engine.config import EngineConfig
 from kvferry.engine.executor import group
@@ -43,8 +43,8 @@ from kvferry.engine.executor.messages import (
 from kvferry.engine.executor.rank_process import END_S, Losses, RankProcess
 from kvferry.engine.model.loader import Progress, read_settings
 from kvferry.engine.model.place import Place
-from kvferry.engine.model_runner import choose_logit_rows, draw, lay_out
-from kvferry.engine.scheduler import Chunk, Sampled
+from kvferry.engine.model_runner import Drawn, LogitRows, choose_logit_rows, draw, lay_out
+from kvferry.engine.scheduler import Chunk
 from kvferry.engine.worker import Worker
 from kvferry.transport.shared_memory import sweep_stale_segments
 
@@ -124,23 +124,32 @@ class RanksExecutor(Executor):
 
     def execute(self, chunks: Sequence[Chunk], plan: StepPlan) -> StepResult:
         """See `Executor`."""
+        rows = choose_logit_rows(chunks)
+        step = Step(
+            lay_out(chunks, rows.places) if chunks else None, None if plan is None else msgspec.msgpack.encode(plan)
+        )
         with self._losses_explained():
             self._losses.require_none()
-            sampled = self._step(chunks, plan) if chunks or plan is not None else {}
-            return StepResult(sampled, self._take_report())
+            try:
+                drawn = self._step(step, rows, plan) if chunks or plan is not None else Drawn()
+                return StepResult(drawn.sampled, self._take_report(), drawn.failed)
+            except (RankLost, ConnectorLost):
+                raise
+            except Exception as error:
+                self._losses.raise_cause(of=error)
+                # The others are somewhere in the same step, and cannot be called back from it.
+                raise RankLost(f"rank 0 failed in a step: {error!r}") from error
 
-    def _step(self, chunks: Sequence[Chunk], plan: StepPlan) -> dict[str, Sampled]:
-        rows = choose_logit_rows(chunks)
-        inputs = lay_out(chunks, rows.places) if chunks else None
-        self._tell(Step(inputs, None if plan is None else msgspec.msgpack.encode(plan)))
+    def _step(self, step: Step, rows: LogitRows, plan: StepPlan) -> Drawn:
+        self._tell(step)
         self._rank0.start(plan)
-        sampled = {}
-        if inputs is not None:
-            sampled = draw(self._rank0.forward(inputs), rows, self.model.eos_token_ids)
+        drawn = Drawn()
+        if step.inputs is not None:
+            drawn = draw(self._rank0.forward(step.inputs), rows, self.model.eos_token_ids)
         # Waited for, because what a rank's transfers say of this step must be known before the next is scheduled.
         for process, done in zip(self._processes, self._gather(Done, ANSWER_S), strict=True):
             self._reported.append((process.rank, done.report))
-        return sampled
+        return drawn
 
     def _take_report(self) -> TransferReport:
         self._reports.add(0, self._rank0.poll())

@@ -26,7 +26,7 @@ from kvferry.transport.lookup_buffer.service import MAX_SELECTS, ProducerService
 from kvferry.transport.lookup_buffer.takings import Takings
 from kvferry.transport.lookup_buffer.watch import Watch
 from kvferry.transport.memory import Span
-from kvferry.transport.tasks import run_together
+from kvferry.transport.tasks import call_contained, run_together
 
 TICKS_PER_LEASE = 50
 LONGEST_TICK_S = 0.25
@@ -145,7 +145,7 @@ class FabricLookupBuffer(OfferingBuffer):
     async def _expire(self) -> None:
         while True:
             await asyncio.sleep(self._tick_s)
-            self.table.expire()
+            call_contained(self.table.expire, "ending leases", lambda error: None)
 
     def statistics(self) -> dict[str, float]:
         """Of the table, of what was taken here, and of the listener."""

@@ -102,6 +102,9 @@ class Peer:
                 await run_together(self._listen(self._link), self._speak(self._link), self._renew(self._link))
         except KvferryError as error:
             self._fail(error)
+        except Exception as error:  # the edge between one producer and the instance: the other producers stay
+            log.exception("the connection to %s:%s ended by a mistake here", self.source.host, self.source.port)
+            self._fail(PeerLost(f"the connection broke: {error!r}"))
         finally:
             self._fail(PeerLost("this instance is closing its transfers"))
 

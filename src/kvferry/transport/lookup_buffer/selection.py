@@ -10,11 +10,12 @@ import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 
-from kvferry.core.errors import ChecksumMismatch, KvferryError, LeaseEnded, ProtocolError
+from kvferry.core.errors import ChecksumMismatch, KvferryError, LeaseEnded
 from kvferry.transport.lookup_buffer.arrival_map import ArrivalMap
 from kvferry.transport.lookup_buffer.base import OnSealed, Part, Taken, describe_ended, ignore
 from kvferry.transport.lookup_buffer.entries import Announced, Change, Over, Sealed
 from kvferry.transport.memory import Span
+from kvferry.transport.tasks import translated
 
 MAX_BATCH_BYTES = 32 * 2**20
 MAX_BATCH_SPANS = 2**16
@@ -52,8 +53,8 @@ class Selection:
         try:
             for change in changes:
                 self._feed_one(change)
-        except ProtocolError as error:
-            self.fail(error)
+        except Exception as error:  # noqa: BLE001 - this hand-off's, and not of the others on its connection
+            self.fail(translated(error))
         self._changed.set()
 
     def _feed_one(self, change: Change) -> None:

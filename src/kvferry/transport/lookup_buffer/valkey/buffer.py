@@ -25,7 +25,7 @@ from kvferry.transport.lookup_buffer.valkey.records import Over, encode_record, 
 from kvferry.transport.lookup_buffer.valkey.server import Server
 from kvferry.transport.lookup_buffer.valkey.uploads import REMEMBER_S, Uploads
 from kvferry.transport.memory import BlockMemory
-from kvferry.transport.tasks import run_together
+from kvferry.transport.tasks import call_contained, contained, run_together
 
 TICK_S = 0.25
 TIDY_S = 5.0
@@ -130,12 +130,12 @@ class ValkeyLookupBuffer(OfferingBuffer):
     async def _expire(self) -> None:
         while True:
             await asyncio.sleep(min(TICK_S, self.table.bounds.lease_s / 50))
-            self.table.expire()
+            call_contained(self.table.expire, "ending leases", lambda error: None)
 
     async def _tidy(self) -> None:
         while True:
             await asyncio.sleep(TIDY_S)
-            await self._uploads.forget_taken()
+            await contained(self._uploads.forget_taken, "tidying the server")
 
     def address(self) -> dict[str, Any]:
         """The server's, for routers: a consumer is configured with it. On a Unix socket there is none."""

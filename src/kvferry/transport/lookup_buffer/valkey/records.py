@@ -80,7 +80,7 @@ def decode_record(encoded: bytes, place: str, token: str) -> Record:
     if not hmac.compare_digest(code, _code(body, place, token)):
         raise ProtocolError(
             f"what the server has under {place} was not written with this instance's token; start all instances with"
-            " the same --auth-token"
+            " the same KVFERRY_AUTH_TOKEN"
         )
     try:
         return _decoder.decode(body)

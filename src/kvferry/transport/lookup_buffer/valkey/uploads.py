@@ -13,6 +13,7 @@ import logging
 from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 
 import xxhash
 
@@ -34,6 +35,7 @@ from kvferry.transport.lookup_buffer.valkey.records import (
 )
 from kvferry.transport.lookup_buffer.valkey.server import Server, ServerFull
 from kvferry.transport.memory import BlockMemory
+from kvferry.transport.tasks import contained, translated
 
 log = logging.getLogger(__name__)
 
@@ -121,8 +123,10 @@ class Uploads:
     async def _advance_one(self, key: str, upload: _Upload) -> None:
         try:
             over = await self._follow(key, upload)
-        except KvferryError as error:
-            await self._fail(key, upload, "full" if isinstance(error, ServerFull) else "dropped", error)
+        except Exception as unexpected:  # noqa: BLE001 - the edge between this key and all others
+            error = translated(unexpected)
+            reason: EndReason = "full" if isinstance(error, ServerFull) else "dropped"
+            await contained(partial(self._fail, key, upload, reason, error), f"giving up hand-off {key}")
             over = True
         if over:
             del self._uploads[key]
