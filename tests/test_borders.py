@@ -11,6 +11,8 @@ TORCH_FREE = [
     "kvferry.core.block_hash",
     "kvferry.core.request",
     "kvferry.core.transfer_config",
+    "kvferry.http.client",
+    "kvferry.http.server",
     "kvferry.observe.metrics",
     "kvferry.connectors.api",
     "kvferry.connectors.registry",

@@ -1,0 +1,125 @@
+"""The body of one request, on its way in: bounded, with a deadline, and read by one reader."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+
+from kvferry.core.openai import BodyTooLarge
+
+BUFFERED_BYTES = 256 * 1024
+"""What is kept for a handler that does not read, before the client is made to wait."""
+
+
+class Body:
+    """Filled by the connection, read once by the handler: by `read`, or piece by piece.
+
+    Both raise `BodyTooLarge`, `RequestTimeout`, or `BadHttp`; let them through: they are the request's answer. A client
+    that leaves cancels the handler's task instead.
+    """
+
+    def __init__(self, max_bytes: int, on_read: Callable[[], None]) -> None:
+        self.complete = False
+        self.num_bytes = 0
+        self._max_bytes = max_bytes
+        self._on_read = on_read
+        self._pieces: deque[bytes] = deque()
+        self._buffered = 0
+        self._error: Exception | None = None
+        self._waiter: asyncio.Future[None] | None = None
+        self._whole = False
+        self._on_bytes: Callable[[int], None] | None = None
+
+    # The handler's side.
+
+    async def read(self, on_bytes: Callable[[int], None] | None = None) -> bytes:
+        """The whole body. `on_bytes` is told of each piece's length as it comes, and may refuse by raising a
+        `RequestError`: so bodies can be counted before they are held."""
+        self._whole = True
+        if on_bytes is not None and self._buffered:
+            on_bytes(self._buffered)
+        self._on_bytes = on_bytes
+        self._on_read()
+        while not self.complete and self._error is None:
+            await self._wait()
+        if self._error is not None:
+            raise self._error
+        pieces, self._pieces, self._buffered = self._pieces, deque(), 0
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        """The body as it comes. A slow reader holds the client up; nothing is kept beyond `BUFFERED_BYTES`."""
+        while True:
+            if self._pieces:
+                piece = self._pieces.popleft()
+                self._buffered -= len(piece)
+                self._on_read()
+                yield piece
+            elif self._error is not None:
+                raise self._error
+            elif self.complete:
+                return
+            else:
+                self._on_read()
+                await self._wait()
+
+    async def _wait(self) -> None:
+        self._waiter = asyncio.get_running_loop().create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+
+    # The connection's side.
+
+    @property
+    def full(self) -> bool:
+        """Whether the client should wait, because nobody has read what is here."""
+        return self._buffered > BUFFERED_BYTES and not self._whole
+
+    def declare(self, length: int) -> None:
+        """The client says how long it will be."""
+        if length > self._max_bytes:
+            self.fail(BodyTooLarge(f"the body has {length} bytes; at most {self._max_bytes} are accepted"))
+
+    def feed(self, piece: bytes) -> None:
+        """One more piece. Nothing of a body that has failed is kept."""
+        if self._error is not None:
+            return
+        self.num_bytes += len(piece)
+        if self.num_bytes > self._max_bytes:
+            self.fail(BodyTooLarge(f"the body has more than {self._max_bytes} bytes, which is the most accepted"))
+            return
+        if self._on_bytes is not None:
+            try:
+                self._on_bytes(len(piece))
+            except Exception as error:  # noqa: BLE001 - the reader's own refusal, raised in the reader
+                self.fail(error)
+                return
+        self._pieces.append(piece)
+        self._buffered += len(piece)
+        if not self._whole:
+            self._wake()
+
+    def end(self) -> None:
+        """It is complete."""
+        self.complete = True
+        self._wake()
+
+    def fail(self, error: Exception) -> None:
+        """The rest will not come, or is not wanted."""
+        if self._error is None and not self.complete:
+            self._error = error
+            self._pieces.clear()
+            self._buffered = 0
+            self._wake()
+
+    @property
+    def failed(self) -> bool:
+        """Whether it will never be complete."""
+        return self._error is not None
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)

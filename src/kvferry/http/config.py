@@ -1,0 +1,122 @@
+"""Settings of one HTTP server. A field's docstring is its flag's help."""
+
+from __future__ import annotations
+
+import ssl
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from kvferry.core.errors import ConfigError
+from kvferry.http.limits import HttpLimits
+from kvferry.http.listen import BACKLOG
+from kvferry.http.tls import server_context
+
+
+@dataclass(frozen=True, kw_only=True)
+class HttpAccess:
+    """Who may use the server, and how it is reached."""
+
+    api_key: tuple[str, ...] = ()
+    """Key that clients must send as `Authorization: Bearer KEY`; repeat it for more. A file or the environment keeps it
+    off the command line, which others on the machine can read."""
+
+    api_key_file: Path | None = None
+    """File of keys for clients, one a line."""
+
+    admin_key: tuple[str, ...] = ()
+    """Key for /metrics and /kvferry/*; repeat it for more. It opens everything an API key opens. Without one an API
+    key, if there is any, is asked for there too."""
+
+    admin_host: str = "127.0.0.1"
+    """Address of the admin listener."""
+
+    admin_port: int | None = None
+    """Port on which /metrics and /kvferry/* are served alone; clients' port then does not know them. 0 takes any."""
+
+    tls_cert: Path | None = None
+    """Certificate chain (PEM); HTTP is then spoken under TLS only."""
+
+    tls_key: Path | None = None
+    """Private key of --tls-cert (PEM), when it is not in the same file."""
+
+    tls_client_ca: Path | None = None
+    """Authority (PEM) of which clients must show a certificate."""
+
+    access_log: bool = False
+    """Log a line for every request."""
+
+    def __post_init__(self) -> None:
+        if self.tls_cert is None and (self.tls_key is not None or self.tls_client_ca is not None):
+            raise ConfigError("--tls-key and --tls-client-ca need --tls-cert")
+        if self.admin_port is not None and not 0 <= self.admin_port <= 65535:
+            raise ConfigError(f"--admin-port must be between 0 and 65535, got {self.admin_port}")
+        for name in ("api_key", "admin_key"):
+            for key in getattr(self, name):
+                _require_key(key, f"--{name.replace('_', '-')}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class HttpConfig(HttpAccess):
+    """Where a server listens, what it accepts, whom it lets in and how it ends."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on; only this machine can reach the default."""
+
+    port: int = 8000
+    """Port to listen on; 0 takes any free one."""
+
+    limits: HttpLimits = field(default_factory=HttpLimits)
+    """What one client may use."""
+
+    shutdown_grace_s: float = 30.0
+    """Seconds that running requests are given to end before they are aborted."""
+
+    fleet_keys: tuple[str, ...] = ()
+    """Admin keys of the fleet's own processes; unlike `admin_key` they shut nobody out."""
+
+    reuse_port: bool = False
+    """Whether several processes listen on this port."""
+
+    backlog: int = BACKLOG
+    """Connections that wait to be accepted."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.port <= 65535:
+            raise ConfigError(f"--port must be between 0 and 65535, got {self.port}")
+        if self.shutdown_grace_s < 0:
+            raise ConfigError(f"--shutdown-grace-s must not be negative, got {self.shutdown_grace_s}")
+
+    def api_keys(self) -> tuple[str, ...]:
+        """The clients' keys, from flags and file. Raises `ConfigError` when the file cannot be read or has none."""
+        return self.api_key if self.api_key_file is None else (*self.api_key, *_keys_in(self.api_key_file))
+
+    def admin_keys(self) -> tuple[str, ...]:
+        """The operators' keys."""
+        return self.admin_key
+
+    def tls_context(self) -> ssl.SSLContext | None:
+        """What listeners speak under; None for plain HTTP. Raises `ConfigError`."""
+        return None if self.tls_cert is None else server_context(self.tls_cert, self.tls_key, self.tls_client_ca)
+
+    @property
+    def scheme(self) -> str:
+        """How clients' URLs begin."""
+        return "http" if self.tls_cert is None else "https"
+
+
+def _keys_in(path: Path) -> tuple[str, ...]:
+    try:
+        keys = tuple(line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip())
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--api-key-file {path}: {getattr(error, 'strerror', None) or error}") from error
+    if not keys:
+        raise ConfigError(f"--api-key-file {path} has no key in it")
+    for key in keys:
+        _require_key(key, f"--api-key-file {path}")
+    return keys
+
+
+def _require_key(key: str, flag: str) -> None:
+    if not key or not key.isascii() or not key.isprintable() or " " in key:
+        raise ConfigError(f"{flag}: a key is printable ASCII without spaces, and not empty")

@@ -1,0 +1,557 @@
+"""One client's connection: from bytes to requests, one running at a time, and from responses to bytes.
+
+Owns the parser, the requests that wait behind the running one, and the deadline of whatever the client is to do next.
+The parser is llhttp in its strict form; what it lets pass and two readers might still read in two ways (several hosts,
+transfer codings other than `chunked`, HTTP/1.0 with chunks) is refused here. After a refusal the connection is closed.
+
+    idle     nothing has come                     → http_header_s at first, http_idle_s between requests
+    head     a header has begun                   → http_header_s
+    body     a body is still to come              → http_body_gap_s, http_body_s
+    running  the request is here                  → no deadline; who answers slowly is not the client's fault
+    closing  the last answer is on its way out    → http_stall_s, then the connection is cut
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from dataclasses import dataclass
+from math import inf
+from typing import Any, Literal, Protocol, cast
+
+import httptools
+
+from kvferry.core.errors import RequestError, Unavailable
+from kvferry.core.openai import error_envelope, internal_error
+from kvferry.http.body import Body
+from kvferry.http.errors import BadHttp, HeadersTooLarge, NotImplementedHere, RequestTimeout
+from kvferry.http.headers import HttpDate, RawHeaders, find_header, response_head
+from kvferry.http.keys import Side
+from kvferry.http.limits import HttpLimits
+from kvferry.http.request import Request
+from kvferry.http.response import Framing, Producer, Response, answer_headers
+from kvferry.http.routes import Handler
+
+logger = logging.getLogger(__name__)
+access_logger = logging.getLogger("kvferry.access")
+
+_CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+_MOST_WAITING = 64
+"""Requests sent ahead of their turn; a client that sends more is refused."""
+_PAUSE_WAITING = 8
+_HIGH_WATER, _LOW_WATER = 64 * 1024, 16 * 1024
+_LINGER_S = 2.0
+"""How long a refused client that still sends is listened to, so that it reads its answer instead of a reset."""
+_LINGER_BYTES = 4 * 1024 * 1024
+
+
+class Owner(Protocol):
+    """The server, as its connections use it."""
+
+    limits: HttpLimits
+    access_log: bool
+    date: HttpDate
+    loop: asyncio.AbstractEventLoop
+
+    @property
+    def draining(self) -> bool:
+        """Whether connections end with their answer."""
+
+    def admit(self, connection: ServerConnection) -> Unavailable | None:
+        """Count a connection; the refusal when there are too many."""
+
+    def started(self, task: asyncio.Task[None]) -> None:
+        """A handler runs."""
+
+    def finished(self, task: asyncio.Task[None]) -> None:
+        """It has returned."""
+
+    def forget(self, connection: ServerConnection) -> None:
+        """It is gone."""
+
+    def handler_of(self, request: Request, side: Side) -> Handler:
+        """Who answers. Raises `RequestError`."""
+
+
+@dataclass
+class _Turn:
+    """One request from its header on."""
+
+    request: Request
+    response: Response
+    keep_alive: bool
+    expects: bool
+    task: asyncio.Task[None] | None = None
+
+
+class ServerConnection(asyncio.Protocol):
+    """See the module. Made by the server for each connection it accepts."""
+
+    def __init__(self, owner: Owner, side: Side) -> None:
+        self._owner, self._side, self._limits, self._loop = owner, side, owner.limits, owner.loop
+        self._parser = httptools.HttpRequestParser(self)
+        self._transport: asyncio.Transport
+        self.client = ""
+        self._phase: Literal["idle", "head", "body", "running", "closing"] = "idle"
+        self._deadline = self._body_deadline = inf
+        self._lost = False
+        self._reading = True
+        # What the parser is at.
+        self._url, self._headers, self._header_bytes = b"", cast(RawHeaders, []), 0
+        self._unparsed = 0  # bytes since the parser last had something to show for them
+        self._body: Body | None = None
+        self._in_head = self._replaying = False
+        self._broken: RequestError | None = None
+        # What is answered.
+        self._turn: _Turn | None = None
+        self._waiting: deque[_Turn] = deque()
+        self._abort_reason: RequestError | None = None
+        # What goes out.
+        self._writable = True
+        self._drained: list[asyncio.Future[None]] = []
+        self._producer: Producer | None = None
+        self._stalled_since, self._stalled_bytes = 0.0, 0
+        self._lingered = 0
+
+    # The transport's calls.
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """A client is there."""
+        self._transport = cast(asyncio.Transport, transport)
+        peer = transport.get_extra_info("peername")
+        self.client = str(peer[0]) if isinstance(peer, tuple) else ""
+        if (refused := self._owner.admit(self)) is not None:
+            self._refuse_with(refused)
+            return
+        self._transport.set_write_buffer_limits(high=_HIGH_WATER, low=_LOW_WATER)
+        self._deadline = self._loop.time() + self._limits.http_header_s
+
+    def data_received(self, data: bytes) -> None:
+        """Bytes of requests."""
+        if self._phase == "closing":
+            self._linger(len(data))
+            return
+        if self._phase == "idle":
+            self._phase, self._deadline = "head", self._loop.time() + self._limits.http_header_s
+        if self._broken is None:
+            self._unparsed += len(data)
+            self._feed(data)
+            if self._unparsed > self._limits.http_header_bytes and self._broken is None:
+                self._break(self._too_large() if self._in_head else BadHttp("the body's framing outgrows the body"))
+        self._after_feed()
+
+    def eof_received(self) -> None:
+        """The client sends no more: it has left. The transport closes itself."""
+
+    def connection_lost(self, error: Exception | None) -> None:
+        """The client is gone; so is the work for it, unless it has its whole answer."""
+        self._lost = True
+        self._owner.forget(self)
+        self._waiting.clear()
+        self._producer = None
+        self._wake_drained()
+        turn, self._turn = self._turn, None
+        if turn is not None:
+            self._log(turn, gone=True)
+            if turn.task is not None:
+                turn.task.cancel()
+
+    def pause_writing(self) -> None:
+        """The client reads more slowly than we write."""
+        self._writable = False
+        self._stalled_since, self._stalled_bytes = self._loop.time(), self._transport.get_write_buffer_size()
+        if self._producer is not None:
+            self._producer.pause_reading()
+
+    def resume_writing(self) -> None:
+        """It has caught up."""
+        self._writable = True
+        if self._producer is not None:
+            self._producer.resume_reading()
+        self._wake_drained()
+
+    # The parser's calls.
+
+    def on_message_begin(self) -> None:
+        """A request line begins."""
+        if self._replaying:
+            return
+        if len(self._waiting) >= _MOST_WAITING:
+            self._broken = BadHttp(f"more than {_MOST_WAITING} requests are waiting on this connection")
+            raise self._broken
+        self._in_head = True
+        self._url, self._headers, self._header_bytes = b"", [], 0
+
+    def on_url(self, part: bytes) -> None:
+        """The target, or a part of it."""
+        if not self._replaying:
+            self._url += part
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """One header, or a trailer, which nobody here reads."""
+        if not self._in_head:
+            return
+        self._headers.append((name.lower(), value))
+        self._header_bytes += len(name) + len(value) + 4
+        limits = self._limits
+        if len(self._headers) > limits.http_header_count or self._header_bytes > limits.http_header_bytes:
+            self._broken = self._too_large()
+            raise self._broken
+
+    def on_headers_complete(self) -> None:
+        """A request begins, though its body may be still to come."""
+        if self._replaying:
+            return
+        self._unparsed = 0
+        self._in_head = False
+        version = self._parser.get_http_version()
+        if (error := _header_error(version, self._url, self._headers)) is not None:
+            self._broken = error
+            raise error
+        turn = self._make_turn(version)
+        if (declared := find_header(self._headers, b"content-length")) is not None:
+            turn.request.body.declare(int(declared))
+        self._body = turn.request.body
+        now = self._loop.time()
+        self._phase, self._body_deadline = "body", now + self._limits.http_body_s
+        self._deadline = now + self._limits.http_body_gap_s
+        if self._turn is None:
+            self._begin(turn)
+        else:
+            self._waiting.append(turn)
+
+    def on_body(self, piece: bytes) -> None:
+        """A part of the body."""
+        self._unparsed = 0
+        assert self._body is not None
+        self._body.feed(piece)
+
+    def on_message_complete(self) -> None:
+        """The body is here."""
+        if self._body is not None and self._cut_short():
+            return
+        self._unparsed = 0
+        self._phase, self._deadline = "running", inf
+        body, self._body = self._body, None
+        if body is not None:
+            body.end()
+
+    # Reading.
+
+    def _feed(self, data: bytes) -> None:
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            if self._cut_short():
+                self._replay()
+            if (rest := data[int(upgrade.args[0]) :]) and self._broken is None:
+                self._feed(rest)
+        except httptools.HttpParserError as error:
+            self._break(BadHttp(f"this is not an HTTP/1.1 request: {error}"))
+
+    def _cut_short(self) -> bool:
+        """Whether the parser leaves a body out, because the client would rather speak another protocol after the head.
+
+        There is none to change to, so the request is served as it is, with its body (clients for HTTP/2 begin so).
+        """
+        return bool(self._body is not None and self._parser.should_upgrade() and self._framing)
+
+    @property
+    def _framing(self) -> RawHeaders:
+        return [one for one in self._headers if one[0] in (b"content-length", b"transfer-encoding") and one[1] != b"0"]
+
+    def _replay(self) -> None:
+        """A new parser, at the beginning of the body that the last one left out."""
+        self._parser, self._replaying = httptools.HttpRequestParser(self), True
+        lines = b"".join(b"%b: %b\r\n" % header for header in self._framing)
+        self._parser.feed_data(b"POST / HTTP/1.1\r\n%b\r\n" % lines)
+        self._replaying = False
+
+    def _break(self, error: RequestError) -> None:
+        """Nothing more can be read from this client."""
+        self._broken = self._broken or error
+        if self._body is not None:
+            self._body.fail(self._broken)
+
+    def _after_feed(self) -> None:
+        if self._broken is not None and self._turn is None:
+            self._refuse_with(self._broken)
+            return
+        body = self._body
+        if self._phase == "body":
+            self._deadline = min(self._loop.time() + self._limits.http_body_gap_s, self._body_deadline)
+        full = len(self._waiting) >= _PAUSE_WAITING or (body is not None and (body.full or body.failed))
+        if full and self._reading and not self._lost:
+            self._reading = False
+            self._transport.pause_reading()
+
+    def _resume(self) -> None:
+        if not self._reading and not self._lost:
+            self._reading = True
+            self._transport.resume_reading()
+
+    def _too_large(self) -> HeadersTooLarge:
+        limits = self._limits
+        return HeadersTooLarge(
+            f"the header is longer than {limits.http_header_bytes} bytes or {limits.http_header_count} lines"
+        )
+
+    # Answering.
+
+    def _make_turn(self, version: str) -> _Turn:
+        body = Body(self._limits.max_body_bytes, self._body_wanted)
+        request = Request(
+            cast(Any, self._parser.get_method()).decode(),
+            _origin_form(self._url.decode("latin-1")),
+            self._headers,
+            body,
+            self.client,
+            self._loop.time(),
+        )
+        expects = (find_header(self._headers, b"expect") or b"").lower() == b"100-continue" and version == "1.1"
+        response = Response(self, request, version_1_0=version == "1.0")
+        return _Turn(request, response, bool(self._parser.should_keep_alive()), expects)
+
+    def _begin(self, turn: _Turn) -> None:
+        self._turn = turn
+        try:
+            handler = self._owner.handler_of(turn.request, self._side)
+        except RequestError as error:
+            # Not from within the parser's call, as the answer may end the connection.
+            self._loop.call_soon(turn.response.fail, error)
+            return
+        task = self._loop.create_task(handler(turn.request, turn.response))
+        turn.task = task
+        self._owner.started(task)
+        task.add_done_callback(lambda task: self._handled(turn, task))
+
+    def _body_wanted(self) -> None:
+        """The handler reads: have the client send."""
+        turn = self._turn
+        if turn is not None and turn.expects:
+            turn.expects = False
+            body = turn.request.body
+            if not (body.complete or body.failed or body.num_bytes or turn.response.started):
+                self.transmit(_CONTINUE)
+        if not self._reading and len(self._waiting) < _PAUSE_WAITING and not (self._body and self._body.failed):
+            self._deadline = self._loop.time() + self._limits.http_body_gap_s
+            self._resume()
+
+    def _handled(self, turn: _Turn, task: asyncio.Task[None]) -> None:
+        """The handler has returned."""
+        self._owner.finished(task)
+        error = None if task.cancelled() else task.exception()
+        response = turn.response
+        if self._lost or response.ended:
+            if error is not None and not isinstance(error, RequestError):
+                _log_failure(turn.request, error)
+            return
+        if task.cancelled():
+            response.fail(self._abort_reason or internal_error(turn.request.id))
+        elif isinstance(error, RequestError):
+            response.fail(error)
+        elif error is not None:
+            _log_failure(turn.request, error)
+            response.fail(internal_error(turn.request.id))
+        elif response.started:
+            response.cut()
+        else:
+            logger.error("request %s: the handler returned without an answer", turn.request.id)
+            response.fail(internal_error(turn.request.id))
+
+    def answered(self, response: Response) -> None:
+        """See `Wire`. The next request, if there can be one."""
+        turn = self._turn
+        if turn is None or turn.response is not response:
+            return
+        over = self.closing
+        self._log(turn)
+        self._turn, self._producer = None, None
+        if not turn.request.body.complete:
+            self._close_lingering()
+        elif over or response.framing is Framing.CLOSE:
+            self._close()
+        elif self._waiting:
+            self._begin(self._waiting.popleft())
+            self._after_turn()
+        elif self._broken is not None:
+            self._loop.call_soon(self._refuse_with, self._broken)
+        else:
+            self._wait_for_next()
+
+    def _wait_for_next(self) -> None:
+        partly = self._unparsed > 0
+        self._phase = "head" if partly else "idle"
+        self._deadline = self._loop.time() + (self._limits.http_header_s if partly else self._limits.http_idle_s)
+        self._after_turn()
+
+    def _after_turn(self) -> None:
+        if len(self._waiting) < _PAUSE_WAITING:
+            self._resume()
+
+    def _refuse_with(self, error: RequestError) -> None:
+        """Answer what is no request, and close."""
+        if self._phase == "closing" or self._lost:
+            return
+        body = error_envelope(error)
+        headers = [*answer_headers(error), (b"content-length", b"%d" % len(body)), (b"connection", b"close")]
+        self.transmit(response_head(error.status, headers) + body)
+        self._close_lingering()
+
+    # Writing; `Wire`.
+
+    @property
+    def closing(self) -> bool:
+        """See `Wire`."""
+        turn = self._turn
+        over = turn is not None and (not turn.keep_alive or turn.request.body.failed)
+        return over or self._owner.draining
+
+    def date(self) -> tuple[bytes, bytes]:
+        """See `Wire`."""
+        return self._owner.date.header()
+
+    def transmit(self, data: bytes) -> None:
+        """See `Wire`."""
+        if not self._lost:
+            self._transport.write(data)
+
+    async def drain(self) -> None:
+        """See `Wire`."""
+        while not self._writable and not self._lost:
+            waiter: asyncio.Future[None] = self._loop.create_future()
+            self._drained.append(waiter)
+            await waiter
+
+    def set_producer(self, producer: Producer | None) -> None:
+        """See `Wire`."""
+        self._producer = producer
+        if producer is not None and not self._writable:
+            producer.pause_reading()
+
+    def _wake_drained(self) -> None:
+        waiters, self._drained = self._drained, []
+        for waiter in waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+
+    # The end.
+
+    def cut(self) -> None:
+        """See `Wire`."""
+        turn, self._turn = self._turn, None
+        if turn is None:
+            return
+        self._log(turn, gone=True)
+        if turn.response.framing is Framing.CLOSE:
+            self.abort()  # the end of the connection would look like the end of the body
+        else:
+            self._close()
+
+    def end_idle(self) -> None:
+        """Close the connection if no request is on it; one that is there ends it with its answer."""
+        if self._turn is None and self._phase != "closing":
+            self._close()
+
+    def set_abort_reason(self, reason: RequestError) -> None:
+        """What the client is told whose handler is cancelled from now on."""
+        self._abort_reason = reason
+
+    def abort(self) -> None:
+        """Break off now."""
+        self._phase = "closing"
+        self._transport.abort()
+
+    def _close(self) -> None:
+        self._phase = "closing"
+        self._deadline = self._loop.time() + self._limits.http_stall_s
+        self._waiting.clear()
+        self._transport.close()
+
+    def _close_lingering(self) -> None:
+        """Close towards a client that may still be sending: a reset would take the answer from it."""
+        if self._lost:
+            return
+        self._phase = "closing"
+        self._deadline = self._loop.time() + _LINGER_S
+        self._waiting.clear()
+        self._body = None
+        self._resume()
+        if self._transport.can_write_eof():
+            self._transport.write_eof()
+        else:
+            self._transport.close()
+
+    def _linger(self, num_bytes: int) -> None:
+        self._lingered += num_bytes
+        if self._lingered > _LINGER_BYTES:
+            self._transport.abort()
+
+    def check(self, now: float) -> None:
+        """Enforce what the client owes. Called by the server several times a second."""
+        if not self._writable and self._stalled(now):
+            self.abort()
+        elif now >= self._deadline:
+            self._overdue(now)
+
+    def _stalled(self, now: float) -> bool:
+        buffered = self._transport.get_write_buffer_size()
+        if buffered < self._stalled_bytes:
+            self._stalled_since, self._stalled_bytes = now, buffered
+        return now - self._stalled_since >= self._limits.http_stall_s
+
+    def _overdue(self, now: float) -> None:
+        if self._phase == "idle":
+            self._close()
+        elif self._phase == "closing":
+            self.abort()
+        elif self._phase == "head":
+            self._refuse_with(RequestTimeout(f"the header did not come within {self._limits.http_header_s:g} s"))
+        elif self._body is not None and not self._reading:
+            self._deadline = now + self._limits.http_body_gap_s  # it is we who do not read
+        elif self._body is not None:
+            self._deadline = inf
+            self._break(RequestTimeout("the body did not come in time"))
+
+    def _log(self, turn: _Turn, *, gone: bool = False) -> None:
+        if self._owner.access_log:
+            request, response = turn.request, turn.response
+            access_logger.info(
+                '%s "%s %s" %s %d %.1f ms %s',
+                self.client, request.method, request.target, response.status or "-", response.num_bytes,
+                (self._loop.time() - request.arrived) * 1000, request.id + (" left" if gone else ""),
+            )  # fmt: skip
+
+
+def _log_failure(request: Request, error: BaseException) -> None:
+    logger.error("request %s failed: %s", request.id, error, exc_info=error)
+
+
+def _origin_form(target: str) -> str:
+    """Path and query of a target that names the server too, as a client of a proxy sends it."""
+    if target.startswith("/") or "://" not in target:
+        return target
+    _, slash, path = target.partition("://")[2].partition("/")
+    return slash + path or "/"
+
+
+def _header_error(version: str, url: bytes, headers: RawHeaders) -> RequestError | None:
+    """What the parser lets pass and two readers could read in two ways."""
+    if version not in ("1.1", "1.0"):
+        return BadHttp(f"HTTP/{version} is not spoken here; use HTTP/1.1")
+    hosts = codings = 0
+    for name, value in headers:
+        if name == b"host":
+            hosts += 1
+        elif name == b"transfer-encoding":
+            codings += 1
+            if value.strip().lower() != b"chunked":
+                return NotImplementedHere(f"transfer coding {value.decode('latin-1')!r} is not known; use chunked")
+    if hosts > 1 or (hosts == 0 and version == "1.1"):
+        return BadHttp(f"a request names its host once; this one does so {hosts} times")
+    if codings > 1 or (codings and version == "1.0"):
+        return BadHttp("a request says once, and in HTTP/1.1, that it is chunked")
+    if not (url.startswith((b"/", b"http://", b"https://")) or url == b"*"):
+        return BadHttp("the target of a request is a path")
+    return None

@@ -1,0 +1,79 @@
+"""Who may use what: API keys for clients, admin keys for operators and for the fleet's own processes.
+
+    open    /health, /version, …: everyone
+    key     all that costs or shows a model: an API key or an admin key, once there is an API key
+    admin   /metrics, /kvferry/*: an admin key once there is one; else an API key once there is one
+
+With an admin listener (`--admin-port`) the admin paths are served there only, and the clients' listener does not know
+them (404). Keys are compared by their SHA-256, all of them, in constant time.
+
+Processes of one fleet know each other by `fleet_key`, which is derived from the token that authenticates their KV
+connections. The token itself never travels, so who reads an HTTP request cannot fetch KV.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from collections.abc import Iterable
+from enum import Enum
+from typing import Literal
+
+from kvferry.core.openai import UnknownRoute
+from kvferry.http.errors import Unauthorized
+
+_PURPOSE = b"kvferry admin over HTTP"
+
+
+class Access(Enum):
+    """What a route asks of its caller."""
+
+    OPEN = "open"
+    KEY = "key"
+    ADMIN = "admin"
+
+
+Side = Literal["public", "admin", "all"]
+"""Which listener a request came in by: the clients', the admin's, or the only one there is."""
+
+
+def fleet_key(auth_token: str) -> str:
+    """The admin key that processes with one `auth_token` have in common."""
+    return hmac.new(auth_token.encode(), _PURPOSE, hashlib.sha256).hexdigest()
+
+
+def bearer(key: str) -> tuple[bytes, bytes]:
+    """The header that presents a key."""
+    return b"authorization", b"Bearer " + key.encode()
+
+
+class Guard:
+    """Decides whether a request may be served. `fleet_keys` open admin paths, and demand nothing by being there."""
+
+    def __init__(
+        self, api_keys: Iterable[str] = (), admin_keys: Iterable[str] = (), fleet_keys: Iterable[str] = ()
+    ) -> None:
+        api, admin, fleet = _digests(api_keys), _digests(admin_keys), _digests(fleet_keys)
+        self._accepted: dict[Access, list[bytes] | None] = {
+            Access.OPEN: None,
+            Access.KEY: [*api, *admin, *fleet] if api else None,
+            Access.ADMIN: [*(admin or api), *fleet] if admin or api else None,
+        }
+
+    def check(self, access: Access, side: Side, authorization: bytes | None, where: str) -> None:
+        """Raise `Unauthorized`, or `UnknownRoute` for a path of the other listener."""
+        if access is not Access.OPEN and side == ("public" if access is Access.ADMIN else "admin"):
+            raise UnknownRoute(f"Invalid URL ({where})")
+        accepted = self._accepted[access]
+        if accepted is None:
+            return
+        scheme, _, key = (authorization or b"").partition(b" ")
+        if scheme.lower() != b"bearer" or not key.strip():
+            raise Unauthorized("This server needs a key: send the header Authorization: Bearer KEY")
+        digest = hashlib.sha256(key.strip()).digest()
+        if not sum(hmac.compare_digest(digest, one) for one in accepted):
+            raise Unauthorized("The key in the Authorization header is not known here")
+
+
+def _digests(keys: Iterable[str]) -> list[bytes]:
+    return [hashlib.sha256(key.encode()).digest() for key in keys]

@@ -1,0 +1,50 @@
+"""How much of a server one client may use, and for how long. A field's docstring is its flag's help."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from kvferry.core.errors import ConfigError
+from kvferry.core.openai import MAX_BODY_BYTES
+
+
+@dataclass(frozen=True, kw_only=True)
+class HttpLimits:
+    """Bounds of one server; all of them are on by default."""
+
+    http_header_s: float = 20.0
+    """Seconds in which the header of a request must have come, from its first byte or from the new connection."""
+
+    http_body_gap_s: float = 20.0
+    """Seconds between two pieces of a request's body."""
+
+    http_body_s: float = 300.0
+    """Seconds in which the whole body of a request must have come."""
+
+    http_stall_s: float = 60.0
+    """Seconds a client may read nothing of an answer that waits for it; its connection is then cut."""
+
+    http_idle_s: float = 75.0
+    """Seconds an idle connection stays open; longer than clients keep theirs, so that they are the ones to close."""
+
+    http_header_bytes: int = 65536
+    """Most bytes of a request's header, its first line included; more is answered with 431."""
+
+    http_header_count: int = 128
+    """Most header lines of a request; more is answered with 431."""
+
+    http_connections: int = 10000
+    """Most connections at once; one more is answered with 503 and closed."""
+
+    http_connections_per_client: int = 2500
+    """Most connections at once from one client address; one more is answered with 503 and closed. A proxy counts as
+    one client."""
+
+    max_body_bytes: int = MAX_BODY_BYTES
+    """Longest request body in bytes; a longer one is answered with 413."""
+
+    def __post_init__(self) -> None:
+        for one in fields(self):
+            value = getattr(self, one.name)
+            if not value > 0:
+                raise ConfigError(f"--{one.name.replace('_', '-')} must be above 0, got {value}")

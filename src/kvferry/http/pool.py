@@ -1,0 +1,143 @@
+"""Connections to one instance: how many, which are free, and how long those are kept.
+
+Owns all of them. A free connection whose end the instance has announced is dropped when the announcement comes, not
+when it is next used; what remains is the moment between the two, see `HttpClient.open`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections import deque
+
+from kvferry.core.errors import LeakError
+from kvferry.http.client_connection import ClientConnection
+from kvferry.http.errors import AnswerTimeout, Unreachable
+from kvferry.http.origin import Origin
+
+
+class Pool:
+    """At most `most` connections; who wants one more waits in turn."""
+
+    def __init__(self, origin: Origin, name: str, most: int, idle_s: float, context: ssl.SSLContext | None) -> None:
+        self._origin, self._name, self._most, self._idle_s = origin, name, most, idle_s
+        self._context = context
+        self._loop = asyncio.get_running_loop()
+        self._free: deque[ClientConnection] = deque()  # the freshest last
+        self._open: set[ClientConnection] = set()
+        self._num_connecting = 0
+        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._closed = False
+
+    def take_free(self) -> ClientConnection | None:
+        """A connection that is free, the freshest first."""
+        while self._free:
+            connection = self._free.pop()
+            if connection.reusable():
+                return connection
+            self.discard(connection)
+        return None
+
+    async def take(self, connect_s: float, *, fresh: bool = False) -> ClientConnection:
+        """A connection, free or new (`fresh`: new). Raises `Unreachable` or `AnswerTimeout`."""
+        try:
+            async with asyncio.timeout(connect_s):
+                while True:
+                    if not fresh and (connection := self.take_free()) is not None:
+                        return connection
+                    if self._make_room():
+                        return await self._connect()
+                    await self._turn()
+        except TimeoutError as error:
+            raise AnswerTimeout(f"{self._name} took no connection within {connect_s:g} s", "connection") from error
+
+    def _make_room(self) -> bool:
+        """Whether one more may be opened; a free one that is not wanted goes first."""
+        if len(self._open) + self._num_connecting >= self._most and self._free:
+            oldest = self._free.popleft()
+            oldest.close()
+            self.discard(oldest)
+        return len(self._open) + self._num_connecting < self._most
+
+    async def _turn(self) -> None:
+        waiter: asyncio.Future[None] = self._loop.create_future()
+        self._waiting.append(waiter)
+        try:
+            await waiter
+        except asyncio.CancelledError:
+            if waiter.done() and not waiter.cancelled():
+                self._next()  # it was our turn, and is another's now
+            raise
+        finally:
+            if not waiter.done():
+                self._waiting.remove(waiter)
+
+    async def _connect(self) -> ClientConnection:
+        connection = ClientConnection(self._loop, self._name)
+        host, port = self._origin.host, self._origin.port
+        self._num_connecting += 1
+        try:
+            await self._loop.create_connection(lambda: connection, host, port, ssl=self._context)
+        except (OSError, UnicodeError) as error:
+            raise Unreachable(f"{self._name} cannot be reached: {error}") from error
+        except BaseException:
+            connection.drop()  # it may have been made at the very moment that the wait for it ended
+            raise
+        finally:
+            self._num_connecting -= 1
+            self._next()
+        connection.on_lost = self.discard
+        if self._closed:
+            connection.close()
+        self._open.add(connection)
+        return connection
+
+    def give_back(self, connection: ClientConnection) -> None:
+        """Its answer has been read to the end."""
+        if self._closed or not connection.reusable():
+            connection.close()
+            self.discard(connection)
+            return
+        connection.rest()
+        self._free.append(connection)
+        self._next()
+
+    def discard(self, connection: ClientConnection) -> None:
+        """It is gone, or of no use."""
+        self._open.discard(connection)
+        if connection in self._free:
+            self._free.remove(connection)
+        self._next()
+
+    def _next(self) -> None:
+        while self._waiting:
+            waiter = self._waiting.popleft()
+            if not waiter.done():
+                waiter.set_result(None)
+                return
+
+    def tick(self, now: float) -> None:
+        """Enforce deadlines, and close what has been free for long."""
+        for connection in tuple(self._open):
+            connection.check(now)
+        while self._free and now - self._free[0].idle_since > self._idle_s:
+            oldest = self._free.popleft()
+            oldest.close()
+            self.discard(oldest)
+
+    def close(self) -> None:
+        """Close all of them."""
+        self._closed = True
+        for connection in tuple(self._open):
+            connection.close()
+            self.discard(connection)
+
+    @property
+    def num_open(self) -> int:
+        """Connections open now."""
+        return len(self._open)
+
+    def check(self) -> None:
+        """Raise `LeakError` when a connection is in use though no answer is being read."""
+        if len(self._open) != len(self._free) or self._waiting or self._num_connecting:
+            raise LeakError(f"{len(self._open) - len(self._free)} connections to {self._name} were never given back")

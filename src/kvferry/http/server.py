@@ -1,0 +1,259 @@
+"""A server: its listeners, its connections, and its end in stages.
+
+    drain   no new connection or request is taken; idle connections are closed; running requests may end
+    abort   after the grace period, or at a second signal: running requests end with an error that says why
+    close   connections that are still open are cut, and handlers awaited
+
+Owns the connections, how many there are for each client, and the tasks of the handlers. `check()` proves that nothing
+is left of them. A clock's tick, not a timer for each wait, enforces the deadlines of all connections.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+import signal
+import socket
+import ssl
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+
+from kvferry.core.errors import LeakError, Unavailable
+from kvferry.http.config import HttpConfig
+from kvferry.http.connection import ServerConnection
+from kvferry.http.headers import HttpDate
+from kvferry.http.keys import Guard, Side
+from kvferry.http.lifecycle import Lifecycle
+from kvferry.http.listen import listen
+from kvferry.http.request import Request
+from kvferry.http.routes import Handler, Routes
+
+OnListening = Callable[[str, int], None]
+"""Told the host and the real port once connections are accepted."""
+
+_CLOSE_S = 5.0
+"""Seconds between abort and close."""
+_TICK_S = 0.25
+_SPARE_FILES = 256
+"""Descriptors kept for everything that is not a client's connection."""
+
+
+class HttpServer:
+    """Serves `routes` as `config` says. `run` once, on the event loop it was made for."""
+
+    def __init__(self, routes: Routes, config: HttpConfig, lifecycle: Lifecycle | None = None) -> None:
+        self.config = config
+        self.limits = config.limits
+        self.access_log = config.access_log
+        self.lifecycle = lifecycle or Lifecycle()
+        self.date = HttpDate()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.loop: asyncio.AbstractEventLoop
+        self.ports: tuple[int, ...] = ()
+        """The real ports while it serves: the clients', then the admin's if there is one."""
+        self._routes = routes
+        self._guard = Guard(config.api_keys(), config.admin_keys(), config.fleet_keys)
+        self._connections: set[ServerConnection] = set()
+        self._per_client: Counter[str] = Counter()
+        self._most = config.limits.http_connections
+        self._ending = asyncio.Event()
+        self._aborting = asyncio.Event()
+        self._quiet = asyncio.Event()
+        self._ticking: asyncio.TimerHandle | None = None
+        self._num_refused = 0
+        self._num_served = 0
+
+    # Serving.
+
+    async def run(self, on_listening: OnListening | None = None) -> None:
+        """Serve until `stop`, or until cancelled, then end in stages. Raises `ConfigError` when an address cannot be
+        listened on or a TLS file not be read."""
+        self.loop = asyncio.get_running_loop()
+        self._most = min(self._most, _file_limit(self._most + _SPARE_FILES) - _SPARE_FILES)
+        context = self.config.tls_context()
+        sockets = self._listen()
+        listeners: list[asyncio.Server] = []
+        self._tick()
+        try:
+            for listener, side in sockets:
+                listeners.append(await self._accept(listener, side, context))
+            self.ports = tuple(int(listener.getsockname()[1]) for listener, _ in sockets)
+            if on_listening is not None:
+                on_listening(str(sockets[0][0].getsockname()[0]), self.ports[0])
+            await self._ending.wait()
+        finally:
+            for one in listeners:
+                one.close()
+            for listener, _ in sockets:
+                listener.close()
+            await self._end()
+            if self._ticking is not None:
+                self._ticking.cancel()
+
+    def _listen(self) -> list[tuple[socket.socket, Side]]:
+        config = self.config
+        if config.admin_port is None:
+            return [(listen(config.host, config.port, reuse_port=config.reuse_port), "all")]
+        public = listen(config.host, config.port, reuse_port=config.reuse_port)
+        try:
+            return [(public, "public"), (listen(config.admin_host, config.admin_port), "admin")]
+        except BaseException:
+            public.close()
+            raise
+
+    async def _accept(self, listener: socket.socket, side: Side, context: ssl.SSLContext | None) -> asyncio.Server:
+        timeout = self.limits.http_header_s if context is not None else None
+        return await self.loop.create_server(
+            lambda: ServerConnection(self, side),
+            sock=listener,
+            backlog=self.config.backlog,
+            ssl=context,
+            ssl_handshake_timeout=timeout,
+        )
+
+    def _tick(self) -> None:
+        now = self.loop.time()
+        for connection in tuple(self._connections):
+            connection.check(now)
+        self._ticking = self.loop.call_later(_TICK_S, self._tick)
+
+    # What connections ask.
+
+    @property
+    def draining(self) -> bool:
+        """See `Owner`."""
+        return self.lifecycle.draining
+
+    def admit(self, connection: ServerConnection) -> Unavailable | None:
+        """See `Owner`."""
+        self._connections.add(connection)
+        self._per_client[connection.client] += 1
+        most = self.limits.http_connections_per_client
+        if len(self._connections) > self._most:
+            where, most = "", self._most
+        elif self._per_client[connection.client] > most:
+            where = " from this address"
+        else:
+            return None
+        self._num_refused += 1
+        return Unavailable(f"{most} connections{where} are open, as many as are taken; try again later")
+
+    def started(self, task: asyncio.Task[None]) -> None:
+        """See `Owner`."""
+        self._tasks.add(task)
+
+    def finished(self, task: asyncio.Task[None]) -> None:
+        """See `Owner`."""
+        self._tasks.discard(task)
+        if self.draining:
+            self._note_quiet()
+
+    def forget(self, connection: ServerConnection) -> None:
+        """See `Owner`."""
+        self._connections.discard(connection)
+        self._per_client[connection.client] -= 1
+        if self._per_client[connection.client] <= 0:
+            del self._per_client[connection.client]
+        if self.draining:
+            self._note_quiet()
+
+    def handler_of(self, request: Request, side: Side) -> Handler:
+        """See `Owner`."""
+        self._num_served += 1
+        self.lifecycle.require_accepting()
+        route = self._routes.find(request)
+        authorization = next((value for name, value in request.headers if name == b"authorization"), None)
+        self._guard.check(route.access, side, authorization, f"{request.method} {request.path}")
+        return route.handler
+
+    # The end.
+
+    def stop(self) -> None:
+        """Begin the end. Called from the server's event loop, any number of times."""
+        self._ending.set()
+
+    def abort(self) -> None:
+        """End running requests now."""
+        self._ending.set()
+        self._aborting.set()
+
+    @property
+    def stopping(self) -> bool:
+        """Whether the end has begun."""
+        return self._ending.is_set()
+
+    async def _end(self) -> None:
+        self._ending.set()
+        self.lifecycle.drain()
+        for connection in tuple(self._connections):
+            connection.end_idle()
+        if not await self._quiet_within(self.config.shutdown_grace_s, self._aborting):
+            self._abort_all()
+            await self._quiet_within(_CLOSE_S)
+        for connection in tuple(self._connections):
+            connection.abort()
+        await self._quiet_within(_CLOSE_S)
+
+    def _abort_all(self) -> None:
+        reason = self.lifecycle.abort_reason()
+        for connection in tuple(self._connections):
+            connection.set_abort_reason(reason)
+        for task in tuple(self._tasks):
+            task.cancel()
+
+    async def _quiet_within(self, seconds: float, unless: asyncio.Event | None = None) -> bool:
+        """Wait until no connection and no handler is left; False when time is over, or `unless` is set, first."""
+        self._note_quiet()
+        waits = [asyncio.ensure_future(event.wait()) for event in (self._quiet, unless) if event is not None]
+        try:
+            await asyncio.wait(waits, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+        return self._quiet.is_set()
+
+    def _note_quiet(self) -> None:
+        if not self._connections and not self._tasks:
+            self._quiet.set()
+
+    def statistics(self) -> dict[str, int]:
+        """What is open now, and what was served and refused so far."""
+        return {
+            "connections": len(self._connections),
+            "clients": len(self._per_client),
+            "running": len(self._tasks),
+            "served": self._num_served,
+            "refused": self._num_refused,
+        }
+
+    def check(self) -> None:
+        """Raise `LeakError` when something is left after `run`."""
+        if self._connections or self._tasks or self._per_client:
+            raise LeakError(f"the HTTP server still has {self.statistics()}")
+
+
+@contextmanager
+def signals_end(server: HttpServer) -> Iterator[None]:
+    """SIGINT and SIGTERM stop `server`, a second one aborts what runs. Main thread only."""
+    loop = asyncio.get_running_loop()
+
+    def end() -> None:
+        (server.abort if server.stopping else server.stop)()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, end)
+    try:
+        yield
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)
+
+
+def _file_limit(wanted: int) -> int:
+    """Descriptors this process may have, raised towards `wanted` where the system lets it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < wanted:
+        with suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (min(wanted, hard), hard))
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]

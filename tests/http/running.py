@@ -1,0 +1,266 @@
+"""Servers and raw clients for tests: real sockets, on port 0, in the test's own event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import httptools
+
+from kvferry.http.config import HttpConfig
+from kvferry.http.keys import Access
+from kvferry.http.limits import HttpLimits
+from kvferry.http.origin import Origin
+from kvferry.http.request import Request
+from kvferry.http.response import Response
+from kvferry.http.routes import Route, Routes
+from kvferry.http.server import HttpServer
+
+
+@dataclass
+class Handlers:
+    """What the tests' server does, and what has happened to it."""
+
+    go: asyncio.Event = field(default_factory=asyncio.Event)
+    running: asyncio.Event = field(default_factory=asyncio.Event)
+    cancelled: asyncio.Event = field(default_factory=asyncio.Event)
+    written: int = 0
+
+    def routes(self) -> Routes:
+        """One path for each kind of answer."""
+        fallback = None
+        return Routes(
+            [
+                Route("GET", "/health", self.ok, Access.OPEN),
+                Route("GET", "/metrics", self.ok, Access.ADMIN),
+                Route("GET", "/ok", self.ok),
+                Route("POST", "/echo", self.echo),
+                Route("POST", "/pieces", self.pieces),
+                Route("GET", "/stream", self.stream),
+                Route("GET", "/wait", self.wait),
+                Route("GET", "/wait-stream", self.wait_stream),
+                Route("GET", "/flood", self.flood),
+                Route("GET", "/raise", self.raise_error),
+                Route("GET", "/raise-late", self.raise_late),
+                Route("GET", "/nothing", self.nothing),
+                Route("GET", "/half", self.half),
+                Route("GET", "/short", self.short),
+                Route("GET", "/names/*", self.name),
+                Route("POST", "/unread", self.unread),
+            ],
+            fallback,
+        )
+
+    async def ok(self, request: Request, response: Response) -> None:
+        response.send_json(b'{"ok":true}')
+
+    async def echo(self, request: Request, response: Response) -> None:
+        response.send(200, await request.body.read(), [(b"x-target", request.target.encode("latin-1"))])
+
+    async def pieces(self, request: Request, response: Response) -> None:
+        response.start(200, [])
+        async for piece in request.body:
+            response.write(piece)
+            await response.drain()
+        response.end()
+
+    async def stream(self, request: Request, response: Response) -> None:
+        response.start(200, [(b"content-type", b"text/event-stream")])
+        for number in range(3):
+            response.write(b"data: %d\n\n" % number)
+        response.end(b"data: [DONE]\n\n")
+
+    async def wait(self, request: Request, response: Response) -> None:
+        self.running.set()
+        try:
+            await self.go.wait()
+        except asyncio.CancelledError:
+            self.cancelled.set()
+            raise
+        response.send(200, b"done")
+
+    async def wait_stream(self, request: Request, response: Response) -> None:
+        response.start(200, [(b"content-type", b"text/event-stream")])
+        response.write(b"data: first\n\n")
+        self.running.set()
+        try:
+            await self.go.wait()
+        except asyncio.CancelledError:
+            self.cancelled.set()
+            raise
+        response.end(b"data: last\n\n")
+
+    async def flood(self, request: Request, response: Response) -> None:
+        response.start(200, [])
+        self.running.set()
+        try:
+            while not self.go.is_set():
+                response.write(b"x" * 65536)
+                self.written += 65536
+                await response.drain()
+        except asyncio.CancelledError:
+            self.cancelled.set()
+            raise
+        response.end()
+
+    async def raise_error(self, request: Request, response: Response) -> None:
+        raise RuntimeError("a secret of the server")
+
+    async def raise_late(self, request: Request, response: Response) -> None:
+        response.start(200, [(b"content-type", b"text/event-stream")])
+        response.write(b"data: first\n\n")
+        raise RuntimeError("a secret of the server")
+
+    async def nothing(self, request: Request, response: Response) -> None:
+        pass
+
+    async def half(self, request: Request, response: Response) -> None:
+        response.start(200, [])
+        response.write(b"half of it")
+
+    async def short(self, request: Request, response: Response) -> None:
+        response.start(200, [(b"content-length", b"100")])
+        response.end(b"less")
+
+    async def name(self, request: Request, response: Response) -> None:
+        response.send(200, request.rest.encode())
+
+    async def unread(self, request: Request, response: Response) -> None:
+        response.send(200, b"no, thank you")
+
+
+@dataclass
+class Running:
+    """A server that serves."""
+
+    server: HttpServer
+    handlers: Handlers
+    port: int = 0
+
+    @property
+    def origin(self) -> Origin:
+        return Origin("127.0.0.1", self.port)
+
+
+def limits(**settings: Any) -> HttpLimits:
+    """Bounds with some of them set."""
+    return HttpLimits(**settings)
+
+
+@asynccontextmanager
+async def running(
+    handlers: Handlers | None = None, routes: Routes | None = None, **settings: Any
+) -> AsyncIterator[Running]:
+    """Serve beside the test, end with it, and prove that nothing is left."""
+    handlers = handlers or Handlers()
+    config = HttpConfig(**{"port": 0, "shutdown_grace_s": 0.0, **settings})
+    server = HttpServer(routes or handlers.routes(), config)
+    found, listening = Running(server, handlers), asyncio.Event()
+
+    def on_listening(host: str, port: int) -> None:
+        found.port = port
+        listening.set()
+
+    async with asyncio.TaskGroup() as group:
+        group.create_task(server.run(on_listening))
+        await listening.wait()
+        yield found
+        server.stop()
+    server.check()
+
+
+@dataclass
+class Reply:
+    """One answer, parsed."""
+
+    status: int
+    headers: dict[str, str]
+    body: bytes
+    complete: bool
+
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+
+class Wire:
+    """A client that sends what it is told to, byte for byte."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader, self.writer = reader, writer
+
+    def send(self, data: bytes) -> None:
+        self.writer.write(data)
+
+    async def to_end(self) -> bytes:
+        """All until the server closes."""
+        received = bytearray()
+        try:
+            while piece := await self.reader.read(65536):
+                received += piece
+        except ConnectionError:
+            pass
+        return bytes(received)
+
+    async def reply(self, *, head: bool = False) -> Reply:
+        """The next answer."""
+        return await read_reply(self.reader.read, head=head)
+
+    def reset(self) -> None:
+        self.writer.transport.abort()
+
+
+@asynccontextmanager
+async def wire(port: int, **options: Any) -> AsyncIterator[Wire]:
+    """A connection to a server on this machine."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port, **options)
+    try:
+        yield Wire(reader, writer)
+    finally:
+        writer.transport.abort()
+
+
+async def read_reply(read: Callable[[int], Any], *, head: bool = False) -> Reply:
+    """Parse one answer, byte by byte where needed, so that the next one stays unread."""
+    parsed = _Parsed()
+    parser = httptools.HttpResponseParser(parsed)
+    while not (parsed.done or (head and parsed.head_done)):
+        try:
+            piece = await read(1)
+        except ConnectionError:
+            piece = b""
+        if not piece:
+            break
+        parser.feed_data(piece)
+    status = parser.get_status_code() if parsed.head_done else 0
+    return Reply(status, parsed.headers, bytes(parsed.body), parsed.done)
+
+
+class _Parsed:
+    def __init__(self) -> None:
+        self.headers: dict[str, str] = {}
+        self.body = bytearray()
+        self.head_done = self.done = False
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self.headers[name.decode().lower()] = value.decode()
+
+    def on_headers_complete(self) -> None:
+        self.head_done = True
+
+    def on_body(self, piece: bytes) -> None:
+        self.body += piece
+
+    def on_message_complete(self) -> None:
+        self.done = True
+
+
+def request(path: str = "/ok", method: str = "GET", *headers: str, body: bytes = b"") -> bytes:
+    """A request as it should be."""
+    lines = [f"{method} {path} HTTP/1.1", "Host: test", *headers]
+    if body or method == "POST":
+        lines.append(f"Content-Length: {len(body)}")
+    return "\r\n".join([*lines, "", ""]).encode() + body

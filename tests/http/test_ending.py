@@ -1,0 +1,138 @@
+"""The end in stages."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+
+import pytest
+
+from kvferry.core.errors import ConfigError
+from kvferry.http.listen import listen
+
+from .running import Handlers, request, running, wire
+
+
+async def test_running_requests_may_end_and_idle_connections_are_closed() -> None:
+    handlers = Handlers()
+    async with running(handlers, shutdown_grace_s=60.0) as served:
+        async with wire(served.port) as busy, wire(served.port) as idle, wire(served.port) as stream:
+            idle.send(request("/ok"))
+            await idle.reply()
+            stream.send(request("/wait-stream"))
+            await stream.reader.readuntil(b"first\n\n\r\n")
+            handlers.running.clear()
+            busy.send(request("/wait"))
+            await handlers.running.wait()
+            served.server.stop()
+            assert await idle.to_end() == b""
+            handlers.go.set()
+            reply = await busy.reply()
+            assert (reply.body, reply.headers["connection"]) == (b"done", "close")
+            assert (await stream.to_end()).endswith(b"data: last\n\n\r\n0\r\n\r\n")
+
+
+async def test_a_request_that_comes_while_draining() -> None:
+    handlers = Handlers()
+    async with running(handlers) as served, wire(served.port) as client:
+        served.server.lifecycle.drain()
+        client.send(request("/health"))
+        reply = await client.reply()
+        assert (reply.status, reply.headers["retry-after"]) == (503, "1")
+        assert reply.headers["connection"] == "close"
+
+
+@pytest.mark.parametrize("by", ["grace", "second signal"])
+async def test_requests_that_do_not_end_are_told_why(by: str) -> None:
+    handlers = Handlers()
+    grace = 0.0 if by == "grace" else 600.0
+    async with running(handlers, shutdown_grace_s=grace) as served:
+        async with wire(served.port) as whole, wire(served.port) as stream:
+            stream.send(request("/wait-stream"))
+            await stream.reader.readuntil(b"first\n\n\r\n")
+            handlers.running.clear()
+            whole.send(request("/wait"))
+            await handlers.running.wait()
+            served.server.stop()
+            if by == "second signal":
+                served.server.abort()
+            reply = await whole.reply()
+            assert (reply.status, reply.headers["retry-after"]) == (503, "1")
+            assert "shutting down" in reply.json()["error"]["message"]
+            rest = await stream.to_end()
+            assert rest.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+            event = rest[rest.index(b"data: ") + 6 : rest.index(b"\n\n")]
+            assert json.loads(event)["error"]["code"] == "unavailable"
+
+
+async def test_a_client_that_does_not_read_does_not_hold_the_end_up() -> None:
+    handlers = Handlers()
+    async with running(handlers) as served, wire(served.port) as client:
+        client.send(request("/flood"))
+        await handlers.running.wait()
+
+
+async def test_a_server_that_is_cancelled_ends_in_order() -> None:
+    handlers = Handlers()
+    async with running(handlers) as served, wire(served.port) as client:
+        client.send(request("/wait-stream"))
+        await handlers.running.wait()
+    assert handlers.cancelled.is_set()
+
+
+def test_an_address_in_use_is_the_users_to_change() -> None:
+    with listen("127.0.0.1", 0) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=rf"cannot listen on 127.0.0.1:{port}: .*--port"):
+            listen("127.0.0.1", port)
+    with pytest.raises(ConfigError, match=r"cannot listen on a\.\.b:1"):
+        listen("a..b", 1)
+
+
+async def until_refused(port: int) -> None:
+    """Until the server listens no more."""
+    with suppress(ConnectionError):
+        while True:
+            async with wire(port):
+                pass
+
+
+PROGRAM = """
+import asyncio, uvloop
+from kvferry.http.config import HttpConfig
+from kvferry.http.routes import Route, Routes
+from kvferry.http.server import HttpServer, signals_end
+
+async def hang(request, response):
+    print("hanging", flush=True)
+    await asyncio.Event().wait()
+
+async def main():
+    server = HttpServer(Routes([Route("GET", "/", hang)]), HttpConfig(port=0, shutdown_grace_s=600))
+    with signals_end(server):
+        await server.run(lambda host, port: print(port, flush=True))
+    server.check()
+    print("ended well", flush=True)
+
+uvloop.run(main())
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+async def test_signals(number: int) -> None:
+    with subprocess.Popen([sys.executable, "-c", PROGRAM], stdout=subprocess.PIPE, text=True) as process:  # noqa: ASYNC220
+        assert process.stdout is not None
+        port = int(process.stdout.readline())
+        async with wire(port) as client:
+            client.send(request("/"))
+            assert await asyncio.to_thread(process.stdout.readline) == "hanging\n"
+            process.send_signal(number)
+            await until_refused(port)
+            process.send_signal(number)
+            assert (await client.reply()).status == 503
+        assert await asyncio.to_thread(process.stdout.readline) == "ended well\n"
+        assert process.wait(30) == 0

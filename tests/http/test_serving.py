@@ -1,0 +1,210 @@
+"""What a client that behaves gets: routes, framings, keep-alive, pipelining, bodies."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+
+import pytest
+
+from .running import Handlers, request, running, wire
+
+
+async def test_a_whole_answer() -> None:
+    async with running() as served, wire(served.port) as client:
+        client.send(request("/ok"))
+        reply = await client.reply()
+        assert (reply.status, reply.json()) == (200, {"ok": True})
+        assert reply.headers["content-type"] == "application/json"
+        assert reply.headers["content-length"] == "11"
+        assert "date" in reply.headers
+        assert "connection" not in reply.headers
+
+
+@pytest.mark.parametrize(
+    ("target", "method", "status", "code"),
+    [
+        ("/nothing-here", "GET", 404, "unknown_url"),
+        ("/ok/", "GET", 404, "unknown_url"),
+        ("/ok", "DELETE", 405, "method_not_allowed"),
+        ("/echo", "GET", 405, "method_not_allowed"),
+        ("/echo", "HEAD", 405, None),
+    ],
+)
+async def test_what_is_not_there_is_said_in_openais_form(target: str, method: str, status: int, code: str) -> None:
+    async with running() as served, wire(served.port) as client:
+        client.send(request(target, method))
+        reply = await client.reply(head=method == "HEAD")
+        assert reply.status == status
+        if code:
+            assert reply.json()["error"]["code"] == code
+        if status == 405:
+            assert reply.headers["allow"] in ("GET", "POST")
+        client.send(request("/ok"))
+        assert (await client.reply()).status == 200
+
+
+async def test_prefix_routes_and_escapes() -> None:
+    async with running() as served, wire(served.port) as client:
+        client.send(request("/names/a%20b/c?x=1"))
+        assert (await client.reply()).body == b"a b/c"
+        client.send(request("http://elsewhere/names/d"))
+        assert (await client.reply()).body == b"d"
+
+
+async def test_head_is_get_without_a_body() -> None:
+    async with running() as served, wire(served.port) as client:
+        client.send(request("/ok", "HEAD") + request("/stream", "HEAD") + request("/ok"))
+        first, second = await client.reply(head=True), await client.reply(head=True)
+        assert (first.status, first.headers["content-length"]) == (200, "11")
+        assert second.headers["content-type"] == "text/event-stream"
+        assert (await client.reply()).json() == {"ok": True}
+
+
+async def test_a_stream_comes_in_chunks() -> None:
+    async with running() as served, wire(served.port) as client:
+        client.send(request("/stream"))
+        reply = await client.reply()
+        assert reply.headers["transfer-encoding"] == "chunked"
+        assert reply.body == b"data: 0\n\ndata: 1\n\ndata: 2\n\ndata: [DONE]\n\n"
+
+
+async def test_http_1_0_gets_no_chunks() -> None:
+    async with running() as served:
+        async with wire(served.port) as client:
+            client.send(b"GET /stream HTTP/1.0\r\n\r\n")
+            answer = await client.to_end()
+            assert answer.startswith(b"HTTP/1.1 200 OK\r\n")
+            assert b"transfer-encoding" not in answer
+            assert b"connection: close" in answer
+            assert answer.endswith(b"\r\n\r\ndata: 0\n\ndata: 1\n\ndata: 2\n\ndata: [DONE]\n\n")
+        async with wire(served.port) as client:
+            client.send(b"GET /ok HTTP/1.0\r\nConnection: keep-alive\r\n\r\n")
+            assert (await client.reply()).headers["connection"] == "keep-alive"
+            client.send(b"GET /ok HTTP/1.0\r\n\r\n")
+            assert b"connection: close" in await client.to_end()
+
+
+async def test_connection_close_is_honoured() -> None:
+    async with running() as served, wire(served.port) as client:
+        client.send(request("/ok", "GET", "Connection: close"))
+        assert b"connection: close" in await client.to_end()
+
+
+@pytest.mark.parametrize("path", ["/echo", "/pieces"])
+async def test_bodies_by_length_and_in_chunks(path: str) -> None:
+    async with running() as served, wire(served.port) as client:
+        body = bytes(range(256)) * 4096
+        client.send(request(path, "POST", body=body))
+        assert (await client.reply()).body == body
+        head = f"POST {path} HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n".encode()
+        client.send(head + b"3\r\nabc\r\n4;why=not\r\ndefg\r\n0\r\nTrailer: x\r\n\r\n" + request("/ok"))
+        assert (await client.reply()).body == b"abcdefg"
+        assert (await client.reply()).json() == {"ok": True}
+
+
+async def test_pipelined_requests_are_answered_in_order() -> None:
+    async with running() as served, wire(served.port) as client:
+        client.send(b"".join(request("/echo", "POST", body=b"%d" % number) for number in range(60)))
+        assert [(await client.reply()).body for _ in range(60)] == [b"%d" % number for number in range(60)]
+
+
+async def test_a_header_may_come_byte_by_byte() -> None:
+    async with running() as served, wire(served.port) as client:
+        for byte in request("/echo", "POST", "X-Long: " + "y" * 50, body=b"body"):
+            client.send(bytes([byte]))
+            await asyncio.sleep(0)
+        assert (await client.reply()).body == b"body"
+
+
+async def test_the_client_is_asked_to_go_on_only_when_its_body_is_read() -> None:
+    async with running() as served:
+        async with wire(served.port) as client:
+            client.send(b"POST /echo HTTP/1.1\r\nHost: a\r\nExpect: 100-continue\r\nContent-Length: 4\r\n\r\n")
+            assert await client.reader.readexactly(25) == b"HTTP/1.1 100 Continue\r\n\r\n"
+            client.send(b"body")
+            assert (await client.reply()).body == b"body"
+        async with wire(served.port) as client:
+            client.send(b"POST /unread HTTP/1.1\r\nHost: a\r\nExpect: 100-continue\r\nContent-Length: 4\r\n\r\n")
+            assert (await client.to_end()).startswith(b"HTTP/1.1 200 OK\r\n")
+
+
+async def test_a_wish_to_upgrade_is_passed_over() -> None:
+    async with running() as served, wire(served.port) as client:
+        upgrade = ("Connection: Upgrade, HTTP2-Settings", "Upgrade: h2c", "HTTP2-Settings: AAMAAABkAARAAAAAAAIAAAAA")
+        client.send(request("/ok", "GET", *upgrade))
+        assert (await client.reply()).status == 200
+        client.send(request("/echo", "POST", *upgrade, body=b"abc") + request("/ok"))
+        assert (await client.reply()).body == b"abc"
+        assert (await client.reply()).json() == {"ok": True}
+
+
+async def test_request_ids_are_kept_or_made() -> None:
+    async with running() as served, wire(served.port) as client:
+        client.send(request("/ok", "GET", "X-Request-Id: mine"))
+        assert (await client.reply()).headers["x-request-id"] == "mine"
+        client.send(request("/lost", "GET", "X-Request-Id: <script>"))
+        assert (await client.reply()).headers["x-request-id"].isalnum()
+
+
+async def test_errors_of_a_handler() -> None:
+    async with running() as served:
+        async with wire(served.port) as client:
+            client.send(request("/raise", "GET", "X-Request-Id: unlucky"))
+            reply = await client.reply()
+            assert reply.status == 500
+            assert "unlucky" in reply.json()["error"]["message"]
+            assert b"secret" not in reply.body
+            client.send(request("/nothing"))
+            assert (await client.reply()).status == 500
+            client.send(request("/raise-late"))
+            first, error, done, _ = (await client.reply()).body.decode().split("\n\n")
+            assert (first, done) == ("data: first", "data: [DONE]")
+            assert json.loads(error.removeprefix("data: "))["error"]["type"] == "server_error"
+            client.send(request("/ok"))
+            assert (await client.reply()).status == 200
+        for path in ("/half", "/short"):
+            async with wire(served.port) as client:
+                client.send(request(path))
+                assert not (await client.reply()).complete
+
+
+async def test_a_client_that_leaves_ends_its_request() -> None:
+    for path, half_way in (("/wait", False), ("/wait-stream", False), ("/wait", True)):
+        handlers = Handlers()
+        async with running(handlers) as served, wire(served.port) as client:
+            client.send(request(path))
+            await handlers.running.wait()
+            client.writer.write_eof() if half_way else client.reset()
+            await handlers.cancelled.wait()
+
+
+async def test_a_slow_reader_holds_the_writer_up() -> None:
+    handlers = Handlers()
+    async with running(handlers) as served, wire(served.port) as client:
+        client.send(request("/flood"))
+        await handlers.running.wait()
+        seen = -1
+        while seen != handlers.written:  # it stops by itself
+            seen = handlers.written
+            await asyncio.sleep(0.05)
+        assert seen < 16 * 2**20
+        await client.reader.readexactly(8 * 2**20)
+        assert handlers.written > seen or seen >= 8 * 2**20
+        client.reset()
+        await handlers.cancelled.wait()
+
+
+async def test_nagles_algorithm_is_off() -> None:
+    async with running() as served, wire(served.port) as client:
+        client.send(request("/ok"))
+        await client.reply()
+        (connection,) = served.server._connections
+        of_server = connection._transport.get_extra_info("socket")
+        assert of_server.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) == 1
+
+
+async def test_two_servers_may_share_a_port() -> None:
+    async with running(reuse_port=True) as one, running(reuse_port=True, port=one.port) as other:
+        assert one.port == other.port
