@@ -1,4 +1,9 @@
-"""C++ that is compiled for this machine at first use and kept under ~/.cache/kvferry, to be called by ctypes.
+"""C++ that is compiled for this machine at first use and kept, to be called by ctypes.
+
+Kept in the first of these places where that can be: KVFERRY_CACHE_DIR, XDG_CACHE_HOME/kvferry, ~/.cache/kvferry, and a
+private directory under the system's temporary one (a container without a home, or with one that is not writable; a
+warning says so, as it may be gone at the next start). What is in one of them already is used, writable or not.
+
 
 Plain shared libraries: they compile in a second or a few and need no headers but the system's. Where there is no
 compiler, on a platform other than Linux, or with KVFERRY_NATIVE=0, there is no library, and whoever wants one goes
@@ -13,14 +18,17 @@ import logging
 import os
 import platform
 import shutil
+import stat
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
 SWITCH = "KVFERRY_NATIVE"
+PLACE = "KVFERRY_CACHE_DIR"
 _TIMEOUT_S = 300.0
 
 
@@ -45,11 +53,11 @@ def compiled(sources: Sequence[Path], flags: Sequence[str], linked: Sequence[str
 def _built(sources: Sequence[Path], flags: Sequence[str], linked: Sequence[str], depends_on: str) -> Path:
     compiler = shutil.which(os.environ.get("CXX", "g++"))
     if compiler is None or platform.system() != "Linux":
-        raise OSError("no C++ compiler (g++) on the PATH")
+        raise OSError("no C++ compiler on the PATH; install g++, or name one with CXX")
     command = [compiler, *flags, "-shared", "-fPIC", str(sources[0]), *linked]
-    target = _cache_directory() / f"{_fingerprint(compiler, sources, command, depends_on)}.so"
+    name = f"{_fingerprint(compiler, sources, command, depends_on)}.so"
+    target = _place(name) / name
     if not target.exists():
-        target.parent.mkdir(parents=True, exist_ok=True)
         with (target.parent / "lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # the second of two processes waits and then finds it built
             if not target.exists():
@@ -69,9 +77,60 @@ def _compile(command: Sequence[str], target: Path) -> None:
         made.rename(target)  # atomic: nobody ever loads half a library
 
 
-def _cache_directory() -> Path:
-    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(root) / "kvferry" / "kernels"
+def _lasting_places() -> Iterator[Path]:
+    """Where the user's caches are, the one that was named first."""
+    if named := os.environ.get(PLACE):
+        yield Path(named).expanduser() / "kernels"
+    if root := os.environ.get("XDG_CACHE_HOME"):
+        yield Path(root) / "kvferry" / "kernels"
+    with suppress(RuntimeError):  # nobody knows this user's home
+        yield Path.home() / ".cache" / "kvferry" / "kernels"
+
+
+def _private_place() -> Path:
+    """A directory of this user's alone, made if need be. Raises `OSError` when somebody else's is in its place: what
+    lies there is executed."""
+    place = Path(tempfile.gettempdir()) / f"kvferry-{os.getuid()}"
+    place.mkdir(mode=0o700, exist_ok=True)
+    found = place.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise OSError(f"{place} is not a directory of this user's alone")
+    return place / "kernels"
+
+
+def _exists(path: Path) -> bool:
+    """False too where one may not look."""
+    try:
+        return path.exists()
+    except OSError:
+        return False
+
+
+def _place(name: str) -> Path:
+    """The first place that has `name` or can take it, else the private one; a warning when it is to be made there.
+    Raises `OSError` when that cannot be had either."""
+    refused = "this user has no home"
+    for place in _lasting_places():
+        if _exists(place / name):
+            return place
+        try:
+            place.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=place):
+                return place
+        except OSError as error:
+            refused = f"{place}: {error.strerror}"
+    private = _private_place()
+    private.mkdir(exist_ok=True)
+    if (private / name).exists():
+        return private
+    logger.warning(
+        "compiled kernels cannot be kept (%s); they go to %s, and are compiled anew where that does not last."
+        " %s names a directory for them",
+        refused,
+        private,
+        PLACE,
+    )
+    return private
 
 
 def _fingerprint(compiler: str, sources: Sequence[Path], command: Sequence[str], depends_on: str) -> str:

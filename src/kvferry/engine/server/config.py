@@ -40,4 +40,4 @@ class ServerConfig:
             if getattr(self, name) < 1:
                 raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(self, name)}")
         if self.shutdown_grace_s < 0:
-            raise ConfigError(f"--shutdown-grace-s must not be negative, got {self.shutdown_grace_s}")
+            raise ConfigError(f"--grace-s must not be negative, got {self.shutdown_grace_s}")

@@ -1,0 +1,78 @@
+"""Every flag that an error, a docstring or a page names is there to be given."""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import tokenize
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from kvferry.cli.demo import demo
+from kvferry.engine.config import EngineConfig
+from kvferry.fleet.arguments import flag_name
+from kvferry.fleet.restart import RestartPolicy
+from kvferry.fleet.spec import EngineChoice, FleetSpec, InstanceSpec, Listen
+from kvferry.observe.logs import LogConfig
+from kvferry.router.config import RouterConfig
+
+ROOT = Path(__file__).parents[2]
+FLAG = re.compile(r"(?<![\w`-])--([a-z][a-z0-9-]*[a-z0-9])(?![a-z0-9-])")
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+CONFIGS = (EngineConfig, EngineChoice, FleetSpec, InstanceSpec, Listen, LogConfig, RestartPolicy, RouterConfig)
+"""What flags are made from; `tests/cli/test_main.py` proves that each field of each is one."""
+
+OWN = {"--config", "--help", "--version", "--ready-fd", "--model", "--keep"}
+
+FOREIGN = {
+    # vLLM's
+    "--enforce-eager", "--kv-events-config", "--disable-hybrid-kv-cache-manager", "--hf-overrides",
+    "--enable-prompt-tokens-details", "--disable-access-log-for-endpoints", "--kv-cache-memory-bytes",
+    "--gpu-memory-utilization", "--pipeline-parallel-size", "--data-parallel-size",
+    # of pip, docker, git, compilers and Python's own tools
+    "--no-deps", "--shm-size", "--editable", "--index-url", "--version",
+    # of programs of this repository with a parser of their own (`python -m …`, scripts, benchmarks)
+    "--set", "--tokenizer", "--no-tokenizer", "--max-shard-size",
+}  # fmt: skip
+
+
+def known() -> set[str]:
+    aliases = {f"--{one.metadata['alias']}" for config in CONFIGS for one in fields(config) if "alias" in one.metadata}
+    own = {flag_name(one.name) for config in CONFIGS for one in fields(config)}
+    negated = {f"--no-{name.removeprefix('--')}" for name in own}
+    demos = {flag_name(name) for name in demo.__annotations__}
+    return own | aliases | negated | demos | OWN | FOREIGN
+
+
+def texts(path: Path) -> Iterator[str]:
+    """Strings and docstrings of a module, and its comments."""
+    source = path.read_text()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            yield token.string
+
+
+def named(text: str) -> set[str]:
+    return {f"--{name}" for name in FLAG.findall(text)}
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "src").rglob("*.py")), ids=lambda path: str(path.relative_to(ROOT)))
+def test_modules_name_flags_that_exist(path: Path) -> None:
+    assert not {flag for text in texts(path) for flag in named(text)} - known()
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_pages_name_flags_that_exist(path: Path) -> None:
+    assert not named(path.read_text()) - known()
+
+
+def test_the_search_finds_what_is_not_there() -> None:
+    assert named("set --auth-token, or --port=0 (`--grace-s`)") - known() == {"--auth-token"}

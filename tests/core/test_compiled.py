@@ -1,0 +1,113 @@
+"""Where what is compiled is kept, and what is done where nothing can be."""
+
+from __future__ import annotations
+
+import os
+import pwd
+import shutil
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from kvferry.core.compiled import PLACE, NotCompiled, compiled
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no compiler here")
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    path = tmp_path / "one.cpp"
+    path.write_text('extern "C" int one() { return 1; }')
+    return path
+
+
+@pytest.fixture(autouse=True)
+def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A home, and a folder for temporary files, of this test's own."""
+    for name in ("home", "temporary"):
+        (tmp_path / name).mkdir()
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    for name in ("XDG_CACHE_HOME", PLACE):
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path
+
+
+def private(places: Path) -> Path:
+    return places / "temporary" / f"kvferry-{os.getuid()}"
+
+
+def test_it_is_kept_in_the_home_and_found_again(source: Path, places: Path) -> None:
+    first = compiled([source], ["-O1"])
+    assert first.parent == places / "home" / ".cache" / "kvferry" / "kernels"
+    made = first.stat().st_mtime_ns
+    assert compiled([source], ["-O1"]) == first
+    assert first.stat().st_mtime_ns == made
+
+
+@pytest.mark.parametrize(("variable", "below"), [(PLACE, "kernels"), ("XDG_CACHE_HOME", "kvferry/kernels")])
+def test_a_place_that_is_named_comes_first(
+    variable: str, below: str, source: Path, places: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(variable, str(places / "named"))
+    assert compiled([source], ["-O1"]).parent == places / "named" / below
+
+
+def test_where_the_home_cannot_be_written_a_private_place_is_taken_and_told(
+    source: Path, places: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("HOME", "/proc/nowhere")  # not writable, for root neither
+    path = compiled([source], ["-O1"])
+    assert path.parent == private(places) / "kernels"
+    assert private(places).stat().st_mode & 0o777 == 0o700
+    assert "/proc/nowhere/.cache/kvferry/kernels" in caplog.text
+    assert PLACE in caplog.text
+    caplog.clear()
+    assert compiled([source], ["-O1"]) == path
+    assert caplog.text == ""
+
+
+def test_what_is_there_is_used_though_nothing_can_be_written(source: Path, places: Path) -> None:
+    """As in an image of a container that was made with it."""
+    path = compiled([source], ["-O1"])
+    path.parent.chmod(0o500)
+    assert compiled([source], ["-O1"]) == path
+
+
+@pytest.mark.parametrize("made", ["link", "open", "file"])
+def test_a_private_place_that_others_could_write_is_refused(
+    made: str, source: Path, places: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", "/proc/nowhere")
+    place = private(places)
+    if made == "link":
+        (places / "elsewhere").mkdir()
+        place.symlink_to(places / "elsewhere")
+    elif made == "open":
+        place.mkdir()
+        place.chmod(0o777)
+    else:
+        place.write_text("")
+    with pytest.raises(NotCompiled):
+        compiled([source], ["-O1"])
+
+
+def test_a_user_without_a_home(
+    source: Path, places: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As in a container that runs under a number: neither HOME nor a line in /etc/passwd."""
+
+    def nobody(uid: int) -> None:
+        raise KeyError(uid)
+
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr(pwd, "getpwuid", nobody)
+    assert compiled([source], ["-O1"]).parent == private(places) / "kernels"
+    assert "no home" in caplog.text
+
+
+def test_no_compiler_says_what_to_do(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(NotCompiled, match="install g\\+\\+"):
+        compiled([source], ["-O1"])
