@@ -6,8 +6,8 @@ import pytest
 from kv_support import Node, Region, make_layout
 
 from kvferry.connectors.p2p.departures import Departures
-from kvferry.connectors.p2p.plan import P2pPlan, Save
-from kvferry.transport.lookup_buffer.entries import Announced, Cursor
+from kvferry.connectors.p2p.plan import Keep, P2pPlan, Save
+from kvferry.transport.lookup_buffer.entries import Announced, Cursor, Over, Sealed
 
 
 @pytest.mark.parametrize("on_device", [False, True])
@@ -22,7 +22,8 @@ def test_layers_are_announced_when_their_kv_is_there(on_device: bool) -> None:
         seen.append((what, [part.first_layer for part in parts]))
 
     departures = Departures(node.buffer, 2, (lambda: announced("device")) if on_device else None)
-    departures.start(P2pPlan(saves=[Save("t", True, 0, 0, [3, 4])]))
+    departures.start(P2pPlan(saves=[Save("t", True, 0, [3, 4])]))
+    announced("started")
     for layer in range(2):
         departures.save_layer(layer)
         announced(f"saved {layer}")
@@ -32,9 +33,57 @@ def test_layers_are_announced_when_their_kv_is_there(on_device: bool) -> None:
     departures.flush()
     announced("no more")
     if on_device:
-        assert seen == [("saved 0", []), ("saved 1", []), ("device", []), ("flushed", [0, 1]), ("no more", [0, 1])]
+        assert seen == [
+            ("started", []),
+            ("saved 0", []),
+            ("saved 1", []),
+            ("device", []),
+            ("flushed", [0, 1]),
+            ("no more", [0, 1]),
+        ]
     else:
-        assert seen == [("saved 0", [0]), ("saved 1", [0, 1]), ("flushed", [0, 1]), ("no more", [0, 1])]
+        assert seen == [
+            ("started", []),
+            ("saved 0", [0]),
+            ("saved 1", [0, 1]),
+            ("flushed", [0, 1]),
+            ("no more", [0, 1]),
+        ]
     node.buffer.drop("t")
+    node.close()
+    region.close()
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize("told", [False, True])
+def test_a_step_that_broke_off_hands_nothing_off(on_device: bool, told: bool) -> None:
+    region = Region(make_layout(), 16, seed=1)
+    node = Node(region, "shm")
+    departures = Departures(node.buffer, 2, (lambda: None) if on_device else None)
+    departures.start(P2pPlan(saves=[Save("t", True, 0, [3, 4])]))
+    departures.save_layer(0)
+    if told:
+        departures.discard()
+    else:
+        departures.start(P2pPlan())
+    for layer in range(2):
+        departures.save_layer(layer)
+    departures.flush()
+    changes, _ = node.buffer.table.changes("t", Cursor())
+    assert changes == [Over("dropped")]
+    node.close()
+    region.close()
+
+
+def test_blocks_of_a_request_that_is_over_are_announced_at_once() -> None:
+    region = Region(make_layout(), 16, seed=1)
+    node = Node(region, "shm")
+    departures = Departures(node.buffer, 2)
+    departures.start(P2pPlan(keeps=[Keep("t", "r", [3, 4], b"meta", 480.0)]))
+    changes, _ = node.buffer.table.changes("t", Cursor())
+    assert [type(change) for change in changes] == [Announced, Sealed]
+    assert node.buffer.table.lease_of("t") == 480.0
+    node.buffer.end("t")
+    assert departures.released() == {"r"}
     node.close()
     region.close()

@@ -222,6 +222,46 @@ def test_a_preempted_prefill_is_handed_off_from_its_new_blocks(pair: tuple[FakeE
     consumer.require_right(decode)
 
 
+@pytest.mark.parametrize("chunk", [4, 100])
+def test_blocks_that_another_request_of_the_step_computes(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, chunk: int
+) -> None:
+    """They count as cached, and are not there yet. (The engine looks at all that is announced.)"""
+    monkeypatch.setattr(worker, "GATHER_BYTES", 0)
+    producer, consumer = make_pair(make_engine, chunk=chunk)
+    decode = consumer.add(consumed(PROMPT, early_ticket(producer)))
+    consumer.step()
+    first = producer.add(FakeRequest("first", PROMPT))
+    sharing = FakeRequest("second", PROMPT, Produce("t"), shares=(first, min(chunk, 16) // 4))
+    producer.add(sharing)
+    producer.run_until(lambda: sharing.state == "done")
+    producer.step()
+    consumer.run_until(lambda: decode.state == "done")
+    consumer.require_right(decode)
+    assert (decode.error, decode.num_computed_here) == (None, 0)
+
+
+@pytest.mark.parametrize("whose", ["its own", "another's"])
+def test_blocks_that_are_computed_again(make_engine: MakeEngine, whose: str) -> None:
+    """After a load that failed: what was announced of them was worth nothing."""
+    producer, consumer = make_pair(make_engine)
+    decode = consumer.add(consumed(PROMPT, early_ticket(producer)))
+    consumer.step()
+    first = producer.add(FakeRequest("first", PROMPT, Produce("first")))
+    second = producer.add(FakeRequest("second", PROMPT, Produce("t"), shares=(first, 2)))
+    producer.step()
+    assert (first.num_computed, second.num_computed) == (8, 16)
+    producer.lose(first, 4)
+    if whose == "its own":
+        producer.lose(second, 8)
+    producer.run_until(lambda: (first.state, second.state) == ("done", "done"))
+    producer.scheduler.release("first")
+    producer.step()
+    consumer.run_until(lambda: decode.state == "done")
+    consumer.require_right(decode)
+    assert (decode.error, decode.num_computed_here) == (None, 0)
+
+
 def test_a_prefill_aborted_half_way(pair: tuple[FakeEngine, FakeEngine]) -> None:
     producer, consumer = pair
     decode = consumer.add(consumed(PROMPT, early_ticket(producer)))

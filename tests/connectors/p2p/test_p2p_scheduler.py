@@ -30,17 +30,17 @@ def saves(side: P2pSchedulerSide, request: FakeRequest, start: int, num_tokens: 
 
 def test_a_block_is_announced_when_its_last_token_is_computed(side: P2pSchedulerSide) -> None:
     request = FakeRequest("r", PROMPT, Produce("t"))
-    assert saves(side, request, 0, 3) == [Save("t", True, 0, 0, [])]
-    assert saves(side, request, 3, 3) == [Save("t", False, 0, 0, [7])]
+    assert saves(side, request, 0, 3) == [Save("t", True, 0, [])]
+    assert saves(side, request, 3, 3) == [Save("t", False, 0, [7])]
     assert saves(side, request, 6, 1) == []
-    assert saves(side, request, 7, 9) == [Save("t", False, 1, 0, [3, 9, 1])]
-    assert saves(side, request, 16, 2) == [Save("t", False, 4, 0, [5])], "the prompt ends in it"
+    assert saves(side, request, 7, 9) == [Save("t", False, 1, [3, 9, 1])]
+    assert saves(side, request, 16, 2) == [Save("t", False, 4, [5])], "the prompt ends in it"
     assert saves(side, request, 18, 1) == []
 
 
-def test_blocks_of_the_prefix_cache_are_ready_at_once(side: P2pSchedulerSide) -> None:
+def test_blocks_of_the_prefix_cache_are_announced_like_the_others(side: P2pSchedulerSide) -> None:
     request = FakeRequest("r", PROMPT, Produce("t"))
-    assert saves(side, request, 8, 10) == [Save("t", True, 0, 2, BLOCKS)]
+    assert saves(side, request, 8, 10) == [Save("t", True, 0, BLOCKS)]
 
 
 def test_a_preempted_request_is_announced_from_the_first_block(side: P2pSchedulerSide) -> None:
@@ -48,7 +48,16 @@ def test_a_preempted_request_is_announced_from_the_first_block(side: P2pSchedule
     saves(side, request, 0, 9)
     plan = side.plan(StepView(preempted=[request]))
     assert plan == P2pPlan(resets=["t"])
-    assert saves(side, request, 0, 9) == [Save("t", False, 0, 0, [7, 3])]
+    assert saves(side, request, 0, 9) == [Save("t", False, 0, [7, 3])]
+
+
+def test_blocks_that_another_request_computes_again_are_announced_again(side: P2pSchedulerSide) -> None:
+    ours, other = FakeRequest("r", PROMPT, Produce("t")), FakeRequest("other", PROMPT)
+    saves(side, ours, 8, 4)
+    plan = side.plan(StepView([ScheduledChunk(other, 4, 4, tuple(BLOCKS)), ScheduledChunk(ours, 12, 1, tuple(BLOCKS))]))
+    assert plan == P2pPlan(resets=["t"], saves=[Save("t", False, 0, [7, 3, 9])])
+    answer = ScheduledChunk(other, 18, 1, (*BLOCKS[:-1], 5))
+    assert side.plan(StepView([answer])) is None, "what follows the prompt is nobody else's"
 
 
 def test_the_end_of_a_prefill(side: P2pSchedulerSide) -> None:

@@ -248,6 +248,22 @@ def test_what_was_computed_on_a_lost_prefix_is_never_kept(make: MakeEngine, tmp_
     require_store_is_right(engine, tmp_path, PROMPT)
 
 
+def test_what_another_request_computed_on_a_lost_prefix_is_never_kept(make: MakeEngine, tmp_path: Path) -> None:
+    """It shares the blocks of the one whose load failed, and hears of nothing."""
+    engine = make(load="layerwise", chunk=100)
+    engine.run(FakeRequest("a", PROMPT[:9]))
+    settle(engine)
+    damaged = store_files(tmp_path)
+    for path in damaged:
+        path.write_bytes(path.read_bytes()[:-1] + b"?")
+    loads = engine.add(FakeRequest("b", PROMPT[:17]))
+    shares = engine.add(FakeRequest("c", [*PROMPT[:8], *range(11)], shares=(loads, 2)))
+    engine.run_until(lambda: loads.error is not None)
+    settle(engine)
+    assert set(store_files(tmp_path)) < set(damaged)
+    engine.run_until(lambda: shares.state == "done")
+
+
 def test_each_layer_is_there_when_the_model_reads_it(make: MakeEngine) -> None:
     engine = make(load="layerwise")
     engine.run(FakeRequest("a", PROMPT))

@@ -1,6 +1,6 @@
 """An engine without a model: it steps both sides of a connector as the real one does, and computes bytes that can be
 checked. The KV of a token is a function of all tokens up to it and of the layer. Several ranks are several memories
-and worker sides, stepped in turn."""
+and worker sides, stepped in turn. Whatever its connector announces is looked at in that moment."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -33,14 +33,16 @@ from kvferry.connectors.api import (
     TransferReport,
     WorkerSide,
 )
+from kvferry.connectors.p2p.worker import P2pWorkerSide
 from kvferry.connectors.ranks import RankReports
 from kvferry.connectors.registry import find_connector
 from kvferry.core.block_hash import BlockHash, extend_hashes, root_hash
 from kvferry.core.errors import KvferryError
-from kvferry.core.hand_off import HandOff, PrefillResult
+from kvferry.core.hand_off import HandOff, PrefillResult, Produce
 from kvferry.core.layout import DTYPE_BYTES, KVLayout
 from kvferry.core.sharding import on_rank
 from kvferry.core.transfer_config import KVTransferConfig
+from kvferry.transport.lookup_buffer.base import Part
 from kvferry.transport.shared_memory import sweep_stale_segments
 
 STEP_S = 0.005
@@ -48,13 +50,18 @@ STEP_S = 0.005
 
 @dataclass
 class FakeRequest:
-    """`state`: waiting, loading, running, done, aborted. `cached`: its blocks in the engine's own prefix cache."""
+    """`state`: waiting, loading, running, done, aborted. `cached`: its blocks in the engine's own prefix cache.
+
+    `shares`: another request, and how many of that one's first blocks are this one's too, as vLLM's prefix cache has
+    it: they count as computed from the step on that computes them.
+    """
 
     request_id: str
     prompt_token_ids: list[int]
     hand_off: HandOff = None
     prefill_result: PrefillResult | None = None
     cached: list[int] = field(default_factory=list)
+    shares: tuple[FakeRequest, int] | None = None
     state: str = "waiting"
     block_ids: list[int] = field(default_factory=list)
     num_computed: int = 0
@@ -126,8 +133,21 @@ class FakeEngine:
             self.addresses = [worker.address() for worker in self.workers if isinstance(worker, HasAddress)]
             if isinstance(self.scheduler, HasAddresses):
                 self.scheduler.set_addresses(self.addresses)
+        self.wrongly_announced: list[str] = []
         for worker in self.workers:
             worker.on_report(self._woken.set)
+            if isinstance(worker, P2pWorkerSide):
+                worker._buffer.insert = partial(self._announced, worker._buffer.insert)  # type: ignore[method-assign]
+
+    def _announced(self, insert: Callable[[str, Part], bool], key: str, part: Part) -> bool:
+        """A part is told of: it must be there by now."""
+        for request in self.requests.values():
+            if isinstance(request.hand_off, Produce) and request.hand_off.transfer_id == key:
+                for index, block_id in enumerate(part.block_ids, part.first_block):
+                    for layer in range(part.first_layer, part.first_layer + part.num_layers):
+                        if not self.has_block(request.prompt_token_ids, layer, block_id, index):
+                            self.wrongly_announced.append(f"{request.request_id}: layer {layer} of block {index}")
+        return insert(key, part)
 
     @property
     def region(self) -> Region:
@@ -163,6 +183,12 @@ class FakeEngine:
         self.free = [*request.block_ids, *self.free]
         request.block_ids, request.num_computed, request.state = [], 0, "waiting"
         request.asked_out = True
+
+    def lose(self, request: FakeRequest, num_tokens: int) -> None:
+        """What was to be loaded into its blocks from there on did not come: they are computed again."""
+        for block_id in request.block_ids[num_tokens // self.layout.block_size :]:
+            self.scribble(block_id)
+        request.num_computed = num_tokens
 
     # The step.
 
@@ -207,6 +233,9 @@ class FakeEngine:
         return request
 
     def _admit(self, request: FakeRequest) -> None:
+        if request.shares is not None:
+            other, num_shared = request.shares
+            request.cached = other.block_ids[:num_shared]
         num_cached = len(request.cached) * self.layout.block_size
         num_blocks = -(-len(request.prompt_token_ids) // self.layout.block_size)
         if num_blocks - len(request.cached) > len(self.free):
@@ -261,6 +290,8 @@ class FakeEngine:
 
     def _advance(self, chunk: ScheduledChunk, report: TransferReport) -> None:
         request = self.requests[chunk.request.request_id]
+        if request.shares is not None and request.shares[0].request_id in report.failed:
+            return
         if request.layerwise_base is not None:
             if request.request_id in report.failed:
                 return
@@ -293,9 +324,7 @@ class FakeEngine:
                     request.num_computed = len(request.cached) * self.layout.block_size
                     request.state = "running"
         for request_id in report.released:
-            for block_id in self.held.pop(request_id):
-                self.scribble(block_id)
-                self.free.append(block_id)
+            self._free(self.held.pop(request_id), scribbles=True)
         self.scheduler.completed(report)
 
     def _finish(self, request: FakeRequest, state: str) -> None:
@@ -309,7 +338,15 @@ class FakeEngine:
             case Hold():
                 self.held[request.request_id] = request.block_ids
             case Release():
-                self.free += request.block_ids
+                self._free(request.block_ids)
+
+    def _free(self, block_ids: Sequence[int], *, scribbles: bool = False) -> None:
+        """What no other request has."""
+        users = [*self.held.values(), *(request.block_ids for request in self.requests.values())]
+        for block_id in set(block_ids).difference(*users):
+            if scribbles:
+                self.scribble(block_id)
+            self.free.append(block_id)
 
     # Bytes.
 
@@ -358,6 +395,7 @@ class FakeEngine:
 
     def check(self) -> None:
         self.run_until(lambda: not self.held and not self.scheduler.has_work())
+        assert not self.wrongly_announced
         assert not self.requests
         assert sorted(self.free) == list(range(self.region.memory.num_blocks)), "blocks leak"
         self.scheduler.check()

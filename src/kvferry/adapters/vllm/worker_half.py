@@ -116,6 +116,7 @@ class WorkerHalf:
     def begin(self, step: StepMetadata) -> None:
         """Void what was announced of blocks that are no longer its request's."""
         self._step, self._started = step, False
+        self._written.clear()
         if step.plan is not None and self.side is not None:
             self.side.withdraw(step.plan)
 

@@ -1,6 +1,10 @@
 """The producer's half of the worker side: announces what is computed, and says when blocks are free again.
 
 Owns the hand-offs of this rank that wait for their end. Used from the engine's thread only.
+
+Nothing is announced on the word of a plan. A plan names blocks of requests that run in its step, and they are
+announced, layer by layer, when the step has passed the layer: by then every block of it is written, whichever request
+of this step or an earlier one computed it, or loaded it.
 """
 
 from __future__ import annotations
@@ -8,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from kvferry.connectors.p2p.plan import P2pPlan, Save, Seal
+from kvferry.connectors.p2p.plan import Keep, P2pPlan, Save
 from kvferry.transport.lookup_buffer.base import LookupBuffer, Part
 from kvferry.transport.tasks import call_contained
 
@@ -36,7 +40,8 @@ class Departures:
             self._buffer.reset(transfer_id)
 
     def start(self, plan: P2pPlan) -> None:
-        """Drop, announce and seal what the plan says."""
+        """Drop and seal what the plan says; what it wants announced waits for the layers of this step."""
+        self.discard()  # of a step that never came to its end
         for drop in plan.drops:
             self._held[drop.transfer_id] = drop.request_id
             self._each(drop.transfer_id, partial(self._buffer.drop, drop.transfer_id))
@@ -46,7 +51,10 @@ class Departures:
             self._each(save.transfer_id, partial(self._begin, save))
         for seal in plan.seals:
             self._held[seal.transfer_id] = seal.request_id
-            self._each(seal.transfer_id, partial(self._seal, seal))
+            self._each(seal.transfer_id, partial(self._buffer.seal, seal.transfer_id, seal.meta))
+        for keep in plan.keeps:
+            self._held[keep.transfer_id] = keep.request_id
+            self._each(keep.transfer_id, partial(self._keep, keep))
 
     def _each(self, transfer_id: str, act: Callable[[], object]) -> None:
         """Do one thing for one hand-off; where that goes wrong the hand-off is withdrawn, and no other."""
@@ -57,11 +65,6 @@ class Departures:
         self._saves = [save for save in self._saves if save[0] != transfer_id]
         self._buffer.drop(transfer_id)
         self._over.add(transfer_id)
-
-    def _seal(self, seal: Seal) -> None:
-        if seal.lease_s is not None:
-            self._buffer.set_lease(seal.transfer_id, seal.lease_s)
-        self._buffer.seal(seal.transfer_id, seal.meta)
 
     def save_layer(self, layer: int) -> None:
         """This step's blocks of `layer` have their KV, or will when the device has done what it was given."""
@@ -106,10 +109,13 @@ class Departures:
     def _begin(self, save: Save) -> None:
         if save.opens and not self._buffer.open(save.transfer_id):
             self._over.add(save.transfer_id)
+        elif save.block_ids:
+            self._saves.append((save.transfer_id, save.first_block, save.block_ids))
+
+    def _keep(self, keep: Keep) -> None:
+        if not self._buffer.open(keep.transfer_id):
+            self._over.add(keep.transfer_id)
             return
-        num_ready, first_block, block_ids = save.num_ready, save.first_block, save.block_ids
-        if num_ready:
-            ready = Part(0, self._num_layers, first_block, block_ids[:num_ready])
-            self._buffer.insert(save.transfer_id, ready)
-        if len(block_ids) > num_ready:
-            self._saves.append((save.transfer_id, first_block + num_ready, block_ids[num_ready:]))
+        self._buffer.insert(keep.transfer_id, Part(0, self._num_layers, 0, keep.block_ids))
+        self._buffer.set_lease(keep.transfer_id, keep.lease_s)
+        self._buffer.seal(keep.transfer_id, keep.meta)

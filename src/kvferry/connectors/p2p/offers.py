@@ -3,14 +3,17 @@
 Owns the list of hand-offs in the making or under lease here. It does not know whether anybody fetches one, or how:
 the worker sides report when blocks are free again.
 
-A block is announced once, when its last token is scheduled: when it is full, or when the prompt ends in it.
+A block is announced once, when its last token is scheduled: when it is full, or when the prompt ends in it. When a step
+computes tokens again whose blocks were announced, as after a load that failed, all that was announced of that hand-off
+is void, and it begins anew: its own request's tokens, or those of another that shares its blocks.
 """
 
 from __future__ import annotations
 
 import secrets
+from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from kvferry.connectors.api import (
@@ -25,7 +28,7 @@ from kvferry.connectors.api import (
     RequestView,
     ScheduledChunk,
 )
-from kvferry.connectors.p2p.plan import Drop, HandOffMeta, PlanBook, Save, Seal, encode_meta
+from kvferry.connectors.p2p.plan import Drop, HandOffMeta, Keep, PlanBook, Save, Seal, encode_meta
 from kvferry.core.errors import ConfigError, ProtocolError
 from kvferry.core.hand_off import Produce, Ticket, prefix_digests
 
@@ -33,14 +36,15 @@ NUM_PREFIXES = 16
 """Digests in the ticket of kept blocks, so that a next turn that differs late still finds most of them."""
 
 
-@dataclass
+@dataclass(eq=False)
 class _Offer:
-    """A hand-off, from its first chunk until its blocks are free again."""
+    """A hand-off, from its first chunk until its blocks are free again. `announced`: its blocks that are, in order,
+    while its request runs."""
 
     request_id: str
     transfer_id: str
     num_blocks: int
-    num_announced: int = 0
+    announced: list[int] = field(default_factory=list)
     opened: bool = False
 
 
@@ -53,6 +57,7 @@ class Offers:
         self._addresses: list[tuple[str, int]] = []
         self._offers: dict[str, _Offer] = {}
         self._by_transfer: dict[str, _Offer] = {}
+        self._announced_by: defaultdict[int, set[_Offer]] = defaultdict(set)
         self._admitted: dict[str, int] = {}
 
     def set_addresses(self, addresses: Sequence[dict[str, Any]]) -> None:
@@ -89,15 +94,34 @@ class Offers:
         """A preempted request begins again, in other blocks."""
         offer = self._offers.get(request.request_id)
         if offer is not None:
-            offer.num_announced = 0
-            self._work.resets.append(offer.transfer_id)
+            self._begin_anew(offer)
+
+    def void(self, chunks: Sequence[ScheduledChunk]) -> None:
+        """What this step computes was not there before. Called with all chunks of a step, before `announce`."""
+        for chunk in chunks if self._announced_by else ():
+            if chunk.num_tokens and chunk.start < len(chunk.request.prompt_token_ids):  # an answer's blocks are its own
+                first, end = chunk.start // self._layout.block_size, self._num_blocks(chunk.start + chunk.num_tokens)
+                for block_id in chunk.block_ids[first:end]:
+                    for offer in list(self._announced_by.get(block_id, ())):
+                        self._begin_anew(offer)
+
+    def _begin_anew(self, offer: _Offer) -> None:
+        self._work.resets.append(offer.transfer_id)
+        self._forget_announced(offer)
+
+    def _forget_announced(self, offer: _Offer) -> None:
+        for block_id in offer.announced:
+            self._announced_by[block_id].discard(offer)
+            if not self._announced_by[block_id]:
+                del self._announced_by[block_id]
+        offer.announced = []
 
     def expect(self, request: RequestView, hand_off: Produce) -> None:
         """A prefill has its blocks, but loads what an earlier turn left elsewhere before it computes."""
         self._track(request, hand_off.transfer_id)
 
     def announce(self, chunk: ScheduledChunk) -> None:
-        """The blocks that are complete after this chunk."""
+        """The blocks that are complete once this step is over."""
         request = chunk.request
         if not isinstance(request.hand_off, Produce) or not self._config.produces:
             return
@@ -106,14 +130,16 @@ class Offers:
             return
         block_size, num_prompt = self._layout.block_size, len(request.prompt_token_ids)
         end = chunk.start + chunk.num_tokens
-        first = offer.num_announced
+        first = len(offer.announced)
         last = offer.num_blocks if end >= num_prompt else end // block_size
         if first >= last and offer.opened:
             return
-        num_ready = max(0, min(chunk.start // block_size, last) - first)
         block_ids = list(chunk.block_ids[first:last])
-        self._work.saves.append(Save(offer.transfer_id, not offer.opened, first, num_ready, block_ids))
-        offer.opened, offer.num_announced = True, last
+        self._work.saves.append(Save(offer.transfer_id, not offer.opened, first, block_ids))
+        offer.opened = True
+        offer.announced += block_ids
+        for block_id in block_ids:
+            self._announced_by[block_id].add(offer)
 
     def _track(self, request: RequestView, transfer_id: str) -> _Offer | None:
         """The record of this request's hand-off; None when another request has that transfer id."""
@@ -132,7 +158,9 @@ class Offers:
             self.released(request.request_id)
             return Release()
         result, transfer_id = request.prefill_result, offer.transfer_id
-        if result is None or offer.num_announced < offer.num_blocks:
+        is_complete = len(offer.announced) == offer.num_blocks
+        self._forget_announced(offer)
+        if result is None or not is_complete:
             self._work.drops.append(Drop(transfer_id, request.request_id))
             return Hold(None)
         num_tokens = len(request.prompt_token_ids)
@@ -150,13 +178,12 @@ class Offers:
         if not num_blocks or not self._config.produces or not self._has_room(num_blocks, request.request_id):
             return Release()
         transfer_id = f"kept-{secrets.token_hex(12)}"
-        offer = _Offer(request.request_id, transfer_id, num_blocks, num_blocks, opened=True)
+        offer = _Offer(request.request_id, transfer_id, num_blocks, opened=True)
         self._offers[request.request_id] = self._by_transfer[transfer_id] = offer
         ours = list(block_ids[:num_blocks])
-        self._work.saves.append(Save(transfer_id, True, 0, num_blocks, ours))
         prefixes = prefix_digests(request.tokens, _checkpoints(num_tokens, len(request.prompt_token_ids)))
         meta = HandOffMeta(num_tokens, prefixes, None)
-        self._work.seals.append(Seal(transfer_id, request.request_id, encode_meta(meta), self._kept_lease_s))
+        self._work.keeps.append(Keep(transfer_id, request.request_id, ours, encode_meta(meta), self._kept_lease_s))
         ticket = self._ticket(transfer_id, request.request_id, ours, meta)
         params = ticket.to_params() | {"do_remote_prefill": False, "do_remote_decode": True}
         return Hold(params | {"remote_transfer_id": params.pop("transfer_id")})
@@ -181,6 +208,7 @@ class Offers:
         """The blocks of a hand-off are free again."""
         offer = self._offers.pop(request_id, None)
         if offer is not None:
+            self._forget_announced(offer)
             del self._by_transfer[offer.transfer_id]
 
     def end(self, transfer_id: str) -> bool:

@@ -10,29 +10,35 @@ from kvferry.core.hand_off import PrefillResult, Ticket
 
 
 class Save(msgspec.Struct, frozen=True, array_like=True):
-    """Announce blocks `first_block, …` of a hand-off, which are `block_ids` here.
+    """Announce blocks `first_block, …` of a hand-off, which are `block_ids` here, as this step passes each layer.
 
-    The first `num_ready` hold their KV already (they came from the prefix cache, all layers); the others get it in
-    this step, layer by layer. `opens`: it is the hand-off's first.
+    So also those that the prefix cache had: another request of the same step may be the one that computes them, or a
+    load of this step that brings them. `opens`: it is the hand-off's first.
     """
 
     transfer_id: str
     opens: bool
     first_block: int
-    num_ready: int
     block_ids: list[int]
 
 
 class Seal(msgspec.Struct, frozen=True, array_like=True):
-    """The prompt is complete; `meta` is an encoded `HandOffMeta`. The request's blocks are under `Hold`.
-
-    `lease_s`: where the lease is not of the usual length.
-    """
+    """The prompt is complete; `meta` is an encoded `HandOffMeta`. The request's blocks are under `Hold`."""
 
     transfer_id: str
     request_id: str
     meta: bytes
-    lease_s: float | None = None
+
+
+class Keep(msgspec.Struct, frozen=True, array_like=True):
+    """A request is over, and so are all steps that computed its blocks: announce them, and complete the hand-off at
+    once. They are under `Hold`, and the lease is of `lease_s`."""
+
+    transfer_id: str
+    request_id: str
+    block_ids: list[int]
+    meta: bytes
+    lease_s: float
 
 
 class Drop(msgspec.Struct, frozen=True, array_like=True):
@@ -68,9 +74,9 @@ class Load(msgspec.Struct, frozen=True, array_like=True):
 class P2pPlan(msgspec.Struct, frozen=True):
     """One step's work, done in this order: what is withdrawn comes first, since its blocks may be in use again.
 
-    `resets`: hand-offs whose request was preempted. `cancels`: request ids whose load must stop. `ends`: leases to
-    end early, by transfer id. `waits`: tickets to be fetched later. `unwanted`: tickets that nobody here will fetch;
-    their producers are told.
+    `resets`: hand-offs whose blocks are computed again; all that was announced of them is void. `cancels`: request ids
+    whose load must stop. `ends`: leases to end early, by transfer id. `waits`: tickets to be fetched later.
+    `unwanted`: tickets that nobody here will fetch; their producers are told.
     """
 
     resets: list[str] = []
@@ -79,6 +85,7 @@ class P2pPlan(msgspec.Struct, frozen=True):
     ends: list[str] = []
     saves: list[Save] = []
     seals: list[Seal] = []
+    keeps: list[Keep] = []
     waits: list[Wait] = []
     loads: list[Load] = []
     unwanted: list[Wait] = []
@@ -94,6 +101,7 @@ class PlanBook:
     ends: list[str] = field(default_factory=list)
     saves: list[Save] = field(default_factory=list)
     seals: list[Seal] = field(default_factory=list)
+    keeps: list[Keep] = field(default_factory=list)
     waits: list[Wait] = field(default_factory=list)
     loads: list[Load] = field(default_factory=list)
     unwanted: list[Wait] = field(default_factory=list)

@@ -83,6 +83,7 @@ class P2pSchedulerSide(SchedulerSide):
         self._offers.planned()
         for request in step.preempted:
             self._offers.restart(request)
+        self._offers.void(step.chunks)
         for chunk in step.chunks:
             self._fetches.computed(chunk.request)
             self._offers.announce(chunk)

@@ -85,21 +85,21 @@ class SharedStorageWorkerSide(WorkerSide):
             self._step.wait_layer(layer)
 
     def flush(self) -> None:
-        """Copy the blocks that are full now, but for those computed on a prefix that never came."""
-        failed = self._step.failed() if self._step is not None else set()
-        self._step = None
+        """Copy the blocks that are full now, unless a load of this step failed: then nobody here knows which of its
+        requests were computed on what never came, since they may share blocks."""
+        keep = self._drop if self._end_loads() else self._save
         saves, self._saves = self._saves, []
         for save in saves:
-            if save.request_id in failed:
-                self._drop(save)
-            else:
-                self._save(save)
+            keep(save)
+
+    def _end_loads(self) -> bool:
+        """Wait for the layerwise loads of this step; whether one failed."""
+        step, self._step = self._step, None
+        return step is not None and bool(step.failed())
 
     def discard(self) -> None:
         """The step failed: nothing of it is kept. Waits for its layerwise loads, bounded by their deadlines."""
-        step, self._step = self._step, None
-        if step is not None:
-            step.failed()
+        self._end_loads()
         saves, self._saves = self._saves, []
         for save in saves:
             self._drop(save)
