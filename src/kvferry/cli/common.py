@@ -14,6 +14,7 @@ from kvferry.cli.flags import field_help, flags_of, nothing_said
 from kvferry.core.names import resolve
 from kvferry.core.transfer_config import KVTransferConfig
 from kvferry.engine.config import EngineConfig
+from kvferry.engine.server.config import ServerConfig
 from kvferry.fleet.display import ReportingDisplay, make_display
 from kvferry.fleet.local import TOKEN_VARIABLE
 from kvferry.fleet.ready import ReadyWriter
@@ -141,11 +142,9 @@ def run_engine(
             role=role,
             transfer=transfer,
             served_model_names=instance.served_model_name,
-            host=listen.host,
-            port=listen.port,
+            server=ServerConfig(host=listen.host, port=listen.port, shutdown_grace_s=listen.grace_s),
             on_progress=reporter.progress,
             on_ready=reporter.ready,
             auth_token=os.environ.get(TOKEN_VARIABLE, ""),
-            grace_s=listen.grace_s,
         )
     return code

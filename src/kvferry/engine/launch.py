@@ -15,6 +15,7 @@ from kvferry.engine.config import EngineConfig
 from kvferry.engine.engine import Engine
 from kvferry.engine.server.config import ServerConfig
 from kvferry.engine.server.http_server import serve
+from kvferry.http.listen import authority
 
 log = logging.getLogger(__name__)
 
@@ -27,12 +28,10 @@ def run_instance(
     role: Role,
     transfer: KVTransferConfig | None,
     served_model_names: tuple[str, ...] = (),
-    host: str = "127.0.0.1",
-    port: int = 0,
+    server: ServerConfig,
     on_progress: Callable[[str, float], None] = lambda what, share: None,
     on_ready: Callable[[dict[str, Any]], None] = lambda ready: None,
     auth_token: str = "",
-    grace_s: float = 5.0,
 ) -> int:
     """Serve one engine until SIGTERM or SIGINT; returns the exit code, 1 when the engine failed meanwhile.
 
@@ -41,14 +40,12 @@ def run_instance(
     """
     names = served_model_names or (engine.model,)
     loaded = Engine(engine, transfer, auth_token=auth_token, on_progress=on_progress)
-    server = ServerConfig(host=host, port=port, shutdown_grace_s=grace_s)
     return uvloop.run(_serve(AsyncEngine(loaded, names, role), server, on_ready))
 
 
 async def _serve(front: AsyncEngine, server: ServerConfig, on_ready: Callable[[dict[str, Any]], None]) -> int:
     def listening(host: str, port: int) -> None:
-        shown = f"[{host}]" if ":" in host else host
-        on_ready({"url": f"http://{shown}:{port}", **front.describe()})
+        on_ready({"url": f"{server.scheme}://{authority(host, port)}", **front.describe()})
 
     front.start()
     try:

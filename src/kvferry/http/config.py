@@ -85,7 +85,7 @@ class HttpConfig(HttpAccess):
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"--port must be between 0 and 65535, got {self.port}")
         if self.shutdown_grace_s < 0:
-            raise ConfigError(f"--shutdown-grace-s must not be negative, got {self.shutdown_grace_s}")
+            raise ConfigError(f"--grace-s must not be negative, got {self.shutdown_grace_s}")
 
     def api_keys(self) -> tuple[str, ...]:
         """The clients' keys, from flags and file. Raises `ConfigError` when the file cannot be read or has none."""

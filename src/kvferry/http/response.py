@@ -76,6 +76,7 @@ class Response:
     """One response. `status` is None until it has begun; `num_bytes` counts what was sent of the body."""
 
     __slots__ = (
+        "_added",
         "_declared",
         "_events",
         "_head",
@@ -100,6 +101,7 @@ class Response:
         self.num_bytes = 0
         self.mid_chunk = False
         """Whether bytes already framed were written that end within a chunk."""
+        self._added: RawHeaders = []
         self._declared = b""
         self._head = b""
         self._last = b""
@@ -120,6 +122,10 @@ class Response:
         """The whole answer, `body` being JSON."""
         self.send(status, body, [JSON])
 
+    def add_header(self, name: bytes, value: bytes) -> None:
+        """Have a header go with whatever will be answered, an error too; before the answer has begun."""
+        self._added.append((name, value))
+
     def start(self, status: int, headers: Iterable[tuple[bytes, bytes]]) -> None:
         """Status and headers; names in lower case. They go out with the first byte of the body, with `flush` or `end`.
 
@@ -128,7 +134,7 @@ class Response:
         """
         assert self.status is None, "a response is started once"
         self.status = status
-        sent = list(headers)
+        sent = [*headers, *self._added]
         self.framing = self._choose_framing(sent)
         if self.framing is Framing.CHUNKED:
             sent.append(_CHUNKED)

@@ -12,7 +12,6 @@ import uvloop
 
 from kvferry.engine.server.app import build_app
 from kvferry.engine.server.config import ServerConfig
-from kvferry.engine.server.http_server import HttpServer
 
 
 class Running:
@@ -20,8 +19,8 @@ class Running:
 
     def __init__(self, front: Any, config: ServerConfig) -> None:
         app = build_app(front, config)
-        self.context = app.state.context
-        self.server = HttpServer(app, self.context.lifecycle, config)
+        self.context = app.context
+        self.server = app.server()
         self.listening = asyncio.Event()
         self.url = ""
 
@@ -39,6 +38,7 @@ async def running(front: Any, **settings: Any) -> AsyncIterator[Running]:
         await server.listening.wait()
         yield server
         server.server.stop()
+    server.server.check()
 
 
 @contextmanager
@@ -51,7 +51,7 @@ def running_in_thread(front: Any, **settings: Any) -> Iterator[str]:
         app = build_app(front, config)
         found["loop"], found["server"] = (
             asyncio.get_running_loop(),
-            HttpServer(app, app.state.context.lifecycle, config),
+            app.server(),
         )
 
         def on_listening(host: str, port: int) -> None:

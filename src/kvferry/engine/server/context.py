@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from kvferry.api.decoding import THREAD_ABOVE_BYTES, Body, Decoded, decode_body, require_json
 from kvferry.api.requests import ChatCompletionRequest
 from kvferry.core.clock import Clock, SystemClock
@@ -11,9 +9,10 @@ from kvferry.core.errors import UnknownModel
 from kvferry.engine.server.chat_template import render_chat
 from kvferry.engine.server.config import ServerConfig
 from kvferry.engine.server.engine_protocol import EngineFront
-from kvferry.engine.server.lifecycle import Lifecycle
 from kvferry.engine.server.prompts import Prompt, require_encodable
 from kvferry.engine.server.text_codec import TextCodec, TokenTexts
+from kvferry.http.lifecycle import Lifecycle
+from kvferry.http.request import Request
 from kvferry.observe.metrics import EngineMetrics
 
 
@@ -38,9 +37,9 @@ class ServerContext:
             raise UnknownModel(f"The model `{name}` does not exist.", param="model")
         return self.front.model_names[0] if name is None else name
 
-    async def decode(self, raw: bytes, headers: Mapping[str, str], body_type: type[Body]) -> Decoded[Body]:
+    async def decode(self, raw: bytes, request: Request, body_type: type[Body]) -> Decoded[Body]:
         """A body as `body_type`. Raises `InvalidRequest`."""
-        require_json(headers.get("content-type"), headers.get("content-encoding"))
+        require_json(request.header("content-type"), request.header("content-encoding"))
         return await self.codec.off_loop.run_if(len(raw) > THREAD_ABOVE_BYTES, decode_body, raw, body_type)
 
     async def chat_prompt(self, body: ChatCompletionRequest) -> Prompt:

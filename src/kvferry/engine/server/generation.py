@@ -7,8 +7,8 @@ frees what the sequence held.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -20,7 +20,6 @@ from kvferry.core.errors import RequestError, Unavailable
 from kvferry.core.request import EngineOutput, Request
 from kvferry.engine.server.assembly import ChoiceAssembler, Delta
 from kvferry.engine.server.engine_protocol import EngineFront
-from kvferry.engine.server.lifecycle import Lifecycle, single_error
 from kvferry.observe.metrics import EngineMetrics, RequestTracker
 
 Outputs = AsyncGenerator[EngineOutput, None]
@@ -53,7 +52,6 @@ class Generation:
         children: Sequence[Child],
         *,
         front: EngineFront,
-        lifecycle: Lifecycle,
         metrics: EngineMetrics,
         clock: Clock,
         arrived: float,
@@ -63,7 +61,6 @@ class Generation:
         self.ticket: dict[str, Any] | None = None
         self.timeline: dict[str, float] = {}
         self._front = front
-        self._lifecycle = lifecycle
         self._metrics = metrics
         self._clock = clock
         self._arrived = arrived
@@ -71,12 +68,13 @@ class Generation:
 
     async def run(self, sink: Sink) -> None:
         """Generate everything, passing each delta to `sink`. Raises `RequestError` when a sequence fails."""
-        with single_error():
+        if len(self.children) == 1:
+            await self._pump(self.children[0], sink)
+            return
+        with _single_error():
             async with asyncio.TaskGroup() as group:
-                alarm = group.create_task(self._lifecycle.fail_on_abort())
-                pumps = [group.create_task(self._pump(child, sink)) for child in self.children]
-                await asyncio.wait(pumps)
-                alarm.cancel()
+                for child in self.children:
+                    group.create_task(self._pump(child, sink))
 
     def usage(self, index: int | None = None) -> answers.Usage:
         """Tokens so far: of the whole request, or of one choice as continuous statistics have it."""
@@ -128,6 +126,24 @@ class Generation:
         if child is self.children[0]:
             self.ticket = output.kv_transfer_params
             self.timeline = msgspec.to_builtins(child.request.timeline)
+
+
+@contextmanager
+def _single_error() -> Iterator[None]:
+    """Raise the one error that counts instead of a task group's bundle: a `RequestError` if there is one."""
+    try:
+        yield
+    except BaseExceptionGroup as group:
+        leaves = list(_leaves(group))
+        raise next((leaf for leaf in leaves if isinstance(leaf, RequestError)), leaves[0]) from None
+
+
+def _leaves(group: BaseExceptionGroup[BaseException]) -> Iterator[BaseException]:
+    for error in group.exceptions:
+        if isinstance(error, BaseExceptionGroup):
+            yield from _leaves(error)
+        else:
+            yield error
 
 
 def _raise_failure(output: EngineOutput) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import msgspec
@@ -11,7 +11,6 @@ import msgspec
 from kvferry.api.requests import ChatCompletionRequest, CompletionRequest, GenerationRequest, refuse_unsupported
 from kvferry.core.errors import InvalidRequest
 from kvferry.core.hand_off import Consume, HandOff, Produce
-from kvferry.core.openai import TIMELINE_HEADER
 from kvferry.core.request import Request
 from kvferry.core.sampling import SamplingParams, child_seed
 from kvferry.core.timeline import Timeline
@@ -72,7 +71,6 @@ async def plan_request(context: ServerContext, body: GenerationRequest, answer_i
     generation = Generation(
         [child for place, prompt in enumerate(prompts) for child in builder.children(prompt, place * number, number)],
         front=context.front,
-        lifecycle=context.lifecycle,
         metrics=context.metrics,
         clock=context.clock,
         arrived=_arrived(timeline, hand_off),
@@ -80,11 +78,12 @@ async def plan_request(context: ServerContext, body: GenerationRequest, answer_i
     return Plan(prompts, number, generation, wanted.shows_answer)
 
 
-def timeline_of(headers: Mapping[str, str], now: float) -> Timeline:
-    """The stamps the router sent along, or the request's arrival here. A header that makes no sense is left aside."""
+def timeline_of(header: str | None, now: float) -> Timeline:
+    """The stamps the router sent along (`TIMELINE_HEADER`), or the request's arrival here. A header that makes no
+    sense is left aside."""
     timeline = Timeline()
     try:
-        sent = msgspec.json.decode(headers.get(TIMELINE_HEADER.lower(), "{}"), type=Timeline)
+        sent = msgspec.json.decode(header or "{}", type=Timeline)
     except msgspec.DecodeError:
         sent = timeline
     for phase in ("arrived", "routed"):

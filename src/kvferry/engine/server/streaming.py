@@ -1,50 +1,40 @@
-"""Server-sent events over ASGI."""
+"""Server-sent events of one answer."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import msgspec
-from starlette.types import Send
 
-from kvferry.core.openai import SSE_DONE, SSE_HEADERS, sse_event
+from kvferry.core.openai import SSE_DONE, SSE_HEADERS
+from kvferry.http.headers import as_raw
+from kvferry.http.response import Response
 
 _encoder = msgspec.json.Encoder()
+_HEADERS = as_raw(SSE_HEADERS)
 
 
 class EventStream:
-    """One response. Its headers go out with the first event, so that an error before that can have its own status."""
+    """Its headers go out with the first event, so that an error before that can have its own status."""
 
-    def __init__(self, send: Send) -> None:
-        self._send = send
-        self._turn = asyncio.Lock()  # several choices write in turn, and the headers must be first
-        self.started = False
+    def __init__(self, response: Response) -> None:
+        self._response = response
 
-    async def write(self, events: Iterable[msgspec.Struct]) -> None:
-        """Send events, all in one piece; nothing when there are none."""
-        await self._write(b"".join([sse_event(_encoder.encode(event)) for event in events]))
-
-    async def write_error(self, envelope: bytes) -> None:
-        """Send an error, in OpenAI's envelope, as an event."""
-        await self._write(sse_event(envelope))
-
-    async def _write(self, data: bytes) -> None:
-        if not data:
+    def write(self, events: Sequence[msgspec.Struct]) -> None:
+        """Send events, all in one piece; nothing when there are none. Does not wait: see `Response.drain`."""
+        if not events:
             return
-        async with self._turn:
-            await self._start()
-            await self._send({"type": "http.response.body", "body": data, "more_body": True})
+        self._start()
+        if len(events) == 1:
+            self._response.write(b"data: %b\n\n" % _encoder.encode(events[0]))
+        else:
+            self._response.write(b"".join([b"data: %b\n\n" % _encoder.encode(event) for event in events]))
 
-    async def close(self) -> None:
+    def close(self) -> None:
         """Say that the answer is complete, and end the response."""
-        async with self._turn:
-            await self._start()
-            await self._send({"type": "http.response.body", "body": SSE_DONE, "more_body": False})
+        self._start()
+        self._response.end(SSE_DONE)
 
-    async def _start(self) -> None:
-        if self.started:
-            return
-        self.started = True
-        headers = [(name.lower().encode(), value.encode()) for name, value in SSE_HEADERS.items()]
-        await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+    def _start(self) -> None:
+        if not self._response.started:
+            self._response.start(200, _HEADERS)

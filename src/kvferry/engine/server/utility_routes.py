@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import msgspec
-from starlette.requests import Request
-from starlette.responses import Response
-from starlette.routing import Route
 
 import kvferry
 from kvferry.api import answers
@@ -18,10 +15,13 @@ from kvferry.api.requests import (
 )
 from kvferry.core.errors import InvalidRequest, LeakError, RequestError, Unavailable
 from kvferry.engine.server.context import ServerContext
-from kvferry.engine.server.endpoint import Body, decode, read_body
+from kvferry.engine.server.endpoint import Body, decode
 from kvferry.engine.server.engine_statistics import engine_statistics
-from kvferry.engine.server.errors import error_response
 from kvferry.engine.server.prompts import require_encodable, require_known_tokens
+from kvferry.http.keys import Access
+from kvferry.http.request import Request
+from kvferry.http.response import Response
+from kvferry.http.routes import Route
 
 
 class _Leaked(RequestError):
@@ -41,25 +41,25 @@ class UtilityRoutes:
     def routes(self) -> list[Route]:
         """The routes, for the application."""
         return [
-            Route("/v1/models", self.models, methods=["GET"]),
-            Route("/v1/models/{name:path}", self.model, methods=["GET"]),
-            Route("/tokenize", self.tokenize, methods=["POST"]),
-            Route("/detokenize", self.detokenize, methods=["POST"]),
-            Route("/health", self.health, methods=["GET"]),
-            Route("/metrics", self.metrics, methods=["GET"]),
-            Route("/version", self.version, methods=["GET"]),
-            Route("/kvferry/release", self.release, methods=["POST"]),
-            Route("/kvferry/instance", self.instance, methods=["GET"]),
-            Route("/kvferry/check", self.check, methods=["GET"]),
+            Route("GET", "/v1/models", self.models),
+            Route("GET", "/v1/models/*", self.model),
+            Route("POST", "/tokenize", self.tokenize),
+            Route("POST", "/detokenize", self.detokenize),
+            Route("GET", "/health", self.health, Access.OPEN),
+            Route("GET", "/version", self.version, Access.OPEN),
+            Route("GET", "/metrics", self.metrics, Access.ADMIN),
+            Route("POST", "/kvferry/release", self.release, Access.ADMIN),
+            Route("GET", "/kvferry/instance", self.instance, Access.ADMIN),
+            Route("GET", "/kvferry/check", self.check, Access.ADMIN),
         ]
 
-    async def models(self, request: Request) -> Response:
+    async def models(self, request: Request, response: Response) -> None:
         """The names the model is served under."""
-        return json_response(answers.ModelList(data=[self._card(name) for name in self._context.front.model_names]))
+        send_json(response, answers.ModelList(data=[self._card(name) for name in self._context.front.model_names]))
 
-    async def model(self, request: Request) -> Response:
+    async def model(self, request: Request, response: Response) -> None:
         """One of them."""
-        return json_response(self._card(self._context.require_model(request.path_params["name"])))
+        send_json(response, self._card(self._context.require_model(request.rest)))
 
     def _card(self, name: str) -> answers.Model:
         front = self._context.front
@@ -67,90 +67,87 @@ class UtilityRoutes:
             id=name, created=self._created, root=front.model_names[0], max_model_len=front.max_model_len
         )
 
-    async def tokenize(self, request: Request) -> Response:
+    async def tokenize(self, request: Request, response: Response) -> None:
         """Tokens of a text or of messages, as a generating route would have them."""
-        raw = await self._raw(request)
+        raw = await request.body.read()
         if b'"messages"' in raw and "messages" in read_fields(raw):
-            chat = await decode(self._context, request, raw, TokenizeChatRequest)
+            chat = await decode(self._context, request, response, raw, TokenizeChatRequest)
             self._context.require_model(chat.model)
             token_ids = (await self._context.chat_prompt(chat)).token_ids
-            return await self._tokens(token_ids, bool(chat.return_token_strs))
-        body = await decode(self._context, request, raw, TokenizeCompletionRequest)
+            await self._send_tokens(response, token_ids, bool(chat.return_token_strs))
+            return
+        body = await decode(self._context, request, response, raw, TokenizeCompletionRequest)
         self._context.require_model(body.model)
         codec, max_model_len = self._context.codec, self._context.front.max_model_len
         await require_encodable(body.prompt, codec, max_model_len, "prompt")
         token_ids = await codec.encode(body.prompt, add_special_tokens=body.add_special_tokens is not False)
-        return await self._tokens(token_ids, bool(body.return_token_strs))
+        await self._send_tokens(response, token_ids, bool(body.return_token_strs))
 
-    async def _tokens(self, token_ids: list[int], with_strings: bool) -> Response:
+    async def _send_tokens(self, response: Response, token_ids: list[int], with_strings: bool) -> None:
         strings = await self._context.codec.written(token_ids) if with_strings else None
-        return json_response(
+        send_json(
+            response,
             answers.Tokens(
                 count=len(token_ids),
                 max_model_len=self._context.front.max_model_len,
                 tokens=token_ids,
                 token_strs=strings,
-            )
+            ),
         )
 
-    async def detokenize(self, request: Request) -> Response:
+    async def detokenize(self, request: Request, response: Response) -> None:
         """The text of tokens, special ones written out."""
-        body = await self._decoded(request, DetokenizeRequest)
+        body = await self._decoded(request, response, DetokenizeRequest)
         self._context.require_model(body.model)
         if len(body.tokens) > (most := self._context.front.max_model_len):
             raise InvalidRequest(
                 f"tokens has {len(body.tokens)} ids; at most {most} are accepted, the model's context", param="tokens"
             )
         require_known_tokens(body.tokens, self._context.codec.vocab_size, "tokens")
-        return json_response(
-            answers.Detokenized(prompt=await self._context.codec.decode(body.tokens, skip_special_tokens=False))
-        )
+        text = await self._context.codec.decode(body.tokens, skip_special_tokens=False)
+        send_json(response, answers.Detokenized(prompt=text))
 
-    async def health(self, request: Request) -> Response:
+    async def health(self, request: Request, response: Response) -> None:
         """200 while requests can be served."""
-        self._context.lifecycle.require_accepting()
         if not self._context.front.healthy:
             raise Unavailable("the engine is not healthy")
-        return Response(b'{"status":"ok"}', media_type="application/json")
+        response.send_json(b'{"status":"ok"}')
 
-    async def metrics(self, request: Request) -> Response:
+    async def metrics(self, request: Request, response: Response) -> None:
         """What Prometheus scrapes."""
         try:
             statistics = engine_statistics(await self._context.front.statistics())
         except Unavailable:
             statistics = None
-        content, content_type = self._context.metrics.exposition(statistics, request.headers.get("accept", ""))
-        return Response(content, headers={"Content-Type": content_type})
+        content, content_type = self._context.metrics.exposition(statistics, request.header("accept") or "")
+        response.send(200, content, [(b"content-type", content_type.encode())])
 
-    async def version(self, request: Request) -> Response:
+    async def version(self, request: Request, response: Response) -> None:
         """The version of kvferry."""
-        return Response(msgspec.json.encode({"version": kvferry.__version__}), media_type="application/json")
+        response.send_json(msgspec.json.encode({"version": kvferry.__version__}))
 
-    async def release(self, request: Request) -> Response:
+    async def release(self, request: Request, response: Response) -> None:
         """Nobody will fetch this hand-off: end its lease."""
-        body = await self._decoded(request, ReleaseRequest)
+        body = await self._decoded(request, response, ReleaseRequest)
         released = await self._context.front.release(body.transfer_id)
-        return Response(msgspec.json.encode({"released": released}), media_type="application/json")
+        response.send_json(msgspec.json.encode({"released": released}))
 
-    async def instance(self, request: Request) -> Response:
+    async def instance(self, request: Request, response: Response) -> None:
         """What a router should know: role, names, layout, and where peers fetch KV."""
-        return Response(msgspec.json.encode(self._context.front.describe()), media_type="application/json")
+        response.send_json(msgspec.json.encode(self._context.front.describe()))
 
-    async def check(self, request: Request) -> Response:
+    async def check(self, request: Request, response: Response) -> None:
         """Whether something is kept though no request is left."""
         try:
             await self._context.front.check()
         except LeakError as error:
-            return error_response(_Leaked(str(error)))
-        return Response(b'{"ok":true}', media_type="application/json")
+            raise _Leaked(str(error)) from error
+        response.send_json(b'{"ok":true}')
 
-    async def _decoded(self, request: Request, body_type: type[Body]) -> Body:
-        return await decode(self._context, request, await self._raw(request), body_type)
-
-    async def _raw(self, request: Request) -> bytes:
-        return await read_body(request, self._context.config.max_body_bytes)
+    async def _decoded(self, request: Request, response: Response, body_type: type[Body]) -> Body:
+        return await decode(self._context, request, response, await request.body.read(), body_type)
 
 
-def json_response(body: msgspec.Struct) -> Response:
+def send_json(response: Response, body: msgspec.Struct) -> None:
     """A struct as the body of a 200."""
-    return Response(msgspec.json.encode(body), media_type="application/json")
+    response.send_json(msgspec.json.encode(body))
