@@ -26,8 +26,11 @@ THREAD_ABOVE_BYTES = 64 * 1024
 MAX_VALUES = 1_000_000
 """Most values in one body, counted by its commas; what a prompt of token ids needs."""
 
-MAX_STRUCTURE = 150_000
+MAX_STRUCTURE = 100_000
 """Most strings, arrays and objects in one body: building one takes about ten times as long as a number."""
+
+MAX_FIELDS = 256
+"""Most fields of one body; each one that nobody knows is compared with all that are known."""
 
 MAX_DEPTH = 64
 """Most levels of arrays and objects. Whatever walks through a body may recurse."""
@@ -114,7 +117,10 @@ def read_fields(raw: bytes) -> dict[str, msgspec.Raw]:
     _require_countable(raw)
     fields: dict[str, msgspec.Raw] = {}
     try:
-        for name, value in _FIELDS.decode(raw).items():
+        found = _FIELDS.decode(raw)
+        if len(found) > MAX_FIELDS:
+            raise InvalidRequest(f"the body has {len(found)} fields; at most {MAX_FIELDS} are accepted")
+        for name, value in found.items():
             if name.text in fields:
                 raise InvalidRequest(f"{_clip(name.text)} is there twice", param=_clip(name.text))
             fields[name.text] = value

@@ -12,9 +12,11 @@ from kvferry.api.requests import ChatCompletionRequest, CompletionRequest, Gener
 from kvferry.core.openai import REQUEST_ID_HEADER, TIMELINE_HEADER, sane_request_id
 from kvferry.engine.server.assembly import Delta, joined
 from kvferry.engine.server.context import ServerContext
+from kvferry.engine.server.off_loop import OffLoop
 from kvferry.engine.server.planning import Plan, plan_request, timeline_of
 from kvferry.engine.server.prompts import echoes_of
 from kvferry.engine.server.streaming import EventStream
+from kvferry.engine.server.text_codec import THREAD_ABOVE_TOKENS
 from kvferry.engine.server.writing import AnswerWriter, ChatWriter, CompletionWriter
 from kvferry.http.request import Request
 from kvferry.http.response import Response
@@ -42,7 +44,7 @@ class GenerationRoute(Generic[GenerationBody]):
         raw = await request.body.read()
         body = await decode(self._context, request, response, raw, self._body_type)
         writer = await self._prepare(request, body, arrived)
-        await (_send_stream if body.stream else _send_whole)(writer, response)
+        await (_send_stream if body.stream else _send_whole)(writer, self._context.codec.off_loop, response)
 
     async def _prepare(self, request: Request, body: GenerationBody, arrived: float) -> AnswerWriter:
         model = self._context.require_model(body.model)
@@ -88,21 +90,29 @@ async def decode(
     return decoded.body
 
 
-async def _send_whole(writer: AnswerWriter, response: Response) -> None:
+async def _send_whole(writer: AnswerWriter, off_loop: OffLoop, response: Response) -> None:
     deltas: list[list[Delta]] = [[] for _ in writer.generation.children]
 
     async def keep(delta: Delta) -> None:
         deltas[delta.index].append(delta)
 
     await writer.generation.run(keep)
-    response.send_json(msgspec.json.encode(writer.whole([joined(parts) for parts in deltas])))
+    choices = [joined(parts) for parts in deltas]
+    answer = await off_loop.run_if(_is_large(*choices), lambda: msgspec.json.encode(writer.whole(choices)))
+    response.send_json(answer)
 
 
-async def _send_stream(writer: AnswerWriter, response: Response) -> None:
+def _is_large(*deltas: Delta) -> bool:
+    """Whether so many tokens and log-probabilities take long to write."""
+    num_places = sum(len(delta.token_ids) + len(delta.prompt_logprobs or ()) for delta in deltas)
+    return num_places > THREAD_ABOVE_TOKENS
+
+
+async def _send_stream(writer: AnswerWriter, off_loop: OffLoop, response: Response) -> None:
     stream = EventStream(response)
 
     async def send(delta: Delta) -> None:
-        stream.write(writer.events(delta))
+        stream.write(await off_loop.run_if(_is_large(delta), writer.events, delta))
         await response.drain()
 
     await writer.generation.run(send)

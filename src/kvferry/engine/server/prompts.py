@@ -15,7 +15,7 @@ from kvferry.engine.server.text_codec import THREAD_ABOVE_TOKENS, TextCodec
 _PIECE_CHARACTERS = 2**20
 """Longer texts are counted piece by piece before they are encoded: a token's record takes about 100 bytes."""
 
-_MAX_TRUNCATED_CHARACTERS = 2**21
+_MAX_TRUNCATED_CHARACTERS = 2**20
 """Longest text that is encoded only to be cut."""
 
 
@@ -43,9 +43,9 @@ def split_prompts(prompt: str | list[str | int | list[int]]) -> list[str | list[
     """One prompt or several: a string, strings, token ids, or lists of token ids."""
     if isinstance(prompt, str):
         return [prompt]
-    kinds = set(map(type, prompt))
-    if not kinds:
+    if not prompt:
         raise InvalidRequest("prompt must not be empty", param="prompt")
+    kinds = set(map(type, prompt))
     if len(kinds) > 1:
         raise InvalidRequest("prompt must not mix strings, token ids and lists of token ids", param="prompt")
     # It may have millions of entries: no copy is made to tell the type checker what is known now.

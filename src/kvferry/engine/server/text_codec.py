@@ -2,7 +2,7 @@
 
 The backend (the `tokenizers` library) is called directly: `transformers`' own call re-configures the backend each
 time, which fails when two threads do it at once. What takes long runs in a thread, so that the event loop goes on
-sending other people's tokens; encoding gives the interpreter lock up meanwhile.
+sending other people's tokens; the backend's batch calls give the interpreter lock up, its single ones do not.
 """
 
 from __future__ import annotations
@@ -56,16 +56,19 @@ class TextCodec:
 
     def num_tokens(self, text: str) -> int:
         """How many tokens `text` has, without making a list of them. Takes as long as encoding."""
-        return len(self.backend.encode(text, add_special_tokens=False))
+        return len(self._encoding(text, False))
 
     def _encode_all(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
-        return [list(self.backend.encode(text, add_special_tokens=add_special_tokens).ids) for text in texts]
+        return [list(self._encoding(text, add_special_tokens).ids) for text in texts]
+
+    def _encoding(self, text: str, add_special_tokens: bool) -> Any:
+        return self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
 
     def _written(self, token_ids: Sequence[int]) -> list[str]:
         return [str(self.backend.id_to_token(token_id) or "") for token_id in token_ids]
 
     def _decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
-        return str(self.backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
+        return str(self.backend.decode_batch([list(token_ids)], skip_special_tokens=skip_special_tokens)[0])
 
 
 _REPLACEMENT = "\ufffd"
