@@ -48,7 +48,6 @@ def test_the_four_kinds_of_prompt(prompt: bytes) -> None:
         ('{"prompt":"a"}'.encode("utf-32-le"), None, "must be JSON in UTF-8"),
         (b'{"prompt":"a","prompt":"b"}', "prompt", "prompt is there twice"),
         (b'{"prompt":"a","x":1,"\\u0078":2}', "x", "x is there twice"),
-        (b'{"prompt":"a","stop":["a",""]}', "stop[1]", "stop[1] must have at least 1 characters"),
         (b'{"prompt":"a","stop":"' + b"a" * 300 + b'"}', "stop", "must have at most 256 characters"),
         (b'{"prompt":"a","stop":[' + b'"a",' * 40 + b'"a"]}', "stop", "stop must have at most 32 items"),
         (b'{"prompt":"a","stop":[' + b'"a",' * 50_000 + b'"a"]}', "stop", "at most 131072 are accepted"),
@@ -59,7 +58,7 @@ def test_the_four_kinds_of_prompt(prompt: bytes) -> None:
         (b"{" + b",".join(b'"x%d":1' % number for number in range(257)) + b"}", None, "has 257 fields; at most 256"),
         (b'{"prompt":[' + b'"",' * 200_000 + b'""]}', None, "more than 100000 strings, arrays and objects"),
         (b'{"prompt":[' + b'"\\\\",' * 400_000 + b'""]}', None, "more than 100000 strings, arrays and objects"),
-        (b'{"unknown":' + b"[" * 100_000, None, "nested too deeply"),
+        (b'{"unknown":' + b"[" * 50_000, None, "nested too deeply"),
         *[
             (b'{"prompt":"a","' + field + b'":' + opening * depth + b"1" + closing * depth + b"}", None, "nested too")
             for field in (b"unknown", b"tool_choice", b"kv_transfer_params")

@@ -62,8 +62,17 @@ def refuse_unsupported(body: UnsupportedFields) -> None:
     for field in UnsupportedFields.__struct_fields__:
         value = getattr(body, field)
         if value and value not in _HARMLESS.get(field, ()):
-            reason = _REASONS.get(field, "not supported by this server")
-            raise InvalidRequest(f"{field}: {reason}", param=field)
+            raise InvalidRequest(f"{field}: {reason_of(field)}", param=field)
+
+
+def reason_of(field: str) -> str:
+    """Why one of `UnsupportedFields` is refused."""
+    return _REASONS.get(field, "not supported by this server")
+
+
+def harmless_values(field: str) -> tuple[Any, ...]:
+    """Values with which one of `UnsupportedFields` asks for nothing."""
+    return (False, 0, "", [], {}, *_HARMLESS.get(field, ()))
 
 
 Integer = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
@@ -72,10 +81,34 @@ Integer = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 Name = Annotated[str, msgspec.Meta(max_length=1024)]
 """What names a model, a user, a tenant, a request."""
 
-StopString = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+StopString = Annotated[str, msgspec.Meta(max_length=256, extra_json_schema={"minLength": 1})]
 """Each piece of an answer is searched for it."""
 
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=7 * 24 * 3600)]
+
+MESSAGE_SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "required": ["role"],
+    "properties": {
+        "role": {"type": "string", "minLength": 1},
+        "content": {
+            "anyOf": [
+                {"type": "string"},
+                {"type": "null"},
+                {
+                    "type": "array",
+                    "items": {
+                        "type": "object",
+                        "required": ["type", "text"],
+                        "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+                    },
+                },
+            ]
+        },
+        "tool_calls": {"anyOf": [{"type": "array", "items": {"type": "object"}}, {"type": "null"}]},
+    },
+}
+"""A message, for the OpenAPI document. Templates see whatever else is in it, so it is no struct."""
 
 MAX_FIELD_BYTES = {
     **dict.fromkeys(("logit_bias", "stop", "stop_token_ids", "stream_options"), 128 * 1024),
@@ -151,7 +184,7 @@ class CompletionRequest(GenerationRequest, kw_only=True):
 class ChatCompletionRequest(GenerationRequest, kw_only=True):
     """`POST /v1/chat/completions`."""
 
-    messages: list[dict[str, Any]]
+    messages: Annotated[list[dict[str, Any]], msgspec.Meta(extra_json_schema={"minItems": 1, "items": MESSAGE_SCHEMA})]
     logprobs: bool | None = None
     top_logprobs: Integer | None = None
     max_completion_tokens: Integer | None = None

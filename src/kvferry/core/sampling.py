@@ -35,7 +35,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
     def validate(self) -> None:
         """Raise `InvalidRequest` naming the first field that is out of range."""
-        for field, value, low, high in self._ranges():
+        for field, value, low, high in self.ranges():
             if value is not None and not (low <= value <= high and value != math.inf):
                 bound = f"between {low:g} and {high:g}" if math.isfinite(high) else f"at least {low:g}"
                 raise InvalidRequest(f"{field} must be {bound}, got {value}", param=field)
@@ -53,7 +53,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         if any(not text for text in self.stop):
             raise InvalidRequest("stop strings must not be empty", param="stop")
 
-    def _ranges(self) -> list[tuple[str, float | None, float, float]]:
+    def ranges(self) -> list[tuple[str, float | None, float, float]]:
+        """Field, value, lowest and highest that is accepted."""
         infinity = math.inf
         return [
             ("max_tokens", self.max_tokens, 1, infinity),

@@ -51,6 +51,9 @@ class FakeEngine:
         self.leak: str | None = None
         self.ended = asyncio.Event()
 
+    def describe(self) -> dict[str, Any]:
+        return {"role": "both", "model_names": list(self.model_names)}
+
     async def generate(self, request: Request) -> AsyncIterator[EngineOutput]:
         self.requests.append(request)
         self.running.add(request.request_id)
@@ -146,9 +149,8 @@ class DeterministicEngine(FakeEngine):
     ) -> TokenLogprobs:
         ranked = self.ranked(tokens, bias or {})
         rank = ranked.index(token_id) if token_id in ranked else NUM_CANDIDATES
-        return TokenLogprobs(
-            token_id, self.logprob(rank), rank + 1, {ranked[at]: self.logprob(at) for at in range(top)}
-        )
+        likeliest = {other: self.logprob(at) for at, other in enumerate(ranked[:top])}
+        return TokenLogprobs(token_id, self.logprob(rank), rank + 1, likeliest)
 
     @staticmethod
     def logprob(rank: int) -> float:

@@ -7,6 +7,7 @@ import msgspec
 import kvferry
 from kvferry.api import answers
 from kvferry.api.decoding import read_fields
+from kvferry.api.openapi import OPENAPI_PATH, openapi_document
 from kvferry.api.requests import (
     DetokenizeRequest,
     ReleaseRequest,
@@ -47,6 +48,7 @@ class UtilityRoutes:
             Route("POST", "/detokenize", self.detokenize),
             Route("GET", "/health", self.health, Access.OPEN),
             Route("GET", "/version", self.version, Access.OPEN),
+            Route("GET", OPENAPI_PATH, self.openapi, Access.OPEN),
             Route("GET", "/metrics", self.metrics, Access.ADMIN),
             Route("POST", "/kvferry/release", self.release, Access.ADMIN),
             Route("GET", "/kvferry/instance", self.instance, Access.ADMIN),
@@ -121,6 +123,10 @@ class UtilityRoutes:
             statistics = None
         content, content_type = self._context.metrics.exposition(statistics, request.header("accept") or "")
         response.send(200, content, [(b"content-type", content_type.encode())])
+
+    async def openapi(self, request: Request, response: Response) -> None:
+        """What all routes take and give."""
+        response.send_json(openapi_document())
 
     async def version(self, request: Request, response: Response) -> None:
         """The version of kvferry."""

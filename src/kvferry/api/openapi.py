@@ -1,0 +1,323 @@
+"""The OpenAPI 3.1 document, made from the types that requests are read with and answers are written with.
+
+The engine's server and the router serve the same document, each with the routes it has (`openapi_document(paths=…)`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import msgspec
+
+from kvferry import __version__
+from kvferry.api import answers, requests
+from kvferry.core.openai import REQUEST_ID_HEADER, RETRY_AFTER_HEADER, ErrorEnvelope
+from kvferry.core.sampling import SamplingParams
+
+OPENAPI_PATH = "/openapi.json"
+
+_REF = "#/components/schemas/{name}"
+_JSON, _EVENTS, _TEXT = "application/json", "text/event-stream", "text/plain"
+
+Schema = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One method of one path. `answer` is a struct, or the schema of a small object; `events` the struct of a chunk."""
+
+    path: str
+    method: str
+    name: str
+    summary: str
+    body: tuple[type[msgspec.Struct], ...] = ()
+    answer: type[msgspec.Struct] | Schema | None = None
+    events: type[msgspec.Struct] | None = None
+    examples: dict[str, Any] = field(default_factory=dict)
+    errors: tuple[int, ...] = ()
+
+
+_GENERATE = (400, 401, 404, 408, 413, 429, 500, 502, 503)
+_READ = (400, 401, 404, 413, 429, 500, 503)
+
+
+def _object(**properties: Schema) -> Schema:
+    return {"type": "object", "required": list(properties), "properties": properties}
+
+
+OPERATIONS = (
+    Operation(
+        "/v1/completions",
+        "post",
+        "createCompletion",
+        "Complete a prompt, or several.",
+        (requests.CompletionRequest,),
+        answers.Completion,
+        answers.Completion,
+        {
+            "text": {"prompt": "The ferry leaves at", "max_tokens": 16},
+            "stream": {"prompt": "def add(a, b):", "max_tokens": 16, "temperature": 0, "stream": True},
+            "tokens": {"prompt": [1, 2, 3], "max_tokens": 1, "logprobs": 2},
+        },
+        _GENERATE,
+    ),
+    Operation(
+        "/v1/chat/completions",
+        "post",
+        "createChatCompletion",
+        "Answer a conversation.",
+        (requests.ChatCompletionRequest,),
+        answers.ChatCompletion,
+        answers.ChatCompletionChunk,
+        {
+            "whole": {"messages": [{"role": "user", "content": "Where does the ferry go?"}], "max_tokens": 16},
+            "stream": {
+                "messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}],
+                "max_tokens": 16,
+                "stream": True,
+                "stream_options": {"include_usage": True},
+            },
+        },
+        _GENERATE,
+    ),
+    Operation("/v1/models", "get", "listModels", "The names the model is served under.", answer=answers.ModelList),
+    Operation("/v1/models/{model}", "get", "getModel", "One of them.", answer=answers.Model, errors=(404,)),
+    Operation(
+        "/tokenize",
+        "post",
+        "tokenize",
+        "Tokens of a text or of messages, as a generating route would have them.",
+        (requests.TokenizeCompletionRequest, requests.TokenizeChatRequest),
+        answers.Tokens,
+        examples={"text": {"prompt": "Hello"}, "chat": {"messages": [{"role": "user", "content": "Hello"}]}},
+        errors=_READ,
+    ),
+    Operation(
+        "/detokenize",
+        "post",
+        "detokenize",
+        "The text of tokens, special ones written out.",
+        (requests.DetokenizeRequest,),
+        answers.Detokenized,
+        examples={"tokens": {"tokens": [1, 2, 3]}},
+        errors=_READ,
+    ),
+    Operation(
+        "/health",
+        "get",
+        "health",
+        "200 while requests can be served.",
+        answer=_object(status={"type": "string"}),
+        errors=(503,),
+    ),
+    Operation("/metrics", "get", "metrics", "What Prometheus scrapes."),
+    Operation("/version", "get", "version", "The version of kvferry.", answer=_object(version={"type": "string"})),
+    Operation(
+        "/kvferry/release",
+        "post",
+        "release",
+        "Nobody will fetch this hand-off: end its lease.",
+        (requests.ReleaseRequest,),
+        _object(released={"type": "boolean"}),
+        examples={"one": {"transfer_id": "cmpl-0123456789abcdef"}},
+        errors=_READ,
+    ),
+    Operation(
+        "/kvferry/instance",
+        "get",
+        "instance",
+        "What a router should know of this instance.",
+        answer={"type": "object"},
+    ),
+    Operation(
+        "/kvferry/check",
+        "get",
+        "check",
+        "Whether something is kept though no request is left.",
+        answer=_object(ok={"type": "boolean"}),
+        errors=(500, 503),
+    ),
+    Operation(OPENAPI_PATH, "get", "openapi", "This document.", answer={"type": "object"}),
+)
+"""Every route of the engine's server."""
+
+_ERRORS = {
+    400: "The request is wrong; `param` names the field.",
+    401: "The server has keys, and the request brings none of them.",
+    404: "There is no such model or path.",
+    408: "The request's own deadline has passed, or its body did not come in time.",
+    413: "The body is too long.",
+    429: "The queue is full: come back later.",
+    500: "An error that nobody foresaw; the log names it by the request id.",
+    502: "The KV of this request could not be had, and the policy is to fail then.",
+    503: "Nothing is there to serve the request now, or the server is about to end.",
+}
+
+ERROR_EXAMPLE = {
+    "error": {
+        "message": "unknown field 'max_token'; did you mean 'max_tokens'?",
+        "type": "invalid_request_error",
+        "param": "max_token",
+        "code": None,
+    }
+}
+
+
+@cache
+def openapi_document(paths: frozenset[str] | None = None) -> bytes:
+    """The document as JSON, of these paths only if they are given."""
+    operations = [one for one in OPERATIONS if paths is None or one.path in paths]
+    document = {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "kvferry",
+            "version": __version__,
+            "summary": "An OpenAI-compatible server that prefills and decodes on different instances.",
+            "description": "Fields that are unknown are passed over and named in the header X-Kvferry-Warning; a name"
+            " that is nearly a known one is refused. Every error has the same envelope.",
+            "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"},
+        },
+        "servers": [{"url": "/"}],
+        "security": [{}, {"key": []}],
+        "paths": _paths(operations),
+        "components": {
+            "schemas": _schemas(operations),
+            "responses": {f"Error{status}": _error(status) for status in _ERRORS},
+            "headers": _headers(),
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+        },
+    }
+    return msgspec.json.encode(document)
+
+
+def _paths(operations: Collection[Operation]) -> Schema:
+    paths: Schema = {}
+    for operation in operations:
+        paths.setdefault(operation.path, {})[operation.method] = _operation(operation)
+    return paths
+
+
+def _operation(operation: Operation) -> Schema:
+    errors = {str(status): {"$ref": f"#/components/responses/Error{status}"} for status in operation.errors}
+    written: Schema = {
+        "operationId": operation.name,
+        "summary": operation.summary,
+        "responses": {
+            "200": _success(operation),
+            **errors,
+            "default": {"description": "Another error.", "content": {_JSON: {"schema": _schema(ErrorEnvelope)}}},
+        },
+    }
+    if operation.body:
+        written["requestBody"] = _request_body(operation)
+    if "{model}" in operation.path:
+        written["parameters"] = [{"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}]
+    return written
+
+
+def _request_body(operation: Operation) -> Schema:
+    schemas = [_schema(one) for one in operation.body]
+    return {
+        "required": True,
+        "content": {
+            _JSON: {
+                "schema": schemas[0] if len(schemas) == 1 else {"oneOf": schemas},
+                "examples": {name: {"value": value} for name, value in operation.examples.items()},
+            }
+        },
+    }
+
+
+def _success(operation: Operation) -> Schema:
+    if operation.answer is None:
+        return {"description": operation.summary, "content": {_TEXT: {"schema": {"type": "string"}}}}
+    content: Schema = {_JSON: {"schema": _schema(operation.answer)}}
+    if operation.events is not None:
+        content[_EVENTS] = {"schema": _event(operation.events)}
+    headers = {REQUEST_ID_HEADER: {"$ref": "#/components/headers/RequestId"}}
+    if operation.body:
+        headers["X-Kvferry-Warning"] = {"$ref": "#/components/headers/Warning"}
+    return {"description": operation.summary, "headers": headers, "content": content}
+
+
+def _event(chunk: type[msgspec.Struct]) -> Schema:
+    data = {"type": "string", "contentMediaType": _JSON, "contentSchema": _schema(chunk)}
+    return {
+        "type": "object",
+        "required": ["data"],
+        "properties": {"data": data},
+        "description": "One server-sent event, where `stream` is true. Its data is a chunk as JSON, or the envelope of"
+        " an error; that of the last event is [DONE].",
+    }
+
+
+def _error(status: int) -> Schema:
+    headers = {REQUEST_ID_HEADER: {"$ref": "#/components/headers/RequestId"}}
+    if status in (429, 503):
+        headers[RETRY_AFTER_HEADER] = {"$ref": "#/components/headers/RetryAfter"}
+    content: Schema = {"schema": _schema(ErrorEnvelope)}
+    if status == 400:
+        content["examples"] = {"typo": {"value": ERROR_EXAMPLE}}
+    return {"description": _ERRORS[status], "headers": headers, "content": {_JSON: content}}
+
+
+def _headers() -> Schema:
+    return {
+        "RequestId": {
+            "description": "Names the request in logs; the client's own if it sent one.",
+            "schema": {"type": "string"},
+        },
+        "RetryAfter": {"description": "Seconds to wait.", "schema": {"type": "string"}},
+        "Warning": {"description": "Fields of the request that had no effect.", "schema": {"type": "string"}},
+    }
+
+
+def _schema(kind: type[msgspec.Struct] | Schema) -> Schema:
+    return kind if isinstance(kind, dict) else {"$ref": _REF.format(name=kind.__name__)}
+
+
+def _schemas(operations: Collection[Operation]) -> Schema:
+    kinds: list[Any] = [ErrorEnvelope]
+    for operation in operations:
+        wanted = (*operation.body, operation.answer, operation.events)
+        kinds += [one for one in wanted if isinstance(one, type) and one not in kinds]
+    _, schemas = msgspec.json.schema_components(kinds, ref_template=_REF)
+    for kind in (requests.CompletionRequest, requests.ChatCompletionRequest):
+        if kind in kinds:
+            _add_ranges(schemas[kind.__name__]["properties"])
+            _add_unsupported(schemas[kind.__name__]["properties"])
+    return dict(schemas)
+
+
+def _add_ranges(properties: Schema) -> None:
+    """What sampling accepts, and what is counted from 1."""
+    ranges = [(name, low, high) for name, _, low, high in SamplingParams().ranges() if name != "seed"]
+    for name, low, high in [
+        *ranges,
+        ("top_logprobs", 0, 20),
+        ("n", 1, math.inf),
+        ("max_completion_tokens", 1, math.inf),
+    ]:
+        for one in properties.get(name, {}).get("anyOf", ()):
+            if one["type"] in ("number", "integer"):
+                one["minimum"] = low
+                if math.isfinite(high):
+                    one["maximum"] = high
+    for name in ("top_p", "repetition_penalty"):
+        number = properties[name]["anyOf"][0]
+        number["exclusiveMinimum"] = number.pop("minimum")
+    bias = properties["logit_bias"]["anyOf"][0]
+    bias["propertyNames"] = {"pattern": "^(0|[1-9][0-9]{0,8})$"}
+    bias["additionalProperties"] |= {"minimum": -100, "maximum": 100}
+
+
+def _add_unsupported(properties: Schema) -> None:
+    for name in requests.UnsupportedFields.__struct_fields__:
+        properties[name] = {
+            "description": f"Known, and refused when it asks for something: {requests.reason_of(name)}.",
+            "enum": [None, *requests.harmless_values(name)],
+        }
