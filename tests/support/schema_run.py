@@ -1,4 +1,4 @@
-"""Schemathesis against a server: requests made from its OpenAPI document, valid and not, and answers held against it."""
+"""Schemathesis against a server: requests made from its OpenAPI document, and answers held against it."""
 
 from __future__ import annotations
 
