@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.core.compiled import PLACE, NotCompiled, compiled
+from kvferry.core.cache_places import PLACE
+from kvferry.core.compiled import NotCompiled, compiled
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no compiler here")
 

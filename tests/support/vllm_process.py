@@ -328,6 +328,11 @@ class _Server:
         """KV cache groups."""
         return len(self._core.scheduler.kv_cache_config.kv_cache_groups)
 
+    def fingerprint(self) -> str:
+        """What the connector calls the model."""
+        [name] = {half.facts.layout.model_fingerprint for half in self._halves() if hasattr(half, "facts")}
+        return str(name)
+
     def reset_prefix_cache(self) -> None:
         assert self._engine.reset_prefix_cache()
 

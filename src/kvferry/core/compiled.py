@@ -21,14 +21,14 @@ import shutil
 import stat
 import subprocess
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from pathlib import Path
+
+from kvferry.core.cache_places import PLACE, lasting_places
 
 logger = logging.getLogger(__name__)
 
 SWITCH = "KVFERRY_NATIVE"
-PLACE = "KVFERRY_CACHE_DIR"
 _TIMEOUT_S = 300.0
 
 
@@ -77,16 +77,6 @@ def _compile(command: Sequence[str], target: Path) -> None:
         made.rename(target)  # atomic: nobody ever loads half a library
 
 
-def _lasting_places() -> Iterator[Path]:
-    """Where the user's caches are, the one that was named first."""
-    if named := os.environ.get(PLACE):
-        yield Path(named).expanduser() / "kernels"
-    if root := os.environ.get("XDG_CACHE_HOME"):
-        yield Path(root) / "kvferry" / "kernels"
-    with suppress(RuntimeError):  # nobody knows this user's home
-        yield Path.home() / ".cache" / "kvferry" / "kernels"
-
-
 def _private_place() -> Path:
     """A directory of this user's alone, made if need be. Raises `OSError` when somebody else's is in its place: what
     lies there is executed."""
@@ -110,7 +100,7 @@ def _place(name: str) -> Path:
     """The first place that has `name` or can take it, else the private one; a warning when it is to be made there.
     Raises `OSError` when that cannot be had either."""
     refused = "this user has no home"
-    for place in _lasting_places():
+    for place in (folder / "kernels" for folder in lasting_places()):
         if _exists(place / name):
             return place
         try:

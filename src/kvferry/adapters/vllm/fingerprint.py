@@ -1,66 +1,69 @@
 """A name for the model whose KV this is, the same on every instance that serves the same weights.
 
-vLLM's workers rearrange weights, each in its own way, so the name comes from the checkpoint: the configuration, and of
-each tensor in the safetensors files its name, type, shape and a few bytes.
+vLLM's workers rearrange weights, each in its own way, so the name comes from the checkpoint (`models.checkpoint`), as
+in kvferry's own engine, and from what vLLM was told beside it that its KV depends on.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
-from collections.abc import Iterator
-from pathlib import Path
+import logging
 from typing import Any
 
-SAMPLE_BYTES = 64
-_VOLATILE = ("_name_or_path", "transformers_version", "_commit_hash", "_attn_implementation_autoset")
+from vllm import __version__
+
+from kvferry.models.checkpoint import checkpoint_name
+
+log = logging.getLogger(__name__)
 
 
 def model_fingerprint(vllm_config: Any) -> str:
-    """32 hexadecimal digits."""
-    model, cache = vllm_config.model_config, vllm_config.cache_config
-    digest = hashlib.sha256()
-    settings = {key: value for key, value in model.hf_config.to_dict().items() if key not in _VOLATILE}
-    facts = [settings, str(model.dtype), model.quantization, str(cache.cache_dtype)]
-    digest.update(json.dumps(facts, sort_keys=True, default=str).encode())
-    if vllm_config.load_config.load_format != "dummy":
-        for sample in _tensor_samples(_checkpoint_folder(model.model, model.revision)):
-            digest.update(sample)
-    return digest.hexdigest()[:32]
+    """32 hexadecimal digits. Raises `OSError` when a file of the checkpoint cannot be read."""
+    model = vllm_config.model_config
+    return checkpoint_name(
+        model.model,
+        dtype=str(model.dtype).removeprefix("torch."),
+        revision=model.revision,
+        changes=_changes(vllm_config),
+        with_weights=vllm_config.load_config.load_format != "dummy",
+        on_progress=_tell,
+    )
 
 
-def _checkpoint_folder(model: str, revision: str | None) -> Path | None:
-    """Where the files are on this machine; None when they are nowhere (a remote or streamed checkpoint)."""
-    if Path(model).is_dir():
-        return Path(model)
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    try:
-        return Path(snapshot_download(model, revision=revision, local_files_only=True))
-    except (LocalEntryNotFoundError, HFValidationError, HfHubHTTPError, OSError):
-        return None
-
-
-def _tensor_samples(folder: Path | None) -> Iterator[bytes]:
-    """Of each tensor, in the order of their names, however they are spread over files."""
-    found: dict[str, bytes] = {}
-    for path in sorted(folder.glob("*.safetensors")) if folder is not None else ():
-        found.update(_samples_of(path))
-    for name in sorted(found):
-        yield name.encode() + b"\0" + found[name]
+def _changes(vllm_config: Any) -> dict[str, str]:
+    """By which the same checkpoint gives other KV. Nothing, where vLLM runs it as it is."""
+    model, cache_dtype = vllm_config.model_config, str(vllm_config.cache_config.cache_dtype)
+    changes: dict[str, str] = {}
+    if model.quantization is not None:
+        changes["quantization"] = str(model.quantization)
+    if cache_dtype != "auto":
+        changes["kv_cache_dtype"] = cache_dtype
+    if model.hf_overrides:
+        changes["hf_overrides"] = json.dumps(model.hf_overrides, sort_keys=True, default=_name_of)
+    if _scales_by_length(model.hf_text_config):
+        changes["max_model_len"] = str(model.max_model_len)
+    if vllm_config.load_config.load_format == "dummy":  # drawn for each rank, by this release, from one seed
+        changes["dummy"] = f"vllm {__version__}, {vllm_config.parallel_config.tensor_parallel_size} ranks"
+    return changes
 
 
-def _samples_of(path: Path) -> dict[str, bytes]:
-    samples: dict[str, bytes] = {}
-    with path.open("rb") as file:
-        start = 8 + int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(start - 8))
-        for name, tensor in header.items():
-            if name == "__metadata__":
-                continue
-            first, last = tensor["data_offsets"]
-            file.seek(start + first + (last - first) // 2)
-            sample = file.read(min(SAMPLE_BYTES, (last - first) // 2))
-            samples[name] = f"{tensor['dtype']}{tensor['shape']}".encode() + sample
-    return samples
+def _scales_by_length(text_config: Any) -> bool:
+    """Whether vLLM chooses the factors of its rotary embedding by the longest prompt that it was told to expect."""
+    rope = getattr(text_config, "rope_parameters", None) or getattr(text_config, "rope_scaling", None) or {}
+    kinds = {value for key, value in _flat(rope) if key in ("rope_type", "type")}
+    return bool(kinds & {"longrope", "su", "dynamic"})
+
+
+def _flat(settings: dict[str, Any]) -> list[tuple[str, Any]]:
+    """Models with several kinds of layers have settings of each."""
+    nested = [item for value in settings.values() if isinstance(value, dict) for item in _flat(value)]
+    return [*((key, value) for key, value in settings.items() if isinstance(value, str)), *nested]
+
+
+def _name_of(override: object) -> str:
+    """A function that changes the configuration."""
+    return f"{getattr(override, '__module__', '')}.{getattr(override, '__qualname__', type(override).__name__)}"
+
+
+def _tell(done: int, total: int) -> None:
+    log.info("naming the checkpoint by its content: %.1f of %.1f GB read", done / 1e9, total / 1e9)

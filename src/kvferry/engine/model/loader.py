@@ -18,12 +18,12 @@ from kvferry.core.errors import ConfigError, UnsupportedModel
 from kvferry.core.layout import LayerLayout
 from kvferry.engine.config import EngineConfig
 from kvferry.engine.model.attention import ATTENTION_NAME, probe_layers, register_attention
-from kvferry.engine.model.fingerprint import model_fingerprint
 from kvferry.engine.model.place import Place
 from kvferry.engine.model.self_check import self_check
 from kvferry.engine.model.support import require_divisible, require_supported
 from kvferry.engine.ops.transform import optimize
 from kvferry.models.catalog import resolve
+from kvferry.models.checkpoint import checkpoint_name
 
 Progress = Callable[[str, float], None]
 """(what is going on, share done in [0, 1])."""
@@ -89,24 +89,34 @@ def load_model(
     module = module.to(device).eval().requires_grad_(False)
     on_progress("checking the model", 1.0)
     layers = probe_layers(module, device, place)
-    fingerprint = model_fingerprint(module)
     self_check(module, layers, device)
     if device.type == "cpu":
         on_progress("preparing for this CPU", 1.0)
         optimize(module)
+    dtype_name = str(next(module.parameters()).dtype).removeprefix("torch.")
     text = found.values.get_text_config()
     return LoadedModel(
         module=module,
         tokenizer=tokenizer,
         layers=layers,
-        fingerprint=fingerprint,
-        dtype=str(next(module.parameters()).dtype).removeprefix("torch."),
+        fingerprint=_name_of(found.source, dtype_name, on_progress),
+        dtype=dtype_name,
         device=device,
         vocab_size=text.vocab_size,
         max_position=text.max_position_embeddings,
         eos_token_ids=_eos_token_ids(module, tokenizer),
         default_sampling=_default_sampling(module),
     )
+
+
+def _name_of(source: Path | str, dtype: str, on_progress: Progress) -> str:
+    """The same on every instance that serves these weights in this number format, of vLLM's too."""
+    with _reading(str(source)):
+        return checkpoint_name(
+            source,
+            dtype=dtype,
+            on_progress=lambda done, total: on_progress("naming the checkpoint by its content", done / max(total, 1)),
+        )
 
 
 def _model_class(settings: Any, config: EngineConfig) -> type[Any]:

@@ -1,0 +1,20 @@
+"""Where this user's caches may be."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+PLACE = "KVFERRY_CACHE_DIR"
+
+
+def lasting_places() -> Iterator[Path]:
+    """kvferry's folder in each, the one that was named first. They need not exist, nor be writable."""
+    if named := os.environ.get(PLACE):
+        yield Path(named).expanduser()
+    if root := os.environ.get("XDG_CACHE_HOME"):
+        yield Path(root) / "kvferry"
+    with suppress(RuntimeError):  # nobody knows this user's home
+        yield Path.home() / ".cache" / "kvferry"

@@ -1,0 +1,152 @@
+"""Digests of large files, remembered from one start to the next in a small file of the user's.
+
+A file is the same as before when its path, device, inode, size, and times of change are. The cache is a help only:
+where it cannot be written, is not ours alone, or is damaged, files are read again.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import tempfile
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from kvferry.core.cache_places import lasting_places
+
+log = logging.getLogger(__name__)
+
+MAX_FILES = 4096
+MAX_BYTES = 16 * 2**20
+LOCK_WAIT_S = 120.0
+"""For another process that reads the same files, as the ranks of one instance do; then we read them ourselves."""
+SETTLED_S = 2.0
+"""A file changed just now may change once more without its times telling."""
+
+
+class FileState(NamedTuple):
+    """By which a file is known again."""
+
+    path: str
+    device: int
+    inode: int
+    size: int
+    modified_ns: int
+    changed_ns: int
+
+    @classmethod
+    def of(cls, path: Path) -> FileState:
+        """Now, of what a link leads to. Raises `OSError`."""
+        real = path.resolve()
+        found = real.stat()
+        return cls(str(real), found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
+
+    def is_settled(self) -> bool:
+        """Whether the file is still in this state, and so long that a change would tell by its times."""
+        try:
+            age_ns = time.time_ns() - max(self.modified_ns, self.changed_ns)
+            return age_ns > SETTLED_S * 1e9 and FileState.of(Path(self.path)) == self
+        except OSError:
+            return False
+
+
+class _Known(msgspec.Struct, frozen=True, array_like=True):
+    state: tuple[int, int, int, int, int]
+    digest: str
+
+
+class DigestCache:
+    """See the module. As it is on disk now."""
+
+    def __init__(self) -> None:
+        self._path = _cache_path()
+        self._known = _load(self._path) if self._path is not None else {}
+
+    @classmethod
+    @contextmanager
+    def locked(cls) -> Iterator[DigestCache]:
+        """For one process at a time, as far as that can be had."""
+        with ExitStack() as stack:
+            if (path := _cache_path()) is not None:
+                with suppress(OSError):
+                    stack.enter_context(_lock(path.with_suffix(".lock")))
+            yield cls()
+
+    def find_all(self, states: Iterable[FileState]) -> dict[FileState, str]:
+        """The digests of those files that are as they were."""
+        known = {state: self._known.get(state.path) for state in states}
+        return {state: one.digest for state, one in known.items() if one is not None and one.state == state[1:]}
+
+    def keep(self, digests: Mapping[FileState, str]) -> None:
+        """Remember digests of files that are still what they were before they were read."""
+        kept = {state.path: _Known(state[1:], digest) for state, digest in digests.items() if state.is_settled()}
+        if self._path is None or not kept:
+            return
+        everything = {path: known for path, known in self._known.items() if path not in kept} | kept
+        try:
+            _write(self._path, msgspec.json.encode(dict(list(everything.items())[-MAX_FILES:])))
+        except OSError as error:
+            log.info("digests of the checkpoint's files are not kept for the next start: %s", error)
+
+
+def _cache_path() -> Path | None:
+    """In the first place that can be written to; None where there is none."""
+    for place in lasting_places():
+        with suppress(OSError):
+            place.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if os.access(place, os.W_OK | os.X_OK):
+                return place / "checkpoints.json"
+    log.info("digests of the checkpoint's files cannot be kept for the next start: no folder for them can be written")
+    return None
+
+
+def _write(path: Path, content: bytes) -> None:
+    """All or nothing, readable by us alone."""
+    descriptor, name = tempfile.mkstemp(dir=path.parent)  # with mode 600
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
+        Path(name).replace(path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
+def _load(path: Path) -> dict[str, _Known]:
+    """Nothing where the file is missing, damaged, or might be another user's work."""
+    try:
+        with path.open("rb") as file:
+            found = os.fstat(file.fileno())
+            if found.st_uid != os.geteuid() or found.st_mode & 0o022 or found.st_size > MAX_BYTES:
+                log.warning("%s is not used: it is not this user's alone, or too large", path)
+                return {}
+            return msgspec.json.decode(file.read(), type=dict[str, _Known])
+    except (OSError, ValueError):  # msgspec's errors are such
+        return {}
+
+
+@contextmanager
+def _lock(path: Path) -> Iterator[None]:
+    """Held until the block ends, or not at all where another holds it for too long. Raises `OSError`."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        deadline = time.monotonic() + LOCK_WAIT_S
+        while not _try_lock(descriptor) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _try_lock(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
