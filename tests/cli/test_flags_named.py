@@ -17,6 +17,8 @@ from kvferry.engine.config import EngineConfig
 from kvferry.fleet.arguments import flag_name
 from kvferry.fleet.restart import RestartPolicy
 from kvferry.fleet.spec import EngineChoice, FleetSpec, InstanceSpec, Listen
+from kvferry.http.config import HttpAccess, InstanceAccess
+from kvferry.http.limits import HttpLimits
 from kvferry.observe.logs import LogConfig
 from kvferry.router.config import RouterConfig
 
@@ -24,7 +26,8 @@ ROOT = Path(__file__).parents[2]
 FLAG = re.compile(r"(?<![\w`-])--([a-z][a-z0-9-]*[a-z0-9])(?![a-z0-9-])")
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 
-CONFIGS = (EngineConfig, EngineChoice, FleetSpec, InstanceSpec, Listen, LogConfig, RestartPolicy, RouterConfig)
+ENGINE = (EngineConfig, EngineChoice, FleetSpec, InstanceSpec)
+CONFIGS = (*ENGINE, Listen, LogConfig, RestartPolicy, RouterConfig, HttpAccess, HttpLimits, InstanceAccess)
 """What flags are made from; `tests/cli/test_main.py` proves that each field of each is one."""
 
 OWN = {"--config", "--help", "--version", "--ready-fd", "--model", "--keep"}

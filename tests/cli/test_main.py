@@ -24,10 +24,13 @@ from kvferry.engine.config import EngineConfig
 from kvferry.fleet.arguments import flag_name, to_arguments
 from kvferry.fleet.restart import RestartPolicy
 from kvferry.fleet.spec import EngineChoice, FleetSpec, InstanceSpec, Listen
+from kvferry.http.config import HttpAccess
+from kvferry.http.limits import HttpLimits
 from kvferry.observe.logs import LogConfig
 from kvferry.router.config import RouterConfig
 
-CONFIGS = [EngineConfig, EngineChoice, InstanceSpec, Listen, FleetSpec, RouterConfig, RestartPolicy, LogConfig]
+COMMON = [Listen, LogConfig, HttpAccess, HttpLimits]
+CONFIGS = [EngineConfig, EngineChoice, InstanceSpec, FleetSpec, RouterConfig, RestartPolicy, *COMMON]
 
 TORCH_BLOCKED = """
 import sys
@@ -87,8 +90,8 @@ def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
     ("command", "configs", "absent"),
     [
         ("serve", CONFIGS, {"prefill_url", "decode_url", "bootstrap_port"}),
-        ("prefill", [EngineConfig, EngineChoice, InstanceSpec, Listen, LogConfig], set()),
-        ("decode", [EngineConfig, EngineChoice, InstanceSpec, Listen, LogConfig], set()),
+        ("prefill", [EngineConfig, EngineChoice, InstanceSpec, *COMMON], set()),
+        ("decode", [EngineConfig, EngineChoice, InstanceSpec, *COMMON], set()),
         ("router", [RouterConfig, Listen, LogConfig], set()),
     ],
 )

@@ -100,7 +100,7 @@ async def test_framing_without_an_end_is_not_kept(tail: bytes) -> None:
 
 
 async def test_a_body_that_is_too_long() -> None:
-    async with running(limits=limits(max_body_bytes=1000)) as served:
+    async with running(max_body_bytes=1000) as served:
         told = request("/echo", "POST", body=bytes(2000))
         untold = (
             b"POST /echo HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n" + b"100\r\n%b\r\n" % bytes(256) * 5
@@ -114,7 +114,7 @@ async def test_a_body_that_is_too_long() -> None:
 
 
 async def test_a_refused_client_that_goes_on_sending_reads_its_answer() -> None:
-    async with running(limits=limits(max_body_bytes=1000)) as served, wire(served.port) as client:
+    async with running(max_body_bytes=1000) as served, wire(served.port) as client:
         client.send(b"POST /echo HTTP/1.1\r\nHost: a\r\nContent-Length: 3000000\r\n\r\n" + bytes(3_000_000))
         assert (await client.to_end()).startswith(b"HTTP/1.1 413 ")
 
@@ -137,7 +137,7 @@ async def test_a_body_that_nobody_reads_is_not_kept() -> None:
 
 
 async def test_half_bodies_of_one_client_lock_nobody_out() -> None:
-    async with running(limits=limits(http_connections_per_client=40)) as served, AsyncExitStack() as stack:
+    async with running(limits=limits(http_client_connections=40)) as served, AsyncExitStack() as stack:
         for _ in range(39):
             client = await stack.enter_async_context(wire(served.port))
             client.send(HALF)

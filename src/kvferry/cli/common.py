@@ -22,26 +22,33 @@ from kvferry.fleet.restart import RestartPolicy
 from kvferry.fleet.spec import EngineChoice, FleetSpec, InstanceSpec, Listen
 from kvferry.fleet.supervisor import DEFAULT_POLICY, FleetPlan, LocalSupervisor
 from kvferry.fleet.transfer import InstanceRole
+from kvferry.http.config import HttpAccess
+from kvferry.http.keys import fleet_key
+from kvferry.http.limits import HttpLimits
 from kvferry.observe.logs import LogConfig, set_up_logging
 from kvferry.router.config import RouterConfig
 
 if TYPE_CHECKING:
     # What a type checker sees; the flags have the same fields.
+    AccessFields = HttpAccess
     ChoiceFields = EngineChoice
     EngineFields = EngineConfig
     InstanceFields = InstanceSpec
     ListenFields = Listen
     FleetFields = FleetSpec
+    LimitFields = HttpLimits
     LogFields = LogConfig
     RestartFields = RestartPolicy
     RouterFields = RouterConfig
     RouterOptionFields = RouterConfig
 else:
+    AccessFields = flags_of(HttpAccess)
     ChoiceFields = flags_of(EngineChoice)
     EngineFields = flags_of(EngineConfig, without=("model",))
     InstanceFields = flags_of(InstanceSpec)
     ListenFields = flags_of(Listen)
     FleetFields = flags_of(FleetSpec)
+    LimitFields = flags_of(HttpLimits)
     LogFields = flags_of(LogConfig)
     RestartFields = flags_of(RestartPolicy)
     RouterFields = flags_of(RouterConfig)
@@ -56,7 +63,10 @@ RouterFlags = Annotated[RouterFields, Parameter(name="*", group=Group("Router", 
 RouterOptionFlags = Annotated[RouterOptionFields, Parameter(name="*", group=Group("Router", sort_key=4))]
 ChoiceFlags = Annotated[ChoiceFields, Parameter(name="*", group=Group("Which engine", sort_key=5))]
 EngineFlags = Annotated[EngineFields, Parameter(name="*", group=Group("kvferry's engine", sort_key=6))]
-LogFlags = Annotated[LogFields, Parameter(name="*", group=Group("Logging", sort_key=7))]
+AccessFlags = Annotated[AccessFields, Parameter(name="*", group=Group("Keys and TLS", sort_key=7))]
+LimitFlags = Annotated[LimitFields, Parameter(name="*", group=Group("Limits of HTTP", sort_key=8))]
+LogFlags = Annotated[LogFields, Parameter(name="*", group=Group("Logging", sort_key=9))]
+ACCESS, LIMITS = nothing_said(AccessFields), nothing_said(LimitFields)
 LOG, RESTARTS = nothing_said(LogFields), nothing_said(RestartFields)
 FLEET, LISTEN, INSTANCE = nothing_said(FleetFields), nothing_said(ListenFields), nothing_said(InstanceFields)
 ROUTER, ROUTER_OPTIONS = nothing_said(RouterFields), nothing_said(RouterOptionFields)
@@ -125,6 +135,19 @@ def run_fleet(
     return asyncio.run(LocalSupervisor(display, listen.grace_s + _END_MARGIN_S, policy).run(plan))
 
 
+def http_settings(listen: Listen, access: HttpAccess, limits: HttpLimits) -> dict[str, Any]:
+    """What a command says of its HTTP server, as the fields of an `HttpConfig`."""
+    token = os.environ.get(TOKEN_VARIABLE, "")
+    return {
+        **vars(access),
+        "host": listen.host,
+        "port": listen.port,
+        "limits": limits,
+        "shutdown_grace_s": listen.grace_s,
+        "fleet_keys": (fleet_key(token),) if token else (),
+    }
+
+
 def run_engine(
     role: InstanceRole,
     engine: EngineConfig,
@@ -132,6 +155,8 @@ def run_engine(
     listen: Listen,
     transfer: KVTransferConfig | None,
     log: LogConfig,
+    access: HttpAccess,
+    limits: HttpLimits,
     ready_fd: int | None = None,
 ) -> int:
     """Run one instance in this process, until SIGINT or SIGTERM; returns the exit code."""
@@ -142,7 +167,7 @@ def run_engine(
             role=role,
             transfer=transfer,
             served_model_names=instance.served_model_name,
-            server=ServerConfig(host=listen.host, port=listen.port, shutdown_grace_s=listen.grace_s),
+            server=ServerConfig(**http_settings(listen, access, limits)),
             on_progress=reporter.progress,
             on_ready=reporter.ready,
             auth_token=os.environ.get(TOKEN_VARIABLE, ""),

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from kvferry.cli.common import (
+    ACCESS,
     CHOICE,
     ENGINE,
     INSTANCE,
+    LIMITS,
     LISTEN,
     LOG,
+    AccessFlags,
     ChoiceFlags,
     EngineFlags,
     InstanceFlags,
+    LimitFlags,
     ListenFlags,
     LogFlags,
     Model,
@@ -21,9 +25,11 @@ from kvferry.cli.common import (
 from kvferry.cli.flags import complete
 from kvferry.core.transfer_config import parse_transfer_config
 from kvferry.engine.config import EngineConfig
-from kvferry.fleet.local import vllm_instance
+from kvferry.fleet.local import require_nothing_said, vllm_instance
 from kvferry.fleet.spec import EngineChoice, InstanceSpec, Listen
 from kvferry.fleet.transfer import DEFAULT, InstanceRole, transfer_for
+from kvferry.http.config import HttpAccess
+from kvferry.http.limits import HttpLimits
 from kvferry.observe.logs import LogConfig
 
 
@@ -35,6 +41,8 @@ def prefill(
     instance: InstanceFlags = INSTANCE,
     listen: ListenFlags = LISTEN,
     log: LogFlags = LOG,
+    access: AccessFlags = ACCESS,
+    limits: LimitFlags = LIMITS,
     ready_fd: ReadyFd = None,
 ) -> int:
     """Start one prefill instance: it reads prompts, and hands their KV cache to decode instances.
@@ -47,7 +55,7 @@ def prefill(
 
         kvferry prefill MODEL --engine vllm --port 8001 -- --dtype bfloat16
     """
-    return _run("prefill", model, choice, engine, instance, listen, log, ready_fd)
+    return _run("prefill", model, choice, engine, instance, listen, log, access, limits, ready_fd)
 
 
 def decode(
@@ -58,6 +66,8 @@ def decode(
     instance: InstanceFlags = INSTANCE,
     listen: ListenFlags = LISTEN,
     log: LogFlags = LOG,
+    access: AccessFlags = ACCESS,
+    limits: LimitFlags = LIMITS,
     ready_fd: ReadyFd = None,
 ) -> int:
     """Start one decode instance: it fetches the KV cache of prompts, and writes the answers.
@@ -70,7 +80,7 @@ def decode(
 
         kvferry decode MODEL --engine vllm --port 8002 -- --dtype bfloat16
     """
-    return _run("decode", model, choice, engine, instance, listen, log, ready_fd)
+    return _run("decode", model, choice, engine, instance, listen, log, access, limits, ready_fd)
 
 
 def _run(
@@ -81,11 +91,14 @@ def _run(
     instance: InstanceFlags,
     listen: ListenFlags,
     log: LogFlags,
+    access: AccessFlags,
+    limits: LimitFlags,
     ready_fd: int | None,
 ) -> int:
     spec, where, logs = complete(InstanceSpec, instance), complete(Listen, listen), complete(LogConfig, log)
     settings, chosen = complete(EngineConfig, engine, model=model), complete(EngineChoice, choice)
     if chosen.engine == "vllm":
+        require_nothing_said(complete(HttpAccess, access), complete(HttpLimits, limits))
         return run_fleet(vllm_instance(role, settings, chosen, spec, where), where, ready_fd, logs)
     return run_engine(
         role,
@@ -94,5 +107,7 @@ def _run(
         where,
         parse_transfer_config(transfer_for(spec.kv_transfer_config or DEFAULT, role)),
         logs,
+        complete(HttpAccess, access),
+        complete(HttpLimits, limits),
         ready_fd,
     )

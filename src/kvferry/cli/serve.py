@@ -6,18 +6,22 @@ import os
 from dataclasses import fields
 
 from kvferry.cli.common import (
+    ACCESS,
     CHOICE,
     ENGINE,
     FLEET,
     INSTANCE,
+    LIMITS,
     LISTEN,
     LOG,
     RESTARTS,
     ROUTER_OPTIONS,
+    AccessFlags,
     ChoiceFlags,
     EngineFlags,
     FleetFlags,
     InstanceFlags,
+    LimitFlags,
     ListenFlags,
     LogFlags,
     Model,
@@ -35,6 +39,8 @@ from kvferry.fleet.local import LocalFleet, variable_name
 from kvferry.fleet.restart import RestartPolicy
 from kvferry.fleet.spec import EngineChoice, FleetSpec, InstanceSpec, Listen
 from kvferry.fleet.transfer import check_transfer
+from kvferry.http.config import HttpAccess
+from kvferry.http.limits import HttpLimits
 from kvferry.observe.logs import LogConfig
 from kvferry.router.config import RouterConfig
 
@@ -50,6 +56,8 @@ def serve(
     choice: ChoiceFlags = CHOICE,
     engine: EngineFlags = ENGINE,
     log: LogFlags = LOG,
+    access: AccessFlags = ACCESS,
+    limits: LimitFlags = LIMITS,
     ready_fd: ReadyFd = None,
 ) -> int:
     """Serve a model on this machine, behind one OpenAI endpoint. Ctrl-C ends everything it started.
@@ -83,6 +91,8 @@ def serve(
         listen=complete(Listen, listen),
         choice=complete(EngineChoice, choice),
         log=complete(LogConfig, log),
+        access=complete(HttpAccess, access),
+        limits=complete(HttpLimits, limits),
         hidden=flag_variables(),
     )
     if said.spec.is_split or said.choice.engine == "vllm":
@@ -92,7 +102,8 @@ def serve(
 
 def flag_variables() -> frozenset[str]:
     """The environment variables that set flags."""
-    configs = (EngineConfig, EngineChoice, InstanceSpec, Listen, FleetSpec, RouterConfig, RestartPolicy, LogConfig)
+    engine = (EngineConfig, EngineChoice, InstanceSpec, FleetSpec, RouterConfig, RestartPolicy, LogConfig)
+    configs = (*engine, Listen, HttpAccess, HttpLimits)
     return frozenset({"KVFERRY_CONFIG", *(variable_name(one.name) for config in configs for one in fields(config))})
 
 
@@ -105,4 +116,6 @@ def _serve_one(said: LocalFleet, ready_fd: int | None) -> int:
     if text is not None:
         check_transfer(text)
     transfer = None if text is None else parse_transfer_config(text)
-    return run_engine("both", said.engine, said.instance, said.listen, transfer, said.log, ready_fd)
+    return run_engine(
+        "both", said.engine, said.instance, said.listen, transfer, said.log, said.access, said.limits, ready_fd
+    )

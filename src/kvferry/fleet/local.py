@@ -6,8 +6,9 @@ import os
 import secrets
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
+from kvferry.core.errors import ConfigError
 from kvferry.engine.config import EngineConfig
 from kvferry.fleet.arguments import flag_name, to_arguments
 from kvferry.fleet.cpu import CorePlan, Cores, available_cores, parse_cores, plan_cores, thread_variables
@@ -18,6 +19,8 @@ from kvferry.fleet.supervisor import FleetPlan
 from kvferry.fleet.transfer import DEFAULT, InstanceRole, transfer_for_member
 from kvferry.fleet.vllm.instances import Place, VllmInstances
 from kvferry.fleet.vllm.ports import free_ports
+from kvferry.http.config import HttpAccess
+from kvferry.http.limits import HttpLimits
 from kvferry.observe.logs import INSTANCE_VARIABLE, TEXT, LogConfig
 from kvferry.router.config import RouterConfig
 
@@ -28,6 +31,7 @@ TOKEN_VARIABLE = "KVFERRY_AUTH_TOKEN"
 _VLLM_LOG_LEVEL = "VLLM_LOGGING_LEVEL"
 
 OWN_ENGINE = EngineChoice()
+OPEN, LIMITS = HttpAccess(), HttpLimits()
 LOOPBACK = "127.0.0.1"
 
 
@@ -42,11 +46,14 @@ class LocalFleet:
     listen: Listen
     choice: EngineChoice = OWN_ENGINE
     log: LogConfig = TEXT
+    access: HttpAccess = OPEN
+    limits: HttpLimits = LIMITS
     hidden: frozenset[str] = frozenset()
     """Variables that children do not inherit: those that set flags, as children get every flag as an argument."""
 
     def plan(self) -> FleetPlan:
         """The processes. Raises `ConfigError` when settings are wrong, before anything is started."""
+        require_nothing_said(self.access, self.limits)
         cores = self._cores()
         token = os.environ.get(TOKEN_VARIABLE) or secrets.token_urlsafe(32)
         if self.choice.engine == "vllm":
@@ -129,6 +136,14 @@ class LocalFleet:
             hidden=self.hidden,
             cores=cores,
         )
+
+
+def require_nothing_said(access: HttpAccess, limits: HttpLimits) -> None:
+    """Raise `ConfigError` when there are settings of HTTP that the processes would not heed."""
+    for given, default in ((access, OPEN), (limits, LIMITS)):
+        for one in fields(given):
+            if getattr(given, one.name) != getattr(default, one.name):
+                raise ConfigError(f"{flag_name(one.name)} is for kvferry's own engine alone, not for this command yet")
 
 
 def plain_instance(fleet: LocalFleet, name: str) -> ProcessSpec:

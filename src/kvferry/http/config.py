@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvferry.core.errors import ConfigError
+from kvferry.core.openai import MAX_BODY_BYTES
 from kvferry.http.limits import HttpLimits
 from kvferry.http.listen import BACKLOG
-from kvferry.http.tls import server_context
+from kvferry.http.tls import client_context, server_context
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +41,7 @@ class HttpAccess:
     """Private key of --tls-cert (PEM), when it is not in the same file."""
 
     tls_client_ca: Path | None = None
-    """Authority (PEM) of which clients must show a certificate."""
+    """Authority (PEM) of which clients must show a certificate, for all but /health and /version."""
 
     access_log: bool = False
     """Log a line for every request."""
@@ -67,6 +68,9 @@ class HttpConfig(HttpAccess):
 
     limits: HttpLimits = field(default_factory=HttpLimits)
     """What one client may use."""
+
+    max_body_bytes: int = MAX_BODY_BYTES
+    """Longest request body; a longer one is answered with 413."""
 
     shutdown_grace_s: float = 30.0
     """Seconds that running requests are given to end before they are aborted."""
@@ -103,6 +107,29 @@ class HttpConfig(HttpAccess):
     def scheme(self) -> str:
         """How clients' URLs begin."""
         return "http" if self.tls_cert is None else "https"
+
+
+@dataclass(frozen=True, kw_only=True)
+class InstanceAccess:
+    """How a router makes itself known to its instances, and knows them."""
+
+    instance_api_key: str | None = None
+    """API key of the instances, sent to them in place of what clients send as Authorization. Without it the clients'
+    own Authorization goes through."""
+
+    instance_ca: Path | None = None
+    """Authority (PEM) that vouches for instances at https:// URLs; the system's authorities when not given."""
+
+    instance_cert: Path | None = None
+    """Certificate chain (PEM) to show to instances that ask for one, with its key in the same file."""
+
+    def __post_init__(self) -> None:
+        if self.instance_api_key is not None:
+            _require_key(self.instance_api_key, "--instance-api-key")
+
+    def tls_context(self) -> ssl.SSLContext:
+        """For connections to https:// URLs. Raises `ConfigError` when a file cannot be used."""
+        return client_context(self.instance_ca, self.instance_cert)
 
 
 def _keys_in(path: Path) -> tuple[str, ...]:

@@ -50,6 +50,7 @@ class Owner(Protocol):
     """The server, as its connections use it."""
 
     limits: HttpLimits
+    max_body_bytes: int
     access_log: bool
     date: HttpDate
     loop: asyncio.AbstractEventLoop
@@ -70,8 +71,8 @@ class Owner(Protocol):
     def forget(self, connection: ServerConnection) -> None:
         """It is gone."""
 
-    def handler_of(self, request: Request, side: Side) -> Handler:
-        """Who answers. Raises `RequestError`."""
+    def handler_of(self, request: Request, side: Side, *, certified: bool) -> Handler:
+        """Who answers. `certified`: the client has shown a certificate. Raises `RequestError`."""
 
 
 @dataclass
@@ -93,6 +94,7 @@ class ServerConnection(asyncio.Protocol):
         self._parser = httptools.HttpRequestParser(self)
         self._transport: asyncio.Transport
         self.client = ""
+        self._certified = False
         self._phase: Literal["idle", "head", "body", "running", "closing"] = "idle"
         self._deadline = self._body_deadline = inf
         self._lost = False
@@ -121,6 +123,7 @@ class ServerConnection(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)
         peer = transport.get_extra_info("peername")
         self.client = str(peer[0]) if isinstance(peer, tuple) else ""
+        self._certified = bool(transport.get_extra_info("peercert"))
         if (refused := self._owner.admit(self)) is not None:
             self._refuse_with(refused)
             return
@@ -300,7 +303,7 @@ class ServerConnection(asyncio.Protocol):
     # Answering.
 
     def _make_turn(self, version: str) -> _Turn:
-        body = Body(self._limits.max_body_bytes, self._body_wanted)
+        body = Body(self._owner.max_body_bytes, self._body_wanted)
         request = Request(
             cast(Any, self._parser.get_method()).decode(),
             _origin_form(self._url.decode("latin-1")),
@@ -316,7 +319,7 @@ class ServerConnection(asyncio.Protocol):
     def _begin(self, turn: _Turn) -> None:
         self._turn = turn
         try:
-            handler = self._owner.handler_of(turn.request, self._side)
+            handler = self._owner.handler_of(turn.request, self._side, certified=self._certified)
         except RequestError as error:
             # Not from within the parser's call, as the answer may end the connection.
             self._loop.call_soon(turn.response.fail, error)

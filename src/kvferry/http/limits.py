@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 from kvferry.core.errors import ConfigError
-from kvferry.core.openai import MAX_BODY_BYTES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,12 +35,9 @@ class HttpLimits:
     http_connections: int = 10000
     """Most connections at once; one more is answered with 503 and closed."""
 
-    http_connections_per_client: int = 2500
+    http_client_connections: int = 2500
     """Most connections at once from one client address; one more is answered with 503 and closed. A proxy counts as
     one client."""
-
-    max_body_bytes: int = MAX_BODY_BYTES
-    """Longest request body in bytes; a longer one is answered with 413."""
 
     def __post_init__(self) -> None:
         for one in fields(self):

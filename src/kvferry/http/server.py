@@ -22,8 +22,9 @@ from contextlib import contextmanager, suppress
 from kvferry.core.errors import LeakError, Unavailable
 from kvferry.http.config import HttpConfig
 from kvferry.http.connection import ServerConnection
+from kvferry.http.errors import Unauthorized
 from kvferry.http.headers import HttpDate
-from kvferry.http.keys import Guard, Side
+from kvferry.http.keys import Access, Guard, Side
 from kvferry.http.lifecycle import Lifecycle
 from kvferry.http.listen import listen
 from kvferry.http.request import Request
@@ -45,6 +46,7 @@ class HttpServer:
     def __init__(self, routes: Routes, config: HttpConfig, lifecycle: Lifecycle | None = None) -> None:
         self.config = config
         self.limits = config.limits
+        self.max_body_bytes = config.max_body_bytes
         self.access_log = config.access_log
         self.lifecycle = lifecycle or Lifecycle()
         self.date = HttpDate()
@@ -129,7 +131,7 @@ class HttpServer:
         """See `Owner`."""
         self._connections.add(connection)
         self._per_client[connection.client] += 1
-        most = self.limits.http_connections_per_client
+        most = self.limits.http_client_connections
         if len(self._connections) > self._most:
             where, most = "", self._most
         elif self._per_client[connection.client] > most:
@@ -158,12 +160,14 @@ class HttpServer:
         if self.draining:
             self._note_quiet()
 
-    def handler_of(self, request: Request, side: Side) -> Handler:
+    def handler_of(self, request: Request, side: Side, *, certified: bool) -> Handler:
         """See `Owner`."""
         self._num_served += 1
         self.lifecycle.require_accepting()
         route = self._routes.find(request)
         authorization = next((value for name, value in request.headers if name == b"authorization"), None)
+        if self.config.tls_client_ca is not None and not certified and route.access is not Access.OPEN:
+            raise Unauthorized("This server needs a client certificate")
         self._guard.check(route.access, side, authorization, f"{request.method} {request.path}")
         return route.handler
 

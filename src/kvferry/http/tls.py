@@ -9,7 +9,8 @@ from kvferry.core.errors import ConfigError
 
 
 def server_context(cert: Path, key: Path | None, client_ca: Path | None) -> ssl.SSLContext:
-    """A listener's: with `client_ca`, only clients with a certificate of that authority are let in."""
+    """A listener's. With `client_ca` clients are asked for a certificate of that authority, and a wrong one is refused;
+    whether one without any is served, the server decides (probes of its health have none)."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.set_alpn_protocols(["http/1.1"])
@@ -19,7 +20,7 @@ def server_context(cert: Path, key: Path | None, client_ca: Path | None) -> ssl.
         raise ConfigError(f"--tls-cert {cert}, --tls-key {key}: {_told(error)}") from error
     if client_ca is not None:
         _load_authority(context, client_ca, "--tls-client-ca")
-        context.verify_mode = ssl.CERT_REQUIRED
+        context.verify_mode = ssl.CERT_OPTIONAL
     return context
 
 
@@ -34,7 +35,7 @@ def client_context(ca: Path | None, cert: Path | None = None, key: Path | None =
         try:
             context.load_cert_chain(cert, key)
         except (OSError, ssl.SSLError) as error:
-            raise ConfigError(f"client certificate {cert}: {_told(error)}") from error
+            raise ConfigError(f"--instance-cert {cert}: {_told(error)}") from error
     return context
 
 

@@ -15,7 +15,6 @@ import pytest
 from kvferry.core.errors import DeadlineExceeded, HandOffFailed, QueueFull, Unavailable
 from kvferry.core.hand_off import TokenLogprobs
 from kvferry.core.request import EngineOutput
-from kvferry.http.limits import HttpLimits
 
 from .fake_engine import Gate, ScriptedEngine, Step
 from .running import Running, running
@@ -244,7 +243,7 @@ async def test_infinite_logprobs_are_numbers(tokenizer: Any) -> None:
 
 
 async def test_a_body_that_is_too_large(tokenizer: Any) -> None:
-    async with scripted(tokenizer, LAST, limits=HttpLimits(max_body_bytes=1000)) as (engine, client, _):
+    async with scripted(tokenizer, LAST, max_body_bytes=1000) as (engine, client, _):
 
         async def pieces() -> AsyncIterator[bytes]:
             for _ in range(20):

@@ -18,4 +18,4 @@ class ServerConfig(HttpConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.max_choices < 1:
-            raise ConfigError(f"--max-choices must be at least 1, got {self.max_choices}")
+            raise ConfigError(f"max_choices must be at least 1, got {self.max_choices}")
