@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -172,12 +173,24 @@ def test_the_cache_is_bounded(folder: Path, cache: Path, monkeypatch: pytest.Mon
 
 
 def test_progress_is_told_where_reading_takes_time(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """These files are read when it was told of twice, and not before."""
     monkeypatch.setattr(checkpoint, "FIRST_REPORT_S", 0.0)
     monkeypatch.setattr(checkpoint, "REPORT_EVERY_S", 0.0)
+    read, go_on = checkpoint._digest, threading.Event()
     told: list[tuple[int, int]] = []
-    checkpoint_name(folder, dtype="float32", on_progress=lambda done, total: told.append((done, total)))
-    assert told
-    assert {total for _, total in told} == {2 * len(WEIGHTS)}
+
+    def reading(path: Path, count: Callable[[int], None]) -> str:
+        assert go_on.wait(20)
+        return read(path, count)
+
+    def tell(done: int, total: int) -> None:
+        told.append((done, total))
+        if len(told) == 2:
+            go_on.set()
+
+    monkeypatch.setattr(checkpoint, "_digest", reading)
+    checkpoint_name(folder, dtype="float32", on_progress=tell)
+    assert told[:2] == [(0, 2 * len(WEIGHTS))] * 2
 
 
 def test_several_processes_at_once(folder: Path, tmp_path: Path) -> None:
