@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kvferry.cli.checks import check_before_start
 from kvferry.cli.common import (
     ACCESS,
     CHOICE,
@@ -99,15 +100,11 @@ def _run(
     settings, chosen = complete(EngineConfig, engine, model=model), complete(EngineChoice, choice)
     if chosen.engine == "vllm":
         require_nothing_said(complete(HttpAccess, access), complete(HttpLimits, limits))
-        return run_fleet(vllm_instance(role, settings, chosen, spec, where), where, ready_fd, logs)
-    return run_engine(
-        role,
-        settings,
-        spec,
-        where,
-        parse_transfer_config(transfer_for(spec.kv_transfer_config or DEFAULT, role)),
-        logs,
-        complete(HttpAccess, access),
-        complete(HttpLimits, limits),
-        ready_fd,
-    )
+        plan = vllm_instance(role, settings, chosen, spec, where)
+        check_before_start(settings, chosen, where)
+        return run_fleet(plan, where, ready_fd, logs)
+    transfer = parse_transfer_config(transfer_for(spec.kv_transfer_config or DEFAULT, role))
+    if ready_fd is None:
+        check_before_start(settings, chosen, where)
+    accesses, bounds = complete(HttpAccess, access), complete(HttpLimits, limits)
+    return run_engine(role, settings, spec, where, transfer, logs, accesses, bounds, ready_fd)

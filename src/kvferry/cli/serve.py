@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import fields
 
+from kvferry.cli.checks import check_before_start
 from kvferry.cli.common import (
     ACCESS,
     CHOICE,
@@ -68,7 +69,8 @@ def serve(
 
     Two prefill instances and one decode instance, the KV cache handed over in files:
 
-        kvferry serve kvferry/tiny-python --prefill 2 --kv-transfer-config '{"kv_connector":"SharedStorageConnector"}'
+        kvferry serve kvferry/tiny-python --prefill 2 --kv-transfer-config '{"kv_connector":"SharedStorageConnector",
+        "kv_connector_extra_config":{"shared_storage_path":"/tmp/kvferry-blocks"}}'
 
     One instance that does both, without a router:
 
@@ -83,6 +85,7 @@ def serve(
 
         kvferry serve MODEL --engine vllm --prefill 1 --kv-transfer-config '{"kv_connector":"NixlConnector"}'
     """
+    policy = complete(RestartPolicy, restarts)
     said = LocalFleet(
         spec=complete(FleetSpec, fleet),
         engine=complete(EngineConfig, engine, model=model),
@@ -96,7 +99,10 @@ def serve(
         hidden=flag_variables(),
     )
     if said.spec.is_split or said.choice.engine == "vllm":
-        return run_fleet(said.plan(), said.listen, ready_fd, said.log, complete(RestartPolicy, restarts))
+        plan = said.plan()
+        if ready_fd is None:
+            check_before_start(said.engine, said.choice, said.listen, said.spec)
+        return run_fleet(plan, said.listen, ready_fd, said.log, policy)
     return _serve_one(said, ready_fd)
 
 
@@ -116,6 +122,8 @@ def _serve_one(said: LocalFleet, ready_fd: int | None) -> int:
     if text is not None:
         check_transfer(text)
     transfer = None if text is None else parse_transfer_config(text)
+    if ready_fd is None:
+        check_before_start(said.engine, said.choice, said.listen)
     return run_engine(
         "both", said.engine, said.instance, said.listen, transfer, said.log, said.access, said.limits, ready_fd
     )

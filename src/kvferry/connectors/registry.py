@@ -27,6 +27,9 @@ class ConnectorSpec:
     scheduler_side: str
     worker_side: str
     defaults: Mapping[str, Any] = field(default_factory=dict)
+    settings_check: str = ""
+    """A function of a `KVTransferConfig` that raises `ConfigError` for settings that are wrong, as
+    `package.module:function`; called before anything is started, without torch. Without it they are checked late."""
 
     def build_scheduler_side(self, context: ConnectorContext) -> SchedulerSide:
         """The scheduler side, new."""
@@ -46,13 +49,24 @@ class ConnectorSpec:
         found: type[WorkerSide] = resolve(self.worker_side)
         return found
 
+    def check(self, config: KVTransferConfig) -> None:
+        """Raise `ConfigError` for settings that can be known to be wrong now."""
+        if self.settings_check:
+            resolve(self.settings_check)(self._with_defaults(config))
+
     def _completed(self, context: ConnectorContext) -> ConnectorContext:
-        config = context.config
+        return replace(context, config=self._with_defaults(context.config))
+
+    def _with_defaults(self, config: KVTransferConfig) -> KVTransferConfig:
         extras = {**self.defaults, **config.kv_connector_extra_config}
-        return replace(context, config=msgspec.structs.replace(config, kv_connector_extra_config=extras))
+        return msgspec.structs.replace(config, kv_connector_extra_config=extras)
 
 
-P2P = ConnectorSpec("kvferry.connectors.p2p.scheduler:P2pSchedulerSide", "kvferry.connectors.p2p.worker:P2pWorkerSide")
+P2P = ConnectorSpec(
+    "kvferry.connectors.p2p.scheduler:P2pSchedulerSide",
+    "kvferry.connectors.p2p.worker:P2pWorkerSide",
+    settings_check="kvferry.connectors.p2p.settings:check",
+)
 BUILTIN = {
     "P2pConnector": P2P,
     "P2pNcclConnector": replace(P2P, defaults={"transport": "nccl"}),
@@ -61,6 +75,7 @@ BUILTIN = {
     "SharedStorageConnector": ConnectorSpec(
         "kvferry.connectors.shared_storage.scheduler:SharedStorageSchedulerSide",
         "kvferry.connectors.shared_storage.worker:SharedStorageWorkerSide",
+        settings_check="kvferry.connectors.shared_storage.settings:check",
     ),
 }
 

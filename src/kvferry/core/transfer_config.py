@@ -73,9 +73,18 @@ def parse_transfer_config(text: str) -> KVTransferConfig:
         if key not in known:
             raise ConfigError(_unknown_key(f"--kv-transfer-config: {key}", key, known))
     try:
-        return msgspec.convert(raw, KVTransferConfig)
+        config = msgspec.convert(raw, KVTransferConfig)
     except msgspec.ValidationError as error:
         raise ConfigError(f"--kv-transfer-config: {error}") from error
+    _require_bounds(config)
+    return config
+
+
+def _require_bounds(config: KVTransferConfig) -> None:
+    if not 0 <= config.kv_port <= 65535:
+        raise ConfigError(f"--kv-transfer-config: kv_port must be between 0 and 65535, got {config.kv_port}")
+    if not config.kv_buffer_size > 0:
+        raise ConfigError(f"--kv-transfer-config: kv_buffer_size must be above 0, got {config.kv_buffer_size:g}")
 
 
 def _unknown_key(where: str, key: str, known: tuple[str, ...]) -> str:

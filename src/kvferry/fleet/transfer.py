@@ -23,10 +23,11 @@ def kv_role(role: InstanceRole) -> str:
 
 
 def check_transfer(text: str) -> KVTransferConfig:
-    """Read the JSON, and look the connector up where that needs no code of others. Raises `ConfigError`."""
+    """Read the JSON, and look through the connector's settings where that needs no code of others. Raises
+    `ConfigError`."""
     config = parse_transfer_config(text)
     if config.kv_connector_module_path is None:
-        find_connector(config)
+        find_connector(config).check(config)
     return config
 
 

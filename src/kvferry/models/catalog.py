@@ -5,35 +5,85 @@ Importing this module imports neither torch nor transformers.
 
 from __future__ import annotations
 
+import re
+from difflib import get_close_matches
 from importlib import resources
 from pathlib import Path
+
+from kvferry.core.errors import ConfigError, UnknownName
 
 BUILTIN: dict[str, str] = {"kvferry/tiny-python": "tiny_python"}
 """Built-in model names, each with the directory beside this file that holds it."""
 
+_OURS = "kvferry/"
+"""Names that begin so are never asked of the hub."""
+
+_HUB_ID = re.compile(r"(?:[A-Za-z0-9][\w.-]*/)?[A-Za-z0-9][\w.-]*", re.ASCII)
+_MOST_CHARACTERS = 96
+_NEAR = 0.85
+
 
 def resolve(model: str) -> Path | str:
-    """Find out what ``model`` names.
+    """What `model` names: the directory of a built-in or local model, or else, unchanged, the id of a model on the
+    Hugging Face hub.
 
-    Args:
-        model: A built-in name, a local directory, or the id of a model on the Hugging Face hub.
-
-    Returns:
-        The directory of a built-in or local model as a ``Path``; anything else, which can then only
-        be a hub id, unchanged as a ``str``.
-
-    Raises:
-        FileNotFoundError: The name is built in, but this installation lacks its files.
+    Raises `ConfigError` for what can be none of these, with the nearest that is there: a built-in name that is
+    mistyped, a path to nothing, a directory without a model.
     """
     if model in BUILTIN:
         return _builtin_directory(model)
-    directory = Path(model).expanduser()
-    return directory if directory.is_dir() else model
+    directory = _directory(model)
+    if directory is not None:
+        return _model_directory(directory)
+    if model.startswith(_OURS) or get_close_matches(model, _names(), n=1, cutoff=_NEAR):
+        raise UnknownName("built-in model", model, BUILTIN)
+    if _is_path(model) and model.isprintable():
+        raise ConfigError(f"there is no directory {model!r}{_nearest(Path(model))}")
+    if len(model) > _MOST_CHARACTERS or ".." in model or "--" in model or not _HUB_ID.fullmatch(model):
+        raise ConfigError(
+            f"{model[:200]!r} names no model: give a directory with config.json, tokenizer and safetensors, the id of a"
+            f" model on the Hugging Face hub (organisation/name), or {next(iter(BUILTIN))}"
+        )
+    return model
+
+
+def _directory(model: str) -> Path | None:
+    """The directory of that name, if there is one."""
+    try:
+        path = Path(model).expanduser()
+        return path if model and path.is_dir() else None
+    except (OSError, ValueError, RuntimeError):  # too long, with a null, ~ of nobody
+        return None
+
+
+def _names() -> list[str]:
+    """Built-in names, also without what they begin with."""
+    return [*BUILTIN, *(name.removeprefix(_OURS) for name in BUILTIN)]
+
+
+def _is_path(model: str) -> bool:
+    return model.startswith(("/", ".", "~")) or model.endswith("/") or model.count("/") > 1
+
+
+def _model_directory(directory: Path) -> Path:
+    if not (directory / "config.json").is_file():
+        raise ConfigError(f"{str(directory)!r} is a directory without config.json: it holds no model of transformers")
+    return directory
+
+
+def _nearest(directory: Path) -> str:
+    """A directory beside it that has almost its name."""
+    try:
+        names = [entry.name for entry in directory.parent.iterdir() if entry.is_dir()]
+    except (OSError, ValueError):
+        return ""
+    near = get_close_matches(directory.name, names, n=1, cutoff=0.6)
+    return f"; did you mean {str(directory.with_name(near[0]))!r}?" if near else ""
 
 
 def _builtin_directory(model: str) -> Path:
-    """Return the directory of a built-in model, which must be a real one: loaders map its files."""
+    """The directory of a built-in model, which must be a real one: loaders map its files."""
     directory = Path(str(resources.files("kvferry.models"))) / BUILTIN[model]
     if not (directory / "config.json").is_file():
-        raise FileNotFoundError(f"{model} is built in, but {directory} holds no config.json")
+        raise ConfigError(f"{model} is built in, but {directory} holds no config.json; install kvferry again")
     return directory

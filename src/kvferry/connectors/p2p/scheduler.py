@@ -23,29 +23,22 @@ from kvferry.connectors.api import (
 from kvferry.connectors.p2p.fetches import Fetches
 from kvferry.connectors.p2p.offers import Offers
 from kvferry.connectors.p2p.plan import P2pPlan, PlanBook
+from kvferry.connectors.p2p.settings import read_settings
 from kvferry.core.errors import LeakError
 from kvferry.core.hand_off import Consume, Produce
-from kvferry.transport.lookup_buffer.table import EXTRAS as BUFFER_EXTRAS
-
-EXTRAS = (*BUFFER_EXTRAS, "lease_s", "timeout_s", "unsealed_s", "bidirectional_kv_xfer", "decoder_kv_blocks_ttl")
-KEPT_LEASE_S = 480.0
 
 
 class P2pSchedulerSide(SchedulerSide):
-    """See the module. `kv_connector_extra_config`, beside what `P2pWorkerSide` reads:
-
-    `bidirectional_kv_xfer` keeps the blocks of every answer for the prefill of the next turn, not only where a
-    request asks for it (`keep_for_next_turn`); `decoder_kv_blocks_ttl` for how long, s.
-    """
+    """See the module. `P2pSettings` says what can be set."""
 
     takes_parts = True
 
     def __init__(self, context: ConnectorContext) -> None:
         super().__init__(context)
-        context.config.require_extras_known(EXTRAS)
-        self._keeps_all = context.config.extra("bidirectional_kv_xfer", False)
+        settings = read_settings(context.config)
+        self._keeps_all = settings.keeps_all
         self._work = PlanBook()
-        self._offers = Offers(context, self._work, context.config.extra("decoder_kv_blocks_ttl", KEPT_LEASE_S))
+        self._offers = Offers(context, self._work, settings.kept_lease_s)
         self._fetches = Fetches(context, self._work)
 
     def set_addresses(self, addresses: Sequence[dict[str, Any]]) -> None:

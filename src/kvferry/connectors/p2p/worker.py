@@ -15,7 +15,8 @@ from kvferry.connectors.api import ConnectorContext, TransferReport, WorkerSide
 from kvferry.connectors.p2p.arrivals import Arrivals
 from kvferry.connectors.p2p.departures import Departures
 from kvferry.connectors.p2p.plan import P2pPlan
-from kvferry.core.errors import ConfigError, ConnectorLost, LeakError
+from kvferry.connectors.p2p.settings import read_settings
+from kvferry.core.errors import ConnectorLost, LeakError
 from kvferry.transport.lookup_buffer.entries import EntryBounds
 from kvferry.transport.lookup_buffer.offering import OfferingBuffer
 from kvferry.transport.lookup_buffer.table import LookupBufferContext, build_lookup_buffer
@@ -24,21 +25,15 @@ from kvferry.transport.tasks import run_together
 from kvferry.transport.transfer_loop import TransferLoop
 from kvferry.transport.wire import Identity
 
-LEASE_S = 30.0
-TIMEOUT_S = 30.0
-UNSEALED_S = 300.0
 START_S = 10.0
 GATHER_BYTES = 2 * 2**20
 """KV of a hand-off that its consumer is told of at once: a layer, or several small ones together."""
 
 
 class P2pWorkerSide(WorkerSide):
-    """See the module. `kv_connector_extra_config`:
-
-    `lookup_buffer` and `transport` are explained in `transport.lookup_buffer.table`; by default KV is read from shared
-    memory where both sides can, else over TCP (NIXL for device memory). `lease_s`: how long a finished hand-off is
-    kept for its consumer; `timeout_s`: how long a consumer waits for one, from its start; `unsealed_s`: how long a
-    hand-off may stand still while its prefill is under way, s. `checksum` true: what is fetched is compared with what
+    """See the module. `kv_connector_extra_config`: `P2pSettings` has the times; `transport.lookup_buffer.table`
+    explains `lookup_buffer` and `transport`; by default KV is read from shared memory where both sides can, else over
+    TCP (NIXL for device memory). `checksum` true: what is fetched is compared with what
     the producer has (XXH3). `advertise_host`, `advertise_port`: where other instances find this one, if not at
     `kv_ip` and `kv_port` (containers, address translation).
     """
@@ -48,9 +43,7 @@ class P2pWorkerSide(WorkerSide):
     def __init__(self, context: ConnectorContext) -> None:
         super().__init__(context)
         self._config = context.config
-        self._timeout_s = _seconds(context, "timeout_s", TIMEOUT_S)
-        self._lease_s = _seconds(context, "lease_s", LEASE_S)
-        self._unsealed_s = _seconds(context, "unsealed_s", UNSEALED_S)
+        self._settings = read_settings(context.config)
         self._loop = TransferLoop()
         self._service: Future[None] | None = None
         self._report = TransferReport()
@@ -72,7 +65,10 @@ class P2pWorkerSide(WorkerSide):
         config, layout = self._config, self.context.layout
         # The scheduler side keeps prefills waiting at `kv_buffer_size`; here twice that only guards against mistakes.
         bounds = EntryBounds(
-            self._lease_s, self._unsealed_s, capacity_bytes=2 * config.kv_buffer_size, gather_bytes=GATHER_BYTES
+            self._settings.lease_s,
+            self._settings.unsealed_s,
+            capacity_bytes=2 * config.kv_buffer_size,
+            gather_bytes=GATHER_BYTES,
         )
         identity = Identity(config.engine_id, layout)
         self._buffer = build_lookup_buffer(
@@ -82,7 +78,7 @@ class P2pWorkerSide(WorkerSide):
         self._arrivals = Arrivals(
             self._buffer,
             self.context.layout,
-            self._timeout_s,
+            self._settings.timeout_s,
             keep_lease_on_failure=config.kv_load_failure_policy == "fail",
         )
 
@@ -175,10 +171,3 @@ def _device_wait(device: str) -> Callable[[], None] | None:
     import torch  # where KV is on a device, the engine beside has it
 
     return lambda: torch.cuda.current_stream(device).synchronize()
-
-
-def _seconds(context: ConnectorContext, key: str, default: float) -> float:
-    value: float = context.config.extra(key, default)
-    if not value > 0:
-        raise ConfigError(f"kv_connector_extra_config.{key} must be greater than 0, got {value:g}")
-    return value

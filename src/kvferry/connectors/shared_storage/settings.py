@@ -7,6 +7,7 @@ from pathlib import Path
 
 from kvferry.connectors.api import ConnectorContext
 from kvferry.core.errors import ConfigError, UnknownName
+from kvferry.core.transfer_config import KVTransferConfig
 
 EXTRAS = ("shared_storage_path", "max_bytes", "load", "timeout_s", "fsync")
 LOADS = ("async", "layerwise")
@@ -35,7 +36,17 @@ class StorageSettings:
 
 def read_settings(context: ConnectorContext) -> StorageSettings:
     """Raises `ConfigError` that names the key."""
-    config = context.config
+    return _read(context.config, context.layout.tp_size)
+
+
+def check(config: KVTransferConfig) -> None:
+    """Raise `ConfigError` for all that can be known to be wrong before there is an engine."""
+    path = _read(config, tp_size=1).path
+    if path.exists() and not path.is_dir():
+        raise ConfigError(f"kv_connector_extra_config.shared_storage_path {path} is not a directory")
+
+
+def _read(config: KVTransferConfig, tp_size: int) -> StorageSettings:
     config.require_extras_known(EXTRAS)
     path = config.extra("shared_storage_path", "")
     if not path:
@@ -49,7 +60,7 @@ def read_settings(context: ConnectorContext) -> StorageSettings:
     load = config.extra("load", "async")
     if load not in LOADS:
         raise UnknownName("kv_connector_extra_config.load", load, LOADS)
-    if load == "layerwise" and context.layout.tp_size > 1:
+    if load == "layerwise" and tp_size > 1:
         raise ConfigError(
             "kv_connector_extra_config.load layerwise works on one rank only: where one rank's blocks do not come, the"
             " others would keep what they computed without them; leave it out, or serve without tensor parallelism"

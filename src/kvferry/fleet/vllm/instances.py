@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -72,7 +73,7 @@ class VllmInstances:
                 " or name a connector of vLLM's with --kv-transfer-config"
             )
         names = instance.served_model_name or (engine.model,)
-        return cls(str(resolve(engine.model)), names, choice.engine_argument, found, transfer, number)
+        return cls(_model(engine.model), names, choice.engine_argument, found, transfer, number)
 
     @property
     def has_bootstrap(self) -> bool:
@@ -119,6 +120,12 @@ class VllmInstances:
     def _has_several_workers(self) -> bool:
         """Each worker needs a list of cores of its own then, which vLLM makes itself."""
         return any(one.partition("=")[0] in _SEVERAL_WORKERS for one in self.arguments)
+
+
+def _model(model: str) -> str:
+    """What vLLM is to load. It also takes addresses, files, and ids with a variant behind a colon, unlike our engine.
+    Raises `ConfigError` for what can be no model."""
+    return model if ":" in model or Path(model).is_file() else str(resolve(model))
 
 
 def _reachable(host: str) -> str:

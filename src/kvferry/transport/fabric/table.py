@@ -17,8 +17,16 @@ FABRICS = {
     "tcp": "kvferry.transport.fabric.tcp:TcpFabric",
     "mooncake": "kvferry.transport.fabric.mooncake:MooncakeFabric",
 }
+LIBRARIES = {
+    "nixl": ("nixl", "nixl", ("nixl", "nixl_cu12")),
+    "mooncake": ("mooncake-transfer-engine", "mooncake", ("mooncake",)),
+}
+"""Of fabrics that need one: the package, the extra of kvferry's that brings it, and modules, one of which must be
+there."""
 AUTO = {"cpu": ("shm", "tcp"), "cuda": ("cuda_ipc", "nixl")}
 """What "auto" tries, by where the KV cache is. Host memory needs no library to be fast; device memory does."""
+MAX_STREAMS = 16
+"""Connections to each peer that TCP may be told to open."""
 OPTIONS = ("streams", "backends", "num_threads", "protocol", "device_name")
 """Keys of `kv_connector_extra_config` that fabrics know."""
 

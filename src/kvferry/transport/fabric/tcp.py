@@ -27,13 +27,13 @@ from kvferry.transport.connection import Connection, limited_to
 from kvferry.transport.control import dial
 from kvferry.transport.fabric.base import Fabric, FabricContext, FabricPeer, host_and_port
 from kvferry.transport.fabric.pieces import Numbers, Pieces, RegionMap, join
+from kvferry.transport.fabric.table import MAX_STREAMS
 from kvferry.transport.memory import Region, Span
 from kvferry.transport.memory_vector import MemoryVector
 from kvferry.transport.tasks import run_together
 from kvferry.transport.wire import HEADER_BYTES, Message
 
 PURPOSE = "read"
-MAX_STREAMS = 16
 STREAM_BYTES = 2**20
 """A read is spread over streams in parts of no less."""
 ANYWHERE = RegionMap([Region(0, 2**62)], "peer's")

@@ -11,18 +11,32 @@ A pipe whose name is also a fabric's is meant with "pipe-" before it: "pipe-tcp"
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
+from kvferry.core.dependencies import require_library
 from kvferry.core.errors import ConfigError, UnknownName
 from kvferry.core.transfer_config import KVTransferConfig
 from kvferry.transport.control import Listener
 from kvferry.transport.fabric.base import FabricContext
-from kvferry.transport.fabric.table import FABRICS, OPTIONS, build_fabrics
+from kvferry.transport.fabric.table import FABRICS, LIBRARIES, MAX_STREAMS, OPTIONS, build_fabrics
 from kvferry.transport.lookup_buffer.entries import EntryBounds
 from kvferry.transport.lookup_buffer.fabric import FabricLookupBuffer
 from kvferry.transport.lookup_buffer.offering import OfferingBuffer
 from kvferry.transport.memory import BlockMemory
 from kvferry.transport.pipe.table import pipe_names
 from kvferry.transport.wire import Identity
+
+_DEFAULTS: dict[str, Any] = {
+    "checksum": False,
+    "advertise_host": "",
+    "advertise_port": 0,
+    "streams": 1,
+    "backends": ["UCX"],
+    "num_threads": 0,
+    "protocol": "",
+    "device_name": "",
+}
+"""The types of options, for a check of them before whoever reads them is there."""
 
 BUFFERS = ("fabric", "pipe", "valkey")
 PIPE_PREFIX = "pipe-"
@@ -67,6 +81,29 @@ def build_lookup_buffer(context: LookupBufferContext) -> OfferingBuffer:
     except BaseException:
         listener.close()
         raise
+
+
+def check_lookup_buffer(config: KVTransferConfig) -> None:
+    """Raise `ConfigError` for what can be known to be wrong with the configuration before anything is built: names,
+    types, and libraries that are not installed."""
+    for key, default in _DEFAULTS.items():
+        config.extra(key, default)
+    if not 0 <= config.extra("advertise_port", 0) <= 65535:
+        raise ConfigError("kv_connector_extra_config.advertise_port must be between 0 and 65535")
+    if not 1 <= config.extra("streams", 1) <= MAX_STREAMS:
+        raise ConfigError(f"kv_connector_extra_config.streams must be 1 to {MAX_STREAMS}")
+    match buffer_name(config):
+        case "valkey":
+            _valkey_url(config)
+            require_library("lookup_buffer valkey", "valkey", "valkey", ["valkey"])
+        case "pipe":
+            _pipe_name(_transport(config))
+        case _:
+            transport = _transport(config)
+            if transport != "auto" and transport not in FABRICS:
+                raise UnknownName("transport", transport, ["auto", *FABRICS])
+            if transport in LIBRARIES:
+                require_library(f"transport {transport}", *LIBRARIES[transport])
 
 
 def buffer_name(config: KVTransferConfig) -> str:

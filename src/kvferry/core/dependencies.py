@@ -1,0 +1,20 @@
+"""Whether optional packages are installed, found out without importing them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib.util import find_spec
+
+from kvferry.core.errors import MissingDependency
+
+
+def require_library(what: str, package: str, extra: str, modules: Sequence[str]) -> None:
+    """Raise `MissingDependency` unless one of `modules`, which `package` brings, is there; `what` needs it."""
+    if not any(_is_there(module) for module in modules):
+        raise MissingDependency(what, package, extra)
+
+
+def _is_there(module: str) -> bool:
+    # A folder of that name somewhere on the path is a namespace package, which has no origin.
+    spec = find_spec(module)
+    return spec is not None and spec.origin is not None

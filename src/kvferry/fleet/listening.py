@@ -1,0 +1,23 @@
+"""Addresses that are to be listened on: whether they can be had, asked before anything is started."""
+
+from __future__ import annotations
+
+import socket
+
+from kvferry.core.errors import ConfigError
+
+
+def require_free(host: str, port: int, flag: str = "--port") -> None:
+    """Raise `ConfigError` when nobody could listen on `port` of `host` now; `flag` set the port. 0 is always free, but
+    the host must be this machine's."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as one:
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do
+            one.bind(address)
+    except socket.gaierror as error:
+        raise ConfigError(f"--host {host} is not an address: {error.strerror}") from error
+    except OSError as error:
+        raise ConfigError(
+            f"cannot listen on {host}:{port}: {error.strerror}; choose another {flag}, or another --host"
+        ) from error

@@ -1,0 +1,165 @@
+"""What can be known to be wrong is told in one line, before anything is started or loaded: with torch blocked."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cli.test_main import TORCH_BLOCKED
+from kvferry.cli.checks import check_before_start
+from kvferry.core.errors import ConfigError
+from kvferry.engine.config import EngineConfig
+from kvferry.fleet.spec import EngineChoice, FleetSpec, Listen
+from kvferry.fleet.transfer import check_transfer
+
+TINY = "kvferry/tiny-python"
+
+
+def check(**listen: Any) -> None:
+    check_before_start(EngineConfig(model=TINY), EngineChoice(), Listen(**{"port": 0, **listen}))
+
+
+def test_what_is_right_passes() -> None:
+    check()
+    check(host="::1")
+    check(host="localhost")
+
+
+@pytest.mark.parametrize("host", ["nowhere.invalid", "192.0.2.1", "not an address"])
+def test_an_address_that_is_not_this_machines(host: str) -> None:
+    with pytest.raises(ConfigError, match="--host"):
+        check(host=host)
+
+
+@pytest.fixture
+def taken() -> Any:
+    with socket.create_server(("127.0.0.1", 0)) as one:
+        yield one.getsockname()[1]
+
+
+def test_a_port_in_use(taken: int) -> None:
+    with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{taken}.*another --port"):
+        check(port=taken)
+    fleet = FleetSpec(prefill=1, instance_ports=taken - 1)
+    with pytest.raises(ConfigError, match="another --instance-ports"):
+        check_before_start(EngineConfig(model=TINY), EngineChoice(), Listen(port=0), fleet)
+
+
+def test_a_port_whose_last_connections_are_still_closing_is_free() -> None:
+    """As when a server was ended a moment ago."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]
+        with socket.create_connection(("127.0.0.1", port)):
+            listening.accept()[0].close()  # this side closes first, so its address waits
+    check(port=port)
+
+
+TRANSFERS = [
+    ({"kv_connector": "P2pConector"}, "did you mean 'P2pConnector'"),
+    ({"kv_connector": "P2pConnector", "kv_port": 70000}, "kv_port must be between"),
+    ({"kv_connector": "P2pConnector", "kv_buffer_size": 0}, "kv_buffer_size must be above 0"),
+    ({"kv_connector": "P2pConnector", "kv_role": "producer"}, "kv_role"),
+    ({"transport": "shn"}, "unknown transport 'shn'; did you mean 'shm'"),
+    ({"transport": 3}, "kv_connector_extra_config.transport"),
+    ({"transpot": "shm"}, "did you mean 'transport'"),
+    ({"lease_s": 0}, "lease_s must be greater than 0"),
+    ({"lease_s": "soon"}, "kv_connector_extra_config.lease_s"),
+    ({"streams": 17}, "streams must be 1 to 16"),
+    ({"advertise_port": -1}, "advertise_port must be between"),
+    ({"lookup_buffer": "valky"}, "did you mean 'valkey'"),
+    ({"lookup_buffer": "valkey"}, "valkey_url"),
+    ({"decoder_kv_blocks_ttl": -5}, "decoder_kv_blocks_ttl must be greater than 0"),
+    ({"kv_connector": "SharedStorageConnector"}, "needs kv_connector_extra_config.shared_storage_path"),
+    (
+        {"kv_connector": "SharedStorageConnector", "kv_connector_extra_config": {"shared_storage_pat": "x"}},
+        "did you mean 'shared_storage_path'",
+    ),
+    (
+        {"kv_connector": "SharedStorageConnector", "kv_connector_extra_config": {"shared_storage_path": "/etc/hosts"}},
+        "is not a directory",
+    ),
+]
+
+
+@pytest.mark.parametrize(("said", "told"), TRANSFERS)
+def test_settings_of_connectors(said: dict[str, Any], told: str) -> None:
+    whole = said if "kv_connector" in said else {"kv_connector": "P2pConnector", "kv_connector_extra_config": said}
+    with pytest.raises(ConfigError, match=told):
+        check_transfer(json.dumps(whole))
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"kv_connector": "P2pConnector"},
+        {"kv_connector": "P2pNcclConnector"},
+        {"kv_connector": "P2pConnector", "kv_connector_extra_config": {"transport": "pipe-tcp", "checksum": True}},
+        {
+            "kv_connector": "SharedStorageConnector",
+            "kv_connector_extra_config": {"shared_storage_path": "/nowhere/yet"},
+        },
+    ],
+)
+def test_settings_that_are_right(said: dict[str, Any]) -> None:
+    check_transfer(json.dumps(said))
+
+
+@pytest.mark.parametrize("name", ["nixl", "mooncake", "valkey"])
+def test_a_library_that_is_not_installed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvferry.core.dependencies.find_spec", lambda module: None)
+    more = {"lookup_buffer": "valkey", "valkey_url": "valkey://h:1"} if name == "valkey" else {"transport": name}
+    said = {"kv_connector": "P2pConnector", "kv_connector_extra_config": more}
+    with pytest.raises(ConfigError, match=rf"pip install 'kvferry\[{name}\]'"):
+        check_transfer(json.dumps(said))
+
+
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        (["--kv-cache-memory", "many"], "--kv-cache-memory: 'many' is not a size"),
+        (["--kv-cache-memory", "0"], "--kv-cache-memory must be more than 0"),
+        (["--max-model-len", "0"], "--max-model-len must be at least 1"),
+        (["--num-threads", "0"], "--num-threads must be at least 1"),
+        (["--max-restarts", "-1"], "--max-restarts must not be negative"),
+        (["--instance-ports", "65535", "--prefill", "1"], "--instance-ports must be between"),
+        (["--prefill", "1", "--host", "nowhere.invalid"], "--host nowhere.invalid is not an address"),
+        (
+            ["--kv-transfer-config", '{"kv_connector":"P2pConnector","kv_connector_extra_config":{"strems":2}}'],
+            "streams",
+        ),
+        (["--prefill", "1", "--log-level", "loud"], "--log-level"),
+    ],
+)
+def test_nothing_is_loaded_first(more: list[str], told: str) -> None:
+    require_told(["serve", TINY, "--port", "0", *more], told)
+
+
+@pytest.mark.parametrize("command", ["serve", "prefill", "decode"])
+@pytest.mark.parametrize("model", ["kvferry/tiny-pyton", "/nowhere/model"])
+def test_models_that_are_not_there(command: str, model: str) -> None:
+    require_told([command, model, "--port", "0"], "did you mean" if "tiny" in model else "there is no directory")
+
+
+@pytest.mark.parametrize("model", ["kvferry/tiny-pyton", "/nowhere/model"])
+def test_models_that_are_not_there_with_vllm(model: str, tmp_path: Path) -> None:
+    from cli import fake_vllm
+
+    script = tmp_path / "python"
+    script.write_text(f'#!/bin/sh\nexec {sys.executable} {fake_vllm.__file__} "$@"\n')
+    script.chmod(0o755)
+    flags = ["--engine", "vllm", "--engine-python", str(script), "--prefill", "1", "--port", "0"]
+    require_told(["serve", model, *flags], "did you mean" if "tiny" in model else "there is no directory")
+
+
+def require_told(arguments: list[str], told: str) -> None:
+    command = [sys.executable, "-c", TORCH_BLOCKED, *arguments]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2, done.stderr
+    (line,) = done.stderr.splitlines()
+    assert told in line

@@ -1,0 +1,53 @@
+"""What the package imports is what it declares: no more, no less."""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+import tomllib
+from collections.abc import Iterator
+from importlib.metadata import packages_distributions
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+OPTIONAL = {"mooncake", "nixl", "nixl_cu12", "valkey", "vllm"}
+"""Imported where an extra has brought them; `tests/cli/test_checks.py` has what is said where it has not."""
+
+
+def imported() -> set[str]:
+    return {
+        name.partition(".")[0]
+        for path in (ROOT / "src").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        for name in names(node)
+    } - {"kvferry", *sys.stdlib_module_names}
+
+
+def names(node: ast.AST) -> Iterator[str]:
+    if isinstance(node, ast.Import):
+        yield from (alias.name for alias in node.names)
+    elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+        yield node.module
+
+
+def declared() -> set[str]:
+    return {normal(re.split(r"[ ;=<>!~\[]", one)[0]) for one in PROJECT["dependencies"]}
+
+
+def normal(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def test_what_is_imported_is_declared_and_the_other_way_round() -> None:
+    brought_by = packages_distributions()
+    needed = {normal(brought_by[module][0]) for module in imported() - OPTIONAL}
+    # safetensors reads every checkpoint, through transformers, which would do without it.
+    assert needed | {"safetensors"} == declared()
+
+
+def test_extras_bring_what_is_optional() -> None:
+    extras = " ".join(one for group in PROJECT["optional-dependencies"].values() for one in group)
+    assert all(name.partition("_")[0] in extras for name in OPTIONAL & imported())
