@@ -33,7 +33,7 @@ test: $(STAMP)  ## run the tests, but for long matrices: some minutes (some: ARG
 	@scripts/run_tests $(BIN)/python '$(SHORT)' $(ARGS)
 
 test-all: $(STAMP)  ## run the tests with their long matrices, as CI does
-	@scripts/run_tests $(BIN)/python '$(ALL)' $(ARGS)
+	@KVFERRY_FAULTS=200 scripts/run_tests $(BIN)/python '$(ALL)' $(ARGS)
 
 test-fast: $(STAMP)  ## run the tests that neither start processes nor are long
 	@scripts/run_tests $(BIN)/python '$(SHORT) and not processes' $(ARGS)

@@ -58,7 +58,7 @@ def get(url: str) -> str:
         return response.read().decode()  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("hand_off", ["sequential", "concurrent"])
+@pytest.mark.parametrize("hand_off", ["concurrent", pytest.param("sequential", marks=pytest.mark.full)])
 def test_prefill_and_decode_say_what_one_instance_says(hand_off: str, tmp_path: Path, model_maker: ModelMaker) -> None:
     model = str(model_maker())
     with serving(tmp_path / "one.log", model) as (process, url):

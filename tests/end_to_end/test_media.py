@@ -17,7 +17,7 @@ from support.processes import KvferryProcess, begun, kvferry
 
 pytestmark = pytest.mark.processes
 
-MEDIA = ["shm", "tcp", "gloo", "nixl", "mooncake"]
+MEDIA = ["shm", *(pytest.param(one, marks=pytest.mark.full) for one in ("tcp", "gloo", "nixl", "mooncake"))]
 FORMS = ["sequential", "concurrent"]
 RANKS = [1, 2]
 ENGINE = (

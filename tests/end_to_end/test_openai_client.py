@@ -23,7 +23,14 @@ TOPOLOGIES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module", params=TOPOLOGIES)
+SHORT = {"plain", "p2p-concurrent"}
+"""Topologies that `make test` asks; the others differ in how KV moves, which a client does not see."""
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(one, marks=[pytest.mark.full] if one not in SHORT else []) for one in TOPOLOGIES],
+)
 def endpoint(
     request: pytest.FixtureRequest, model_maker: Any, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[KvferryProcess]:

@@ -27,7 +27,7 @@ from support.processes import KvferryProcess, kvferry, until
 
 pytestmark = pytest.mark.processes
 
-NUM_FAULTS = int(os.environ.get("KVFERRY_FAULTS", "200"))
+NUM_FAULTS = int(os.environ.get("KVFERRY_FAULTS", "40"))
 SEED = int(os.environ.get("KVFERRY_SEED", "1"))
 LEASE_S = 1.0
 ANSWER_S = 20.0

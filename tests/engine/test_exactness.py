@@ -51,7 +51,9 @@ def test_greedy_equals_generate(architecture: str, model_maker: Any) -> None:
     assert [answer.tokens for answer in found] == expected
 
 
-@pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+@pytest.mark.parametrize(
+    "sampling", [pytest.param(GREEDY, id="greedy", marks=pytest.mark.full), pytest.param(SEEDED, id="seeded")]
+)
 @pytest.mark.parametrize(
     "settings",
     [
@@ -146,7 +148,7 @@ def test_a_sharded_checkpoint_loads(model_maker: Any) -> None:
         assert run_prompts(engine, [[1, 2, 3]], GREEDY)[0].tokens
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.full)])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_rounding_is_not_taken_for_a_wrong_attention(architecture: str, dtype: str, model_maker: Any) -> None:
     with engine_of(model_maker(architecture), dtype=dtype) as engine:

@@ -16,7 +16,7 @@ from support.pairs import Pair, pair_of
 
 NUM_PROMPTS = 24
 SHORT = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True, logprobs=2)
-BLOCK_SIZES = [(16, 32), (32, 16), (8, 32)]
+BLOCK_SIZES = [(8, 32), *(pytest.param(sizes, marks=pytest.mark.full) for sizes in [(16, 32), (32, 16)])]
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +72,19 @@ def request(name: str, prompt: list[int], hand_off: Any, sampling: SamplingParam
 
 @pytest.mark.parametrize(
     ("form", "block_sizes"),
-    [*(("sequential", sizes) for sizes in [(16, 16), *BLOCK_SIZES]), ("concurrent", (16, 16)), ("concurrent", (8, 32))],
+    [
+        ("sequential", (16, 16)),
+        ("concurrent", (8, 32)),
+        *(
+            pytest.param(*one, marks=pytest.mark.full)
+            for one in [
+                ("sequential", (16, 32)),
+                ("sequential", (32, 16)),
+                ("sequential", (8, 32)),
+                ("concurrent", (16, 16)),
+            ]
+        ),
+    ],
     ids=str,
 )
 def test_a_prefix_may_end_anywhere(form: str, block_sizes: tuple[int, int], model: Path) -> None:

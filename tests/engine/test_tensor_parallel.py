@@ -45,7 +45,9 @@ def engine(model: Path, num_ranks: int, **settings: Any) -> Iterator[Engine]:
         made.close()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family", [pytest.param(one, marks=[] if one in ("llama", "phi3") else pytest.mark.full) for one in FAMILIES]
+)
 def test_two_ranks_answer_as_one(family: str, model_maker: Any) -> None:
     model = model_maker(family)
     with engine(model, 1) as alone:
@@ -131,7 +133,7 @@ def test_a_process_is_a_rank_of_one_instance(model_maker: Any) -> None:
         assert len(run_prompts(first, [[1, 2, 3]], GREEDY)[0].tokens) == GREEDY.max_tokens
 
 
-@pytest.mark.parametrize("family", ["llama", "phi3"])
+@pytest.mark.parametrize("family", ["llama", pytest.param("phi3", marks=pytest.mark.full)])
 @pytest.mark.parametrize(("prefill", "decode"), [(2, 1), (1, 2)])
 def test_hand_offs_between_one_rank_and_two(prefill: int, decode: int, family: str, model_maker: Any) -> None:
     model = model_maker(family)
