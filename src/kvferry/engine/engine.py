@@ -205,6 +205,7 @@ class Engine:
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_waiting=config.max_waiting,
             eos_token_ids=self.model.eos_token_ids,
+            trained_context=self.model.trained_context,
             fail_on_lost_hand_off=bool(self.transfer and self.transfer.kv_load_failure_policy == "fail"),
         )
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kvferry.engine.kv_cache import KVCache
 from kvferry.engine.model.attention import LayerHooks, PagedContext, attention_context
+from kvferry.engine.model.loader import LoadedModel
 from kvferry.engine.ops.batch import AttentionBatch
 from kvferry.engine.sampler import sample, token_logprobs
 from kvferry.engine.scheduler import Chunk, Sampled
@@ -25,12 +26,14 @@ class StepInputs(msgspec.Struct, frozen=True, array_like=True):
     """What the model must know of a step: plain numbers, the same on every rank.
 
     `token_ids` of all chunks end to end; one entry a chunk in `query_lens`, `context_lens` (KV tokens after this
-    step) and `block_tables`; `places` are the tokens whose logits are wanted.
+    step), `known_lens` (tokens known of the sequence, computed or not) and `block_tables`; `places` are the tokens
+    whose logits are wanted.
     """
 
     token_ids: list[int]
     query_lens: list[int]
     context_lens: list[int]
+    known_lens: list[int]
     block_tables: list[list[int]]
     places: list[int]
 
@@ -57,8 +60,8 @@ class LogitRows:
 class ModelRunner:
     """One rank's share of a model, on one device, with one KV cache."""
 
-    def __init__(self, module: Any, kv_cache: KVCache, hooks: LayerHooks | None) -> None:
-        self._module, self._kv_cache, self._hooks = module, kv_cache, hooks
+    def __init__(self, model: LoadedModel, kv_cache: KVCache, hooks: LayerHooks | None) -> None:
+        self._model, self._kv_cache, self._hooks = model, kv_cache, hooks
 
     @torch.inference_mode()
     def forward(self, inputs: StepInputs) -> Tensor:
@@ -73,8 +76,11 @@ class ModelRunner:
         )
         # A row that nobody reads keeps the shape of the output plain when no chunk is at its end.
         kept = torch.tensor(inputs.places or [0], device=device)
-        with attention_context(PagedContext(batch, self._kv_cache.layers, self._hooks)):
-            output = self._module(
+        context = PagedContext(
+            batch, self._kv_cache.layers, self._model.windows, self._long_tokens(inputs, device), self._hooks
+        )
+        with attention_context(context):
+            output = self._model.module(
                 input_ids=torch.tensor([inputs.token_ids], device=device),
                 position_ids=batch.positions.unsqueeze(0),
                 use_cache=False,
@@ -83,6 +89,14 @@ class ModelRunner:
         logits: Tensor = output.logits[0]
         return logits.float()
 
+    def _long_tokens(self, inputs: StepInputs, device: torch.device) -> Tensor | None:
+        """Which tokens are of sequences beyond the trained context, where the model treats those otherwise."""
+        border = self._model.trained_context
+        if border is None:
+            return None
+        is_long = torch.tensor([known > border for known in inputs.known_lens])
+        return is_long.repeat_interleave(torch.tensor(inputs.query_lens)).to(device)
+
 
 def lay_out(chunks: Rows[Chunk], places: list[int]) -> StepInputs:
     """The chunks as numbers."""
@@ -90,6 +104,7 @@ def lay_out(chunks: Rows[Chunk], places: list[int]) -> StepInputs:
         [token for chunk in chunks for token in chunk.sequence.tokens[chunk.start : chunk.start + chunk.num_tokens]],
         [chunk.num_tokens for chunk in chunks],
         [chunk.start + chunk.num_tokens for chunk in chunks],
+        [len(chunk.sequence.tokens) for chunk in chunks],
         [chunk.sequence.block_ids for chunk in chunks],
         places,
     )

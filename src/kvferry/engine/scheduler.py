@@ -41,7 +41,7 @@ from kvferry.core.errors import (
     RequestError,
     RequestFailed,
 )
-from kvferry.core.hand_off import Consume, PrefillResult, Produce, TokenLogprobs
+from kvferry.core.hand_off import Consume, PrefillResult, Produce, Ticket, TokenLogprobs
 from kvferry.core.request import EngineOutput, FinishReason, Request
 from kvferry.engine.block_pool import BlockPool
 from kvferry.engine.sequence import Sequence, Status
@@ -52,7 +52,8 @@ NONE_FAILED: Mapping[str, KvferryError] = {}
 
 @dataclass(frozen=True)
 class SchedulerLimits:
-    """Bounds of a scheduler. Tokens and sequences; `policy` is `kv_load_failure_policy`."""
+    """Bounds of a scheduler. Tokens and sequences. `trained_context`: a sequence that grows beyond it is computed anew,
+    since the model then computes all of its KV otherwise; None: there is no such length."""
 
     block_size: int
     max_model_len: int
@@ -61,6 +62,7 @@ class SchedulerLimits:
     max_waiting: int
     eos_token_ids: frozenset[int] = frozenset()
     fail_on_lost_hand_off: bool = False
+    trained_context: int | None = None
 
 
 @dataclass(frozen=True)
@@ -153,7 +155,11 @@ class Scheduler:
             raise QueueFull(f"{len(self._waiting)} requests are waiting already; try again later")
         self._order += 1
         sequence = Sequence(
-            request, order=self._order, block_size=self.limits.block_size, model_fingerprint=self._fingerprint
+            request,
+            order=self._order,
+            block_size=self.limits.block_size,
+            model_fingerprint=self._fingerprint,
+            trained_context=self.limits.trained_context,
         )
         self._sequences[request.request_id] = sequence
         with self._isolated(sequence):
@@ -347,6 +353,9 @@ class Scheduler:
         cached = self.pool.match(reusable[:usable])
         if self._connector is None or sequence.connector_asked_out or not sequence.reuses_prefix:
             return cached, Miss()
+        if not _is_offered_alike(sequence):
+            sequence.connector_asked_out = True
+            return cached, Miss()
         match = self._connector.match(sequence, len(cached) * self.limits.block_size)
         if isinstance(match, Miss):
             sequence.connector_asked_out = True
@@ -480,8 +489,15 @@ class Scheduler:
         reason, output.stop_reason = self._end_of(sequence, sampled.token_id)
         if reason is None:
             self._outputs.append(output)
+            self._leave_trained_context(sequence)
         else:
             self._finish(sequence, reason, output)
+
+    def _leave_trained_context(self, sequence: Sequence) -> None:
+        """A running sequence whose last token took it beyond the trained context begins again: its KV is of no use."""
+        is_new = sequence.is_long and not sequence.is_long_at(len(sequence.tokens) - 1)
+        if is_new and sequence.status is Status.RUNNING:
+            self._preempt(sequence)
 
     def _end_of(self, sequence: Sequence, token_id: int) -> tuple[FinishReason | None, int | None]:
         sampling, num_output = sequence.request.sampling, sequence.num_output_tokens
@@ -603,6 +619,10 @@ class Scheduler:
             return  # a layerwise load: the sequence has been running all along
         sequence.connector_asked_out = True
         loaded = sequence.load_target if num_tokens is None else max(num_tokens, sequence.num_computed_tokens)
+        if not _is_offered_alike(sequence, num_tokens):
+            self._start_running(sequence)
+            self._preempt(sequence)
+            return
         # Without the producer's token the last prompt token is computed once more, for its logits.
         sequence.num_computed_tokens = min(loaded, len(sequence.tokens) - 1)
         self._publish(sequence)
@@ -651,3 +671,13 @@ def _promised_result(request: Request) -> PrefillResult | None:
         return None
     ticket = request.hand_off.ticket
     return ticket.prefill_result if ticket.is_of(request.prompt_token_ids) else None
+
+
+def _is_offered_alike(sequence: Sequence, num_tokens: int | None = None) -> bool:
+    """Whether KV that the other side of a hand-off computed for `num_tokens`, or for as many as its ticket says, is
+    what this sequence needs: both within the trained context, or both beyond."""
+    match sequence.hand_off:
+        case Consume(ticket=ticket) | Produce(source=Ticket() as ticket):
+            offered = num_tokens or ticket.remote_num_tokens or sequence.num_prompt_tokens
+            return sequence.is_long_at(offered) == sequence.is_long
+    return True

@@ -26,7 +26,15 @@ class Sequence:
     far; the last known token's KV is computed when it is the input of the next step.
     """
 
-    def __init__(self, request: Request, *, order: int, block_size: int, model_fingerprint: str) -> None:
+    def __init__(
+        self,
+        request: Request,
+        *,
+        order: int,
+        block_size: int,
+        model_fingerprint: str,
+        trained_context: int | None = None,
+    ) -> None:
         self.request = request
         self.order = order
         self.tokens: list[int] = list(request.prompt_token_ids)
@@ -48,8 +56,9 @@ class Sequence:
         self.prompt_logprobs: list[TokenLogprobs | None] = []
         self.finish_reason: FinishReason | None = None
         self._block_size = block_size
-        self._root = root_hash(model_fingerprint, request.cache_salt)
+        self._model_fingerprint, self._trained_context = model_fingerprint, trained_context
         self._hashes: list[BlockHash] = []
+        self._hashed_as_long = False
 
     @property
     def request_id(self) -> str:
@@ -82,9 +91,23 @@ class Sequence:
         return self.hashes()[: self.num_prompt_tokens // self._block_size]
 
     def hashes(self) -> list[BlockHash]:
-        """Names of the full blocks of all known tokens."""
-        extend_hashes(self._hashes, self._root, self.tokens, self._block_size)
+        """Names of the full blocks of all known tokens. Beyond the trained context the same tokens have other KV, and
+        so other names."""
+        if self._hashed_as_long != self.is_long:
+            self._hashes, self._hashed_as_long = [], self.is_long
+        fingerprint = f"{self._model_fingerprint}/long" if self.is_long else self._model_fingerprint
+        root = root_hash(fingerprint, self.request.cache_salt)
+        extend_hashes(self._hashes, root, self.tokens, self._block_size)
         return self._hashes
+
+    @property
+    def is_long(self) -> bool:
+        """Whether it is beyond the trained context, where the model computes all of a sequence's KV otherwise."""
+        return self.is_long_at(len(self.tokens))
+
+    def is_long_at(self, num_tokens: int) -> bool:
+        """The same for a sequence of `num_tokens`."""
+        return self._trained_context is not None and num_tokens > self._trained_context
 
     @property
     def num_output_tokens(self) -> int:

@@ -73,7 +73,7 @@ class Worker:
             self._side = find_connector(transfer).build_worker_side(context)
             self._side.register(self._kv_cache.memory)
             address = self._side.address() if isinstance(self._side, HasAddress) else None
-        self._runner = ModelRunner(self.model.module, self._kv_cache, self._side)
+        self._runner = ModelRunner(self.model, self._kv_cache, self._side)
         return address
 
     # A step: start, forward, finish.

@@ -8,23 +8,25 @@ so the model needs neither a cache object nor a mask of its own.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface
+from transformers import AttentionInterface, AttentionMaskInterface
 
 from kvferry.core.errors import UnsupportedModel
 from kvferry.core.layout import LayerLayout
 from kvferry.engine.model.heads import locate_heads
+from kvferry.engine.model.masks import MaskFunction, SeenMasks, window_of
 from kvferry.engine.model.place import Place
 from kvferry.engine.ops.attention import paged_attention, write_kv
 from kvferry.engine.ops.batch import AttentionBatch
 
 ATTENTION_NAME = "kvferry"
+PROBE_NAME = "kvferry_probe"
 
 # What models pass along that changes nothing here: bookkeeping of the caller, or settings read elsewhere.
 _HARMLESS = frozenset(
@@ -53,10 +55,13 @@ class LayerHooks(Protocol):
 
 @dataclass(frozen=True)
 class PagedContext:
-    """One step: the ragged batch, each layer's cache `[num_blocks, kv_heads, …]`, and who listens."""
+    """One step: the ragged batch, each layer's cache `[num_blocks, kv_heads, …]` and window, and who listens."""
 
     batch: AttentionBatch
     layers: list[Tensor]
+    windows: Sequence[int | None]
+    long_tokens: Tensor | None = None
+    """bool [T]: which tokens are of sequences beyond the trained context (`rope`). None: the model has no such."""
     hooks: LayerHooks | None = None
 
 
@@ -66,9 +71,26 @@ class ProbeContext:
 
     layers: dict[int, LayerLayout] = field(default_factory=dict)
     keys: dict[int, Tensor] = field(default_factory=dict)
+    masks: SeenMasks = field(default_factory=SeenMasks)
+    functions: dict[int, MaskFunction | None] = field(default_factory=dict)
+    """Each layer's mask; None where it was given none."""
+
+
+@dataclass(frozen=True)
+class ProbedLayers:
+    """What each layer keeps per token, and its window: the token itself included, None without one."""
+
+    layouts: tuple[LayerLayout, ...]
+    windows: tuple[int | None, ...]
 
 
 _current = threading.local()
+
+
+def current_step() -> PagedContext | None:
+    """The step that this thread computes; None outside of one."""
+    context = getattr(_current, "context", None)
+    return context if isinstance(context, PagedContext) else None
 
 
 @contextmanager
@@ -96,7 +118,8 @@ def attention(
 ) -> tuple[Tensor, None]:
     """transformers' attention interface: query [1, heads, T, dim], key and value [1, kv_heads, T, dim], after RoPE.
 
-    Returns [1, T, heads, value_dim]. `s_aux` are attention sinks.
+    Returns [1, T, heads, value_dim]. `s_aux` are attention sinks. The window is the one of the layer's mask
+    (`probe_layers`), whatever `sliding_window` says.
     """
     context = _current.context
     if isinstance(context, ProbeContext):
@@ -111,7 +134,7 @@ def attention(
         cache,
         context.batch,
         scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
-        window=sliding_window,
+        window=context.windows[layer],
         softcap=softcap,
         sinks=s_aux,
     )
@@ -123,6 +146,14 @@ def attention(
 def register_attention() -> None:
     """Make `attn_implementation="kvferry"` known to transformers. No mask function goes with it: the mask is None."""
     AttentionInterface.register(ATTENTION_NAME, attention)
+    AttentionInterface.register(PROBE_NAME, attention)
+    AttentionMaskInterface.register(PROBE_NAME, _build_mask)
+
+
+def _build_mask(**settings: Any) -> Tensor:
+    """transformers' mask interface, while a model is probed."""
+    context: ProbeContext = _current.context
+    return context.masks.build(**settings)
 
 
 def _probe(
@@ -138,7 +169,8 @@ def _probe(
     name = type(module).__name__
     if not isinstance(layer, int) or layer in context.layers:
         raise UnsupportedModel(f"{name} shares KV between layers or does not number them")
-    if attention_mask is not None:
+    function = None if attention_mask is None else context.masks.function_of(attention_mask)
+    if attention_mask is not None and function is None:
         raise UnsupportedModel(f"{name} brings an attention mask of its own, which a paged cache cannot apply")
     if getattr(module, "is_causal", True) is not True:
         raise UnsupportedModel(f"{name} is not causal")
@@ -147,20 +179,51 @@ def _probe(
         raise UnsupportedModel(f"{name} passes {', '.join(unknown)} to attention, which kvferry does not know")
     context.layers[layer] = LayerLayout(key.shape[1], key.shape[3], value.shape[3])
     context.keys[layer] = key.clone()
+    context.functions[layer] = function
     return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
 
 
-def probe_layers(model: nn.Module, device: torch.device, place: Place) -> tuple[LayerLayout, ...]:
-    """What each layer keeps per token on this rank, found by running the model once on two tokens.
+def probe_layers(model: Any, device: torch.device, place: Place) -> ProbedLayers:
+    """What each layer keeps per token on this rank and what it sees, found by running the model once on two tokens.
 
     Raises `UnsupportedModel` when a layer does something that paged attention does not reproduce.
     """
     context = ProbeContext()
     ids = torch.zeros(1, 2, dtype=torch.long, device=device)
     positions = torch.arange(2, device=device).unsqueeze(0)
-    with torch.inference_mode(), attention_context(context):
+    with torch.inference_mode(), attention_context(context), implementation(model, PROBE_NAME):
         model(input_ids=ids, position_ids=positions, use_cache=False)
     if sorted(context.layers) != list(range(len(context.layers))) or not context.layers:
         raise UnsupportedModel("some layers do not use attention, or not through transformers' attention interface")
     order = range(len(context.layers))
-    return locate_heads([context.layers[layer] for layer in order], [context.keys[layer] for layer in order], place)
+    layouts = [context.layers[layer] for layer in order]
+    windows = _windows([context.functions[layer] for layer in order], _num_positions(model), device, model)
+    return ProbedLayers(locate_heads(layouts, [context.keys[layer] for layer in order], place), windows)
+
+
+@contextmanager
+def implementation(model: Any, name: str) -> Iterator[None]:
+    """Attention of `model` is transformers' implementation `name` until the end of the block.
+
+    Raises `ValueError` where the model does not have it.
+    """
+    before = model.config._attn_implementation
+    model.set_attn_implementation(name)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)
+
+
+def _windows(
+    functions: Sequence[MaskFunction | None], num_positions: int, device: torch.device, model: Any
+) -> tuple[int | None, ...]:
+    who, found = type(model).__name__, dict[int, int | None]()
+    for function in functions:
+        if function is not None and id(function) not in found:
+            found[id(function)] = window_of(function, num_positions, device, who)
+    return tuple(None if function is None else found[id(function)] for function in functions)
+
+
+def _num_positions(model: Any) -> int:
+    return int(model.config.get_text_config().max_position_embeddings)

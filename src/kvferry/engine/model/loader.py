@@ -14,11 +14,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import logging as transformers_logging
 
-from kvferry.core.errors import ConfigError, UnsupportedModel
+from kvferry.core.errors import ConfigError, KvferryError, UnsupportedModel
 from kvferry.core.layout import LayerLayout
 from kvferry.engine.config import EngineConfig
 from kvferry.engine.model.attention import ATTENTION_NAME, probe_layers, register_attention
+from kvferry.engine.model.checkpoint import require_complete
 from kvferry.engine.model.place import Place
+from kvferry.engine.model.rope import install_rope, trained_context
 from kvferry.engine.model.self_check import self_check
 from kvferry.engine.model.support import require_divisible, require_supported
 from kvferry.engine.ops.transform import optimize
@@ -38,6 +40,10 @@ class LoadedModel:
     module: nn.Module
     tokenizer: Any
     layers: tuple[LayerLayout, ...]
+    windows: tuple[int | None, ...]
+    """Of each layer, the token itself included; None: it sees all that came before."""
+    trained_context: int | None
+    """A sequence of more tokens is computed with other rotary factors (`rope`); None: there is no such border."""
     fingerprint: str
     dtype: str
     device: torch.device
@@ -82,14 +88,24 @@ def load_model(
         register_attention()
         dtype = "auto" if config.dtype == "auto" else getattr(torch, config.dtype)
         with _weights_progress(on_progress):
-            module = AutoModelForCausalLM.from_pretrained(
-                found.source, dtype=dtype, attn_implementation=ATTENTION_NAME, **options, **place.load_options()
+            module, weights = AutoModelForCausalLM.from_pretrained(
+                found.source,
+                dtype=dtype,
+                attn_implementation=ATTENTION_NAME,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # `require_complete` names them
+                **options,
+                **place.load_options(),
             )
+            require_complete(weights, config.model)
         tokenizer = AutoTokenizer.from_pretrained(found.source, **options)
     module = module.to(device).eval().requires_grad_(False)
     on_progress("checking the model", 1.0)
-    layers = probe_layers(module, device, place)
-    self_check(module, layers, device)
+    border = trained_context(found.values)
+    with _running(module):
+        install_rope(module, border)
+        probed = probe_layers(module, device, place)
+        self_check(module, probed, device, border)
     if device.type == "cpu":
         on_progress("preparing for this CPU", 1.0)
         optimize(module)
@@ -98,7 +114,9 @@ def load_model(
     return LoadedModel(
         module=module,
         tokenizer=tokenizer,
-        layers=layers,
+        layers=probed.layouts,
+        windows=probed.windows,
+        trained_context=border,
         fingerprint=_name_of(found.source, dtype_name, on_progress),
         dtype=dtype_name,
         device=device,
@@ -133,12 +151,31 @@ def _reading(model: str) -> Iterator[None]:
     """Translate what goes wrong while a checkpoint is read."""
     try:
         yield
-    except (OSError, ValueError, KeyError) as error:
-        first_line = str(error).strip().split("\n")[0]
+    except KvferryError:
+        raise
+    except Exception as error:  # noqa: BLE001 (files from anywhere, read by three libraries and the model's own code)
         raise ConfigError(
-            f"cannot load the model {model!r}: {first_line}. Give a directory with config.json, tokenizer and"
+            f"cannot load the model {model!r}: {_first_line(error)}. Give a directory with config.json, tokenizer and"
             " safetensors, a Hugging Face id, or kvferry/tiny-python"
         ) from error
+
+
+@contextmanager
+def _running(module: nn.Module) -> Iterator[None]:
+    """Translate what goes wrong while a model is first run."""
+    try:
+        yield
+    except KvferryError:
+        raise
+    except Exception as error:  # noqa: BLE001 (the model's own code, given what it was not written for)
+        raise UnsupportedModel(
+            f"{type(module).__name__} does not run through kvferry's attention: {_first_line(error)}"
+        ) from error
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).strip().split("\n")[0]
+    return text if isinstance(error, OSError | ValueError) and text else f"{type(error).__name__}: {text}"
 
 
 @contextmanager

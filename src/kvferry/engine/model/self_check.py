@@ -1,58 +1,147 @@
-"""Proves at start that paged attention reproduces the model's own: a wrong answer is worse than no start."""
+"""Proves at start that paged attention reproduces the model's own: a wrong answer is worse than no start.
+
+A few short sequences are computed as the engine computes them: together in one batch, in chunks across block borders,
+one with another's blocks as its cached prefix, token by token at the end. The model computes each of them alone. What
+begins far out is reached by position: a sequence of a few tokens stands across each length that the configuration
+names (the trained context, the last position, …), so one batch holds sequences of different regime. Windows are made
+small for a second pass, since reaching a real one would take thousands of tokens.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvferry.core.errors import UnsupportedModel
-from kvferry.core.layout import LayerLayout
-from kvferry.engine.model.attention import ATTENTION_NAME, PagedContext, attention_context
+from kvferry.engine.model.attention import PagedContext, ProbedLayers, attention_context, implementation, probe_layers
+from kvferry.engine.model.place import Place
 from kvferry.engine.ops.batch import AttentionBatch
 
 NUM_TOKENS = 24
 BLOCK_SIZE = 8
+NUM_BLOCKS = NUM_TOKENS // BLOCK_SIZE
+STOPS = (0, 16, 23, NUM_TOKENS)
+"""Where a sequence's chunks begin and end: two chunks, then one token. The first is the prefix that is shared."""
+SMALL_WINDOW = 5
 # Distances are relative to the logits' own spread. Rounding stays far below these, a wrong mask or position is at about
 # 1. Where rounding is amplified (experts chosen by a hair), transformers' own two ways differ as much, which counts.
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.12, torch.float16: 0.03}
 ROUNDING_MARGIN = 3.0
+_LENGTHS = ("position", "window", "context", "chunk", "floor_scale", "max_seq", "max_length")
+"""Parts of the names of settings that say from where on a model does something else."""
 
 
-def self_check(module: Any, layers: tuple[LayerLayout, ...], device: torch.device) -> None:
-    """Run a few tokens in two chunks through the pages and in one piece through eager attention, and compare.
+@dataclass(frozen=True)
+class Example:
+    """NUM_TOKENS token ids, the position of the first, and its blocks. `reads_prefix`: the first chunk is another's."""
+
+    ids: Tensor
+    first: int
+    table: list[int]
+    reads_prefix: bool = False
+
+    @property
+    def end(self) -> int:
+        """The position after the last."""
+        return self.first + NUM_TOKENS
+
+
+def self_check(model: Any, probed: ProbedLayers, device: torch.device, border: int | None) -> None:
+    """Compare the engine's way with the model's own. `border` is `rope.trained_context`. All ranks call it together.
 
     Raises `UnsupportedModel` when the logits differ by more than rounding.
     """
-    vocab = module.config.get_text_config().vocab_size
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(0, vocab, (NUM_TOKENS,), generator=generator).to(device)
+    text = model.config.get_text_config()
+    examples = _examples(text, device)
     with torch.inference_mode():
-        expected = _logits(module, ids, "eager")
-        found = _distance(_paged_logits(module, layers, ids), expected)
-        allowed = max(TOLERANCE[expected.dtype], ROUNDING_MARGIN * _rounding(module, ids, expected))
-    if not found <= allowed:
-        raise UnsupportedModel(
-            f"{type(module).__name__} does not give the same logits through paged attention as through its own"
-            f" (they are {found:.2g} of their spread apart, {allowed:.2g} could be rounding); it would answer wrongly"
-        )
+        _compare(model, probed, examples, border)
+        if any(window is not None and window > NUM_TOKENS for window in probed.windows):
+            with _small_windows(text):
+                shrunk = probe_layers(model, device, Place())
+                _require_same_windows(model, probed, shrunk)
+                _compare(model, ProbedLayers(probed.layouts, shrunk.windows), examples[:2], border)
 
 
-def _logits(module: Any, ids: Tensor, implementation: str) -> Tensor:
-    """Logits [T, vocab] by one of transformers' own attention functions. Raises `ValueError` where it has it not."""
-    module.set_attn_implementation(implementation)
-    try:
-        logits: Tensor = module(input_ids=ids.unsqueeze(0), use_cache=False).logits[0]
-    finally:
-        module.set_attn_implementation(ATTENTION_NAME)
+def thresholds(text: Any) -> list[int]:
+    """The lengths that a configuration names, from which on a model may do something else, ascending."""
+    last = text.max_position_embeddings
+    named = {
+        value
+        for name, value in _numbers(text.to_dict())
+        if any(part in name for part in _LENGTHS) and NUM_TOKENS < value <= last
+    }
+    return sorted(named | {last})
+
+
+def _numbers(settings: dict[str, Any]) -> Iterator[tuple[str, int]]:
+    for name, value in settings.items():
+        if isinstance(value, dict):
+            yield from _numbers(value)
+        elif isinstance(value, int) and not isinstance(value, bool):
+            yield str(name), value
+
+
+def _examples(text: Any, device: torch.device) -> list[Example]:
+    """Two from the first position on, which share a prefix; and at each threshold one that ends there and one that
+    crosses it."""
+    generator = torch.Generator().manual_seed(0)
+    last = text.max_position_embeddings
+    starts = {start for border in thresholds(text) for start in (border - NUM_TOKENS, border - NUM_TOKENS // 2)}
+    far = sorted(start for start in starts if 0 < start <= last - NUM_TOKENS)
+    draw = lambda: torch.randint(0, text.vocab_size, (NUM_TOKENS,), generator=generator).to(device)  # noqa: E731
+    trunk, other = draw(), draw()
+    other[: STOPS[1]] = trunk[: STOPS[1]]
+    num_shared = STOPS[1] // BLOCK_SIZE
+    tables = [list(range(row * NUM_BLOCKS, (row + 1) * NUM_BLOCKS)) for row in range(len(far) + 2)]
+    branch = Example(other, 0, tables[0][:num_shared] + tables[1][num_shared:], reads_prefix=True)
+    return [Example(trunk, 0, tables[0]), branch] + [
+        Example(draw(), start, table) for start, table in zip(far, tables[2:], strict=True)
+    ]
+
+
+def _compare(model: Any, probed: ProbedLayers, examples: list[Example], border: int | None) -> None:
+    found = _paged_logits(model, probed, examples, border)
+    for example, ours in zip(examples, found, strict=True):
+        expected = _logits(model, example, "eager")
+        distance = _distance(ours, expected[-len(ours) :])
+        allowed = TOLERANCE[expected.dtype]
+        if not distance <= allowed:
+            allowed = max(allowed, ROUNDING_MARGIN * _rounding(model, example, expected))
+        if not distance <= allowed:
+            raise UnsupportedModel(_complaint(model, example, ours, expected, distance, allowed))
+
+
+def _complaint(model: Any, example: Example, ours: Tensor, expected: Tensor, distance: float, allowed: float) -> str:
+    name = type(model).__name__
+    if not bool(expected.isfinite().all()):
+        return f"{name} computes logits that are not finite, by its own attention too; its weights look damaged"
+    return (
+        f"{name} does not give the same logits through paged attention as through its own, at positions"
+        f" {example.first} to {example.end - 1} (they are {distance:.2g} of their spread apart, {allowed:.2g} could be"
+        " rounding); it would answer wrongly"
+    )
+
+
+def _logits(model: Any, example: Example, name: str) -> Tensor:
+    """Logits [T, vocab] of one sequence alone, by one of transformers' own attention functions.
+
+    Raises `ValueError` where the model has it not.
+    """
+    positions = torch.arange(example.first, example.end, device=example.ids.device)
+    with implementation(model, name):
+        logits: Tensor = model(input_ids=example.ids[None], position_ids=positions[None], use_cache=False).logits[0]
     return logits
 
 
-def _rounding(module: Any, ids: Tensor, expected: Tensor) -> float:
+def _rounding(model: Any, example: Example, expected: Tensor) -> float:
     """How far apart two right ways are; 0 where the model knows only one."""
     try:
-        return _distance(_logits(module, ids, "sdpa"), expected)
+        return _distance(_logits(model, example, "sdpa"), expected)
     except ValueError:
         return 0.0
 
@@ -62,23 +151,83 @@ def _distance(found: Tensor, expected: Tensor) -> float:
     return float((found - expected).double().norm() / spread.clamp(min=1e-12))
 
 
-def _paged_logits(module: Any, layers: tuple[LayerLayout, ...], ids: Tensor) -> Tensor:
-    num_blocks = -(-NUM_TOKENS // BLOCK_SIZE)
-    dtype = next(module.parameters()).dtype
-    caches = [
-        torch.zeros(
-            num_blocks,
-            spec.num_kv_heads,
-            BLOCK_SIZE * (spec.key_dim + spec.value_dim),
-            dtype=dtype,
-            device=ids.device,
+def _paged_logits(model: Any, probed: ProbedLayers, examples: list[Example], border: int | None) -> list[Tensor]:
+    """Logits of each example, computed together: [T, vocab], without what is read from another's blocks."""
+    caches = _caches(model, probed, NUM_BLOCKS * len(examples), examples[0].ids.device)
+    logits: list[list[Tensor]] = [[] for _ in examples]
+    for start, end in zip(STOPS, STOPS[1:], strict=False):
+        rows = [row for row, example in enumerate(examples) if start > 0 or not example.reads_prefix]
+        outputs = _step(model, probed, caches, [examples[row] for row in rows], start, end, border)
+        for row, output in zip(rows, outputs.split(end - start), strict=True):
+            logits[row].append(output)
+    return [torch.cat(parts) for parts in logits]
+
+
+def _step(
+    model: Any,
+    probed: ProbedLayers,
+    caches: list[Tensor],
+    examples: list[Example],
+    start: int,
+    end: int,
+    border: int | None,
+) -> Tensor:
+    """Tokens `start` to `end` of each example in one forward: logits of all, end to end."""
+    device, count = examples[0].ids.device, len(examples)
+    batch = AttentionBatch.build(
+        [end - start] * count,
+        [end] * count,
+        [example.table for example in examples],
+        block_size=BLOCK_SIZE,
+        device=device,
+    )
+    first = torch.tensor([example.first for example in examples], device=device)
+    long = None if border is None else (first + NUM_TOKENS > border).repeat_interleave(end - start)
+    with attention_context(PagedContext(batch, caches, probed.windows, long)):
+        output = model(
+            input_ids=torch.cat([example.ids[start:end] for example in examples])[None],
+            position_ids=(batch.positions + first.repeat_interleave(end - start))[None],
+            use_cache=False,
         )
-        for spec in layers
+    logits: Tensor = output.logits[0]
+    return logits
+
+
+def _caches(model: Any, probed: ProbedLayers, num_blocks: int, device: torch.device) -> list[Tensor]:
+    dtype = next(model.parameters()).dtype
+    return [
+        torch.zeros(num_blocks, one.num_kv_heads, BLOCK_SIZE * (one.key_dim + one.value_dim), dtype=dtype, device=device)
+        for one in probed.layouts
     ]
-    table, split, logits = list(range(num_blocks)), NUM_TOKENS * 2 // 3, []
-    for start, end in ((0, split), (split, NUM_TOKENS)):
-        batch = AttentionBatch.build([end - start], [end], [table], block_size=BLOCK_SIZE, device=ids.device)
-        with attention_context(PagedContext(batch, caches)):
-            output = module(input_ids=ids[None, start:end], position_ids=batch.positions.unsqueeze(0), use_cache=False)
-        logits.append(output.logits[0])
-    return torch.cat(logits)
+
+
+# Windows made small.
+
+
+def _small_windows(text: Any) -> Any:
+    """A context in which the model's masks have SMALL_WINDOW, where the configuration says how wide they are."""
+    return _setting(text, "sliding_window", SMALL_WINDOW) if getattr(text, "sliding_window", None) else nullcontext()
+
+
+@contextmanager
+def _setting(settings: Any, name: str, value: Any) -> Iterator[None]:
+    before = getattr(settings, name)
+    setattr(settings, name, value)
+    try:
+        yield
+    finally:
+        setattr(settings, name, before)
+
+
+def _require_same_windows(model: Any, probed: ProbedLayers, shrunk: ProbedLayers) -> None:
+    """Raise `UnsupportedModel` unless the same layers have a window, now a small one."""
+    expected = tuple(None if window is None else SMALL_WINDOW for window in probed.windows)
+    if shrunk.windows != expected:
+        raise UnsupportedModel(
+            f"{type(model).__name__} has windows {_distinct(probed.windows)} that do not follow its configuration"
+            f" ({_distinct(shrunk.windows)} with sliding_window {SMALL_WINDOW}), so they cannot be checked"
+        )
+
+
+def _distinct(windows: tuple[int | None, ...]) -> list[int | None]:
+    return list(dict.fromkeys(windows))

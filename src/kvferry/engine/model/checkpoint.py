@@ -1,0 +1,58 @@
+"""Whether a checkpoint has the weights of its model: all of them, no others, each of the right shape.
+
+transformers fills what is missing with random numbers and leaves out what it does not know, with a warning. A server
+would then answer, wrongly; so here it is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from kvferry.core.errors import ConfigError
+
+
+def require_complete(found: Mapping[str, Any], model: str) -> None:
+    """Raise `ConfigError` naming what is wrong with the weights of `model`; `found` is what transformers says of it.
+
+    Tied weights that are stored once, and buffers that the architecture declares as not stored, count as there.
+    """
+    problems = [
+        _misshapen(found.get("mismatched_keys", ()), model),
+        _named(found.get("missing_keys", ()), f"missing from {model!r}"),
+        _named(found.get("unexpected_keys", ()), f"in {model!r}, but its config.json describes a model without them"),
+        "; ".join(str(message).split("\n")[0] for message in found.get("error_msgs", ())),
+    ]
+    told = [problem for problem in problems if problem]
+    if told:
+        raise ConfigError(
+            f"the weights are not those of this model: {'; '.join(told)}. Give the checkpoint's own config.json and all"
+            " of its safetensors files"
+        )
+
+
+def _named(names: Collection[str], what: str) -> str:
+    """One of the names and how many more, with what is wrong about them; empty where there are none."""
+    if not names:
+        return ""
+    # the shortest first: of "a.weight" and "a.weight_scale_inv" the former says more
+    first, others = min(names, key=lambda name: (len(name), name)), len(names) - 1
+    return f"{first}{_and_others(others)} {'are' if others else 'is'} {what}"
+
+
+def _and_others(count: int) -> str:
+    return "" if count == 0 else f" and {count} other{'s' if count > 1 else ''}"
+
+
+def _misshapen(found: Collection[tuple[str, Any, Any]], model: str) -> str:
+    if not found:
+        return ""
+    name, stored, wanted = sorted(found, key=lambda one: one[0])[0]
+    return (
+        f"{name}{_and_others(len(found) - 1)} in {model!r} {'have other shapes' if len(found) > 1 else 'has another shape'}"
+        f" than config.json says ({_shape(stored)}, not {_shape(wanted)})"
+    )
+
+
+def _shape(shape: Any) -> str:
+    return str(list(shape))

@@ -1,0 +1,68 @@
+"""What each layer's attention may see, read from the masks that the model itself builds.
+
+transformers builds every mask from a function of (query position, key position). While a model is probed, those
+functions are kept instead of being spread out into tensors, so that they can be asked about positions far beyond the
+probe's own tokens: a window of thousands of tokens is found with two. What the mask says counts, whatever else a layer
+says of itself: some families have a window in the mask only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvferry.core.errors import UnsupportedModel
+
+MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+"""(batch, head, query position, key position) → whether the key is seen; broadcasts."""
+
+MAX_POSITIONS = 1 << 22
+"""How far out a mask is looked at."""
+
+
+@dataclass
+class SeenMasks:
+    """The masks of one forward: the placeholder that the model passes on, and what it stands for."""
+
+    made: list[tuple[Tensor, MaskFunction]] = field(default_factory=list)
+
+    def build(self, *, q_length: int, kv_length: int, mask_function: MaskFunction, **others: Any) -> Tensor:
+        """transformers' mask interface: a stand-in of the usual shape."""
+        stand_in = torch.zeros(1, 1, q_length, kv_length, dtype=torch.bool, device=others.get("device"))
+        self.made.append((stand_in, mask_function))
+        return stand_in
+
+    def function_of(self, mask: Tensor) -> MaskFunction | None:
+        """What `mask` stands for; None where the model has made something else of it."""
+        return next((function for stand_in, function in self.made if stand_in is mask), None)
+
+
+def window_of(function: MaskFunction, num_positions: int, device: torch.device, who: str) -> int | None:
+    """The window of a causal mask, the token itself included; None: it sees all that came before.
+
+    Raises `UnsupportedModel` where the mask is neither of the two anywhere up to `num_positions`.
+    """
+    last = min(num_positions, MAX_POSITIONS) - 1
+    keys = torch.arange(last + 1, device=device)
+    window = int(_row(function, last, keys, who).sum())
+    borders = {0, 1, 2, 3, window - 1, window, window + 1, 2 * window, last // 2, last - 1, last}
+    for position in sorted(position for position in borders if 0 <= position <= last):
+        expected = (keys <= position) & (keys > position - window)
+        if not torch.equal(_row(function, position, keys, who), expected):
+            raise UnsupportedModel(
+                f"{who} has an attention mask that is neither causal nor a sliding window (at position {position})"
+            )
+    return None if window == last + 1 else window
+
+
+def _row(function: MaskFunction, position: int, keys: Tensor, who: str) -> Tensor:
+    """bool, one for each of `keys`: whether the query at `position` sees it."""
+    zero = torch.zeros(1, dtype=torch.long, device=keys.device)
+    try:
+        return torch.as_tensor(function(zero, zero, zero + position, keys), device=keys.device).expand(len(keys))
+    except (IndexError, RuntimeError, TypeError, ValueError) as error:
+        raise UnsupportedModel(f"{who} has an attention mask that depends on more than positions ({error})") from error

@@ -1,0 +1,80 @@
+"""Rotary embeddings whose factors depend on how long a sequence is, made a matter of each sequence alone.
+
+`longrope` (Phi-3 and its kin) has two sets of factors: one for sequences within the context that the model was first
+trained on, one for longer ones. transformers picks by the largest position of the whole forward, so in a batch one
+prompt would change another's answer, and the first chunk of a long prompt would be rotated as if it were short. Here
+each token gets the factors of its own sequence, by how many tokens of that are known when it is computed.
+
+A sequence that grows beyond the border is computed anew from its first token, since its keys were rotated with the
+other factors. That is what Phi-3's own `generate()` does, and the model's own forward over the whole sequence; the
+`generate()` of other families mixes both kinds of keys.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kvferry.core.errors import UnsupportedModel
+from kvferry.engine.model.attention import current_step
+
+LENGTH_DEPENDENT = "longrope"
+
+
+def trained_context(settings: Any) -> int | None:
+    """Up to how many tokens a sequence has the short factors of `longrope`; None where the model has no such.
+
+    Raises `UnsupportedModel` when layers differ in it.
+    """
+    text = settings.get_text_config()
+    borders = {_border(one, text) for one in _rope_parameters(text) if one.get("rope_type") == LENGTH_DEPENDENT}
+    if len(borders) > 1:
+        raise UnsupportedModel(f"{settings.model_type}: the layers' longrope begins at different lengths: {borders}")
+    return borders.pop() if borders else None
+
+
+def install_rope(model: nn.Module, border: int | None) -> None:
+    """Give every rotary embedding that depends on the length a forward that looks at each sequence alone."""
+    if border is None:
+        return
+    modules = [module for module in model.modules() if _depends_on_length(module)]
+    if not modules:
+        raise UnsupportedModel(f"{type(model).__name__} has longrope parameters and no rotary embedding of that kind")
+    for module in modules:
+        module.forward = _PerSequence(module.forward, border)
+
+
+class _PerSequence:
+    """The forward of a rotary embedding: x, position ids [1, T] → cos and sin [1, T, dim]."""
+
+    def __init__(self, forward: Any, border: int) -> None:
+        self._forward, self._border = forward, border
+
+    def __call__(self, x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """As the original, which sees all tokens as short, then all as long, by the largest position it is shown."""
+        step = current_step()
+        if step is None or step.long_tokens is None:
+            return self._forward(x, position_ids, *args, **kwargs)
+        short = self._forward(x, position_ids.clamp(max=self._border - 1), *args, **kwargs)
+        beyond = position_ids.new_full((*position_ids.shape[:-1], 1), self._border)
+        long = self._forward(x, torch.cat([position_ids, beyond], dim=-1), *args, **kwargs)
+        chosen = step.long_tokens[None, :, None]
+        return tuple(torch.where(chosen, two[:, :-1], one) for one, two in zip(short, long, strict=True))
+
+
+def _depends_on_length(module: nn.Module) -> bool:
+    kinds = getattr(module, "rope_type", None)
+    return LENGTH_DEPENDENT in (kinds.values() if isinstance(kinds, dict) else [kinds])
+
+
+def _rope_parameters(text: Any) -> list[dict[str, Any]]:
+    """Of the whole, or of each kind of layer."""
+    parameters = getattr(text, "rope_parameters", None) or {}
+    nested = [one for one in parameters.values() if isinstance(one, dict)]
+    return nested or [parameters]
+
+
+def _border(parameters: dict[str, Any], text: Any) -> int:
+    return int(parameters.get("original_max_position_embeddings") or text.max_position_embeddings)
