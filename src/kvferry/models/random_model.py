@@ -230,7 +230,7 @@ def _distribution(name: str, tensor: torch.Tensor, config: Any) -> tuple[float, 
         return 0.0, 4.0 / math.sqrt(hidden)
     if name.endswith("sinks"):
         return 1.0, 1.0
-    if tensor.ndim == 1 or name.endswith("bias"):
+    if tensor.ndim <= 1 or name.endswith("bias"):
         return _vector_distribution(name, tensor, config)
     if "router" in name or name.endswith("gate.weight"):
         return 0.0, 2.0 / math.sqrt(hidden)

@@ -41,7 +41,7 @@ COMMANDS = [
         "secret",
     ),
     Open(7),
-    Step(StepInputs([1, 2], [2], [5], [[0, 9]], [1]), b"plan"),
+    Step(StepInputs([1, 2], [2], [5], [5], [[0, 9]], [1]), b"plan"),
     Step(None, None),
     Check(),
     Close(),
