@@ -139,7 +139,8 @@ OPTIONS: list[Case] = [
     Case("gemma3_text", "scaled rope", {"rope_parameters": {
         "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
         "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}}),
-    Case("gemma3n_text", "no shared KV", {"num_kv_shared_layers": 0, "laurel_rank": 8, "hidden_size_per_layer_input": 16}),
+    Case("gemma3n_text", "no shared KV", {
+        "num_kv_shared_layers": 0, "laurel_rank": 8, "hidden_size_per_layer_input": 16}),
     Case("gemma4_text", "no shared KV", {"num_kv_shared_layers": 0}),
     Case("gpt2", "untied", {"tie_word_embeddings": False}),
     Case("gpt2", "scaled by layer", {"scale_attn_by_inverse_layer_idx": True}),

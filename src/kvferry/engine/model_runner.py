@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass, field
-from typing import Any
 
 import msgspec
 import torch

@@ -203,13 +203,13 @@ def make_config(architecture: str, *, tokenizer: Path | None = DEFAULT_TOKENIZER
     return config
 
 
-def randomize(model: torch.nn.Module, seed: int) -> None:
+def randomize(model: Any, seed: int) -> None:
     """Overwrite every saved tensor of ``model`` with random values at scales that keep it lively.
 
     Each tensor has a generator of its own, seeded by its name, so that adding a tensor does not change
     the others.
     """
-    config: Any = model.config
+    config: Any = model.config.get_text_config()
     seen: set[int] = set()
     for name, tensor in model.state_dict().items():
         if not tensor.is_floating_point() or tensor.data_ptr() in seen:

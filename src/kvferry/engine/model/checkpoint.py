@@ -47,12 +47,9 @@ def _and_others(count: int) -> str:
 def _misshapen(found: Collection[tuple[str, Any, Any]], model: str) -> str:
     if not found:
         return ""
-    name, stored, wanted = sorted(found, key=lambda one: one[0])[0]
+    name, stored, wanted = min(found, key=lambda one: one[0])
+    have = "have other shapes" if len(found) > 1 else "has another shape"
     return (
-        f"{name}{_and_others(len(found) - 1)} in {model!r} {'have other shapes' if len(found) > 1 else 'has another shape'}"
-        f" than config.json says ({_shape(stored)}, not {_shape(wanted)})"
+        f"{name}{_and_others(len(found) - 1)} in {model!r} {have} than config.json says ({list(stored)}, not"
+        f" {list(wanted)})"
     )
-
-
-def _shape(shape: Any) -> str:
-    return str(list(shape))

@@ -153,7 +153,7 @@ def _reading(model: str) -> Iterator[None]:
         yield
     except KvferryError:
         raise
-    except Exception as error:  # noqa: BLE001 (files from anywhere, read by three libraries and the model's own code)
+    except Exception as error:
         raise ConfigError(
             f"cannot load the model {model!r}: {_first_line(error)}. Give a directory with config.json, tokenizer and"
             " safetensors, a Hugging Face id, or kvferry/tiny-python"
@@ -167,7 +167,7 @@ def _running(module: nn.Module) -> Iterator[None]:
         yield
     except KvferryError:
         raise
-    except Exception as error:  # noqa: BLE001 (the model's own code, given what it was not written for)
+    except Exception as error:
         raise UnsupportedModel(
             f"{type(module).__name__} does not run through kvferry's attention: {_first_line(error)}"
         ) from error
@@ -231,7 +231,7 @@ def _eos_token_ids(module: Any, tokenizer: Any) -> frozenset[int]:
     generation = getattr(module, "generation_config", None)
     for value in (
         getattr(generation, "eos_token_id", None),
-        module.config.get_text_config().eos_token_id,
+        getattr(module.config.get_text_config(), "eos_token_id", None),
         tokenizer.eos_token_id,
     ):
         if value is not None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -185,7 +186,7 @@ def _paged_logits(model: Any, probed: ProbedLayers, examples: list[Example], bor
     """Logits of each example, computed together: [T, vocab], without what is read from another's blocks."""
     caches = _caches(model, probed, NUM_BLOCKS * len(examples), examples[0].ids.device)
     logits: list[list[Tensor]] = [[] for _ in examples]
-    for start, end in zip(STOPS, STOPS[1:], strict=False):
+    for start, end in pairwise(STOPS):
         rows = [row for row, example in enumerate(examples) if start > 0 or not example.reads_prefix]
         outputs = _step(model, probed, caches, [examples[row] for row in rows], start, end, border)
         for row, output in zip(rows, outputs.split(end - start), strict=True):
@@ -225,9 +226,10 @@ def _step(
 
 def _caches(model: Any, probed: ProbedLayers, num_blocks: int, device: torch.device) -> list[Tensor]:
     dtype = next(model.parameters()).dtype
+    spans = [BLOCK_SIZE * (one.key_dim + one.value_dim) for one in probed.layouts]
     return [
-        torch.zeros(num_blocks, one.num_kv_heads, BLOCK_SIZE * (one.key_dim + one.value_dim), dtype=dtype, device=device)
-        for one in probed.layouts
+        torch.zeros(num_blocks, one.num_kv_heads, span, dtype=dtype, device=device)
+        for one, span in zip(probed.layouts, spans, strict=True)
     ]
 
 

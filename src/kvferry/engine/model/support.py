@@ -21,6 +21,8 @@ def require_supported(config: Any, model_class: type[Any]) -> None:
     if not getattr(model_class, "_supports_attention_backend", False):
         raise UnsupportedModel(f"{name} does not call attention through transformers' attention interface")
     text = config.get_text_config()
+    if not isinstance(getattr(text, "max_position_embeddings", None), int):
+        raise UnsupportedModel(f"{name} does not say how long a sequence may be (max_position_embeddings)")
     types = set(getattr(text, "layer_types", None) or ())
     if not types <= EXACT_LAYER_TYPES:
         others = ", ".join(sorted(types - EXACT_LAYER_TYPES))

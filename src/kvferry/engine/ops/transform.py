@@ -147,7 +147,12 @@ def recorded_attention(model: Any) -> Iterator[dict[nn.Module, AttentionRecord]]
     calls: dict[nn.Module, AttentionRecord] = {}
 
     def attend(
-        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None, **settings: Any
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+        **settings: Any,
     ) -> tuple[Tensor, None]:
         calls[module] = AttentionRecord((query.clone(), key.clone(), value.clone()), settings)
         group = query.shape[1] // key.shape[1]
