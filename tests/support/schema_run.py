@@ -12,13 +12,13 @@ CHECKS = [
 ]
 
 
-def require_conforming(url: str, folder: Path, *, examples: int, seed: int = 1) -> None:
+def require_conforming(url: str, folder: Path, *, examples: int, phases: str, seed: int = 1) -> None:
     """Run `schemathesis` from `folder`, where it leaves its files; fail with its report."""
     command = [
         *(str(Path(sys.executable).parent / "schemathesis"), "run", f"{url}/openapi.json"),
-        *(f"--checks={','.join(CHECKS)}", "--phases=examples,coverage,fuzzing", "--suppress-health-check=all"),
+        *(f"--checks={','.join(CHECKS)}", f"--phases={phases}", "--suppress-health-check=all"),
         *(f"--max-examples={examples}", f"--seed={seed}", "--generation-database=none", "--no-color"),
-        *("--continue-on-failure", "--request-timeout=60", "--warnings=off"),
+        *("--continue-on-failure", "--request-timeout=60", "--warnings=off", "--workers=4"),
     ]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-20_000:] + done.stderr

@@ -245,7 +245,8 @@ def _success(operation: Operation) -> Schema:
 
 
 def _event(chunk: type[msgspec.Struct]) -> Schema:
-    data = {"type": "string", "contentMediaType": _JSON, "contentSchema": _schema(chunk)}
+    payload = {"anyOf": [_schema(chunk), _schema(ErrorEnvelope)]}
+    data = {"anyOf": [{"const": "[DONE]"}, {"type": "string", "contentMediaType": _JSON, "contentSchema": payload}]}
     return {
         "type": "object",
         "required": ["data"],
@@ -310,6 +311,8 @@ def _add_ranges(properties: Schema) -> None:
     for name in ("top_p", "repetition_penalty"):
         number = properties[name]["anyOf"][0]
         number["exclusiveMinimum"] = number.pop("minimum")
+    stop = properties["stop"]["anyOf"]
+    stop[0]["minLength"] = stop[1]["items"]["minLength"] = 1
     bias = properties["logit_bias"]["anyOf"][0]
     bias["propertyNames"] = {"pattern": "^(0|[1-9][0-9]{0,8})$"}
     bias["additionalProperties"] |= {"minimum": -100, "maximum": 100}

@@ -81,7 +81,7 @@ Integer = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 Name = Annotated[str, msgspec.Meta(max_length=1024)]
 """What names a model, a user, a tenant, a request."""
 
-StopString = Annotated[str, msgspec.Meta(max_length=256, extra_json_schema={"minLength": 1})]
+StopString = Annotated[str, msgspec.Meta(max_length=256)]
 """Each piece of an answer is searched for it."""
 
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=7 * 24 * 3600)]
