@@ -21,7 +21,7 @@ class RequestBody:
         """None when `data` is no JSON object; an instance then says so in its own words."""
         try:
             return cls(_DECODER.decode(data), data)
-        except (msgspec.DecodeError, UnicodeDecodeError):
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             return None
 
     def __contains__(self, field: str) -> bool:
@@ -32,7 +32,7 @@ class RequestBody:
         raw = self._fields.get(field)
         try:
             return None if raw is None else msgspec.json.decode(raw)
-        except (msgspec.DecodeError, UnicodeDecodeError):
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             return None
 
     def raw(self, field: str) -> bytes:
