@@ -124,7 +124,9 @@ def test_without_a_hand_off_it_is_plain_vllm(pair: Pair, prompt_of: PromptMaker)
 
 
 def test_figures_are_in_vllms_metrics(pair: Pair) -> None:
-    assert pair.decode.ask("metrics")
+    metrics = pair.decode.ask("metrics")
+    counted = [value for name, value in metrics.items() if name.endswith(("connector_taken", "connector_loads"))]
+    assert sum(counted) == loaded(pair.decode) > 0
 
 
 def loaded(process: VllmProcess) -> float:

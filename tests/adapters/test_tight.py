@@ -79,7 +79,9 @@ def test_child_of_multi_connector(
     state = process.settled()
     assert state.figures["taken"] == 1
     assert process.run(prompt, 8).token_ids == expected
-    assert process.ask("metrics")
+    metrics = process.ask("metrics")
+    assert metrics["vllm:kvferry_p2p_connector_taken"] == 1
+    assert metrics["vllm:kvferry_shared_storage_connector_loads"] >= 0
     assert any(tmp_path.rglob("*")), "the second connector kept nothing"
     assert not process.ask("reset_connector_cache"), "what the second keeps is not forgotten"
 
@@ -93,7 +95,7 @@ def test_several_ranks(start_vllm: VllmMaker, plain: VllmProcess, prompt_of: Pro
         assert len(ticket["remote_ranks"]) == 2
         assert process.run(prompt, 8, ticket).token_ids == plain.run(prompt, 8).token_ids
         process.settled()
-    assert process.ask("metrics")["taken"] == 4
+    assert process.ask("metrics")["vllm:kvferry_p2p_connector_taken"] == 4
     left = process.add(prompt_of(300), 8, process.prefill(prompt_of(300), "left-by-ranks"))
     process.ask("abort", name=left)
     process.settled()

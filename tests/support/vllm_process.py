@@ -340,9 +340,9 @@ class _Server:
         return bool(self._core.scheduler.reset_connector_cache())
 
     def metrics(self) -> dict[str, float]:
-        """Those of vLLM's Prometheus registry whose name or label is kvferry's."""
+        """Those of vLLM's Prometheus registry that are kvferry's, as `name kind`."""
         return {
-            metric.labels.get("figure", metric.name): metric.value
+            f"{metric.name} {metric.labels['kind']}".rstrip(): metric.value
             for metric in self._engine.get_metrics()
             if "kvferry" in metric.name
         }

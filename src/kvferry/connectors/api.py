@@ -202,6 +202,9 @@ class ConnectorContext:
 class SchedulerSide(ABC):
     """Bookkeeping beside the scheduler. One per engine; called from the engine's thread only; never blocks."""
 
+    gauges: ClassVar[frozenset[str]] = frozenset()
+    """Names of the figures that go up and down."""
+
     takes_parts: ClassVar[bool] = False
     """Whether the engine may show one request as several, each with some of its prompt, with blocks and a transfer id
     of its own, and with no chunks of its answer. It may where KV is handed off by transfer id only, and never found
@@ -250,7 +253,8 @@ class SchedulerSide(ABC):
         return True
 
     def statistics(self) -> dict[str, float]:
-        """Counters for metrics, by name."""
+        """Figures for metrics, by name: `gauges`, and counters, which only grow. A kind of error stands at the end of a
+        name (`failed_LeaseEnded`), a medium behind the unit (`taken_bytes_shm`)."""
         return {}
 
     def check(self) -> None:
@@ -266,6 +270,9 @@ class WorkerSide(ABC):
     plan_type: ClassVar[type[msgspec.Struct] | None] = None
     """The class of the plans that `start` takes, which makes them fit for travel to the process of another rank.
     None: the connector works on one rank only."""
+
+    gauges: ClassVar[frozenset[str]] = frozenset()
+    """Names of the figures that go up and down."""
 
     def __init__(self, context: ConnectorContext) -> None:
         self.context = context
@@ -306,7 +313,8 @@ class WorkerSide(ABC):
         """`wake()` (a callable, from any thread) is to be called whenever `poll` has something new to say."""
 
     def statistics(self) -> dict[str, float]:
-        """Counters for metrics, by name."""
+        """Figures for metrics, by name: `gauges`, and counters, which only grow. A kind of error stands at the end of a
+        name (`failed_LeaseEnded`), a medium behind the unit (`taken_bytes_shm`)."""
         return {}
 
     def check(self) -> None:

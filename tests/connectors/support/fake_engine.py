@@ -134,6 +134,7 @@ class FakeEngine:
             if isinstance(self.scheduler, HasAddresses):
                 self.scheduler.set_addresses(self.addresses)
         self.wrongly_announced: list[str] = []
+        self._figures: dict[tuple[object, str], float] = {}
         for worker in self.workers:
             worker.on_report(self._woken.set)
             if isinstance(worker, P2pWorkerSide):
@@ -213,6 +214,13 @@ class FakeEngine:
         for chunk in chunks:
             self._advance(chunk, report)
         self._transferred(report)
+        self._require_that_counters_grow()
+
+    def _require_that_counters_grow(self) -> None:
+        for side in (self.scheduler, *self.workers):
+            for name, value in side.statistics().items():
+                before, self._figures[side, name] = self._figures.get((side, name), 0.0), value
+                assert value >= before or name in side.gauges, f"{name} is no counter: it fell from {before} to {value}"
 
     def run_until(self, condition: Callable[[], bool], seconds: float = 20) -> None:
         end = time.monotonic() + seconds

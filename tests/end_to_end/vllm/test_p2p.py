@@ -34,7 +34,7 @@ from support.vllm_servers import (
 pytestmark = [pytest.mark.vllm, pytest.mark.processes, pytest.mark.timeout(900)]
 
 LEASE_S, TIMEOUT_S = 8, 6
-METRIC = "vllm:kvferry_P2pConnector"
+METRIC = "vllm:kvferry_p2p_connector"
 
 
 def p2p(transport: str) -> dict[str, Any]:
@@ -58,7 +58,7 @@ class Started:
     @property
     def num_held(self) -> float:
         """Hand-offs that P keeps."""
-        return self.prefill.metric(METRIC, figure="num_produced")
+        return self.prefill.metric(METRIC + "_num_produced")
 
 
 @pytest.fixture(scope="module")
@@ -81,14 +81,14 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Started]:
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 def test_tokens_are_those_of_one_server_and_the_kv_came(transport: str, started: Started, reference: Reference) -> None:
     decode = started.decodes[transport]
-    before, fetched = num_received(decode), decode.metric(METRIC, figure="num_fetched")
+    before, fetched = num_received(decode), decode.metric(METRIC + "_fetches_total")
     assert answers(started.routers[transport].url, reference.prompts) == reference.tokens
     # D with "tcp" has no prefix cache, so all came; vLLM may count a prompt's last token as computed here.
     most = reference.num_prompt_tokens
     least = most - len(reference.prompts) if transport == "tcp" else most / 2
     until(lambda: least <= num_received(decode) - before <= most, 10, figures(decode))
-    assert decode.metric(METRIC, figure="num_fetched") - fetched == len(reference.prompts)
-    assert decode.metric(METRIC, figure=f"taken_bytes_{transport}") > 0
+    assert decode.metric(METRIC + "_fetches_total") - fetched == len(reference.prompts)
+    assert decode.metric(METRIC + "_taken_bytes_total", kind=transport) > 0
     # Where D may ask early, the router knows P's address from its first tickets on.
     router, num = started.routers[transport], len(reference.prompts)
     early = router.metric("kvferry_router_hand_offs_total", kind="concurrent")

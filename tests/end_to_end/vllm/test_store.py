@@ -21,7 +21,7 @@ from support.vllm_servers import (
 
 pytestmark = [pytest.mark.vllm, pytest.mark.processes, pytest.mark.timeout(900)]
 
-METRIC = "vllm:kvferry_SharedStorageConnector"
+METRIC = "vllm:kvferry_shared_storage_connector"
 
 
 def storage(folder: Path) -> dict[str, Any]:
@@ -32,7 +32,7 @@ def storage(folder: Path) -> dict[str, Any]:
 def waiting_to_be_written(server: KvferryProcess) -> float:
     """Bytes on their way to the files. vLLM tells a connector's figures with a step, so it is given one to make."""
     held(server.url)
-    return server.metric(METRIC, figure="writer_waiting_bytes")
+    return server.metric(METRIC + "_writer_waiting_bytes")
 
 
 def test_a_store_between_servers_and_over_a_restart(tmp_path: Path, reference: Reference) -> None:

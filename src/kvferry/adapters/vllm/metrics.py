@@ -1,18 +1,24 @@
 """A connector's own figures in vLLM's statistics: its log line, and its Prometheus metrics.
 
-    vllm:kvferry_P2pConnector{side, figure}    whatever that connector counts, under its own name
+    vllm:kvferry_p2p_connector_taken_total{side, kind}    a counter: what that connector counts under the name "taken"
+    vllm:kvferry_p2p_connector_held_bytes{side, kind}     a gauge
 
-The names are the connector's, so a new connector needs no line here. Figures of several ranks are added up.
+The names are the connector's, so a new connector needs no line here; its classes say which are gauges. `kind` is what
+stands at a name's end: a kind of error, or a medium. Figures of several ranks are added up.
 """
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
-METRIC = "vllm:kvferry_{}"
+from kvferry.connectors.registry import find_connector
+from kvferry.core.transfer_config import KVTransferConfig
+
+PREFIX = "vllm:kvferry_"
 """vLLM takes down, with an engine, the metrics that have its name in theirs."""
 
 
@@ -67,7 +73,7 @@ class Meter:
 
 
 class KvferryPromMetrics(KVConnectorPromMetrics):
-    """One gauge for all figures."""
+    """A metric for each figure, made when it is first heard of."""
 
     def __init__(
         self,
@@ -78,18 +84,62 @@ class KvferryPromMetrics(KVConnectorPromMetrics):
         connector_name: str,
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        self._connector_name = connector_name
+        self._gauges = gauges_of(connector_name)
+        self._labelnames = [*labelnames, "side", "kind"]
         self._latest: dict[int, KvferryStats] = {}
-        self._gauge = self._gauge_cls(
-            name=METRIC.format(connector_name),
-            documentation="A kvferry connector's own figure.",
-            labelnames=[*labelnames, "side", "figure"],
-            multiprocess_mode="mostrecent",
-        )
+        self._families: dict[str, Any] = {}
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Set what came."""
+        """Take over what came: counters by what each rank has counted since, gauges as they are now."""
         latest = self._latest.setdefault(engine_idx, KvferryStats())
+        for side, ranks in transfer_stats_data.items():
+            for rank, figures in ranks.items():
+                before = latest.data.get(side, {}).get(rank, {})
+                for figure in figures.keys() - self._gauges:
+                    self._of(engine_idx, side, figure).inc(_growth(before.get(figure, 0.0), figures[figure]))
         latest.aggregate(KvferryStats(data=transfer_stats_data))
-        labels = self.per_engine_labelvalues[engine_idx]
         for (side, figure), value in latest.totals().items():
-            self._gauge.labels(*labels, side, figure).set(value)
+            if figure in self._gauges:
+                self._of(engine_idx, side, figure).set(value)
+
+    def _of(self, engine_idx: int, side: str, figure: str) -> Any:
+        name, kind = split_figure(figure)
+        family = self._family(name, figure in self._gauges)
+        return family.labels(*self.per_engine_labelvalues[engine_idx], side, kind)
+
+    def _family(self, name: str, is_gauge: bool) -> Any:
+        if name not in self._families:
+            common = {
+                "name": metric_name(self._connector_name, name),
+                "documentation": f"{self._connector_name}: {name.replace('_', ' ')}.",
+                "labelnames": self._labelnames,
+            }
+            more = {"multiprocess_mode": "mostrecent"} if is_gauge else {}
+            self._families[name] = (self._gauge_cls if is_gauge else self._counter_cls)(**common, **more)
+        return self._families[name]
+
+
+def _growth(before: float, now: float) -> float:
+    """Since the last time; all of it, when it was counted from 0 again."""
+    return now - before if now >= before else now
+
+
+def gauges_of(connector_name: str) -> frozenset[str]:
+    """The figures of a connector that go up and down."""
+    spec = find_connector(KVTransferConfig(kv_connector=connector_name))
+    return spec.scheduler_class().gauges | spec.worker_class().gauges
+
+
+def split_figure(figure: str) -> tuple[str, str]:
+    """A figure's name, and its kind: a class of error behind the last underscore, or what stands behind the unit."""
+    found = re.fullmatch(r"(\w+)_([A-Z]\w*)|(\w+_(?:bytes|seconds))_(.+)", figure)
+    if found is None:
+        return figure, ""
+    return found[1] or found[3], found[2] or found[4]
+
+
+def metric_name(connector_name: str, name: str) -> str:
+    """As Prometheus wants names: in snake case, of letters, digits and underscores. It adds `_total` to counters."""
+    words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", f"{connector_name}_{name}")
+    return PREFIX + re.sub(r"\W+", "_", words).lower().removesuffix("_total")

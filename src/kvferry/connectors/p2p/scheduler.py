@@ -32,6 +32,7 @@ class P2pSchedulerSide(SchedulerSide):
     """See the module. `P2pSettings` says what can be set."""
 
     takes_parts = True
+    gauges = frozenset({"num_produced"})
 
     def __init__(self, context: ConnectorContext) -> None:
         super().__init__(context)
@@ -114,7 +115,7 @@ class P2pSchedulerSide(SchedulerSide):
 
     def statistics(self) -> dict[str, float]:
         """Hand-offs in the making or under lease here, and loads asked for."""
-        return {"num_produced": float(len(self._offers.names)), "num_fetched": float(self._fetches.num_begun)}
+        return {"num_produced": float(len(self._offers.names)), "fetches": float(self._fetches.num_begun)}
 
     def check(self) -> None:
         """Raise `LeakError` when a hand-off or a load is left."""

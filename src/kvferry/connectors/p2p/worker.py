@@ -39,6 +39,7 @@ class P2pWorkerSide(WorkerSide):
     """
 
     plan_type = P2pPlan
+    gauges = frozenset({"num_loading", "num_keys", "held_bytes", "stored_bytes", "open_connections"})
 
     def __init__(self, context: ConnectorContext) -> None:
         super().__init__(context)

@@ -25,6 +25,7 @@ class SharedStorageWorkerSide(WorkerSide):
     """See the module, and `settings` for what can be set. `kv_buffer_size` bounds the copies that wait for the disk."""
 
     plan_type = StoragePlan
+    gauges = frozenset({"num_loading", "kept_bytes", "writer_waiting_bytes"})
 
     def __init__(self, context: ConnectorContext) -> None:
         super().__init__(context)
