@@ -11,7 +11,8 @@ import pytest
 from fake_engine import FakeEngine, FakeRequest
 from kv_support import make_layout, sharded
 
-from kvferry.core.hand_off import Consume, HandOff, Produce, Ticket, parse_hand_off
+from kvferry.core.hand_off import Consume, HandOff, Produce, parse_hand_off
+from support import tickets
 from support.libraries import require_library
 
 CONNECTORS = {
@@ -76,10 +77,7 @@ class Traffic:
             self.decode(key, self.early_ticket(key))
 
     def early_ticket(self, key: str) -> dict[str, object]:
-        ranks = [(address["host"], address["port"]) for address in self.producer.addresses] or [("", 0)]
-        host, port = ranks[0]
-        ticket = Ticket(transfer_id=key, remote_host=host, remote_port=port, tp_size=len(ranks), remote_ranks=ranks)
-        return ticket.to_params()
+        return tickets.early_ticket(key, self.producer.addresses, self.producer.scheduler).to_params()
 
     def hand_over(self) -> None:
         """A router sends a finished prefill's ticket to the decode instance, perhaps late."""

@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 
-from kvferry.core.hand_off import Consume, Produce, Ticket, parse_hand_off
+from kvferry.core.hand_off import Consume, Produce, parse_hand_off
 from kvferry.core.request import EngineOutput, Request
 from kvferry.core.sampling import SamplingParams
 from kvferry.engine.engine import Engine
 from support.engines import GREEDY, SEEDED, Answer, random_prompts, require_same, run_prompts
 from support.pairs import Pair, pair_of
+from support.tickets import early_ticket
 
 NUM_PROMPTS = 24
 SHORT = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True, logprobs=2)
@@ -102,10 +103,7 @@ def test_a_prefix_may_end_anywhere(form: str, block_sizes: tuple[int, int], mode
             if form == "sequential":
                 ticket = parse_hand_off(ticket_of(run_one(prefill, decode, handed).last), "d")
             else:
-                [address] = prefill.addresses
-                ticket = Consume(
-                    Ticket(transfer_id=f"t{split}", remote_host=address["host"], remote_port=address["port"])
-                )
+                ticket = Consume(early_ticket(f"t{split}", prefill.addresses, prefill.scheduler_side))
                 prefill.add(handed)
             before = decode.statistics().scheduler.num_external_hits
             found = run_one(decode, prefill, request(f"d{split}", prompt, ticket))

@@ -265,6 +265,7 @@ CONCURRENT = {
     "kv_host": "127.0.0.1",
     "kv_port": 4711,
     "kv_ranks": None,
+    "kv_seal": "sealed",
     "connector": "P2pConnector",
     "layout": "f00d",
     "model_names": ["m"],

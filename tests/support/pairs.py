@@ -17,6 +17,7 @@ from kvferry.core.transfer_config import KVTransferConfig
 from kvferry.engine.config import EngineConfig
 from kvferry.engine.engine import Engine
 from support.engines import Answer
+from support.tickets import early_ticket
 
 DEADLINE_S = 60.0
 
@@ -71,17 +72,7 @@ class Pair:
             engine.pool.check()
 
     def _early_ticket(self, transfer_id: str) -> Ticket:
-        addresses = [(address["host"], address["port"]) for address in self.prefill.addresses]
-        if not addresses:
-            return Ticket(transfer_id=transfer_id)
-        return Ticket(
-            transfer_id=transfer_id,
-            remote_engine_id=self.prefill.addresses[0]["engine_id"],
-            remote_host=addresses[0][0],
-            remote_port=addresses[0][1],
-            tp_size=len(addresses),
-            remote_ranks=addresses if len(addresses) > 1 else None,
-        )
+        return early_ticket(transfer_id, self.prefill.addresses, self.prefill.scheduler_side)
 
     @staticmethod
     def _request(name: str, prompt: Sequence[int], sampling: SamplingParams, hand_off: Any) -> Request:

@@ -216,6 +216,11 @@ class SchedulerSide(ABC):
     def arrived(self, request: RequestView) -> None:
         """The request has joined the queue; it may wait long before `match` is asked. Default: nothing to do."""
 
+    def refusal(self, request: RequestView) -> KvferryError | None:
+        """Why nothing that the request's ticket says may be believed, its first token least of all: `match` then
+        answers a `Miss` with the same. Asked before the request joins the queue. Default: there is no reason."""
+        return None
+
     @abstractmethod
     def match(self, request: RequestView, num_computed_tokens: int) -> Match:
         """How many tokens beyond `num_computed_tokens` (the engine's own prefix cache) can be loaded.
@@ -338,6 +343,14 @@ class HasAddresses(Protocol):
 
     def set_addresses(self, addresses: Sequence[dict[str, Any]]) -> None:
         """One address a rank, in rank order; called once, before any request."""
+
+
+@runtime_checkable
+class HasAddressSeal(Protocol):
+    """A scheduler side whose peers take tickets with its addresses from routers, which must show that they are its."""
+
+    def address_seal(self) -> str:
+        """For `Ticket.remote_address_seal`; called after `set_addresses`."""
 
 
 @runtime_checkable

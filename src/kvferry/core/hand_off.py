@@ -11,44 +11,69 @@ The keys are vLLM's (`do_remote_decode`, `do_remote_prefill`, `remote_engine_id`
 | `keep_for_next_turn` | asks D to keep its blocks when the answer is done, and to answer with a ticket for the next P |
 | `remote_transfer_id` | in that ticket: under which D keeps them |
 | `remote_prefixes` | [number of tokens, digest of them] of prefixes whose KV there is |
+| `remote_address_seal` | the fleet's word for where the KV is (`core.ticket_seal`) |
+| `remote_seal` | and for all that is done by the ticket |
 
-Whoever only forwards a ticket needs none of them.
+Whoever only forwards a ticket needs none of them. Every field has its bounds, which hold before it is used.
 """
 
 from __future__ import annotations
 
 import hashlib
+import re
 from array import array
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+from msgspec import Meta
 
 from kvferry.core.errors import InvalidRequest
 from kvferry.core.timeline import Timeline
+
+MAX_RANKS = 64
+MAX_TOP = 1024
+"""Likeliest tokens at one place."""
+MAX_GROUPS = 64
+MAX_BLOCK_IDS = 2**20
+MAX_PREFIXES = 64
+
+Count = Annotated[int, Meta(ge=0, lt=2**31)]
+TransferId = Annotated[str, Meta(pattern=r"^[\x21-\x7e]{1,256}\Z")]
+Name = Annotated[str, Meta(pattern=r"^[^\x00-\x1f\ud800-\udfff]{0,1024}\Z")]
+Host = Annotated[str, Meta(pattern=r"^(?!.*\.\.)(?!\.)[A-Za-z0-9_.:%-]{0,253}\Z")]
+"""A name or an address, or nothing; one with an empty label is none."""
+Port = Annotated[int, Meta(ge=0, lt=2**16)]
+Digest = Annotated[str, Meta(pattern=r"^[0-9a-f]{32}\Z")]
+Seal = Annotated[str, Meta(max_length=128)]
+_TRANSFER_ID = re.compile(r"[\x21-\x7e]{1,256}")
 
 
 class TokenLogprobs(msgspec.Struct, array_like=True):
     """The log-probability of one token at its place, and of the likeliest there (`top`: id → logprob)."""
 
-    token_id: int
-    logprob: float
-    rank: int
-    top: dict[int, float] = {}
+    token_id: Count
+    logprob: Annotated[float, Meta(le=1.0)]
+    rank: Count
+    top: Annotated[dict[Count, Annotated[float, Meta(le=1.0)]], Meta(max_length=MAX_TOP)] = {}
 
 
 class PrefillResult(msgspec.Struct, kw_only=True, omit_defaults=True):
     """What P knows when its prefill is done, beside the KV: the sampled token, and the seed it was drawn with, which an
     engine that draws in its own way may not have."""
 
-    first_token: int
+    first_token: Count
     seed: int | None = None
     logprobs: TokenLogprobs | None = None
-    num_cached_tokens: int = 0
+    num_cached_tokens: Count = 0
     timeline: Timeline = msgspec.field(default_factory=Timeline)
 
+    def __post_init__(self) -> None:
+        if self.seed is not None and not -(2**63) <= self.seed < 2**64:
+            raise ValueError("a seed of more than 64 bits")
 
-RankAddress = tuple[str, int]
+
+RankAddress = tuple[Host, Port]
 """Host and port."""
 
 
@@ -61,17 +86,26 @@ class Ticket(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     do_remote_prefill: bool = True
     do_remote_decode: bool = False
-    transfer_id: str
-    remote_engine_id: str = ""
-    remote_request_id: str = ""
-    remote_host: str = ""
-    remote_port: int = 0
-    remote_block_ids: list[list[int]] | None = None
-    remote_num_tokens: int = 0
-    tp_size: int = 1
+    transfer_id: TransferId
+    remote_engine_id: Name = ""
+    remote_request_id: Name = ""
+    remote_host: Host = ""
+    remote_port: Port = 0
+    remote_block_ids: (
+        Annotated[list[Annotated[list[Count], Meta(max_length=MAX_BLOCK_IDS)]], Meta(max_length=MAX_GROUPS)] | None
+    ) = None
+    remote_num_tokens: Count = 0
+    tp_size: Annotated[int, Meta(ge=1, le=MAX_RANKS)] = 1
     prefill_result: PrefillResult | None = None
-    remote_ranks: list[RankAddress] | None = None
-    remote_prefixes: list[tuple[int, str]] | None = None
+    remote_ranks: Annotated[list[RankAddress], Meta(max_length=MAX_RANKS)] | None = None
+    remote_prefixes: Annotated[list[tuple[Count, Digest]], Meta(max_length=MAX_PREFIXES)] | None = None
+    remote_address_seal: Seal = ""
+    remote_seal: Seal = ""
+
+    @property
+    def has_address(self) -> bool:
+        """Whether it says where to connect."""
+        return bool(self.remote_host or self.remote_port or self.remote_ranks)
 
     @property
     def addresses(self) -> Sequence[RankAddress]:
@@ -153,20 +187,27 @@ def parse_hand_off(params: dict[str, Any] | None, request_id: str) -> HandOff:
     params = {key: value for key, value in params.items() if value is not None}
     try:
         return _read_produce(params, request_id) if produce else _read_consume(params, request_id)
-    except msgspec.ValidationError as error:
+    except (msgspec.ValidationError, UnicodeError, RecursionError) as error:
         raise InvalidRequest(f"kv_transfer_params: {error}", param="kv_transfer_params") from error
 
 
 def _read_produce(params: dict[str, Any], request_id: str) -> Produce:
     kept = params.get("remote_transfer_id")
     if kept is None or "remote_host" not in params:
-        transfer_id = params.get("transfer_id") or params.get("remote_request_id") or request_id
-        return Produce(msgspec.convert(transfer_id, str))
+        transfer_id = params.get("transfer_id") or params.get("remote_request_id") or _own_transfer_id(request_id)
+        return Produce(msgspec.convert(transfer_id, TransferId))
     source = msgspec.convert({**params, "transfer_id": kept}, Ticket, strict=False)
-    return Produce(msgspec.convert(params.get("transfer_id") or request_id, str), source)
+    return Produce(msgspec.convert(params.get("transfer_id") or _own_transfer_id(request_id), TransferId), source)
+
+
+def _own_transfer_id(request_id: str) -> str:
+    """Of a hand-off that nobody named: the request's id, or where a client chose one that is none, its hash."""
+    if _TRANSFER_ID.fullmatch(request_id):
+        return request_id
+    return hashlib.sha256(request_id.encode("utf-8", "replace")).hexdigest()
 
 
 def _read_consume(params: dict[str, Any], request_id: str) -> Consume:
-    params.setdefault("transfer_id", params.get("remote_request_id") or request_id)
+    params.setdefault("transfer_id", params.get("remote_request_id") or _own_transfer_id(request_id))
     keep = bool(params.get("keep_for_next_turn"))
     return Consume(msgspec.convert(params, Ticket, strict=False), keep)

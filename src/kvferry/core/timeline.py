@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
+
+Stamp = Annotated[float, msgspec.Meta(ge=0, le=1e11)]
+"""Seconds since the epoch; neither infinite nor a NaN."""
 
 PHASES = (
     "arrived",
@@ -22,17 +27,17 @@ PHASES = (
 class Timeline(msgspec.Struct, omit_defaults=True):
     """One stamp a phase; a phase that did not happen stays None. The first stamp of a phase counts."""
 
-    arrived: float | None = None
-    routed: float | None = None
-    prefill_queued: float | None = None
-    prefill_started: float | None = None
-    prefill_done: float | None = None
-    transfer_started: float | None = None
-    transfer_done: float | None = None
-    decode_queued: float | None = None
-    decode_started: float | None = None
-    first_token: float | None = None
-    done: float | None = None
+    arrived: Stamp | None = None
+    routed: Stamp | None = None
+    prefill_queued: Stamp | None = None
+    prefill_started: Stamp | None = None
+    prefill_done: Stamp | None = None
+    transfer_started: Stamp | None = None
+    transfer_done: Stamp | None = None
+    decode_queued: Stamp | None = None
+    decode_started: Stamp | None = None
+    first_token: Stamp | None = None
+    done: Stamp | None = None
 
     def stamp(self, phase: str, now: float) -> None:
         """Note that `phase` happened `now`, unless it had happened before."""

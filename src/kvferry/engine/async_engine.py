@@ -16,6 +16,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
 
+from kvferry.connectors.api import HasAddressSeal
 from kvferry.core.errors import KvferryError, Unavailable
 from kvferry.core.request import EngineOutput, Request
 from kvferry.engine.engine import Engine, EngineSnapshot
@@ -76,9 +77,9 @@ class AsyncEngine:
         """What a router should know of this instance.
 
         `kv_host` and `kv_port` are rank 0's, and None where no peer can come; `kv_ranks` are all, where there are
-        several.
+        several. `kv_seal` is for tickets that a router makes of these addresses.
         """
-        engine, transfer = self.engine, self.engine.transfer
+        engine, transfer, side = self.engine, self.engine.transfer, self.engine.scheduler_side
         address = engine.addresses[0] if engine.addresses else {}
         ranks = [(one.get("host"), one.get("port")) for one in engine.addresses]
         return {
@@ -88,6 +89,7 @@ class AsyncEngine:
             "kv_host": address.get("host"),
             "kv_port": address.get("port"),
             "kv_ranks": ranks if len(ranks) > 1 else None,
+            "kv_seal": side.address_seal() if isinstance(side, HasAddressSeal) else "",
             "tp_size": engine.layout.tp_size,
             "layout": engine.layout.fingerprint(),
             "block_size": engine.layout.block_size,

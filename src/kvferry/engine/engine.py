@@ -125,7 +125,10 @@ class Engine:
         self._num_steps += bool(step.chunks)
         for request_id, error in result.failed.items():
             self.scheduler.fail(request_id, error)
-        self.scheduler.update(step, result.sampled, result.report.failed)
+        try:
+            self.scheduler.update(step, result.sampled, result.report.failed)
+        except Exception as error:  # noqa: BLE001 - as in `_execute`
+            self.scheduler.fail_step(step.chunks, error)
         self._transferred(result.report)
         if (plan := self.scheduler.parting()) is not None:
             self._transferred(self._execute(Step([], plan)).report)
@@ -204,6 +207,7 @@ class Engine:
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_waiting=config.max_waiting,
+            vocab_size=self.model.vocab_size,
             eos_token_ids=self.model.eos_token_ids,
             trained_context=self.model.trained_context,
             fail_on_lost_hand_off=bool(self.transfer and self.transfer.kv_load_failure_policy == "fail"),

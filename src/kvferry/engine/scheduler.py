@@ -60,6 +60,7 @@ class SchedulerLimits:
     max_num_seqs: int
     max_num_batched_tokens: int
     max_waiting: int
+    vocab_size: int = 2**31
     eos_token_ids: frozenset[int] = frozenset()
     fail_on_lost_hand_off: bool = False
     trained_context: int | None = None
@@ -169,7 +170,7 @@ class Scheduler:
         request = sequence.request
         stamp = "decode_queued" if sequence.consumes else "prefill_queued"
         request.timeline.stamp(stamp, self._clock.wall())
-        if (result := _promised_result(request)) is not None:
+        if (result := self._promised_result(sequence)) is not None:
             self._adopt(sequence, result)
         if sequence.status is not Status.FINISHED:
             self._enqueue(sequence)
@@ -594,9 +595,22 @@ class Scheduler:
     # Hand-offs and loads.
 
     def _adopt(self, sequence: Sequence, result: PrefillResult) -> None:
-        """The prefill instance's token becomes the first of the answer, before any KV has come."""
+        """The prefill instance's token becomes the first of the answer, before any KV has come; one that is no token
+        of this model is passed over, and drawn here."""
+        if result.first_token >= self.limits.vocab_size:
+            log.warning("request %s: its ticket's first token is none of this model's", sequence.request_id)
+            return
         sequence.adopt(result)
         self._append(sequence, Sampled(result.first_token, result.logprobs))
+
+    def _promised_result(self, sequence: Sequence) -> PrefillResult | None:
+        """What the producer sampled, where its prompt was this one and not a prefix of it, and its word is believed."""
+        hand_off = sequence.hand_off
+        if not isinstance(hand_off, Consume) or not hand_off.ticket.is_of(sequence.prompt_token_ids):
+            return None
+        if self._connector is not None and self._connector.refusal(sequence) is not None:
+            return None
+        return hand_off.ticket.prefill_result
 
     def _begin_load(self, sequence: Sequence, num_cached: int, hit: Hit) -> None:
         assert self._connector is not None
@@ -663,14 +677,6 @@ class Scheduler:
 
     def _view(self, chunk: Chunk) -> ScheduledChunk:
         return ScheduledChunk(chunk.sequence, chunk.start, chunk.num_tokens, tuple(chunk.sequence.block_ids))
-
-
-def _promised_result(request: Request) -> PrefillResult | None:
-    """What the producer sampled, where its prompt was this one and not a prefix of it."""
-    if not isinstance(request.hand_off, Consume):
-        return None
-    ticket = request.hand_off.ticket
-    return ticket.prefill_result if ticket.is_of(request.prompt_token_ids) else None
 
 
 def _is_offered_alike(sequence: Sequence, num_tokens: int | None = None) -> bool:

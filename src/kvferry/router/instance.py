@@ -23,6 +23,8 @@ class Origin(msgspec.Struct, frozen=True, kw_only=True):
     host: str
     port: int
     ranks: list[RankAddress] | None = None
+    seal: str = ""
+    """The engine's own, of all this: D connects to no address without it."""
 
 
 class InstanceFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,6 +36,7 @@ class InstanceFacts(msgspec.Struct, frozen=True, kw_only=True):
     kv_host: str = ""
     kv_port: int = 0
     kv_ranks: list[RankAddress] | None = None
+    kv_seal: str = ""
     connector: str | None = None
     layout: str | None = None
     model_names: list[str] = []
@@ -42,7 +45,13 @@ class InstanceFacts(msgspec.Struct, frozen=True, kw_only=True):
         """Of its hand-offs, None when it has no control address; `host` is its own, for one that names none."""
         if not self.kv_port:
             return None
-        return Origin(engine_id=self.engine_id, host=self.kv_host or host, port=self.kv_port, ranks=self.kv_ranks)
+        return Origin(
+            engine_id=self.engine_id,
+            host=self.kv_host or host,
+            port=self.kv_port,
+            ranks=self.kv_ranks,
+            seal=self.kv_seal,
+        )
 
 
 class Unasked(msgspec.Struct, frozen=True):

@@ -102,6 +102,7 @@ class _Ticket(msgspec.Struct):
     remote_host: str | None = None
     remote_port: int | None = None
     remote_ranks: list[RankAddress] | None = None
+    remote_address_seal: str = ""
     remote_prefixes: Any = None
     """A key of kvferry's P2P connectors only."""
 
@@ -114,4 +115,5 @@ def ticket_origin(params: msgspec.Raw) -> Origin | None:
         return None
     port = (ticket.remote_port or 0) if ticket.remote_prefixes is not None else 0
     host, ranks = ticket.remote_host or "", ticket.remote_ranks
-    return Origin(engine_id=ticket.remote_engine_id, host=host, port=port, ranks=ranks)
+    seal = ticket.remote_address_seal
+    return Origin(engine_id=ticket.remote_engine_id, host=host, port=port, ranks=ranks, seal=seal)

@@ -13,11 +13,13 @@ from kv_support import make_layout, sharded
 from kvferry.connectors.api import Hit
 from kvferry.connectors.p2p.plan import P2pPlan
 from kvferry.core.errors import ChecksumMismatch, LayoutMismatch, LeaseEnded, PeerLost, ProtocolError
-from kvferry.core.hand_off import Consume, Produce, Ticket, parse_hand_off
+from kvferry.core.hand_off import Consume, Produce, parse_hand_off
 from kvferry.core.layout import KVLayout
+from kvferry.core.ticket_seal import TicketSealer
 from kvferry.transport.fabric.pieces import columns
 from kvferry.transport.fabric.process_memory import MEMORY
 from kvferry.transport.fabric.shm import ShmPeer
+from support import tickets
 
 MakeEngine = Callable[..., FakeEngine]
 PROMPT = list(range(100, 119))
@@ -59,11 +61,15 @@ def consumed(tokens: list[int], ticket: dict[str, Any] | None, key: str = "t", *
     return request
 
 
+def resealed(ticket: dict[str, Any]) -> dict[str, Any]:
+    """What an instance of the fleet might say that is mistaken about itself."""
+    hand_off = parse_hand_off(ticket, "r")
+    assert isinstance(hand_off, Consume)
+    return TicketSealer("secret").seal(hand_off.ticket, 60.0).to_params()
+
+
 def early_ticket(producer: FakeEngine, key: str = "t") -> dict[str, Any]:
-    ranks = [(address["host"], address["port"]) for address in producer.addresses]
-    host, port = ranks[0]
-    ticket = Ticket(transfer_id=key, remote_host=host, remote_port=port, tp_size=len(ranks), remote_ranks=ranks)
-    return ticket.to_params()
+    return tickets.early_ticket(key, producer.addresses, producer.scheduler).to_params()
 
 
 def until_free(engine: FakeEngine) -> None:
@@ -184,8 +190,7 @@ def test_a_ticket_with_the_wrong_number_of_ranks(make_engine: MakeEngine) -> Non
     producer, consumer = make_pair(make_engine, "2 ranks to 1")
     ticket = producer.run(produced(PROMPT)).ticket
     assert ticket is not None
-    one_only = {**ticket, "tp_size": 1, "remote_ranks": None}
-    decode = consumer.run(consumed(PROMPT, one_only))
+    decode = consumer.run(consumed(PROMPT, resealed(ticket | {"tp_size": 1, "remote_ranks": None})))
     assert isinstance(decode.error, LayoutMismatch)
     assert decode.error.field == "tp_size"
     producer.scheduler.release("t")
@@ -195,7 +200,7 @@ def test_a_ticket_that_names_one_rank_twice(make_engine: MakeEngine) -> None:
     producer, consumer = make_pair(make_engine, "2 ranks to 1")
     ticket = producer.run(produced(PROMPT)).ticket
     assert ticket is not None
-    decode = consumer.run(consumed(PROMPT, {**ticket, "remote_ranks": [ticket["remote_ranks"][0]] * 2}))
+    decode = consumer.run(consumed(PROMPT, resealed(ticket | {"remote_ranks": [ticket["remote_ranks"][0]] * 2})))
     assert isinstance(decode.error, LayoutMismatch)
     assert decode.error.field == "tp_rank"
     producer.scheduler.release("t")

@@ -182,7 +182,9 @@ def _hand_off_of(hand_off: HandOff, first_token: int, group: int | None) -> Hand
             num_tokens = ticket.remote_num_tokens and ticket.remote_num_tokens - first_token
             transfer_id = _transfer_id_of(ticket.transfer_id, group)
             own = {"transfer_id": transfer_id, "remote_num_tokens": num_tokens, "remote_prefixes": None}
-            return Consume(msgspec.structs.replace(ticket, **own, prefill_result=None, remote_block_ids=None))
+            return Consume(
+                msgspec.structs.replace(ticket, **own, prefill_result=None, remote_block_ids=None, remote_seal="")
+            )
     return None
 
 

@@ -14,6 +14,7 @@ from kvferry.connectors.api import ConnectorContext, Hit, Match, Miss, RequestVi
 from kvferry.connectors.p2p.plan import Load, PlanBook, Wait
 from kvferry.core.errors import ConfigError, KvferryError, LayoutMismatch, ProtocolError
 from kvferry.core.hand_off import Consume, Produce, Ticket
+from kvferry.core.ticket_seal import TicketSealer
 from kvferry.transport.lookup_buffer.table import needs_address
 
 
@@ -35,9 +36,9 @@ class _Fetch:
 class Fetches:
     """See the module."""
 
-    def __init__(self, context: ConnectorContext, work: PlanBook) -> None:
+    def __init__(self, context: ConnectorContext, work: PlanBook, sealer: TicketSealer) -> None:
         self._config, self._layout, self._work = context.config, context.layout, work
-        self._needs_address = needs_address(context.config)
+        self._needs_address, self._sealer = needs_address(context.config), sealer
         self._fetches: dict[str, _Fetch] = {}
         self._cancelled: set[str] = set()
         self.num_begun = 0
@@ -67,10 +68,17 @@ class Fetches:
             return Miss()  # the first chunk gives the ticket up
         return Hit(max(0, fetch.num_promised - num_computed_tokens))
 
+    def refusal(self, request: RequestView) -> KvferryError | None:
+        """Why what its ticket says is not believed, if so."""
+        ticket = ticket_of(request)
+        return None if ticket is None else self._sealer.refusal(ticket, connects=self._needs_address)
+
     def _refusal(self, ticket: Ticket) -> KvferryError | None:
         """Why this ticket cannot be used here, if so."""
         if not self._config.consumes:
             return ConfigError("this instance has kv_role kv_producer: it fetches no hand-offs")
+        if (error := self._sealer.refusal(ticket, connects=self._needs_address)) is not None:
+            return error
         if self._needs_address and any(not host or not 0 < port < 2**16 for host, port in ticket.addresses):
             return ProtocolError("the ticket does not say where the KV is (remote_host, remote_port)")
         if ticket.tp_size < 1 or max(ticket.tp_size, self._layout.tp_size) % min(ticket.tp_size, self._layout.tp_size):

@@ -16,6 +16,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from kvferry.connectors.api import (
     ConnectorContext,
     Finish,
@@ -29,9 +31,14 @@ from kvferry.connectors.api import (
     ScheduledChunk,
 )
 from kvferry.connectors.p2p.plan import Drop, HandOffMeta, Keep, PlanBook, Save, Seal, encode_meta
+from kvferry.connectors.p2p.settings import P2pSettings
 from kvferry.core.errors import ConfigError, ProtocolError
 from kvferry.core.hand_off import Produce, Ticket, prefix_digests
+from kvferry.core.ticket_seal import TicketSealer
 
+QUEUED_S = 600.0
+"""How much older than its lease a ticket may be when D is asked with it: a router may have kept it in a queue, and the
+first token is right for as long as there is one."""
 NUM_PREFIXES = 16
 """Digests in the ticket of kept blocks, so that a next turn that differs late still finds most of them."""
 
@@ -49,11 +56,12 @@ class _Offer:
 
 
 class Offers:
-    """See the module. `kept_lease_s`: how long an answer's blocks are kept for the next turn."""
+    """See the module."""
 
-    def __init__(self, context: ConnectorContext, work: PlanBook, kept_lease_s: float) -> None:
+    def __init__(self, context: ConnectorContext, work: PlanBook, sealer: TicketSealer, settings: P2pSettings) -> None:
         self._config, self._layout = context.config, context.layout
-        self._work, self._kept_lease_s = work, kept_lease_s
+        self._work, self._sealer = work, sealer
+        self._lease_s, self._kept_lease_s = settings.lease_s, settings.kept_lease_s
         self._addresses: list[tuple[str, int]] = []
         self._offers: dict[str, _Offer] = {}
         self._by_transfer: dict[str, _Offer] = {}
@@ -63,6 +71,10 @@ class Offers:
     def set_addresses(self, addresses: Sequence[dict[str, Any]]) -> None:
         """Where this instance's ranks listen."""
         self._addresses = [(address["host"], address["port"]) for address in addresses]
+
+    def address_seal(self) -> str:
+        """Of this engine and its addresses."""
+        return self._sealer.address_seal(self._address()) if self._addresses else ""
 
     # Admission.
 
@@ -167,7 +179,7 @@ class Offers:
         meta = HandOffMeta(num_tokens, prefix_digests(request.prompt_token_ids, [num_tokens]), result)
         self._work.seals.append(Seal(transfer_id, request.request_id, encode_meta(meta)))
         ticket = self._ticket(transfer_id, request.request_id, block_ids[: offer.num_blocks], meta)
-        return Hold(ticket.to_params())
+        return Hold(self._sealer.seal(ticket, self._lease_s + QUEUED_S).to_params())
 
     def keep(self, request: RequestView, block_ids: Sequence[int]) -> Finish:
         """Keep what a decode has computed for the prefill of the next turn, where there is an answer and room."""
@@ -185,21 +197,31 @@ class Offers:
         meta = HandOffMeta(num_tokens, prefixes, None)
         self._work.keeps.append(Keep(transfer_id, request.request_id, ours, encode_meta(meta), self._kept_lease_s))
         ticket = self._ticket(transfer_id, request.request_id, ours, meta)
-        params = ticket.to_params() | {"do_remote_prefill": False, "do_remote_decode": True}
+        params = self._sealer.seal(ticket, self._kept_lease_s).to_params() | {
+            "do_remote_prefill": False,
+            "do_remote_decode": True,
+        }
         return Hold(params | {"remote_transfer_id": params.pop("transfer_id")})
 
     def _ticket(self, transfer_id: str, request_id: str, block_ids: Sequence[int], meta: HandOffMeta) -> Ticket:
-        host, port = self._addresses[0]
-        return Ticket(
+        return msgspec.structs.replace(
+            self._address(),
             transfer_id=transfer_id,
-            remote_engine_id=self._config.engine_id,
             remote_request_id=request_id,
-            remote_host=host,
-            remote_port=port,
             remote_block_ids=[list(block_ids)],
             remote_num_tokens=meta.num_tokens,
             remote_prefixes=meta.prefixes,
             prefill_result=meta.prefill_result,
+        )
+
+    def _address(self) -> Ticket:
+        """A ticket that only says where the KV is."""
+        host, port = self._addresses[0]
+        return Ticket(
+            transfer_id="",
+            remote_engine_id=self._config.engine_id,
+            remote_host=host,
+            remote_port=port,
             tp_size=self._layout.tp_size,
             remote_ranks=self._addresses if len(self._addresses) > 1 else None,
         )

@@ -5,6 +5,7 @@ Owns the plan in the making; the rest is `Offers`' and `Fetches`'.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,8 +25,11 @@ from kvferry.connectors.p2p.fetches import Fetches
 from kvferry.connectors.p2p.offers import Offers
 from kvferry.connectors.p2p.plan import P2pPlan, PlanBook
 from kvferry.connectors.p2p.settings import read_settings
-from kvferry.core.errors import LeakError
+from kvferry.core.errors import KvferryError, LeakError
 from kvferry.core.hand_off import Consume, Produce
+from kvferry.core.ticket_seal import TicketSealer
+
+log = logging.getLogger(__name__)
 
 
 class P2pSchedulerSide(SchedulerSide):
@@ -36,17 +40,30 @@ class P2pSchedulerSide(SchedulerSide):
 
     def __init__(self, context: ConnectorContext) -> None:
         super().__init__(context)
-        settings = read_settings(context.config)
+        settings, sealer = read_settings(context.config), TicketSealer(context.auth_token)
+        if not context.auth_token:
+            log.warning(
+                "without KVFERRY_AUTH_TOKEN any client can make a ticket; only those of this machine's loopback"
+                " interface are taken"
+            )
         self._keeps_all = settings.keeps_all
         self._work = PlanBook()
-        self._offers = Offers(context, self._work, settings.kept_lease_s)
-        self._fetches = Fetches(context, self._work)
+        self._offers = Offers(context, self._work, sealer, settings)
+        self._fetches = Fetches(context, self._work, sealer)
 
     def set_addresses(self, addresses: Sequence[dict[str, Any]]) -> None:
         """Where this instance's ranks listen."""
         self._offers.set_addresses(addresses)
 
+    def address_seal(self) -> str:
+        """Of those, and of this engine."""
+        return self._offers.address_seal()
+
     # Admission.
+
+    def refusal(self, request: RequestView) -> KvferryError | None:
+        """Why its ticket is not believed, if so."""
+        return self._fetches.refusal(request)
 
     def arrived(self, request: RequestView) -> None:
         """Keep its ticket's lease alive while it waits."""

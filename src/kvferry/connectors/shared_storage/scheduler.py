@@ -36,13 +36,16 @@ from kvferry.connectors.shared_storage.prober import Answer, Prober, Question
 from kvferry.connectors.shared_storage.settings import read_settings
 from kvferry.core.block_hash import BlockHash
 from kvferry.core.errors import ConfigError, KvferryError, LayoutMismatch, LeakError, LeaseEnded, ProtocolError
-from kvferry.core.hand_off import Consume, PrefillResult, Produce, Ticket
+from kvferry.core.hand_off import Consume, PrefillResult, Produce, Ticket, prefix_digests
 from kvferry.core.sharding import on_rank
+from kvferry.core.ticket_seal import TicketSealer
 from kvferry.store.file import FileStore
 
 log = logging.getLogger(__name__)
 
 MAX_REMEMBERED_MARKS = 4096
+TICKET_S = 3600.0
+"""How long a ticket's first token is believed: as long as its marker is kept."""
 
 
 @dataclass
@@ -82,6 +85,7 @@ class SharedStorageSchedulerSide(SchedulerSide):
         ranks = [on_rank(context.layout, rank) for rank in range(context.layout.tp_size)]
         stores = [FileStore(self._settings.path, layout) for layout in ranks]
         self._prober = Prober(stores, MarkerFolder(self._settings.path))
+        self._sealer = TicketSealer(context.auth_token)
         self._work = _Work()
         self._known: dict[str, _Known] = {}
         self._cancelled: set[str] = set()
@@ -89,6 +93,11 @@ class SharedStorageSchedulerSide(SchedulerSide):
         self._marked: OrderedDict[str, None] = OrderedDict()
 
     # Admission.
+
+    def refusal(self, request: RequestView) -> KvferryError | None:
+        """Why what its ticket says is not believed, if so."""
+        ticket = request.hand_off.ticket if isinstance(request.hand_off, Consume) else None
+        return None if ticket is None else self._sealer.refusal(ticket, connects=False)
 
     def match(self, request: RequestView, num_computed_tokens: int) -> Match:
         """Pending until the prober has looked, and for a hand-off until its marker is there."""
@@ -111,7 +120,7 @@ class SharedStorageSchedulerSide(SchedulerSide):
             return ConfigError("this instance has kv_role kv_producer: it fetches no hand-offs")
         if isinstance(request.hand_off, Produce) and not self._config.produces:
             return ConfigError("this instance has kv_role kv_consumer: it hands nothing off")
-        return None
+        return self.refusal(request)
 
     def _needs_nothing(self, request: RequestView, num_computed_tokens: int) -> bool:
         """All that could be loaded is here already, the first token is known or is to be computed here, and nobody
@@ -284,10 +293,11 @@ class SharedStorageSchedulerSide(SchedulerSide):
             remote_engine_id=self._config.engine_id,
             remote_request_id=request.request_id,
             remote_num_tokens=num_tokens,
+            remote_prefixes=prefix_digests(request.prompt_token_ids, [num_tokens]),
             tp_size=self._layout.tp_size,
             prefill_result=result,
         )
-        return Release(ticket.to_params())
+        return Release(self._sealer.seal(ticket, TICKET_S).to_params())
 
     def release(self, transfer_id: str) -> bool:
         """The consumer will never come: remove the marker. The blocks stay, for whoever has the same prompt."""

@@ -23,6 +23,7 @@ def concurrent(transfer_id: str, origin: Origin, *, takes_first_token: bool = Tr
         remote_port=origin.port,
         tp_size=len(origin.ranks or [()]),
         remote_ranks=origin.ranks,
+        remote_address_seal=origin.seal,
     )
     return Form(
         protocol="kvferry",
