@@ -118,7 +118,8 @@ def test_answers_are_those_of_plain_vllm(started: Started, form: str) -> None:
     wrong = []
     hand_off = at_once if form == "concurrent" else one_after_the_other
     for wave in waves(num_answers(60), started.setting.longest, seed=1 if form == "concurrent" else 2):
-        damage(started.store)
+        if started.setting.store:
+            keep_and_damage(started, wave)
         plain = [started.plain.add(prompt, started.setting.num_tokens) for prompt in wave]
         found = [started.decode.wait(name).token_ids for name in hand_off(started, wave)]
         expected = [started.plain.wait(name).token_ids for name in plain]
@@ -127,6 +128,9 @@ def test_answers_are_those_of_plain_vllm(started: Started, form: str) -> None:
     started.prefill.settled()
     state = started.decode.settled()
     assert state.figures["taken"], state
+    if started.setting.store:
+        loads = started.prefill.state().figures
+        assert min(loads["loads"], loads["failed_StoreError"]) > 0, loads
     if started.setting.num_tokens > 20:
         assert state.preemptions + started.prefill.state().preemptions > 0, "nothing was preempted"
 
@@ -161,9 +165,15 @@ def prefill_all(started: Started, wave: Sequence[Sequence[int]], names: Sequence
     return tickets
 
 
-def damage(store: Path) -> None:
-    """Every third block that is kept; found out while the model runs on it."""
-    for path in sorted(store.glob("*/??/*.kv"))[::3]:
+def keep_and_damage(started: Started, wave: Sequence[Sequence[int]]) -> None:
+    """All of the wave is in the store, and in no prefix cache. That some blocks are damaged is found out while the
+    model runs on them."""
+    for name in [started.prefill.add(prompt, 1) for prompt in wave]:
+        started.prefill.wait(name)
+    for process in (started.prefill, started.decode):
+        process.settled()
+        process.ask("reset_prefix_cache")
+    for path in sorted(started.store.glob("*/??/*.kv"))[::9]:
         content = bytearray(path.read_bytes())
         content[-1] ^= 1
         path.write_bytes(content)
