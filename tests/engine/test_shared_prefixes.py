@@ -20,13 +20,13 @@ from support.shared_prefixes import num_answers, waves
 
 NUM_ANSWERS = 120
 LONGEST = 400
-GREEDY = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
+GREEDY = SamplingParams(max_tokens=10, temperature=0.0, ignore_eos=True)
 SETTINGS: dict[str, dict[str, Any]] = {
     "whole prompts": {"max_num_batched_tokens": 8192, "max_num_seqs": 32},
     "chunks": {"max_num_batched_tokens": 96, "max_num_seqs": 32},
     "tight": {"max_num_batched_tokens": 256, "max_num_seqs": 32, "kv_cache_memory": "1MiB"},
 }
-EXTRA: dict[str, tuple[str, dict[str, Any]]] = {
+CONNECTORS: dict[str, tuple[str, dict[str, Any]]] = {
     "p2p": ("P2pConnector", {"transport": "shm"}),
     "storage": ("SharedStorageConnector", {"load": "layerwise"}),
 }
@@ -46,12 +46,12 @@ def alone(model_maker: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("form", ["sequential", "concurrent"])
 @pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("connector", EXTRA)
+@pytest.mark.parametrize("connector", ["p2p", pytest.param("storage", marks=pytest.mark.full)])
 def test_answers_are_those_of_one_engine(
     connector: str, setting: str, form: str, alone: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvferry.connectors.p2p.worker.GATHER_BYTES", 0)  # these layers are small
-    name, extra = EXTRA[connector]
+    name, extra = CONNECTORS[connector]
     if connector == "storage":
         extra = {**extra, "shared_storage_path": str(tmp_path)}
     settings = {"block_size": 8, **SETTINGS[setting]}
@@ -63,4 +63,6 @@ def test_answers_are_those_of_one_engine(
             wrong += [(a, b) for a, b in zip(found, expected, strict=True) if a != b]
         pair.settle()
         assert not wrong
+        if setting == "tight":
+            assert pair.decode.statistics().scheduler.num_preemptions, "nothing was preempted"
         assert pair.decode.statistics().scheduler.num_external_hits

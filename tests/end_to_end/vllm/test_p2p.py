@@ -96,6 +96,15 @@ def test_tokens_are_those_of_one_server_and_the_kv_came(transport: str, started:
     started.require_nothing_kept()
 
 
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_many_at_once_that_share_prefixes(transport: str, started: Started, shared_reference: Reference) -> None:
+    found = answers(started.routers[transport].url, shared_reference.prompts, at_once=24)
+    pairs = zip(found, shared_reference.tokens, strict=True)
+    wrong = [f"{index}: {a} {b}" for index, (a, b) in enumerate(pairs) if a != b]
+    assert not wrong
+    started.require_nothing_kept()
+
+
 def figures(server: KvferryProcess) -> str:
     """The connector's."""
     lines = server.get("/metrics").text.splitlines()
