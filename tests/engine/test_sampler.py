@@ -13,8 +13,10 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from kvferry.core.errors import InvalidRequest, LogitsNotFinite
 from kvferry.core.request import Request
 from kvferry.core.sampling import SamplingParams
+from kvferry.engine.model_runner import LogitRows, draw
 from kvferry.engine.sampler import adjust_logits, keep_likely, sample, token_logprobs
 from kvferry.engine.sequence import Sequence
 
@@ -148,3 +150,109 @@ def test_half_precision_and_extreme_temperature_stay_finite() -> None:
     rows = [sequence_of([1], temperature=1e-4, seed=1), sequence_of([1], temperature=100.0, seed=1)]
     cold = sample(logits, rows, frozenset())[0]
     assert cold.token_id == int(logits[0].argmax())
+
+
+LOGITS = torch.tensor([[1.0, 3.0, 2.9999, -5.0, 3.0001, 0.0, float("-inf"), 2.0]])
+LIKELIEST = 4
+
+
+@pytest.mark.parametrize("temperature", [5e-324, 1e-310, 1e-300, 1e-45, 1e-39, 1e-38, 1e-12, 1e-9])
+@pytest.mark.parametrize("scale", [1.0, 1e4, 1e30])
+def test_the_limit_of_a_small_temperature_is_greedy(temperature: float, scale: float) -> None:
+    sequence = sequence_of([1], temperature=temperature, seed=3)
+    assert sample(LOGITS * scale, [sequence], frozenset())[0].token_id == LIKELIEST
+
+
+EXTREMES: list[dict[str, Any]] = [
+    {"top_p": 5e-324},
+    {"top_p": 1e-45},
+    {"top_p": 1e-30},
+    {"min_p": 1.0},
+    {"top_k": 1},
+    {"temperature": 1e-320, "top_p": 1e-320, "min_p": 1.0, "top_k": 1},
+    {"temperature": 1e-40, "logit_bias": {LIKELIEST: 100.0, 1: -100.0}},
+]
+
+
+@pytest.mark.parametrize("settings", EXTREMES, ids=str)
+def test_settings_that_leave_one_token_choose_it(settings: dict[str, Any]) -> None:
+    sampling = {"temperature": 1.0, "seed": 3} | settings
+    SamplingParams(**sampling).validate()
+    for seed in range(20):
+        sequence = sequence_of([1], **(sampling | {"seed": seed}))
+        assert sample(LOGITS, [sequence], frozenset())[0].token_id == LIKELIEST
+
+
+HARMLESS: list[dict[str, Any]] = [
+    {"top_k": 2**62},
+    {"top_k": 10**30},
+    {"min_p": 5e-324},
+    {"top_p": 1.0 - 1e-16},
+    {"temperature": 100.0, "repetition_penalty": 1e-6},
+    {"temperature": 5e-324, "repetition_penalty": 1e6},
+    {"presence_penalty": -2.0, "frequency_penalty": 2.0},
+    {"presence_penalty": 5e-324, "frequency_penalty": -5e-324},
+]
+
+
+@pytest.mark.parametrize("settings", HARMLESS, ids=str)
+def test_extreme_settings_choose_among_the_tokens_that_there_are(settings: dict[str, Any]) -> None:
+    sampling = {"temperature": 1.0} | settings
+    SamplingParams(**sampling).validate()
+    for scale in (1e-30, 1.0, 1e25):
+        for seed in range(10):
+            sequence = sequence_of([1, 4], [4, 4, 1], **(sampling | {"seed": seed}))
+            token = sample(LOGITS * scale, [sequence], frozenset())[0].token_id
+            assert 0 <= token < LOGITS.shape[1]
+            assert token != 6, "a token that the model has ruled out"
+
+
+NOWHERE = [float("nan"), float("inf"), float("-inf"), -1e308]
+NUMBERS = ["temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"]
+
+
+@pytest.mark.parametrize("value", NOWHERE)
+@pytest.mark.parametrize("field", NUMBERS)
+def test_what_is_no_setting_is_refused_by_name(field: str, value: float) -> None:
+    with pytest.raises(InvalidRequest, match=field):
+        SamplingParams(**{field: value}).validate()
+
+
+@pytest.mark.parametrize("value", [1e-7, 1e7, 1e300, 5e-324])
+def test_penalties_that_float32_cannot_tell_apart_are_refused(value: float) -> None:
+    with pytest.raises(InvalidRequest, match="repetition_penalty"):
+        SamplingParams(repetition_penalty=value).validate()
+
+
+@pytest.mark.parametrize("bias", [float("nan"), float("inf"), 101.0])
+def test_a_bias_that_is_no_number_is_refused(bias: float) -> None:
+    with pytest.raises(InvalidRequest, match="logit_bias"):
+        SamplingParams(logit_bias={3: bias}).validate()
+
+
+@pytest.mark.parametrize("broken", [float("nan"), float("inf")])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_that_are_not_finite_end_their_request_alone(broken: float, temperature: float) -> None:
+    logits = torch.cat([LOGITS, LOGITS.clone(), LOGITS])
+    logits[1, 2] = broken
+    sequences = [sequence_of([1], temperature=temperature, seed=3) for _ in range(3)]
+    for number, sequence in enumerate(sequences):
+        sequence.request.request_id = f"r{number}"
+    drawn = draw(logits, LogitRows([0, 1, 2], list(enumerate(sequences)), []), frozenset())
+    assert list(drawn.failed) == ["r1"]
+    assert isinstance(drawn.failed["r1"], LogitsNotFinite)
+    alone = sample(LOGITS, sequences[:1], frozenset())[0]
+    assert drawn.sampled == {"r0": alone, "r2": alone}
+
+
+def test_prompt_logprobs_that_are_not_finite_end_their_request() -> None:
+    sequence = sequence_of([1, 2], temperature=0.0, prompt_logprobs=1)
+    drawn = draw(torch.full((1, 8), float("nan")), LogitRows([0], [], [(0, sequence, 1)]), frozenset())
+    assert isinstance(drawn.failed["r"], LogitsNotFinite)
+
+
+def test_stop_tokens_that_leave_nothing_are_told() -> None:
+    stops = tuple(range(-3, LOGITS.shape[1] + 3))
+    sequence = sequence_of([1], temperature=0.7, seed=1, min_tokens=2, stop_token_ids=stops)
+    with pytest.raises(InvalidRequest, match="leave no token"):
+        sample(LOGITS, [sequence], frozenset())

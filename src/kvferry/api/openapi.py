@@ -308,9 +308,8 @@ def _add_ranges(properties: Schema) -> None:
                 one["minimum"] = low
                 if math.isfinite(high):
                     one["maximum"] = high
-    for name in ("top_p", "repetition_penalty"):
-        number = properties[name]["anyOf"][0]
-        number["exclusiveMinimum"] = number.pop("minimum")
+    share = properties["top_p"]["anyOf"][0]
+    share["exclusiveMinimum"] = share.pop("minimum")
     stop = properties["stop"]["anyOf"]
     stop[0]["minLength"] = stop[1]["items"]["minLength"] = 1
     bias = properties["logit_bias"]["anyOf"][0]

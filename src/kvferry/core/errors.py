@@ -13,6 +13,7 @@
     │   ├── DeadlineExceeded     408: the request's own deadline passed
     │   ├── QueueFull            429: bounded queue, come back later
     │   ├── RequestFailed        500: a mistake of ours met this request; the others go on
+    │   │   └── LogitsNotFinite  500: the model computed NaN or infinity for it
     │   ├── HandOffFailed        502: the KV of this request could not be had, and the policy is `fail`
     │   └── Unavailable          503: shutting down, or no instance left to serve it
     ├── LayoutMismatch           two sides mean different things by a block's bytes; names the field
@@ -120,6 +121,12 @@ class RequestFailed(RequestError):
 
     status = 500
     kind = "server_error"
+
+
+class LogitsNotFinite(RequestFailed):
+    """The model computed no number to choose a token by: an overflow of its number format, or damaged weights."""
+
+    kind = "logits_not_finite"
 
 
 class HandOffFailed(RequestError):

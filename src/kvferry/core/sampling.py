@@ -10,6 +10,8 @@ import msgspec
 from kvferry.core.errors import InvalidRequest
 
 MAX_LOGPROBS = 20
+LEAST_PENALTY = 1e-6
+"""Of `repetition_penalty`, whose most is its inverse: further out float32 logits overflow, and all are alike."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,9 +41,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             if value is not None and not (low <= value <= high and value != math.inf):
                 bound = f"between {low:g} and {high:g}" if math.isfinite(high) else f"at least {low:g}"
                 raise InvalidRequest(f"{field} must be {bound}, got {value}", param=field)
-        for field, number in (("top_p", self.top_p), ("repetition_penalty", self.repetition_penalty)):
-            if number == 0.0:
-                raise InvalidRequest(f"{field} must be greater than 0, got 0", param=field)
+        if self.top_p == 0.0:
+            raise InvalidRequest("top_p must be greater than 0, got 0", param="top_p")
         if self.min_tokens > self.max_tokens:
             raise InvalidRequest(
                 f"min_tokens ({self.min_tokens}) is greater than max_tokens ({self.max_tokens})",
@@ -63,7 +64,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             ("top_p", self.top_p, 0, 1),
             ("top_k", self.top_k, -1, infinity),
             ("min_p", self.min_p, 0, 1),
-            ("repetition_penalty", self.repetition_penalty, 0, infinity),
+            ("repetition_penalty", self.repetition_penalty, LEAST_PENALTY, 1 / LEAST_PENALTY),
             ("presence_penalty", self.presence_penalty, -2, 2),
             ("frequency_penalty", self.frequency_penalty, -2, 2),
             ("logprobs", self.logprobs, 0, MAX_LOGPROBS),

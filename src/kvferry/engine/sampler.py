@@ -3,7 +3,8 @@
 Greedy takes the likeliest. Otherwise one uniform number, a function of (seed, position) only, picks from the
 cumulative distribution in token order, so the choice does not depend on who else is in the batch, on preemption, or
 on which instance draws it. Order of adjustments: bias, minimum length, penalties, temperature, min_p, top_k, top_p
-(vLLM's). Reported log-probabilities are those of the untouched logits.
+(vLLM's). Reported log-probabilities are those of the untouched logits. Settings may be as extreme as the API admits:
+in the limit of each, the likeliest token is left.
 """
 
 from __future__ import annotations
@@ -13,19 +14,28 @@ from collections.abc import Sequence as Rows
 import torch
 from torch import Tensor
 
+from kvferry.core.errors import InvalidRequest, LogitsNotFinite
 from kvferry.core.hand_off import TokenLogprobs
 from kvferry.core.sampling import SamplingParams, uniform_draw
 from kvferry.engine.scheduler import Sampled
 from kvferry.engine.sequence import Sequence
 
+LEAST_TEMPERATURE = 1e-300
+"""Below it float64 itself rounds to zero; any two different logits are infinitely far apart long before."""
+
 
 def sample(logits: Tensor, sequences: Rows[Sequence], eos_token_ids: frozenset[int]) -> list[Sampled]:
-    """One token for each row of logits [R, vocab], float32. `sequences[r]` tells row r's settings and history."""
+    """One token for each row of logits [R, vocab], float32. `sequences[r]` tells row r's settings and history.
+
+    Raises `LogitsNotFinite` where the model computed no numbers, `InvalidRequest` where settings leave no token.
+    """
+    require_finite(logits)
     adjusted = logits
     if any(_adjusts(sequence) for sequence in sequences):
         adjusted = logits.clone()
         for row, sequence in enumerate(sequences):
             adjust_logits(adjusted[row], sequence, eos_token_ids)
+        _require_choice(adjusted)
     tokens = adjusted.argmax(dim=-1)
     random = [row for row, sequence in enumerate(sequences) if sequence.request.sampling.temperature > 0]
     if random:
@@ -36,10 +46,26 @@ def sample(logits: Tensor, sequences: Rows[Sequence], eos_token_ids: frozenset[i
     ]
 
 
+def require_finite(logits: Tensor) -> None:
+    """Raise `LogitsNotFinite` where a row of logits [.., vocab] has a NaN, an infinite maximum, or none at all. Single
+    tokens may be at minus infinity: some models rule theirs out so."""
+    if not bool(logits.amax(dim=-1).isfinite().all()):
+        raise LogitsNotFinite(
+            "the model computed logits that are not finite for this prompt; its number format may be too narrow"
+            " (--dtype float32) or its weights damaged"
+        )
+
+
+def _require_choice(adjusted: Tensor) -> None:
+    if bool((adjusted.amax(dim=-1) == float("-inf")).any()):
+        raise InvalidRequest("min_tokens and the stop tokens leave no token to choose", param="min_tokens")
+
+
 def token_logprobs(logits: Tensor, token_id: int, num_top: int | None) -> TokenLogprobs | None:
     """The log-probabilities a request asked for at one position; logits [vocab]. None where it asked for none."""
     if num_top is None:
         return None
+    require_finite(logits)
     logprobs = logits.float().log_softmax(dim=-1)
     chosen = logprobs[token_id]
     rank = int((logprobs > chosen).sum()) + 1
@@ -65,7 +91,7 @@ def adjust_logits(logits: Tensor, sequence: Sequence, eos_token_ids: frozenset[i
         logits[token_id] += bias
     if sequence.num_output_tokens < sampling.min_tokens:
         stops = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else eos_token_ids)
-        logits[[token for token in stops if token < len(logits)]] = float("-inf")
+        logits[[token for token in stops if 0 <= token < len(logits)]] = float("-inf")
     if sampling.repetition_penalty != 1.0:
         seen = torch.tensor(sorted(set(sequence.tokens)), device=logits.device)
         kept = logits[seen]
@@ -79,8 +105,10 @@ def adjust_logits(logits: Tensor, sequence: Sequence, eos_token_ids: frozenset[i
 def _draw(logits: Tensor, sequences: Rows[Sequence]) -> Tensor:
     """Random tokens [R] for logits [R, vocab]."""
     settings = [sequence.request.sampling for sequence in sequences]
-    temperatures = _column([setting.temperature for setting in settings], logits)
-    logits = keep_likely(logits / temperatures, settings)
+    # Less the largest and in float64, so that nothing overflows but what has no chance.
+    logits = logits.double()
+    temperatures = _column([max(setting.temperature, LEAST_TEMPERATURE) for setting in settings], logits)
+    logits = keep_likely(((logits - logits.amax(dim=-1, keepdim=True)) / temperatures).float(), settings)
     # float64: the cumulative sum's rounding must stay far below the steps between uniform numbers that matter.
     cumulative = logits.double().softmax(dim=-1).cumsum(dim=-1)
     draws = [uniform_draw(sequence.seed, len(sequence.tokens)) for sequence in sequences]
@@ -100,12 +128,12 @@ def keep_likely(logits: Tensor, settings: Rows[SamplingParams]) -> Tensor:
     vocab = logits.shape[-1]
     ordered, ids = logits.sort(dim=-1, descending=True, stable=True)
     ranks = torch.arange(vocab, device=logits.device)
-    limits = _column([setting.top_k if setting.top_k > 0 else vocab for setting in settings], logits)
+    limits = _column([min(setting.top_k, vocab) if setting.top_k > 0 else vocab for setting in settings], logits)
     ordered = ordered.masked_fill(ranks >= limits, float("-inf"))
     # The first token that reaches top_p still counts, so the mass before it decides.
     before = ordered.softmax(dim=-1).cumsum(dim=-1) - ordered.softmax(dim=-1)
     masses = _column([setting.top_p for setting in settings], logits)
-    ordered = ordered.masked_fill((before >= masses) & (masses < 1), float("-inf"))
+    ordered = ordered.masked_fill((before >= masses) & (masses < 1) & (ranks > 0), float("-inf"))
     return torch.full_like(logits, float("-inf")).scatter(1, ids, ordered)
 
 

@@ -207,3 +207,31 @@ def test_what_the_kernel_does_not_take_goes_the_plain_way() -> None:
             case.query.float(), case.cache.float(), case.batch, value_dim=case.value_dim, scale=0.1
         )
         torch.testing.assert_close(found.float(), expected, rtol=1e-2, atol=1e-2)
+
+
+@each_setting
+@pytest.mark.parametrize("attend", ["kernel", "reference"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_lies_behind_a_sequences_end_may_be_anything(
+    attend: str, dtype: torch.dtype, setting: dict[str, Any]
+) -> None:
+    case = make_case(MIXED, block_size=8, dtype=dtype)
+    settings = call_settings(setting, case)
+    spoilt = case.cache.clone()
+    used = {
+        (block, offset)
+        for table, context in zip(case.batch.block_tables.tolist(), case.batch.context_lens.tolist(), strict=True)
+        for position in range(context)
+        for block, offset in [(table[position // 8], position % 8)]
+    }
+    for part in reference.cache_views(spoilt, case.query.shape[2], case.value_dim):
+        for block, offset in itertools.product(range(len(spoilt)), range(8)):
+            if (block, offset) not in used:
+                part[block, :, offset] = float("nan")
+    results = [
+        attention.paged_attention(case.query, cache, case.batch, **settings)
+        if attend == "kernel"
+        else reference.paged_attention(case.query, cache, case.batch, value_dim=case.value_dim, **settings)
+        for cache in (case.cache, spoilt)
+    ]
+    assert torch.equal(*results)

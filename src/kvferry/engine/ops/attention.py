@@ -1,8 +1,8 @@
 """The two attention operations the model calls, each served by the fastest implementation that fits.
 
 KV cache of one layer: `[num_blocks, kv_heads, block_size * (key_dim + value_dim)]`; within a head of a block
-the keys `[block_size, key_dim]` come first, then the values `[block_size, value_dim]`. It must start out finite
-(zeros): plain PyTorch multiplies what lies behind a sequence's end by zero.
+the keys `[block_size, key_dim]` come first, then the values `[block_size, value_dim]`. What lies behind a sequence's
+end may be anything, NaN too: it is another's, or nobody's.
 """
 
 from __future__ import annotations

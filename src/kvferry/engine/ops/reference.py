@@ -61,10 +61,14 @@ def paged_attention(
 
 
 def _gather(part: Tensor, batch: AttentionBatch, group: QueryGroup) -> Tensor:
-    """The group's KV in sequence order: [G, kv_heads, context, dim], context rounded up to whole blocks."""
+    """The group's KV in sequence order: [G, kv_heads, context, dim], context rounded up to whole blocks.
+
+    What lies behind a sequence's end is zero: it may be another's, and where that is not finite a mask does not help.
+    """
     num_blocks = -(-group.max_context_len // batch.block_size)
-    blocks = part[batch.block_tables[group.rows, :num_blocks].long()]
-    return blocks.transpose(1, 2).flatten(2, 3)
+    blocks = part[batch.block_tables[group.rows, :num_blocks].long()].transpose(1, 2).flatten(2, 3)
+    behind = torch.arange(blocks.shape[2], device=blocks.device) >= batch.context_lens[group.rows][:, None]
+    return blocks.masked_fill_(behind[:, None, :, None], 0)
 
 
 def _visible(batch: AttentionBatch, group: QueryGroup, *, causal: bool, window: int | None) -> Tensor:

@@ -1,0 +1,157 @@
+"""A checkpoint that is not whole is refused at start, in one line that names what is wrong."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from kvferry.core.errors import ConfigError, KvferryError
+from kvferry.engine.config import EngineConfig
+from kvferry.engine.model.loader import LoadedModel, load_model
+from kvferry.models.random_model import make_random_model
+
+WEIGHTS = "model.safetensors"
+
+
+def load(folder: Path) -> LoadedModel:
+    return load_model(EngineConfig(model=str(folder), dtype="float32", device="cpu"))
+
+
+def refusal_of(folder: Path) -> str:
+    with pytest.raises(KvferryError) as caught:
+        load(folder)
+    text = str(caught.value)
+    assert "\n" not in text
+    assert str(folder) in text
+    return text
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return make_random_model(tmp_path / "model", "llama", num_hidden_layers=2)
+
+
+def change_weights(folder: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> None:
+    tensors = load_file(folder / WEIGHTS)
+    change(tensors)
+    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+
+
+def change_config(folder: Path, **values: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+def test_layers_that_the_file_lacks_are_named(folder: Path) -> None:
+    change_config(folder, num_hidden_layers=6)
+    assert "model.layers.2.mlp.up_proj.weight and 35 others are missing from" in refusal_of(folder)
+
+
+def test_one_missing_weight_is_named(folder: Path) -> None:
+    change_weights(folder, lambda tensors: tensors.pop("model.layers.1.self_attn.q_proj.weight"))
+    assert "model.layers.1.self_attn.q_proj.weight is missing from" in refusal_of(folder)
+
+
+def test_another_familys_config_is_not_served_with_random_weights(folder: Path) -> None:
+    change_config(folder, model_type="gpt2", architectures=["GPT2LMHeadModel"], n_embd=64, n_layer=2, n_head=4)
+    assert "missing from" in refusal_of(folder)
+
+
+def test_weights_that_nothing_takes_are_named(folder: Path) -> None:
+    change_weights(folder, lambda tensors: tensors.update({"model.layers.7.extra.weight": torch.ones(3)}))
+    assert "model.layers.7.extra.weight is in" in refusal_of(folder)
+
+
+def test_more_layers_than_the_config_says_are_told(folder: Path) -> None:
+    change_config(folder, num_hidden_layers=1)
+    assert "model.layers.1.mlp.up_proj.weight and 8 others are in" in refusal_of(folder)
+
+
+def test_a_shape_that_is_not_the_configs_is_told(folder: Path) -> None:
+    change_config(folder, intermediate_size=120)
+    text = refusal_of(folder)
+    assert "model.layers.0.mlp.down_proj.weight and 5 others" in text
+    assert "([64, 128], not [64, 120])" in text
+
+
+def test_tied_weights_need_not_be_stored(tmp_path: Path) -> None:
+    folder = make_random_model(tmp_path / "tied", "llama", num_hidden_layers=2, tie_word_embeddings=True)
+    assert "lm_head.weight" not in load_file(folder / WEIGHTS)
+    assert load(folder).vocab_size > 0
+
+
+def test_buffers_of_older_checkpoints_are_no_weights(folder: Path) -> None:
+    name = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    change_weights(folder, lambda tensors: tensors.update({name: torch.ones(8)}))
+    assert load(folder).vocab_size > 0
+
+
+@pytest.mark.parametrize("share", [0.0, 0.001, 0.5, 0.999])
+def test_a_file_cut_off_is_told(share: float, folder: Path) -> None:
+    data = (folder / WEIGHTS).read_bytes()
+    (folder / WEIGHTS).write_bytes(data[: int(len(data) * share)])
+    refusal_of(folder)
+
+
+@pytest.mark.parametrize("damage", [b"\xff" * 8, b"\x00" * 8, b"not a number of bytes"])
+def test_a_header_that_cannot_be_read_is_told(damage: bytes, folder: Path) -> None:
+    data = (folder / WEIGHTS).read_bytes()
+    (folder / WEIGHTS).write_bytes(damage + data[len(damage) :])
+    refusal_of(folder)
+
+
+def test_weights_that_are_no_numbers_are_told(folder: Path) -> None:
+    change_weights(folder, lambda tensors: tensors["model.norm.weight"].fill_(float("nan")))
+    with pytest.raises(KvferryError, match="logits that are not finite"):
+        load(folder)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", "null", "{}", '{"model_type": 3}', '{"model_type": "nosuch"}', "\xff", '{"a": "\\ud800"}']
+)
+def test_a_config_that_cannot_be_read_is_told(text: str, folder: Path) -> None:
+    (folder / "config.json").write_text(text, encoding="latin-1")
+    refusal_of(folder)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"hidden_size": -1},
+        {"hidden_size": "large"},
+        {"num_attention_heads": 0},
+        {"num_hidden_layers": 0},
+        {"num_key_value_heads": 3},
+        {"max_position_embeddings": None},
+        {"rope_parameters": {"rope_type": "nosuch"}},
+        {"rope_parameters": {"rope_type": "longrope", "rope_theta": 10000.0}},
+        {"layer_types": ["full_attention"]},
+        {"layer_types": ["nosuch", "nosuch"]},
+        {"hidden_act": "nosuch"},
+    ],
+    ids=str,
+)
+def test_a_config_that_makes_no_sense_is_told_in_one_line(values: dict[str, Any], folder: Path) -> None:
+    change_config(folder, **values)
+    with pytest.raises(KvferryError) as caught:
+        load(folder)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_tokenizer_is_told(folder: Path) -> None:
+    (folder / "tokenizer.json").write_text("{")
+    refusal_of(folder)
+
+
+def test_a_shard_that_is_not_there_is_told(tmp_path: Path) -> None:
+    folder = make_random_model(tmp_path / "sharded", "llama", max_shard_size="100KB")
+    shards = sorted(folder.glob("*.safetensors"))
+    shards[1].unlink()
+    with pytest.raises(ConfigError, match=shards[1].name):
+        load(folder)
