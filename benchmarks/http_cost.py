@@ -37,7 +37,7 @@ BODY = {"prompt": "def add(a, b):", "stream": True, "ignore_eos": True}
 class IdleEngine:
     """Steps without computing: every running request gets the next token of a text."""
 
-    def __init__(self, tokenizer: Any, window: int) -> None:
+    def __init__(self, tokenizer: Any) -> None:
         self.max_model_len = 65536
         self.model = SimpleNamespace(
             vocab_size=len(tokenizer), tokenizer=tokenizer, eos_token_ids=frozenset[int](), default_sampling={}
@@ -45,23 +45,25 @@ class IdleEngine:
         self.transfer, self.addresses, self.idle = None, (), False
         self._text = tokenizer("def add(a, b):\n    return a + b\n" * 20)["input_ids"]
         self._running: dict[str, tuple[Request, int]] = {}
-        self._window = window
-        self.on_step: Any = None
 
     def add(self, request: Request) -> None:
+        """As `Engine.add`."""
         self._running[request.request_id] = (request, 0)
 
     def abort(self, request_id: str) -> None:
+        """As `Engine.abort`."""
         self._running.pop(request_id, None)
 
     def on_transfer(self, wake: Any) -> None:
-        pass
+        """Nothing is transferred."""
 
     @property
     def has_work(self) -> bool:
+        """As `Engine.has_work`."""
         return bool(self._running)
 
     def step(self) -> list[EngineOutput]:
+        """A token for each."""
         if self._running:
             time.sleep(0.0005)
         outputs = []
@@ -76,7 +78,7 @@ class IdleEngine:
         return outputs
 
     def close(self) -> None:
-        pass
+        """Nothing is held."""
 
 
 async def read_streams(port: int, number: int, path: str, body: dict[str, Any]) -> int:
@@ -108,7 +110,7 @@ def client(port: int, streams: int, path: str, body: dict[str, Any], turn: Conne
 async def measure(path: str, streams: int, tokens: int, rounds: int, profile: bool) -> Sequence[float]:
     """Microseconds of the event loop's thread for each token, by round; the first round is left out."""
     tokenizer = AutoTokenizer.from_pretrained(resolve("kvferry/tiny-python"))
-    front = AsyncEngine(IdleEngine(tokenizer, streams), ["model"])  # type: ignore[arg-type]
+    front = AsyncEngine(IdleEngine(tokenizer), ["model"])  # type: ignore[arg-type]
     server = build_app(front, ServerConfig(port=0, shutdown_grace_s=0.0)).server()
     front.start()
     port: asyncio.Future[int] = asyncio.get_running_loop().create_future()

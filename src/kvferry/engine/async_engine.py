@@ -13,7 +13,6 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from functools import partial
 from typing import Any, TypeVar
 
 from kvferry.connectors.api import HasAddressSeal
@@ -45,7 +44,7 @@ class AsyncEngine:
         self._closing = False
         self._failure: BaseException | None = None
         self._failed = asyncio.Event()
-        self._listeners: dict[str, asyncio.Queue[EngineOutput]] = {}
+        self._listeners: dict[str, _Mailbox] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="kvferry-engine", daemon=True)
 
@@ -104,7 +103,7 @@ class AsyncEngine:
 
         Raises `RequestError` (or what ended the request) instead of yielding an output with an error.
         """
-        queue: asyncio.Queue[EngineOutput] = asyncio.Queue()  # bounded by the request's own max_tokens
+        queue = _Mailbox()
         if request.request_id in self._listeners:
             request.request_id = f"{request.request_id}-{id(queue):x}"
         self._listeners[request.request_id] = queue
@@ -196,17 +195,38 @@ class AsyncEngine:
 
     def _dispatch(self, outputs: list[EngineOutput]) -> None:
         for output in outputs:
-            void(partial(self._dispatch_one, output))
-
-    def _dispatch_one(self, output: EngineOutput) -> None:
-        queue = self._listeners.get(output.request_id)
-        if queue is not None:
-            queue.put_nowait(output)
+            queue = self._listeners.get(output.request_id)
+            if queue is not None:
+                queue.put(output)
 
     def _end_listeners(self) -> None:
         error = Unavailable(self._why_unavailable())
         for request_id in list(self._listeners):
             self._hand_over([EngineOutput(request_id=request_id, finish_reason="error", error=error)])
+
+
+class _Mailbox:
+    """The outputs of one request on their way to its one listener: a queue less what only others need, as every token
+    passes here. Bounded by the request's own `max_tokens`."""
+
+    __slots__ = ("_outputs", "_waiter")
+
+    def __init__(self) -> None:
+        self._outputs: deque[EngineOutput] = deque()
+        self._waiter: asyncio.Future[None] | None = None
+
+    def put(self, output: EngineOutput) -> None:
+        """Never waits."""
+        self._outputs.append(output)
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def get(self) -> EngineOutput:
+        """The next one."""
+        while not self._outputs:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        return self._outputs.popleft()
 
 
 def void(call: Callable[[], object]) -> None:

@@ -411,6 +411,11 @@ class ServerConnection(asyncio.Protocol):
         over = turn is not None and (not turn.keep_alive or turn.request.body.failed)
         return over or self._owner.draining
 
+    @property
+    def slow(self) -> bool:
+        """See `Wire`."""
+        return not self._writable
+
     def date(self) -> tuple[bytes, bytes]:
         """See `Wire`."""
         return self._owner.date.header()

@@ -65,6 +65,10 @@ class Wire(Protocol):
         """Pause this one while the client is slow."""
 
     @property
+    def slow(self) -> bool:
+        """Whether more is kept for the client than it has read."""
+
+    @property
     def closing(self) -> bool:
         """Whether the connection ends with this response."""
 
@@ -211,6 +215,11 @@ class Response:
             return
         self.ended = True
         self._wire.answered(self)
+
+    @property
+    def slow(self) -> bool:
+        """Whether `drain` would wait; for who writes so often that an await is dear."""
+        return self._wire.slow
 
     async def drain(self) -> None:
         """Wait while the client is slow to read; returns at once when it is not. Await it between writes."""

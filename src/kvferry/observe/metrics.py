@@ -8,13 +8,21 @@ server sees them, observed as they go. Prometheus adds `_total` to the counters'
 from __future__ import annotations
 
 import re
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.exposition import choose_encoder
-from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric, UntypedMetricFamily
+from prometheus_client.metrics_core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+    UntypedMetricFamily,
+)
 from prometheus_client.registry import Collector
 
 from kvferry.core.clock import Clock
@@ -79,7 +87,8 @@ class EngineMetrics:
         self._statistics = StatisticsCollector(self._labels)
         self.registry.register(self._statistics)
         self._prompt_tokens = self._counter("vllm:prompt_tokens", "Prompt tokens taken in.")
-        self._generation_tokens = self._counter("vllm:generation_tokens", "Tokens generated.")
+        self._tokens = TokenTally(self._labels)
+        self.registry.register(self._tokens)
         self._ends = self._counter_by_reason("vllm:request_success", "Requests ended, by reason.")
         self._request_prompt_tokens = self._histogram(
             "vllm:request_prompt_tokens", "Prompt tokens of a request.", TOKENS_BUCKETS
@@ -91,9 +100,6 @@ class EngineMetrics:
             "vllm:time_to_first_token_seconds",
             "From a request's arrival to its first token, prefill elsewhere and transfer included.",
             FIRST_TOKEN_BUCKETS,
-        )
-        self._inter_token = self._histogram(
-            "vllm:inter_token_latency_seconds", "Between two deliveries of tokens of a request.", INTER_TOKEN_BUCKETS
         )
         self._end_to_end = self._histogram(
             "vllm:e2e_request_latency_seconds", "From a request's arrival to its end.", LATENCY_BUCKETS
@@ -132,12 +138,16 @@ class EngineMetrics:
 
     def observe_token(self, latency_s: float, *, first: bool) -> None:
         """Tokens came: `latency_s` after the request, or after the tokens before."""
-        (self._first_token if first else self._inter_token).observe(latency_s)
+        if first:
+            self._first_token.observe(latency_s)
+        else:
+            self._tokens.observe(latency_s)
 
     def count_tokens(self, *, prompt: int = 0, generated: int = 0) -> None:
         """Tokens went through the engine."""
-        self._prompt_tokens.inc(prompt)
-        self._generation_tokens.inc(generated)
+        if prompt:
+            self._prompt_tokens.inc(prompt)
+        self._tokens.num_generated += generated
 
     def observe_end(
         self, reason: str, timeline: Timeline | None, latency_s: float, num_prompt: int, num_generated: int
@@ -193,6 +203,37 @@ class RequestTracker:
         self._ended = True
         latency = max(self._clock.wall() - self._arrived, 0.0)
         self._metrics.observe_end(reason, timeline, latency, self._num_prompt_tokens, self._num_generated)
+
+
+class TokenTally(Collector):
+    """What is counted at every token, in plain numbers: the library's own objects take a lock for each.
+
+    Used from the server's event loop only, as scrapes are.
+    """
+
+    def __init__(self, labels: dict[str, str]) -> None:
+        self._labels = labels
+        self.num_generated = 0
+        self._seconds = 0.0
+        self._counts = [0] * (len(INTER_TOKEN_BUCKETS) + 1)
+
+    def observe(self, latency_s: float) -> None:
+        """So long after the tokens before."""
+        self._counts[bisect_left(INTER_TOKEN_BUCKETS, latency_s)] += 1
+        self._seconds += latency_s
+
+    def collect(self) -> Iterator[Metric]:
+        """As Prometheus has them: buckets hold what is below their bound."""
+        names, values = list(self._labels), list(self._labels.values())
+        generated = CounterMetricFamily("vllm:generation_tokens", "Tokens generated.", labels=names)
+        generated.add_metric(values, self.num_generated)
+        yield generated
+        between = HistogramMetricFamily(
+            "vllm:inter_token_latency_seconds", "Between two deliveries of tokens of a request.", labels=names
+        )
+        bounds = [*(str(float(bound)) for bound in INTER_TOKEN_BUCKETS), "+Inf"]
+        between.add_metric(values, list(zip(bounds, accumulate(self._counts), strict=True)), self._seconds)
+        yield between
 
 
 _SPANS = (

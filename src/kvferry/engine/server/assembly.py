@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
+import msgspec
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
@@ -63,8 +64,7 @@ class Detokenizer:
         return DecodeStream(skip_special_tokens=self._skip_special_tokens)
 
 
-@dataclass(frozen=True)
-class Passed:
+class Passed(msgspec.Struct, frozen=True):
     """Text that can be sent. `stop` is the stop string that ended it, if one did."""
 
     text: str
@@ -128,8 +128,7 @@ class TextOptions:
     skip_special_tokens: bool = True
 
 
-@dataclass
-class Delta:
+class Delta(msgspec.Struct):
     """What is new of one choice. `offsets` says of each token where in the choice's text it begins, in characters.
 
     `first` marks the choice's beginning; `finish_reason` is set on its end. Text may come later than its tokens.
@@ -138,9 +137,9 @@ class Delta:
     index: int
     first: bool = False
     text: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    offsets: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    token_ids: list[int] = []
+    offsets: list[int] = []
+    logprobs: list[TokenLogprobs] = []
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
@@ -166,7 +165,8 @@ class ChoiceAssembler:
         for place, token_id in enumerate(output.token_ids):
             stopped_by_token = place == last and output.finish_reason == "stop"
             shown = not stopped_by_token or self._options.include_stop
-            delta.logprobs += output.logprobs[place : place + 1]
+            if output.logprobs:
+                delta.logprobs += output.logprobs[place : place + 1]
             if (stop := self._take(delta, token_id, shown=shown)) is not None:
                 delta.finish_reason, delta.stop_reason = "stop", stop
                 return delta

@@ -104,7 +104,9 @@ async def _send_whole(writer: AnswerWriter, off_loop: OffLoop, response: Respons
 
 def _is_large(*deltas: Delta) -> bool:
     """Whether so many tokens and log-probabilities take long to write."""
-    num_places = sum(len(delta.token_ids) + len(delta.prompt_logprobs or ()) for delta in deltas)
+    num_places = 0
+    for delta in deltas:
+        num_places += len(delta.token_ids) + len(delta.prompt_logprobs or ())
     return num_places > THREAD_ABOVE_TOKENS
 
 
@@ -112,8 +114,13 @@ async def _send_stream(writer: AnswerWriter, off_loop: OffLoop, response: Respon
     stream = EventStream(response)
 
     async def send(delta: Delta) -> None:
-        stream.write(await off_loop.run_if(_is_large(delta), writer.events, delta))
-        await response.drain()
+        # Called for every token: nothing is awaited that need not be.
+        if _is_large(delta):
+            stream.write(await off_loop.run_if(True, writer.events, delta))
+        else:
+            stream.write(writer.events(delta))
+        if response.slow:
+            await response.drain()
 
     await writer.generation.run(send)
     stream.write(writer.last_events())
