@@ -235,3 +235,53 @@ def test_what_lies_behind_a_sequences_end_may_be_anything(
         for cache in (case.cache, spoilt)
     ]
     assert torch.equal(*results)
+
+
+CHUNKS = [[1] * 300, [300], [150, 150], [7, 1, 1, 40, 128, 3, 120], [33, 1] * 8 + [28]]
+WIDE: list[dict[str, Any]] = [
+    {"heads": 6, "kv_heads": 2},
+    {"heads": 8, "kv_heads": 8, "key_dim": 80, "value_dim": 48},
+    {"heads": 16, "kv_heads": 1, "block_size": 32},
+    {"heads": 4, "kv_heads": 2, "key_dim": 192, "value_dim": 128, "block_size": 8},
+]
+
+
+def in_chunks(case: Case, chunks: list[int], **settings: Any) -> Tensor:
+    """The rows of a case of one sequence, its query cut into chunks, each with its part of the context."""
+    rows, start, before = [], 0, int(case.batch.host_contexts[0]) - case.batch.num_tokens
+    table = [case.batch.block_tables[0].tolist()]
+    for length in chunks:
+        end = start + length
+        batch = AttentionBatch.build([length], [before + end], table, block_size=case.batch.block_size)
+        rows.append(attention.paged_attention(case.query[start:end], case.cache, batch, **settings))
+        start = end
+    return torch.cat(rows)
+
+
+@needs_native
+@each_setting
+@pytest.mark.parametrize("shape", WIDE, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_row_does_not_depend_on_its_chunk(dtype: torch.dtype, shape: dict[str, Any], setting: dict[str, Any]) -> None:
+    case = make_case([(300, 417)], dtype=dtype, **shape)
+    settings = call_settings(setting | ({"window": 130} if setting["window"] == 25 else {}), case)
+    whole = attention.paged_attention(case.query, case.cache, case.batch, **settings)
+    for chunks in CHUNKS:
+        assert torch.equal(in_chunks(case, chunks, **settings), whole), chunks
+
+
+@needs_native
+@each_setting
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_sequence_does_not_depend_on_those_beside_it(dtype: torch.dtype, setting: dict[str, Any]) -> None:
+    lens = [(1, 400), (1, 1), (17, 290), (1, 129), (200, 200), (1, 128)]
+    case = make_case(lens, dtype=dtype)
+    settings = call_settings(setting, case)
+    whole = attention.paged_attention(case.query, case.cache, case.batch, **settings)
+    starts = case.batch.query_starts.tolist()
+    for some in ([0], [4], [5, 2], [3, 1, 0], [4, 4]):
+        tables = [case.batch.block_tables[index].tolist() for index in some]
+        batch = AttentionBatch.build([lens[i][0] for i in some], [lens[i][1] for i in some], tables, block_size=16)
+        rows = torch.cat([torch.arange(starts[index], starts[index + 1]) for index in some])
+        found = attention.paged_attention(case.query[rows], case.cache, batch, **settings)
+        assert torch.equal(found, whole[rows]), some

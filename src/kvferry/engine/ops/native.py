@@ -1,5 +1,7 @@
 """The CPU kernels of `cpu/`, compiled for this machine at first use (`core.compiled`), called by ctypes.
 
+KVFERRY_ISA takes the kernels of a lesser processor (ISAS), to test them or to compare machines.
+
 A plain shared library rather than a PyTorch extension: it compiles in seconds, needs no headers of torch, and a call
 costs microseconds. Where it cannot be had `library()` is None and the plain PyTorch paths are used. Calls release the
 GIL.
@@ -9,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import os
 from ctypes import c_float, c_int64, c_void_p
 from functools import cache
 from pathlib import Path
@@ -20,7 +23,16 @@ from kvferry.core.compiled import NotCompiled, compiled
 logger = logging.getLogger(__name__)
 
 SOURCES = Path(__file__).parent / "cpu"
-FLAGS = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-Wno-psabi")
+FLAGS = ("-std=c++17", "-O3", "-fopenmp", "-Wno-psabi")
+ISA = "KVFERRY_ISA"
+ISAS = {
+    "native": ("-march=native",),
+    "amx-emulated": ("-march=native", "-DEMULATE_AMX"),
+    "avx512": ("-march=x86-64-v4",),
+    "avx2": ("-march=x86-64-v3",),
+    "sse": ("-march=x86-64-v2",),
+}
+"""What the kernels may be compiled for, by name. `amx-emulated`, very slow, needs AVX-512; it is for tests."""
 
 
 class LinearCall(ctypes.Structure):
@@ -126,8 +138,10 @@ def library() -> ctypes.CDLL | None:
 
 
 def _built() -> Path:
-    headers = sorted(SOURCES.glob("*.h"))
-    return compiled([SOURCES / "kernels.cpp", *headers], FLAGS, _openmp(), depends_on=torch.__version__)
+    headers, isa = sorted(SOURCES.glob("*.h")), os.environ.get(ISA) or "native"
+    if isa not in ISAS:
+        raise NotCompiled(f"{ISA} is {isa!r}, which is none of {', '.join(ISAS)}")
+    return compiled([SOURCES / "kernels.cpp", *headers], (*FLAGS, *ISAS[isa]), _openmp(), depends_on=torch.__version__)
 
 
 def _openmp() -> list[str]:

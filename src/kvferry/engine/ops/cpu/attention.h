@@ -5,6 +5,9 @@
 // its keys in rounds: it packs their KV for the register tile and updates an online softmax (Milakov and Gimelshein,
 // 2018; FlashAttention). Packing is repaid by many rows in prefill; in decode, memory is the limit, not packing: there
 // the shares of a sequence's KV heads take each round in turn, since a block's heads lie one behind the other.
+//
+// A row's result is the same to the bit however many rows are beside it and whichever chunk it came in: all ways add up
+// the same products in the same order, and rounds end at multiples of KEYS. Keys out of sight add zeros.
 #pragma once
 #include "tile.h"
 
@@ -26,6 +29,7 @@ namespace {
 constexpr int KEYS = 128;        // keys of a round
 constexpr int SHARE_ROWS = 192;  // query rows of a share
 constexpr int FEW_ROWS = 12;     // up to so many, packing costs more than it saves
+constexpr int FIRST_KEY = 32;    // a share's first key is a multiple of it: what a tile register takes in one step
 
 static_assert(KEYS <= LDA);  // a row of weights; Python lets no longer key through than KC units
 
@@ -51,19 +55,6 @@ inline void transpose(ivec* rows) {
     transpose_step<2>(rows);
     if constexpr (VL > 4) transpose_step<4>(rows);
     if constexpr (VL > 8) transpose_step<8>(rows);
-}
-
-// the sum of each of VL vectors, in the lane of its number
-template <int S = 1> inline vec sum_each(vec* v) {
-    if constexpr (S == VL) {
-        return v[0];
-    } else {
-        for (int i = 0; i < VL / S; i += 2) {
-            exchange<S>(v[i], v[i + 1]);
-            v[i / 2] = v[i] + v[i + 1];
-        }
-        return sum_each<S * 2>(v);
-    }
 }
 
 // two rows of 2 VL bfloat16 -> VL pairs from their first half, VL from the second
@@ -113,9 +104,7 @@ template <class T> struct Attention {
     alignas(64) float scores[MOST_ROWS * KEYS];
     alignas(64) int32_t weights[MOST_ROWS * LDA];
 #if HAS_AMX
-    static constexpr int TILE_ROWS = AMX_ROWS / 2;  // rows of weights in a tile, each there twice
-    alignas(64) float turned[KEYS * AMX_ROWS], found[2 * AMX_ROWS * VL];
-    const Element* tiles[KEYS / AMX_ROWS];
+    alignas(64) float turned[KEYS * AMX_ROWS];
 #endif
     const bool amx = uses_amx<T>();
 
@@ -127,8 +116,10 @@ template <class T> struct Attention {
     int64_t token_of(int64_t row) const { return call.query_starts[share->sequence] + share->first_token + row / heads_each; }
     int64_t head_of(int64_t row) const { return share->kv_head * heads_each + row % heads_each; }
 
+    static int64_t after(int64_t first) { return (first / KEYS + 1) * KEYS; }  // where the next round begins
+
     void find(const Share* owner, int64_t first, Round& round) const {
-        round.share = owner, round.first = first, round.count = std::min<int64_t>(KEYS, owner->end_key - first);
+        round.share = owner, round.first = first, round.count = std::min(after(first), owner->end_key) - first;
         const int32_t* table = call.block_tables + owner->sequence * call.table_stride;
         int64_t i = 0;
         while (i < round.count) {
@@ -148,7 +139,7 @@ template <class T> struct Attention {
     void find_next(const Group& group, const Round& round, Round& next) const {
         const Share* owner = round.share + 1;
         int64_t first = round.first;
-        if (owner == group.end) owner = group.begin, first += KEYS;
+        if (owner == group.end) owner = group.begin, first = after(first);
         if (first >= owner->end_key) owner = group.end, first = owner == last ? 0 : owner->first_key;
         if (owner == last)
             next = round;
@@ -163,13 +154,14 @@ template <class T> struct Attention {
     void enter(const Group& group, const Share* one, int64_t rows) {
         static thread_local std::vector<int32_t> units;
         static thread_local std::vector<float> floats;
-        const int64_t in_units = rows * LDA + KEYS * key_units + KEYS * value_width + 2 * NR * VL;
-        const int64_t in_floats = rows * value_width + ceil_div(2 * rows, VL) * VL;
+        const int64_t padded = amx ? ceil_div(rows, MOST_ROWS) * MOST_ROWS : rows;  // tile registers go on to there
+        const int64_t in_units = padded * LDA + KEYS * key_units + KEYS * value_width + 2 * NR * VL;
+        const int64_t in_floats = padded * value_width + ceil_div(2 * rows, VL) * VL;
         share = one;
         queries = scratch(units, in_units * (group.end - group.begin)) + in_units * (one - group.begin);
-        keys = queries + rows * LDA, values = keys + KEYS * key_units;
+        keys = queries + padded * LDA, values = keys + KEYS * key_units;
         sums = scratch(floats, in_floats * (group.end - group.begin)) + in_floats * (one - group.begin);
-        maxima = sums + rows * value_width, totals = maxima + rows;
+        maxima = sums + padded * value_width, totals = maxima + rows;
     }
     void set_up(int64_t rows) {
         std::fill(sums, maxima, 0.0f);
@@ -188,23 +180,20 @@ template <class T> struct Attention {
 
     // ---- few rows: KV is read once, where it lies ----
 
-    // scores of ROWS rows from `top` on: products lane by lane, then VL keys' lanes are summed together
+    // scores of ROWS rows from `top` on: VL keys at once, turned so that each has a lane, as packing would turn them
     template <int ROWS> void score(int64_t top, const Round& round, const Round& next) {
         for (int64_t key = 0; key < round.count; key += VL) {
-            vec products[ROWS][VL];
-            for (int i = 0; i < VL; i += 4) {
-                const Element* const* source = round.keys + key + i;
-                for (int j = 0; j < 4; ++j) fetch(next.keys[key + i + j], call.key_dim);
-                vec sum[ROWS][4] = {};
-                for (int64_t unit = 0; unit < key_units; unit += VL)
+            for (int i = 0; i < VL; ++i) fetch(next.keys[key + i], call.key_dim);
+            vec sum[ROWS] = {};
+            for (int64_t unit = 0; unit < key_units; unit += VL) {
+                ivec units[VL];
+                for (int i = 0; i < VL; ++i) units[i] = load<ivec>(round.keys[key + i] + unit * T::PER_UNIT);
+                transpose(units);
+                for (int i = 0; i < VL; ++i)
                     for (int r = 0; r < ROWS; ++r)
-                        for (int j = 0; j < 4; ++j)
-                            sum[r][j] = T::mul_add(sum[r][j], load<ivec>(queries + (top + r) * LDA + unit),
-                                                   load<ivec>(source[j] + unit * T::PER_UNIT));
-                for (int r = 0; r < ROWS; ++r)
-                    for (int j = 0; j < 4; ++j) products[r][i + j] = sum[r][j];
+                        sum[r] = T::mul_add(sum[r], ivec{} + queries[(top + r) * LDA + unit + i], units[i]);
             }
-            for (int r = 0; r < ROWS; ++r) store(scores + r * KEYS + key, sum_each(products[r]));
+            for (int r = 0; r < ROWS; ++r) store(scores + r * KEYS + key, sum[r]);
         }
     }
 
@@ -236,12 +225,11 @@ template <class T> struct Attention {
     }
 
 #if HAS_AMX
-    // ---- few rows, where there are tile registers: 16 keys, or values, are a tile as they lie in the cache ----
+    // ---- few rows, where there are tile registers: 16 keys are a tile as they lie in the cache ----
 
     // where tiles of the cache are whole: 16 tokens of one block, 32 elements of each
     bool takes_tiles(int64_t rows) const {
-        return amx && rows <= AMX_ROWS && call.block_size % AMX_ROWS == 0 && call.key_dim % (2 * AMX_UNITS) == 0 &&
-               call.value_dim % (2 * AMX_UNITS) == 0;
+        return amx && rows <= AMX_ROWS && call.block_size % AMX_ROWS == 0 && call.key_dim % (2 * AMX_UNITS) == 0;
     }
 
     // queries, a row each -> a column each, in the place of packed keys
@@ -249,18 +237,6 @@ template <class T> struct Attention {
         std::fill(keys, keys + key_units * AMX_ROWS, 0);
         for (int64_t row = 0; row < rows; ++row)
             for (int64_t unit = 0; unit < key_units; ++unit) keys[unit * AMX_ROWS + row] = queries[row * LDA + unit];
-    }
-
-    // The tiles of a round's values. The last is copied, with zeros behind the last key, to the place of packed values:
-    // what lies there in the cache is anything, and a weight of 0 does not help where it is not a number.
-    void find_values(const Round& round) {
-        for (int64_t key = 0; key < round.count; key += AMX_ROWS) tiles[key / AMX_ROWS] = round.values[key];
-        const int64_t left = round.count % AMX_ROWS, size = left * call.value_dim;
-        if (left == 0) return;
-        auto* whole = reinterpret_cast<Element*>(values);
-        std::memcpy(whole, round.values[round.count - left], size * sizeof(Element));
-        std::fill(whole + size, whole + AMX_ROWS * call.value_dim, Element{});
-        tiles[round.count / AMX_ROWS] = whole;
     }
 
     // keys times queries: [key][row]
@@ -279,62 +255,18 @@ template <class T> struct Attention {
         memory_barrier();
     }
 
-    // Adds the weighted values of a round to the sums of `height` rows from `top` on. A unit of a row of values is two
-    // elements of one key, not of two: so each row of weights is there twice, as (w, 0), which takes the first element of
-    // every unit, and as (0, w), which takes the second.
-    void add_value_tiles(int64_t top, int64_t height, const Round& round, const Round& next) {
-        const int64_t A = LDA * 4, B = call.value_dim * sizeof(Element);
-        for (int64_t column = 0; column < call.value_dim; column += NR) {
-            memory_barrier();
-            _tile_zero(0);
-            _tile_zero(1);
-            for (int64_t key = 0; key < round.count; key += 2 * AMX_ROWS) {  // two sums, as one has to wait for the last
-                if (column == 0)  // whole rows at once: memory is faster in the order in which it lies
-                    for (int i = 0; i < 2 * AMX_ROWS; ++i) fetch(next.values[key + i], call.value_dim);
-                _tile_loadd(4, weights + key, A);
-                _tile_loadd(6, tiles[key / AMX_ROWS] + column, B);
-                _tile_dpbf16ps(0, 4, 6);
-                if (key + AMX_ROWS >= round.count) break;
-                _tile_loadd(5, weights + key + AMX_ROWS, A);
-                _tile_loadd(7, tiles[key / AMX_ROWS + 1] + column, B);
-                _tile_dpbf16ps(1, 5, 7);
-            }
-            _tile_stored(0, found, AMX_ROWS * 4);
-            _tile_stored(1, found + AMX_ROWS * VL, AMX_ROWS * 4);
-            memory_barrier();
-            const auto sum_at = [this](int64_t row) { return load<vec>(found + row * VL) + load<vec>(found + (AMX_ROWS + row) * VL); };
-            for (int64_t r = 0; r < height; ++r) {
-                float* sum = sums + (top + r) * value_width + column;
-                const vec first = sum_at(r), second = sum_at(TILE_ROWS + r);
-                ivec low{}, high{};
-                for (int i = 0; i < VL; ++i) low[i] = i / 2 + i % 2 * VL, high[i] = low[i] + VL / 2;
-                store(sum, load<vec>(sum) + __builtin_shuffle(first, second, low));
-                store(sum + VL, load<vec>(sum + VL) + __builtin_shuffle(first, second, high));
-            }
-        }
-    }
-
     void attend_tiles(int64_t rows, const Round& round, const Round& next) {
         score_tiles(round, next);
-        find_values(round);
-        const int64_t width = ceil_div(round.count, AMX_ROWS) * AMX_ROWS;
+        pack_values(round, next);
+        const int64_t width = ceil_div(round.count, NR) * NR;
         ivec line;
         for (int i = 0; i < VL; ++i) line[i] = i * AMX_ROWS;
-        for (int64_t top = 0; top < rows; top += TILE_ROWS) {
-            const int64_t height = std::min<int64_t>(TILE_ROWS, rows - top);
-            for (int64_t r = 0; r < height; ++r) {
-                alignas(64) Element packed[KEYS];
-                for (int64_t key = 0; key < width; key += VL)
-                    store(scores + key, (vec)_mm512_i32gather_ps((__m512i)line, turned + key * AMX_ROWS + top + r, 4));
-                soften(top + r, round.first, width, scores, packed);
-                for (int64_t key = 0; key < width; key += VL) {
-                    const ivec first = __builtin_convertvector(load<hvec>(packed + key), ivec);
-                    store(weights + r * LDA + key, first);
-                    store(weights + (TILE_ROWS + r) * LDA + key, first << 16);
-                }
-            }
-            add_value_tiles(top, height, round, next);
+        for (int64_t row = 0; row < rows; ++row) {
+            for (int64_t key = 0; key < width; key += VL)
+                store(scores + key, (vec)_mm512_i32gather_ps((__m512i)line, turned + key * AMX_ROWS + row, 4));
+            soften(row, round.first, width, scores, reinterpret_cast<Element*>(weights + row * LDA));
         }
+        add_packed_values(0, rows, width, round);
     }
 #endif
 
@@ -422,17 +354,20 @@ template <class T> struct Attention {
     void attend(int64_t top, int64_t height, const Round& round) {
         const int64_t seen = behind(top + height - 1) - round.first;
         if (seen <= 0 || lowest(top) >= round.first + round.count) return;
-        const int64_t padded = ceil_div(round.count, NR) * NR, width = std::min(ceil_div(seen, NR) * NR, padded);
-        const auto multiply = [=](const Product& product) {  // what is behind the last row is not to be overwritten
-            multiply_rows<T>(height, product, amx && height % AMX_ROWS == 0);
-        };
+        const int64_t width = std::min(ceil_div(seen, NR), ceil_div(round.count, NR)) * NR;
         for (int64_t key = 0; key < width; key += NR)
-            multiply({queries + top * LDA, keys + key * key_units, key_units, scores + key, KEYS, false});
+            multiply_rows<T>(height, {queries + top * LDA, keys + key * key_units, key_units, scores + key, KEYS, false}, amx);
         for (int64_t i = 0; i < height; ++i)
             soften(top + i, round.first, width, scores + i * KEYS, reinterpret_cast<Element*>(weights + i * LDA));
+        add_packed_values(top, height, width, round);
+    }
+
+    // adds the values of the first `width` keys of a round, by `weights`, to the sums of rows `top` to `top + height`
+    void add_packed_values(int64_t top, int64_t height, int64_t width, const Round& round) {
+        const int64_t units = ceil_div(round.count, NR) * NR / T::PER_UNIT;
         for (int64_t column = 0; column < value_width; column += NR)
-            multiply({weights, values + column * padded / T::PER_UNIT, width / T::PER_UNIT, sums + top * value_width + column,
-                      value_width, true});
+            multiply_rows<T>(height, {weights, values + column * units, width / T::PER_UNIT, sums + top * value_width + column,
+                                      value_width, true}, amx);
     }
 
     void attend_many(const Tiles& tiles, const Round& round, const Round& next) {
@@ -453,7 +388,7 @@ template <class T> struct Attention {
         if (takes_tiles(tiles.rows)) return attend_tiles(tiles.rows, round, next);
 #endif
         // whole vectors only: others need the padding of the packed form
-        const bool whole = call.key_dim % (VL * T::PER_UNIT) == 0 && call.value_dim % NR == 0;
+        const bool whole = !amx && call.key_dim % (VL * T::PER_UNIT) == 0 && call.value_dim % NR == 0;
         tiles.rows <= FEW_ROWS && whole ? attend_few(tiles.rows, round, next) : attend_many(tiles, round, next);
     }
 
@@ -467,7 +402,7 @@ template <class T> struct Attention {
         };
         each_share([&] { set_up(tiles.rows); });
         find(group.begin, group.begin->first_key, rounds[0]);
-        for (int64_t first = group.begin->first_key; first < group.begin->end_key; first += KEYS)
+        for (int64_t first = group.begin->first_key; first < group.begin->end_key; first = after(first))
             each_share([&] {
                 find_next(group, rounds[0], rounds[1]);
                 attend_round(tiles, rounds[0], rounds[1]);
@@ -487,8 +422,7 @@ inline std::vector<Share> shares_of(const AttentionCall& call) {
             const int64_t length = call.query_starts[b + 1] - call.query_starts[b], context = call.context_lens[b];
             for (int64_t first = 0; first < length; first += most) {
                 const int64_t count = std::min(most, length - first), position = context - length + first;
-                // from where a tile of the cache begins
-                const int64_t low = call.window ? std::max<int64_t>(0, position - call.window + 1) / AMX_ROWS * AMX_ROWS : 0;
+                const int64_t low = call.window ? std::max<int64_t>(0, position - call.window + 1) / FIRST_KEY * FIRST_KEY : 0;
                 shares.push_back({b, head, first, count, position, low, call.causal ? position + count : context});
             }
         }

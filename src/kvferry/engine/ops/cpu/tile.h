@@ -17,7 +17,10 @@
 #if defined(__AVX512F__)
 #include <immintrin.h>
 #endif
-#if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AVX512BF16__)
+#if defined(EMULATE_AMX)
+#define HAS_AMX 1
+#include "amx_emulated.h"
+#elif defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AVX512BF16__)
 #define HAS_AMX 1
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -73,11 +76,12 @@ inline float max_of(vec v) {
 #endif
 }
 
-// 2^x, to about one unit in the last place; -inf gives 0 (2^-126 without AVX-512)
+// 2^x, to about one unit in the last place; -inf gives 0
 inline vec exp2v(vec x) {
 #if defined(__AVX512F__)
     vec n = _mm512_roundscale_ps(x, 0);
 #else
+    const ivec vanishes = x < -126.0f;
     x = maximum(x, splat(-126.0f));
     x = x < 127.0f ? x : splat(127.0f);
     vec n = (x + 12582912.0f) - 12582912.0f;  // rounds: the sum has no bits left for a fraction
@@ -87,7 +91,7 @@ inline vec exp2v(vec x) {
 #if defined(__AVX512F__)
     return _mm512_scalef_ps(p, n);
 #else
-    return (vec)((ivec)p + (__builtin_convertvector(n, ivec) << 23));
+    return vanishes ? vec{} : (vec)((ivec)p + (__builtin_convertvector(n, ivec) << 23));
 #endif
 }
 
@@ -191,9 +195,13 @@ template <class T> Multiply multiply_for(int64_t rows) { return multiply_of<T>(r
 #if HAS_AMX
 // Linux gives a process the tile registers when it asks for them.
 inline bool may_use_amx() {
+#if defined(EMULATE_AMX)
+    return true;
+#else
     constexpr long REQUEST_PERMISSION = 0x1023, TILE_DATA = 18;
     static const bool granted = syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
     return granted;
+#endif
 }
 
 // The calling thread's tile registers, all of 16 rows of 64 bytes, until this is gone; others in the thread use them too.
