@@ -183,9 +183,10 @@ template <class T> struct Attention {
     // scores of ROWS rows from `top` on: VL keys at once, turned so that each has a lane, as packing would turn them
     template <int ROWS> void score(int64_t top, const Round& round, const Round& next) {
         for (int64_t key = 0; key < round.count; key += VL) {
-            for (int i = 0; i < VL; ++i) fetch(next.keys[key + i], call.key_dim);
             vec sum[ROWS] = {};
+            int64_t fetched = 0;
             for (int64_t unit = 0; unit < key_units; unit += VL) {
+                for (; fetched * key_units < (unit + VL) * VL; ++fetched) fetch(next.keys[key + fetched], call.key_dim);
                 ivec units[VL];
                 for (int i = 0; i < VL; ++i) units[i] = load<ivec>(round.keys[key + i] + unit * T::PER_UNIT);
                 transpose(units);

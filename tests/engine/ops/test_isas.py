@@ -1,0 +1,59 @@
+"""The kernels of lesser processors, and of those with tile registers, pass every test that this machine's own pass."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvferry.engine.ops import native
+
+HERE = Path(__file__).parent
+TESTS = ("test_linear.py", "test_experts.py", "test_attention.py", "test_norm.py")
+NEEDS = {
+    "avx2": {"avx2", "fma"},
+    "avx512": {"avx512f", "avx512bw"},
+    "amx-emulated": {"avx512f", "avx512bw"},
+    "sse": {"sse4_2"},
+}
+
+pytestmark = pytest.mark.skipif(
+    native.library() is None or platform.machine() != "x86_64", reason="no compiler, or another architecture"
+)
+
+
+def abilities() -> set[str]:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return set(next((line for line in lines if line.startswith("flags")), "").split())
+
+
+@pytest.mark.parametrize("isa", NEEDS)
+def test_kernels_for(isa: str) -> None:
+    if not NEEDS[isa] <= abilities():
+        pytest.skip(f"this processor cannot run kernels for {isa}")
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *(str(HERE / name) for name in TESTS)],
+        env={**os.environ, native.ISA: isa},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=900,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-3000:]
+    assert " passed" in done.stdout
+    assert " skipped" not in done.stdout.splitlines()[-1], "without the kernels nothing was tested"
+
+
+def test_an_unknown_one_is_named(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setenv(native.ISA, "avx1024")
+    native.library.cache_clear()
+    try:
+        assert native.library() is None
+    finally:
+        native.library.cache_clear()
+    assert "KVFERRY_ISA is 'avx1024', which is none of native" in caplog.text
