@@ -54,6 +54,11 @@ class EngineConfig:
     prefix_caching: bool = True
     """Keep finished blocks for prompts that begin alike."""
 
+    batch_invariant: bool = False
+    """Answers that are the same to the bit whatever else is asked at the time. The CPU kernels see to it at no cost;
+    where a model, a device or a missing compiler leaves products to PyTorch, every token is then computed by itself,
+    which takes several times as long."""
+
     num_threads: int | None = None
     """CPU threads of the model on all ranks; OMP_NUM_THREADS, or all cores this process may use, when not given."""
 

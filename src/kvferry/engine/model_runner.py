@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass, field
 
@@ -95,6 +96,55 @@ class ModelRunner:
             return None
         is_long = torch.tensor([known > border for known in inputs.known_lens])
         return is_long.repeat_interleave(torch.tensor(inputs.query_lens)).to(device)
+
+
+class TokenByToken(ModelRunner):
+    """Computes every token of a step by itself: the same call for the same token, whatever the step, so the same bits.
+
+    For where products are left to a library that rounds differently from shape to shape (see `model.company`).
+    """
+
+    def forward(self, inputs: StepInputs) -> Tensor:
+        """As one forward of all; the layers' hooks hear of the step's begin and end once."""
+        hooks, places, rows = self._hooks, inputs.places or [0], {}
+        last = len(inputs.token_ids) - 1
+        try:
+            for place, step in enumerate(_single_tokens(inputs)):
+                if hooks is not None:
+                    self._hooks = _Ends(hooks, is_first=place == 0, is_last=place == last)
+                logits = super().forward(step)
+                if place in places:
+                    rows[place] = logits
+        finally:
+            self._hooks = hooks
+        return torch.cat([rows[place] for place in places])
+
+
+@dataclass(frozen=True)
+class _Ends:
+    """Passes on what the first of several forwards waits for, and what the last one saves."""
+
+    hooks: LayerHooks
+    is_first: bool
+    is_last: bool
+
+    def wait_layer(self, layer: int) -> None:
+        """Before attention of `layer` reads the cache."""
+        if self.is_first:
+            self.hooks.wait_layer(layer)
+
+    def save_layer(self, layer: int) -> None:
+        """After this step's K and V of `layer` are written and read."""
+        if self.is_last:
+            self.hooks.save_layer(layer)
+
+
+def _single_tokens(inputs: StepInputs) -> Iterator[StepInputs]:
+    """A step of one token for each token of `inputs`, in their order."""
+    ids = iter(inputs.token_ids)
+    for length, context, table in zip(inputs.query_lens, inputs.context_lens, inputs.block_tables, strict=True):
+        for end in range(context - length + 1, context + 1):
+            yield StepInputs([next(ids)], [1], [end], [table], [0])
 
 
 def lay_out(chunks: Rows[Chunk], places: list[int]) -> StepInputs:

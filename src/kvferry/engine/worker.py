@@ -23,7 +23,7 @@ from kvferry.engine.config import EngineConfig
 from kvferry.engine.kv_cache import KVCache, choose_num_blocks
 from kvferry.engine.model.loader import LoadedModel, Progress, load_model
 from kvferry.engine.model.place import Place
-from kvferry.engine.model_runner import ModelRunner, StepInputs
+from kvferry.engine.model_runner import ModelRunner, StepInputs, TokenByToken
 
 log = logging.getLogger(__name__)
 MOST_FAILED_POLLS = 64
@@ -47,6 +47,7 @@ class Worker:
             tp_rank=place.rank,
         )
         self.max_model_len = _max_model_len(config, self.model)
+        self._is_one_by_one = config.batch_invariant and place.agree(bool(self.model.company), self.model.device)
         self._kv_cache: KVCache | None = None
         self._side: WorkerSide | None = None
         self._undone: StepPlan = None
@@ -73,7 +74,8 @@ class Worker:
             self._side = find_connector(transfer).build_worker_side(context)
             self._side.register(self._kv_cache.memory)
             address = self._side.address() if isinstance(self._side, HasAddress) else None
-        self._runner = ModelRunner(self.model, self._kv_cache, self._side)
+        runner = TokenByToken if self._is_one_by_one else ModelRunner
+        self._runner = runner(self.model, self._kv_cache, self._side)
         return address
 
     # A step: start, forward, finish.

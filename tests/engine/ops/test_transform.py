@@ -31,7 +31,7 @@ REPLACED = {
     "mixtral": {"RMSNorm", "Attention", "Experts", "Linear"},
     "gemma2": {"RMSNorm", "MLP", "Attention", "Linear"},  # its layers have more norms
     "gemma3": {"RMSNorm", "MLP", "Attention", "Linear"},
-    "phi3": {"RMSNorm", "Linear"},  # its projections come joined
+    "phi3": {"RMSNorm", "MLP", "Linear"},  # its query, key and value come joined
     "olmo2": {"RMSNorm", "MLP", "Linear"},  # it norms query and key across heads
     "gpt_oss": {"RMSNorm", "Attention", "Experts", "Linear"},
     "deepseek_v3": {"RMSNorm", "MLP", "Experts", "Linear"},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from kvferry.core.layout import LayerLayout
 from kvferry.engine.config import EngineConfig
 from kvferry.engine.model.attention import ATTENTION_NAME, probe_layers, register_attention
 from kvferry.engine.model.checkpoint import require_complete
+from kvferry.engine.model.company import company_matters
 from kvferry.engine.model.place import Place
 from kvferry.engine.model.rope import install_rope, trained_context
 from kvferry.engine.model.self_check import self_check
@@ -26,6 +28,8 @@ from kvferry.engine.model.support import require_divisible, require_supported
 from kvferry.engine.ops.transform import optimize
 from kvferry.models.catalog import resolve
 from kvferry.models.checkpoint import checkpoint_name
+
+logger = logging.getLogger(__name__)
 
 Progress = Callable[[str, float], None]
 """(what is going on, share done in [0, 1])."""
@@ -51,6 +55,8 @@ class LoadedModel:
     max_position: int
     eos_token_ids: frozenset[int]
     default_sampling: dict[str, float | int]
+    company: str = ""
+    """Why rows of a step may depend on each other in their last bits; empty: they do not."""
 
 
 @dataclass(frozen=True)
@@ -109,6 +115,8 @@ def load_model(
     if device.type == "cpu":
         on_progress("preparing for this CPU", 1.0)
         optimize(module)
+    company = company_matters(module, layers, device)
+    _tell_company(company, config.batch_invariant)
     dtype_name = str(next(module.parameters()).dtype).removeprefix("torch.")
     text = found.values.get_text_config()
     return LoadedModel(
@@ -124,7 +132,15 @@ def load_model(
         max_position=text.max_position_embeddings,
         eos_token_ids=_eos_token_ids(module, tokenizer),
         default_sampling=_default_sampling(module),
+        company=company,
     )
+
+
+def _tell_company(company: str, is_asked_for: bool) -> None:
+    if company and is_asked_for:
+        logger.warning("every token is computed by itself, for answers that depend on nothing else: %s", company)
+    elif company:
+        logger.info("answers may depend on what else is asked, by rounding (%s); --batch-invariant forbids it", company)
 
 
 def _name_of(source: Path | str, dtype: str, on_progress: Progress) -> str:

@@ -46,6 +46,14 @@ class Place:
         if wanted is not None or self.size > 1:
             torch.set_num_threads(max(1, (wanted or torch.get_num_threads()) // self.size))
 
+    def agree(self, needed: bool, device: torch.device) -> bool:
+        """Whether any rank says so; all ranks ask together."""
+        if self.size == 1:
+            return needed
+        said = torch.tensor([int(needed)], device=device)
+        torch.distributed.all_reduce(said, torch.distributed.ReduceOp.MAX)
+        return bool(said.item())
+
     def load_options(self) -> dict[str, Any]:
         """What makes transformers load this rank's share only. The ranks must have met (`executor.group`)."""
         if self.size == 1:

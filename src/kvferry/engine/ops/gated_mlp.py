@@ -11,7 +11,7 @@ from kvferry.engine.ops.linear import ACTIVATIONS, PackedLinear, can_pack, pack_
 
 
 class FusedGatedMLP:
-    """Takes over the forward of an MLP module with gate_proj, up_proj and down_proj."""
+    """Takes over the forward of an MLP module with gate_proj, up_proj (or both joined) and down_proj."""
 
     def __init__(self, gate: nn.Linear, up: nn.Linear, down: nn.Linear) -> None:
         self.gate_up = pack_gated(gate, up)
@@ -20,9 +20,10 @@ class FusedGatedMLP:
     @classmethod
     def variants(cls, module: Any) -> Iterator[Self]:
         """With each of the activations that the kernels know; others show in the numbers."""
-        gate, up, down = module.gate_proj, module.up_proj, module.down_proj
-        if not can_pack(gate, up, down):
+        joined, down = getattr(module, "gate_up_proj", None), module.down_proj
+        if not can_pack(joined or module.gate_proj, joined or module.up_proj, down):
             return
+        gate, up = (module.gate_proj, module.up_proj) if joined is None else _halves(joined)
         if gate.out_features == up.out_features and gate.out_features % vector_length() == 0:
             fused = cls(gate, up, down)
             for name in ACTIVATIONS:
@@ -31,11 +32,24 @@ class FusedGatedMLP:
 
     def install(self, module: nn.Module) -> None:
         """Become the module's forward, and free the weights it had."""
-        for name in ("gate_proj", "up_proj", "down_proj"):
-            delattr(module, name)
+        for name in ("gate_proj", "up_proj", "gate_up_proj", "down_proj"):
+            if hasattr(module, name):
+                delattr(module, name)
         module.gate_up_proj, module.down_proj = self.gate_up, self.down
         module.forward = self
 
     def __call__(self, hidden_states: Tensor) -> Tensor:
         """hidden_states [..., hidden] -> [..., hidden]."""
         return self.down.forward(self.gate_up.forward(hidden_states))
+
+
+def _halves(joined: nn.Linear) -> tuple[nn.Linear, nn.Linear]:
+    """A layer's outputs, the first and the second half, as a layer each, of the same memory."""
+    biases = (None, None) if joined.bias is None else joined.bias.chunk(2)
+    halves = []
+    for weight, bias in zip(joined.weight.chunk(2), biases, strict=True):
+        half = nn.Linear(joined.in_features, len(weight), bias=bias is not None, device="meta", dtype=weight.dtype)
+        half.weight = nn.Parameter(weight, requires_grad=False)
+        half.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+        halves.append(half)
+    return halves[0], halves[1]

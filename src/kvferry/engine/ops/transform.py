@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
+from kvferry.engine.ops.bare_weight import pack_bare_weights
 from kvferry.engine.ops.decoder_layer import FusedDecoderLayer, Workspace
 from kvferry.engine.ops.experts import FusedExperts, holds_experts
 from kvferry.engine.ops.gated_mlp import FusedGatedMLP
@@ -93,6 +94,8 @@ def optimize(model: nn.Module) -> Counter[str]:
         for module, found in records.items():
             done[type(module).__name__] += replace(module, found, workspace)
         done["Linear"] += pack_linears(model)
+        with recorded_attention(model):
+            done["bare weight"] += pack_bare_weights(model, run)
         after, _ = record(model)
         if not _same(after, logits, FINAL_TOLERANCE[logits.dtype]):
             raise RuntimeError("the model's logits changed when it was optimized; set KVFERRY_NATIVE=0 to go without")
@@ -173,11 +176,12 @@ def recorded_attention(model: Any) -> Iterator[dict[nn.Module, AttentionRecord]]
 KINDS = ("norm", "mlp", "experts", "attention", "layer")
 """What is replaced, parts before what they are part of."""
 
-_CHILDREN = {
-    "mlp": ("gate_proj", "up_proj", "down_proj"),
-    "attention": ("q_proj", "k_proj", "v_proj", "o_proj"),
-    "layer": ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp"),
-}
+_CHILDREN = (
+    ("mlp", ("gate_proj", "up_proj", "down_proj")),
+    ("mlp", ("gate_up_proj", "down_proj")),
+    ("attention", ("q_proj", "k_proj", "v_proj", "o_proj")),
+    ("layer", ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp")),
+)
 
 
 def kind_of(module: nn.Module) -> str | None:
@@ -187,7 +191,7 @@ def kind_of(module: nn.Module) -> str | None:
     if holds_experts(module):
         return "experts"
     children = dict(module.named_children()).keys()
-    return next((kind for kind, names in _CHILDREN.items() if children >= set(names)), None)
+    return next((kind for kind, names in _CHILDREN if children >= set(names)), None)
 
 
 def attending_part(module: Any) -> Any:

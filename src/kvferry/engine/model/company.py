@@ -1,0 +1,98 @@
+"""Does a row of the model depend on the rows beside it? Found out at start, so that nobody has to believe it.
+
+Rounding differs with the order of additions, and a library chooses the order by the shape it is given. kvferry's CPU
+kernels give a row the same bits in any company and any chunk; whatever product is left to PyTorch may not.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from kvferry.core.layout import LayerLayout
+from kvferry.engine.model.attention import PagedContext, attention_context
+from kvferry.engine.ops.batch import AttentionBatch
+
+BLOCK_SIZE = 8
+LENGTHS = (40, 25, 1)
+"""Tokens of the sequences that are computed together, then each by itself in chunks."""
+CHUNKS = (7, 1, 16, 1, 64)
+
+_PRODUCTS = ("mm", "bmm", "baddbmm", "addmm", "addmv", "mv", "dot", "linear", "convolution", "attention", "grouped_mm")
+
+
+def company_matters(module: Any, layers: tuple[LayerLayout, ...], device: torch.device) -> str:
+    """Why a row may depend on the rows beside it, in a few words; empty when it does not."""
+    vocabulary = module.config.get_text_config().vocab_size
+    generator = torch.Generator().manual_seed(1)
+    sequences = [torch.randint(0, vocabulary, (length,), generator=generator).to(device) for length in LENGTHS]
+    with torch.inference_mode():
+        with _Products() as products:
+            together = _Paged(module, layers, device).run(sequences)
+        # tensor-parallel ranks run the same forwards, so whatever was found goes on
+        alone = [_Paged(module, layers, device).run_in_chunks(sequence) for sequence in sequences]
+    if products.names:
+        return f"PyTorch computes {', '.join(sorted(products.names))}"
+    same = all(torch.equal(one, other) for one, other in zip(together, alone, strict=True))
+    return "" if same else "some rows differ in their last bits"
+
+
+class _Products(TorchDispatchMode):
+    """Notes which operations that sum products PyTorch runs while it lasts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = function.overloadpacket.__name__
+        if any(name.endswith(product) for product in _PRODUCTS) and not _is_outer(args):
+            self.names.add(name)
+        return function(*args, **(kwargs or {}))
+
+
+def _is_outer(args: Any) -> bool:
+    """Whether it multiplies columns by rows, as rotary embeddings do with positions: then nothing is summed."""
+    tensors = [arg for arg in args if isinstance(arg, Tensor)]
+    return len(tensors) == 2 and tensors[0].shape[-1] == 1
+
+
+class _Paged:
+    """The model over pages of its own."""
+
+    def __init__(self, module: Any, layers: tuple[LayerLayout, ...], device: torch.device) -> None:
+        self._module, self._device = module, device
+        num_blocks = sum(-(-length // BLOCK_SIZE) for length in LENGTHS)
+        dtype = next(module.parameters()).dtype
+        self._caches = [
+            torch.zeros(num_blocks, x.num_kv_heads, BLOCK_SIZE * (x.key_dim + x.value_dim), dtype=dtype, device=device)
+            for x in layers
+        ]
+
+    def run(self, sequences: list[Tensor]) -> list[Tensor]:
+        """Logits [length, vocabulary] of each of `sequences`, computed together."""
+        lengths, tables, first = [len(sequence) for sequence in sequences], [], 0
+        for length in lengths:
+            tables.append(list(range(first, first - (-length // BLOCK_SIZE))))
+            first = tables[-1][-1] + 1
+        return list(self._forward(torch.cat(sequences), lengths, lengths, tables).split(lengths))
+
+    def run_in_chunks(self, sequence: Tensor) -> Tensor:
+        """Logits [length, vocabulary] of one sequence, chunk by chunk, its blocks the other way round."""
+        table, start, logits = list(range(-(-len(sequence) // BLOCK_SIZE)))[::-1], 0, []
+        for size in CHUNKS:
+            chunk = sequence[start : start + size]
+            if len(chunk):
+                logits.append(self._forward(chunk, [len(chunk)], [start + len(chunk)], [table]))
+            start += size
+        return torch.cat(logits)
+
+    def _forward(self, ids: Tensor, lengths: list[int], contexts: list[int], tables: list[list[int]]) -> Tensor:
+        batch = AttentionBatch.build(lengths, contexts, tables, block_size=BLOCK_SIZE, device=self._device)
+        with attention_context(PagedContext(batch, self._caches)):
+            output = self._module(input_ids=ids[None], position_ids=batch.positions[None], use_cache=False)
+        logits: Tensor = output.logits[0]
+        return logits

@@ -1,0 +1,136 @@
+"""Also in bfloat16 an answer does not depend on its company: alone, batched, chunked, preempted, handed off."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvferry.core.sampling import SamplingParams
+from kvferry.engine.config import EngineConfig
+from kvferry.engine.engine import Engine
+from kvferry.engine.ops.native import library
+from support.engines import SEEDED, Answer, random_prompts, run_prompts
+from support.pairs import pair_of
+
+needs_native = pytest.mark.skipif(library() is None, reason="no compiler here")
+ARCHITECTURES = [
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+    "mixtral",
+    "gemma2",
+    "gemma3",
+    "phi3",
+    "olmo2",
+    "gpt_oss",
+    "deepseek_v3",
+]
+GREEDY = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True, logprobs=2)
+WAYS: dict[str, dict[str, Any]] = {
+    "together": {},
+    "in chunks of 16": {"max_num_batched_tokens": 16},
+    "in chunks of 37": {"max_num_batched_tokens": 37, "prefix_caching": False},
+    "few at a time": {"max_num_seqs": 3},
+    "preempted": {"kv_cache_memory": 14},
+}
+
+
+@contextmanager
+def engine_of(model: Path, **settings: Any) -> Iterator[Engine]:
+    defaults = {"dtype": "bfloat16", "device": "cpu", "block_size": 8, "kv_cache_memory": "32MiB", "max_num_seqs": 16}
+    engine = Engine(EngineConfig(model=str(model), **{**defaults, **settings}))
+    try:
+        yield engine
+        engine.check()
+    finally:
+        engine.close()
+
+
+def one_at_a_time(
+    model: Path, count: int, sampling: SamplingParams, **settings: Any
+) -> tuple[list[list[int]], list[Answer], int]:
+    """Prompts, what each is answered alone, and the bytes of a block."""
+    with engine_of(model, max_num_seqs=1, prefix_caching=False, **settings) as engine:
+        prompts = random_prompts(count, engine.model.vocab_size, longest=80, block_size=8, seed=6)
+        return prompts, run_prompts(engine, prompts, sampling), engine.layout.block_bytes
+
+
+def require_equal(expected: list[Answer], found: list[Answer]) -> None:
+    """The same tokens and, to the bit, the same log-probabilities."""
+    for number, (one, other) in enumerate(zip(expected, found, strict=True)):
+        assert other.tokens == one.tokens, f"prompt {number}"
+        assert other.logprobs == one.logprobs, f"prompt {number}"
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_every_family_is_found_to_need_no_company(architecture: str, dtype: str, model_maker: Any) -> None:
+    with engine_of(model_maker(architecture), dtype=dtype) as engine:
+        assert engine.model.company == ""
+
+
+@needs_native
+@pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+@pytest.mark.parametrize("architecture", ["llama", "qwen3_moe", "gpt_oss", "gemma3", "deepseek_v3"])
+def test_company_changes_no_bit(architecture: str, sampling: SamplingParams, model_maker: Any) -> None:
+    model = model_maker(architecture)
+    prompts, expected, block_bytes = one_at_a_time(model, 24, sampling)
+    for way, settings in WAYS.items():
+        if "kv_cache_memory" in settings:
+            settings = {"kv_cache_memory": str(settings["kv_cache_memory"] * block_bytes)}
+        with engine_of(model, **settings) as engine:
+            require_equal(expected, run_prompts(engine, prompts, sampling))
+            require_equal(expected, run_prompts(engine, prompts, sampling))  # once more, over a warm prefix cache
+            assert way != "preempted" or engine.statistics().scheduler.num_preemptions > 0
+
+
+@needs_native
+@pytest.mark.parametrize("form", ["sequential", "concurrent"])
+@pytest.mark.parametrize("architecture", ["llama", "qwen3_moe"])
+def test_neither_does_a_hand_off(architecture: str, form: str, model_maker: Any) -> None:
+    model = model_maker(architecture)
+    prompts, expected, _ = one_at_a_time(model, 60, GREEDY)
+    prefill = {"block_size": 8, "max_num_batched_tokens": 24, "dtype": "bfloat16"}
+    with pair_of(
+        model, "P2pConnector", extra={}, prefill=prefill, decode={"block_size": 8, "dtype": "bfloat16"}
+    ) as pair:
+        require_equal(expected, pair.run(prompts, GREEDY, form))
+        pair.settle()
+
+
+WITHOUT_KERNELS = """
+import sys
+from pathlib import Path
+from test_batch_invariance import GREEDY, engine_of, one_at_a_time, require_equal
+from support.engines import run_prompts
+prompts, expected, _ = one_at_a_time(Path(sys.argv[1]), 10, GREEDY, batch_invariant=True)
+for settings in ({}, {"max_num_batched_tokens": 16}):
+    with engine_of(Path(sys.argv[1]), batch_invariant=True, **settings) as engine:
+        assert "PyTorch computes" in engine.model.company
+        require_equal(expected, run_prompts(engine, prompts, GREEDY))
+print("the same")
+"""
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3_moe"])
+def test_without_kernels_the_flag_sees_to_it(architecture: str, model_maker: Any) -> None:
+    paths = [str(Path(__file__).parent), str(Path(__file__).parents[1]), *sys.path]
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_KERNELS, str(model_maker(architecture))],
+        env={**os.environ, "KVFERRY_NATIVE": "0", "PYTHONPATH": os.pathsep.join(paths)},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.stdout.strip().endswith("the same"), done.stderr[-3000:]
