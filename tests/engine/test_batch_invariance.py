@@ -72,6 +72,15 @@ def require_equal(expected: list[Answer], found: list[Answer]) -> None:
 
 
 @needs_native
+@pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+def test_company_changes_no_bit_of_a_mixture(sampling: SamplingParams, model_maker: Any) -> None:
+    model = model_maker("qwen3_moe")
+    prompts, expected, _ = one_at_a_time(model, 8, sampling)
+    with engine_of(model, max_num_batched_tokens=37) as engine:
+        require_equal(expected, run_prompts(engine, prompts, sampling))
+
+
+@needs_native
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_every_family_is_found_to_need_no_company(architecture: str, dtype: str, model_maker: Any) -> None:
@@ -79,9 +88,23 @@ def test_every_family_is_found_to_need_no_company(architecture: str, dtype: str,
         assert engine.model.company == ""
 
 
+def test_a_kernel_that_heeds_the_batch_is_caught(model_maker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvferry.engine.model import attention
+
+    real = attention.paged_attention
+
+    def rounded_in_company(query: Any, cache: Any, batch: Any, **options: Any) -> Any:
+        return real(query, cache, batch, **options) * (1 if batch.num_sequences == 1 else 1.0078125)
+
+    monkeypatch.setattr(attention, "paged_attention", rounded_in_company)
+    with engine_of(model_maker("llama")) as engine:
+        assert engine.model.company
+
+
 @needs_native
+@pytest.mark.full
 @pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seeded"])
-@pytest.mark.parametrize("architecture", ["llama", "qwen3_moe", "gpt_oss", "gemma3", "deepseek_v3"])
+@pytest.mark.parametrize("architecture", ["llama", "qwen3_moe", "gpt_oss", "gemma3", "phi3", "deepseek_v3"])
 def test_company_changes_no_bit(architecture: str, sampling: SamplingParams, model_maker: Any) -> None:
     model = model_maker(architecture)
     prompts, expected, block_bytes = one_at_a_time(model, 24, sampling)
@@ -95,6 +118,7 @@ def test_company_changes_no_bit(architecture: str, sampling: SamplingParams, mod
 
 
 @needs_native
+@pytest.mark.full
 @pytest.mark.parametrize("form", ["sequential", "concurrent"])
 @pytest.mark.parametrize("architecture", ["llama", "qwen3_moe"])
 def test_neither_does_a_hand_off(architecture: str, form: str, model_maker: Any) -> None:

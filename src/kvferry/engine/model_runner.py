@@ -142,9 +142,10 @@ class _Ends:
 def _single_tokens(inputs: StepInputs) -> Iterator[StepInputs]:
     """A step of one token for each token of `inputs`, in their order."""
     ids = iter(inputs.token_ids)
-    for length, context, table in zip(inputs.query_lens, inputs.context_lens, inputs.block_tables, strict=True):
+    columns = (inputs.query_lens, inputs.context_lens, inputs.known_lens, inputs.block_tables)
+    for length, context, known, table in zip(*columns, strict=True):
         for end in range(context - length + 1, context + 1):
-            yield StepInputs([next(ids)], [1], [end], [table], [0])
+            yield StepInputs([next(ids)], [1], [end], [known], [table], [0])
 
 
 def lay_out(chunks: Rows[Chunk], places: list[int]) -> StepInputs:

@@ -31,6 +31,8 @@ def abilities() -> set[str]:
     return set(next((line for line in lines if line.startswith("flags")), "").split())
 
 
+@pytest.mark.full
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("isa", NEEDS)
 def test_kernels_for(isa: str) -> None:
     if not NEEDS[isa] <= abilities():
@@ -41,7 +43,7 @@ def test_kernels_for(isa: str) -> None:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=900,
+        timeout=1100,
         check=False,
     )
     assert done.returncode == 0, done.stdout[-3000:]

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kvferry.core.layout import LayerLayout
-from kvferry.engine.model.attention import PagedContext, attention_context
+from kvferry.engine.model.attention import PagedContext, ProbedLayers, attention_context
 from kvferry.engine.ops.batch import AttentionBatch
 
 BLOCK_SIZE = 8
@@ -24,16 +23,19 @@ CHUNKS = (7, 1, 16, 1, 64)
 _PRODUCTS = ("mm", "bmm", "baddbmm", "addmm", "addmv", "mv", "dot", "linear", "convolution", "attention", "grouped_mm")
 
 
-def company_matters(module: Any, layers: tuple[LayerLayout, ...], device: torch.device) -> str:
+def company_matters(module: Any, probed: ProbedLayers, device: torch.device) -> str:
     """Why a row may depend on the rows beside it, in a few words; empty when it does not."""
-    vocabulary = module.config.get_text_config().vocab_size
+    settings = module.config.get_text_config()
+    vocabulary, most = settings.vocab_size, getattr(settings, "max_position_embeddings", None) or max(LENGTHS)
     generator = torch.Generator().manual_seed(1)
-    sequences = [torch.randint(0, vocabulary, (length,), generator=generator).to(device) for length in LENGTHS]
+    sequences = [
+        torch.randint(0, vocabulary, (min(length, most),), generator=generator).to(device) for length in LENGTHS
+    ]
     with torch.inference_mode():
         with _Products() as products:
-            together = _Paged(module, layers, device).run(sequences)
+            together = _Paged(module, probed, device).run(sequences)
         # tensor-parallel ranks run the same forwards, so whatever was found goes on
-        alone = [_Paged(module, layers, device).run_in_chunks(sequence) for sequence in sequences]
+        alone = [_Paged(module, probed, device).run_in_chunks(sequence) for sequence in sequences]
     if products.names:
         return f"PyTorch computes {', '.join(sorted(products.names))}"
     same = all(torch.equal(one, other) for one, other in zip(together, alone, strict=True))
@@ -63,13 +65,13 @@ def _is_outer(args: Any) -> bool:
 class _Paged:
     """The model over pages of its own."""
 
-    def __init__(self, module: Any, layers: tuple[LayerLayout, ...], device: torch.device) -> None:
-        self._module, self._device = module, device
+    def __init__(self, module: Any, probed: ProbedLayers, device: torch.device) -> None:
+        self._module, self._device, self._windows = module, device, probed.windows
         num_blocks = sum(-(-length // BLOCK_SIZE) for length in LENGTHS)
         dtype = next(module.parameters()).dtype
         self._caches = [
             torch.zeros(num_blocks, x.num_kv_heads, BLOCK_SIZE * (x.key_dim + x.value_dim), dtype=dtype, device=device)
-            for x in layers
+            for x in probed.layouts
         ]
 
     def run(self, sequences: list[Tensor]) -> list[Tensor]:
@@ -92,7 +94,7 @@ class _Paged:
 
     def _forward(self, ids: Tensor, lengths: list[int], contexts: list[int], tables: list[list[int]]) -> Tensor:
         batch = AttentionBatch.build(lengths, contexts, tables, block_size=BLOCK_SIZE, device=self._device)
-        with attention_context(PagedContext(batch, self._caches)):
+        with attention_context(PagedContext(batch, self._caches, self._windows)):
             output = self._module(input_ids=ids[None], position_ids=batch.positions[None], use_cache=False)
         logits: Tensor = output.logits[0]
         return logits

@@ -115,7 +115,8 @@ def load_model(
     if device.type == "cpu":
         on_progress("preparing for this CPU", 1.0)
         optimize(module)
-    company = company_matters(module, layers, device)
+    with _running(module):
+        company = company_matters(module, probed, device)
     _tell_company(company, config.batch_invariant)
     dtype_name = str(next(module.parameters()).dtype).removeprefix("torch.")
     text = found.values.get_text_config()
