@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
+import sys
 import sysconfig
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -36,6 +40,8 @@ NUM_TOKENS = 48
 SHOWN_LINES = 4
 BAR_WIDTH = 13
 REQUEST_S = 60.0
+_MOST_WAITING = 1000
+"""Lines that wait for an answer's end; of more, the last."""
 PHASES = (
     ("queue", "arrived", "prefill_started", "bright_black"),
     ("prefill", "prefill_started", "prefill_done", "blue"),
@@ -92,12 +98,15 @@ async def _run(fleet: LocalFleet, console: Console, keep: bool) -> int:
     """The fleet and the visitor, side by side; whichever is done ends the other."""
     urls: dict[str, str] = {}
     up = asyncio.Event()
-    supervisor = LocalSupervisor(_Watching(make_display(), urls, up), fleet.listen.grace_s)
+    display = _Watching(make_display(), urls, up)
+    supervisor = LocalSupervisor(display, fleet.listen.grace_s)
     serving = asyncio.create_task(supervisor.run(_with_plain_instance(fleet.plan(), fleet)))
-    visiting = asyncio.create_task(_visit(urls, up, console))
+    visiting = asyncio.create_task(_visit(urls, up, console, display.printing))
     await asyncio.wait([serving, visiting], return_when=asyncio.FIRST_COMPLETED)
     try:
         code = visiting.result() if visiting.done() else 1
+        if code == 0 and not keep:
+            console.print(_next_step(fleet.engine.model), soft_wrap=True)
         if keep and code == 0 and not serving.done():
             console.print(f"\nStill serving at [bold]{urls['router']}[/bold]; Ctrl-C ends everything.")
             return await serving
@@ -111,6 +120,12 @@ async def _run(fleet: LocalFleet, console: Console, keep: bool) -> int:
     return code or ended
 
 
+def _next_step(model: str) -> Text:
+    """How to go on, with the name under which this terminal finds the command."""
+    program = "kvferry" if shutil.which("kvferry") else str(Path(sys.executable).with_name("kvferry"))
+    return Text(f"\nTo serve it yourself:  {program} serve {model} --prefill 1 --decode 1")
+
+
 def _with_plain_instance(plan: FleetPlan, fleet: LocalFleet) -> FleetPlan:
     def front(ready: Mapping[str, Ready]) -> ProcessSpec:
         assert plan.front is not None
@@ -120,10 +135,31 @@ def _with_plain_instance(plan: FleetPlan, fleet: LocalFleet) -> FleetPlan:
 
 
 class _Watching:
-    """A display that also notes who is up."""
+    """A display that also notes who is up, and keeps log lines out of the middle of what the demo prints: while
+    `printing`, they wait."""
 
     def __init__(self, inner: Display, urls: dict[str, str], up: asyncio.Event) -> None:
         self._inner, self._urls, self._up = inner, urls, up
+        self._printing = False
+        self._waiting: deque[tuple[str, str]] = deque(maxlen=_MOST_WAITING)
+
+    @contextmanager
+    def printing(self) -> Iterator[None]:
+        """The demo writes text that ends in no line yet."""
+        self._printing = True
+        try:
+            yield
+        finally:
+            self._printing = False
+            while self._waiting:
+                self._inner.line(*self._waiting.popleft())
+
+    def line(self, name: str, text: str) -> None:
+        """See `Display`."""
+        if self._printing:
+            self._waiting.append((name, text))
+        else:
+            self._inner.line(name, text)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
@@ -141,8 +177,10 @@ class _Watching:
 
 # The visitor.
 
+Printing = Callable[[], AbstractContextManager[None]]
 
-async def _visit(urls: Mapping[str, str], up: asyncio.Event, console: Console) -> int:
+
+async def _visit(urls: Mapping[str, str], up: asyncio.Event, console: Console, printing: Printing) -> int:
     import aiohttp  # only here: other commands start without it
 
     await up.wait()
@@ -154,7 +192,7 @@ async def _visit(urls: Mapping[str, str], up: asyncio.Event, console: Console) -
             f" Each prompt is the beginning of a file of Python's own library, followed by {NUM_TOKENS} tokens"
             " of the model's.\n"
         )
-        answers = [await _show(session, urls["router"], piece, console) for piece in pieces]
+        answers = [await _show(session, urls["router"], piece, console, printing) for piece in pieces]
         console.print(_times(pieces, answers))
         console.print(_legend())
         plain = [await _ask(session, urls["plain"], piece) for piece in pieces]
@@ -170,12 +208,13 @@ async def _cut(session: aiohttp.ClientSession, url: str, name: str, num_tokens: 
     return Piece(name, token_ids, "\n".join(shown["prompt"].splitlines()[-SHOWN_LINES:]))
 
 
-async def _show(session: aiohttp.ClientSession, url: str, piece: Piece, console: Console) -> Answer:
+async def _show(session: aiohttp.ClientSession, url: str, piece: Piece, console: Console, printing: Printing) -> Answer:
     """Ask, and print the answer as it comes, after the last lines of its prompt."""
     console.print(f"[bold]{piece.name}[/bold], {len(piece.token_ids)} tokens …")
-    console.print(Text(piece.tail, style="dim"), end="")
-    answer = await _ask(session, url, piece, lambda text: console.print(Text(text, style="green"), end=""))
-    console.print("\n")
+    with printing():
+        console.print(Text(piece.tail, style="dim"), end="")
+        answer = await _ask(session, url, piece, lambda text: console.print(Text(text, style="green"), end=""))
+        console.print("\n")
     return answer
 
 

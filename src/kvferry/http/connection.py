@@ -32,6 +32,7 @@ from kvferry.http.limits import HttpLimits
 from kvferry.http.request import Request
 from kvferry.http.response import Framing, Producer, Response, answer_headers
 from kvferry.http.routes import Handler
+from kvferry.observe.logs import logging_request
 
 logger = logging.getLogger(__name__)
 access_logger = logging.getLogger("kvferry.access")
@@ -324,7 +325,8 @@ class ServerConnection(asyncio.Protocol):
             # Not from within the parser's call, as the answer may end the connection.
             self._loop.call_soon(turn.response.fail, error)
             return
-        task = self._loop.create_task(handler(turn.request, turn.response))
+        with logging_request(turn.request.id):  # for the task, which keeps the context that it is made in
+            task = self._loop.create_task(handler(turn.request, turn.response))
         turn.task = task
         self._owner.started(task)
         task.add_done_callback(lambda task: self._handled(turn, task))
