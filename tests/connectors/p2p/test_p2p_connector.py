@@ -245,21 +245,29 @@ def test_blocks_that_another_request_of_the_step_computes(
 
 
 @pytest.mark.parametrize("whose", ["its own", "another's"])
-def test_blocks_that_are_computed_again(make_engine: MakeEngine, whose: str) -> None:
-    """After a load that failed: what was announced of them was worth nothing."""
+def test_blocks_that_are_computed_again(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, whose: str) -> None:
+    """After a load that failed: what was announced of them was worth nothing, and the consumer has read it."""
+    monkeypatch.setattr(worker, "GATHER_BYTES", 0)
     producer, consumer = make_pair(make_engine)
     decode = consumer.add(consumed(PROMPT, early_ticket(producer)))
     consumer.step()
-    first = producer.add(FakeRequest("first", PROMPT, Produce("first")))
+    first = producer.add(FakeRequest("first", PROMPT))
     second = producer.add(FakeRequest("second", PROMPT, Produce("t"), shares=(first, 2)))
-    producer.step()
-    assert (first.num_computed, second.num_computed) == (8, 16)
-    producer.lose(first, 4)
-    if whose == "its own":
-        producer.lose(second, 8)
+    read = ShmPeer.read
+    num_reads = 0
+
+    async def counting(*arguments: Any, **named: Any) -> Any:
+        nonlocal num_reads
+        found = await read(*arguments, **named)
+        num_reads += 1
+        return found
+
+    monkeypatch.setattr(ShmPeer, "read", counting)
+    producer.lose(**({"first": 0, "second": 8} if whose == "its own" else {"first": 0}))
+    assert producer.wrongly_announced
+    producer.wrongly_announced.clear()
+    consumer.run_until(lambda: num_reads > 0)
     producer.run_until(lambda: (first.state, second.state) == ("done", "done"))
-    producer.scheduler.release("first")
-    producer.step()
     consumer.run_until(lambda: decode.state == "done")
     consumer.require_right(decode)
     assert (decode.error, decode.num_computed_here) == (None, 0)

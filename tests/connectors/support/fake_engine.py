@@ -133,6 +133,7 @@ class FakeEngine:
             self.addresses = [worker.address() for worker in self.workers if isinstance(worker, HasAddress)]
             if isinstance(self.scheduler, HasAddresses):
                 self.scheduler.set_addresses(self.addresses)
+        self.lost: set[str] = set()
         self.wrongly_announced: list[str] = []
         self._figures: dict[tuple[object, str], float] = {}
         for worker in self.workers:
@@ -185,11 +186,13 @@ class FakeEngine:
         request.block_ids, request.num_computed, request.state = [], 0, "waiting"
         request.asked_out = True
 
-    def lose(self, request: FakeRequest, num_tokens: int) -> None:
-        """What was to be loaded into its blocks from there on did not come: they are computed again."""
-        for block_id in request.block_ids[num_tokens // self.layout.block_size :]:
-            self.scribble(block_id)
-        request.num_computed = num_tokens
+    def lose(self, **num_tokens: int) -> None:
+        """One step, in which a load fails that these requests were computed on: from there on they begin again."""
+        self.lost = set(num_tokens)
+        self.step()
+        self.lost = set()
+        for name, number in num_tokens.items():
+            self.requests[name].num_computed = number
 
     # The step.
 
@@ -281,6 +284,8 @@ class FakeEngine:
                 worker.wait_layer(layer)
             self.seen.append({c.request.request_id: self._prefix_is_right(c, layer) for c in chunks})
             for chunk in chunks:
+                if chunk.request.request_id in self.lost:
+                    continue
                 for position in range(chunk.start, chunk.start + chunk.num_tokens):
                     index, slot = divmod(position, block_size)
                     tokens = chunk.request.prompt_token_ids
