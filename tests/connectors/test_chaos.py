@@ -11,6 +11,7 @@ import pytest
 from fake_engine import FakeEngine, FakeRequest
 from kv_support import make_layout, sharded
 
+from kvferry.connectors.p2p import worker
 from kvferry.core.hand_off import Consume, HandOff, Produce, parse_hand_off
 from support import tickets
 from support.libraries import require_library
@@ -178,9 +179,21 @@ def test_whatever_happens_over_other_media(
     suffer(make_engine, tmp_path, connector, options, seed=0)
 
 
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("name", ["p2p-shm", "p2p-tcp", "storage-layerwise"])
+def test_whatever_happens_to_shared_prefixes(
+    make_engine: Callable[..., FakeEngine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, seed: int
+) -> None:
+    """Blocks that another request computes in the same step."""
+    monkeypatch.setattr(worker, "GATHER_BYTES", 0)
+    connector, options = CONNECTORS[name]
+    traffic = suffer(make_engine, tmp_path, connector, {**options, "shares_prefixes": True}, seed)
+    assert sum(prefill.shares is not None for prefill in traffic.prefills.values()) > 10
+
+
 def suffer(
     make_engine: Callable[..., FakeEngine], folder: Path, connector: str, options: dict[str, object], seed: int
-) -> None:
+) -> Traffic:
     """Random traffic, and then one hand-off that nothing happens to."""
     if connector == "SharedStorageConnector":
         options = {**options, "shared_storage_path": str(folder)}
@@ -190,6 +203,7 @@ def suffer(
         seed,
     )
     run(traffic, NUM_ACTIONS)
+    return traffic
 
 
 @pytest.mark.parametrize(("seed", "name"), list(enumerate(SHAPES)))

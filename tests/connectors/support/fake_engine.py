@@ -5,6 +5,7 @@ and worker sides, stepped in turn. Whatever its connector announces is looked at
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import subprocess
 import sys
@@ -86,7 +87,9 @@ class FakeRequest:
 
 
 class FakeEngine:
-    """See the module. `stop_after`: run only so many tokens of a prompt a step."""
+    """See the module. `chunk`: most tokens of a prompt in a step. `shares_prefixes`: a request has the blocks of
+    another that begins alike and runs, as vLLM's prefix cache has it: also those that are computed in this very step.
+    """
 
     def __init__(
         self,
@@ -96,13 +99,14 @@ class FakeEngine:
         *,
         num_blocks: int = 64,
         chunk: int = 8,
+        shares_prefixes: bool = False,
         token: str = "secret",
         policy: str = "recompute",
         buffer_size: float = 1e9,
         seed: int = 5,
         **extra: Any,
     ) -> None:
-        self.layout, self.chunk = layout, chunk
+        self.layout, self.chunk, self.shares_prefixes = layout, chunk, shares_prefixes
         ranks = [on_rank(layout, rank) for rank in range(layout.tp_size)]
         self.regions = [Region(ranked, num_blocks, seed) for ranked in ranks]
         config = KVTransferConfig(
@@ -180,11 +184,9 @@ class FakeEngine:
     def preempt(self, request: FakeRequest) -> None:
         """Its blocks go back to the pool, where others overwrite them."""
         self.preempted.append(request)
-        for block_id in request.block_ids:
-            self.scribble(block_id)
-        self.free = [*request.block_ids, *self.free]
-        request.block_ids, request.num_computed, request.state = [], 0, "waiting"
-        request.asked_out = True
+        block_ids, request.block_ids = request.block_ids, []
+        self._free(block_ids, scribbles=True, first=True)
+        request.num_computed, request.state, request.asked_out = 0, "waiting", True
 
     def lose(self, **num_tokens: int) -> None:
         """One step, in which a load fails that these requests were computed on: from there on they begin again."""
@@ -244,6 +246,8 @@ class FakeEngine:
         return request
 
     def _admit(self, request: FakeRequest) -> None:
+        if self.shares_prefixes:
+            request.shares, request.cached = self._found_in_cache(request), []
         if request.shares is not None:
             other, num_shared = request.shares
             request.cached = other.block_ids[:num_shared]
@@ -270,6 +274,18 @@ class FakeEngine:
                 request.layerwise_base = num_cached
             else:
                 request.state = "loading"
+
+    def _found_in_cache(self, request: FakeRequest) -> tuple[FakeRequest, int] | None:
+        """Of requests that run: what they have computed, and what they compute in this step."""
+        found: tuple[FakeRequest, int] | None = None
+        for other in self.requests.values():
+            if other.state == "running":
+                computed = min(other.num_computed + self.chunk, len(other.prompt_token_ids))
+                pairs = zip(other.prompt_token_ids[:computed], request.prompt_token_ids[:-1], strict=False)
+                num_same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+                if num_same // self.layout.block_size > (found[1] if found else 0):
+                    found = other, num_same // self.layout.block_size
+        return found
 
     def _chunk(self, request: FakeRequest) -> ScheduledChunk:
         start = request.num_computed
@@ -353,13 +369,13 @@ class FakeEngine:
             case Release():
                 self._free(request.block_ids)
 
-    def _free(self, block_ids: Sequence[int], *, scribbles: bool = False) -> None:
-        """What no other request has."""
+    def _free(self, block_ids: Sequence[int], *, scribbles: bool = False, first: bool = False) -> None:
+        """What no other request has. `first`: to be used again at once."""
         users = [*self.held.values(), *(request.block_ids for request in self.requests.values())]
         for block_id in set(block_ids).difference(*users):
             if scribbles:
                 self.scribble(block_id)
-            self.free.append(block_id)
+            self.free.insert(0 if first else len(self.free), block_id)
 
     # Bytes.
 
