@@ -13,6 +13,8 @@ from typing import Any
 import openai
 import pytest
 from openai import AsyncOpenAI, OpenAI
+from openai.types import Completion
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 PROMPT = "The quick brown fox"
 OTHER_PROMPT = "What is the capital of France?"
@@ -283,6 +285,42 @@ def the_timeline_comes_when_asked_for(client: OpenAI, model: str) -> None:
     assert "timeline" not in (complete(client, model).model_extra or {})
 
 
+# Types, and fields that nobody knows.
+
+
+def answers_are_of_openais_types(client: OpenAI, model: str) -> None:
+    """Strictly: the client itself takes anything."""
+    whole = client.chat.completions.with_raw_response
+    for options in ({}, {"logprobs": True, "top_logprobs": 3, "n": 2}):
+        raw = whole.create(model=model, messages=MESSAGES, max_tokens=4, **options)  # type: ignore[call-overload]
+        ChatCompletion.model_validate_json(raw.text, strict=True)
+        for chunk in chat(client, model, max_tokens=4, stream=True, stream_options={"include_usage": True}, **options):
+            ChatCompletionChunk.model_validate(chunk.to_dict(), strict=True)
+        raw = client.completions.with_raw_response.create(
+            model=model, prompt=PROMPT, max_tokens=4, n=options.get("n", 1), logprobs=options.get("top_logprobs", 0)
+        )
+        Completion.model_validate_json(raw.text, strict=True)
+
+
+def what_openai_has_and_changes_nothing_is_passed_over(client: OpenAI, model: str) -> None:
+    known: dict[str, Any] = {"store": False, "metadata": {"a": "b"}, "service_tier": "auto", "verbosity": "low"}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+    raw = client.chat.completions.with_raw_response.create(
+        model=model, messages=MESSAGES, max_tokens=2, tools=tools, tool_choice="auto", parallel_tool_calls=False,
+        response_format={"type": "text"}, modalities=["text"], user="u", extra_body={"what_is_this": 1}, **known
+    )  # fmt: skip
+    warning = raw.headers["x-kvferry-warning"]
+    assert all(name in warning for name in (*known, "parallel_tool_calls", "what_is_this"))
+    assert "tools" not in warning
+
+
+def a_typo_is_refused(client: OpenAI, model: str) -> None:
+    for ask in (complete, chat):
+        with pytest.raises(openai.BadRequestError, match="did you mean 'max_tokens'") as caught:
+            ask(client, model, extra_body={"max_token": 5})
+        assert caught.value.param == "max_token"
+
+
 # Refusals.
 
 
@@ -369,6 +407,9 @@ CHECKS: list[Callable[[OpenAI, str], None]] = [
     echo_begins_with_the_prompt,
     prompt_logprobs_have_an_entry_a_token,
     the_timeline_comes_when_asked_for,
+    answers_are_of_openais_types,
+    what_openai_has_and_changes_nothing_is_passed_over,
+    a_typo_is_refused,
     wrong_values_are_bad_requests,
     wrong_chat_values_are_bad_requests,
     too_long_a_context_has_its_code,
