@@ -344,7 +344,12 @@ def _ticket_value(random: Random, name: str) -> str:
         "transfer_id": ["", "a", "x" * 10_000, "\u0000", "../.."],
         "remote_ranks": [[["127.0.0.1", 1]], [["a..b", 99999]], [["", 0]] * 500],
         "remote_prefixes": [[[1, "aa"]], [[-5, ""]], [[2**50, "zz"]] * 100],
-        "prefill_result": [{"first_token": token} for token in (0, -1, 10**6, 2**40)],
+        "prefill_result": [
+            *({"first_token": token} for token in (0, 5, -1, 10**6, 2**31, 2**40)),
+            {"first_token": 5, "logprobs": [-1, -0.5, 1, {"-1": -1}], "num_cached_tokens": 2**40},
+            {"first_token": 5, "logprobs": [10**9, -0.5, 2**62, {"999999999": -1}], "seed": 2**63 - 1},
+            {"first_token": 5, "seed": -1, "num_cached_tokens": -5, "timeline": {"arrived": 1e300, "done": -1e300}},
+        ],
     }
     return json.dumps(random.choice(plain.get(name, [True, False, None, "x", 5])))
 
