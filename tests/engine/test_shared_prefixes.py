@@ -18,7 +18,7 @@ from support.engines import run_prompts
 from support.pairs import pair_of
 from support.shared_prefixes import num_answers, waves
 
-NUM_ANSWERS = 120
+NUM_ANSWERS = 80
 LONGEST = 400
 GREEDY = SamplingParams(max_tokens=10, temperature=0.0, ignore_eos=True)
 SETTINGS: dict[str, dict[str, Any]] = {
