@@ -87,7 +87,10 @@ def test_the_router_is_told_where_they_are() -> None:
     [
         (None, "KvferryP2pConnector"),
         ({"kv_connector": "P2pConnector"}, "KvferryP2pConnector"),
-        ({"kv_connector": "SharedStorageConnector"}, "KvferrySharedStorageConnector"),
+        (
+            {"kv_connector": "SharedStorageConnector", "kv_connector_extra_config": {"shared_storage_path": "/tmp/kv"}},
+            "KvferrySharedStorageConnector",
+        ),
         ({"kv_connector": "NixlConnector"}, "NixlConnector"),
         ({"kv_connector": "SomebodysConnector", "kv_connector_module_path": "some.where"}, "SomebodysConnector"),
     ],

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+from difflib import get_close_matches
 from typing import Any
 
 import msgspec
 
-from kvferry.core.errors import ConfigError
+from kvferry.connectors.registry import connector_names, find_connector
+from kvferry.core.errors import ConfigError, MissingDependency, UnknownName
+from kvferry.core.transfer_config import KVTransferConfig
 from kvferry.fleet.transfer import InstanceRole, kv_role
 
 OURS = {"P2pConnector": "KvferryP2pConnector", "SharedStorageConnector": "KvferrySharedStorageConnector"}
@@ -17,6 +21,8 @@ _PREFIX = "Kvferry"
 
 
 _EXTRA_IN_VLLM = ("kv_ip", "kv_buffer_size")
+_ADAPTERS = (*_EXTRA_IN_VLLM, "hand_off", "shared_memory", "model_fingerprint")
+"""Keys of `kv_connector_extra_config` that the adapter reads itself."""
 
 DEFAULT = '{"kv_connector":"P2pConnector"}'
 
@@ -29,7 +35,29 @@ def read_transfer(text: str) -> dict[str, Any]:
         raise ConfigError(f"--kv-transfer-config is not a JSON object: {error}") from error
     if not isinstance(raw.get("kv_connector"), str):
         raise ConfigError('--kv-transfer-config names no "kv_connector"')
-    return {**raw, "kv_connector": OURS.get(raw["kv_connector"], raw["kv_connector"])}
+    transfer = {**raw, "kv_connector": OURS.get(raw["kv_connector"], raw["kv_connector"])}
+    for one in (transfer, *_children(transfer)):
+        _check_ours(one)
+    return transfer
+
+
+def _check_ours(transfer: dict[str, Any]) -> None:
+    """Raise `ConfigError` for settings of a connector of kvferry's that are wrong. What is installed in vLLM's
+    environment is not known here: neither libraries, nor connectors of other packages."""
+    name = transfer["kv_connector"].removeprefix(_PREFIX)
+    if not transfer["kv_connector"].startswith(_PREFIX):
+        return
+    if name not in connector_names():
+        if near := get_close_matches(name, connector_names(), n=1, cutoff=0.8):
+            raise UnknownName("kv_connector", transfer["kv_connector"], [_PREFIX + near[0]])
+        return
+    extra = transfer.get("kv_connector_extra_config", {})
+    if not isinstance(extra, dict):
+        raise ConfigError("--kv-transfer-config: kv_connector_extra_config must be an object")
+    own = {key: value for key, value in extra.items() if key not in _ADAPTERS}
+    config = KVTransferConfig(kv_connector=name, kv_connector_extra_config=own)
+    with suppress(MissingDependency):
+        find_connector(config).check(config)
 
 
 def is_ours(transfer: dict[str, Any]) -> bool:
