@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import ssl
 import subprocess
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from kvferry.http.keys import fleet_key
 from kvferry.http.origin import Origin
 from kvferry.http.tls import client_context
 
-from .running import request, running, wire
+from .running import limits, request, running, wire
 
 ASK = Deadlines(connect_s=5, first_byte_s=5, between_s=5)
 
@@ -130,6 +131,22 @@ async def test_tls(certificates: Path) -> None:
         async with HttpClient(tls=client_context(None)) as stranger:
             with pytest.raises(Unreachable, match="certificate"):
                 await stranger.open(origin, "GET", "/ok", [], deadlines=ASK)
+
+
+async def test_handshakes_that_are_not_finished_are_counted_and_end(certificates: Path) -> None:
+    settings = {"tls_cert": certificates / "cert.pem", "tls_key": certificates / "key.pem"}
+    bounds = limits(http_client_connections=3, http_header_s=1.0)
+    async with running(limits=bounds, **settings) as served, AsyncExitStack() as stack:
+        for first in (b"", bytes.fromhex("16030100f8"), bytes(100)):
+            client = await stack.enter_async_context(wire(served.port))
+            client.send(first)
+        async with wire(served.port) as one_too_many:
+            assert await one_too_many.to_end() == b""
+        while served.server.statistics()["connections"]:
+            await asyncio.sleep(0)
+        origin = Origin("127.0.0.1", served.port, tls=True)
+        async with HttpClient(tls=client_context(certificates / "ca.pem")) as client:
+            assert (await client.ask(origin, "GET", "/ok", timeout_s=20))[0] == 200
 
 
 async def test_clients_with_a_certificate_only(certificates: Path) -> None:

@@ -154,6 +154,16 @@ async def test_half_bodies_of_one_client_lock_nobody_out() -> None:
             assert (await other.reply()).status == 200
 
 
+async def test_a_flood_of_connections_beyond_the_bound_is_not_even_answered() -> None:
+    async with running(limits=limits(http_connections=1)) as served, AsyncExitStack() as stack:
+        clients = [await stack.enter_async_context(wire(served.port)) for _ in range(150)]
+        answers = [await client.to_end() for client in clients[1:]]
+        assert answers.count(b"") >= 10
+        assert any(answer.startswith(b"HTTP/1.1 503 ") for answer in answers)
+        clients[0].send(request("/ok"))
+        assert (await clients[0].reply()).status == 200
+
+
 async def test_the_number_of_connections_is_bounded_and_recovers() -> None:
     async with running(limits=limits(http_connections=5)) as served:
         async with AsyncExitStack() as stack:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import struct
 
 import pytest
 
 from .running import Handlers, request, running, wire
+
+NO_LINGER = struct.pack("ii", 1, 0)
 
 
 async def test_a_whole_answer() -> None:
@@ -194,6 +197,17 @@ async def test_a_slow_reader_holds_the_writer_up() -> None:
         assert handlers.written > seen or seen >= 8 * 2**20
         client.reset()
         await handlers.cancelled.wait()
+
+
+async def test_who_only_writes_hears_of_a_reset_too() -> None:
+    for _ in range(10):
+        handlers = Handlers()
+        async with running(handlers) as served, wire(served.port) as client:
+            client.send(request("/flood"))
+            await client.reader.readexactly(1000)
+            client.writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, NO_LINGER)
+            client.reset()
+            await handlers.cancelled.wait()
 
 
 async def test_nagles_algorithm_is_off() -> None:

@@ -60,6 +60,10 @@ class Owner(Protocol):
     def draining(self) -> bool:
         """Whether connections end with their answer."""
 
+    @property
+    def crowded(self) -> bool:
+        """Whether there is not even room to tell a client that it is refused."""
+
     def admit(self, connection: ServerConnection) -> Unavailable | None:
         """Count a connection; the refusal when there are too many."""
 
@@ -95,7 +99,7 @@ class ServerConnection(asyncio.Protocol):
         self._parser = httptools.HttpRequestParser(self)
         self._transport: asyncio.Transport
         self.client = ""
-        self._certified = False
+        self._certified = self._admitted = self._made = False
         self._phase: Literal["idle", "head", "body", "running", "closing"] = "idle"
         self._deadline = self._body_deadline = inf
         self._lost = False
@@ -117,19 +121,32 @@ class ServerConnection(asyncio.Protocol):
         self._stalled_since, self._stalled_bytes = 0.0, 0
         self._lingered = 0
 
+    @property
+    def lost(self) -> bool:
+        """Whether the client is gone."""
+        return self._lost
+
     # The transport's calls.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """A client is there."""
-        self._transport = cast(asyncio.Transport, transport)
-        peer = transport.get_extra_info("peername")
-        self.client = str(peer[0]) if isinstance(peer, tuple) else ""
-        self._certified = bool(transport.get_extra_info("peercert"))
-        if (refused := self._owner.admit(self)) is not None:
-            self._refuse_with(refused)
+        self._transport, self._made = cast(asyncio.Transport, transport), True
+        if self._lost or self._owner.draining:
+            self._transport.abort()
             return
+        peer = transport.get_extra_info("peername")
+        refused = self.knock(str(peer[0]) if isinstance(peer, tuple) else "") if not self._admitted else None
+        if refused is not None:
+            self.abort() if self._owner.crowded else self._refuse_with(refused)
+            return
+        self._certified = bool(transport.get_extra_info("peercert"))
         self._transport.set_write_buffer_limits(high=_HIGH_WATER, low=_LOW_WATER)
         self._deadline = self._loop.time() + self._limits.http_header_s
+
+    def knock(self, client: str) -> Unavailable | None:
+        """Be counted, before anything is read: the refusal when there are too many."""
+        self.client, self._admitted = client, True
+        return self._owner.admit(self)
 
     def data_received(self, data: bytes) -> None:
         """Bytes of requests."""
@@ -150,6 +167,8 @@ class ServerConnection(asyncio.Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         """The client is gone; so is the work for it, unless it has its whole answer."""
+        if self._lost:
+            return
         self._lost = True
         self._owner.forget(self)
         self._waiting.clear()
@@ -416,7 +435,7 @@ class ServerConnection(asyncio.Protocol):
     @property
     def slow(self) -> bool:
         """See `Wire`."""
-        return not self._writable
+        return not self._writable or self._transport.is_closing()
 
     def date(self) -> tuple[bytes, bytes]:
         """See `Wire`."""
@@ -429,6 +448,9 @@ class ServerConnection(asyncio.Protocol):
 
     async def drain(self) -> None:
         """See `Wire`."""
+        if self._lost or self._transport.is_closing():
+            # A closed transport takes everything and is never full: who only writes would never hear of the end.
+            await asyncio.sleep(0)
         while not self._writable and not self._lost:
             waiter: asyncio.Future[None] = self._loop.create_future()
             self._drained.append(waiter)
@@ -461,7 +483,7 @@ class ServerConnection(asyncio.Protocol):
 
     def end_idle(self) -> None:
         """Close the connection if no request is on it; one that is there ends it with its answer."""
-        if self._turn is None and self._phase != "closing":
+        if self._made and self._turn is None and self._phase != "closing":
             self._close()
 
     def set_abort_reason(self, reason: RequestError) -> None:
@@ -469,9 +491,10 @@ class ServerConnection(asyncio.Protocol):
         self._abort_reason = reason
 
     def abort(self) -> None:
-        """Break off now."""
-        self._phase = "closing"
-        self._transport.abort()
+        """Break off now. A handshake under way ends with its task."""
+        if self._made:
+            self._phase = "closing"
+            self._transport.abort()
 
     def _close(self) -> None:
         self._phase = "closing"

@@ -29,6 +29,7 @@ from kvferry.http.lifecycle import Lifecycle
 from kvferry.http.listen import listen
 from kvferry.http.request import Request
 from kvferry.http.routes import Handler, Routes
+from kvferry.http.tls_door import TlsDoor
 
 OnListening = Callable[[str, int], None]
 """Told the host and the real port once connections are accepted."""
@@ -72,10 +73,10 @@ class HttpServer:
         """Serve until `stop`, or until cancelled, then end in stages. Raises `ConfigError` when an address cannot be
         listened on or a TLS file not be read."""
         self.loop = asyncio.get_running_loop()
-        self._most = min(self._most, _file_limit(self._most + _SPARE_FILES) - _SPARE_FILES)
+        self._most = max(1, min(self._most, _file_limit(self._most + _SPARE_FILES) - _SPARE_FILES))
         context = self.config.tls_context()
         sockets = self._listen()
-        listeners: list[asyncio.Server] = []
+        listeners: list[asyncio.Server | TlsDoor] = []
         self._tick()
         try:
             for listener, side in sockets:
@@ -86,7 +87,10 @@ class HttpServer:
             await self._ending.wait()
         finally:
             for one in listeners:
-                one.close()
+                if isinstance(one, TlsDoor):
+                    await one.close()
+                else:
+                    one.close()
             for listener, _ in sockets:
                 listener.close()
             await self._end()
@@ -104,14 +108,15 @@ class HttpServer:
             public.close()
             raise
 
-    async def _accept(self, listener: socket.socket, side: Side, context: ssl.SSLContext | None) -> asyncio.Server:
-        timeout = self.limits.http_header_s if context is not None else None
+    async def _accept(
+        self, listener: socket.socket, side: Side, context: ssl.SSLContext | None
+    ) -> asyncio.Server | TlsDoor:
+        if context is not None:
+            door = TlsDoor(self, side, listener, context)
+            door.open()
+            return door
         return await self.loop.create_server(
-            lambda: ServerConnection(self, side),
-            sock=listener,
-            backlog=self.config.backlog,
-            ssl=context,
-            ssl_handshake_timeout=timeout,
+            lambda: ServerConnection(self, side), sock=listener, backlog=self.config.backlog
         )
 
     def _tick(self) -> None:
@@ -126,6 +131,11 @@ class HttpServer:
     def draining(self) -> bool:
         """See `Owner`."""
         return self.lifecycle.draining
+
+    @property
+    def crowded(self) -> bool:
+        """See `Owner`."""
+        return len(self._connections) > self._most + _SPARE_FILES // 2
 
     def admit(self, connection: ServerConnection) -> Unavailable | None:
         """See `Owner`."""
