@@ -298,6 +298,66 @@ def test_prompt_logprobs_skip_the_prefix_cache() -> None:
     assert bench.step().num_tokens == 12
 
 
+# Beyond the trained context all KV is computed otherwise. It is 12 tokens here.
+
+
+def test_a_sequence_that_leaves_the_trained_context_begins_again_once() -> None:
+    bench = Bench(trained_context=12)
+    bench.add("a", list(range(10)), max_tokens=6)
+    bench.run()
+    assert bench.tokens("a") == expected_answer(list(range(10)), 6)
+    assert [step.num_tokens for step in bench.steps if step.chunks] == [10, 1, 1, 13, 1, 1]
+    assert bench.scheduler.statistics().num_preemptions == 1
+    bench.scheduler.check()
+
+
+def test_a_sequence_that_ends_at_the_border_does_not() -> None:
+    bench = Bench(trained_context=12)
+    bench.add("a", list(range(10)), max_tokens=3)
+    bench.run()
+    assert bench.scheduler.statistics().num_preemptions == 0
+
+
+def test_blocks_within_the_trained_context_are_no_prefix_of_a_longer_sequence() -> None:
+    bench = Bench(trained_context=12)
+    for number, prompt in enumerate([list(range(9)), list(range(14)), list(range(9)), list(range(15))]):
+        bench.add(f"{number}", prompt, max_tokens=1)
+        bench.run()
+    assert [step.num_tokens for step in bench.steps if step.chunks] == [9, 14, 1, 3]
+
+
+@pytest.mark.parametrize("num_offered", [0, 12])
+def test_kv_of_the_other_kind_is_not_fetched(num_offered: int) -> None:
+    """P has computed 12 tokens, D is asked for more; or P's own token takes the sequence across the border."""
+    connector = ScriptedConnector(match=Hit(12))
+    bench = Bench(connector=connector, trained_context=12)
+    prompt = list(range(14)) if num_offered else list(range(12))
+    result = PrefillResult(first_token=rule(prompt), seed=3)
+    ticket = Ticket(transfer_id="t", remote_num_tokens=num_offered, prefill_result=None if num_offered else result)
+    bench.add("a", prompt, hand_off=Consume(ticket))
+    bench.run()
+    assert bench.tokens("a") == expected_answer(prompt, 4)
+    assert connector.matched == []
+    bench.scheduler.check()
+
+
+def test_kv_that_came_of_the_other_kind_is_computed_anew() -> None:
+    """In a concurrent hand-off P's token, or how much it has computed, is known only when the KV is there."""
+    for report in (
+        TransferReport(loaded={"a"}, prefill_results={"a": PrefillResult(first_token=rule(range(12)), seed=3)}),
+        TransferReport(loaded={"a"}, loaded_tokens={"a": 8}),
+    ):
+        prompt = list(range(14 if report.loaded_tokens else 12))
+        bench = Bench(connector=ScriptedConnector(match=Hit(len(prompt))), trained_context=12)
+        bench.add("a", prompt, hand_off=consume(None))
+        bench.step()
+        bench.step(report)
+        bench.run()
+        assert bench.tokens("a") == expected_answer(prompt, 4)
+        assert len(prompt) + bool(report.prefill_results) in [step.num_tokens for step in bench.steps]
+        bench.scheduler.check()
+
+
 # Hand-offs.
 
 RESULT = PrefillResult(first_token=rule(range(10)), seed=3)

@@ -1,0 +1,79 @@
+"""What would answer wrongly far out, in company or in chunks does not start."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from kvferry.core.errors import UnsupportedModel
+from kvferry.engine.config import EngineConfig
+from kvferry.engine.model import loader, self_check
+from kvferry.engine.model.loader import load_model
+from support.families import OPTIONS, make_model
+
+
+def load(folder: Path) -> Any:
+    return load_model(EngineConfig(model=str(folder), dtype="float32", device="cpu"))
+
+
+def spoil(monkeypatch: pytest.MonkeyPatch, change: Any) -> None:
+    """Each model that is loaded from now on has its layers' inputs changed: hidden states and positions go in."""
+    real = loader.install_rope
+
+    def install(module: Any, border: int | None) -> None:
+        real(module, border)
+        for layer in module.model.layers:
+            layer.register_forward_pre_hook(change, with_kwargs=True)
+
+    monkeypatch.setattr(loader, "install_rope", install)
+
+
+def by_company(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """As a mixer of neighbours would: rows see the one before, whosever it is."""
+    hidden = args[0]
+    return (hidden + 0.5 * hidden.roll(1, dims=1), *args[1:]), kwargs
+
+
+def by_longest(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """As a scale that follows the largest position of the batch would."""
+    return (args[0] * (1.0 + (kwargs["position_ids"].max() > 2000)), *args[1:]), kwargs
+
+
+@pytest.mark.parametrize("change", [by_company, by_longest])
+def test_what_depends_on_company_is_refused(change: Any, model_maker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = model_maker("llama")
+    load(folder)
+    spoil(monkeypatch, change)
+    with pytest.raises(UnsupportedModel, match="does not give the same logits"):
+        load(folder)
+
+
+@pytest.mark.parametrize("family", ["phi3", "phimoe"])
+def test_longrope_by_the_batch_is_refused(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Were the rotary embedding left as transformers has it, the model would not start."""
+    case = next(one for one in OPTIONS if one.family == family and "longrope (" in one.option)
+    make_model(case, tmp_path)
+    load(tmp_path)
+    monkeypatch.setattr(loader, "install_rope", lambda module, border: None)
+    with pytest.raises(UnsupportedModel, match="does not give the same logits"):
+        load(tmp_path)
+
+
+def test_a_family_whose_code_fails_is_refused_in_one_line(model_maker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        raise AttributeError("no such thing\nand more")
+
+    spoil(monkeypatch, fail)
+    with pytest.raises(UnsupportedModel, match=r"AttributeError: no such thing$"):
+        load(model_maker("llama"))
+
+
+def test_every_length_that_a_configuration_names_is_passed(model_maker: Any) -> None:
+    text = load(model_maker("mistral", sliding_window=100, max_position_embeddings=3000)).module.config
+    assert self_check.thresholds(text) == [100, 3000]
+    examples = self_check._examples(text, torch.device("cpu"))
+    assert [example.first for example in examples] == [0, 0, 76, 88, 2976]
