@@ -11,7 +11,7 @@ import json
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import uvicorn
@@ -21,9 +21,12 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from kvferry.router.app import Router, build_app, build_router
+from kvferry.http.config import HttpConfig
+from kvferry.http.lifecycle import Lifecycle
+from kvferry.http.listen import listen
+from kvferry.http.server import HttpServer
+from kvferry.router.app import Router, build_router
 from kvferry.router.config import RouterConfig
-from kvferry.router.server import listen
 
 
 @asynccontextmanager
@@ -56,14 +59,17 @@ Answering = Callable[["Peer", Request, Any], Awaitable[Response]]
 @dataclass
 class Peer:
     """One instance. `answering` makes the answer to a completion; `facts` None: GET /kvferry/instance is not there;
-    `vllm`: the version it gives as a vLLM server; `hangs`: GET /health gets no answer."""
+    `vllm`: the version it gives as a vLLM server; `hangs`: GET /health gets no answer; `moved_to`: where other paths
+    are redirected."""
 
     role: str
     answering: Answering
     facts: dict[str, Any] | None = None
     vllm: str = ""
+    metrics: Callable[[Peer], Awaitable[str]] | None = None
     healthy: bool = True
     hangs: bool = False
+    moved_to: str = ""
     url: str = ""
     calls: list[Call] = field(default_factory=list)
     others: list[Call] = field(default_factory=list)
@@ -84,6 +90,7 @@ class Peer:
                 Route("/kvferry/release", self._release, methods=["POST"]),
                 Route("/health", self._health),
                 Route("/version", self._version),
+                Route("/metrics", self._metrics),
                 *([Route("/v1/models", self._vllm_models)] if self.vllm else []),
                 Route("/{path:path}", self._other, methods=["GET", "POST", "DELETE"]),
             ]
@@ -116,6 +123,9 @@ class Peer:
     async def _version(self, request: Request) -> Response:
         return JSONResponse({"version": self.vllm}) if self.vllm else JSONResponse({}, status_code=404)
 
+    async def _metrics(self, request: Request) -> Response:
+        return Response(await self.metrics(self) if self.metrics else "", media_type="text/plain")
+
     async def _vllm_models(self, request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [{"id": "m", "object": "model", "owned_by": "vllm"}]})
 
@@ -123,6 +133,8 @@ class Peer:
         body = (await request.body()).decode()
         target = request.scope["raw_path"].decode() + "?" + request.url.query
         self.others.append(Call(target, dict(request.headers), body))
+        if self.moved_to:
+            return Response(status_code=307, headers={"Location": self.moved_to})
         return JSONResponse({"role": self.role, "path": request.url.path, "data": []}, headers={"X-Other": "kept"})
 
 
@@ -298,14 +310,26 @@ async def _serve_peer(peer: Peer, ready: asyncio.Event, done: asyncio.Event) -> 
 
 
 @asynccontextmanager
-async def routing(prefill: list[str], decode: list[str], **settings: Any) -> AsyncIterator[tuple[Router, str]]:
+async def routing(
+    prefill: list[str], decode: list[str], http: HttpConfig | None = None, **settings: Any
+) -> AsyncIterator[tuple[Router, str]]:
     """A router before the instances at these URLs, and its own URL. Unless told otherwise, it looks at their health
-    once, at the start."""
+    once, at the start. In the end nothing is left of any request."""
     settings.setdefault("health_interval_s", 3600)
     config = RouterConfig(prefill_url=tuple(prefill), decode_url=tuple(decode), **settings)
-    router = build_router(config)
-    async with serving(build_app(router)) as url:
-        yield router, url
+    http = replace(http or HttpConfig(shutdown_grace_s=1), port=0, max_body_bytes=config.max_body_bytes)
+    router = build_router(config, http)
+    server, ready = HttpServer(router.routes(), http, Lifecycle("router")), asyncio.Event()
+    async with router.running(), asyncio.TaskGroup() as group:
+        running = group.create_task(server.run(lambda host, port: ready.set()))
+        await ready.wait()
+        try:
+            yield router, f"{http.scheme}://127.0.0.1:{server.ports[0]}"
+        finally:
+            server.stop()
+            await running
+        server.check()
+        assert router.services.upstream.num_waits == 0
     router.admission.check()
     assert all(instance.in_flight == 0 for instance in router.services.pools)
 

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
+from kvferry.core.errors import InvalidRequest
 from kvferry.router.body import RequestBody
 
 ODD = b'{"big": 123456789012345678901234567890, "float": 1.10, "text": "\\u00e9", "null": null, "twice": 1 }'
 
 
 def parsed(data: bytes) -> RequestBody:
-    body = RequestBody.parse(data)
-    assert body is not None
-    return body
+    return RequestBody.parse(data)
 
 
 def test_nothing_changed_is_the_very_bytes() -> None:
@@ -36,6 +37,62 @@ def test_reading_fields() -> None:
     assert "missing" not in body
 
 
-@pytest.mark.parametrize("data", [b"", b"[1]", b'"text"', b"{", b"\xff\xfe", b"null"])
-def test_what_is_no_object_is_none(data: bytes) -> None:
-    assert RequestBody.parse(data) is None
+@pytest.mark.parametrize(
+    ("data", "why"),
+    [
+        (b"", "not valid JSON"),
+        (b"[1]", "must be a JSON object"),
+        (b'"text"', "must be a JSON object"),
+        (b"null", "must be a JSON object"),
+        (b"{", "not valid JSON"),
+        (b'{"a": 1} {"b": 2}', "not valid JSON"),
+        (b"\xff\xfe", "not UTF-8: byte 0"),
+        (b'{"a": "\xff"}', "not UTF-8"),
+        (b'{"\xff": 1}', "not UTF-8"),
+        (b'\xef\xbb\xbf{"a": 1}', "not valid JSON"),
+        ('{"a": 1}'.encode("utf-16"), "not UTF-8"),
+        ('{"a": 1}'.encode("utf-16-le"), "not valid JSON"),
+        ('{"a": 1}'.encode("utf-32-be"), "not valid JSON"),
+        (b'{"a": NaN}', "NaN is not a JSON number"),
+        (b'{"a": [-Infinity]}', "-Infinity is not a JSON number"),
+        (b'{"a": 1, "b": 2, "a": 3}', "'a' is there twice"),
+        (b'{"a": {"b": [{"c": 1, "\\u0063": 2}]}}', "'c' is there twice"),
+        (b'{"a": "\\ud800"}', "surrogate"),
+        (b'{"a": ["\\udc00\\ud800"]}', "surrogate"),
+        (b'{"\\uDFFF": 1}', "surrogate"),
+        (b'{"a": "a\x00b"}', "not valid JSON"),
+        (b'{"a": ' + b"1" * 5000 + b"}", "not valid JSON"),
+        (b'{"a": ' + b"[" * 64 + b"]" * 64 + b"}", "64 levels"),
+        (b'{"a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "64 levels"),
+        (b'{"a":' * 5000 + b"1" + b"}" * 5000, "64 levels"),
+        (b'{"a": {"kv_transfer_params": {}}}', "not for clients"),
+        (b'{"vllm_xargs": {"kv_transfer\\u005fparams": {}}}', "not for clients"),
+        (b'{"a": [[{"ec_transfer_params": 1}]]}', "not for clients"),
+    ],
+)
+def test_what_could_be_read_in_two_ways_is_refused(data: bytes, why: str) -> None:
+    with pytest.raises(InvalidRequest, match=re.escape(why)):
+        RequestBody.parse(data)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b'{"a": "\\ud83d\\ude00"}',
+        b'{"a": "\\\\ud800 as text"}',
+        b'{"a": ' + b"[" * 63 + b"]" * 63 + b"}",
+        '{"é": "日本語"}'.encode(),
+        b'{"a": {"b": 1}, "c": {"b": 1}}',
+    ],
+)
+def test_what_can_be_read_in_one_way_only_is_kept(data: bytes) -> None:
+    assert parsed(data).encode() is data
+
+
+@pytest.mark.parametrize(
+    "name", ["kv_transfer_params", "kv_transfer_param\\u0073", "ec_transfer_params", "bootstrap_host"]
+)
+def test_a_ticket_of_a_client_is_left_out_unless_clients_are_trusted(name: str) -> None:
+    data = b'{"a": 1.0, "%b": {"remote_host": "evil"}}' % name.encode()
+    assert parsed(data).encode() == b'{"a":1.0}'
+    assert RequestBody.parse(data, trust_tickets=True).encode() is data

@@ -12,6 +12,7 @@ import pytest
 from starlette.requests import Request
 from starlette.responses import Response
 
+from kvferry.http.origin import Origin
 from router.peers import (
     CONCURRENT,
     DECODE,
@@ -258,10 +259,10 @@ async def test_a_prefill_that_cannot_be_reached_is_left_out_until_it_is_back() -
         routing([p.url], [d.url], hand_off="sequential") as (router, url),
     ):
         instance = router.services.pools.prefill.instances[0]
-        address, instance.url = instance.url, nowhere
+        address, instance.origin = instance.origin, Origin.parse(nowhere)
         assert (await post(url))[0] == 200
         assert not instance.alive
-        instance.url = address
+        instance.origin = address
         assert (await post(url))[0] == 200
         assert p.calls == []
         await router.health.look([instance])

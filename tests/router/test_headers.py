@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvferry.router.headers import for_client, for_instance, request_id
+from kvferry.router.headers import for_client, for_instance
 
 
 def test_hop_by_hop_headers_stay() -> None:
@@ -29,13 +29,12 @@ def test_hop_by_hop_headers_stay() -> None:
     ]
 
 
-def test_answers_get_the_request_id_unless_they_have_it() -> None:
-    headers = [(b"Date", b"now"), (b"Server", b"uvicorn"), (b"Keep-Alive", b"5"), (b"X-Other", b"kept")]
-    assert for_client(headers, b"abc") == [(b"x-other", b"kept"), (b"x-request-id", b"abc")]
-    assert for_client([(b"X-Request-Id", b"theirs")], b"abc") == [(b"x-request-id", b"theirs")]
-
-
-def test_request_ids() -> None:
-    assert request_id([(b"x-request-id", b"chat-1")]) == b"chat-1"
-    assert request_id([]) != request_id([])
-    assert b"\n" not in request_id([(b"x-request-id", b"bad\nid")])
+def test_answers_do_not_tell_who_gave_them() -> None:
+    headers = [
+        (b"date", b"now"),
+        (b"server", b"uvicorn"),
+        (b"keep-alive", b"5"),
+        (b"location", b"/"),
+        (b"x-other", b"kept"),
+    ]
+    assert for_client(headers) == [(b"x-other", b"kept")]

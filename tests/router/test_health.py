@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from kvferry.core.clock import Clock, SystemClock
 from kvferry.router.config import RouterConfig
 from kvferry.router.health import Health
 from kvferry.router.instance import Absent, InstanceFacts, Unasked
@@ -10,15 +15,20 @@ from kvferry.router.upstream import Upstream
 from router.peers import CONCURRENT, Peer, answer, instances, routing, ticket, unused_address
 
 
-def pools_of(prefill: str, decode: str) -> Pools:
-    return Pools.from_config(RouterConfig(prefill_url=(prefill,), decode_url=(decode,)))
+def a_config(prefill: str, decode: str, **settings: Any) -> RouterConfig:
+    return RouterConfig(prefill_url=(prefill,), decode_url=(decode,), **settings)
+
+
+@asynccontextmanager
+async def looking(config: RouterConfig, clock: Clock | None = None) -> AsyncIterator[tuple[Health, Pools]]:
+    clock, pools = clock or SystemClock(), Pools.from_config(config)
+    async with Upstream(config, clock) as upstream:
+        yield Health(pools, upstream, config, clock), pools
 
 
 async def test_who_cannot_be_reached_is_not_alive_and_is_asked_anew_when_back() -> None:
     p = Peer("prefill", ticket, facts=CONCURRENT)
-    async with unused_address() as nowhere, instances(p), Upstream(connect_timeout_s=5) as upstream:
-        pools = pools_of(p.url, nowhere)
-        health = Health(pools, upstream, 1)
+    async with unused_address() as nowhere, instances(p), looking(a_config(p.url, nowhere)) as (health, pools):
         await health.look(pools)
         (prefill,), (decode,) = pools.prefill.instances, pools.decode.instances
         assert (prefill.alive, decode.alive) == (True, False)
@@ -36,9 +46,7 @@ async def test_who_cannot_be_reached_is_not_alive_and_is_asked_anew_when_back() 
 
 async def test_who_is_late_is_busy_until_it_is_late_again_and_again() -> None:
     p, d = Peer("prefill", ticket, hangs=True), Peer("decode", answer)
-    async with instances(p, d), Upstream(connect_timeout_s=5) as upstream:
-        pools = pools_of(p.url, d.url)
-        health = Health(pools, upstream, 1, timeout_s=0.3)
+    async with instances(p, d), looking(a_config(p.url, d.url, health_timeout_s=0.3)) as (health, pools):
         (prefill,) = pools.prefill.instances
         seen = []
         for _ in range(4):

@@ -105,17 +105,60 @@ async def test_a_whole_request_keeps_its_very_bytes() -> None:
     assert p.calls == []
 
 
-async def test_a_body_that_is_not_json_is_judged_by_an_instance() -> None:
-    d = Peer("decode", failing(400, "not JSON"))
+PATHS = ["/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/embeddings", "/tokenize"]
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_a_body_that_is_not_strict_json_goes_nowhere(path: str) -> None:
+    """A parser that is less strict than the router's could find a ticket in it."""
+    ticket = b'"kv_transfer_params": {"do_remote_prefill": true, "remote_host": "a..b"}'
+    bodies = [
+        b"{nonsense",
+        b'{"prompt": "x", "junk": "\xff", ' + ticket + b"}",
+        ('{"prompt": "x", ' + ticket.decode() + "}").encode("utf-16"),
+        b'{"prompt": "x", "seed": NaN, ' + ticket + b"}",
+        b'{"vllm_xargs": {' + ticket + b"}}",
+        b"[{" + ticket + b"}]",
+    ]
+    d = Peer("decode", answer)
+    async with instances(d), routing([], [d.url]) as (_, url), aiohttp.ClientSession() as session:
+        for body in bodies:
+            async with session.post(url + path, data=body) as response:
+                assert response.status == 400, body
+                assert (await response.json())["error"]["type"] == "invalid_request_error"
+    assert d.calls == d.others == []
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("trust", [False, True])
+async def test_a_ticket_of_a_client_reaches_no_instance(path: str, trust: bool) -> None:
+    p, d = Peer("prefill", ticket, facts=CONCURRENT), Peer("decode", answer, facts=DECODE)
+    forged = {"do_remote_prefill": True, "transfer_id": "x", "remote_host": "evil", "remote_port": 1}
+    body = {"model": "m", "input": "x", "kv_transfer_params": forged, "bootstrap_host": "evil"}
+    async with (
+        instances(p, d),
+        routing([p.url], [d.url], trust_client_tickets=trust) as (_, url),
+        aiohttp.ClientSession() as session,
+        session.post(url + path, json=body) as response,
+    ):
+        assert response.status == 200
+    (call,) = d.calls + d.others
+    got = call.body if isinstance(call.body, dict) else json.loads(call.body)
+    assert ("evil" in json.dumps(got)) == trust
+    assert got["input"] == "x"
+
+
+async def test_a_compressed_body_is_refused() -> None:
+    d = Peer("decode", answer)
+    headers = {"Content-Encoding": "gzip", "Content-Type": "application/json"}
     async with (
         instances(d),
         routing([], [d.url]) as (_, url),
         aiohttp.ClientSession() as session,
-        session.post(url + "/v1/completions", data=b"{nonsense") as response,
+        session.post(url + "/v1/completions", data=gzip.compress(b'{"prompt": "x"}'), headers=headers) as response,
     ):
-        assert response.status == 400
-        assert (await response.json())["error"]["message"] == "not JSON"
-    assert d.calls[0].body == b"{nonsense"
+        assert response.status == 415
+    assert d.calls == []
 
 
 async def test_a_compressed_answer_stays_compressed_and_tickets_are_read_all_the_same() -> None:
@@ -143,15 +186,69 @@ async def test_a_compressed_answer_stays_compressed_and_tickets_are_read_all_the
 
 async def test_other_paths_go_to_decode_as_they_are() -> None:
     p, d = Peer("prefill", ticket), Peer("decode", answer)
+    asked = [("POST", "/tokenize?q=1&q=%20", b'{ "prompt":1.50}'), ("GET", "/v1/models/org/m%2Fx", None)]
     async with instances(p, d), routing([p.url], [d.url]) as (_, url), aiohttp.ClientSession() as session:
-        for method, path in [("POST", "/tokenize"), ("GET", "/v1/models"), ("POST", "/v1/x%2Fy?q=1&q=%20")]:
-            data = b"data" if method == "POST" else None
-            async with session.request(method, url + path, data=data) as response:
+        for method, path, data in asked:
+            async with session.request(method, URL(url + path, encoded=True), data=data) as response:
                 assert response.status == 200
                 assert response.headers["X-Other"] == "kept"
                 assert (await response.json())["role"] == "decode"
-    assert [call.path for call in d.others] == ["/tokenize?", "/v1/models?", "/v1/x%2Fy?q=1&q=%20"]
-    assert [call.body for call in d.others] == ["data", "", "data"]
+    assert [call.path for call in d.others] == ["/tokenize?q=1&q=%20", "/v1/models/org/m%2Fx?"]
+    assert [call.body for call in d.others] == ['{ "prompt":1.50}', ""]
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("POST", "/sleep", 404),
+        ("POST", "/v1/load_lora_adapter", 404),
+        ("GET", "/server_info", 404),
+        ("GET", "/", 404),
+        ("POST", "//v1/completions", 404),
+        ("POST", "/v1/completions/", 404),
+        ("POST", "/v1/%63ompletions", 404),
+        ("GET", "/v1/models/../../sleep", 404),
+        ("GET", "/v1/models/%2e%2e/sleep", 404),
+        ("GET", "/v1/models/x%252f", 404),
+        ("GET", "/v1/completions", 405),
+        ("DELETE", "/v1/models/m", 405),
+        ("OPTIONS", "/v1/completions", 405),
+    ],
+)
+async def test_what_is_not_for_clients_reaches_no_instance(method: str, path: str, status: int) -> None:
+    d = Peer("decode", answer)
+    async with (
+        instances(d),
+        routing([], [d.url]) as (_, url),
+        aiohttp.ClientSession() as session,
+        session.request(method, URL(url + path, encoded=True), json={"prompt": "x"}) as response,
+    ):
+        assert response.status == status
+        assert "error" in await response.json()
+        assert (response.headers.get("Allow") is None) == (status == 404)
+    assert d.calls == d.others == []
+
+
+async def test_more_paths_can_be_opened_by_name() -> None:
+    d = Peer("decode", answer)
+    more = ("POST /v1/audio/transcriptions", "GET /v1/files/*")
+    async with (
+        instances(d),
+        routing([], [d.url], forward_path=more) as (_, url),
+        aiohttp.ClientSession() as session,
+    ):
+        form = aiohttp.FormData()
+        form.add_field("file", b"bytes", filename="audio.wav")
+        for method, path, data, status in (
+            ("POST", "/v1/audio/transcriptions", form, 200),
+            ("POST", "/v1/audio/transcriptions", b'{"a": 1}', 200),
+            ("POST", "/v1/audio/transcriptions", b"\xff", 400),
+            ("GET", "/v1/files/a/b", None, 200),
+            ("GET", "/v1/files/", None, 404),
+        ):
+            async with session.request(method, url + path, data=data) as response:
+                assert response.status == status, path
+    assert [call.path for call in d.others] == ["/v1/audio/transcriptions?"] * 2 + ["/v1/files/a/b?"]
 
 
 async def test_models_come_from_prefill_when_decode_is_gone() -> None:
@@ -164,8 +261,9 @@ async def test_models_come_from_prefill_when_decode_is_gone() -> None:
     ):
         async with session.get(url + "/v1/models") as response:
             assert (await response.json())["role"] == "prefill"
-        async with session.post(url + "/tokenize") as response:
+        async with session.post(url + "/tokenize", json={}) as response:
             assert response.status == 503
+            assert int(response.headers["Retry-After"]) >= 1
             assert (await response.json())["error"]["type"] == "unavailable_error"
 
 
@@ -208,12 +306,62 @@ async def test_a_post_that_may_have_been_begun_is_not_repeated() -> None:
     assert d.others == []
 
 
+# What leads past the router.
+
+
+async def test_a_redirect_of_an_instance_is_not_passed_on() -> None:
+    async def elsewhere(peer: Peer, request: Request, body: Any) -> Response:
+        return Response(status_code=307, headers={"Location": "http://10.0.0.7:8000/v1/completions"})
+
+    p, d, good = Peer("prefill", elsewhere), Peer("decode", elsewhere), Peer("decode", answer)
+    async with instances(p, d, good), aiohttp.ClientSession() as session:
+        async with routing([p.url], [d.url]) as (_, url):
+            for path in ("/v1/completions", "/v1/embeddings"):
+                d.moved_to = "http://10.0.0.7:8000/v1/embeddings"
+                async with session.post(url + path, json=BODY, allow_redirects=False) as response:
+                    assert response.status == 502
+                    assert "Location" not in response.headers
+                    assert b"10.0.0.7" not in await response.read()
+        async with (
+            routing([p.url], [d.url, good.url]) as (_, url),
+            session.post(url + "/v1/completions", json=BODY, allow_redirects=False) as response,
+        ):
+            assert response.status == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_errors_of_instances_tell_no_address(stream: bool) -> None:
+    async def tell(peer: Peer, request: Request, body: Any) -> Response:
+        error = f"could not fetch from 127.0.0.1:4711, nor ask {peer.url}/x or [127.0.0.1]; but 127.0.0.100 is fine"
+        text = json.dumps({"error": {"message": error}})
+        if body.get("stream"):
+            return Response(event("one") + f"data: {text}\n\n".encode(), media_type="text/event-stream")
+        return Response(text, status_code=500, media_type="application/json", headers={"X-At": peer.url, "X-A": "b"})
+
+    d = Peer("decode", tell)
+    async with (
+        instances(d),
+        routing([], [d.url]) as (_, url),
+        aiohttp.ClientSession() as session,
+        session.post(url + "/v1/completions", json={**BODY, "stream": stream}) as response,
+    ):
+        text = await response.text()
+        assert response.headers.get("X-At") is None
+    stars = "*" * len(d.url)
+    assert f"fetch from {'*' * 14}, nor ask {stars}/x or {'*' * 11}; but 127.0.0.100 is fine" in text
+    assert response.status == (200 if stream else 500)
+
+
 # Bounds.
 
 
 async def test_one_request_too_many_is_told_to_come_back() -> None:
     d = Peer("decode", answer_late)
-    async with instances(d), routing([], [d.url], max_in_flight=1) as (_, url), aiohttp.ClientSession() as session:
+    async with (
+        instances(d),
+        routing([], [d.url], max_in_flight=1, max_waiting=0) as (_, url),
+        aiohttp.ClientSession() as session,
+    ):
         async with asyncio.TaskGroup() as group:
             first = group.create_task(session.post(url + "/v1/completions", json=BODY).__aenter__())
             await d.called.wait()
@@ -227,6 +375,46 @@ async def test_one_request_too_many_is_told_to_come_back() -> None:
         async with first.result() as response:
             assert response.status == 200
         async with session.post(url + "/v1/completions", json=BODY) as response:
+            assert response.status == 200
+
+
+async def test_who_waits_is_served_in_turn_or_told_to_come_back() -> None:
+    d = Peer("decode", answer_late)
+    async with (
+        instances(d),
+        routing([], [d.url], max_in_flight=1, max_waiting=1) as (router, url),
+        aiohttp.ClientSession() as session,
+        asyncio.TaskGroup() as group,
+    ):
+        first = group.create_task(session.post(url + "/v1/completions", json=BODY).__aenter__())
+        await d.called.wait()
+        second = group.create_task(session.post(url + "/v1/completions", json=BODY).__aenter__())
+        while not router.admission.num_waiting:
+            await asyncio.sleep(0)
+        async with session.post(url + "/v1/completions", json=BODY) as response:
+            assert response.status == 429
+        assert len(d.calls) == 1
+        d.go.set()
+        for asked in (first, second):
+            async with await asked as response:
+                assert response.status == 200
+
+
+async def test_nobody_waits_for_its_turn_without_end() -> None:
+    d = Peer("decode", answer_late)
+    async with (
+        instances(d),
+        routing([], [d.url], max_in_flight=1, waiting_timeout_s=0.05) as (_, url),
+        aiohttp.ClientSession() as session,
+        asyncio.TaskGroup() as group,
+    ):
+        first = group.create_task(session.post(url + "/v1/completions", json=BODY).__aenter__())
+        await d.called.wait()
+        async with session.post(url + "/v1/completions", json=BODY) as response:
+            assert response.status == 429
+            assert int(response.headers["Retry-After"]) >= 1
+        d.go.set()
+        async with await first as response:
             assert response.status == 200
 
 
@@ -244,7 +432,7 @@ async def test_a_body_too_long_is_refused(chunked: bool) -> None:
         session.post(url + "/v1/completions", data=pieces() if chunked else b"x" * 4096) as response,
     ):
         assert response.status == 413
-        assert "2.0 KiB" in (await response.json())["error"]["message"]
+        assert "2048" in (await response.json())["error"]["message"]
     assert d.calls == []
 
 
@@ -271,11 +459,12 @@ async def test_bodies_held_are_bounded_together() -> None:
 
 async def test_health_follows_decode() -> None:
     p, d = Peer("prefill", ticket, healthy=False), Peer("decode", answer)
-    async with instances(p, d), routing([p.url], [d.url]) as (_, url), aiohttp.ClientSession() as session:
+    async with instances(p, d), routing([p.url], [d.url]) as (router, url), aiohttp.ClientSession() as session:
         async with session.get(url + "/health") as response:
             assert response.status == 200
             assert await response.json() == {"alive": {"prefill": 0, "decode": 1}}
         d.healthy = False
+        await router.health.look(router.services.pools)
         async with session.get(url + "/health") as response:
             assert response.status == 503
 
@@ -289,17 +478,11 @@ async def test_instances_and_metrics_can_be_looked_at() -> None:
             prefill, decode = (await response.json())["instances"]
         async with session.get(url + "/metrics") as response:
             text = await response.text()
-    assert prefill == {
-        "role": "prefill",
-        "url": p.url,
-        "alive": True,
-        "in_flight": 0,
-        "engine": "kvferry",
-        "facts": CONCURRENT,
-    }
-    assert decode == {"role": "decode", "url": d.url, "alive": True, "in_flight": 0, "engine": None, "facts": None}
+    assert prefill == {"name": "prefill-0", "role": "prefill", "alive": True, "in_flight": 0, "engine": "kvferry"}
+    assert decode == {"name": "decode-0", "role": "decode", "alive": True, "in_flight": 0, "engine": None}
     assert 'kvferry_router_requests_total{path="/v1/completions",status="200"} 1.0' in text
-    assert f'kvferry_router_instance_up{{instance="{p.url}",role="prefill"}} 1.0' in text
+    assert 'kvferry_router_instance_up{instance="prefill-0",role="prefill"} 1.0' in text
+    assert "127.0.0.1" not in text
 
 
 async def test_a_request_of_a_client_that_left_is_counted_as_such() -> None:

@@ -65,7 +65,3 @@ def test_without_prefill_instances_all_is_whole() -> None:
     down = pools()
     down.prefill.instances[0].alive = False
     assert plan({"prompt": "text"}, among=down) == Whole("no_prefill")
-
-
-def test_what_is_no_object_is_whole() -> None:
-    assert make_plan(COMPLETIONS, None, pools()) == Whole("malformed")

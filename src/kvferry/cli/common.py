@@ -22,7 +22,7 @@ from kvferry.fleet.restart import RestartPolicy
 from kvferry.fleet.spec import EngineChoice, FleetSpec, InstanceSpec, Listen
 from kvferry.fleet.supervisor import DEFAULT_POLICY, FleetPlan, LocalSupervisor
 from kvferry.fleet.transfer import InstanceRole
-from kvferry.http.config import HttpAccess
+from kvferry.http.config import HttpAccess, InstanceAccess
 from kvferry.http.keys import fleet_key
 from kvferry.http.limits import HttpLimits
 from kvferry.observe.logs import LogConfig, set_up_logging
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     AccessFields = HttpAccess
     ChoiceFields = EngineChoice
     EngineFields = EngineConfig
+    InstanceAccessFields = InstanceAccess
     InstanceFields = InstanceSpec
     ListenFields = Listen
     FleetFields = FleetSpec
@@ -45,6 +46,7 @@ else:
     AccessFields = flags_of(HttpAccess)
     ChoiceFields = flags_of(EngineChoice)
     EngineFields = flags_of(EngineConfig, without=("model",))
+    InstanceAccessFields = flags_of(InstanceAccess)
     InstanceFields = flags_of(InstanceSpec)
     ListenFields = flags_of(Listen)
     FleetFields = flags_of(FleetSpec)
@@ -64,9 +66,11 @@ RouterOptionFlags = Annotated[RouterOptionFields, Parameter(name="*", group=Grou
 ChoiceFlags = Annotated[ChoiceFields, Parameter(name="*", group=Group("Which engine", sort_key=5))]
 EngineFlags = Annotated[EngineFields, Parameter(name="*", group=Group("kvferry's engine", sort_key=6))]
 AccessFlags = Annotated[AccessFields, Parameter(name="*", group=Group("Keys and TLS", sort_key=7))]
+InstanceAccessFlags = Annotated[InstanceAccessFields, Parameter(name="*", group=Group("Keys and TLS", sort_key=7))]
 LimitFlags = Annotated[LimitFields, Parameter(name="*", group=Group("Limits of HTTP", sort_key=8))]
 LogFlags = Annotated[LogFields, Parameter(name="*", group=Group("Logging", sort_key=9))]
 ACCESS, LIMITS = nothing_said(AccessFields), nothing_said(LimitFields)
+INSTANCE_ACCESS = nothing_said(InstanceAccessFields)
 LOG, RESTARTS = nothing_said(LogFields), nothing_said(RestartFields)
 FLEET, LISTEN, INSTANCE = nothing_said(FleetFields), nothing_said(ListenFields), nothing_said(InstanceFields)
 ROUTER, ROUTER_OPTIONS = nothing_said(RouterFields), nothing_said(RouterOptionFields)

@@ -2,15 +2,40 @@
 
 from __future__ import annotations
 
-from kvferry.cli.common import LISTEN, LOG, ROUTER, ListenFlags, LogFlags, ReadyFd, RouterFlags, reporting
+from kvferry.cli.common import (
+    ACCESS,
+    INSTANCE_ACCESS,
+    LIMITS,
+    LISTEN,
+    LOG,
+    ROUTER,
+    AccessFlags,
+    InstanceAccessFlags,
+    LimitFlags,
+    ListenFlags,
+    LogFlags,
+    ReadyFd,
+    RouterFlags,
+    http_settings,
+    reporting,
+)
 from kvferry.cli.flags import complete
 from kvferry.fleet.spec import Listen
+from kvferry.http.config import HttpAccess, HttpConfig, InstanceAccess
+from kvferry.http.limits import HttpLimits
 from kvferry.observe.logs import LogConfig
 from kvferry.router.config import RouterConfig
 
 
 def router(
-    *, router: RouterFlags = ROUTER, listen: ListenFlags = LISTEN, log: LogFlags = LOG, ready_fd: ReadyFd = None
+    *,
+    router: RouterFlags = ROUTER,
+    listen: ListenFlags = LISTEN,
+    log: LogFlags = LOG,
+    access: AccessFlags = ACCESS,
+    limits: LimitFlags = LIMITS,
+    instance_access: InstanceAccessFlags = INSTANCE_ACCESS,
+    ready_fd: ReadyFd = None,
 ) -> int:
     """Start a router: one OpenAI endpoint in front of prefill and decode instances.
 
@@ -20,6 +45,8 @@ def router(
     """
     from kvferry.router.server import run_router  # Brings a web server along, which --help does without.
 
-    config, where = complete(RouterConfig, router), complete(Listen, listen)
+    where = complete(Listen, listen)
+    http = HttpConfig(**http_settings(where, complete(HttpAccess, access), complete(HttpLimits, limits)))
+    config, instances = complete(RouterConfig, router), complete(InstanceAccess, instance_access)
     with reporting("router", ready_fd, complete(LogConfig, log)) as reporter:
-        return run_router(config, host=where.host, port=where.port, on_ready=reporter.ready, grace_s=where.grace_s)
+        return run_router(config, http, instances, on_ready=reporter.ready)

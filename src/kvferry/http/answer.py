@@ -16,8 +16,8 @@ from kvferry.http.response import Framing, Response
 if TYPE_CHECKING:
     from kvferry.http.pool import Pool
 
-Tap = Callable[[bytes], None]
-"""Sees what passes. It must be quick, and raise nothing."""
+Mask = Callable[[bytes], bytes]
+"""Sees what passes, framed as it came, and may change it, but not its length. It must be quick, and raise nothing."""
 
 
 class Answer:
@@ -48,6 +48,10 @@ class Answer:
         """Whether it comes as server-sent events that one can be added to."""
         kind = find_header(self.headers, b"content-type") or b""
         return kind.startswith(b"text/event-stream") and find_header(self.headers, b"content-encoding") is None
+
+    def progress(self) -> tuple[int, bool]:
+        """How many bytes have come, and whether it is the reader who makes the instance wait."""
+        return self._connection.num_received, self._connection.paused
 
     async def ready(self) -> None:
         """Wait for the body's first bytes, or its end. A proxy that waits for them can still choose another answer."""
@@ -80,13 +84,13 @@ class Answer:
         self._give_back()
         return bytes(body)
 
-    async def relay(self, response: Response, tap: Tap | None = None) -> None:
+    async def relay(self, response: Response, mask: Mask | None = None) -> None:
         """Pass the body on, as it comes, to a response that has been started with this answer's status and headers,
-        and end it. Framing that is the same on both sides passes unread; `tap` then sees it framed (`unchunked` reads
-        it). A client that reads slowly has the instance wait. When the instance breaks off, the response is left
-        open: `fail` it, or go on with another answer's payload by `write`."""
+        and end it. Framing that is the same on both sides passes unread; `mask` then sees it framed. A client that
+        reads slowly has the instance wait. When the instance breaks off, the response is left open: `fail` it, or go on
+        with another answer's payload by `write`."""
         connection = self._connection
-        relay = _Relay(self, response, tap)
+        relay = _Relay(self, response, mask)
         if self._done:
             response.end()
             self._give_back()
@@ -138,8 +142,8 @@ class Answer:
 class _Relay:
     """The way of one body from an instance's socket to a client's, within one call for each piece."""
 
-    def __init__(self, answer: Answer, response: Response, tap: Tap | None) -> None:
-        self._answer, self._response, self._tap = answer, response, tap
+    def __init__(self, answer: Answer, response: Response, mask: Mask | None) -> None:
+        self._answer, self._response, self._mask = answer, response, mask
         self._connection = answer._connection
         self._scanner = ChunkScanner()
         self._left = self._connection.length
@@ -155,8 +159,8 @@ class _Relay:
     def _framed(self, data: bytes) -> None:
         scanner = self._scanner
         end = scanner.scan(data)
-        if self._tap is not None:
-            self._tap(data)
+        if self._mask is not None:
+            data = self._mask(data)
         if end < 0:
             self._response.write_framed(data, mid_chunk=scanner.mid_chunk)
             return
@@ -169,8 +173,8 @@ class _Relay:
         self._left -= len(data)
         if self._left < 0:
             raise ProtocolError("an instance sends more than its answer")
-        if self._tap is not None:
-            self._tap(data)
+        if self._mask is not None:
+            data = self._mask(data)
         self._response.write_framed(data)
         if not self._left:
             self._response.end()
@@ -179,8 +183,8 @@ class _Relay:
     def _decoded(self, data: bytes) -> None:
         decode = self._answer._decode
         piece = decode(data)
-        if self._tap is not None:
-            self._tap(piece)
+        if self._mask is not None:
+            piece = self._mask(piece)
         self._response.write(piece)
         if decode.done or (self._connection.kind == "close" and not data):
             self._response.end()

@@ -241,6 +241,11 @@ class ClientConnection(asyncio.Protocol):
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
+    @property
+    def paused(self) -> bool:
+        """Whether the instance is made to wait."""
+        return self._paused
+
     def pause_reading(self) -> None:
         """Have the instance wait: who reads its answer is slow."""
         if not self._paused and self.lost is None:

@@ -1,9 +1,11 @@
-"""How much may be under way at once. Owns the counts; what is beyond them is refused, never queued."""
+"""How much may be under way at once. Owns the counts, and the line of those who wait; both are bounded."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 from kvferry.core.errors import LeakError, QueueFull
 
@@ -23,26 +25,70 @@ class Slot:
 
 
 class Admission:
-    """Bounds the number of requests and the bytes of their bodies."""
+    """Bounds the number of requests, of those that wait for their turn, how long these wait, and the bytes of bodies.
 
-    def __init__(self, max_requests: int, max_bytes: int) -> None:
+    A request waits before its body is read, so what waits costs a connection and no more. First come, first served.
+    """
+
+    def __init__(self, max_requests: int, max_bytes: int, max_waiting: int = 0, wait_s: float = 0.0) -> None:
         self.max_requests, self.max_bytes = max_requests, max_bytes
+        self.max_waiting, self.wait_s = max_waiting, wait_s
         self.num_requests = self.num_bytes = 0
+        self._line: deque[asyncio.Future[None]] = deque()
 
-    @contextmanager
-    def enter(self) -> Iterator[Slot]:
+    @property
+    def num_waiting(self) -> int:
+        """How many wait for their turn."""
+        return len(self._line)
+
+    @asynccontextmanager
+    async def enter(self) -> AsyncIterator[Slot]:
         """A slot for as long as the request is under way. Raises `QueueFull`."""
-        if self.num_requests >= self.max_requests:
-            raise QueueFull(f"{self.max_requests} requests are under way, as many as the router takes; try again later")
+        await self._take_turn()
         slot = Slot(self)
-        self.num_requests += 1
         try:
             yield slot
         finally:
-            self.num_requests -= 1
             self.num_bytes -= slot.num_bytes
+            self._pass_turn()
+
+    async def _take_turn(self) -> None:
+        if self.num_requests < self.max_requests and not self._line:
+            self.num_requests += 1
+            return
+        if len(self._line) >= self.max_waiting:
+            raise QueueFull(f"{self.num_requests} requests are under way and {len(self._line)} wait; try again later")
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._line.append(turn)
+        try:
+            async with asyncio.timeout(self.wait_s):
+                await turn
+        except TimeoutError as error:
+            self._leave(turn)
+            raise QueueFull(f"the request waited {self.wait_s:g} s for its turn; try again later") from error
+        except asyncio.CancelledError:
+            self._leave(turn)
+            raise
+
+    def _leave(self, turn: asyncio.Future[None]) -> None:
+        """Whose turn it became in the very moment that it left, passes it on."""
+        if turn in self._line:
+            self._line.remove(turn)
+        elif turn.done() and not turn.cancelled():
+            self._pass_turn()
+
+    def _pass_turn(self) -> None:
+        """Someone is done: the next in line takes over its place."""
+        while self._line:
+            turn = self._line.popleft()
+            if not turn.done():
+                turn.set_result(None)
+                return
+        self.num_requests -= 1
 
     def check(self) -> None:
         """Raise `LeakError` when a slot is still taken though no request is under way."""
-        if self.num_requests or self.num_bytes:
-            raise LeakError(f"{self.num_requests} slots and {self.num_bytes} bytes were never given back")
+        if self.num_requests or self.num_bytes or self._line:
+            raise LeakError(
+                f"{self.num_requests} slots, {self.num_bytes} bytes and {len(self._line)} turns were never given back"
+            )

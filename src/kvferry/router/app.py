@@ -1,125 +1,171 @@
-"""The router as an ASGI application: what answers at which path, and what lives as long as the app."""
+"""The router's routes, what a client's request passes before it is served, and what lives as long as the router."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
+import secrets
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 
 import msgspec
-from starlette.applications import Starlette
-from starlette.requests import Request
-from starlette.responses import Response
-from starlette.routing import Route
 
 from kvferry.core.clock import Clock, SystemClock
+from kvferry.core.errors import RequestError
+from kvferry.core.openai import internal_error
+from kvferry.http.config import HttpConfig, InstanceAccess
+from kvferry.http.headers import find_header
+from kvferry.http.keys import Access, Guard
+from kvferry.http.request import Request
+from kvferry.http.response import Response
+from kvferry.http.routes import Route, Routes
 from kvferry.router.admission import Admission
-from kvferry.router.completions import Completions
 from kvferry.router.config import RouterConfig
-from kvferry.router.exchange import Services
-from kvferry.router.forward import Forward
-from kvferry.router.gateway import Gateway, Handler
+from kvferry.router.endpoints import Endpoints
+from kvferry.router.exchange import ClientRequest, Services
 from kvferry.router.health import Health
 from kvferry.router.instance import Instance, InstanceFacts, VllmFacts
 from kvferry.router.metrics import CONTENT_TYPE, Metrics
-from kvferry.router.plan import PROMPT_FIELDS
 from kvferry.router.pools import Pools
 from kvferry.router.releases import Releases
 from kvferry.router.upstream import Upstream
 
+logger = logging.getLogger(__name__)
+
+CLIENT_GONE = 499
+"""The status under which a request is counted whose client left before the answer began (nginx's number)."""
+
 
 @dataclass(frozen=True)
 class Router:
-    """The parts of one router. `app` is what a server serves."""
+    """The parts of one router."""
 
     services: Services
     admission: Admission
     health: Health
+    endpoints: Endpoints
+    operators: Guard
 
-    async def show_health(self, request: Request) -> Response:
-        """GET /health: 200 when a decode instance is alive, as of now; 503 otherwise."""
+    async def show_health(self, request: Request, response: Response) -> None:
+        """GET /health: 200 when a decode instance is alive, as of the last look; 503 otherwise."""
         pools = self.services.pools
-        await self.health.look(pools.decode.instances)
         counts = {"prefill": pools.prefill.num_alive, "decode": pools.decode.num_alive}
-        return _json({"alive": counts}, status=200 if pools.decode.num_alive else 503)
+        response.send_json(msgspec.json.encode({"alive": counts}), 200 if pools.decode.num_alive else 503)
 
-    async def show_metrics(self, request: Request) -> Response:
+    async def show_metrics(self, request: Request, response: Response) -> None:
         """GET /metrics."""
-        return Response(self.services.metrics.expose(self.services.pools), media_type=CONTENT_TYPE)
+        text = self.services.metrics.expose(self.services.pools)
+        response.send(200, text, [(b"content-type", CONTENT_TYPE.encode())])
 
-    async def show_instances(self, request: Request) -> Response:
-        """GET /kvferry/instances: all instances and what is known of them."""
-        return _json({"instances": [_view(instance) for instance in self.services.pools]})
+    async def show_instances(self, request: Request, response: Response) -> None:
+        """GET /kvferry/instances: all instances; with an operator's key, their addresses and what they say too."""
+        view = _view
+        with suppress(RequestError):
+            key = find_header(request.headers, b"authorization")
+            self.operators.check(Access.ADMIN, "all", key, request.path)
+            view = _view_with_addresses
+        response.send_json(msgspec.json.encode({"instances": [view(one) for one in self.services.pools]}))
 
-    def endpoint(self, handler: Handler) -> Gateway:
-        """`handler` behind the bounds of this router."""
-        services = self.services
-        return Gateway(handler, self.admission, services.metrics, services.clock, services.config.max_body_bytes)
+    async def serve(self, request: Request, response: Response) -> None:
+        """Whatever is for the instances."""
+        services, begun = self.services, self.services.clock.monotonic()
+        path, _, query = request.target.partition("?")
+        try:
+            await self._serve(request, response, path, query)
+        except RequestError as error:
+            response.fail(error)
+        except Exception:
+            # The edge: a fault in one request is that request's answer, and no other's concern.
+            logger.exception("request %s failed", request.id)
+            response.fail(internal_error(request.id))
+        finally:
+            seconds = services.clock.monotonic() - begun
+            services.metrics.request_done(path, response.status or CLIENT_GONE, seconds)
+
+    async def _serve(self, request: Request, response: Response, path: str, query: str) -> None:
+        arrived = self.services.clock.wall()
+        self.endpoints.admit(request.method, path, query)
+        async with self.admission.enter() as slot:
+            body = await request.body.read(slot.grow)
+            client_request = ClientRequest(
+                method=request.method,
+                path=path,
+                query=query,
+                headers=request.headers,
+                body=body,
+                request_id=request.id.encode(),
+                arrived=arrived,
+            )
+            await self.endpoints.handle(client_request, response)
+
+    def routes(self) -> Routes:
+        """What a server serves."""
+        return Routes(
+            [
+                Route("GET", "/health", self.show_health, Access.OPEN),
+                Route("GET", "/metrics", self.show_metrics, Access.ADMIN),
+                Route("GET", "/kvferry/instances", self.show_instances, Access.ADMIN),
+            ],
+            fallback=Route("*", "*", self.serve),
+        )
 
     @asynccontextmanager
-    async def lifespan(self, app: Starlette) -> AsyncIterator[None]:
+    async def running(self) -> AsyncIterator[None]:
         """Connections to instances, the look-out for their health, and releases under way."""
         async with self.services.upstream, asyncio.TaskGroup() as group:
             self.services.releases.open(group)
             await self.health.first_look()
-            watcher = group.create_task(self.health.watch())
+            watchers = [group.create_task(self.health.watch()), group.create_task(self.services.upstream.watch())]
             try:
                 yield
             finally:
-                watcher.cancel()
+                for watcher in watchers:
+                    watcher.cancel()
 
 
-def build_router(config: RouterConfig, clock: Clock | None = None) -> Router:
-    """All parts, joined. Raises `ConfigError` when the instances named make no router."""
-    pools = Pools.from_config(config)
-    upstream, metrics = Upstream(config.connect_timeout_s), Metrics()
+def build_router(
+    config: RouterConfig,
+    http: HttpConfig | None = None,
+    access: InstanceAccess | None = None,
+    clock: Clock | None = None,
+) -> Router:
+    """All parts, joined. Raises `ConfigError` when the instances named make no router, or a file cannot be used."""
+    http, access = http or HttpConfig(), access or InstanceAccess()
+    pools, clock = Pools.from_config(config), clock or SystemClock()
+    upstream, metrics = Upstream(config, clock, access, http.fleet_keys), Metrics()
     services = Services(
         config=config,
-        clock=clock or SystemClock(),
+        clock=clock,
         pools=pools,
         upstream=upstream,
         releases=Releases(upstream, metrics, config.release_timeout_s),
         metrics=metrics,
     )
-    admission = Admission(config.max_in_flight, config.max_buffered_bytes)
-    health = Health(pools, upstream, config.health_interval_s, protocol=config.protocol)
-    return Router(services, admission, health)
+    admission = Admission(config.max_in_flight, config.max_buffered_bytes, config.max_waiting, config.waiting_timeout_s)
+    health = Health(pools, upstream, config, clock)
+    return Router(services, admission, health, Endpoints(services), _operators(http))
 
 
-def build_app(router: Router) -> Starlette:
-    """The application that serves `router`."""
-    forward = Forward(router.services)
-    split = router.endpoint(Completions(router.services, forward).handle)
-    app = Starlette(
-        routes=[
-            *(Route(path, split, methods=["POST"]) for path in PROMPT_FIELDS),
-            Route("/health", router.show_health),
-            Route("/metrics", router.show_metrics),
-            Route("/kvferry/instances", router.show_instances),
-            Route("/{path:path}", router.endpoint(forward.handle)),
-        ],
-        lifespan=router.lifespan,
-    )
-    # A path with a slash too many is the instance's to judge; a redirect would name the router's own address.
-    app.router.redirect_slashes = False
-    return app
+def _operators(http: HttpConfig) -> Guard:
+    """Who may see addresses: whoever has an admin key, or the fleet's own. Nobody, where there is neither."""
+    return Guard(admin_keys=[*http.admin_keys(), *http.fleet_keys] or [secrets.token_hex()])
 
 
 _ENGINES: dict[type, str] = {InstanceFacts: "kvferry", VllmFacts: "vllm"}
 
 
 def _view(instance: Instance) -> dict[str, object]:
-    facts = instance.facts
     return {
+        "name": instance.name,
         "role": instance.role,
-        "url": instance.url,
-        "alive": instance.alive,
+        "alive": instance.usable,
         "in_flight": instance.in_flight,
-        "engine": _ENGINES.get(type(facts)),
-        "facts": msgspec.to_builtins(facts, str_keys=True) if type(facts) in _ENGINES else None,
+        "engine": _ENGINES.get(type(instance.facts)),
     }
 
 
-def _json(body: object, status: int = 200) -> Response:
-    return Response(msgspec.json.encode(body), status_code=status, media_type="application/json")
+def _view_with_addresses(instance: Instance) -> dict[str, object]:
+    facts = instance.facts
+    known = msgspec.to_builtins(facts, str_keys=True) if type(facts) in _ENGINES else None
+    return {**_view(instance), "url": instance.url, "facts": known}

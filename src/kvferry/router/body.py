@@ -1,39 +1,55 @@
-"""A JSON request body of which a few fields are read or replaced; all others keep their very bytes."""
+"""A JSON request body: checked whole and once, a few fields read or replaced, all others kept as their very bytes.
+
+What two parsers could read differently is refused, so that an instance reads what the router has read.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+import json
+import re
+from collections.abc import Iterable, Iterator
+from typing import Any, Never
 
 import msgspec
 
-_DECODER = msgspec.json.Decoder(dict[str, msgspec.Raw])
+from kvferry.core.errors import InvalidRequest
+
+TICKET_FIELDS = frozenset({"kv_transfer_params", "ec_transfer_params"})
+"""Fields that make an instance fetch from another: the router's to set, never a client's."""
+
+_ADDRESS_FIELDS = frozenset({"bootstrap_host", "bootstrap_port", "bootstrap_room"})
+"""The same in SGLang's form. Common words, so they are meant only at the top of a body."""
+
+_MOST_LEVELS = 64
+_FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 class RequestBody:
-    """The top-level fields of a JSON object, undecoded."""
+    """A JSON object's top-level fields, each as its own JSON text."""
 
     def __init__(self, fields: dict[str, msgspec.Raw], original: bytes) -> None:
         self._fields, self._original = fields, original
 
     @classmethod
-    def parse(cls, data: bytes) -> RequestBody | None:
-        """None when `data` is no JSON object; an instance then says so in its own words."""
-        try:
-            return cls(_DECODER.decode(data), data)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-            return None
+    def parse(cls, data: bytes, *, trust_tickets: bool = False) -> RequestBody:
+        """Raises `InvalidRequest` when `data` is not one JSON object in UTF-8 that every parser reads alike.
+
+        Unless clients are trusted with tickets, those at the top are left out, and one further down is refused: there
+        it is no field that the API has, but some engines merge such objects into their own settings.
+        """
+        _require_json(data, () if trust_tickets else TICKET_FIELDS)
+        fields = _FIELDS.decode(data)
+        body = cls(fields, data)
+        return body if trust_tickets else body._without(TICKET_FIELDS | _ADDRESS_FIELDS)
 
     def __contains__(self, field: str) -> bool:
         return field in self._fields
 
     def get(self, field: str) -> Any:
-        """A field's value; None when it is null, missing or cannot be decoded."""
+        """A field's value; None when it is null or missing."""
         raw = self._fields.get(field)
-        try:
-            return None if raw is None else msgspec.json.decode(raw)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-            return None
+        return None if raw is None else json.loads(bytes(raw))
 
     def raw(self, field: str) -> bytes:
         """A field's JSON text; empty when missing. For values too large to decode for a look."""
@@ -42,8 +58,64 @@ class RequestBody:
 
     def encode(self, *, without: Iterable[str] = (), **replaced: Any) -> bytes:
         """The body with some fields left out and others set. The client's own bytes when that changes nothing."""
-        dropped = self._fields.keys() & set(without)
-        if not dropped and not replaced:
-            return self._original
+        body = self._without(without)
+        return msgspec.json.encode({**body._fields, **replaced}) if replaced else body._original
+
+    def _without(self, names: Iterable[str]) -> RequestBody:
+        dropped = self._fields.keys() & set(names)
+        if not dropped:
+            return self
         kept = {name: value for name, value in self._fields.items() if name not in dropped}
-        return msgspec.json.encode({**kept, **replaced})
+        return RequestBody(kept, msgspec.json.encode(kept))
+
+
+def _require_json(data: bytes, refused_within: Iterable[str]) -> None:
+    """Raise `InvalidRequest` unless `data` is a JSON object that can be read in one way only."""
+    try:
+        value = json.loads(data.decode(), object_pairs_hook=_object, parse_constant=_refuse_constant)
+        if _SURROGATE.search(data):
+            json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeDecodeError as error:
+        raise InvalidRequest(f"the request body is not UTF-8: byte {error.start} cannot be decoded") from error
+    except UnicodeEncodeError as error:
+        raise InvalidRequest("the request body has half a surrogate pair in a string (\\ud800 to \\udfff)") from error
+    except RecursionError as error:
+        raise InvalidRequest(_TOO_DEEP) from error
+    except ValueError as error:
+        raise InvalidRequest(f"the request body is not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise InvalidRequest("the request body must be a JSON object")
+    _look_through(value, frozenset(refused_within))
+
+
+_TOO_DEEP = f"the request body is nested more than {_MOST_LEVELS} levels deep"
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"{twice[:80]!r} is there twice in one object")
+    return found
+
+
+def _refuse_constant(name: str) -> Never:
+    raise ValueError(f"{name} is not a JSON number")
+
+
+def _look_through(body: dict[str, Any], refused: frozenset[str]) -> None:
+    """Level by level, so that no depth exhausts the stack."""
+    level: list[Any] = list(_containers(body.values()))
+    for _ in range(_MOST_LEVELS):
+        if not level:
+            return
+        for one in level:
+            if isinstance(one, dict) and not refused.isdisjoint(one):
+                raise InvalidRequest(f"{min(refused & one.keys())} is not for clients", param=min(refused & one.keys()))
+        level = [inner for one in level for inner in _containers(one.values() if isinstance(one, dict) else one)]
+    raise InvalidRequest(_TOO_DEEP)
+
+
+def _containers(values: Iterable[Any]) -> Iterator[Any]:
+    return (one for one in values if isinstance(one, dict | list))

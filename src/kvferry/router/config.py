@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal
 
 from kvferry.core.errors import ConfigError
 from kvferry.core.units import parse_bytes
+from kvferry.router.paths import parse_path
 
 HandOffMode = Literal["auto", "sequential", "concurrent"]
 ProtocolName = Literal["auto", "kvferry", "nixl", "mooncake"]
@@ -39,7 +40,13 @@ class RouterConfig:
     """Other instances tried when one fails a request, for prefill and for decode."""
 
     max_in_flight: int = 2048
-    """Most requests at once; one more is answered with 429."""
+    """Most requests at once; more wait for their turn."""
+
+    max_waiting: int = 1024
+    """Most requests that wait for their turn; one more is answered with 429."""
+
+    waiting_timeout_s: float = 30.0
+    """Seconds a request may wait for its turn; it is then answered with 429."""
 
     max_body: str = "32MiB"
     """Longest request body; a longer one is answered with 413."""
@@ -48,13 +55,37 @@ class RouterConfig:
     """Most bytes of request bodies held at once; beyond it, requests are answered with 429."""
 
     connect_timeout_s: float = 5.0
-    """Seconds to wait for a connection to an instance. An answer may take as long as it takes."""
+    """Seconds to wait for a connection to an instance."""
+
+    first_byte_timeout_s: float = 60.0
+    """Seconds an instance may let a request wait for its answer without a sign of work, and 1 more for each 1000 bytes
+    of the request; it then goes to another instance. Signs of work are bytes of any answer, and steps counted at the
+    instance's /metrics, so that a long queue or a long prompt is waited for."""
+
+    between_bytes_timeout_s: float = 60.0
+    """Seconds an instance may stop in the middle of an answer without a sign of work; the answer then ends with an
+    error."""
+
+    answer_timeout_s: float = 600.0
+    """Most seconds to the first byte of an answer, and between two, whatever the signs of work."""
 
     health_interval_s: float = 2.0
     """Seconds between two looks at an instance's /health."""
 
+    health_timeout_s: float = 3.0
+    """Seconds /health may take. An instance that is later than that is avoided; after three times in a row it counts
+    as dead until it answers again, and requests that wait for it go elsewhere."""
+
     release_timeout_s: float = 5.0
     """Seconds that telling a prefill instance to free an abandoned hand-off may take."""
+
+    forward_path: tuple[str, ...] = ()
+    """A method and a path that clients may use beside the OpenAI API's, as in 'POST /v1/audio/transcriptions'; repeat
+    it for more. Everything else is answered with 404."""
+
+    trust_client_tickets: bool = False
+    """Let clients' kv_transfer_params through to instances, which then fetch from where these say. Only for a router
+    whose clients are proxies of your own."""
 
     def __post_init__(self) -> None:
         if self.max_in_flight < 1:
@@ -69,7 +100,11 @@ class RouterConfig:
                 raise ConfigError(f"--bootstrap-port must be between 1 and 65535, got {port}")
         if self.retries < 0:
             raise ConfigError(f"--retries must not be negative, got {self.retries}")
-        for name in ("connect_timeout_s", "health_interval_s", "release_timeout_s"):
+        if self.max_waiting < 0:
+            raise ConfigError(f"--max-waiting must not be negative, got {self.max_waiting}")
+        for path in self.forward_path:
+            parse_path(path)
+        for name in (one.name for one in fields(self) if one.name.endswith("_s")):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"--{name.replace('_', '-')} must be above 0, got {getattr(self, name)}")
         if self.max_buffered_bytes < self.max_body_bytes:

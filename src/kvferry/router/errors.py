@@ -5,12 +5,12 @@ from __future__ import annotations
 from kvferry.core.errors import PeerLost, RequestError
 
 
-class UnknownPath(RequestError):
-    """404: a path that is not for clients."""
+class UnsupportedBody(RequestError):
+    """415: a body in an encoding that the router does not read, and so does not pass on."""
 
-    status = 404
-    kind = "not_found_error"
-    code = "path_not_found"
+    status = 415
+    kind = "invalid_request_error"
+    code = "unsupported_body"
 
 
 class InstanceLost(RequestError):
@@ -21,5 +21,21 @@ class InstanceLost(RequestError):
     code = "instance_lost"
 
 
-class Unreachable(PeerLost):
-    """No connection could be made, so the instance has seen nothing of the request."""
+class InstanceSilent(RequestError):
+    """504: the instance gave no answer, and no sign of work, for as long as one may wait, and none was left to ask."""
+
+    status = 504
+    kind = "timeout_error"
+    code = "instance_silent"
+
+
+class BadAnswer(RequestError):
+    """502: what the instance answered is not for clients."""
+
+    status = 502
+    kind = "bad_gateway_error"
+    code = "bad_answer"
+
+
+class Silent(PeerLost):
+    """The instance was given up: nothing came for longer than its limit, and nothing told that it works."""

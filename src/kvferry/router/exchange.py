@@ -1,49 +1,83 @@
-"""One client's request on its way through the instances.
+"""One client's request on its way through the instances, from its plan to an answer.
 
-Owns what must end with it: the answers that are open, the tickets that P may hold, the tasks of its legs. Does not
-know in which order legs are called; that is `hand_off`.
+Prefill on one instance, decode on another: one after the other, or both at once. A prefill instance that fails is
+replaced by another, and after that by D itself, which then does both. Every way ends in an `Answer` for the client,
+good or bad as the instance gave it, or raises `RequestError` when no instance gave any.
+
+Owns the legs' tasks and the answers that are open. Who may still be tried is `Candidates`' to know, what P may hold
+is `Tickets`'.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import uuid
-from collections.abc import Coroutine, Iterator
+from collections.abc import Coroutine
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
 from kvferry.core.clock import Clock
-from kvferry.core.errors import PeerLost, Unavailable
+from kvferry.core.errors import PeerLost, RequestError, TransferError, Unavailable
 from kvferry.core.timeline import Timeline
+from kvferry.http.errors import Unreachable
+from kvferry.http.headers import RawHeaders
 from kvferry.router.body import RequestBody
+from kvferry.router.candidates import Candidates
 from kvferry.router.config import RouterConfig
-from kvferry.router.errors import InstanceLost, Unreachable
-from kvferry.router.gateway import ClientRequest
-from kvferry.router.headers import REQUEST_ID, TIMELINE, RawHeaders, for_instance
-from kvferry.router.instance import Absent, Instance, VllmFacts
-from kvferry.router.legs import Verdict, shared_seed, verdict
+from kvferry.router.errors import InstanceLost, InstanceSilent, Silent
+from kvferry.router.headers import JSON, REQUEST_ID, TIMELINE, for_instance
+from kvferry.router.instance import Instance, InstanceFacts, Unasked, VllmFacts
+from kvferry.router.legs import (
+    MAX_PREFILL_ANSWER_BYTES,
+    Prefilled,
+    PrefillFailed,
+    PrefillOutcome,
+    Refused,
+    Verdict,
+    decode_body,
+    prefill_body,
+    shared_seed,
+    ticket_origin,
+    verdict,
+    whole_body,
+)
 from kvferry.router.metrics import Metrics
-from kvferry.router.pools import Pool, Pools
-from kvferry.router.protocols.choose import can_pair
+from kvferry.router.plan import Plan, Split
+from kvferry.router.pools import Pools
+from kvferry.router.protocols.choose import can_pair, choose_form
+from kvferry.router.protocols.form import Form
 from kvferry.router.releases import Releases
+from kvferry.router.tickets import Tickets
 from kvferry.router.upstream import Answer, Upstream
+from kvferry.router.watchdog import Wait
 
 logger = logging.getLogger(__name__)
 
 _LATE_PREFILL_S = 5.0
 """How long P's answer may come after the client has all of D's."""
 
+_NOT_COMPRESSED = [(b"accept-encoding", b"identity")]
+"""For answers that the router reads itself."""
 
-@dataclass
-class _Held:
-    """A hand-off for which `prefill` may hold blocks. `ticket` is D's, once it is known; `given`: D has it."""
 
-    prefill: Instance
-    ticket: msgspec.Raw | None = None
-    given: bool = False
+@dataclass(frozen=True)
+class ClientRequest:
+    """One request as it came. `path` and `query` are undecoded; `arrived` is seconds since the epoch."""
+
+    method: str
+    path: str
+    query: str
+    headers: RawHeaders
+    body: bytes
+    request_id: bytes
+    arrived: float
+
+    @property
+    def target(self) -> str:
+        """Path and query."""
+        return f"{self.path}?{self.query}" if self.query else self.path
 
 
 @dataclass(frozen=True)
@@ -61,156 +95,292 @@ class Services:
 class Exchange:
     """A request, its legs so far, and what they left behind. Ended by `close`, whatever happened."""
 
-    def __init__(self, services: Services, request: ClientRequest, body: RequestBody) -> None:
-        self.services, self.request, self.body = services, request, body
-        self.seed = shared_seed(body)
-        self.decode_lost: PeerLost | None = None
-        self.fetching: str | None = None
-        """The transfer id that D was last given."""
-        self._tries = {"prefill": 0, "decode": 0}
-        stamps = Timeline(arrived=request.arrived, routed=services.clock.wall())
-        self._timeline = msgspec.json.encode(stamps)
-        self._failed: set[Instance] = set()
-        self._held: dict[str, _Held] = {}
+    def __init__(self, services: Services, request: ClientRequest, body: RequestBody, group: asyncio.TaskGroup) -> None:
+        self._services, self._request, self._body, self._group = services, request, body, group
+        self._pools, self._upstream, self._metrics = services.pools, services.upstream, services.metrics
+        self._candidates = Candidates(services.pools, services.metrics, services.config.retries)
+        self._tickets = Tickets(services.releases, services.pools.decode)
+        self._seed = shared_seed(body)
+        self._timeline = msgspec.json.encode(Timeline(arrived=request.arrived, routed=services.clock.wall()))
+        self._decode_lost: PeerLost | None = None
         self._answers: list[Answer] = []
-        self._legs: set[asyncio.Task[Any]] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
 
-    # Who is called.
+    async def serve(self, plan: Plan) -> Answer:
+        """The client's answer. Raises `RequestError`."""
+        if isinstance(plan, Split):
+            return await self._split()
+        self._metrics.served("whole", plan.reason)
+        return await self._whole()
 
-    def prefills(self) -> Iterator[Instance]:
-        """Prefill instances to try, one after the other, as far as retries go."""
-        return self._candidates(self.services.pools.prefill)
+    async def delivered(self) -> None:
+        """The client has all of the answer. P's own, in a concurrent hand-off, is due any moment."""
+        self._tickets.delivered()
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=_LATE_PREFILL_S)
 
-    def decodes(self, prefill: Instance | None = None) -> Iterator[Instance]:
-        """Decode instances to try, likewise; only those that can read the KV of `prefill`."""
-        return self._candidates(self.services.pools.decode, prefill)
+    def close(self) -> None:
+        """Cut what is still open, and have P release what nobody fetched. Does not block."""
+        for task in self._tasks:
+            task.cancel()
+        for answer in self._answers:
+            answer.close()
+        self._tickets.release_all(self._request.headers)
 
-    def can_hand_off(self, prefill: Instance) -> bool:
-        """Whether any decode instance can read the KV of `prefill`."""
-        return any(can_pair(prefill.facts, one.facts) for one in self.services.pools.decode.instances)
+    # The order of the legs.
 
-    def has_other_decode(self) -> bool:
-        """Whether there is a decode instance that has not failed this request."""
-        return any(instance not in self._failed for instance in self.services.pools.decode.instances)
+    async def _split(self) -> Answer:
+        for prefill in self._candidates.prefills():
+            outcome = await self._hand_off(prefill)
+            if isinstance(outcome, Answer):
+                return outcome
+            if isinstance(outcome, Refused):
+                return outcome.answer
+            self._candidates.forgive_decodes()
+        self._metrics.served("local")
+        return await self._whole()
 
-    def forgive_decodes(self) -> None:
-        """Decode instances failed because prefill did: they may be tried again."""
-        self._failed -= set(self.services.pools.decode.instances)
-        self._tries["decode"] = 0
+    async def _whole(self) -> Answer:
+        """Both phases on one decode instance."""
+        return await self._decode(whole_body(self._body))
 
-    def _candidates(self, pool: Pool, prefill: Instance | None = None) -> Iterator[Instance]:
-        pick = pool.pick_alive if pool.role == "prefill" else pool.pick
-        strangers = {one for one in pool.instances if prefill and not can_pair(prefill.facts, one.facts)}
-        while self._tries[pool.role] <= self.services.config.retries:
-            instance = pick(self._failed | strangers)
-            if instance is None:
-                return
-            if self._tries[pool.role]:
-                self.services.metrics.retried(pool.role)
-            self._tries[pool.role] += 1
-            yield instance
+    async def _hand_off(self, prefill: Instance) -> Answer | Refused | PrefillFailed:
+        decodes = [one.facts for one in self._pools.decode.instances if one.usable]
+        transfer_id = self._tickets.open(prefill)
+        form = choose_form(self._services.config, transfer_id, prefill, decodes)
+        can_hand_off = any(can_pair(prefill.facts, one.facts) for one in self._pools.decode.instances)
+        if form is None or not can_hand_off:
+            self._tickets.settle(transfer_id)
+            self._failed(prefill, "no_bootstrap" if form is None else "no_pair")
+            return PrefillFailed("it cannot hand off now")
+        if form.concurrent and form.early is not None:
+            self._metrics.served("concurrent")
+            return await self._concurrent(prefill, form, form.early)
+        self._metrics.served("sequential")
+        return await self._sequential(prefill, form)
 
-    # Calling.
+    async def _sequential(self, prefill: Instance, form: Form) -> Answer | Refused | PrefillFailed:
+        """P answers, then D is called with the ticket."""
+        outcome = await self._prefill(prefill, form)
+        if not isinstance(outcome, Prefilled):
+            return outcome
+        return await self._decode_with_ticket(prefill, outcome)
 
-    async def call(self, instance: Instance, body: bytes, own: RawHeaders | None = None) -> Answer:
-        """Send a leg, with headers of the router's own, and wait for its answer's first bytes.
+    async def _concurrent(
+        self, prefill: Instance, form: Form, ticket: dict[str, Any]
+    ) -> Answer | Refused | PrefillFailed:
+        """P and D are called at once; D asks P itself.
 
-        An answer of load or fault is returned too, but the instance then counts as failed for this request.
-        Raises `Unreachable` or `PeerLost`.
+        D's answer may begin before P's; P's leg then goes on beside it. When D fails, or P is done first, P's outcome
+        decides: without it there is nothing for D to wait for, and when it comes from another engine than D asks, D is
+        called again with P's ticket.
         """
-        request, upstream = self.request, self.services.upstream
-        try:
-            answer = await upstream.open(instance, request.method, request.target, self._headers(own or []), body)
-        except PeerLost as error:
-            self.blame(instance, "unreachable" if isinstance(error, Unreachable) else "lost")
-            raise
-        self._answers.append(answer)
-        if verdict(answer.status) is not Verdict.SERVED:
-            self.blame(instance, str(answer.status))
+        early = decode_body(self._body, ticket, self._seed_for(form))
+        prefilling = self._start(self._prefill(prefill, form))
+        decoding = self._start(self._decode_beside(prefill, early, form.transfer_id, prefilling))
+        await asyncio.wait({prefilling, decoding}, return_when=asyncio.FIRST_COMPLETED)
+        if decoding.done() and self._is_final(decoding.result()):
+            return self._fetched(decoding.result(), form.transfer_id)
+        outcome: PrefillOutcome = await prefilling
+        if not isinstance(outcome, Prefilled) or outcome.params is None:
+            await self._cancel(decoding)
+            return self._without_ticket(prefill, outcome)
+        if not _asked_there(outcome, ticket):
+            await self._cancel(decoding)
+            self._candidates.forgive_decodes()
+            return await self._decode_with_ticket(prefill, outcome)
+        answer: Answer | None = await decoding
+        if self._is_final(answer):
+            return self._fetched(answer, form.transfer_id)
+        return await self._decode_with_ticket(prefill, outcome, answer)
+
+    def _is_final(self, answer: Answer | None) -> bool:
+        """Whether D's leg is over for good, whatever P says: it served, or nobody else can and P is not to blame."""
+        if answer is not None and verdict(answer.status) is Verdict.SERVED:
+            return True
+        if self._candidates.has_other_decode():
+            return False
+        if answer is None:
+            return isinstance(self._decode_lost, Unreachable)
+        return verdict(answer.status) is Verdict.BUSY
+
+    def _fetched(self, answer: Answer | None, transfer_id: str) -> Answer:
+        if answer is None:
+            raise unanswered(self._decode_lost)
+        self._tickets.fetching(transfer_id)
         return answer
 
-    def blame(self, instance: Instance, reason: str) -> None:
-        """The instance failed this request; it is not tried again for it."""
-        self._failed.add(instance)
-        self.services.metrics.leg_failed(instance, reason)
-        logger.info("request %s: %s failed: %s", self.request.request_id.decode(), instance, reason)
+    def _without_ticket(self, prefill: Instance, outcome: PrefillOutcome) -> Refused | PrefillFailed:
+        if not isinstance(outcome, Prefilled):
+            return outcome
+        self._failed(prefill, "no_ticket")
+        return PrefillFailed("it keeps nothing for another instance")
 
-    async def call_decode(self, instance: Instance, body: bytes, transfer_id: str | None) -> Answer | None:
+    # The prefill leg.
+
+    async def _prefill(self, prefill: Instance, form: Form) -> PrefillOutcome:
+        body = prefill_body(self._body, form, self._seed_for(form))
+        wait = self._upstream.wait_for(prefill, body)
+        try:
+            answer = await self._call(prefill, body, wait, _NOT_COMPRESSED + form.prefill_headers)
+        except PeerLost as error:
+            if isinstance(error, Unreachable):
+                self._tickets.settle(form.transfer_id)
+            return PrefillFailed(str(error))
+        if verdict(answer.status) is not Verdict.SERVED:
+            answer.close()
+            return PrefillFailed(f"{prefill} answered {answer.status}")
+        if answer.status >= 400:
+            self._tickets.settle(form.transfer_id)
+            return Refused(answer)
+        return await self._read_ticket(answer, form)
+
+    async def _read_ticket(self, answer: Answer, form: Form) -> Prefilled | PrefillFailed:
+        prefill = answer.instance
+        try:
+            async with asyncio.timeout(self._services.config.answer_timeout_s):
+                params = form.read_ticket(await answer.read(MAX_PREFILL_ANSWER_BYTES))
+        except (TransferError, TimeoutError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            answer.close()
+            self._failed(prefill, "broken_answer")
+            return PrefillFailed(f"{prefill} gave no whole answer: {error}")
+        if params is None:
+            self._tickets.settle(form.transfer_id)
+            return Prefilled(form, None, None)
+        self._tickets.received(form.transfer_id, params)
+        origin = ticket_origin(params)
+        if isinstance(prefill.facts, InstanceFacts) and (origin is None or origin.engine_id != prefill.facts.engine_id):
+            prefill.facts = Unasked()  # Another process is at this address now; `Health` asks it.
+        elif isinstance(prefill.facts, VllmFacts) and origin is not None and origin.port:
+            prefill.facts = prefill.facts.with_origin(origin)
+        return Prefilled(form, params, origin)
+
+    # The decode leg.
+
+    async def _decode_beside(
+        self, prefill: Instance, body: bytes, transfer_id: str, prefilling: asyncio.Task[PrefillOutcome]
+    ) -> Answer | None:
+        """One decode instance's answer, good or bad; None when it broke off or could not be reached.
+
+        Until P has answered, D waits for it: as long as P works, D may be silent.
+        """
+        instance = next(self._candidates.decodes(prefill), None)
+        if instance is None:
+            return None
+        wait = self._upstream.wait_for(instance, body, beside=prefill)
+        prefilling.add_done_callback(lambda _: wait.restart(self._services.clock.monotonic()))
+        return await self._call_decode(instance, body, wait, transfer_id)
+
+    async def _decode_with_ticket(self, prefill: Instance, outcome: Prefilled, last: Answer | None = None) -> Answer:
+        if outcome.params is None:
+            return await self._whole()
+        form = outcome.form
+        self._tickets.fetching(form.transfer_id)
+        body = decode_body(self._body, outcome.params, self._seed_for(form))
+        answer = await self._decode(body, last, prefill, form.transfer_id)
+        if verdict(answer.status) is Verdict.FAULT and isinstance(prefill.facts, VllmFacts):
+            prefill.facts = Unasked()  # Another process may be at its address now; `Health` asks it.
+        return answer
+
+    async def _decode(
+        self,
+        body: bytes,
+        last: Answer | None = None,
+        prefill: Instance | None = None,
+        transfer_id: str | None = None,
+    ) -> Answer:
+        """The first decode instance that serves; else the last bad answer, so that the client sees what was wrong.
+
+        With a ticket in the body, `prefill` is whose. `last` is an answer that another instance gave before. Raises
+        `RequestError` when there is none.
+        """
+        for instance in self._candidates.decodes(prefill):
+            wait = self._upstream.wait_for(instance, body)
+            answer = await self._call_decode(instance, body, wait, transfer_id)
+            if answer is None:
+                continue
+            if verdict(answer.status) is Verdict.SERVED:
+                return answer
+            if last is not None:
+                last.close()
+            last = answer
+        if last is None:
+            raise unanswered(self._decode_lost)
+        return last
+
+    async def _call_decode(self, instance: Instance, body: bytes, wait: Wait, transfer_id: str | None) -> Answer | None:
         """Send a decode leg, with the ticket of `transfer_id` if there is one; None when it broke off.
 
         From here on the ticket is D's to spend or to give up, unless D is lost.
         """
-        held = None if transfer_id is None else self._held.get(transfer_id)
-        if held is not None:
-            held.given = True
+        if transfer_id is not None:
+            self._tickets.give(transfer_id)
         try:
-            return await self.call(instance, body)
+            return await self._call(instance, body, wait)
         except PeerLost as error:
-            self.decode_lost = error
-            if held is not None:
-                held.given = False
+            self._decode_lost = error
+            if transfer_id is not None:
+                self._tickets.take_back(transfer_id)
             return None
 
-    def _headers(self, own: RawHeaders) -> RawHeaders:
-        always: RawHeaders = [(REQUEST_ID, self.request.request_id), (TIMELINE, self._timeline)]
-        return for_instance(self.request.headers, always + own)
+    # Any leg.
 
-    def start(self, group: asyncio.TaskGroup, leg: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+    async def _call(self, instance: Instance, body: bytes, wait: Wait, own: RawHeaders | None = None) -> Answer:
+        """Send a leg, with headers of the router's own, and wait for its answer's first bytes.
+
+        An answer of load or fault is returned too, but the instance then counts as failed for this request.
+        Raises `PeerLost`.
+        """
+        always: RawHeaders = [JSON, (REQUEST_ID, self._request.request_id), (TIMELINE, self._timeline)]
+        headers = for_instance(self._request.headers, always + (own or []))
+        try:
+            answer = await self._upstream.open(
+                instance, self._request.method, self._request.target, headers, body, wait
+            )
+        except PeerLost as error:
+            self._failed(instance, failure(error))
+            raise
+        self._answers.append(answer)
+        if verdict(answer.status) is not Verdict.SERVED:
+            self._failed(instance, str(answer.status))
+        return answer
+
+    def _failed(self, instance: Instance, reason: str) -> None:
+        """The instance failed this request; it is not tried again for it."""
+        self._candidates.failed(instance)
+        self._metrics.leg_failed(instance, reason)
+        logger.info("request %s: %s failed: %s", self._request.request_id.decode(), instance, reason)
+
+    def _seed_for(self, form: Form) -> dict[str, int]:
+        return self._seed if form.shares_seed else {}
+
+    def _start(self, leg: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         """Run a leg beside others; it is cancelled when the exchange ends."""
-        task = group.create_task(leg)
-        self._legs.add(task)
+        task = self._group.create_task(leg)
+        self._tasks.add(task)
         return task
 
-    # What P holds.
+    async def _cancel(self, leg: asyncio.Task[Any]) -> None:
+        leg.cancel()
+        await asyncio.wait({leg})
 
-    def open_ticket(self, prefill: Instance) -> str:
-        """A new transfer id, for which `prefill` may hold blocks from now on."""
-        transfer_id = uuid.uuid4().hex
-        self._held[transfer_id] = _Held(prefill)
-        return transfer_id
 
-    def note_ticket(self, transfer_id: str, ticket: msgspec.Raw) -> None:
-        """D could fetch it with this."""
-        if transfer_id in self._held:
-            self._held[transfer_id].ticket = ticket
+def _asked_there(outcome: Prefilled, early: dict[str, Any]) -> bool:
+    """Whether P's ticket comes from where D was told to ask."""
+    return outcome.origin is None or outcome.origin.engine_id == early["remote_engine_id"]
 
-    def settle_ticket(self, transfer_id: str) -> None:
-        """P holds nothing for it: it never began, or D has it all."""
-        self._held.pop(transfer_id, None)
 
-    def delivered(self) -> None:
-        """The client has all of D's answer, so D has all that P kept for it, or has given it up itself."""
-        if self.fetching is not None:
-            self.settle_ticket(self.fetching)
+def failure(error: PeerLost) -> str:
+    """Why a leg has no answer, as a label for metrics."""
+    if isinstance(error, Unreachable):
+        return "unreachable"
+    return "silent" if isinstance(error, Silent) else "lost"
 
-    # The end.
 
-    def unavailable(self) -> Unavailable | InstanceLost:
-        """The error for a client whose request no decode instance answered."""
-        if self.decode_lost is None or isinstance(self.decode_lost, Unreachable):
-            return Unavailable("no decode instance can be reached; try again later")
-        return InstanceLost("the decode instance broke off before it answered, and there is no other to ask")
-
-    async def let_legs_end(self) -> None:
-        """After D's whole answer: P's own, in a concurrent hand-off, is due any moment."""
-        if self._legs:
-            await asyncio.wait(self._legs, timeout=_LATE_PREFILL_S)
-
-    def close(self) -> None:
-        """Cut what is still open, and have P release what nobody fetched. Does not block."""
-        for task in self._legs:
-            task.cancel()
-        for answer in self._answers:
-            answer.close()
-        for transfer_id, held in self._held.items():
-            self._release(transfer_id, held)
-        self._held.clear()
-
-    def _release(self, transfer_id: str, held: _Held) -> None:
-        releases = self.services.releases
-        if isinstance(held.prefill.facts, VllmFacts):
-            decode = self.services.pools.decode.pick()
-            if held.ticket is not None and not held.given and decode is not None:
-                releases.refuse(decode, held.ticket, self.request.headers)
-        elif not isinstance(held.prefill.facts, Absent):
-            releases.start(held.prefill, transfer_id)
+def unanswered(lost: PeerLost | None) -> RequestError:
+    """What a client is told whose request no instance answered; the last one tried was `lost`."""
+    if lost is None or isinstance(lost, Unreachable):
+        return Unavailable("no decode instance can be reached; try again later")
+    if isinstance(lost, Silent):
+        return InstanceSilent("the decode instance did not answer in time, and there is no other to ask")
+    return InstanceLost("the decode instance broke off before it answered, and there is no other to ask")

@@ -13,7 +13,6 @@ from kvferry.router.protocols.mooncake import read_bootstrap
 from kvferry.router.upstream import Upstream
 
 ABOUT_PATH = "/kvferry/instance"
-_TIMEOUT_S = 5.0
 
 T = TypeVar("T")
 
@@ -31,59 +30,62 @@ class _Models(msgspec.Struct):
     data: list[_Model]
 
 
-async def ask_about(instance: Instance, upstream: Upstream, protocol: ProtocolName = "auto") -> Facts:
-    """What the instance is; `Unasked` when it cannot answer now, `Absent` when it never will.
+async def ask_about(instance: Instance, upstream: Upstream, protocol: ProtocolName, timeout_s: float) -> Facts:
+    """What the instance is; `Unasked` when it cannot answer now, `Absent` when it never will. Each question may take
+    `timeout_s`.
 
     With a protocol that was told, only what that protocol needs is asked.
     """
     match protocol:
         case "kvferry":
-            return await _ask(instance, upstream, ABOUT_PATH, InstanceFacts)
+            return await _ask(instance, upstream, ABOUT_PATH, InstanceFacts, timeout_s)
         case "nixl":
             return VllmFacts()
         case "mooncake":
-            bootstrap = await _bootstrap(instance, upstream)
+            bootstrap = await _bootstrap(instance, upstream, timeout_s)
             return VllmFacts(bootstrap=bootstrap) if bootstrap or instance.role == "decode" else Unasked()
-    facts = await _ask(instance, upstream, ABOUT_PATH, InstanceFacts)
-    return await _about_vllm(instance, upstream) if isinstance(facts, Absent) else facts
+    facts = await _ask(instance, upstream, ABOUT_PATH, InstanceFacts, timeout_s)
+    return await _about_vllm(instance, upstream, timeout_s) if isinstance(facts, Absent) else facts
 
 
-async def _about_vllm(instance: Instance, upstream: Upstream) -> Facts:
-    version = await _ask(instance, upstream, "/version", _Version)
+async def _about_vllm(instance: Instance, upstream: Upstream, timeout_s: float) -> Facts:
+    version = await _ask(instance, upstream, "/version", _Version, timeout_s)
     if not isinstance(version, _Version):
         return version
-    models = await _ask(instance, upstream, "/v1/models", _Models)
+    models = await _ask(instance, upstream, "/v1/models", _Models, timeout_s)
     cards = models.data if isinstance(models, _Models) else []  # a server with an API key does not tell
     if any(card.owned_by != "vllm" for card in cards):
         return Absent()
     return VllmFacts(
         version=version.version,
         model_names=[card.id for card in cards],
-        bootstrap=await _bootstrap(instance, upstream),
+        bootstrap=await _bootstrap(instance, upstream, timeout_s),
     )
 
 
-async def _bootstrap(instance: Instance, upstream: Upstream) -> Bootstrap | None:
+async def _bootstrap(instance: Instance, upstream: Upstream, timeout_s: float) -> Bootstrap | None:
     """What the bootstrap server beside a prefill instance says, if there is one."""
     if instance.role != "prefill":
         return None
     host = f"[{instance.host}]" if ":" in instance.host else instance.host
     server = Instance("prefill", f"http://{host}:{instance.bootstrap_port}")
     try:
-        status, body = await upstream.ask(server, "GET", "/query", _TIMEOUT_S)
+        status, body = await upstream.ask(server, "GET", "/query", timeout_s)
     except TransferError:
         return None
     return read_bootstrap(server.url, body) if status == 200 else None
 
 
-async def _ask(instance: Instance, upstream: Upstream, path: str, kind: type[T]) -> T | Unasked | Absent:
+async def _ask(
+    instance: Instance, upstream: Upstream, path: str, kind: type[T], timeout_s: float
+) -> T | Unasked | Absent:
     try:
-        status, body = await upstream.ask(instance, "GET", path, _TIMEOUT_S)
+        status, body = await upstream.ask(instance, "GET", path, timeout_s)
     except TransferError:
         return Unasked()
     if status >= 500 or status == 429:
         return Unasked()
     try:
         return msgspec.json.decode(body, type=kind) if status == 200 else Absent()
-    except msgspec.MsgspecError:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return Absent()

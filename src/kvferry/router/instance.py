@@ -9,6 +9,7 @@ import msgspec
 
 from kvferry.core.errors import ConfigError
 from kvferry.core.hand_off import RankAddress
+from kvferry.http.origin import Origin
 
 LegRole = Literal["prefill", "decode"]
 
@@ -16,7 +17,7 @@ BOOTSTRAP_PORT = 8998
 """Where vLLM's Mooncake connector has its bootstrap server unless VLLM_MOONCAKE_BOOTSTRAP_PORT says otherwise."""
 
 
-class Origin(msgspec.Struct, frozen=True, kw_only=True):
+class KVSource(msgspec.Struct, frozen=True, kw_only=True):
     """Where D can ask for a hand-off of kvferry's: an engine, and where its ranks listen (`ranks` None: one rank)."""
 
     engine_id: str
@@ -41,11 +42,11 @@ class InstanceFacts(msgspec.Struct, frozen=True, kw_only=True):
     layout: str | None = None
     model_names: list[str] = []
 
-    def origin(self, host: str) -> Origin | None:
+    def origin(self, host: str) -> KVSource | None:
         """Of its hand-offs, None when it has no control address; `host` is its own, for one that names none."""
         if not self.kv_port:
             return None
-        return Origin(
+        return KVSource(
             engine_id=self.engine_id,
             host=self.kv_host or host,
             port=self.kv_port,
@@ -72,9 +73,9 @@ class VllmFacts(msgspec.Struct, frozen=True, kw_only=True):
     version: str = ""
     model_names: list[str] = []
     bootstrap: Bootstrap | None = None
-    origins: tuple[Origin, ...] = ()
+    origins: tuple[KVSource, ...] = ()
 
-    def with_origin(self, origin: Origin) -> VllmFacts:
+    def with_origin(self, origin: KVSource) -> VllmFacts:
         """When a ticket has come from there."""
         others = [one for one in self.origins if one.engine_id != origin.engine_id]
         return msgspec.structs.replace(self, origins=(origin, *others[:1]))
@@ -90,16 +91,38 @@ Facts = InstanceFacts | VllmFacts | Unasked | Absent
 class Instance:
     """An instance's address, and what the router knows of its state.
 
-    `alive` and `facts` are written by `Health` and by legs that fail, `in_flight` by `Upstream`; all in one thread.
+    `alive`, `num_late`, `mute` and `facts` are written by `Health` and by legs that fail, `in_flight` and `last_sign`
+    by those that wait for it; all in one thread.
     """
 
-    def __init__(self, role: LegRole, url: str, bootstrap_port: int = BOOTSTRAP_PORT) -> None:
+    def __init__(self, role: LegRole, url: str, bootstrap_port: int = BOOTSTRAP_PORT, *, name: str = "") -> None:
         self.role = role
         self.url = normalise_url(url)
+        parts = urlsplit(self.url)
+        self.origin = Origin.parse(f"{parts.scheme}://{parts.netloc}")
+        self.base_path = parts.path
+        self.name = name or f"{role} instance"
+        """What clients, metrics and logs call it; says no address."""
         self.bootstrap_port = bootstrap_port
         self.alive = True
+        self.num_late = 0
+        """How many looks at its health in a row had no answer in time."""
+        self.mute = False
+        """It answers for its health, but gave a request no answer and no sign of work."""
         self.in_flight = 0
+        self.last_sign = 0.0
+        """When it last showed that it works, on the router's monotonic clock: bytes of an answer, or steps made."""
         self.facts: Facts = Unasked()
+
+    @property
+    def trusted(self) -> bool:
+        """Whether nothing speaks against it."""
+        return self.alive and not self.mute and not self.num_late
+
+    @property
+    def usable(self) -> bool:
+        """Whether it may be chosen while there is no better one."""
+        return self.alive and not self.mute
 
     @property
     def host(self) -> str:
@@ -112,7 +135,7 @@ class Instance:
         self.alive = self.alive and reachable
 
     def __repr__(self) -> str:
-        return f"{self.role} instance {self.url}"
+        return self.name
 
 
 def normalise_url(url: str) -> str:

@@ -11,13 +11,11 @@ import msgspec
 
 from kvferry.core.hand_off import RankAddress
 from kvferry.router.body import RequestBody
-from kvferry.router.instance import Origin
+from kvferry.router.instance import KVSource
 from kvferry.router.protocols.form import Form
 from kvferry.router.upstream import Answer
 
 HAND_OFF_FIELD = "kv_transfer_params"
-"""The one field that belongs to the router: what a client puts there never reaches an instance, as it could make
-one connect to any address."""
 
 MAX_PREFILL_ANSWER_BYTES = 16 * 2**20
 
@@ -34,10 +32,10 @@ class Verdict(Enum):
 
 
 def verdict(status: int) -> Verdict:
-    """What an answer's status means."""
+    """What an answer's status means. A redirect is a fault: it leads past the router."""
     if status in (429, 503):
         return Verdict.BUSY
-    return Verdict.FAULT if status >= 500 else Verdict.SERVED
+    return Verdict.FAULT if status >= 500 or 300 <= status < 400 else Verdict.SERVED
 
 
 # What comes of a prefill leg.
@@ -50,7 +48,7 @@ class Prefilled:
 
     form: Form
     params: msgspec.Raw | None
-    origin: Origin | None
+    origin: KVSource | None
 
 
 @dataclass(frozen=True)
@@ -94,7 +92,7 @@ def decode_body(body: RequestBody, params: Any, seed: dict[str, int]) -> bytes:
 
 def whole_body(body: RequestBody) -> bytes:
     """The body for one instance that does everything."""
-    return body.encode(without=(HAND_OFF_FIELD,))
+    return body.encode()
 
 
 class _Ticket(msgspec.Struct):
@@ -107,13 +105,13 @@ class _Ticket(msgspec.Struct):
     """A key of kvferry's P2P connectors only."""
 
 
-def ticket_origin(params: msgspec.Raw) -> Origin | None:
+def ticket_origin(params: msgspec.Raw) -> KVSource | None:
     """Where a ticket comes from, None when it does not say; without a port when nobody can ask there early."""
     try:
         ticket = msgspec.json.decode(params, type=_Ticket)
-    except msgspec.MsgspecError:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None
     port = (ticket.remote_port or 0) if ticket.remote_prefixes is not None else 0
     host, ranks = ticket.remote_host or "", ticket.remote_ranks
     seal = ticket.remote_address_seal
-    return Origin(engine_id=ticket.remote_engine_id, host=host, port=port, ranks=ranks, seal=seal)
+    return KVSource(engine_id=ticket.remote_engine_id, host=host, port=port, ranks=ranks, seal=seal)

@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
 from kvferry.router.instance import Instance
-from kvferry.router.plan import PROMPT_FIELDS
+from kvferry.router.paths import PROMPT_FIELDS
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 
@@ -46,7 +46,8 @@ class Metrics:
         )
         self._errors = Counter(
             "kvferry_router_leg_errors",
-            "Legs that failed: connections lost or refused (unreachable, lost) and statuses of load and fault.",
+            "Legs that failed: connections lost or refused (unreachable, lost), no answer in time (silent), and"
+            " statuses of load and fault.",
             (*_OF_INSTANCE, "reason"),
             registry=registry,
         )
@@ -76,7 +77,7 @@ class Metrics:
 
     def leg_failed(self, instance: Instance, reason: str) -> None:
         """A leg ended without a usable answer."""
-        self._errors.labels(instance.role, instance.url, reason).inc()
+        self._errors.labels(instance.role, instance.name, reason).inc()
 
     def retried(self, role: str) -> None:
         """A leg is tried again elsewhere."""
@@ -89,8 +90,8 @@ class Metrics:
     def expose(self, instances: Iterable[Instance]) -> bytes:
         """Everything, in Prometheus' text form."""
         for instance in instances:
-            self._in_flight.labels(instance.role, instance.url).set(instance.in_flight)
-            self._alive.labels(instance.role, instance.url).set(instance.alive)
+            self._in_flight.labels(instance.role, instance.name).set(instance.in_flight)
+            self._alive.labels(instance.role, instance.name).set(instance.alive)
         return generate_latest(self._registry)
 
 

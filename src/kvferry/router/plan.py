@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from kvferry.router.body import RequestBody
 from kvferry.router.instance import InstanceFacts
+from kvferry.router.paths import PROMPT_FIELDS
 from kvferry.router.pools import Pools
 
 
@@ -23,13 +24,10 @@ class Whole:
 
 Plan = Split | Whole
 
-PROMPT_FIELDS = {"/v1/completions": "prompt", "/v1/chat/completions": "messages"}
-"""The paths that can be split, and where each has its prompt."""
 
-
-def make_plan(path: str, body: RequestBody | None, pools: Pools) -> Plan:
+def make_plan(path: str, body: RequestBody, pools: Pools) -> Plan:
     """How to serve a POST to one of `PROMPT_FIELDS`."""
-    if body is None or not body.raw(PROMPT_FIELDS[path]):
+    if not body.raw(PROMPT_FIELDS[path]):
         return Whole("malformed")
     reason = _needs_one_instance(path, body) or _cannot_be_shared(body, pools)
     if reason:

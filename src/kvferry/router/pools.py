@@ -17,7 +17,10 @@ class Pool:
 
     def __init__(self, role: LegRole, urls: Iterable[str], picker: Picker, bootstrap_ports: Sequence[int] = ()) -> None:
         self.role = role
-        self.instances = [Instance(role, url, *bootstrap_ports[index : index + 1]) for index, url in enumerate(urls)]
+        self.instances = [
+            Instance(role, url, *bootstrap_ports[index : index + 1], name=f"{role}-{index}")
+            for index, url in enumerate(urls)
+        ]
         self._picker = picker
         seen: set[str] = set()
         for instance in self.instances:
@@ -26,23 +29,25 @@ class Pool:
             seen.add(instance.url)
 
     def pick_alive(self, exclude: Collection[Instance] = ()) -> Instance | None:
-        """An instance that is alive and not excluded, or None."""
-        candidates = [one for one in self.instances if one.alive and one not in exclude]
+        """An instance that is usable and not excluded, or None. One whose health is late is taken only when no other
+        is there."""
+        usable = [one for one in self.instances if one.usable and one not in exclude]
+        candidates = [one for one in usable if one.trusted] or usable
         return self._picker.pick(candidates) if candidates else None
 
     def pick(self, exclude: Collection[Instance] = ()) -> Instance | None:
-        """As `pick_alive`, but when none of the rest seems alive, one of them all the same: what seems dead may
+        """As `pick_alive`, but when none of the rest seems usable, one of them all the same: what seems dead may
         be back, and an attempt is better than a refusal. None only when all are excluded."""
-        alive = self.pick_alive(exclude)
-        if alive is not None:
-            return alive
+        usable = self.pick_alive(exclude)
+        if usable is not None:
+            return usable
         candidates = [one for one in self.instances if one not in exclude]
         return self._picker.pick(candidates) if candidates else None
 
     @property
     def num_alive(self) -> int:
-        """How many seem alive."""
-        return sum(instance.alive for instance in self.instances)
+        """How many seem able to serve."""
+        return sum(instance.usable for instance in self.instances)
 
 
 @dataclass(frozen=True)

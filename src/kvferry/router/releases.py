@@ -12,7 +12,7 @@ import logging
 import msgspec
 
 from kvferry.core.errors import TransferError
-from kvferry.router.headers import RawHeaders
+from kvferry.http.headers import RawHeaders
 from kvferry.router.instance import Instance
 from kvferry.router.metrics import Metrics
 from kvferry.router.upstream import Upstream
@@ -65,6 +65,10 @@ class Releases:
             self._metrics.released("done" if status == expected else "failed")
         except TransferError as error:
             logger.info("a hand-off is left to its lease: %s", error)
+            self._metrics.released("failed")
+        except Exception:
+            # The edge: a release that fails must not end the task group, and with it the router.
+            logger.exception("a hand-off is left to its lease")
             self._metrics.released("failed")
         finally:
             self._num_running -= 1

@@ -1,116 +1,138 @@
-"""HTTP to instances. Owns the connection pool; translates aiohttp's errors into `Unreachable` and `PeerLost`.
+"""Legs to instances: their limits, how they are counted, and what an instance is held to when one fails.
 
-aiohttp is imported here only. It sets TCP_NODELAY on every connection it opens.
+Every error is a `TransferError` that names the instance, not its address.
 """
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Self
 
-import aiohttp
-from yarl import URL
-
-from kvferry.core.errors import PeerLost, ProtocolError, TransferTimeout
-from kvferry.router.errors import Unreachable
-from kvferry.router.headers import RawHeaders
+from kvferry.core.clock import Clock
+from kvferry.core.errors import PeerLost, TransferError, TransferTimeout
+from kvferry.http import answer as http
+from kvferry.http.client import ClientConfig, Deadlines, HttpClient
+from kvferry.http.config import InstanceAccess
+from kvferry.http.errors import AnswerTimeout, Unreachable
+from kvferry.http.headers import RawHeaders
+from kvferry.http.keys import bearer
+from kvferry.http.response import Response
+from kvferry.router.config import RouterConfig
+from kvferry.router.errors import Silent
+from kvferry.router.headers import JSON, content_type
 from kvferry.router.instance import Instance
+from kvferry.router.watchdog import Wait, Watchdog
 
 _IDLE_CONNECTION_S = 1.0
-"""Far less than the 5 s after which uvicorn, and so vLLM and kvferry, closes an idle connection: a request must not be
-sent into a connection that is being closed, as a POST is not repeated on its own, and on a busy machine the two ends
+"""Far less than the 5 s after which uvicorn, and so vLLM, closes an idle connection: on a busy machine the two ends
 disagree by seconds about when it became idle."""
 
 _LONGEST_OWN_ANSWER = 2**20
 """Bytes of an answer to a question of the router's own."""
 
-_NOT_ADDED = ("User-Agent", "Accept", "Accept-Encoding", "Content-Type")
-"""Headers that aiohttp adds when they are missing; a client's request stays as it is."""
+OPEN = InstanceAccess()
+
+_SLOWEST_PREFILL = 1000
+"""Bytes of a request's body for which an instance has one second more to begin its answer: not every engine computes a
+prompt in steps that can be counted."""
 
 
 class Answer:
     """An instance's answer: status and headers are there, and its first bytes, if it has any.
 
-    Whoever has it reads `chunks` or `read`, and in any case calls `close`.
+    Whoever has it reads it once, by `read` or `relay`, and in any case calls `close`. Both raise `PeerLost` when the
+    answer breaks off, `Silent` when it stops.
     """
 
     def __init__(
-        self, instance: Instance, response: aiohttp.ClientResponse, first: bytes, on_close: Callable[[], None]
+        self, instance: Instance, answer: http.Answer, watchdog: Watchdog, wait: Wait, on_close: Callable[[], None]
     ) -> None:
         self.instance = instance
-        self.status = response.status
-        self.headers: RawHeaders = list(response.raw_headers)
-        self._response, self._first, self._on_close, self._open = response, first, on_close, True
+        self._answer, self._watchdog, self._wait, self._on_close = answer, watchdog, wait, on_close
+        wait.received = answer.progress
+
+    @property
+    def status(self) -> int:
+        """The HTTP status."""
+        return self._answer.status
+
+    @property
+    def headers(self) -> RawHeaders:
+        """Names in lower case."""
+        return self._answer.headers
 
     @property
     def is_event_stream(self) -> bool:
         """Whether it comes as server-sent events that one can be added to."""
-        encoded = "Content-Encoding" in self._response.headers
-        return self._response.content_type == "text/event-stream" and not encoded
-
-    async def chunks(self) -> AsyncIterator[bytes]:
-        """The body, as it comes. Raises `PeerLost` when it breaks off."""
-        chunk = self._first
-        while chunk:
-            yield chunk
-            chunk = await _next_chunk(self._response)
-        self.close()
+        return self._answer.is_event_stream and content_type(self.headers) == b"text/event-stream"
 
     async def read(self, max_bytes: int) -> bytes:
-        """The whole body. Raises `PeerLost` when it breaks off, `ProtocolError` when it is longer than `max_bytes`."""
-        body = bytearray()
-        async for chunk in self.chunks():
-            body += chunk
-            if len(body) > max_bytes:
-                raise ProtocolError(f"the answer of {self.instance} is longer than {max_bytes} bytes")
-        return bytes(body)
+        """The whole body. Raises `PeerLost` when it is longer than `max_bytes`, too."""
+        with _named(self.instance):
+            return await self._watchdog.within(self._wait, self._answer.read(max_bytes))
+
+    async def relay(self, response: Response, mask: Callable[[bytes], bytes] | None = None) -> None:
+        """Pass the body on to a response that has begun, and end it. `mask` may change bytes, not how many they are."""
+        with _named(self.instance):
+            await self._watchdog.within(self._wait, self._answer.relay(response, mask))
 
     def close(self) -> None:
         """Give the connection back if the answer was read to its end; else cut it, so that the instance stops."""
-        if self._open:
-            self._open = False
-            self._response.close()
-            self._on_close()
+        self._answer.close()
+        self._on_close()
 
 
 class Upstream:
     """An HTTP client for instances; an asynchronous context manager."""
 
-    def __init__(self, connect_timeout_s: float) -> None:
-        self._connect_timeout_s = connect_timeout_s
-        self._session: aiohttp.ClientSession | None = None
+    def __init__(
+        self, config: RouterConfig, clock: Clock, access: InstanceAccess = OPEN, fleet_keys: Sequence[str] = ()
+    ) -> None:
+        self._config, self._key = config, access.instance_api_key
+        self._watchdog = Watchdog(clock, min(config.first_byte_timeout_s, config.between_bytes_timeout_s))
+        self._http = HttpClient(ClientConfig(idle_s=_IDLE_CONNECTION_S), access.tls_context())
+        self._deadlines = Deadlines(connect_s=config.connect_timeout_s)
+        self._own_headers = [bearer(key) for key in (access.instance_api_key, *fleet_keys) if key][:1]
 
     async def __aenter__(self) -> Self:
-        # How many connections there may be is decided by the admission of requests, hence no limit here.
-        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_IDLE_CONNECTION_S)
-        self._session = aiohttp.ClientSession(
-            connector=connector,
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=self._connect_timeout_s),
-            cookie_jar=aiohttp.DummyCookieJar(),
-            auto_decompress=False,
-            skip_auto_headers=_NOT_ADDED,
-        )
+        await self._http.__aenter__()
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        assert self._session is not None
-        await self._session.close()
-        self._session = None
+        await self._http.__aexit__(kind, error, trace)
+
+    async def watch(self) -> None:
+        """End legs that wait too long; runs until it is cancelled."""
+        await self._watchdog.run(self._metrics)
+
+    @property
+    def num_waits(self) -> int:
+        """How many legs wait for bytes."""
+        return self._watchdog.num_waits
+
+    def wait_for(self, instance: Instance, body: bytes | None, beside: Instance | None = None) -> Wait:
+        """The limits of a leg with this body. `beside`: as in `Wait`."""
+        config = self._config
+        silence_s = config.first_byte_timeout_s + len(body or b"") / _SLOWEST_PREFILL
+        return Wait(instance, silence_s, max(config.answer_timeout_s, silence_s), beside=beside)
 
     async def open(
-        self, instance: Instance, method: str, target: str, headers: RawHeaders, body: bytes | None
+        self, instance: Instance, method: str, target: str, headers: RawHeaders, body: bytes | None, wait: Wait
     ) -> Answer:
-        """A client's leg: send the request and wait for the answer's first bytes, however long they take.
+        """A client's leg: send the request and wait for the answer's first bytes, within the limits of `wait`.
 
-        Cancelling it cuts the connection. Raises `Unreachable` or `PeerLost`, and notes that on the instance.
+        Cancelling it cuts the connection. Raises `Unreachable`, `Silent` or `PeerLost`, and notes that on the instance.
         """
+        if self._key is not None:
+            headers = [*(one for one in headers if one[0] != b"authorization"), bearer(self._key)]
         leg = _LegCount(instance)
         try:
-            return await self._send(instance, method, target, headers, body, leg.end)
+            with _named(instance):
+                answer = await self._watchdog.within(wait, self._send(instance, method, target, headers, body))
         except PeerLost as error:
             leg.end()
             instance.failed(reachable=not isinstance(error, Unreachable))
@@ -118,6 +140,29 @@ class Upstream:
         except BaseException:
             leg.end()
             raise
+        silence_s = self._config.between_bytes_timeout_s
+        after = Wait(instance, silence_s, max(self._config.answer_timeout_s, silence_s), first_byte=False)
+        return Answer(instance, answer, self._watchdog, after, leg.end)
+
+    async def _send(
+        self, instance: Instance, method: str, target: str, headers: RawHeaders, body: bytes | None
+    ) -> http.Answer:
+        # A leg may be sent again on a new connection when an idle one turns out to be closed: nothing had come of it.
+        answer = await self._http.open(
+            instance.origin,
+            method,
+            instance.base_path + target,
+            headers,
+            body,
+            deadlines=self._deadlines,
+            repeatable=True,
+        )
+        try:
+            await answer.ready()
+        except BaseException:
+            answer.close()
+            raise
+        return answer
 
     async def ask(
         self,
@@ -129,41 +174,24 @@ class Upstream:
         headers: RawHeaders | None = None,
     ) -> tuple[int, bytes]:
         """A question of the router's own: status and body. Raises `TransferError`, of which `TransferTimeout`."""
-        headers = (headers or []) + ([] if body is None else [(b"content-type", b"application/json")])
+        sent = [*(headers or []), *self._own_headers, *([] if body is None else [JSON])]
         try:
-            async with asyncio.timeout(timeout_s):
-                answer = await self._send(instance, method, target, headers, body, _nothing)
-                try:
-                    return answer.status, await answer.read(_LONGEST_OWN_ANSWER)
-                finally:
-                    answer.close()
-        except TimeoutError as error:
-            raise TransferTimeout(f"{instance} did not answer {target} within {timeout_s:g} s") from error
-
-    async def _send(
-        self,
-        instance: Instance,
-        method: str,
-        target: str,
-        headers: RawHeaders,
-        body: bytes | None,
-        on_close: Callable[[], None],
-    ) -> Answer:
-        assert self._session is not None, "used outside of its context"
-        url = URL(instance.url + target, encoded=True)
-        try:
-            response = await self._session.request(
-                method, url, headers=_as_text(headers), data=body, allow_redirects=False
+            status, _, answer = await self._http.ask(
+                instance.origin,
+                method,
+                instance.base_path + target,
+                timeout_s=timeout_s,
+                headers=sent,
+                body=body,
+                max_bytes=_LONGEST_OWN_ANSWER,
             )
-        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
-            raise Unreachable(f"{instance} cannot be reached: {_told(error)}") from error
-        except (aiohttp.ClientError, OSError) as error:
-            raise PeerLost(f"{instance} broke off: {_told(error)}") from error
-        try:
-            return Answer(instance, response, await _next_chunk(response), on_close)
-        except BaseException:
-            response.close()
-            raise
+        except AnswerTimeout as error:
+            raise TransferTimeout(f"{instance} did not answer {target} within {timeout_s:g} s") from error
+        return status, answer
+
+    async def _metrics(self, instance: Instance, timeout_s: float) -> bytes:
+        status, body = await self.ask(instance, "GET", "/metrics", timeout_s)
+        return body if status == 200 else b""
 
 
 class _LegCount:
@@ -179,21 +207,15 @@ class _LegCount:
             self._instance = None
 
 
-def _nothing() -> None:
-    pass
-
-
-async def _next_chunk(response: aiohttp.ClientResponse) -> bytes:
-    """What has come since the last call, at least a byte; empty at the end."""
+@contextmanager
+def _named(instance: Instance) -> Iterator[None]:
+    """Translate what the HTTP room raises into errors that name the instance by its name."""
     try:
-        return await response.content.readany()
-    except (aiohttp.ClientError, OSError) as error:
-        raise PeerLost(f"the answer of {response.url.origin()} broke off: {_told(error)}") from error
-
-
-def _as_text(headers: RawHeaders) -> list[tuple[str, str]]:
-    return [(name.decode("latin-1"), value.decode(errors="replace")) for name, value in headers]
-
-
-def _told(error: Exception) -> str:
-    return str(error) or type(error).__name__
+        yield
+    except Silent:
+        instance.mute = True
+        raise
+    except (Unreachable, AnswerTimeout) as error:  # Only connecting has a deadline of that room's own.
+        raise Unreachable(f"{instance} cannot be reached: {error}") from error
+    except (TransferError, ValueError) as error:
+        raise PeerLost(f"{instance} gave no whole answer: {error}") from error

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvferry.router.config import HandOffMode, RouterConfig
-from kvferry.router.instance import Facts, Instance, InstanceFacts, Origin, VllmFacts
+from kvferry.router.instance import Facts, Instance, InstanceFacts, KVSource, VllmFacts
 from kvferry.router.protocols import kvferry
 from kvferry.router.protocols.form import Form
 from kvferry.router.protocols.mooncake import mooncake
@@ -29,7 +29,7 @@ def choose_form(config: RouterConfig, transfer_id: str, prefill: Instance, decod
     return nixl(transfer_id) if speaks_nixl else kvferry.sequential(transfer_id)
 
 
-def early_origin(prefill: Instance, decodes: Sequence[Facts], mode: HandOffMode) -> Origin | None:
+def early_origin(prefill: Instance, decodes: Sequence[Facts], mode: HandOffMode) -> KVSource | None:
     """Where D may ask P before P has answered: where that is known, and every D is of the same kind as P.
 
     Another engine would take a ticket without blocks for one that is complete. Of kvferry's instances, a connector that

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from kvferry.router.headers import RawHeaders
+from kvferry.http.headers import RawHeaders
 
 
 @dataclass(frozen=True, kw_only=True)

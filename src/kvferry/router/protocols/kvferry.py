@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvferry.core.hand_off import Ticket
-from kvferry.router.instance import Origin
+from kvferry.router.instance import KVSource
 from kvferry.router.protocols.form import Form
 from kvferry.router.protocols.nixl import produce_params
 
@@ -13,7 +13,7 @@ def sequential(transfer_id: str) -> Form:
     return Form(protocol="kvferry", transfer_id=transfer_id, produce=produce_params(transfer_id), shares_seed=True)
 
 
-def concurrent(transfer_id: str, origin: Origin, *, takes_first_token: bool = True) -> Form:
+def concurrent(transfer_id: str, origin: KVSource, *, takes_first_token: bool = True) -> Form:
     """D gets P's address and asks before P has answered. D in vLLM draws the first token itself, and would count all
     that it fetches as cached, if nobody told it what P had in its cache."""
     ticket = Ticket(

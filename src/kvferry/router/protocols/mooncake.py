@@ -53,7 +53,7 @@ def read_bootstrap(url: str, answer: bytes) -> Bootstrap | None:
     """What a bootstrap server's answer says; None when it is another server, or no worker has registered yet."""
     try:
         engines = msgspec.json.decode(answer, type=dict[int, _Engine])
-    except msgspec.MsgspecError:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None
     found = {rank: engine.engine_id for rank, engine in engines.items() if engine.worker_addr}
     return Bootstrap(url=url, engines=found) if found else None

@@ -1,0 +1,106 @@
+"""An instance's answer on its way to the client: as it comes, but nothing in it leads past the router.
+
+Addresses of instances are made unreadable in whatever tells of an error; a redirect is not passed on at all.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterator
+
+from kvferry.core.errors import PeerLost
+from kvferry.http.headers import RawHeaders
+from kvferry.http.response import Response
+from kvferry.router.errors import BadAnswer, InstanceLost, InstanceSilent, Silent
+from kvferry.router.headers import for_client
+from kvferry.router.instance import Instance, InstanceFacts, VllmFacts
+from kvferry.router.pools import Pools
+from kvferry.router.upstream import Answer
+
+logger = logging.getLogger(__name__)
+
+_LONGEST_ERROR = 256 * 1024
+"""Bytes of an error's body; it is read whole, to be looked through."""
+
+
+class Relay:
+    """Sends answers to clients."""
+
+    def __init__(self, pools: Pools) -> None:
+        self._addresses = _Addresses(pools)
+
+    async def send(self, answer: Answer, response: Response) -> bool:
+        """Send an instance's answer as it comes. False when the instance broke off before the end.
+
+        The client then gets an error event if the answer is an event stream, else a connection that breaks off
+        too: what has been sent cannot be made an error any more, and must not look complete. Raises `RequestError` when
+        nothing can be sent of the answer.
+        """
+        if 300 <= answer.status < 400:
+            raise BadAnswer(f"{answer.instance} answered with a redirect, which is not for clients")
+        if answer.status >= 400 and not answer.is_event_stream:
+            await self._send_error(answer, response)
+            return True
+        response.start(answer.status, self._headers(answer))
+        try:
+            await answer.relay(response, self._mask if answer.is_event_stream else None)
+        except PeerLost as error:
+            logger.warning("request %s: %s", response.request.id, error)
+            response.fail(_told(error))
+            return False
+        return True
+
+    async def _send_error(self, answer: Answer, response: Response) -> None:
+        try:
+            body = await answer.read(_LONGEST_ERROR)
+        except PeerLost as error:
+            raise InstanceLost(f"{answer.instance} broke off within an error") from error
+        headers = [header for header in self._headers(answer) if header[0] != b"content-length"]
+        response.send(answer.status, self._hide(body), headers)
+
+    def _headers(self, answer: Answer) -> RawHeaders:
+        hidden = self._addresses.pattern()
+        return [(name, value) for name, value in for_client(answer.headers) if not hidden.search(value)]
+
+    def _mask(self, piece: bytes) -> bytes:
+        return self._hide(piece) if b'"error"' in piece else piece
+
+    def _hide(self, text: bytes) -> bytes:
+        """As long as it was, so that no framing has to change."""
+        return self._addresses.pattern().sub(lambda found: b"*" * len(found[0]), text)
+
+
+class _Addresses:
+    """How instances can be named in a text: by a host, with or without scheme and port."""
+
+    def __init__(self, pools: Pools) -> None:
+        self._pools = pools
+        self._known: list[object] = []
+        self._pattern = re.compile(b"")
+
+    def pattern(self) -> re.Pattern[bytes]:
+        """Finds any of them; made anew when something new is known of an instance."""
+        known: list[object] = [part for instance in self._pools for part in (instance.url, instance.facts)]
+        if len(known) != len(self._known) or any(a is not b for a, b in zip(known, self._known, strict=True)):
+            hosts = {host for instance in self._pools for host in _hosts(instance)}
+            names = b"|".join(re.escape(host.encode()) for host in sorted(hosts, key=len, reverse=True))
+            self._known = known
+            self._pattern = re.compile(rb"(?<![\w.:-])(?:https?://)?\[?(?:%b)\]?(?::\d+)?(?![\w-]|\.\w)" % names)
+        return self._pattern
+
+
+def _hosts(instance: Instance) -> Iterator[str]:
+    """All hosts by which an instance may be named."""
+    yield instance.host
+    match instance.facts:
+        case InstanceFacts() as facts:
+            yield from (host for host, _ in [(facts.kv_host, facts.kv_port), *(facts.kv_ranks or [])] if host)
+        case VllmFacts(origins=origins):
+            yield from (origin.host for origin in origins if origin.host)
+
+
+def _told(error: PeerLost) -> InstanceLost | InstanceSilent:
+    if isinstance(error, Silent):
+        return InstanceSilent("the instance stopped in the middle of its answer, which is incomplete")
+    return InstanceLost("the instance broke off; the answer is incomplete")

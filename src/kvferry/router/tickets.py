@@ -1,0 +1,79 @@
+"""What prefill instances may hold for one request. Owns the list; whatever is on it at the end is released."""
+
+from __future__ import annotations
+
+import uuid
+from dataclasses import dataclass
+
+import msgspec
+
+from kvferry.http.headers import RawHeaders
+from kvferry.router.instance import Absent, Instance, VllmFacts
+from kvferry.router.pools import Pool
+from kvferry.router.releases import Releases
+
+
+@dataclass
+class _Held:
+    """A hand-off for which `prefill` may hold blocks. `ticket` is D's, once it is known; `given`: D has it."""
+
+    prefill: Instance
+    ticket: msgspec.Raw | None = None
+    given: bool = False
+
+
+class Tickets:
+    """Of one request, by transfer id."""
+
+    def __init__(self, releases: Releases, decodes: Pool) -> None:
+        self._releases, self._decodes = releases, decodes
+        self._held: dict[str, _Held] = {}
+        self._fetching: str | None = None
+
+    def open(self, prefill: Instance) -> str:
+        """A new transfer id, for which `prefill` may hold blocks from now on."""
+        transfer_id = uuid.uuid4().hex
+        self._held[transfer_id] = _Held(prefill)
+        return transfer_id
+
+    def received(self, transfer_id: str, ticket: msgspec.Raw) -> None:
+        """P answered with this; D could fetch with it."""
+        if transfer_id in self._held:
+            self._held[transfer_id].ticket = ticket
+
+    def settle(self, transfer_id: str) -> None:
+        """P holds nothing for it: it never began, or D has it all."""
+        self._held.pop(transfer_id, None)
+
+    def give(self, transfer_id: str) -> None:
+        """A decode instance gets it, to spend or to give up."""
+        if transfer_id in self._held:
+            self._held[transfer_id].given = True
+
+    def take_back(self, transfer_id: str) -> None:
+        """That decode instance is lost."""
+        if transfer_id in self._held:
+            self._held[transfer_id].given = False
+
+    def fetching(self, transfer_id: str) -> None:
+        """The answer for the client comes of this one."""
+        self._fetching = transfer_id
+
+    def delivered(self) -> None:
+        """The client has all of D's answer, so D has all that P kept for it, or has given it up itself."""
+        if self._fetching is not None:
+            self.settle(self._fetching)
+
+    def release_all(self, client_headers: RawHeaders) -> None:
+        """Have P free what nobody fetched. Does not block."""
+        for transfer_id, held in self._held.items():
+            self._release(transfer_id, held, client_headers)
+        self._held.clear()
+
+    def _release(self, transfer_id: str, held: _Held, client_headers: RawHeaders) -> None:
+        if isinstance(held.prefill.facts, VllmFacts):
+            decode = self._decodes.pick()
+            if held.ticket is not None and not held.given and decode is not None:
+                self._releases.refuse(decode, held.ticket, client_headers)
+        elif not isinstance(held.prefill.facts, Absent):
+            self._releases.start(held.prefill, transfer_id)
