@@ -316,7 +316,7 @@ def test_the_router_as_a_child_of_a_supervisor() -> None:
 
 
 def test_an_address_in_use_is_told_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    from kvferry.router.server import listen
+    from kvferry.http.listen import listen
 
     with listen("127.0.0.1", 0) as taken:
         port = taken.getsockname()[1]

@@ -31,7 +31,7 @@ from kvferry.http.request import Request
 from kvferry.http.routes import Handler, Routes
 from kvferry.http.tls_door import TlsDoor
 
-OnListening = Callable[[str, int], None]
+OnListening = Callable[[str, int], object]
 """Told the host and the real port once connections are accepted."""
 
 _CLOSE_S = 5.0

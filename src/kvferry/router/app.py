@@ -111,17 +111,20 @@ class Router:
         )
 
     @asynccontextmanager
-    async def running(self) -> AsyncIterator[None]:
-        """Connections to instances, the look-out for their health, and releases under way."""
-        async with self.services.upstream, asyncio.TaskGroup() as group:
-            self.services.releases.open(group)
-            await self.health.first_look()
-            watchers = [group.create_task(self.health.watch()), group.create_task(self.services.upstream.watch())]
-            try:
-                yield
-            finally:
-                for watcher in watchers:
-                    watcher.cancel()
+    async def running(self) -> AsyncIterator[asyncio.TaskGroup]:
+        """Connections to instances, the look-out for their health, releases under way, and whatever else is begun in
+        the task group."""
+        try:
+            async with self.services.upstream, asyncio.TaskGroup() as group:
+                self.services.releases.open(group)
+                watchers = [group.create_task(self.health.watch()), group.create_task(self.services.upstream.watch())]
+                try:
+                    yield group
+                finally:
+                    for watcher in watchers:
+                        watcher.cancel()
+        except ExceptionGroup as errors:  # What runs beside raises nothing: it is the one error of who waited here.
+            raise errors.exceptions[0] from None
 
 
 def build_router(

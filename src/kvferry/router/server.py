@@ -39,10 +39,11 @@ async def _serve(
     router = build_router(config, http, access)
     server = HttpServer(router.routes(), http, Lifecycle("router"))
 
-    def tell(host: str, port: int) -> None:
+    async def announce(port: int) -> None:
+        await router.health.first_look()
         on_ready({"url": f"{http.scheme}://{authority(http.host, port)}"})
 
     with signals_end(server):
-        async with router.running():
-            await server.run(tell)
+        async with router.running() as group:
+            await server.run(lambda host, port: group.create_task(announce(port)))
     return 0

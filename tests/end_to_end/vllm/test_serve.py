@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -44,8 +45,9 @@ class Served:
 
     def behind(self, role: str) -> str:
         """The URL of the instance of a role."""
-        found = httpx.get(self.url + "/kvferry/instances", timeout=30).json()["instances"]
-        return next(str(one["url"]) for one in found if one["role"] == role)
+        found = re.search(rf"\[{role}-0\] ready at (\S+)", self.log.read_text())
+        assert found is not None
+        return found[1]
 
 
 @pytest.fixture(scope="module")
