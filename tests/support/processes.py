@@ -182,6 +182,7 @@ def cluster(
     transfer: dict[str, Any] | None = None,
     hand_off: str = "auto",
     engine: tuple[str, ...] = (),
+    router: tuple[str, ...] = (),
     ends_cleanly: bool = True,
 ) -> Iterator[Cluster]:
     """Start x prefill and y decode instances of `model` and a router; float32, small caches."""
@@ -207,7 +208,14 @@ def cluster(
         starting = instances("prefill", num_prefill), instances("decode", num_decode)
         prefill, decode = ([ready() for ready in role] for role in starting)
         urls = [f"--prefill-url={one.url}" for one in prefill] + [f"--decode-url={one.url}" for one in decode]
-        router = stack.enter_context(
-            kvferry("router", *urls, f"--hand-off={hand_off}", log=folder / "router.log", ends_cleanly=ends_cleanly)
+        front = stack.enter_context(
+            kvferry(
+                "router",
+                *urls,
+                f"--hand-off={hand_off}",
+                *router,
+                log=folder / "router.log",
+                ends_cleanly=ends_cleanly,
+            )
         )
-        yield Cluster(prefill, decode, router)
+        yield Cluster(prefill, decode, front)
