@@ -53,13 +53,22 @@ class LocalFleet:
 
     def plan(self) -> FleetPlan:
         """The processes. Raises `ConfigError` when settings are wrong, before anything is started."""
-        require_nothing_said(self.access, self.limits)
+        self._require_heeded()
         cores = self._cores()
         token = os.environ.get(TOKEN_VARIABLE) or secrets.token_urlsafe(32)
         if self.choice.engine == "vllm":
             return self._plan_vllm(cores, token)
         instances = tuple(self._instance(index, cores.instances[index], token) for index in range(self._num_instances))
         return FleetPlan(instances, lambda ready: self._front(ready, cores.router, token))
+
+    def _require_heeded(self) -> None:
+        """Keys and limits are the router's; a vLLM server alone has its own. TLS needs a router that is started by
+        itself, as the supervisor asks its own over plain HTTP."""
+        if self.spec.is_split:
+            rest = replace(self.access, api_key=(), api_key_file=None, admin_key=(), access_log=False)
+            require_nothing_said(rest, LIMITS)
+        else:
+            require_nothing_said(self.access, self.limits)
 
     def _plan_vllm(self, cores: CorePlan, token: str) -> FleetPlan:
         """vLLM servers, and kvferry's router before them; without a split, one server alone."""
@@ -125,8 +134,13 @@ class LocalFleet:
             for role in ("prefill", "decode")
         }
         router = replace(self.router, prefill_url=urls["prefill"], decode_url=urls["decode"], bootstrap_port=bootstrap)
-        arguments = ["router", *to_arguments(router), *to_arguments(self.listen)]
-        return self._process("router", arguments, cores, token)
+        access = to_arguments(self.access, without=("api_key", "admin_key"))
+        arguments = ["router", *to_arguments(router), *to_arguments(self.listen), *access, *to_arguments(self.limits)]
+        process = self._process("router", arguments, cores, token)
+        # By the environment, as everyone on the machine can read a command line.
+        keys = {"api_key": self.access.api_key, "admin_key": self.access.admin_key}
+        secret = {variable_name(name): " ".join(values) for name, values in keys.items() if values}
+        return replace(process, environment={**process.environment, **secret})
 
     def _process(self, name: str, arguments: list[str], cores: Cores, token: str) -> ProcessSpec:
         return ProcessSpec(
@@ -143,7 +157,7 @@ def require_nothing_said(access: HttpAccess, limits: HttpLimits) -> None:
     for given, default in ((access, OPEN), (limits, LIMITS)):
         for one in fields(given):
             if getattr(given, one.name) != getattr(default, one.name):
-                raise ConfigError(f"{flag_name(one.name)} is for kvferry's own engine alone, not for this command yet")
+                raise ConfigError(f"{flag_name(one.name)} is for kvferry's own servers, not for this command yet")
 
 
 def plain_instance(fleet: LocalFleet, name: str) -> ProcessSpec:
