@@ -2,9 +2,9 @@
 
     python benchmarks/router_cost.py [--connections 32] [--requests 2000] [--streams 64] [--tokens 200] [--rate 200]
 
-P, D, router and clients are processes of their own, on loopback. P answers with a ticket at once; D answers whole, or with
-one event for each token at `--rate` a second. Told is the processor time (user and system) of the router's process, and
-its resident memory at the end. Run two builds in turn when you compare them: figures of busy machines differ by the hour.
+P, D, router and clients are processes of their own, on loopback. P answers with a ticket at once; D answers whole, or
+with one event for each token at `--rate` a second. Told is the processor time (user and system) of the router's
+process, and its resident memory at the end. Run two builds in turn to compare them: a busy machine's figures wander.
 """
 
 from __future__ import annotations
@@ -30,7 +30,10 @@ from kvferry.http.server import HttpServer
 
 ASK = Deadlines(connect_s=10, first_byte_s=60, between_s=60)
 HEADERS = [JSON]
-EVENT = b'data: {"id":"cmpl-1","object":"text_completion","created":1,"model":"m","choices":[{"index":0,"text":" word"}]}\n\n'
+EVENT = (
+    b'data: {"id":"cmpl-1","object":"text_completion","created":1,"model":"m",'
+    b'"choices":[{"index":0,"text":" word"}]}\n\n'
+)
 
 
 class Mock:
