@@ -32,7 +32,8 @@ class HttpAccess:
     """Address of the admin listener."""
 
     admin_port: int | None = None
-    """Port on which /metrics and /kvferry/* are served alone; clients' port then does not know them. 0 takes any."""
+    """Port on which /metrics and /kvferry/* are served alone; clients' port then does not know them. 0 takes any. Not
+    for instances behind a router, which asks them at their clients' port: there an admin key does it."""
 
     tls_cert: Path | None = None
     """Certificate chain (PEM); HTTP is then spoken under TLS only."""
