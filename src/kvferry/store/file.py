@@ -23,6 +23,7 @@ from pathlib import Path
 from kvferry.core.block_hash import BlockHash
 from kvferry.core.errors import ConfigError, StoreError
 from kvferry.core.layout import KVLayout
+from kvferry.store.access import OWNER, Access
 from kvferry.store.base import KVStore, LayerViews
 from kvferry.store.block_file import BlockFormat, CorruptBlock, write_all
 
@@ -31,8 +32,6 @@ log = logging.getLogger(__name__)
 SUFFIX = ".kv"
 TEMPORARY_SUFFIX = ".tmp"
 STALE_TEMPORARY_S = 3600.0
-FILE_MODE, FOLDER_MODE = 0o660, 0o770
-"""Blocks tell what their prompts said, so nobody beyond the group may read them; the umask may take more away."""
 FREED_SHARE = 0.1
 LOOK_SHARE = 1 / 32
 TOUCH_S = 60.0
@@ -46,10 +45,16 @@ class FileStore(KVStore):
     """Blocks of `layout` under `root`. `fsync`: a block survives a power failure once `put` has returned."""
 
     def __init__(
-        self, root: Path | str, layout: KVLayout, *, max_bytes: int | None = None, fsync: bool = False
+        self,
+        root: Path | str,
+        layout: KVLayout,
+        *,
+        max_bytes: int | None = None,
+        fsync: bool = False,
+        access: Access = OWNER,
     ) -> None:
         """Make the directory. Raises `ConfigError` when that cannot be done."""
-        self.root, self._max_bytes, self._fsync = Path(root), max_bytes, fsync
+        self.root, self._max_bytes, self._fsync, self._access = Path(root), max_bytes, fsync, access
         self._format = BlockFormat(layout)
         self._folder = self.root / layout.fingerprint()
         self._lock = threading.Lock()
@@ -61,7 +66,7 @@ class FileStore(KVStore):
         self._num_stored: int | None = None
         """Bytes under the root when last looked at; None: not yet, which the first `put` does."""
         try:
-            self._folder.mkdir(FOLDER_MODE, parents=True, exist_ok=True)
+            access.make_folder(self._folder)
             if not os.access(self._folder, os.R_OK | os.W_OK | os.X_OK):
                 raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
         except OSError as error:
@@ -192,10 +197,10 @@ class FileStore(KVStore):
         temporary = f"{path}.{os.getpid()}.{secrets.token_hex(4)}{TEMPORARY_SUFFIX}"
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         try:
-            descriptor = os.open(temporary, flags, FILE_MODE)
+            descriptor = os.open(temporary, flags, self._access.file_mode)
         except FileNotFoundError:
-            Path(temporary).parent.mkdir(FOLDER_MODE, parents=True, exist_ok=True)
-            descriptor = os.open(temporary, flags, FILE_MODE)
+            self._access.make_folder(Path(temporary).parent)
+            descriptor = os.open(temporary, flags, self._access.file_mode)
         try:
             try:
                 write_all(descriptor, views)

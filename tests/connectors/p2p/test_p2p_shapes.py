@@ -19,6 +19,7 @@ from kvferry.core.ticket_seal import TicketSealer
 from kvferry.transport.fabric.pieces import columns
 from kvferry.transport.fabric.process_memory import MEMORY
 from kvferry.transport.fabric.shm import ShmPeer
+from kvferry.transport.fabric.tcp import TcpPeer
 from support import tickets
 
 MakeEngine = Callable[..., FakeEngine]
@@ -385,24 +386,31 @@ def test_a_prefill_that_is_aborted_while_it_fetches(make_engine: MakeEngine) -> 
 
 @pytest.fixture
 def flipped(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """A transport that changes a bit of whatever it reads, the first `flipped[0]` times."""
-    left, read = [10**9], ShmPeer.read
+    """Transports that change a bit of whatever they read, the first `flipped[0]` times."""
+    left = [10**9]
 
-    async def read_wrongly(peer: ShmPeer, remote: Any, local: Any, deadline: float) -> None:
-        await read(peer, remote, local, deadline)
-        if left[0] > 0:
-            left[0] -= 1
-            [address] = peer._ours.locate(*columns(local[:1]))
-            MEMORY[address] ^= 4
-        await asyncio.sleep(0)
+    def make(read: Any) -> Any:
+        async def read_wrongly(peer: ShmPeer | TcpPeer, remote: Any, local: Any, deadline: float) -> None:
+            await read(peer, remote, local, deadline)
+            if left[0] > 0:
+                left[0] -= 1
+                [address] = peer._ours.locate(*columns(local[:1]))
+                MEMORY[address] ^= 4
+            await asyncio.sleep(0)
 
-    monkeypatch.setattr(ShmPeer, "read", read_wrongly)
+        return read_wrongly
+
+    for kind in (ShmPeer, TcpPeer):
+        monkeypatch.setattr(kind, "read", make(kind.read))
     return left
 
 
+@pytest.mark.parametrize("extra", [{"transport": "shm", "checksum": True}, {"transport": "tcp"}], ids=["asked", "tcp"])
 @pytest.mark.parametrize("shape", ["block size 8 to 2", "2 ranks to 1", "1 rank to 2", "2 ranks to 2"])
-def test_a_bit_that_flips_on_the_way_is_noticed(make_engine: MakeEngine, shape: str, flipped: list[int]) -> None:
-    producer, consumer = make_pair(make_engine, shape, transport="shm", checksum=True)
+def test_a_bit_that_flips_on_the_way_is_noticed(
+    make_engine: MakeEngine, shape: str, extra: dict[str, Any], flipped: list[int]
+) -> None:
+    producer, consumer = make_pair(make_engine, shape, **extra)
     decode = consumer.run(consumed(PROMPT, producer.run(produced(PROMPT)).ticket))
     assert isinstance(decode.error, ChecksumMismatch)
     assert decode.num_computed_here == len(PROMPT)
@@ -413,8 +421,9 @@ def test_a_bit_that_flips_on_the_way_is_noticed(make_engine: MakeEngine, shape: 
     assert again.error is None
 
 
-def test_without_checksums_it_is_not(make_engine: MakeEngine, flipped: list[int]) -> None:
-    producer, consumer = make_pair(make_engine, "2 ranks to 1", transport="shm")
+@pytest.mark.parametrize("extra", [{"transport": "shm"}, {"transport": "tcp", "checksum": False}], ids=["shm", "off"])
+def test_without_checksums_it_is_not(make_engine: MakeEngine, extra: dict[str, Any], flipped: list[int]) -> None:
+    producer, consumer = make_pair(make_engine, "2 ranks to 1", **extra)
     with pytest.raises(AssertionError, match="is wrong"):
         consumer.run(consumed(PROMPT, producer.run(produced(PROMPT)).ticket))
     consumer.requests.clear()

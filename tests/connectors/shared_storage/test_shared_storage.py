@@ -1,5 +1,6 @@
 """The shared storage connector between engines without a model, in one process and in two."""
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -503,3 +504,20 @@ def test_device_memory_is_not_moved_yet(tmp_path: Path) -> None:
 def test_the_scheduler_side_needs_no_torch() -> None:
     script = "import sys; sys.modules['torch'] = None; import kvferry.connectors.shared_storage.scheduler"
     subprocess.run([sys.executable, "-c", script], check=True)
+
+
+@pytest.mark.parametrize(("access", "beyond"), [("owner", 0o077), ("group", 0o007)])
+def test_nobody_else_may_read_what_prompts_said(
+    make_engine: MakeEngine, tmp_path: Path, access: str, beyond: int
+) -> None:
+    root = tmp_path / "above" / "store"
+    umask = os.umask(0)
+    try:
+        producer = make_engine(NAME, "kv_producer", shared_storage_path=str(root), access=access)
+        assert producer.run(FakeRequest("p", list(range(20)), Produce("t"))).ticket is not None
+        producer.run_until(lambda: bool(list((root / "transfers").glob("*.mark"))))
+    finally:
+        os.umask(umask)
+    found = [root.parent, root, *root.rglob("*")]
+    assert {path.suffix for path in found} >= {".kv", ".mark"}
+    assert not [path for path in found if path.stat().st_mode & beyond]

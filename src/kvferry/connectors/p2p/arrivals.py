@@ -112,6 +112,7 @@ class Arrivals:
 
     def _failed(self, request_id: str, error: Exception) -> None:
         """Unless it has a task, whose end is reported as usual."""
+        self._stop_waiting(request_id)
         if request_id not in self._tasks:
             self.box.failed(request_id, translated(error))
 

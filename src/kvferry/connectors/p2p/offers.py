@@ -170,16 +170,17 @@ class Offers:
             self.released(request.request_id)
             return Release()
         result, transfer_id = request.prefill_result, offer.transfer_id
-        is_complete = len(offer.announced) == offer.num_blocks
-        self._forget_announced(offer)
-        if result is None or not is_complete:
+        if result is None or len(offer.announced) != offer.num_blocks:
+            self._forget_announced(offer)
             self._work.drops.append(Drop(transfer_id, request.request_id))
             return Hold(None)
         num_tokens = len(request.prompt_token_ids)
         meta = HandOffMeta(num_tokens, prefix_digests(request.prompt_token_ids, [num_tokens]), result)
-        self._work.seals.append(Seal(transfer_id, request.request_id, encode_meta(meta)))
         ticket = self._ticket(transfer_id, request.request_id, block_ids[: offer.num_blocks], meta)
-        return Hold(self._sealer.seal(ticket, self._lease_s + QUEUED_S).to_params())
+        params = self._sealer.seal(ticket, self._lease_s + QUEUED_S).to_params()
+        self._forget_announced(offer)
+        self._work.seals.append(Seal(transfer_id, request.request_id, encode_meta(meta)))
+        return Hold(params)
 
     def keep(self, request: RequestView, block_ids: Sequence[int]) -> Finish:
         """Keep what a decode has computed for the prefill of the next turn, where there is an answer and room."""

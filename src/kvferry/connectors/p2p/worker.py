@@ -33,9 +33,9 @@ GATHER_BYTES = 2 * 2**20
 class P2pWorkerSide(WorkerSide):
     """See the module. `kv_connector_extra_config`: `P2pSettings` has the times; `transport.lookup_buffer.table`
     explains `lookup_buffer` and `transport`; by default KV is read from shared memory where both sides can, else over
-    TCP (NIXL for device memory). `checksum` true: what is fetched is compared with what
-    the producer has (XXH3). `advertise_host`, `advertise_port`: where other instances find this one, if not at
-    `kv_ip` and `kv_port` (containers, address translation).
+    TCP (NIXL for device memory). `checksum`: whether what is fetched is compared with what the producer has (XXH3); by
+    default it is where it crosses TCP. `advertise_host`, `advertise_port`: where other instances find this one, if not
+    at `kv_ip` and `kv_port` (containers, address translation).
     """
 
     plan_type = P2pPlan

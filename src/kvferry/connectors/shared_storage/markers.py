@@ -20,6 +20,7 @@ import msgspec
 from kvferry.core.errors import StoreError
 from kvferry.core.hand_off import PrefillResult
 from kvferry.core.layout import KVLayout
+from kvferry.store.access import OWNER, Access
 
 MAX_MARKER_BYTES = 2**20
 SWEEP_AGE_S = 3600.0
@@ -38,23 +39,28 @@ class Marker(msgspec.Struct, frozen=True, kw_only=True):
 class MarkerFolder:
     """The markers of one store. Any thread; every call may block on the disk, and raises `StoreError` when it fails."""
 
-    def __init__(self, root: Path) -> None:
-        self._folder = root / "transfers"
+    def __init__(self, root: Path, access: Access = OWNER) -> None:
+        self._folder, self._access = root / "transfers", access
 
     def write(self, marker: Marker) -> None:
         """Leave a marker, instead of one that may be there."""
         path = self._path(marker.transfer_id, marker.layout.tp_rank)
         temporary = path.with_suffix(f".{os.getpid()}.{secrets.token_hex(4)}.tmp")
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
+            self._access.make_folder(self._folder)
             try:
-                temporary.write_bytes(msgspec.msgpack.encode(marker))
+                self._write(temporary, msgspec.msgpack.encode(marker))
                 temporary.rename(path)
             except BaseException:
                 temporary.unlink(missing_ok=True)
                 raise
         except OSError as error:
             raise StoreError(f"cannot announce a hand-off in {self._folder}: {error.strerror}") from error
+
+    def _write(self, path: Path, content: bytes) -> None:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        with os.fdopen(os.open(path, flags, self._access.file_mode), "wb") as file:
+            file.write(content)
 
     def read(self, transfer_id: str, rank: int) -> Marker | None:
         """A rank's marker, or None when there is none yet."""

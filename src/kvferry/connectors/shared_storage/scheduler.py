@@ -83,8 +83,8 @@ class SharedStorageSchedulerSide(SchedulerSide):
         self._settings = read_settings(context)
         self._config, self._layout = context.config, context.layout
         ranks = [on_rank(context.layout, rank) for rank in range(context.layout.tp_size)]
-        stores = [FileStore(self._settings.path, layout) for layout in ranks]
-        self._prober = Prober(stores, MarkerFolder(self._settings.path))
+        path, access = self._settings.path, self._settings.access
+        self._prober = Prober([FileStore(path, layout, access=access) for layout in ranks], MarkerFolder(path, access))
         self._sealer = TicketSealer(context.auth_token)
         self._work = _Work()
         self._known: dict[str, _Known] = {}

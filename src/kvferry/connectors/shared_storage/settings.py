@@ -8,8 +8,9 @@ from pathlib import Path
 from kvferry.connectors.api import ConnectorContext
 from kvferry.core.errors import ConfigError, UnknownName
 from kvferry.core.transfer_config import KVTransferConfig
+from kvferry.store.access import ACCESS, Access
 
-EXTRAS = ("shared_storage_path", "max_bytes", "load", "timeout_s", "fsync")
+EXTRAS = ("shared_storage_path", "max_bytes", "load", "timeout_s", "fsync", "access")
 LOADS = ("async", "layerwise")
 TIMEOUT_S = 30.0
 
@@ -32,6 +33,9 @@ class StorageSettings:
 
     fsync: bool
     """Whether blocks survive a power failure as soon as a hand-off is announced."""
+
+    access: Access
+    """`access` "owner": only this user reads and writes there; "group": its group too, as far as the umask lets it."""
 
 
 def read_settings(context: ConnectorContext) -> StorageSettings:
@@ -68,4 +72,9 @@ def _read(config: KVTransferConfig, tp_size: int) -> StorageSettings:
     timeout_s = config.extra("timeout_s", TIMEOUT_S)
     if not timeout_s > 0:
         raise ConfigError(f"kv_connector_extra_config.timeout_s must be greater than 0, got {timeout_s:g}")
-    return StorageSettings(Path(path), max_bytes or None, load == "layerwise", timeout_s, config.extra("fsync", False))
+    access = config.extra("access", "owner")
+    if access not in ACCESS:
+        raise UnknownName("kv_connector_extra_config.access", access, ACCESS)
+    return StorageSettings(
+        Path(path), max_bytes or None, load == "layerwise", timeout_s, config.extra("fsync", False), ACCESS[access]
+    )

@@ -47,8 +47,10 @@ class SharedStorageWorkerSide(WorkerSide):
                 " run it with --device cpu"
             )
         settings, layout = self._settings, self.context.layout
-        self._store = FileStore(settings.path, layout, max_bytes=settings.max_bytes, fsync=settings.fsync)
-        markers = MarkerFolder(settings.path)
+        self._store = FileStore(
+            settings.path, layout, max_bytes=settings.max_bytes, fsync=settings.fsync, access=settings.access
+        )
+        markers = MarkerFolder(settings.path, settings.access)
         self._memory = memory
         self._writer = StoreWriter(self._store, markers, self.context.config.kv_buffer_size)
         self._loader = StoreLoader(self._store, self._block_view, layout.num_layers, settings.timeout_s)

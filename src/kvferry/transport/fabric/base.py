@@ -57,6 +57,9 @@ class Fabric(ABC):
     """This instance's end of one kind of transport. `name` is its name in `fabric.table`."""
 
     name: ClassVar[str]
+    over_tcp: ClassVar[bool] = False
+    """Whether bytes cross TCP in host memory, whose own checksum lets some errors through: what is read is compared
+    with what the peer has, unless the user says otherwise."""
 
     def __init__(self, context: FabricContext) -> None:
         """Register the memory. Raises `ConfigError` when it cannot be read, or read into, by this fabric."""

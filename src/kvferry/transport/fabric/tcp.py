@@ -66,6 +66,7 @@ class TcpFabric(Fabric):
     peer that is read (default 1)."""
 
     name = "tcp"
+    over_tcp = True
 
     def __init__(self, context: FabricContext) -> None:
         super().__init__(context)

@@ -44,9 +44,10 @@ class FabricLookupBuffer(OfferingBuffer):
         bounds: EntryBounds | None = None,
         clock: Clock | None = None,
         *,
-        checksum: bool = False,
+        checksum: bool | None = None,
     ) -> None:
-        """`checksum`: what is read here is compared with what the producer has. Raises `ConfigError`."""
+        """`checksum`: what is read here is compared with what the producer has; None: where it crosses TCP. Raises
+        `ConfigError`."""
         if checksum and context.memory.device != "cpu":
             raise ConfigError("checksum needs KV in host memory; leave it out of kv_connector_extra_config")
         super().__init__(context.memory, bounds, clock)
@@ -88,13 +89,18 @@ class FabricLookupBuffer(OfferingBuffer):
             except PeerLost as error:
                 peer.lose(error)
                 raise
-            return not self._checksum or await self._verify(peer, select_id, remote, local)
+            return not self._checks(link) or await self._verify(peer, select_id, remote, local)
 
         async def take(generation: int) -> None:
             peer.tell(Take(select_id, generation, selection.share.taker, selection.share.num_takers))
 
         with peer.selecting(selection) as select_id:
             return await selection.load(read, take, link.fabric_name)
+
+    def _checks(self, link: Link) -> bool:
+        if self._checksum is None:
+            return link.over_tcp and self.memory.device == "cpu"
+        return self._checksum
 
     async def _verify(self, peer: Peer, select_id: int, remote: Sequence[Span], local: Sequence[Span]) -> bool:
         """Whether what was read is what the producer has; True also when its key is over, which news has told."""

@@ -66,6 +66,7 @@ class Link:
     lease_s: float
     fabric_peer: FabricPeer
     fabric_name: str
+    over_tcp: bool = False
 
 
 class Follower(Protocol):
@@ -284,7 +285,7 @@ async def _linked(source: Source, dialler: Dialler) -> AsyncIterator[Link]:
             require_ordered(layout)
             _require_meant(source, layout)
             geometry = BlockGeometry(layout, offer.num_blocks, offer.places)
-            yield Link(connection, geometry, offer.lease_s, fabric_peer, fabric.name)
+            yield Link(connection, geometry, offer.lease_s, fabric_peer, fabric.name, fabric.over_tcp)
         finally:
             await fabric_peer.close()
     finally:

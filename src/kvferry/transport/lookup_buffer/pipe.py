@@ -26,7 +26,7 @@ class PipeLookupBuffer(FabricLookupBuffer):
         bounds: EntryBounds | None = None,
         clock: Clock | None = None,
         *,
-        checksum: bool = False,
+        checksum: bool | None = None,
     ) -> None:
         settings = PipeSettings(max_tensor_bytes=PIECE_BYTES, host=context.listener.host, device=context.memory.device)
         super().__init__(context, [PullFabric(context, pipe_kind(pipe, settings))], bounds, clock, checksum=checksum)

@@ -65,7 +65,7 @@ class PullFabric(Fabric):
 
     def __init__(self, context: FabricContext, kind: PipeKind) -> None:
         super().__init__(context)
-        self.name, self._kind = kind.name, kind  # type: ignore[misc]
+        self.name, self.over_tcp, self._kind = kind.name, kind.over_tcp, kind  # type: ignore[misc]
         self.blocks = BlockBytes(context.memory)
         self._pipes = PipeServer(context.listener, kind)
         context.listener.handle(PURPOSE, self._serve)

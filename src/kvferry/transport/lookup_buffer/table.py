@@ -127,9 +127,15 @@ def _reading(context: LookupBufferContext, fabric_context: FabricContext) -> Off
         from kvferry.transport.lookup_buffer.pipe import PipeLookupBuffer  # torch only where a pipe is used
 
         pipe = _pipe_name(transport)
-        return PipeLookupBuffer(fabric_context, pipe, context.bounds, checksum=config.extra("checksum", False))
+        return PipeLookupBuffer(fabric_context, pipe, context.bounds, checksum=_checksum(config))
     fabrics = build_fabrics(transport, fabric_context)
-    return FabricLookupBuffer(fabric_context, fabrics, context.bounds, checksum=config.extra("checksum", False))
+    return FabricLookupBuffer(fabric_context, fabrics, context.bounds, checksum=_checksum(config))
+
+
+def _checksum(config: KVTransferConfig) -> bool | None:
+    """What the user says, if anything."""
+    given = "checksum" in config.kv_connector_extra_config
+    return config.extra("checksum", False) if given else None
 
 
 def _transport(config: KVTransferConfig) -> str:

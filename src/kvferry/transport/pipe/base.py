@@ -89,6 +89,8 @@ class PipeKind(ABC):
     """How two instances make a pipe. `name` is its name in `pipe.table`."""
 
     name: ClassVar[str]
+    over_tcp: ClassVar[bool] = False
+    """As of a fabric."""
 
     def __init__(self, settings: PipeSettings) -> None:
         """Raises `ConfigError` when this kind does not work here."""

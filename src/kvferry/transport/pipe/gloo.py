@@ -19,6 +19,7 @@ class GlooPipe(ProcessGroupPipe):
     """Any two instances with a network between them; gloo listens on `settings.host`."""
 
     name = "gloo"
+    over_tcp = True
     device = torch.device("cpu")
 
     def __init__(self, settings: PipeSettings) -> None:

@@ -54,6 +54,10 @@ class Accepted(Message, frozen=True):
     """Process group pipe: the receiver has made room for the tensor of the header, and now receives."""
 
 
+class Received(Message, frozen=True):
+    """All of the tensor's bytes are here."""
+
+
 class Published(Message, frozen=True):
     """Process group pipe: a value for the other end's rendezvous."""
 

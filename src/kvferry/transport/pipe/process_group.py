@@ -8,6 +8,8 @@ global group is used, and `pipe.rendezvous` replaces the store server. Headers g
              ◄────── TensorHeader ──
              ── Accepted ──────────►             neither calls the group before the other is about to
              ◄══════ payload ══════              through the group, as uint8
+             ── Received ──────────►             a sender that closes now takes nothing back:
+                                                 what a group has "sent" may still lie with it
 
 A call of the group cannot be cancelled, so none begins that could wait for long. If a peer dies in the middle, which
 the connection tells at once, the call under way is left behind on its thread until it notices too, at the latest after
@@ -31,7 +33,7 @@ from kvferry.transport.connection import Connection, limited_to
 from kvferry.transport.pipe.base import PipeKind, PipeReceiver, PipeSender
 from kvferry.transport.pipe.blocking_thread import BlockingThread
 from kvferry.transport.pipe.connected import ConnectedEnd
-from kvferry.transport.pipe.messages import Accepted, Formed, NoTensor, Published, Ready, TensorHeader
+from kvferry.transport.pipe.messages import Accepted, Formed, NoTensor, Published, Ready, Received, TensorHeader
 from kvferry.transport.pipe.rendezvous import Rendezvous
 from kvferry.transport.pipe.tensors import flat_bytes, header_of, num_bytes_of, shaped
 from kvferry.transport.tasks import run_together
@@ -208,6 +210,7 @@ class GroupSender(ConnectedEnd, PipeSender):
                 await self.connection.receive(Accepted)
                 data = flat_bytes(tensor).to(kind.device)
                 await self._member.move(kind.send, data, self.connection, deadline)
+                await self.connection.receive(Received)
 
     async def close(self) -> None:
         """Break off, and leave the group."""
@@ -240,6 +243,7 @@ class GroupReceiver(ConnectedEnd, PipeReceiver):
             if num_bytes:
                 await self.connection.send(Accepted())
                 await self._member.move(kind.receive, data, self.connection, deadline)
+                await self.connection.send(Received())
             return shaped(data, header)
 
     async def close(self) -> None:
