@@ -2,12 +2,13 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from kvferry.core.errors import ConfigError, PeerLost
-from kvferry.transport.shared_memory import SHM_ROOT, SharedSegment, owned_segment_names, sweep_stale_segments
+from kvferry.transport.shared_memory import SharedSegment, owned_segment_names
 
 OWNER = """
 import sys
@@ -38,7 +39,8 @@ def test_a_new_segment_is_zeros_and_shared() -> None:
     for segment in (reader, writer, owner):
         segment.close()
         segment.close()
-    assert not (SHM_ROOT / owner.name).exists()
+    with pytest.raises(PeerLost, match="closed it"):
+        SharedSegment.attach(owner.name)
 
 
 def test_closing_an_attached_segment_leaves_it_to_its_owner() -> None:
@@ -49,7 +51,16 @@ def test_closing_an_attached_segment_leaves_it_to_its_owner() -> None:
     assert owner.name not in owned_segment_names()
 
 
-@pytest.mark.parametrize("name", ["kvferry-1-0123456789abcdef", "../etc/passwd", "kvferry-1-../../x", ""])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "kvferry-0123456789abcdef-999999999-0",
+        f"kvferry-0123456789abcdef-{os.getpid()}-0",
+        "kvferry-0123456789abcdef-1-../../x",
+        "../etc/passwd",
+        "",
+    ],
+)
 def test_what_is_not_there_cannot_be_attached(name: str) -> None:
     with pytest.raises(PeerLost, match=r"segment"):
         SharedSegment.attach(name)
@@ -68,46 +79,51 @@ def test_a_view_outlives_the_close() -> None:
     segment.buffer[0] = 9
     segment.close()
     assert view[0] == 9
-    assert not (SHM_ROOT / segment.name).exists()
+    assert segment.name not in owned_segment_names()
 
 
-def test_what_a_killed_owner_left_is_swept_and_nothing_else() -> None:
+def test_nothing_is_left_of_an_owner_that_is_killed() -> None:
     killed, its_name = start_owner()
     alive, living_name = start_owner()
+    before = set(Path("/dev/shm").iterdir())
+    mapped = SharedSegment.attach(its_name)
     try:
         os.kill(killed.pid, signal.SIGKILL)
         killed.communicate()
-        assert (SHM_ROOT / its_name).exists()
-        swept = sweep_stale_segments()
-        assert its_name in swept
-        assert living_name not in swept
-        assert not (SHM_ROOT / its_name).exists()
+        assert bytes(mapped.buffer[:2]) == b"hi", "who has it mapped still reads it"
+        with pytest.raises(PeerLost, match="gone"):
+            SharedSegment.attach(its_name)
         assert bytes(SharedSegment.attach(living_name).buffer[:2]) == b"hi"
     finally:
         _, stderr = alive.communicate("")
+        mapped.close()
     assert stderr == "", "nothing is said about a segment that was not closed"
-    assert not (SHM_ROOT / living_name).exists(), "an owner that ends takes its segment along"
+    assert set(Path("/dev/shm").iterdir()) <= before
+    with pytest.raises(PeerLost, match="gone"):
+        SharedSegment.attach(living_name)
 
 
-def test_another_container_s_owner_is_not_taken_for_dead() -> None:
-    """Its process id means nothing here, but it holds the lock."""
-    owner = SharedSegment.create(4096)
-    elsewhere = owner.name.replace(f"-{os.getpid()}-", "-999999999-")
-    (SHM_ROOT / owner.name).rename(SHM_ROOT / elsewhere)
-    assert elsewhere not in sweep_stale_segments()
+def test_another_file_that_has_the_number_is_not_taken_for_the_segment(tmp_path: Path) -> None:
+    owner, other = SharedSegment.create(4096), SharedSegment.create(4096)
+    label, pid, _ = owner.name.rsplit("-", 2)
+    _, _, number = other.name.rsplit("-", 2)
+    with pytest.raises(PeerLost, match="gone"):
+        SharedSegment.attach(f"{label}-{pid}-{number}")
+    with (tmp_path / "file").open("wb") as file, pytest.raises(PeerLost, match="gone"):
+        SharedSegment.attach(f"{label}-{pid}-{file.fileno()}")
     owner.close()
-    assert elsewhere in sweep_stale_segments()
+    other.close()
 
 
 def test_the_end_of_a_forked_child_takes_nothing() -> None:
     script = """
 import os, sys
-from kvferry.transport.shared_memory import SHM_ROOT, SharedSegment
+from kvferry.transport.shared_memory import SharedSegment
 segment = SharedSegment.create(4096)
 child = os.fork()
 if not child:
     sys.exit()
 os.waitpid(child, 0)
-assert (SHM_ROOT / segment.name).exists()
+SharedSegment.attach(segment.name).close()
 """
     subprocess.run([sys.executable, "-c", script], check=True)

@@ -83,5 +83,4 @@ def _free_bytes(device: torch.device, num_ranks: int) -> int:
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0] * CUDA_SHARE)
     available: int = psutil.virtual_memory().available
-    shared: int = psutil.disk_usage("/dev/shm").free
-    return int(min(available * CPU_SHARE, shared * 0.5, CPU_DEFAULT_LIMIT) / num_ranks)
+    return int(min(available * CPU_SHARE, CPU_DEFAULT_LIMIT) / num_ranks)

@@ -44,7 +44,6 @@ from kvferry.core.layout import DTYPE_BYTES, KVLayout
 from kvferry.core.sharding import on_rank
 from kvferry.core.transfer_config import KVTransferConfig
 from kvferry.transport.lookup_buffer.base import Part
-from kvferry.transport.shared_memory import sweep_stale_segments
 
 STEP_S = 0.005
 
@@ -487,7 +486,6 @@ class ProducerEngine:
     def kill(self) -> None:
         self.process.kill()
         self.process.communicate()
-        sweep_stale_segments()
 
     def end(self) -> int:
         """Have it check itself and end; returns its exit status."""

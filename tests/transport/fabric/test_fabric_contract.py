@@ -210,7 +210,7 @@ async def test_shm_reaches_only_segments_of_this_machine() -> None:
     [ours], [theirs] = pair.reader.fabrics, pair.read_one.fabrics
     description = theirs.describe()
     assert not ours.reachable(description | {"machine": "another"})
-    assert not ours.reachable(description | {"segments": [["kvferry-1-0000000000000000", 4096]]})
+    assert not ours.reachable(description | {"segments": [["kvferry-0000000000000000-999999999-0", 4096]]})
     [[name, num_bytes]] = description["segments"]
     assert not ours.reachable(description | {"segments": [[name, num_bytes + 5]]})
     pair.close()

@@ -26,7 +26,7 @@ from kvferry.transport.lookup_buffer.fabric import FabricLookupBuffer
 from kvferry.transport.lookup_buffer.pulling import PullFabric
 from kvferry.transport.memory import BlockMemory
 from kvferry.transport.pipe.table import pipe_kind
-from kvferry.transport.shared_memory import SharedSegment, owned_segment_names, sweep_stale_segments
+from kvferry.transport.shared_memory import SharedSegment, owned_segment_names
 from kvferry.transport.transfer_loop import TransferLoop
 from kvferry.transport.wire import Identity
 
@@ -162,4 +162,3 @@ class ProducerProcess:
     def kill(self) -> None:
         self.process.kill()
         self.process.communicate()
-        sweep_stale_segments()

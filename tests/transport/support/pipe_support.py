@@ -18,7 +18,6 @@ from kvferry.transport.pipe.base import PipeReceiver, PipeSender, PipeSettings
 from kvferry.transport.pipe.meeting import PipeServer, connect_pipe
 from kvferry.transport.pipe.memory import memory_pipe
 from kvferry.transport.pipe.table import pipe_kind
-from kvferry.transport.shared_memory import sweep_stale_segments
 from kvferry.transport.wire import Identity
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
@@ -95,7 +94,6 @@ class PipeProcess:
     def kill(self) -> None:
         self.process.kill()
         self.process.communicate()
-        sweep_stale_segments()
 
 
 def same(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:

@@ -39,7 +39,6 @@ from kvferry.engine.executor.messages import (
 from kvferry.engine.model.place import Place
 from kvferry.engine.worker import Worker
 from kvferry.observe.logs import follow_parent
-from kvferry.transport.shared_memory import remove_owned_segments
 
 log = logging.getLogger(__name__)
 
@@ -87,7 +86,6 @@ class Inbox:
             command = _Gone()
         self._queue.put(command)
         threading.Event().wait(END_S)  # the process may be in a step that the others have left
-        remove_owned_segments()
         os._exit(1)
 
 

@@ -46,7 +46,6 @@ from kvferry.engine.model.place import Place
 from kvferry.engine.model_runner import Drawn, LogitRows, choose_logit_rows, draw, lay_out
 from kvferry.engine.scheduler import Chunk
 from kvferry.engine.worker import Worker
-from kvferry.transport.shared_memory import sweep_stale_segments
 
 START_S = 300.0
 """How long a process may take to start; it reads torch and transformers from the disk."""
@@ -199,7 +198,6 @@ class RanksExecutor(Executor):
         deadline = time.monotonic() + (END_S if self._is_open else 0.0)
         for process in processes:
             process.end(deadline)
-        sweep_stale_segments()  # of ranks that could not do it themselves
 
     # Between the ranks.
 

@@ -301,7 +301,7 @@ def _shared_fabric(fabrics: Sequence[Fabric], offer: Offer) -> Fabric:
     ours, theirs = ", ".join(fabric.name for fabric in fabrics), ", ".join(offer.fabrics)
     raise ConfigError(
         f"no transport joins these two instances: this one has {ours}, the producer {theirs}; shm needs both on one"
-        " machine with a common /dev/shm; set kv_connector_extra_config.transport to tcp or auto on both"
+        " machine with a common view of /proc; set kv_connector_extra_config.transport to tcp or auto on both"
     )
 
 

@@ -44,7 +44,7 @@ class ShmPipe(PipeKind):
             async with limited_to(deadline, "opening a shared memory pipe"):
                 await connection.send(Ring(segment.name, segment.num_bytes))
                 await connection.receive(Freed)
-            segment.unlink()
+            segment.hide()
             return ShmSender(connection, segment, self.settings.max_tensor_bytes)
         except BaseException:
             segment.close()
@@ -69,7 +69,7 @@ def _attach(ring: Ring) -> SharedSegment:
     except PeerLost as error:
         raise ConfigError(
             "the pipe's shared memory is not to be found here: pipe shm needs both instances on one machine with a"
-            " common /dev/shm; use pipe tcp"
+            " common view of /proc; use pipe tcp"
         ) from error
     if segment.num_bytes != ring.num_bytes:
         segment.close()
