@@ -378,6 +378,24 @@ async def test_one_request_too_many_is_told_to_come_back() -> None:
             assert response.status == 200
 
 
+async def test_half_a_body_takes_nobodys_turn() -> None:
+    d = Peer("decode", answer)
+    async with (
+        instances(d),
+        routing([], [d.url], max_in_flight=1, max_waiting=0) as (_, url),
+        aiohttp.ClientSession() as session,
+    ):
+        address = URL(url)
+        _, writer = await asyncio.open_connection(address.host, address.port)
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+        writer.write(head + b"Content-Length: 100\r\n\r\n{")
+        await writer.drain()
+        for _ in range(3):
+            async with session.post(url + "/v1/completions", json=BODY) as response:
+                assert response.status == 200
+        writer.transport.abort()
+
+
 async def test_who_waits_is_served_in_turn_or_told_to_come_back() -> None:
     d = Peer("decode", answer_late)
     async with (

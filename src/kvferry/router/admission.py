@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 
 from kvferry.core.errors import LeakError, QueueFull
 
@@ -27,7 +27,8 @@ class Slot:
 class Admission:
     """Bounds the number of requests, of those that wait for their turn, how long these wait, and the bytes of bodies.
 
-    A request waits before its body is read, so what waits costs a connection and no more. First come, first served.
+    Bytes are counted as they come (`hold`); a request takes its turn once its body is here (`turn`), so that clients
+    who never send the rest of theirs take nobody's turn. First come, first served.
     """
 
     def __init__(self, max_requests: int, max_bytes: int, max_waiting: int = 0, wait_s: float = 0.0) -> None:
@@ -41,15 +42,22 @@ class Admission:
         """How many wait for their turn."""
         return len(self._line)
 
-    @asynccontextmanager
-    async def enter(self) -> AsyncIterator[Slot]:
-        """A slot for as long as the request is under way. Raises `QueueFull`."""
-        await self._take_turn()
+    @contextmanager
+    def hold(self) -> Iterator[Slot]:
+        """What a request's body takes, from its first byte until the request is answered."""
         slot = Slot(self)
         try:
             yield slot
         finally:
             self.num_bytes -= slot.num_bytes
+
+    @asynccontextmanager
+    async def turn(self) -> AsyncIterator[None]:
+        """A place among the requests under way, after a wait where there is none free. Raises `QueueFull`."""
+        await self._take_turn()
+        try:
+            yield
+        finally:
             self._pass_turn()
 
     async def _take_turn(self) -> None:

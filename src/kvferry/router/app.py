@@ -86,7 +86,7 @@ class Router:
     async def _serve(self, request: Request, response: Response, path: str, query: str) -> None:
         arrived = self.services.clock.wall()
         self.endpoints.admit(request.method, path, query)
-        async with self.admission.enter() as slot:
+        with self.admission.hold() as slot:
             body = await request.body.read(slot.grow)
             client_request = ClientRequest(
                 method=request.method,
@@ -97,7 +97,8 @@ class Router:
                 request_id=request.id.encode(),
                 arrived=arrived,
             )
-            await self.endpoints.handle(client_request, response)
+            async with self.admission.turn():
+                await self.endpoints.handle(client_request, response)
 
     def routes(self) -> Routes:
         """What a server serves."""
