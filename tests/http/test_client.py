@@ -239,6 +239,11 @@ async def test_an_instance_that_breaks_off_or_talks_nonsense(name: str) -> None:
 def proxy(client: HttpClient, origin: Origin, seen: list[bytes] | None = None) -> Routes:
     """Routes that pass everything on to `origin`."""
 
+    def see(data: bytes) -> bytes:
+        assert seen is not None
+        seen.append(data)
+        return data
+
     async def handle(request: Request, response: Response) -> None:
         headers = [one for one in request.headers if one[0] not in (b"host", b"content-length", b"transfer-encoding")]
         body = await request.body.read()
@@ -249,7 +254,7 @@ def proxy(client: HttpClient, origin: Origin, seen: list[bytes] | None = None) -
             return
         try:
             response.start(answer.status, [one for one in answer.headers if one[0] not in _HOP])
-            await answer.relay(response, None if seen is None else seen.append)
+            await answer.relay(response, None if seen is None else see)
         except TransferError:
             response.cut()
         finally:
