@@ -131,7 +131,7 @@ class ServerConnection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """A client is there."""
         self._transport, self._made = cast(asyncio.Transport, transport), True
-        if self._lost or self._owner.draining:
+        if self._lost:
             self._transport.abort()
             return
         peer = transport.get_extra_info("peername")
