@@ -17,13 +17,21 @@ OPTIONAL = {"mooncake", "nixl", "nixl_cu12", "valkey", "vllm"}
 """Imported where an extra has brought them; `tests/cli/test_checks.py` has what is said where it has not."""
 
 
-def imported() -> set[str]:
+BESIDE = ("tests", "benchmarks", "recipes", "examples")
+"""What is not installed, and run with the tools of `dev`."""
+
+
+def imported(folder: str = "src") -> set[str]:
     return {
         name.partition(".")[0]
-        for path in (ROOT / "src").rglob("*.py")
+        for path in (ROOT / folder).rglob("*.py")
         for node in ast.walk(ast.parse(path.read_text()))
         for name in names(node)
     } - {"kvferry", *sys.stdlib_module_names}
+
+
+def own_modules() -> set[str]:
+    return {path.stem if path.is_file() else path.name for folder in BESIDE for path in (ROOT / folder).rglob("*")}
 
 
 def names(node: ast.AST) -> Iterator[str]:
@@ -33,8 +41,9 @@ def names(node: ast.AST) -> Iterator[str]:
         yield node.module
 
 
-def declared() -> set[str]:
-    return {normal(re.split(r"[ ;=<>!~\[]", one)[0]) for one in PROJECT["dependencies"]}
+def declared(extra: str | None = None) -> set[str]:
+    requirements = PROJECT["dependencies"] if extra is None else PROJECT["optional-dependencies"][extra]
+    return {normal(re.split(r"[ ;=<>!~\[]", one)[0]) for one in requirements}
 
 
 def normal(name: str) -> str:
@@ -46,6 +55,17 @@ def test_what_is_imported_is_declared_and_the_other_way_round() -> None:
     needed = {normal(brought_by[module][0]) for module in imported() - OPTIONAL}
     # safetensors reads every checkpoint, through transformers, which would do without it.
     assert needed | {"safetensors"} == declared()
+
+
+def test_what_tests_and_tools_import_is_declared_for_developers() -> None:
+    brought_by = packages_distributions()
+    modules = {name for folder in BESIDE for name in imported(folder)} - own_modules() - OPTIONAL
+    undeclared = {
+        name
+        for name in modules
+        if not {normal(one) for one in brought_by.get(name, [name])} & (declared() | declared("dev"))
+    }
+    assert not undeclared
 
 
 def test_extras_bring_what_is_optional() -> None:
