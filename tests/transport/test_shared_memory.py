@@ -55,7 +55,7 @@ def test_closing_an_attached_segment_leaves_it_to_its_owner() -> None:
     "name",
     [
         "kvferry-0123456789abcdef-999999999-0",
-        f"kvferry-0123456789abcdef-{os.getpid()}-0",
+        pytest.param(f"kvferry-0123456789abcdef-{os.getpid()}-0", id="of this process"),
         "kvferry-0123456789abcdef-1-../../x",
         "../etc/passwd",
         "",
