@@ -96,3 +96,9 @@ def test_a_ticket_of_a_client_is_left_out_unless_clients_are_trusted(name: str) 
     data = b'{"a": 1.0, "%b": {"remote_host": "evil"}}' % name.encode()
     assert parsed(data).encode() == b'{"a":1.0}'
     assert RequestBody.parse(data, trust_tickets=True).encode() is data
+
+
+@pytest.mark.parametrize("value", [b"false", b"1", b'"ticket"', b"[]"])
+def test_a_ticket_that_is_no_object_is_told_of(value: bytes) -> None:
+    with pytest.raises(InvalidRequest, match="kv_transfer_params must be an object or null"):
+        parsed(b'{"kv_transfer_params": ' + value + b"}")

@@ -480,7 +480,7 @@ async def test_health_follows_decode() -> None:
     async with instances(p, d), routing([p.url], [d.url]) as (router, url), aiohttp.ClientSession() as session:
         async with session.get(url + "/health") as response:
             assert response.status == 200
-            assert await response.json() == {"alive": {"prefill": 0, "decode": 1}}
+            assert await response.json() == {"status": "ok", "alive": {"prefill": 0, "decode": 1}}
         d.healthy = False
         await router.health.look(router.services.pools)
         async with session.get(url + "/health") as response:

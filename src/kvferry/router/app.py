@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from kvferry.api.openapi import OPENAPI_PATH, OPERATIONS, openapi_document
 from kvferry.core.clock import Clock, SystemClock
 from kvferry.core.errors import RequestError
 from kvferry.core.openai import internal_error
@@ -33,6 +34,8 @@ from kvferry.router.upstream import Upstream
 
 logger = logging.getLogger(__name__)
 
+_API_PATHS = frozenset(one.path for one in OPERATIONS if not one.path.startswith("/kvferry/"))
+
 CLIENT_GONE = 499
 """The status under which a request is counted whose client left before the answer began (nginx's number)."""
 
@@ -51,7 +54,8 @@ class Router:
         """GET /health: 200 when a decode instance is alive, as of the last look; 503 otherwise."""
         pools = self.services.pools
         counts = {"prefill": pools.prefill.num_alive, "decode": pools.decode.num_alive}
-        response.send_json(msgspec.json.encode({"alive": counts}), 200 if pools.decode.num_alive else 503)
+        status, code = ("ok", 200) if pools.decode.num_alive else ("unavailable", 503)
+        response.send_json(msgspec.json.encode({"status": status, "alive": counts}), code)
 
     async def show_metrics(self, request: Request, response: Response) -> None:
         """GET /metrics."""
@@ -66,6 +70,13 @@ class Router:
             self.operators.check(Access.ADMIN, "all", key, request.path)
             view = _view_with_addresses
         response.send_json(msgspec.json.encode({"instances": [view(one) for one in self.services.pools]}))
+
+    async def show_api(self, request: Request, response: Response) -> None:
+        """GET /openapi.json: what clients may ask of kvferry's engine here; vLLM describes itself."""
+        if any(isinstance(one.facts, VllmFacts) for one in self.services.pools):
+            await self.serve(request, response)
+        else:
+            response.send_json(openapi_document(_API_PATHS))
 
     async def serve(self, request: Request, response: Response) -> None:
         """Whatever is for the instances."""
@@ -105,6 +116,7 @@ class Router:
         return Routes(
             [
                 Route("GET", "/health", self.show_health, Access.OPEN),
+                Route("GET", OPENAPI_PATH, self.show_api, Access.OPEN),
                 Route("GET", "/metrics", self.show_metrics, Access.ADMIN),
                 Route("GET", "/kvferry/instances", self.show_instances, Access.ADMIN),
             ],

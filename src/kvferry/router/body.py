@@ -40,6 +40,9 @@ class RequestBody:
         """
         _require_json(data, () if trust_tickets else TICKET_FIELDS)
         fields = _FIELDS.decode(data)
+        for name in TICKET_FIELDS & fields.keys():
+            if bytes(fields[name])[:1] not in (b"{", b"n"):
+                raise InvalidRequest(f"{name} must be an object or null", param=name)
         body = cls(fields, data)
         return body if trust_tickets else body._without(TICKET_FIELDS | _ADDRESS_FIELDS)
 
