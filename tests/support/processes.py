@@ -166,10 +166,10 @@ class Cluster:
     def __init__(self, prefill: list[KvferryProcess], decode: list[KvferryProcess], router: KvferryProcess) -> None:
         self.prefill, self.decode, self.router = prefill, decode, router
 
-    def require_clean(self) -> None:
+    def require_clean(self, within_s: float = 15.0) -> None:
         """Nothing is kept on any instance."""
         for instance in (*self.prefill, *self.decode):
-            instance.require_clean()
+            instance.require_clean(within_s)
 
 
 @contextmanager
