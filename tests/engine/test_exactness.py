@@ -137,7 +137,7 @@ def test_a_wrong_attention_is_caught_by_the_self_check(model_maker: Any, monkeyp
 
 
 def test_a_missing_model_says_what_to_give() -> None:
-    with pytest.raises(ConfigError, match="cannot load the model '/nowhere/model'"), engine_of(Path("/nowhere/model")):
+    with pytest.raises(ConfigError, match="there is no directory '/nowhere/model'"), engine_of(Path("/nowhere/model")):
         pass
 
 

@@ -105,6 +105,8 @@ TOGETHER = [
     BUFFER + "peers:PeerPool._find",
     BUFFER + "peers:Peer.tell",
 ]
+BY_TIME = [BUFFER + "entries:EntryTable.renew"]
+"""Met only where a load takes long enough."""
 NUM_EACH = 4
 DEADLINE_S = 60.0
 
@@ -244,7 +246,7 @@ def test_a_fault_ends_what_it_belongs_to(
         fault = Fault(patch, point, nth)
         answers = Load(pair, next(NUMBERS)).run()
         pair.settle()
-    assert fault.fired or nth > 1, "the point was not met"
+    assert fault.fired or nth > 1 or point in BY_TIME, "the point was not met"
     failed = require_right(answers, expected)
     assert len(failed) <= (1 if point in ALONE else len(answers)), failed
 

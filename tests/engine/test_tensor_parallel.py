@@ -108,7 +108,7 @@ def test_what_cannot_be_shared_is_refused_before_anything_starts(model_maker: An
     with pytest.raises(UnsupportedModel, match="4 attention heads and 2 KV heads, which 3 ranks"):
         with engine(model_maker("llama"), 3):
             pass
-    with pytest.raises(ConfigError, match="cannot load the model"):
+    with pytest.raises(ConfigError, match="there is no directory"):
         with engine(tmp_path / "nothing", 2):
             pass
     with pytest.raises(ConfigError, match="--tensor-parallel-size must be at least 1"):
@@ -155,7 +155,7 @@ def test_hand_offs_between_one_rank_and_two(prefill: int, decode: int, family: s
 def test_a_ticket_that_forgets_ranks_is_refused_and_recomputed(
     model_maker: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Read as if rank 0 were all there is, half of the heads would be missing: wrong tokens."""
+    """Read as if rank 0 were all there is, half of the heads would be missing: wrong tokens. The seal tells of it."""
     model = model_maker("llama")
     settings = {"block_size": 8, "max_num_batched_tokens": 16}
     with engine(model, 1) as alone:
@@ -166,7 +166,7 @@ def test_a_ticket_that_forgets_ranks_is_refused_and_recomputed(
     ) as pair:
         monkeypatch.setattr(pair.prefill, "addresses", pair.prefill.addresses[:1])
         require_same(expected, pair.run(prompts, GREEDY, "concurrent"))
-        assert pair.decode.statistics().scheduler.num_load_failures == {"LayoutMismatch": len(prompts)}
+        assert pair.decode.statistics().scheduler.num_load_failures == {"AuthenticationFailed": len(prompts)}
 
 
 def test_two_ranks_share_a_kv_store(model_maker: Any, tmp_path: Path) -> None:

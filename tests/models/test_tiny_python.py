@@ -71,6 +71,7 @@ def losses(model: Any, ids: list[int]) -> torch.Tensor:
 
 def test_catalog_leads_to_directories_and_leaves_hub_ids_alone(tmp_path: Path) -> None:
     assert NAME in BUILTIN
+    (tmp_path / "config.json").write_text("{}")
     assert resolve(str(tmp_path)) == tmp_path
     assert resolve("some-organization/some-model") == "some-organization/some-model"
 

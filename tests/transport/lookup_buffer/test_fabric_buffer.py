@@ -141,7 +141,7 @@ async def test_another_instance_at_the_ticket_s_address_is_noticed(make_region: 
 
 
 async def test_a_lease_is_renewed_while_a_consumer_is_at_work(make_region: Callable[..., Region]) -> None:
-    lease_s = 0.15
+    lease_s = 1.0
     async with (
         instance(make_region(seed=1), "shm", lease_s=lease_s) as (producer, source),
         gated_instance(make_region()) as (consumer, gate, reading),

@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import TypeVar
 
 import msgspec
 
@@ -27,7 +26,6 @@ from kvferry.transport.tasks import call_contained, contained, first_error, tran
 
 log = logging.getLogger(__name__)
 RELEASE_S = 5.0
-Item = TypeVar("Item", Wait, Load)
 Report = Callable[[], None]
 """Puts how a load ended into the box; done once its task is over."""
 
@@ -97,10 +95,20 @@ class Arrivals:
         self._stop_waiting(wait.request_id)
         self._release(wait.ticket, self._own_ranks(wait.ticket))
 
-    def call(self, act: Callable[[Item], None], item: Item) -> None:
-        """`wait`, `start_load` or `give_up`; where that goes wrong the request's load fails, and no other."""
-        request_id = item.request_id
-        call_contained(lambda: act(item), f"a transfer of request {request_id}", partial(self._failed, request_id))
+    def call_load(self, load: Load) -> None:
+        """`start_load`; where that goes wrong the request's load fails, and no other."""
+        request_id = load.request_id
+        call_contained(
+            partial(self.start_load, load), f"a load of request {request_id}", partial(self._failed, request_id)
+        )
+
+    def call(self, act: Callable[[Wait], None], wait: Wait) -> None:
+        """`wait` or `give_up`; where that goes wrong the lease is kept alive no more, and ends by its time. Nothing is
+        reported: no load has begun, and one that still comes says itself how it ended."""
+        request_id = wait.request_id
+        call_contained(
+            partial(act, wait), f"the lease of request {request_id}", lambda _: self._stop_waiting(request_id)
+        )
 
     def call_cancel(self, request_id: str) -> None:
         """`cancel`; where that goes wrong, the load ends by its deadline and is reported `released` then."""

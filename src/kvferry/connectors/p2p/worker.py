@@ -115,7 +115,7 @@ class P2pWorkerSide(WorkerSide):
         for wait in plan.waits:
             self._loop.call(partial(arrivals.call, arrivals.wait, wait))
         for load in plan.loads:
-            self._loop.call(partial(arrivals.call, arrivals.start_load, load))
+            self._loop.call(partial(arrivals.call_load, load))
         for wait in plan.unwanted:
             self._loop.call(partial(arrivals.call, arrivals.give_up, wait))
 
