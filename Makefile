@@ -32,7 +32,7 @@ demo: $(STAMP)  ## serve a model with prefill and decode apart, and watch it wor
 test: $(STAMP)  ## run the tests, but for long matrices: some minutes (some: ARGS="tests/router -x")
 	@scripts/run_tests $(BIN)/python '$(SHORT)' $(ARGS)
 
-test-all: $(STAMP)  ## run the tests with their long matrices, as CI does
+test-all: $(STAMP)  ## run the tests with their long matrices too
 	@KVFERRY_FAULTS=200 scripts/run_tests $(BIN)/python '$(ALL)' $(ARGS)
 
 test-fast: $(STAMP)  ## run the tests that neither start processes nor are long
