@@ -60,6 +60,11 @@ class Traffic:
         self.prefills: dict[str, FakeRequest] = {}
         self.decodes: dict[str, FakeRequest] = {}
 
+    @property
+    def num_sharing(self) -> int:
+        """Prefills that have blocks of another one's."""
+        return sum(prefill.shares is not None for prefill in self.prefills.values())
+
     def act(self) -> None:
         """One thing that may happen."""
         actions: list[Callable[[], None]] = [self.producer.step, self.consumer.step] * 24
@@ -187,14 +192,19 @@ def test_whatever_happens_to_shared_prefixes(
     """Blocks that another request computes in the same step."""
     monkeypatch.setattr(worker, "GATHER_BYTES", 0)
     connector, options = CONNECTORS[name]
-    traffic = suffer(make_engine, tmp_path, connector, {**options, "shares_prefixes": True}, seed)
-    assert sum(prefill.shares is not None for prefill in traffic.prefills.values()) > 5
+    traffic = suffer(make_engine, tmp_path, connector, {**options, "shares_prefixes": True}, seed, num_sharing=11)
+    assert traffic.num_sharing > 10
 
 
 def suffer(
-    make_engine: Callable[..., FakeEngine], folder: Path, connector: str, options: dict[str, object], seed: int
+    make_engine: Callable[..., FakeEngine],
+    folder: Path,
+    connector: str,
+    options: dict[str, object],
+    seed: int,
+    num_sharing: int = 0,
 ) -> Traffic:
-    """Random traffic, and then one hand-off that nothing happens to."""
+    """Random traffic, until so many shared a prefix, and then one hand-off that nothing happens to."""
     if connector == "SharedStorageConnector":
         options = {**options, "shared_storage_path": str(folder)}
     traffic = Traffic(
@@ -202,7 +212,7 @@ def suffer(
         make_engine(connector, "kv_consumer", num_blocks=96, **options),
         seed,
     )
-    run(traffic, NUM_ACTIONS)
+    run(traffic, NUM_ACTIONS, num_sharing)
     return traffic
 
 
@@ -228,8 +238,11 @@ def test_whatever_happens_in_conversations(make_engine: Callable[..., FakeEngine
     assert fetched, "no next turn fetched what was kept"
 
 
-def run(traffic: Traffic, num_actions: int) -> None:
-    for _ in range(num_actions):
+def run(traffic: Traffic, num_actions: int, num_sharing: int = 0) -> None:
+    """How many requests meet within the actions depends on the machine's speed: leases and reads take real time."""
+    for number in range(50 * num_actions):
+        if number >= num_actions and traffic.num_sharing >= num_sharing:
+            break
         traffic.act()
     traffic.settle()
     ended = {request.state for request in [*traffic.prefills.values(), *traffic.decodes.values()]}
