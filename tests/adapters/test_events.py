@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from adapters.conftest import PromptMaker, VllmMaker, connector
-from support.vllm_process import VllmProcess
+from support.processes import until
+from support.vllm_process import WAIT_S, VllmProcess
 
 pytestmark = [pytest.mark.vllm, pytest.mark.processes, pytest.mark.timeout(240)]
 
@@ -145,4 +146,4 @@ def test_what_the_store_has_removed_is_said(
 def test_without_events_nothing_is_kept_for_them(start_vllm: VllmMaker, prompt_of: PromptMaker, tmp_path: Path) -> None:
     process = start_vllm(connector(STORE, shared_storage_path=str(tmp_path))).ready()
     process.run(prompt_of(100), 1)
-    assert process.settled().figures["stored_blocks"] == 3
+    until(lambda: process.settled().figures["stored_blocks"] == 3, WAIT_S)

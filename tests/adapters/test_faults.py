@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import pytest
 
 from adapters.conftest import ModelMaker, PromptMaker, VllmMaker, connector
+from support.processes import until
 from support.vllm_process import WAIT_S, Answer, VllmProcess, early_ticket
 
 pytestmark = [pytest.mark.vllm, pytest.mark.processes, pytest.mark.timeout(240)]
@@ -80,12 +80,6 @@ def address(decode: VllmProcess, prefill: VllmProcess, transfer_id: str) -> dict
 def transfer_id(request: pytest.FixtureRequest) -> str:
     """Another one for each test."""
     return str(request.node.name)
-
-
-def wait_until(true: Callable[[], object]) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not true():
-        assert time.monotonic() < deadline, "it did not come about"
 
 
 # Loads that fail.
@@ -192,7 +186,7 @@ def test_prefill_leaves_in_the_middle(
     name = prefill.add(prompt, 1, {"do_remote_decode": True, "transfer_id": transfer_id})
     prefill.ask("steps", count=2)
     asked = decode.add(prompt, NUM_TOKENS, address)
-    wait_until(lambda: decode.state().figures["num_loading"] > 0)
+    until(lambda: decode.state().figures["num_loading"] > 0, WAIT_S)
     prefill.ask("abort", name=name)
     prefill.ask("thaw")
     assert decode.wait(asked).finish_reason in ("length", "error")
@@ -218,7 +212,7 @@ def test_decode_leaves_while_it_loads(
 ) -> None:
     prompt = prompt_of(300)
     name = decode.add(prompt, NUM_TOKENS, address)
-    wait_until(lambda: decode.state().figures["num_loading"] > 0)
+    until(lambda: decode.state().figures["num_loading"] > 0, WAIT_S)
     decode.ask("abort", name=name)
     decode.settled()
     ticket = prefill.prefill(prompt, transfer_id + "-after")
@@ -233,7 +227,7 @@ def test_decode_leaves_while_it_answers(
     ticket = prefill.prefill(prompt, transfer_id)
     decode.ask("freeze")
     name = decode.add(prompt, 1000, ticket)
-    wait_until(lambda: decode.ask("steps", count=1) or decode.state().figures["taken"] > 0)
+    until(lambda: decode.ask("steps", count=1) or decode.state().figures["taken"] > 0, WAIT_S)
     decode.ask("steps", count=5)
     decode.ask("abort", name=name)
     decode.ask("thaw")
@@ -252,7 +246,7 @@ def test_abort_and_report_meet(
         decode.ask("freeze")
         name = decode.add(prompt, NUM_TOKENS, ticket)
         decode.ask("steps", count=1)
-        wait_until(lambda taken=taken: prefill.state().figures["ended_taken"] > taken)
+        until(lambda taken=taken: prefill.state().figures["ended_taken"] > taken, WAIT_S)
         decode.ask("abort", name=name)
         decode.ask("thaw")
         decode.settled()
