@@ -8,11 +8,15 @@ from kvferry.store.eviction.table import eviction_class, make_eviction_policy
 def test_the_longest_unused_goes_first() -> None:
     policy = make_eviction_policy("lru", 4)
     for key in "abcd":
-        policy.insert(key)
-    policy.access("a")
-    policy.access("never kept")
+        policy.insert(key, 0.0)
+    policy.access("a", 1.0)
+    policy.access("never kept", 1.0)
     policy.remove("c")
-    assert [policy.evict(pinned={"d"}), policy.evict(), policy.evict(), policy.evict()] == ["b", "d", "a", None]
+    policy.pin("b")
+    assert [policy.evict(2.0), policy.evict(2.0), policy.evict(2.0)] == ["d", "a", None]
+    assert "b" in policy
+    policy.unpin("b", 3.0)
+    assert policy.evict(4.0) == "b"
     assert len(policy) == 0
 
 

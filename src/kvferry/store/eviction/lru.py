@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Container
 
 from kvferry.store.eviction.base import EvictionPolicy, Key
 
@@ -13,31 +12,25 @@ class Lru(EvictionPolicy):
 
     def __init__(self, capacity: int) -> None:
         super().__init__(capacity)
-        self._kept: OrderedDict[Key, None] = OrderedDict()
+        self._queue: OrderedDict[Key, None] = OrderedDict()
 
-    def insert(self, key: Key, parent: Key | None = None) -> None:
-        """To the end."""
-        self._kept[key] = None
-        self._kept.move_to_end(key)
+    def _insert(self, key: Key, now: float, parent: Key | None) -> None:
+        self._queue[key] = None
 
-    def access(self, key: Key) -> None:
-        """To the end."""
-        if key in self._kept:
-            self._kept.move_to_end(key)
+    def _access(self, key: Key, now: float) -> None:
+        self._queue.move_to_end(key)
 
-    def remove(self, key: Key) -> None:
-        """Out of the queue."""
-        self._kept.pop(key, None)
+    def _remove(self, key: Key) -> None:
+        del self._queue[key]
 
-    def evict(self, pinned: Container[Key] = ()) -> Key | None:
-        """The first that is not pinned."""
-        victim = next((key for key in self._kept if key not in pinned), None)
-        if victim is not None:
-            del self._kept[victim]
-        return victim
+    def _victim(self, now: float) -> Key | None:
+        return self._queue.popitem(last=False)[0] if self._queue else None
 
-    def __contains__(self, key: Key) -> bool:
-        return key in self._kept
+    def _restore(self, key: Key, now: float) -> None:
+        self._queue[key] = None
 
-    def __len__(self) -> int:
-        return len(self._kept)
+    def _orders(self, key: Key) -> bool:
+        return key in self._queue
+
+    def _num_ordered(self) -> int:
+        return len(self._queue)
