@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from typing import Any
@@ -70,6 +71,26 @@ async def test_a_cancelled_task_frees_the_blocks(model_maker: Any) -> None:
         task = asyncio.create_task(watch())
         await started.wait()
         task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert (await engine.statistics()).scheduler.num_running == 0
+        engine.engine.pool.check()
+
+
+async def test_who_leaves_in_the_moment_of_admission_has_left(model_maker: Any) -> None:
+    """The cancellation comes between the engine's answer and the caller's waking up to it."""
+    async with serving(model_maker("llama")) as engine:
+        loop, add, added = asyncio.get_running_loop(), engine.engine.add, threading.Event()
+        task: asyncio.Task[list[int]]
+
+        def adding(wanted: Request) -> None:
+            add(wanted)
+            engine._calls.appendleft(added.set)  # runs once the caller's answer is on its way
+
+        engine.engine.add = adding  # type: ignore[method-assign]
+        task = asyncio.create_task(tokens_of(engine, request("a", max_tokens=2000)))
+        loop.call_soon(added.wait)
+        loop.call_soon(loop.call_soon, task.cancel)
         with pytest.raises(asyncio.CancelledError):
             await task
         assert (await engine.statistics()).scheduler.num_running == 0

@@ -147,4 +147,5 @@ async def test_the_end_does_not_wait_for_a_restart(monkeypatch: pytest.MonkeyPat
         while await serves(urls(display, "decode-0")[0]):
             await asyncio.sleep(0.01)
     os.kill(os.getpid(), signal.SIGTERM)
-    assert await asyncio.wait_for(task, 60) == 0
+    async with asyncio.timeout(60):
+        assert await task == 0

@@ -148,7 +148,8 @@ class AsyncEngine:
         self._calls.append(lambda: _resolve(future, call))
         self._wake.set()
         try:
-            return await asyncio.wait_for(asyncio.wrap_future(future), CALL_DEADLINE_S)
+            async with asyncio.timeout(CALL_DEADLINE_S):
+                return await asyncio.wrap_future(future)
         except TimeoutError:
             raise Unavailable("the engine did not answer in time") from None
 
