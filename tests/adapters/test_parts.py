@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.connectors.api import HasAnswer, TransferReport
+from kvferry.connectors.api import Failed, HasAnswer, Loaded, Released
 from kvferry.core.errors import PeerLost
 from kvferry.core.hand_off import Consume, Produce, Ticket
 
@@ -90,11 +90,11 @@ def test_a_ticket_of_a_prefix_has_its_window_there() -> None:
 
 
 def test_reports_are_told_apart() -> None:
-    from kvferry.adapters.vllm.parts import split_report
+    from kvferry.adapters.vllm.parts import by_group
 
     error = PeerLost("gone")
-    report = TransferReport({"a#0", "a#1", "b#c#0"}, {"a#1": 3}, {"d#1": error}, {"e#0"})
-    assert split_report(report) == {
-        0: TransferReport({"a", "b#c"}, {}, {}, {"e"}),
-        1: TransferReport({"a"}, {"a": 3}, {"d": error}),
+    report = [Loaded("a#0"), Loaded("a#1", 3), Failed("d#1", error), Loaded("b#c#0"), Released("e#0")]
+    assert by_group(report) == {
+        0: [Loaded("a"), Loaded("b#c"), Released("e")],
+        1: [Loaded("a", 3), Failed("d", error)],
     }

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from kvferry.connectors.api import TransferReport
+from kvferry.connectors.api import Failed, Loaded, Released, TransferReport, failures
+from kvferry.connectors.report_codec import decode_report
 from kvferry.core.errors import PeerLost
 
 pytestmark = pytest.mark.vllm
@@ -22,10 +23,10 @@ class Recorder:
 
     def __init__(self) -> None:
         self.calls: list[str] = []
-        self.report = TransferReport()
+        self.report: TransferReport = []
 
     def poll(self) -> TransferReport:
-        report, self.report = self.report, TransferReport()
+        report, self.report = self.report, []
         return report
 
     def __getattr__(self, name: str) -> Any:
@@ -75,6 +76,11 @@ def run(half: Any, metadata: Any, *, layers: tuple[str, ...] = ("a", "b")) -> An
     half.start(metadata, model_has_run=True)
     half.end_step(metadata)
     return half.report(metadata)
+
+
+def told(results: Any) -> TransferReport:
+    """What the scheduler side hears."""
+    return decode_report(results.rank_report.transfers)
 
 
 def test_layers_are_announced_as_they_come(side: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,19 +138,19 @@ def test_a_gpu_is_not_waited_for_when_there_is_nothing_to_do(side: Recorder, mon
 def test_the_end_of_a_load_is_told_once(side: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
     half = make_half(side, monkeypatch, on_gpu=False)
     run(half, step(loads={"r": [5, 6]}))
-    side.report.loaded.add("r")
+    side.report.append(Loaded("r"))
     assert run(half, step()).finished_recving == {"r"}
-    side.report.released.add("r")  # it was aborted meanwhile
+    side.report.append(Released("r"))  # it was aborted meanwhile
     results = run(half, step())
     assert not results.finished_recving | results.finished_sending
-    assert results.rank_report.released == {"r"}
+    assert told(results) == [Released("r")]
     half.check()
 
 
 def test_an_aborted_load_is_told_as_a_load(side: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
     half = make_half(side, monkeypatch, on_gpu=False)
     run(half, step(loads={"r": [5, 6]}))
-    side.report.released.add("r")
+    side.report.append(Released("r"))
     results = run(half, step())
     assert results.finished_recving == {"r"}
     assert not results.finished_sending
@@ -155,7 +161,7 @@ def test_a_failed_load_of_a_step_names_its_blocks(side: Recorder, monkeypatch: p
     half = make_half(side, monkeypatch, on_gpu=False)
     half.begin(metadata := step(step_loads={"r": [7, 8]}))
     half.start(metadata, model_has_run=False)
-    side.report.failed["r"] = PeerLost("gone")
+    side.report.append(Failed("r", PeerLost("gone")))
     results = half.report(metadata)
     assert results.invalid_block_ids == {7, 8}
     assert not results.finished_recving | results.failed_recving
@@ -166,8 +172,7 @@ def test_a_load_of_fewer_tokens_names_the_blocks_that_lack_some(
 ) -> None:
     half = make_half(side, monkeypatch, on_gpu=False)
     run(half, step(loads={"r": [5, 6, 7]}))
-    side.report.loaded.add("r")
-    side.report.loaded_tokens["r"] = 6
+    side.report.append(Loaded("r", 6))
     results = run(half, step(forgotten={"r"}))
     assert results.finished_recving == {"r"}
     assert results.invalid_block_ids == {6, 7}
@@ -200,11 +205,12 @@ def test_a_slot_is_written_when_the_layers_of_all_groups_are(side: Recorder, mon
 def test_a_load_has_come_when_all_groups_have(side: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
     half = make_half(side, monkeypatch, groups=GROUPS)
     run(half, step(loads={"r": [5, 6]}))
-    side.report.loaded |= {"r#0", "r#2"}
+    side.report += [Loaded("r#0"), Loaded("r#2")]
     assert not run(half, step()).finished_recving
-    side.report.loaded.add("r#1")
+    side.report.append(Loaded("r#1"))
     results = run(half, step(forgotten={"r"}))
-    assert results.finished_recving == results.rank_report.loaded == {"r"}
+    assert results.finished_recving == {"r"}
+    assert told(results) == [Loaded("r")]
     assert not results.failed_recving
     half.check()
 
@@ -215,23 +221,22 @@ def test_a_load_fails_as_a_whole(side: Recorder, monkeypatch: pytest.MonkeyPatch
     half = make_half(side, monkeypatch, groups=GROUPS)
     run(half, step(loads={"r": [5, 6, 7]}))
     if fewer:
-        side.report.loaded.add("r#1")
-        side.report.loaded_tokens["r#1"] = 4
+        side.report.append(Loaded("r#1", 4))
     else:
-        side.report.failed["r#1"] = PeerLost("gone")
+        side.report.append(Failed("r#1", PeerLost("gone")))
     assert not run(half, step()).finished_recving
-    side.report.loaded |= {"r#0", "r#2"}
+    side.report += [Loaded("r#0"), Loaded("r#2")]
     results = run(half, step(forgotten={"r"}))
     assert results.finished_recving == results.failed_recving == {"r"}
     assert not results.invalid_block_ids
-    assert results.rank_report.failed.keys() == {"r"}
+    assert failures(told(results)).keys() == {"r"}
     half.check()
 
 
 def test_blocks_are_free_when_all_groups_that_held_some_say_so(side: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
     half = make_half(side, monkeypatch, groups=GROUPS)
-    side.report.released |= {"r#0", "s#0", "s#1"}
+    side.report += [Released("r#0"), Released("s#0"), Released("s#1")]
     assert not run(half, step(not_held={"r": [2]})).finished_sending
-    side.report.released |= {"r#1", "s#2"}
+    side.report += [Released("r#1"), Released("s#2")]
     assert run(half, step()).finished_sending == {"r", "s"}
     half.check()

@@ -2,9 +2,18 @@
 
 import random
 
+import msgspec
 import pytest
 
-from kvferry.connectors.api import TransferReport
+from kvferry.connectors.api import (
+    Failed,
+    Loaded,
+    Prefilled,
+    Released,
+    TransferEvent,
+    TransferReport,
+    failures,
+)
 from kvferry.connectors.ranks import RankReports
 from kvferry.connectors.report_codec import decode_report, encode_report
 from kvferry.core.errors import KvferryError, LayoutMismatch, LeakError, LeaseEnded, PeerLost, ProtocolError
@@ -15,20 +24,20 @@ LOST = PeerLost("gone")
 
 
 def loaded(*names: str) -> TransferReport:
-    return TransferReport(loaded=set(names))
+    return [Loaded(name) for name in names]
 
 
 def failed(name: str, error: KvferryError = LOST) -> TransferReport:
-    return TransferReport(failed={name: error})
+    return [Failed(name, error)]
 
 
 def released(*names: str) -> TransferReport:
-    return TransferReport(released=set(names))
+    return [Released(name) for name in names]
 
 
 def test_one_rank_is_passed_on_as_it_is() -> None:
     ranks = RankReports(1)
-    report = TransferReport({"a"}, {"a": 5}, {"b": LOST}, {"c"}, {"a": RESULT})
+    report = [Prefilled("a", RESULT), Loaded("a", 5), Failed("b", LOST), Released("c")]
     ranks.add(0, report)
     assert ranks.take() == report
     assert not ranks.take()
@@ -52,9 +61,9 @@ def test_loaded_when_all_have_loaded() -> None:
 
 def test_of_prefixes_the_shortest_counts() -> None:
     ranks = RankReports(3)
-    for rank, report in enumerate([TransferReport({"a"}, {"a": 8}), loaded("a"), TransferReport({"a"}, {"a": 6})]):
+    for rank, report in enumerate([[Loaded("a", 8)], loaded("a"), [Loaded("a", 6)]]):
         ranks.add(rank, report)
-    assert ranks.take() == TransferReport({"a"}, {"a": 6})
+    assert ranks.take() == [Loaded("a", 6)]
     ranks.check()
 
 
@@ -72,7 +81,7 @@ def test_of_several_failures_the_cause_is_told() -> None:
     ranks.add(0, failed("a", LeaseEnded("released")))
     ranks.add(2, failed("a"))
     ranks.add(1, failed("a", ProtocolError("later")))
-    assert ranks.take().failed == {"a": LOST}
+    assert ranks.take() == [Failed("a", LOST)]
 
 
 def test_released_when_all_have_released() -> None:
@@ -98,8 +107,8 @@ def test_a_cancelled_load_that_had_ended_on_one_rank() -> None:
 
 def test_the_first_rank_s_prefill_result_is_told_at_once() -> None:
     ranks = RankReports(2)
-    ranks.add(1, TransferReport({"a"}, prefill_results={"a": RESULT}))
-    assert ranks.take() == TransferReport(prefill_results={"a": RESULT})
+    ranks.add(1, [Prefilled("a", RESULT), Loaded("a")])
+    assert ranks.take() == [Prefilled("a", RESULT)]
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -111,31 +120,34 @@ def test_any_order_tells_each_request_once(seed: int) -> None:
         (rank, failed(name) if (rank, name) in fails else loaded(name)) for rank in range(num_ranks) for name in names
     ]
     dice.shuffle(events)
-    ranks, told = RankReports(num_ranks), list[TransferReport]()
+    ranks, told = RankReports(num_ranks), list[TransferEvent]()
     for rank, report in events:
         ranks.add(rank, report)
         if dice.random() < 0.5:
-            told.append(ranks.take())
-    told.append(ranks.take())
+            told += ranks.take()
+    told += ranks.take()
     lost = {name for _, name in fails}
-    assert sorted(name for report in told for name in report.loaded) == sorted(set(names) - lost)
-    assert sorted(name for report in told for name in report.failed) == sorted(lost)
+    assert sorted(event.request_id for event in told if isinstance(event, Loaded)) == sorted(set(names) - lost)
+    assert sorted(failures(told)) == sorted(lost)
     ranks.check()
 
 
 def test_a_report_survives_its_encoding() -> None:
     mismatch = LayoutMismatch("dtype", "float32", "bfloat16")
-    report = TransferReport({"a"}, {"a": 5}, {"b": LOST, "c": mismatch}, {"d"}, {"a": RESULT})
-    found = decode_report(encode_report(report))
-    assert found.loaded_tokens == {"a": 5}
-    assert (found.loaded, found.released, found.prefill_results) == ({"a"}, {"d"}, {"a": RESULT})
-    assert {name: (type(error), str(error)) for name, error in found.failed.items()} == {
+    told = [Loaded("a", 5), Released("d"), Prefilled("a", RESULT)]
+    found = decode_report(encode_report([Failed("b", LOST), *told, Failed("c", mismatch)]))
+    assert found[1:-1] == told
+    errors = failures(found)
+    assert {name: (type(error), str(error)) for name, error in errors.items()} == {
         "b": (PeerLost, "gone"),
         "c": (LayoutMismatch, str(mismatch)),
     }
-    assert vars(found.failed["c"]) == {"field": "dtype", "ours": "float32", "theirs": "bfloat16"}
+    assert vars(errors["c"]) == {"field": "dtype", "ours": "float32", "theirs": "bfloat16"}
 
 
-def test_bytes_that_no_rank_sends() -> None:
+@pytest.mark.parametrize(
+    "encoded", [b"\x93junk", b"", *map(msgspec.msgpack.encode, [["Loaded"], [["Lost", "a"]], [["Failed", "a", 5]]])]
+)
+def test_bytes_that_no_rank_sends(encoded: bytes) -> None:
     with pytest.raises(ProtocolError, match="report"):
-        decode_report(b"\x93junk")
+        decode_report(encoded)

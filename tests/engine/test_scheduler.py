@@ -10,18 +10,23 @@ import pytest
 
 from kvferry.connectors.api import (
     ConnectorContext,
+    Failed,
     Finish,
     Hit,
     Hold,
+    Loaded,
     Match,
     Miss,
     Pending,
+    Prefilled,
     Release,
+    Released,
     RequestView,
     SchedulerSide,
     StepPlan,
     StepView,
     TransferReport,
+    failures,
 )
 from kvferry.core.clock import ManualClock
 from kvferry.core.errors import InvalidRequest, LeaseEnded, PeerLost, QueueFull
@@ -110,7 +115,7 @@ class Bench:
         sampled = {
             chunk.sequence.request_id: Sampled(rule(chunk.sequence.tokens)) for chunk in step.chunks if chunk.samples
         }
-        self.scheduler.update(step, sampled, report.failed if report else {})
+        self.scheduler.update(step, sampled, failures(report or []))
         if report:
             self.scheduler.transferred(report)
         for output in self.scheduler.take_outputs():
@@ -343,18 +348,18 @@ def test_kv_of_the_other_kind_is_not_fetched(num_offered: int) -> None:
 
 def test_kv_that_came_of_the_other_kind_is_computed_anew() -> None:
     """In a concurrent hand-off P's token, or how much it has computed, is known only when the KV is there."""
-    for report in (
-        TransferReport(loaded={"a"}, prefill_results={"a": PrefillResult(first_token=rule(range(12)), seed=3)}),
-        TransferReport(loaded={"a"}, loaded_tokens={"a": 8}),
-    ):
-        prompt = list(range(14 if report.loaded_tokens else 12))
+    prefilled = Prefilled("a", PrefillResult(first_token=rule(range(12)), seed=3))
+    reports: list[TransferReport] = [[prefilled, Loaded("a")], [Loaded("a", 8)]]
+    for report in reports:
+        is_whole = prefilled in report
+        prompt = list(range(12 if is_whole else 14))
         bench = Bench(connector=ScriptedConnector(match=Hit(len(prompt))), trained_context=12)
         bench.add("a", prompt, hand_off=consume(None))
         bench.step()
         bench.step(report)
         bench.run()
         assert bench.tokens("a") == expected_answer(prompt, 4)
-        assert len(prompt) + bool(report.prefill_results) in [step.num_tokens for step in bench.steps]
+        assert len(prompt) + is_whole in [step.num_tokens for step in bench.steps]
         bench.scheduler.check()
 
 
@@ -375,7 +380,7 @@ def test_a_producer_answers_one_token_and_a_ticket_and_keeps_its_blocks() -> Non
     assert bench.tokens("a") == expected_answer(list(range(10)), 1)
     assert bench.last("a").kv_transfer_params == {"transfer_id": "t"}
     bench.pool.check(num_held=3)
-    bench.step(TransferReport(released={"a"}))
+    bench.step([Released("a")])
     bench.scheduler.check()
 
 
@@ -391,7 +396,7 @@ def test_a_consumer_decodes_without_computing_any_prompt_token() -> None:
     bench = Bench(connector=ScriptedConnector(match=Hit(10)))
     bench.add("a", list(range(10)), hand_off=consume(RESULT))
     bench.step()
-    bench.step(TransferReport(loaded={"a"}))
+    bench.step([Loaded("a")])
     bench.run()
     assert bench.tokens("a") == expected_answer(list(range(10)), 4)
     assert all(step.num_tokens <= 1 for step in bench.steps)
@@ -404,7 +409,7 @@ def test_the_token_of_a_prefix_is_not_the_answer_s() -> None:
     bench.add("a", list(range(10)), hand_off=Consume(ticket))
     bench.step()
     assert "a" not in bench.outputs
-    bench.step(TransferReport(loaded={"a"}))
+    bench.step([Loaded("a")])
     assert bench.step().num_tokens == 4
     bench.run()
     assert bench.tokens("a") == expected_answer(list(range(10)), 4)
@@ -414,7 +419,7 @@ def test_fewer_tokens_may_come_than_were_promised() -> None:
     bench = Bench(connector=ScriptedConnector(match=Hit(10)))
     bench.add("a", list(range(10)), hand_off=consume(None))
     bench.step()
-    bench.step(TransferReport(loaded={"a"}, loaded_tokens={"a": 3}))
+    bench.step([Loaded("a", 3)])
     assert bench.step().num_tokens == 7
     bench.run()
     assert bench.tokens("a") == expected_answer(list(range(10)), 4)
@@ -434,18 +439,18 @@ def test_a_concurrent_hand_off_brings_the_token_with_the_transfer() -> None:
     bench = Bench(connector=ScriptedConnector(match=Hit(10)))
     bench.add("a", list(range(10)), hand_off=consume(None))
     bench.step()
-    bench.step(TransferReport(loaded={"a"}, prefill_results={"a": RESULT}))
+    bench.step([Prefilled("a", RESULT), Loaded("a")])
     bench.run()
     assert bench.tokens("a") == expected_answer(list(range(10)), 4)
     assert all(step.num_tokens <= 1 for step in bench.steps)
 
 
-@pytest.mark.parametrize("ended", [TransferReport(loaded={"a"}), TransferReport(failed={"a": PeerLost("gone")})])
+@pytest.mark.parametrize("ended", [[Loaded("a")], [Failed("a", PeerLost("gone"))]])
 def test_a_concurrent_hand_off_may_bring_the_token_before_the_kv(ended: TransferReport) -> None:
     bench = Bench(connector=ScriptedConnector(match=Hit(10)))
     bench.add("a", list(range(10)), hand_off=consume(None))
     bench.step()
-    bench.step(TransferReport(prefill_results={"a": RESULT}))
+    bench.step([Prefilled("a", RESULT)])
     assert bench.tokens("a") == [RESULT.first_token]
     bench.step(ended)
     bench.run()
@@ -457,9 +462,9 @@ def test_an_answer_of_one_token_ends_before_the_kv_has_come() -> None:
     bench = Bench(connector=ScriptedConnector(match=Hit(10)))
     bench.add("a", list(range(10)), hand_off=consume(None), max_tokens=1)
     bench.step()
-    bench.step(TransferReport(prefill_results={"a": RESULT}))
+    bench.step([Prefilled("a", RESULT)])
     assert bench.tokens("a") == [RESULT.first_token]
-    bench.step(TransferReport(loaded={"a"}))
+    bench.step([Loaded("a")])
     bench.scheduler.check()
 
 
@@ -474,7 +479,7 @@ def test_a_prefill_that_is_over_is_planned_for_at_once() -> None:
     assert connector.num_plans == 2
     bench.scheduler.parting()
     assert connector.num_plans == 2
-    bench.step(TransferReport(released={"a"}))
+    bench.step([Released("a")])
     bench.scheduler.check()
 
 
@@ -482,7 +487,7 @@ def test_kv_without_the_token_recomputes_only_the_last_one() -> None:
     bench = Bench(connector=ScriptedConnector(match=Hit(10)))
     bench.add("a", list(range(10)))
     bench.step()
-    bench.step(TransferReport(loaded={"a"}))
+    bench.step([Loaded("a")])
     bench.run()
     assert bench.tokens("a") == expected_answer(list(range(10)), 4)
     assert all(step.num_tokens <= 1 for step in bench.steps)
@@ -504,7 +509,7 @@ def test_a_failed_load_is_recomputed(result: PrefillResult | None) -> None:
     bench = Bench(connector=ScriptedConnector(match=Hit(10)))
     bench.add("a", list(range(10)), hand_off=consume(result))
     bench.step()
-    bench.step(TransferReport(failed={"a": LeaseEnded("gone")}))
+    bench.step([Failed("a", LeaseEnded("gone"))])
     bench.run()
     assert bench.tokens("a") == expected_answer(list(range(10)), 4)
     assert bench.scheduler.statistics().num_load_failures == {"LeaseEnded": 1}
@@ -517,7 +522,7 @@ def test_a_lost_hand_off_fails_where_the_policy_says_so(match: Match) -> None:
     bench.add("a", list(range(10)), hand_off=consume(RESULT))
     bench.step()
     if isinstance(match, Hit):
-        bench.step(TransferReport(failed={"a": LeaseEnded("gone")}))
+        bench.step([Failed("a", LeaseEnded("gone"))])
     bench.run()
     assert type(bench.last("a").error).__name__ == "HandOffFailed"
     bench.scheduler.check()
@@ -529,7 +534,7 @@ def test_a_prefill_goes_on_without_an_earlier_turn_s_kv() -> None:
     source = Ticket(transfer_id="kept", remote_host="d", remote_port=5)
     bench.add("a", list(range(10)), hand_off=Produce("t", source))
     bench.step()
-    bench.step(TransferReport(failed={"a": LeaseEnded("gone")}))
+    bench.step([Failed("a", LeaseEnded("gone"))])
     bench.run()
     assert bench.tokens("a") == expected_answer(list(range(10)), 1)
     assert bench.last("a").error is None
@@ -551,7 +556,7 @@ def test_pending_requests_let_others_pass() -> None:
 def test_a_failed_layerwise_load_takes_the_step_back() -> None:
     bench = Bench(connector=ScriptedConnector(match=Hit(8, layerwise=True)))
     bench.add("a", list(range(10)))
-    bench.step(TransferReport(failed={"a": LeaseEnded("corrupt")}))
+    bench.step([Failed("a", LeaseEnded("corrupt"))])
     assert "a" not in bench.outputs
     assert bench.pool.match([b"x"]) == []
     bench.run()
@@ -562,7 +567,7 @@ def test_a_failed_layerwise_load_takes_the_step_back() -> None:
 def test_a_layerwise_load_computes_the_rest_in_the_same_step() -> None:
     bench = Bench(connector=ScriptedConnector(match=Hit(8, layerwise=True)))
     bench.add("a", list(range(10)))
-    assert bench.step(TransferReport(loaded={"a"})).num_tokens == 2
+    assert bench.step([Loaded("a")]).num_tokens == 2
     bench.run()
     assert bench.tokens("a") == expected_answer(list(range(10)), 4)
 
@@ -574,7 +579,7 @@ def test_aborting_a_loading_request_leaves_its_blocks_with_the_connector() -> No
     bench.step()
     bench.scheduler.abort("a")
     bench.pool.check(num_held=3)
-    bench.step(TransferReport(released={"a"}))
+    bench.step([Released("a")])
     bench.scheduler.check()
 
 

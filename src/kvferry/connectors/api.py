@@ -16,7 +16,7 @@ report names the request in `released`.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
@@ -137,41 +137,45 @@ StepPlan = Any
 to do. The engine only carries it."""
 
 
-@dataclass
-class TransferReport:
-    """What happened on the worker side since the last report, by request id.
+# What happened on the worker side, of one request each.
 
-    `loaded`: the KV that `allocated` promised is in the blocks; of fewer tokens, counted from the prompt's first,
-    where `loaded_tokens` says so. `failed`: it will not come. `released`: the blocks under `Hold` are no longer
-    needed. `prefill_results`: brought by the transfer, where the ticket did not.
-    """
 
-    loaded: set[str] = field(default_factory=set)
-    loaded_tokens: dict[str, int] = field(default_factory=dict)
-    failed: dict[str, KvferryError] = field(default_factory=dict)
-    released: set[str] = field(default_factory=set)
-    prefill_results: dict[str, PrefillResult] = field(default_factory=dict)
+class Loaded(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """The KV that `allocated` promised is in the blocks; only that of the prompt's first `num_tokens`, where fewer came
+    than were promised."""
 
-    def __bool__(self) -> bool:
-        return bool(self.loaded or self.failed or self.released or self.prefill_results)
+    request_id: str
+    num_tokens: int | None = None
 
-    def add(self, other: TransferReport) -> None:
-        """Say what the other says, too."""
-        self.loaded |= other.loaded
-        self.loaded_tokens |= other.loaded_tokens
-        self.failed |= other.failed
-        self.released |= other.released
-        self.prefill_results |= other.prefill_results
 
-    def by_request(self) -> Iterator[tuple[str, TransferReport]]:
-        """What it says of each request alone."""
-        for request_id in {*self.loaded, *self.failed, *self.released, *self.prefill_results}:
-            alone = TransferReport(self.loaded & {request_id}, released=self.released & {request_id})
-            for name in ("loaded_tokens", "failed", "prefill_results"):
-                values = getattr(self, name)
-                if request_id in values:
-                    getattr(alone, name)[request_id] = values[request_id]
-            yield request_id, alone
+class Failed(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """The KV will not come, and nothing is written to the blocks any more."""
+
+    request_id: str
+    error: KvferryError
+
+
+class Released(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """The blocks under `Hold` are no longer needed."""
+
+    request_id: str
+
+
+class Prefilled(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """The transfer brought the prefill's result, which the ticket did not have. May be told again with the KV."""
+
+    request_id: str
+    result: PrefillResult
+
+
+TransferEvent = Loaded | Failed | Released | Prefilled
+TransferReport = list[TransferEvent]
+"""What happened on the worker side since the last report, in that order."""
+
+
+def failures(report: TransferReport) -> dict[str, KvferryError]:
+    """Why KV will not come, by request id."""
+    return {event.request_id: event.error for event in report if isinstance(event, Failed)}
 
 
 @dataclass

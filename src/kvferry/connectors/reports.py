@@ -5,10 +5,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from kvferry.connectors.api import StoreEvents, TransferReport
+from kvferry.connectors.api import StoreEvents, TransferEvent, TransferReport
 from kvferry.core.block_hash import BlockHash
-from kvferry.core.errors import KvferryError
-from kvferry.core.hand_off import PrefillResult
 
 
 class ReportBox:
@@ -17,40 +15,18 @@ class ReportBox:
     def __init__(self) -> None:
         self.wake: Callable[[], None] = lambda: None
         self._lock = threading.Lock()
-        self._report = TransferReport()
+        self._report: TransferReport = []
 
-    def loaded(self, request_id: str, result: PrefillResult | None = None, num_tokens: int | None = None) -> None:
-        """The KV is in the blocks, of `num_tokens` tokens where fewer came than promised; `result` came with it."""
+    def add(self, *events: TransferEvent) -> None:
+        """This happened."""
         with self._lock:
-            self._report.loaded.add(request_id)
-            if num_tokens is not None:
-                self._report.loaded_tokens[request_id] = num_tokens
-            if result is not None:
-                self._report.prefill_results[request_id] = result
-        self.wake()
-
-    def promised(self, request_id: str, result: PrefillResult) -> None:
-        """The KV is still on its way, `result` is here."""
-        with self._lock:
-            self._report.prefill_results[request_id] = result
-        self.wake()
-
-    def failed(self, request_id: str, error: KvferryError) -> None:
-        """The KV will not come, and nothing is written any more."""
-        with self._lock:
-            self._report.failed[request_id] = error
-        self.wake()
-
-    def released(self, request_id: str) -> None:
-        """The blocks under `Hold` are no longer needed."""
-        with self._lock:
-            self._report.released.add(request_id)
+            self._report += events
         self.wake()
 
     def take(self) -> TransferReport:
         """What happened since the last call."""
         with self._lock:
-            report, self._report = self._report, TransferReport()
+            report, self._report = self._report, []
             return report
 
     def __bool__(self) -> bool:

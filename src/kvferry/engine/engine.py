@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from kvferry.connectors.api import ConnectorContext, HasAddresses, SchedulerSide, TransferReport
+from kvferry.connectors.api import ConnectorContext, HasAddresses, SchedulerSide, TransferReport, failures
 from kvferry.connectors.registry import find_connector
 from kvferry.core.clock import Clock, SystemClock
 from kvferry.core.errors import ConnectorLost, InvalidRequest, LeakError, RankLost
@@ -126,7 +126,7 @@ class Engine:
         for request_id, error in result.failed.items():
             self.scheduler.fail(request_id, error)
         try:
-            self.scheduler.update(step, result.sampled, result.report.failed)
+            self.scheduler.update(step, result.sampled, failures(result.report))
         except Exception as error:  # noqa: BLE001 - as in `_execute`
             self.scheduler.fail_step(step.chunks, error)
         self._transferred(result.report)
@@ -142,19 +142,19 @@ class Engine:
             raise
         except Exception as error:  # noqa: BLE001 - the edge between this step's requests and all others
             self.scheduler.fail_step(step.chunks, error)
-            return StepResult({}, TransferReport())
+            return StepResult({}, [])
 
     def _transferred(self, report: TransferReport) -> None:
-        """Where a report cannot be taken as a whole it is taken request by request, so that one spoils no other's."""
+        """Where a report cannot be taken as a whole it is taken event by event, so that one spoils no other's."""
         try:
             self.scheduler.transferred(report)
         except Exception as error:
             log.exception("a report of transfers could not be taken")
-            for request_id, alone in report.by_request():
+            for event in report:
                 try:
-                    self.scheduler.transferred(alone)
+                    self.scheduler.transferred([event])
                 except Exception:  # noqa: BLE001 - told above, and this one's request ends
-                    self.scheduler.fail(request_id, error)
+                    self.scheduler.fail(event.request_id, error)
 
     def _step_failed(self, error: Exception) -> None:
         """What nobody can be blamed for may pass; where it stays, first all requests end, then the engine."""

@@ -19,11 +19,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from kvferry.connectors.api import (
+    Failed,
     Finish,
     Hit,
     Hold,
+    Loaded,
     Miss,
     Pending,
+    Prefilled,
+    Released,
     ScheduledChunk,
     SchedulerSide,
     StepPlan,
@@ -250,23 +254,24 @@ class Scheduler:
 
     def transferred(self, report: TransferReport) -> None:
         """A report of the connector's worker sides. To be told of the same again changes nothing."""
-        for request_id, result in report.prefill_results.items():
-            sequence = self._sequences.get(request_id)
-            if sequence is not None and sequence.prefill_result is None:
+        for event in report:
+            sequence = self._sequences.get(event.request_id)
+            if isinstance(event, Released):
+                self.pool.release(self._held.pop(event.request_id, []))
+            elif sequence is not None:
                 with self._isolated(sequence):
-                    self._adopt(sequence, result)
-        for request_id in report.loaded:
-            if (sequence := self._sequences.get(request_id)) is not None:
-                with self._isolated(sequence):
-                    self._loaded(sequence, report.loaded_tokens.get(request_id))
-        for request_id, error in report.failed.items():
-            if (sequence := self._sequences.get(request_id)) is not None:
-                with self._isolated(sequence):
-                    self._load_failed(sequence, error)
-        for request_id in report.released:
-            self.pool.release(self._held.pop(request_id, []))
+                    self._hand_off_moved(sequence, event)
         if self._connector is not None:
             self._connector.completed(report)
+
+    def _hand_off_moved(self, sequence: Sequence, event: Loaded | Failed | Prefilled) -> None:
+        match event:
+            case Loaded(num_tokens=num_tokens):
+                self._loaded(sequence, num_tokens)
+            case Failed(error=error):
+                self._load_failed(sequence, error)
+            case Prefilled(result=result) if sequence.prefill_result is None:
+                self._adopt(sequence, result)
 
     def take_outputs(self) -> list[EngineOutput]:
         """What happened to requests since the last call."""

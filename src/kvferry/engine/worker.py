@@ -114,7 +114,7 @@ class Worker:
     def poll(self) -> TransferReport:
         """What the transfers brought since the last call. Raises `ConnectorLost`."""
         if self._side is None:
-            return TransferReport()
+            return []
         try:
             report = self._side.poll()
         except ConnectorLost:
@@ -124,7 +124,7 @@ class Worker:
             log.exception("the connector could not say how its transfers are")
             if self._num_failed_polls >= MOST_FAILED_POLLS:
                 raise ConnectorLost(f"the connector cannot say how its transfers are: {error!r}") from error
-            return TransferReport()
+            return []
         self._num_failed_polls = 0
         return report
 

@@ -4,7 +4,7 @@ import pytest
 from fake_engine import FakeRequest
 from kv_support import make_layout
 
-from kvferry.connectors.api import ConnectorContext, Hold, Release, ScheduledChunk, StepView, TransferReport
+from kvferry.connectors.api import ConnectorContext, Hold, Release, Released, ScheduledChunk, StepView
 from kvferry.connectors.p2p.plan import P2pPlan, Save, decode_meta
 from kvferry.connectors.p2p.scheduler import P2pSchedulerSide
 from kvferry.core.errors import LeakError
@@ -77,7 +77,7 @@ def test_the_end_of_a_prefill(side: P2pSchedulerSide) -> None:
     assert not side.has_work()
     with pytest.raises(LeakError, match="r"):
         side.check()
-    side.completed(TransferReport(released={"r"}))
+    side.completed([Released("r")])
     side.check()
 
 

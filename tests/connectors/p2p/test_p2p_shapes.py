@@ -10,7 +10,7 @@ import pytest
 from fake_engine import FakeEngine, FakeRequest
 from kv_support import make_layout, sharded
 
-from kvferry.connectors.api import Hit
+from kvferry.connectors.api import Failed, Hit
 from kvferry.connectors.p2p.plan import P2pPlan
 from kvferry.core.errors import ChecksumMismatch, LayoutMismatch, LeaseEnded, PeerLost, ProtocolError
 from kvferry.core.hand_off import Consume, Produce, parse_hand_off
@@ -247,7 +247,7 @@ def test_a_load_that_fails_on_one_rank_fails_when_no_other_writes(
 
     def refuse(plan: P2pPlan | None) -> None:
         for load in plan.loads if plan else ():
-            consumer.workers[1]._arrivals.box.failed(load.request_id, ProtocolError("of this rank alone"))
+            consumer.workers[1]._arrivals.box.add(Failed(load.request_id, ProtocolError("of this rank alone")))
 
     monkeypatch.setattr(consumer.workers[1], "start", refuse)
     decode = consumer.run(consumed(PROMPT, ticket))

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from kv_support import Region, make_layout
 
-from kvferry.connectors.api import StoreEvents
+from kvferry.connectors.api import Loaded, Released, StoreEvents, failures
 from kvferry.connectors.shared_storage.loader import StoreLoader
 from kvferry.connectors.shared_storage.markers import Marker, MarkerFolder
 from kvferry.connectors.shared_storage.plan import LoadBlocks
@@ -184,11 +184,11 @@ def test_a_cancelled_load_writes_nothing_after_its_report(region: Region) -> Non
     assert not loader.box, "the read under way may still write"
     store.gate.set()
     until(lambda: bool(loader.box))
-    assert loader.box.take().released == {"r"}
+    assert loader.box.take() == [Released("r")]
     assert region.block(0, 1) == bytes(LAYOUT.span_bytes(0)), "the second block was not read any more"
     assert loader.is_empty()
     loader.cancel("r")
-    assert loader.box.take().released == {"r"}, "also when it had ended already"
+    assert loader.box.take() == [Released("r")], "also when it had ended already"
     loader.close()
 
 
@@ -200,7 +200,7 @@ def test_the_deadline_ends_a_load(region: Region) -> None:
     time.sleep(0.02)  # past the deadline, which is on the real clock
     store.gate.set()
     until(lambda: bool(loader.box))
-    assert isinstance(loader.box.take().failed["r"], TransferTimeout)
+    assert isinstance(failures(loader.box.take())["r"], TransferTimeout)
     loader.close()
 
 
@@ -213,7 +213,7 @@ def test_a_mistake_in_a_store_is_heard_of(region: Region) -> None:
     step = loader.start_layerwise([LoadBlocks("s", [b"a"], [1], True)])
     assert step.failed() == {"s"}
     until(loader_is_done(loader))
-    assert set(loader.box.take().failed) == {"r", "s"}
+    assert set(failures(loader.box.take())) == {"r", "s"}
     loader.close()
 
 
@@ -235,7 +235,7 @@ def test_layers_are_waited_for_one_by_one(region: Region) -> None:
     waiter.join()
     assert region.block(0, 2) == region.block(0, 3) == b"\x01" * LAYOUT.span_bytes(0)
     assert step.failed() == set()
-    assert loader.box.take().loaded == {"r", "s"}
+    assert loader.box.take() == [Loaded("r"), Loaded("s")]
     loader.close()
 
 

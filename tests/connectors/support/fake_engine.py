@@ -22,17 +22,22 @@ from kv_support import Region
 
 from kvferry.connectors.api import (
     ConnectorContext,
+    Failed,
     HasAddress,
     HasAddresses,
     Hit,
     Hold,
+    Loaded,
     Miss,
     Pending,
+    Prefilled,
     Release,
+    Released,
     ScheduledChunk,
     StepView,
     TransferReport,
     WorkerSide,
+    failures,
 )
 from kvferry.connectors.p2p.worker import P2pWorkerSide
 from kvferry.connectors.ranks import RankReports
@@ -318,10 +323,10 @@ class FakeEngine:
 
     def _advance(self, chunk: ScheduledChunk, report: TransferReport) -> None:
         request = self.requests[chunk.request.request_id]
-        if request.shares is not None and request.shares[0].request_id in report.failed:
+        if request.shares is not None and request.shares[0].request_id in failures(report):
             return
         if request.layerwise_base is not None:
-            if request.request_id in report.failed:
+            if request.request_id in failures(report):
                 return
             request.layerwise_base = None
         request.num_computed = chunk.start + chunk.num_tokens
@@ -332,28 +337,29 @@ class FakeEngine:
             self._finish(request, "done")
 
     def _transferred(self, report: TransferReport) -> None:
-        for request_id, result in report.prefill_results.items():
-            if request_id in self.requests:
-                self.requests[request_id].prefill_result = result
-        for request_id in report.loaded:
-            request = self.requests.get(request_id)
-            if request is not None and request.state == "loading":
-                request.state = "running"
-                request.num_computed = report.loaded_tokens.get(request_id, request.num_computed)
-                if request.prefill_result is None:
-                    request.num_computed = min(request.num_computed, len(request.prompt_token_ids) - 1)
-        for request_id, error in report.failed.items():
-            request = self.requests.get(request_id)
-            if request is not None:
-                request.error = error
-                if request.layerwise_base is not None:
-                    request.num_computed, request.layerwise_base = request.layerwise_base, None
-                else:
-                    request.num_computed = len(request.cached) * self.layout.block_size
+        for event in report:
+            request = self.requests.get(event.request_id)
+            match event:
+                case Released(request_id):
+                    self._free(self.held.pop(request_id), scribbles=True)
+                case Prefilled(result=result) if request is not None:
+                    request.prefill_result = result
+                case Loaded(num_tokens=num_tokens) if request is not None and request.state == "loading":
                     request.state = "running"
-        for request_id in report.released:
-            self._free(self.held.pop(request_id), scribbles=True)
+                    request.num_computed = request.num_computed if num_tokens is None else num_tokens
+                    if request.prefill_result is None:
+                        request.num_computed = min(request.num_computed, len(request.prompt_token_ids) - 1)
+                case Failed(error=error) if request is not None:
+                    request.error = error
+                    self._load_failed(request)
         self.scheduler.completed(report)
+
+    def _load_failed(self, request: FakeRequest) -> None:
+        if request.layerwise_base is not None:
+            request.num_computed, request.layerwise_base = request.layerwise_base, None
+        else:
+            request.num_computed = len(request.cached) * self.layout.block_size
+            request.state = "running"
 
     def _finish(self, request: FakeRequest, state: str) -> None:
         del self.requests[request.request_id]

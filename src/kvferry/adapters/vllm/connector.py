@@ -27,7 +27,7 @@ from vllm.v1.request import Request
 
 from kvferry.adapters.vllm import siblings
 from kvferry.adapters.vllm.layout import cache_shape
-from kvferry.adapters.vllm.messages import Handshake, StepMetadata, WorkerFacts, WorkerReports
+from kvferry.adapters.vllm.messages import Handshake, RankReport, StepMetadata, WorkerFacts, WorkerReports
 from kvferry.adapters.vllm.metrics import KvferryPromMetrics, KvferryStats, Meter
 from kvferry.adapters.vllm.parts import Parting
 from kvferry.adapters.vllm.pins import Pins
@@ -55,7 +55,7 @@ class KvferryConnector(KVConnectorBase_V1):
         self._worker: WorkerHalf | None = None
         self._scheduler: SchedulerHalf | None = None
         self._pool: BlockPool | None = None
-        self._results = StepResults()
+        self._results = StepResults(RankReport(rank))
         self._meter = Meter(rank)
         if role is KVConnectorRole.WORKER:
             self._worker = WorkerHalf(self._settings, self._shape, rank)

@@ -36,17 +36,15 @@ class StepMetadata(KVConnectorMetadata):
 
 @dataclass
 class RankReport:
-    """One worker's `TransferReport`, in what the scheduler side wants of it."""
+    """What one worker's side had to say. `transfers`: an encoded `TransferReport`, since vLLM pickles what it carries
+    and our errors keep what they say only in our own encoding; empty for an empty one."""
 
-    loaded: set[str] = field(default_factory=set)
-    loaded_tokens: dict[str, int] = field(default_factory=dict)
-    failed: dict[str, tuple[str, str]] = field(default_factory=dict)
-    """Kind of error and its text."""
-    released: set[str] = field(default_factory=set)
+    rank: int
+    transfers: bytes = b""
     store: StoreEvents = field(default_factory=StoreEvents)
 
     def __bool__(self) -> bool:
-        return bool(self.loaded or self.failed or self.released or self.store)
+        return bool(self.transfers or self.store)
 
 
 @dataclass

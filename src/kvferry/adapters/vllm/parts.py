@@ -137,21 +137,12 @@ def part_name(request_id: str, group: int) -> str:
     return f"{request_id}#{group}"
 
 
-def split_report(report: TransferReport) -> dict[int, TransferReport]:
+def by_group(report: TransferReport) -> dict[int, TransferReport]:
     """What is said of parts: by group, what is said of which requests."""
-    found: defaultdict[int, TransferReport] = defaultdict(TransferReport)
-    for name in report.loaded:
-        request_id, group = _split_name(name)
-        found[group].loaded.add(request_id)
-    for name, num_tokens in report.loaded_tokens.items():
-        request_id, group = _split_name(name)
-        found[group].loaded_tokens[request_id] = num_tokens
-    for name, error in report.failed.items():
-        request_id, group = _split_name(name)
-        found[group].failed[request_id] = error
-    for name in report.released:
-        request_id, group = _split_name(name)
-        found[group].released.add(request_id)
+    found: defaultdict[int, TransferReport] = defaultdict(list)
+    for event in report:
+        request_id, group = _split_name(event.request_id)
+        found[group].append(msgspec.structs.replace(event, request_id=request_id))
     return found
 
 

@@ -17,6 +17,8 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
+import msgspec
+
 from kvferry.adapters.vllm.events import BlockEvents
 from kvferry.adapters.vllm.messages import StepMetadata, WorkerReports
 from kvferry.adapters.vllm.parts import BlocksOf, Part, Parting
@@ -24,19 +26,23 @@ from kvferry.adapters.vllm.pins import Pins
 from kvferry.adapters.vllm.requests import RequestAdapter
 from kvferry.adapters.vllm.settings import AdapterSettings
 from kvferry.connectors.api import (
+    Failed,
     HasStore,
     Hit,
     Hold,
     Miss,
     Pending,
+    Released,
     RequestView,
     ScheduledChunk,
     SchedulerSide,
     StepPlan,
     StepView,
-    TransferReport,
+    TransferEvent,
 )
-from kvferry.core.errors import KvferryError, LeakError, TransferError
+from kvferry.connectors.ranks import RankReports
+from kvferry.connectors.report_codec import decode_report
+from kvferry.core.errors import KvferryError, LeakError
 from kvferry.core.layout import KVLayout
 
 log = logging.getLogger(__name__)
@@ -81,10 +87,7 @@ class SchedulerHalf:
         self._loading: set[str] = set()
         self._cancelling: set[str] = set()
         self._next = StepMetadata(None, computes=False)
-        self._loaded: Counter[str] = Counter()
-        self._failed: dict[str, KvferryError] = {}
-        self._fewer: dict[str, int] = {}
-        self._released: Counter[str] = Counter()
+        self._reports = RankReports(layout.tp_size)
         self.num_failures: Counter[str] = Counter()
 
     # Requests.
@@ -228,49 +231,32 @@ class SchedulerHalf:
     def completed(self, reports: WorkerReports | None) -> None:
         """What the workers saw. An event counts when all ranks have reported it."""
         for rank in reports.ranks if reports is not None else ():
-            for name, (kind, text) in rank.failed.items():
-                self._failed.setdefault(name, TransferError(f"{kind}: {text}"))
-                self.num_failures[kind] += 1
-            self._loaded.update([*rank.loaded, *rank.failed])
-            for name, num_tokens in rank.loaded_tokens.items():
-                self._fewer[name] = min(num_tokens, self._fewer.get(name, num_tokens))
-            self._released.update(rank.released)
+            if rank.transfers:
+                self._reports.add(rank.rank, decode_report(rank.transfers))
             if self.events is not None:
                 self.events.happened(rank.store)
-        ended = self._take_complete(self._loaded)
-        report = TransferReport(released=self._take_complete(self._released))
-        report.failed = {name: self._failed.pop(name) for name in ended & self._failed.keys()}
-        report.loaded = ended - report.failed.keys()
-        report.loaded_tokens = {name: self._fewer.pop(name) for name in ended & self._fewer.keys()}
-        self._cancelling -= report.released
-        for name in report.released:
-            self._pins.release(name)
-        for name in report.failed.keys() & self._requests.keys():
-            self._requests[name].view.failed = True
+        report = self._reports.take()
+        for event in report:
+            match event:
+                case Failed(request_id, error):
+                    self.num_failures[type(error).__name__] += 1
+                    if request_id in self._requests:
+                        self._requests[request_id].view.failed = True
+                case Released(request_id):
+                    self._cancelling.discard(request_id)
+                    self._pins.release(request_id)
         if report:
-            self.side.completed(self._of_parts(report))
+            self.side.completed([shown for event in report for shown in self._of_parts(event)])
 
-    def _of_parts(self, report: TransferReport) -> TransferReport:
+    def _of_parts(self, event: TransferEvent) -> list[TransferEvent]:
         """What is true of a request is true of its parts."""
-        names = self._parting.names
-        return TransferReport(
-            loaded={part for name in report.loaded for part in names(name)},
-            loaded_tokens={part: number for name, number in report.loaded_tokens.items() for part in names(name)},
-            failed={part: error for name, error in report.failed.items() for part in names(name)},
-            released={part for name in report.released for part in names(name)},
-        )
-
-    def _take_complete(self, counts: Counter[str]) -> set[str]:
-        complete = {name for name, count in counts.items() if count >= self._layout.tp_size}
-        for name in complete:
-            del counts[name]
-        return complete
+        return [msgspec.structs.replace(event, request_id=name) for name in self._parting.names(event.request_id)]
 
     def check(self) -> None:
         """Raise `LeakError` when something is kept of requests that are gone."""
-        kept = [*self._requests, *self._loading, *self._loaded, *self._failed, *self._fewer, *self._released]
-        if kept:
+        if kept := [*self._requests, *self._loading]:
             raise LeakError(f"vLLM's requests {kept[:8]} are gone, and not forgotten")
+        self._reports.check()
         self._pins.check()
         if self.events is not None:
             self.events.check()

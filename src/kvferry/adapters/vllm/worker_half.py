@@ -22,11 +22,23 @@ from kvferry.adapters.vllm import pool
 from kvferry.adapters.vllm.fingerprint import model_fingerprint
 from kvferry.adapters.vllm.layout import KVCacheShape, allocation, block_memory, kv_layout
 from kvferry.adapters.vllm.messages import RankReport, StepMetadata, WorkerFacts
-from kvferry.adapters.vllm.parts import split_report
+from kvferry.adapters.vllm.parts import by_group
 from kvferry.adapters.vllm.settings import AdapterSettings, publishes_events
-from kvferry.connectors.api import ConnectorContext, HasAddress, HasStoreEvents, TransferReport, WorkerSide
+from kvferry.connectors.api import (
+    ConnectorContext,
+    Failed,
+    HasAddress,
+    HasStoreEvents,
+    Loaded,
+    Prefilled,
+    Released,
+    TransferEvent,
+    TransferReport,
+    WorkerSide,
+)
 from kvferry.connectors.ranks import RankReports
 from kvferry.connectors.registry import find_connector
+from kvferry.connectors.report_codec import encode_report
 from kvferry.core.errors import LeakError, TransferError
 from kvferry.transport.memory import Region
 
@@ -37,11 +49,11 @@ log = logging.getLogger(__name__)
 class StepResults:
     """What vLLM wants to hear after a step."""
 
+    rank_report: RankReport
     finished_sending: set[str] = field(default_factory=set)
     finished_recving: set[str] = field(default_factory=set)
     failed_recving: set[str] = field(default_factory=set)
     invalid_block_ids: set[int] = field(default_factory=set)
-    rank_report: RankReport = field(default_factory=RankReport)
 
 
 @dataclass
@@ -166,7 +178,7 @@ class WorkerHalf:
 
     def report(self, step: StepMetadata | None) -> StepResults:
         """What happened since the last report."""
-        results = StepResults()
+        results = StepResults(RankReport(self._rank))
         if step is not None:
             results.finished_recving |= step.refused
             results.failed_recving |= step.refused
@@ -185,49 +197,51 @@ class WorkerHalf:
         self._joined.check()
 
     def _of_requests(self, report: TransferReport, step: StepMetadata | None) -> TransferReport:
-        """What became true of whole requests, when the connector knows only their parts.
-
-        vLLM takes no word of single blocks where there are several groups: a load that brought fewer tokens failed.
-        """
+        """What became true of whole requests, when the connector knows only their parts."""
         if len(self._shape.groups) == 1:
             return report
-        for group, part in split_report(report).items():
+        for group, part in by_group(report).items():
             self._joined.add(group, part)
         for request_id, groups in step.not_held.items() if step is not None else ():
             for group in groups:
-                self._joined.add(group, TransferReport(released={request_id}))
-        joined = self._joined.take()
-        for request_id in joined.loaded_tokens:
-            joined.loaded.discard(request_id)
-            joined.failed[request_id] = TransferError("only the KV of the prompt's beginning came")
-        joined.loaded_tokens.clear()
-        return joined
+                self._joined.add(group, [Released(request_id)])
+        return [_whole_or_failed(event) for event in self._joined.take()]
 
     def _sort(self, report: TransferReport, results: StepResults) -> None:
-        for request_id in report.loaded:
-            self._load_ended(request_id, results)
-        for request_id, num_tokens in report.loaded_tokens.items():
-            if request_id in self._loads:
-                missing = self._loads[request_id].block_ids[num_tokens // self._shape.block_size :]
-                results.invalid_block_ids.update(missing)
-        for request_id in report.failed:
-            self._load_ended(request_id, results)
-            if request_id in self._loads:
-                results.failed_recving.add(request_id)
-            results.invalid_block_ids.update(self._step_loads.get(request_id, ()))
-        for request_id in report.released:
-            if request_id in self._loads:  # an aborted load: vLLM lets the blocks go with the load's own report
+        for event in report:
+            self._note(event, results)
+        kept = [event for event in report if not isinstance(event, Prefilled)]  # vLLM's D draws the first token itself
+        results.rank_report.transfers = encode_report(kept) if kept else b""
+
+    def _note(self, event: TransferEvent, results: StepResults) -> None:
+        request_id = event.request_id
+        match event:
+            case Loaded(num_tokens=num_tokens):
+                self._load_ended(request_id, results)
+                if num_tokens is not None and request_id in self._loads:
+                    missing = self._loads[request_id].block_ids[num_tokens // self._shape.block_size :]
+                    results.invalid_block_ids.update(missing)
+                self._step_loads.pop(request_id, None)
+            case Failed():
+                self._load_ended(request_id, results)
+                if request_id in self._loads:
+                    results.failed_recving.add(request_id)
+                results.invalid_block_ids.update(self._step_loads.pop(request_id, ()))
+            case Released() if request_id in self._loads:  # an aborted load: vLLM lets its blocks go with its end
                 self._load_ended(request_id, results)
                 del self._loads[request_id]
-            else:
+            case Released():
                 results.finished_sending.add(request_id)
-        for request_id in [*report.loaded, *report.failed]:
-            self._step_loads.pop(request_id, None)
-        failed = {name: (type(error).__name__, str(error)) for name, error in report.failed.items()}
-        results.rank_report = RankReport(report.loaded, report.loaded_tokens, failed, report.released)
 
     def _load_ended(self, request_id: str, results: StepResults) -> None:
         load = self._loads.get(request_id)
         if load is not None and not load.reported:
             load.reported = True
             results.finished_recving.add(request_id)
+
+
+def _whole_or_failed(event: TransferEvent) -> TransferEvent:
+    """vLLM takes no word of single blocks where there are several groups."""
+    if isinstance(event, Loaded) and event.num_tokens is not None:
+        return Failed(event.request_id, TransferError("only the KV of the prompt's beginning came"))
+    return event

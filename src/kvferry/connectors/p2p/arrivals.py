@@ -15,6 +15,7 @@ from functools import partial
 
 import msgspec
 
+from kvferry.connectors.api import Failed, Loaded, Prefilled, Released, TransferReport
 from kvferry.connectors.p2p.plan import HandOffMeta, Load, Wait, decode_meta
 from kvferry.connectors.reports import ReportBox
 from kvferry.core.errors import KvferryError, LeaseEnded, PeerLost, ProtocolError
@@ -26,8 +27,6 @@ from kvferry.transport.tasks import call_contained, contained, first_error, tran
 
 log = logging.getLogger(__name__)
 RELEASE_S = 5.0
-Report = Callable[[], None]
-"""Puts how a load ended into the box; done once its task is over."""
 
 
 class Arrivals:
@@ -42,7 +41,7 @@ class Arrivals:
         self._buffer, self._layout = buffer, layout
         self._timeout_s, self._keep = timeout_s, keep_lease_on_failure
         self.box = ReportBox()
-        self._tasks: dict[str, asyncio.Task[Report]] = {}
+        self._tasks: dict[str, asyncio.Task[TransferReport]] = {}
         self._waits: dict[str, list[asyncio.Task[None]]] = {}
         self._cancelled: set[str] = set()
         self._group: asyncio.TaskGroup
@@ -85,7 +84,7 @@ class Arrivals:
         """Stop a load; its request is reported `released` when nothing more is written, also if it has ended."""
         task = self._tasks.get(request_id)
         if task is None:
-            self.box.released(request_id)
+            self.box.add(Released(request_id))
         else:
             self._cancelled.add(request_id)
             task.cancel()
@@ -122,13 +121,13 @@ class Arrivals:
         """Unless it has a task, whose end is reported as usual."""
         self._stop_waiting(request_id)
         if request_id not in self._tasks:
-            self.box.failed(request_id, translated(error))
+            self.box.add(Failed(request_id, translated(error)))
 
     def _not_cancelled(self, request_id: str, error: Exception) -> None:
         if request_id in self._tasks:
             self._cancelled.add(request_id)
         else:
-            self.box.released(request_id)
+            self.box.add(Released(request_id))
 
     def _create_task(self, job: Callable[[], Awaitable[None]], name: str) -> asyncio.Task[None]:
         return self._group.create_task(contained(job, name), name=name)
@@ -165,7 +164,7 @@ class Arrivals:
 
     # Loads.
 
-    async def _load(self, load: Load) -> Report:
+    async def _load(self, load: Load) -> TransferReport:
         deadline = asyncio.get_running_loop().time() + self._timeout_s
         ranks = self._own_ranks(load.ticket)
         try:
@@ -179,17 +178,22 @@ class Arrivals:
             self._failures[type(error).__name__] += 1
             if not self._keep and not isinstance(error, LeaseEnded | PeerLost):
                 self._release(load.ticket, sorted({*ranks, *self._own_ranks(load.ticket)}))
-            return partial(self.box.failed, load.request_id, error)
+            return [Failed(load.request_id, error)]
 
-    def _ended(self, load: Load, task: asyncio.Task[Report]) -> None:
+    def _ended(self, load: Load, task: asyncio.Task[TransferReport]) -> None:
         """The task is over, and with it every write; also when it was cancelled before it began."""
         del self._tasks[load.request_id]
         if load.request_id in self._cancelled:
             self._cancelled.discard(load.request_id)
-            self.box.released(load.request_id)
+            self.box.add(Released(load.request_id))
             self._release(load.ticket, self._own_ranks(load.ticket))
         elif not task.cancelled():
-            call_contained(partial(_report, task), f"load {load.request_id}", partial(self._failed, load.request_id))
+            call_contained(
+                partial(self._report, task), f"load {load.request_id}", partial(self._failed, load.request_id)
+            )
+
+    def _report(self, task: asyncio.Task[TransferReport]) -> None:
+        self.box.add(*task.result())
 
     async def _sources(self, ticket: Ticket, deadline: float) -> tuple[Sequence[int], Sequence[int]]:
         """The producer's ranks that have a share of ours, and those that are read by nobody and ours to release."""
@@ -231,9 +235,9 @@ class Arrivals:
             meta = decode_meta(encoded)
             result = _result_for(load, meta, common_prefix(meta.prefixes, load.tokens))
             if result is not None:
-                self.box.promised(load.request_id, result)
+                self.box.add(Prefilled(load.request_id, result))
 
-    def _judge(self, load: Load, taken: Sequence[Taken]) -> Report:
+    def _judge(self, load: Load, taken: Sequence[Taken]) -> TransferReport:
         """All is here: is it what was promised? Raises `ProtocolError` when not."""
         try:
             metas = [decode_meta(one.meta) for one in taken]
@@ -253,7 +257,8 @@ class Arrivals:
         if any(one.num_tokens is not None and one.num_tokens < wanted for one in taken):
             raise ProtocolError(f"the hand-off was sealed with blocks of its {meta.num_tokens} tokens missing")
         shorter = wanted if wanted < load.num_tokens else None
-        return partial(self.box.loaded, load.request_id, _result_for(load, meta, covered), shorter)
+        loaded, result = Loaded(load.request_id, shorter), _result_for(load, meta, covered)
+        return [loaded] if result is None else [Prefilled(load.request_id, result), loaded]
 
     # Insight.
 
@@ -265,10 +270,6 @@ class Arrivals:
     def is_empty(self) -> bool:
         """Whether no load is under way, no ticket waits for one, and no report waits."""
         return not (self._tasks or self._waits or self.box)
-
-
-def _report(task: asyncio.Task[Report]) -> None:
-    task.result()()
 
 
 def _result_for(load: Load, meta: HandOffMeta, covered: int) -> PrefillResult | None:

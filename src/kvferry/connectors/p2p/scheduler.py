@@ -11,11 +11,14 @@ from typing import Any
 
 from kvferry.connectors.api import (
     ConnectorContext,
+    Failed,
     Finish,
     Hit,
     Hold,
+    Loaded,
     Match,
     Miss,
+    Released,
     RequestView,
     SchedulerSide,
     StepView,
@@ -106,11 +109,13 @@ class P2pSchedulerSide(SchedulerSide):
 
     def completed(self, report: TransferReport) -> None:
         """Loads that ended, blocks that are free again."""
-        for request_id in [*report.loaded, *report.failed]:
-            self._fetches.ended(request_id)
-        for request_id in report.released:
-            self._fetches.released(request_id)
-            self._offers.released(request_id)
+        for event in report:
+            match event:
+                case Loaded() | Failed():
+                    self._fetches.ended(event.request_id)
+                case Released():
+                    self._fetches.released(event.request_id)
+                    self._offers.released(event.request_id)
 
     # The end of a request.
 

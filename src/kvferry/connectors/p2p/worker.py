@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
-from kvferry.connectors.api import ConnectorContext, TransferReport, WorkerSide
+from kvferry.connectors.api import ConnectorContext, Released, TransferReport, WorkerSide
 from kvferry.connectors.p2p.arrivals import Arrivals
 from kvferry.connectors.p2p.departures import Departures
 from kvferry.connectors.p2p.plan import P2pPlan
@@ -47,7 +47,7 @@ class P2pWorkerSide(WorkerSide):
         self._settings = read_settings(context.config)
         self._loop = TransferLoop()
         self._service: Future[None] | None = None
-        self._report = TransferReport()
+        self._report: TransferReport = []
         """What is to be said, as far as it was put together."""
         self._buffer: OfferingBuffer
         self._departures: Departures
@@ -134,9 +134,9 @@ class P2pWorkerSide(WorkerSide):
     def poll(self) -> TransferReport:
         """Loads that ended, blocks that are free. Raises `ConnectorLost`."""
         self._require_service()
-        self._report.released |= self._departures.released()
-        self._report.add(self._arrivals.box.take())
-        report, self._report = self._report, TransferReport()
+        self._report += [Released(request_id) for request_id in self._departures.released()]
+        self._report += self._arrivals.box.take()
+        report, self._report = self._report, []
         return report
 
     def _require_service(self) -> None:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
+from kvferry.connectors.api import Failed, Loaded, Prefilled, Released
 from kvferry.connectors.reports import ReportBox
 from kvferry.connectors.shared_storage.plan import LoadBlocks
 from kvferry.core.errors import KvferryError, StoreError, TransferTimeout
@@ -106,7 +107,7 @@ class StoreLoader:
             if load is not None:
                 load.cancelled = True
         if load is None:
-            self.box.released(request_id)
+            self.box.add(Released(request_id))
 
     def is_empty(self) -> bool:
         """Whether no load is under way and no report waits."""
@@ -185,11 +186,12 @@ class StoreLoader:
             cancelled = load.cancelled
             self._counts[_outcome(load)] += 1
         if cancelled:
-            self.box.released(request_id)
+            self.box.add(Released(request_id))
         elif load.error is not None:
-            self.box.failed(request_id, load.error)
+            self.box.add(Failed(request_id, load.error))
         else:
-            self.box.loaded(request_id, load.load.prefill_result)
+            result = load.load.prefill_result
+            self.box.add(*([Prefilled(request_id, result)] if result is not None else []), Loaded(request_id))
 
 
 def _outcome(load: _Load) -> str:

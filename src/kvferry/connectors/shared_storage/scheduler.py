@@ -17,13 +17,16 @@ from dataclasses import dataclass, field
 
 from kvferry.connectors.api import (
     ConnectorContext,
+    Failed,
     Finish,
     Hit,
     Hold,
+    Loaded,
     Match,
     Miss,
     Pending,
     Release,
+    Released,
     RequestView,
     ScheduledChunk,
     SchedulerSide,
@@ -237,17 +240,21 @@ class SharedStorageSchedulerSide(SchedulerSide):
 
     def completed(self, report: TransferReport) -> None:
         """Loads that ended, blocks that are free again."""
-        for request_id in report.loaded:
-            self._load_ended(request_id)
-            transfer_id = self._used_by.pop(request_id, None)
-            if transfer_id is not None:
-                self._work.forgets.append(transfer_id)
-        for request_id in report.failed:
-            self._load_ended(request_id)
-            self._used_by.pop(request_id, None)
-            if request_id in self._known:  # what the store was thought to have, it has not: save it again
-                self._known[request_id].num_kept = 0
-        self._cancelled -= report.released
+        for event in report:
+            request_id = event.request_id
+            match event:
+                case Loaded():
+                    self._load_ended(request_id)
+                    transfer_id = self._used_by.pop(request_id, None)
+                    if transfer_id is not None:
+                        self._work.forgets.append(transfer_id)
+                case Failed():
+                    self._load_ended(request_id)
+                    self._used_by.pop(request_id, None)
+                    if request_id in self._known:  # what the store was thought to have, it has not: save it again
+                        self._known[request_id].num_kept = 0
+                case Released():
+                    self._cancelled.discard(request_id)
 
     def _load_ended(self, request_id: str) -> None:
         if request_id in self._known:
