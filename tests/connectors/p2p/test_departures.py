@@ -75,6 +75,22 @@ def test_a_step_that_broke_off_hands_nothing_off(on_device: bool, told: bool) ->
     region.close()
 
 
+def test_a_hand_off_that_cannot_be_begun_is_over_for_its_consumer() -> None:
+    region = Region(make_layout(), 16, seed=1)
+    node = Node(region, "shm")
+    departures = Departures(node.buffer, 2)
+    node.buffer.open = fails  # type: ignore[method-assign]
+    departures.start(P2pPlan(saves=[Save("t", True, 0, [3, 4])]))
+    changes, _ = node.buffer.table.changes("t", Cursor())
+    assert changes == [Over("dropped")]
+    node.close()
+    region.close()
+
+
+def fails(*arguments: object) -> bool:
+    raise RuntimeError("no room for the key's record")
+
+
 def test_blocks_of_a_request_that_is_over_are_announced_at_once() -> None:
     region = Region(make_layout(), 16, seed=1)
     node = Node(region, "shm")

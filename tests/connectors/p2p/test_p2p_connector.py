@@ -287,11 +287,44 @@ def test_a_prefill_aborted_half_way(pair: tuple[FakeEngine, FakeEngine]) -> None
     assert decode.num_computed_here == len(PROMPT)
 
 
-def test_a_prefill_aborted_before_it_began(make_engine: MakeEngine) -> None:
-    producer, _ = make_pair(make_engine)
-    prefill = producer.add(produced(PROMPT))
-    producer.abort(prefill)
+@pytest.mark.parametrize("order", ["asked before", "asked after"])
+@pytest.mark.parametrize("end", ["aborted", "released"])
+def test_a_prefill_that_ends_before_it_began_is_heard_of(
+    pair: tuple[FakeEngine, FakeEngine], end: str, order: str
+) -> None:
+    """Whoever waits for it need not wait until its time is over."""
+    producer, consumer = pair
+    decode = consumer.add(consumed(PROMPT, early_ticket(producer)))
+    if order == "asked before":
+        consumer.step()
+        assert decode.state == "loading"
+    if end == "aborted":
+        producer.abort(producer.add(produced(PROMPT)))
+    else:
+        assert not producer.scheduler.release("t")
+    producer.step()
     assert producer.held == {}
+    consumer.run_until(lambda: decode.state == "done")
+    assert isinstance(decode.error, LeaseEnded)
+    assert decode.num_computed_here == len(PROMPT)
+
+
+def test_a_release_that_overtakes_its_prefill(pair: tuple[FakeEngine, FakeEngine]) -> None:
+    producer, _ = pair
+    assert not producer.scheduler.release("t")
+    producer.run(produced(PROMPT))
+    producer.run_until(lambda: not producer.held)
+
+
+def test_a_prefill_that_never_began_ends_no_other_of_its_name(make_engine: MakeEngine) -> None:
+    producer, consumer = make_pair(make_engine)
+    first = producer.run(produced(PROMPT))
+    other = producer.add(FakeRequest("other", PROMPT, Produce("t")))
+    producer.abort(other)
+    producer.step()
+    decode = consumer.run(consumed(PROMPT, first.ticket))
+    assert decode.error is None
+    producer.run_until(lambda: not producer.held)
 
 
 def test_a_decode_aborted_while_it_loads(pair: tuple[FakeEngine, FakeEngine]) -> None:

@@ -83,4 +83,7 @@ def test_the_end_of_a_prefill(side: P2pSchedulerSide) -> None:
 
 def test_a_request_that_never_ran_is_released(side: P2pSchedulerSide) -> None:
     assert side.finish(FakeRequest("r", PROMPT, Produce("t")), ()) == Release()
+    plan = side.plan(StepView())
+    assert plan == P2pPlan(voids=["t"]), "somebody may wait for it"
     assert not side.has_work()
+    side.check()

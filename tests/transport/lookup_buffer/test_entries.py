@@ -233,6 +233,25 @@ def test_a_release_before_the_beginning_ends_the_key_at_once() -> None:
     table.drop("k")
 
 
+def test_a_key_that_was_dropped_before_it_began_may_begin_later() -> None:
+    table = make_table()
+    table.drop("k")
+    assert table.changes("k", Cursor())[0] == [Over("dropped")]
+    assert table.ended() == []
+    assert table.open("k")
+    assert table.insert("k", PART)
+    table.drop("k")
+    assert table.ended() == [Ended("k", "dropped")]
+
+
+def test_why_a_key_is_over_is_said_once() -> None:
+    table, generation = sealed_table(ManualClock())
+    assert table.take("k", generation)
+    table.drop("k")
+    assert not table.release("k")
+    assert table.changes("k", Cursor())[0] == [Over("taken")]
+
+
 def test_end_and_release() -> None:
     table, generation = sealed_table(ManualClock())
     assert table.release("k")

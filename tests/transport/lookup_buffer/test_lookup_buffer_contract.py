@@ -221,6 +221,21 @@ async def test_a_key_that_never_comes(ends: Ends) -> None:
         await ends.fetch("k", [0], seconds=0.05)
 
 
+@pytest.mark.parametrize("order", ["asked before", "asked after"])
+async def test_a_key_of_which_is_said_that_it_never_comes(ends: Ends, order: str) -> None:
+    fetches = [ends.fetch("dropped", [0]), ends.fetch("ended", [1])] if order == "asked before" else []
+    await asyncio.sleep(0)
+    ends.producer.drop("dropped")
+    assert not ends.producer.end("ended")
+    fetches = fetches or [ends.fetch("dropped", [0]), ends.fetch("ended", [1])]
+    found = await asyncio.gather(*fetches, return_exceptions=True)
+    assert [type(error) for error in found] == [LeaseEnded] * 2
+    assert "withdrew" in str(found[0])
+    assert "released" in str(found[1])
+    assert ends.producer.ended() == []
+    ends.producer.check()
+
+
 async def test_who_gives_up_leaves_the_key_to_others(ends: Ends) -> None:
     ends.producer.open("k")
     ends.insert("k", 0, [4])

@@ -42,6 +42,8 @@ class Departures:
     def start(self, plan: P2pPlan) -> None:
         """Drop and seal what the plan says; what it wants announced waits for the layers of this step."""
         self.discard()  # of a step that never came to its end
+        for transfer_id in plan.voids:
+            self._each(transfer_id, partial(self._buffer.drop, transfer_id))
         for drop in plan.drops:
             self._held[drop.transfer_id] = drop.request_id
             self._each(drop.transfer_id, partial(self._buffer.drop, drop.transfer_id))

@@ -167,7 +167,7 @@ class Offers:
         """Blocks that were announced stay until the worker sides say so."""
         offer = self._offers.get(request.request_id)
         if offer is None or not offer.opened:
-            self.released(request.request_id)
+            self.never_opened(request)
             return Release()
         result, transfer_id = request.prefill_result, offer.transfer_id
         if result is None or len(offer.announced) != offer.num_blocks:
@@ -181,6 +181,14 @@ class Offers:
         self._forget_announced(offer)
         self._work.seals.append(Seal(transfer_id, request.request_id, encode_meta(meta)))
         return Hold(params)
+
+    def never_opened(self, request: RequestView) -> None:
+        """It ended before anything was announced. A consumer may wait for it all the same, and is told; not where
+        another request makes a hand-off of that name."""
+        self.released(request.request_id)
+        hand_off = request.hand_off
+        if isinstance(hand_off, Produce) and self._config.produces and hand_off.transfer_id not in self._by_transfer:
+            self._work.voids.append(hand_off.transfer_id)
 
     def keep(self, request: RequestView, block_ids: Sequence[int]) -> Finish:
         """Keep what a decode has computed for the prefill of the next turn, where there is an answer and room."""
@@ -235,11 +243,9 @@ class Offers:
             del self._by_transfer[offer.transfer_id]
 
     def end(self, transfer_id: str) -> bool:
-        """The consumer will never come."""
-        if transfer_id not in self._by_transfer:
-            return False
+        """The consumer will never come. True when the hand-off has begun; else it ends when it does."""
         self._work.ends.append(transfer_id)
-        return True
+        return transfer_id in self._by_transfer
 
     # Insight.
 

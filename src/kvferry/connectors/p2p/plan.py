@@ -74,12 +74,14 @@ class Load(msgspec.Struct, frozen=True, array_like=True):
 class P2pPlan(msgspec.Struct, frozen=True):
     """One step's work, done in this order: what is withdrawn comes first, since its blocks may be in use again.
 
-    `resets`: hand-offs whose blocks are computed again; all that was announced of them is void. `cancels`: request ids
-    whose load must stop. `ends`: leases to end early, by transfer id. `waits`: tickets to be fetched later.
+    `resets`: hand-offs whose blocks are computed again; all that was announced of them is void. `voids`: hand-offs that
+    ended before anything was announced, which consumers may wait for. `cancels`: request ids whose load must stop.
+    `ends`: leases to end early, by transfer id. `waits`: tickets to be fetched later.
     `unwanted`: tickets that nobody here will fetch; their producers are told.
     """
 
     resets: list[str] = []
+    voids: list[str] = []
     drops: list[Drop] = []
     cancels: list[str] = []
     ends: list[str] = []
@@ -96,6 +98,7 @@ class PlanBook:
     """A plan in the making."""
 
     resets: list[str] = field(default_factory=list)
+    voids: list[str] = field(default_factory=list)
     drops: list[Drop] = field(default_factory=list)
     cancels: list[str] = field(default_factory=list)
     ends: list[str] = field(default_factory=list)

@@ -122,7 +122,7 @@ class P2pSchedulerSide(SchedulerSide):
     def finish(self, request: RequestView, block_ids: Sequence[int]) -> Finish:
         """Blocks that were announced, or are still written to, stay until the worker sides say so."""
         if self._fetches.finish(request):
-            self._offers.released(request.request_id)  # expected at most: nothing was announced before the load
+            self._offers.never_opened(request)  # expected at most: nothing was announced before the load
             return Hold(None)
         hand_off = request.hand_off
         if isinstance(hand_off, Consume) and (hand_off.keep or self._keeps_all):

@@ -111,11 +111,13 @@ class LookupBuffer(ABC):
 
     @abstractmethod
     def drop(self, key: str) -> None:
-        """Withdraw the key. After this returns no take is acknowledged any more."""
+        """Withdraw the key. After this returns no take is acknowledged any more. Of a key that was never opened, who
+        waits for it, or comes later, is told "dropped" at once."""
 
     @abstractmethod
     def end(self, key: str) -> bool:
-        """The consumer will never come: end the key as "released". True when there was one."""
+        """The consumer will never come: end the key as "released". True when there was one; otherwise whoever waits for
+        it hears the same, and it ends as soon as it begins."""
 
     @abstractmethod
     def ended(self) -> list[Ended]:

@@ -176,8 +176,10 @@ class EntryTable:
         self._notify()
 
     def drop(self, key: str) -> None:
-        """Withdraw a key."""
-        self._end_if_open(key, "dropped")
+        """Withdraw a key, also one that never began: whoever waits for it hears so."""
+        with self._lock:
+            self._end_or_remember(key, "dropped")
+        self._notify()
 
     def ended(self) -> list[Ended]:
         """Keys that ended since the last call."""
@@ -241,14 +243,15 @@ class EntryTable:
                 entry.deadline = self._lease_deadline(entry)
 
     def release(self, key: str) -> bool:
-        """Nobody will come for this key, nor for one of that name which is about to begin."""
-        if self._end_if_open(key, "released"):
-            return True
+        """Nobody will come for this key, nor for one of that name which is about to begin. True when it was there."""
         with self._lock:
-            if key not in self._over:
+            is_new = key not in self._entries and key not in self._over
+            found = self._end_or_remember(key, "released")
+            if is_new:
                 self._unwanted[key] = None
                 _trim(self._unwanted)
-        return False
+        self._notify()
+        return found
 
     def end(self, key: str, reason: EndReason = "released") -> bool:
         """End a key, if it is there."""
@@ -304,6 +307,15 @@ class EntryTable:
         self._ended.append(Ended(key, reason))
         self._counts[reason] += 1
         self._remember(key, reason)
+
+    def _end_or_remember(self, key: str, reason: EndReason) -> bool:
+        """End a key. Of one that is not there it is remembered that it will not come, unless it is known to be over."""
+        if key in self._entries:
+            self._end(key, reason)
+            return True
+        if key not in self._over:
+            self._remember(key, reason)
+        return False
 
     def _remember(self, key: str, reason: EndReason) -> None:
         self._over[key] = reason

@@ -38,12 +38,12 @@ class OfferingBuffer(LookupBuffer):
         self.table.reset(key)
 
     def drop(self, key: str) -> None:
-        """Withdraw a key."""
+        """Withdraw a key, or say that it never comes."""
         self.table.drop(key)
 
     def end(self, key: str) -> bool:
-        """End a key as released."""
-        return self.table.end(key)
+        """End a key as released, now or as soon as it begins."""
+        return self.table.release(key)
 
     def ended(self) -> list[Ended]:
         """Keys that ended since the last call."""

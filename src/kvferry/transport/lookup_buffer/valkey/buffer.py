@@ -59,8 +59,14 @@ class ValkeyLookupBuffer(OfferingBuffer):
         self._uploads.add(key)
         return super().open(key)
 
+    def drop(self, key: str) -> None:
+        """Withdraw a key, or have the server say that it never comes."""
+        self._uploads.add(key)
+        super().drop(key)
+
     def end(self, key: str) -> bool:
-        """End a key as released, also when the server has it already."""
+        """End a key as released, also when the server has it already, or before it begins."""
+        self._uploads.add(key)
         if super().end(key):
             return True
         stored = self._uploads.end_stored(key)

@@ -78,7 +78,7 @@ class Uploads:
         self._reached = True
 
     def add(self, key: str) -> None:
-        """This key is about to be opened."""
+        """This key is about to be opened, or to be over before that."""
         self._added.append(key)
 
     def wake(self) -> None:
@@ -198,8 +198,8 @@ class Uploads:
         return True
 
     async def _say_over(self, key: str, upload: _Upload, reason: str) -> None:
-        self._stored.pop(key, None)
         if reason != "stored":
+            self._stored.pop(key, None)
             await self._server.end(upload.place, reason, self._signed(upload, Over(reason)), REMEMBER_S)
 
     async def _fail(self, key: str, upload: _Upload, reason: EndReason, error: KvferryError) -> None:
