@@ -14,10 +14,12 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 
 
 class Request(msgspec.Struct, kw_only=True):
-    """One sequence to generate. `priority`: lower is sooner. `deadline` is on the engine's monotonic clock, s."""
+    """One sequence to generate. `answer_token_ids`: of an answer that another instance has begun; they count as made
+    here. `priority`: lower is sooner. `deadline` is on the engine's monotonic clock, s."""
 
     request_id: str
     prompt_token_ids: list[int]
+    answer_token_ids: list[int] = []
     sampling: SamplingParams
     hand_off: HandOff = None
     priority: int = 0

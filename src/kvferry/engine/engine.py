@@ -82,10 +82,11 @@ class Engine:
             )
         if self.transfer is not None:
             self._require_role(request, self.transfer)
-        if any(not 0 <= token < self.model.vocab_size for token in request.prompt_token_ids):
-            raise InvalidRequest(
-                f"the prompt has token ids outside the vocabulary of {self.model.vocab_size}", param="prompt"
-            )
+        known = range(self.model.vocab_size)
+        if any(
+            token not in known for tokens in (request.prompt_token_ids, request.answer_token_ids) for token in tokens
+        ):
+            raise InvalidRequest(f"the prompt has token ids outside the vocabulary of {len(known)}", param="prompt")
         if request.sampling.seed is None:
             seed = secrets.randbits(63) if self.config.seed is None else self.config.seed
             request.sampling = msgspec.structs.replace(request.sampling, seed=seed)

@@ -312,6 +312,11 @@ class Scheduler:
                 " and leaves no room for an answer",
                 param="prompt",
             )
+        num_answer = len(request.answer_token_ids)
+        if num_answer and (
+            num_answer >= request.sampling.max_tokens or num_prompt + num_answer >= limits.max_model_len
+        ):
+            raise InvalidRequest(f"the answer is complete with the {num_answer} tokens that it has", param="max_tokens")
         longest = min(num_prompt + request.sampling.max_tokens, limits.max_model_len)
         capacity = self.pool.num_blocks * limits.block_size
         if longest > capacity:

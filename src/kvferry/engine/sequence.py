@@ -37,8 +37,8 @@ class Sequence:
     ) -> None:
         self.request = request
         self.order = order
-        self.tokens: list[int] = list(request.prompt_token_ids)
-        self.num_prompt_tokens = len(self.tokens)
+        self.tokens: list[int] = [*request.prompt_token_ids, *request.answer_token_ids]
+        self.num_prompt_tokens = len(request.prompt_token_ids)
         self.status = Status.WAITING
         self.block_ids: list[int] = []
         self.num_computed_tokens = 0

@@ -93,9 +93,9 @@ class DeterministicEngine(FakeEngine):
     """The next token depends on the last three and, when sampled, on seed and position."""
 
     async def outputs(self, request: Request) -> AsyncIterator[EngineOutput]:
-        tokens, sampling = list(request.prompt_token_ids), request.sampling
+        tokens, sampling = [*request.prompt_token_ids, *request.answer_token_ids], request.sampling
         request.timeline.stamp("prefill_started", 1.0)
-        for count in range(1, sampling.max_tokens + 1):
+        for count in range(len(request.answer_token_ids) + 1, sampling.max_tokens + 1):
             await asyncio.sleep(0)
             place = self.choose(request, tokens, count)
             tokens.append(place.token_id)

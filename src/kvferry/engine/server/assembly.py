@@ -9,8 +9,12 @@ import msgspec
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
+from kvferry.core.errors import InvalidRequest
 from kvferry.core.hand_off import TokenLogprobs
 from kvferry.core.request import EngineOutput
+
+CONTINUED = "kv_transfer_params"
+"""The field that brings an answer so far."""
 
 CONTEXT_TOKENS = 8
 """How many tokens of the prompt are decoded first."""
@@ -156,6 +160,11 @@ class ChoiceAssembler:
         self._started = False
         self._num_tokens = 0
         self._num_characters = 0
+
+    def replay(self, token_ids: list[int]) -> None:
+        """Take in an answer so far, all of which the client has. Raises `InvalidRequest` when it is complete."""
+        if self.feed(EngineOutput(request_id="", token_ids=token_ids)).finish_reason is not None:
+            raise InvalidRequest("the answer that is to be continued has ended by a stop string", param=CONTINUED)
 
     def feed(self, output: EngineOutput) -> Delta:
         """What `output` brings. A stop string ends the choice though the engine would go on."""

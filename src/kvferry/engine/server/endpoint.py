@@ -9,11 +9,13 @@ import msgspec
 
 from kvferry.api.fields import WARNING_HEADER, warning_of
 from kvferry.api.requests import ChatCompletionRequest, CompletionRequest, GenerationRequest
+from kvferry.core.continuation import PROGRESS_HEADER
 from kvferry.core.openai import REQUEST_ID_HEADER, TIMELINE_HEADER, sane_request_id
 from kvferry.engine.server.assembly import Delta, joined
 from kvferry.engine.server.context import ServerContext
 from kvferry.engine.server.off_loop import OffLoop
 from kvferry.engine.server.planning import Plan, plan_request, timeline_of
+from kvferry.engine.server.progress import ProgressMarks
 from kvferry.engine.server.prompts import echoes_of
 from kvferry.engine.server.streaming import EventStream
 from kvferry.engine.server.text_codec import THREAD_ABOVE_TOKENS
@@ -44,7 +46,15 @@ class GenerationRoute(Generic[GenerationBody]):
         raw = await request.body.read()
         body = await decode(self._context, request, response, raw, self._body_type)
         writer = await self._prepare(request, body, arrived)
-        await (_send_stream if body.stream else _send_whole)(writer, self._context.codec.off_loop, response)
+        off_loop = self._context.codec.off_loop
+        if not body.stream:
+            await _send_whole(writer, off_loop, response)
+            return
+        marks = None
+        if request.header(PROGRESS_HEADER) is not None and len(writer.generation.children) == 1:
+            marks = ProgressMarks(writer.generation, writer.created)
+            response.add_header(PROGRESS_HEADER.lower().encode(), b"1")
+        await _send_stream(writer, off_loop, response, marks)
 
     async def _prepare(self, request: Request, body: GenerationBody, arrived: float) -> AnswerWriter:
         model = self._context.require_model(body.model)
@@ -53,9 +63,8 @@ class GenerationRoute(Generic[GenerationBody]):
         answer_id = self._id_prefix + request.id
         timeline = timeline_of(request.header(TIMELINE_HEADER), arrived)
         plan = await plan_request(self._context, body, answer_id, timeline)
-        return await self._make_writer(
-            self._context, body, plan, answer_id=answer_id, model=model, created=int(arrived)
-        )
+        created = int(arrived) if plan.continuation is None else plan.continuation.created
+        return await self._make_writer(self._context, body, plan, answer_id=answer_id, model=model, created=created)
 
 
 def completions_route(context: ServerContext) -> GenerationRoute[CompletionRequest]:
@@ -110,15 +119,15 @@ def _is_large(*deltas: Delta) -> bool:
     return num_places > THREAD_ABOVE_TOKENS
 
 
-async def _send_stream(writer: AnswerWriter, off_loop: OffLoop, response: Response) -> None:
+async def _send_stream(
+    writer: AnswerWriter, off_loop: OffLoop, response: Response, marks: ProgressMarks | None = None
+) -> None:
     stream = EventStream(response)
 
     async def send(delta: Delta) -> None:
         # Called for every token: nothing is awaited that need not be.
-        if _is_large(delta):
-            stream.write(await off_loop.run_if(True, writer.events, delta))
-        else:
-            stream.write(writer.events(delta))
+        events = await off_loop.run_if(True, writer.events, delta) if _is_large(delta) else writer.events(delta)
+        stream.write(events, () if marks is None else marks.of(delta, len(events)))
         if response.slow:
             await response.drain()
 

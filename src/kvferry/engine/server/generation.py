@@ -30,7 +30,8 @@ Sink = Callable[[Delta], Awaitable[None]]
 
 @dataclass
 class Child:
-    """One sequence. `leads`: the first of its prompt. `waits`: until the leader decodes."""
+    """One sequence. `leads`: the first of its prompt. `waits`: until the leader decodes. `continued`: another instance
+    began it, so that its counts began there too."""
 
     request: Request
     assembler: ChoiceAssembler
@@ -38,6 +39,7 @@ class Child:
     waits: bool = False
     num_tokens: int = 0
     num_cached_tokens: int = 0
+    continued: bool = False
 
 
 class Generation:
@@ -117,7 +119,8 @@ class Generation:
         child.num_tokens += len(delta.token_ids)
         if child.num_tokens > 1 or delta.finish_reason is not None:
             self._leader_began.set()  # a token of its own: the first came with the ticket, before any KV
-        child.num_cached_tokens = output.num_cached_tokens
+        if not child.continued:
+            child.num_cached_tokens = output.num_cached_tokens
         if output.timeline is not None:
             child.request.timeline = output.timeline
         if delta.finish_reason is None:

@@ -9,12 +9,13 @@ from dataclasses import dataclass
 import msgspec
 
 from kvferry.api.requests import ChatCompletionRequest, CompletionRequest, GenerationRequest, refuse_unsupported
+from kvferry.core.continuation import Continuation, parse_continuation
 from kvferry.core.errors import InvalidRequest
 from kvferry.core.hand_off import Consume, HandOff, Produce
 from kvferry.core.request import Request
 from kvferry.core.sampling import SamplingParams, child_seed
 from kvferry.core.timeline import Timeline
-from kvferry.engine.server.assembly import ChoiceAssembler, TextOptions
+from kvferry.engine.server.assembly import CONTINUED, ChoiceAssembler, TextOptions
 from kvferry.engine.server.context import ServerContext
 from kvferry.engine.server.generation import Child, Generation
 from kvferry.engine.server.parameters import hand_off_of, num_choices, require_consistent, sampling_params
@@ -26,6 +27,7 @@ from kvferry.engine.server.prompts import (
     split_prompts,
     truncate,
 )
+from kvferry.engine.server.text_codec import THREAD_ABOVE_TOKENS
 
 _OLDEST_STAMP_S = 24 * 3600.0
 """Stamps from further back are a client's invention or a broken clock, and would spoil the metrics."""
@@ -34,12 +36,13 @@ _OLDEST_STAMP_S = 24 * 3600.0
 @dataclass(frozen=True)
 class Plan:
     """What answers one request: for each prompt `num_choices` sequences. `shows_answer` is False where only the
-    prompt is to be echoed."""
+    prompt is to be echoed. `continuation`: what of the answer the client has already."""
 
     prompts: list[Prompt]
     num_choices: int
     generation: Generation
     shows_answer: bool = True
+    continuation: Continuation | None = None
 
     def prompt_of(self, index: int) -> Prompt:
         """The prompt of choice `index`."""
@@ -65,9 +68,12 @@ async def plan_request(context: ServerContext, body: GenerationRequest, answer_i
     hand_off = hand_off_of(body, engine_id, num_prompts)
     number = num_choices(body, hand_off)
     _require_countable(number, num_prompts, context.config.max_choices)
+    continuation = parse_continuation(body.kv_transfer_params)
+    if continuation is not None:
+        _require_continuable(body, number * num_prompts, hand_off)
     max_model_len = context.front.max_model_len
     prompts = [truncate(prompt, body, max_model_len, wanted.most) for prompt in await _prompts(context, body)]
-    builder = _ChildBuilder(context, body, wanted, engine_id, hand_off, timeline)
+    builder = _ChildBuilder(context, body, wanted, engine_id, hand_off, timeline, continuation)
     generation = Generation(
         [child for place, prompt in enumerate(prompts) for child in builder.children(prompt, place * number, number)],
         front=context.front,
@@ -75,7 +81,13 @@ async def plan_request(context: ServerContext, body: GenerationRequest, answer_i
         clock=context.clock,
         arrived=_arrived(timeline, hand_off),
     )
-    return Plan(prompts, number, generation, wanted.shows_answer)
+    if continuation is not None:
+        await context.codec.off_loop.run_if(
+            len(continuation.token_ids) > THREAD_ABOVE_TOKENS,
+            generation.children[0].assembler.replay,
+            continuation.token_ids,
+        )
+    return Plan(prompts, number, generation, wanted.shows_answer, continuation)
 
 
 def timeline_of(header: str | None, now: float) -> Timeline:
@@ -120,6 +132,7 @@ class _ChildBuilder:
     engine_id: str
     hand_off: HandOff
     timeline: Timeline
+    continuation: Continuation | None = None
 
     def children(self, prompt: Prompt, first_index: int, number: int) -> Iterator[Child]:
         """The `number` choices of one prompt, the first of which is choice `first_index` of the request."""
@@ -132,6 +145,7 @@ class _ChildBuilder:
         request = Request(
             request_id=f"{self.engine_id}-{index}",
             prompt_token_ids=prompt.token_ids,
+            answer_token_ids=self.continuation.token_ids if self.continuation else [],
             sampling=sampling,
             hand_off=self.hand_off if leads else None,
             priority=self.body.priority or 0,
@@ -141,7 +155,11 @@ class _ChildBuilder:
         )
         options = self._text_options(sampling)
         assembler = ChoiceAssembler(index, self.context.codec.backend, prompt.token_ids, options)
-        return Child(request, assembler, leads=leads, waits=self.hand_off is not None and not leads)
+        child = Child(request, assembler, leads=leads, waits=self.hand_off is not None and not leads)
+        if self.continuation is not None:
+            child.continued, child.num_tokens = True, len(self.continuation.token_ids)
+            child.num_cached_tokens = self.continuation.num_cached_tokens
+        return child
 
     def _sampling(self, prompt: Prompt) -> SamplingParams:
         front = self.context.front
@@ -153,6 +171,10 @@ class _ChildBuilder:
         require_known_tokens(prompt.token_ids, vocab_size, self.wanted.field)
         require_known_tokens(list(sampling.logit_bias), vocab_size, "logit_bias")
         require_known_tokens(sampling.stop_token_ids, vocab_size, "stop_token_ids")
+        if self.continuation is not None:
+            require_known_tokens(self.continuation.token_ids, vocab_size, CONTINUED)
+            _require_room(len(self.continuation.token_ids), budget)
+            return msgspec.structs.replace(sampling, seed=self.continuation.seed)
         if isinstance(self.hand_off, Produce):
             return msgspec.structs.replace(sampling, max_tokens=1, min_tokens=min(sampling.min_tokens, 1))
         return sampling
@@ -190,6 +212,17 @@ def _require_countable(number: int, num_prompts: int, most: int) -> None:
             f"{num_prompts} prompts times n={number} are {number * num_prompts} choices; at most {most} are allowed",
             param="n" if num_prompts == 1 else "prompt",
         )
+
+
+def _require_continuable(body: GenerationRequest, num_choices: int, hand_off: HandOff) -> None:
+    """Only a stream of one choice can be told of what its client has already."""
+    if not body.stream or num_choices != 1 or hand_off is not None:
+        raise InvalidRequest("only a stream of one choice, without a hand-off, can be continued", param=CONTINUED)
+
+
+def _require_room(num_tokens: int, budget: int) -> None:
+    if num_tokens >= budget:
+        raise InvalidRequest(f"the answer is complete with the {num_tokens} tokens that it has", param=CONTINUED)
 
 
 def _arrived(timeline: Timeline, hand_off: HandOff) -> float:

@@ -20,15 +20,16 @@ class EventStream:
     def __init__(self, response: Response) -> None:
         self._response = response
 
-    def write(self, events: Sequence[msgspec.Struct]) -> None:
-        """Send events, all in one piece; nothing when there are none. Does not wait: see `Response.drain`."""
+    def write(self, events: Sequence[msgspec.Struct], marks: Sequence[bytes] = ()) -> None:
+        """Send events, all in one piece, each behind its mark if there are any; nothing when there are none. Does not
+        wait: see `Response.drain`."""
         if not events:
             return
         self._start()
-        if len(events) == 1:
-            self._response.write(b"data: %b\n\n" % _encoder.encode(events[0]))
-        else:
-            self._response.write(b"".join([b"data: %b\n\n" % _encoder.encode(event) for event in events]))
+        written = [b"data: %b\n\n" % _encoder.encode(event) for event in events]
+        if marks:
+            written = [mark + event for mark, event in zip(marks, written, strict=True)]
+        self._response.write(written[0] if len(written) == 1 else b"".join(written))
 
     def close(self) -> None:
         """Say that the answer is complete, and end the response."""

@@ -90,6 +90,7 @@ class AnswerWriter(ABC):
     ) -> None:
         self.plan = plan
         self.generation = plan.generation
+        self.created = created
         self._head: dict[str, Any] = {"id": answer_id, "model": model, "created": created}
         self._logprobs = LogprobWriter(texts, as_token_ids=bool(body.return_tokens_as_token_ids))
         self._returns_token_ids = bool(body.return_token_ids)

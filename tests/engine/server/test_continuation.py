@@ -1,0 +1,154 @@
+"""An answer that breaks off after any event, and goes on at another server: the client sees the same bytes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import aiohttp
+import pytest
+
+from kvferry.core.continuation import PROGRESS_HEADER, Mark, decode_mark, is_last
+
+from .fake_engine import DeterministicEngine
+from .running import running
+
+TEXT = {"prompt": "Zürich 日本語", "max_tokens": 24, "stream": True}
+CHAT = {"messages": [{"role": "user", "content": "naïve 🎉"}], "max_tokens": 24, "stream": True}
+ALL_USAGE = {"include_usage": True, "continuous_usage_stats": True}
+
+
+class Broken:
+    """A stream, event by event, each with its mark if it has one."""
+
+    def __init__(self, body: bytes) -> None:
+        self.events: list[bytes] = []
+        self.marks: list[bytes | None] = []
+        for event in body.removesuffix(b"\n\n").split(b"\n\n"):
+            mark = None
+            if event.startswith(b": "):
+                mark, _, event = event.partition(b"\n")
+            self.events.append(event)
+            self.marks.append(mark)
+
+    def so_far(self, num_events: int) -> tuple[Mark, list[int]]:
+        """The first mark, and the tokens of so many events."""
+        marks = [decode_mark(mark) for mark in self.marks[:num_events] if mark is not None]
+        return marks[0], [token for mark in marks for token in mark.tokens]
+
+    @property
+    def place_of_last(self) -> int:
+        """The event with the finish reason."""
+        return next(place for place, mark in enumerate(self.marks) if mark is not None and is_last(mark))
+
+
+class Asker:
+    def __init__(self, client: aiohttp.ClientSession) -> None:
+        self._client = client
+
+    async def stream(self, path: str, body: dict[str, Any], *, marks: bool = True) -> Broken:
+        headers = {"X-Request-Id": "one"} | ({PROGRESS_HEADER: "1"} if marks else {})
+        async with self._client.post(path, json=body, headers=headers) as response:
+            assert response.status == 200, await response.text()
+            assert (PROGRESS_HEADER in response.headers) == marks
+            return Broken(await response.read())
+
+    async def refused(self, path: str, body: dict[str, Any]) -> str:
+        async with self._client.post(path, json=body) as response:
+            assert response.status == 400
+            return str((await response.json())["error"]["message"])
+
+
+@pytest.fixture
+async def asker(tokenizer: Any) -> AsyncIterator[Asker]:
+    async with (
+        running(DeterministicEngine(tokenizer)) as server,
+        aiohttp.ClientSession(server.url) as client,
+    ):
+        yield Asker(client)
+
+
+def continuing(body: dict[str, Any], first: Mark, tokens: list[int]) -> dict[str, Any]:
+    told = {"token_ids": tokens, "seed": first.seed, "created": first.created}
+    return {**body, "kv_transfer_params": {"continue_from": {**told, "num_cached_tokens": first.num_cached_tokens}}}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {**TEXT, "temperature": 0}),
+        ("/v1/completions", {**TEXT, "seed": 3}),
+        ("/v1/completions", {**TEXT, "max_tokens": 60}),
+        ("/v1/completions", {**TEXT, "logprobs": 2, "echo": True}),
+        ("/v1/completions", {**TEXT, "return_token_ids": True, "stream_options": ALL_USAGE, "seed": 4}),
+        ("/v1/completions", {**TEXT, "seed": 5, "stop": ["zzz", "é日"], "include_stop_str_in_output": True}),
+        ("/v1/chat/completions", {**CHAT, "seed": 6}),
+        ("/v1/chat/completions", {**CHAT, "logprobs": True, "top_logprobs": 3, "stream_options": ALL_USAGE}),
+        ("/v1/chat/completions", {**CHAT, "return_token_ids": True, "min_tokens": 20, "stop": ["e", " "]}),
+        ("/v1/chat/completions", {**CHAT, "tools": [{"type": "function", "function": {"name": "f"}}]}),
+    ],
+)
+async def test_wherever_it_broke_off_the_client_has_the_same_bytes(
+    asker: Asker, path: str, body: dict[str, Any]
+) -> None:
+    whole = await asker.stream(path, body)
+    assert whole.place_of_last > 3
+    for num_events in range(1, whole.place_of_last + 1):
+        first, tokens = whole.so_far(num_events)
+        rest = await asker.stream(path, continuing(body, first, tokens))
+        assert [*whole.events[:num_events], *rest.events] == whole.events
+        assert len(tokens) + len(rest.so_far(len(rest.events))[1]) == len(whole.so_far(len(whole.events))[1])
+
+
+async def test_an_answer_that_a_stop_string_ends(asker: Asker) -> None:
+    free = await asker.stream("/v1/completions", {**TEXT, "seed": 7, "return_token_ids": True})
+    text = "".join(text_of(event) for event in free.events[:-1])
+    body = {**TEXT, "seed": 7, "stop": [text[10:16]]}
+    whole = await asker.stream("/v1/completions", body)
+    assert b'"finish_reason":"stop"' in whole.events[whole.place_of_last]
+    for num_events in range(1, whole.place_of_last + 1):
+        first, tokens = whole.so_far(num_events)
+        rest = await asker.stream("/v1/completions", continuing(body, first, tokens))
+        assert [*whole.events[:num_events], *rest.events] == whole.events
+    first, tokens = free.so_far(len(free.events))
+    assert "stop string" in await asker.refused("/v1/completions", continuing(body, first, tokens[:-1]))
+
+
+def text_of(event: bytes) -> str:
+    return str(json.loads(event.removeprefix(b"data: "))["choices"][0]["text"])
+
+
+async def test_who_does_not_ask_sees_no_marks(asker: Asker) -> None:
+    plain = await asker.stream("/v1/completions", {**TEXT, "seed": 1}, marks=False)
+    marked = await asker.stream("/v1/completions", {**TEXT, "seed": 1})
+    assert plain.marks == [None] * len(plain.events)
+    assert len(plain.events) == len(marked.events)
+
+
+async def test_several_choices_have_no_marks(asker: Asker) -> None:
+    for body in ({**TEXT, "n": 2}, {**TEXT, "prompt": ["a", "b"]}):
+        async with asker._client.post("/v1/completions", json=body, headers={PROGRESS_HEADER: "1"}) as response:
+            assert PROGRESS_HEADER not in response.headers
+            assert b"\n: " not in await response.read()
+
+
+@pytest.mark.parametrize(
+    ("told", "fields", "message"),
+    [
+        ({"token_ids": [5], "seed": 1, "created": 1}, {"stream": False}, "only a stream of one choice"),
+        ({"token_ids": [5], "seed": 1, "created": 1}, {"n": 2}, "only a stream of one choice"),
+        ({"token_ids": [5] * 24, "seed": 1, "created": 1}, {}, "complete with the 24 tokens"),
+        ({"token_ids": [5] * 9000, "seed": 1, "created": 1}, {}, "complete with the 9000 tokens"),
+        ({"token_ids": [10**6], "seed": 1, "created": 1}, {}, "1000000"),
+        ({"token_ids": [-1], "seed": 1, "created": 1}, {}, "continue_from"),
+        ({"token_ids": "5", "seed": 1, "created": 1}, {}, "continue_from"),
+        ({"token_ids": [5], "seed": 2**70, "created": 1}, {}, "continue_from"),
+        ({"token_ids": [5], "seed": 1, "created": -1}, {}, "continue_from"),
+        ({"token_ids": [5], "seed": 1}, {}, "created"),
+        ([], {}, "continue_from"),
+    ],
+)
+async def test_what_cannot_be_continued_is_told_of(asker: Asker, told: Any, fields: Any, message: str) -> None:
+    body = {**TEXT, **fields, "kv_transfer_params": {"continue_from": told}}
+    assert message in await asker.refused("/v1/completions", body)
