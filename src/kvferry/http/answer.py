@@ -89,15 +89,32 @@ class Answer:
         and end it. Framing that is the same on both sides passes unread; `mask` then sees it framed. A client that
         reads slowly has the instance wait. When the instance breaks off, the response is left open: `fail` it, or go on
         with another answer's payload by `write`."""
-        connection = self._connection
         relay = _Relay(self, response, mask)
         if self._done:
             response.end()
+        await self._flow(relay.feed, response)
+
+    async def relay_payload(self, response: Response, take: Callable[[bytes], bytes]) -> None:
+        """As `relay`, but what `take` makes of each piece of the payload is written, whatever its length, and the
+        response is left open at the end."""
+
+        def feed(data: bytes) -> None:
+            decode = self._decode
+            response.write(take(decode(data)))
+            if decode.done or (self._connection.kind == "close" and not data):
+                self._ended()
+
+        await self._flow(feed, response)
+
+    async def _flow(self, feed: Callable[[bytes], None], response: Response) -> None:
+        """Have all of the body go to `feed` as it comes, no faster than the response's client reads."""
+        if self._done:
             self._give_back()
             return
+        connection = self._connection
         response.pauses(connection)
         try:
-            connection.set_sink(relay.feed)
+            connection.set_sink(feed)
             while not self.complete:
                 if connection.lost is not None:
                     raise connection.lost

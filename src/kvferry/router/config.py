@@ -39,6 +39,13 @@ class RouterConfig:
     retries: int = 1
     """Other instances tried when one fails a request, for prefill and for decode."""
 
+    continuations: int = 3
+    """How often a streamed answer whose instance is lost in the middle goes on at another; kvferry's instances only.
+    0: never, the answer then ends with an error."""
+
+    continuation_timeout_s: float = 30.0
+    """Seconds to look for an instance that can go on with an answer, where none is left at once."""
+
     max_in_flight: int = 2048
     """Most requests at once; more wait for their turn."""
 
@@ -64,7 +71,7 @@ class RouterConfig:
 
     between_bytes_timeout_s: float = 60.0
     """Seconds an instance may stop in the middle of an answer without a sign of work; the answer then ends with an
-    error."""
+    error, unless it goes on elsewhere."""
 
     answer_timeout_s: float = 600.0
     """Most seconds to the first byte of an answer, and between two, whatever the signs of work."""
@@ -100,6 +107,8 @@ class RouterConfig:
                 raise ConfigError(f"--bootstrap-port must be between 1 and 65535, got {port}")
         if self.retries < 0:
             raise ConfigError(f"--retries must not be negative, got {self.retries}")
+        if self.continuations < 0:
+            raise ConfigError(f"--continuations must not be negative, got {self.continuations}")
         if self.max_waiting < 0:
             raise ConfigError(f"--max-waiting must not be negative, got {self.max_waiting}")
         for path in self.forward_path:

@@ -66,7 +66,7 @@ class Endpoints:
             exchange = Exchange(self._services, request, body, group)
             try:
                 answer = await exchange.serve(plan)
-                if await self._relay.send(answer, response) and answer.status < 400:
+                if await self._relay.send(answer, response, exchange.continued) and answer.status < 400:
                     await exchange.delivered()
             except RequestError as error:
                 response.fail(error)

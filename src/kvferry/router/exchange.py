@@ -27,8 +27,8 @@ from kvferry.router.body import RequestBody
 from kvferry.router.candidates import Candidates
 from kvferry.router.config import RouterConfig
 from kvferry.router.errors import InstanceLost, InstanceSilent, Silent
-from kvferry.router.headers import JSON, REQUEST_ID, TIMELINE, for_instance
-from kvferry.router.instance import Instance, InstanceFacts, Unasked, VllmFacts
+from kvferry.router.headers import JSON, PROGRESS, REQUEST_ID, TIMELINE, for_instance
+from kvferry.router.instance import Absent, Instance, InstanceFacts, Unasked, VllmFacts
 from kvferry.router.legs import (
     MAX_PREFILL_ANSWER_BYTES,
     Prefilled,
@@ -46,9 +46,11 @@ from kvferry.router.legs import (
 from kvferry.router.metrics import Metrics
 from kvferry.router.plan import Plan, Split
 from kvferry.router.pools import Pools
+from kvferry.router.progress import Progress
 from kvferry.router.protocols.choose import can_pair, choose_form
 from kvferry.router.protocols.form import Form
 from kvferry.router.releases import Releases
+from kvferry.router.rescue import Rescue
 from kvferry.router.tickets import Tickets
 from kvferry.router.upstream import Answer, Upstream
 from kvferry.router.watchdog import Wait
@@ -100,6 +102,8 @@ class Exchange:
         self._pools, self._upstream, self._metrics = services.pools, services.upstream, services.metrics
         self._candidates = Candidates(services.pools, services.metrics, services.config.retries)
         self._tickets = Tickets(services.releases, services.pools.decode)
+        self._rescue = Rescue(services.config, services.pools, services.metrics, body, self._call_for_rescue)
+        self._marks_wanted = body.get("stream") is True and not services.config.trust_client_tickets
         self._seed = shared_seed(body)
         self._timeline = msgspec.json.encode(Timeline(arrived=request.arrived, routed=services.clock.wall()))
         self._decode_lost: PeerLost | None = None
@@ -118,6 +122,16 @@ class Exchange:
         self._tickets.delivered()
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=_LATE_PREFILL_S)
+
+    async def continued(self, progress: Progress, lost: Answer) -> Answer | None:
+        """The rest of the answer, of which the client has what `progress` says, from another instance than the one
+        that was lost; None when there is none."""
+        self._failed(lost.instance, "lost_in_answer")
+        lost.close()
+        for task in self._tasks:
+            task.cancel()
+        self._tickets.release_all(self._request.headers)  # nobody fetches any more: the rest is computed anew
+        return await self._rescue.elsewhere(progress, lost.instance)
 
     def close(self) -> None:
         """Cut what is still open, and have P release what nobody fetched. Does not block."""
@@ -305,8 +319,13 @@ class Exchange:
                 last.close()
             last = answer
         if last is None:
+            last = await self._rescue.from_the_beginning(whole_body(self._body))
+        if last is None:
             raise unanswered(self._decode_lost)
         return last
+
+    async def _call_for_rescue(self, instance: Instance, body: bytes) -> Answer:
+        return await self._call(instance, body, self._upstream.wait_for(instance, body))
 
     async def _call_decode(self, instance: Instance, body: bytes, wait: Wait, transfer_id: str | None) -> Answer | None:
         """Send a decode leg, with the ticket of `transfer_id` if there is one; None when it broke off.
@@ -332,6 +351,8 @@ class Exchange:
         Raises `PeerLost`.
         """
         always: RawHeaders = [JSON, (REQUEST_ID, self._request.request_id), (TIMELINE, self._timeline)]
+        if self._marks_wanted and not isinstance(instance.facts, VllmFacts | Absent):
+            always.append((PROGRESS, b"1"))
         headers = for_instance(self._request.headers, always + (own or []))
         try:
             answer = await self._upstream.open(
@@ -339,6 +360,7 @@ class Exchange:
             )
         except PeerLost as error:
             self._failed(instance, failure(error))
+            self._rescue.failed(instance)
             raise
         self._answers.append(answer)
         if verdict(answer.status) is not Verdict.SERVED:

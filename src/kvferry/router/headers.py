@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from kvferry.core.continuation import PROGRESS_HEADER
 from kvferry.core.openai import REQUEST_ID_HEADER, TIMELINE_HEADER
 from kvferry.http.headers import RawHeaders, find_header
 
 REQUEST_ID = REQUEST_ID_HEADER.lower().encode()
 TIMELINE = TIMELINE_HEADER.lower().encode()
+PROGRESS = PROGRESS_HEADER.lower().encode()
 JSON = (b"content-type", b"application/json")
 
 OWN_PREFIX = b"x-kvferry-"
@@ -24,8 +26,8 @@ _OF_THE_ROUTER = frozenset([b"x-data-parallel-rank", b"forwarded", b"via"])
 
 _OF_THE_SERVER = frozenset(
     b"date server via alt-svc location content-location refresh link x-upstream x-served-by x-backend-server".split()
-)
-"""What names a server, or leads to one: instances are no business of clients."""
+) | {PROGRESS}
+"""What names a server, leads to one, or is between it and the router: instances are no business of clients."""
 
 
 def content_type(headers: Iterable[tuple[bytes, bytes]]) -> bytes | None:

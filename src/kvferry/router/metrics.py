@@ -54,6 +54,12 @@ class Metrics:
         self._retries = Counter(
             "kvferry_router_retries", "Legs tried again on another instance.", ("role",), registry=registry
         )
+        self._continuations = Counter(
+            "kvferry_router_continuations",
+            "Answers whose instance was lost in the middle, and that went on at another (done) or nowhere (failed).",
+            ("outcome",),
+            registry=registry,
+        )
         self._releases = Counter(
             "kvferry_router_releases", "Abandoned hand-offs reported to prefill.", ("outcome",), registry=registry
         )
@@ -82,6 +88,10 @@ class Metrics:
     def retried(self, role: str) -> None:
         """A leg is tried again elsewhere."""
         self._retries.labels(role).inc()
+
+    def continued(self, outcome: str) -> None:
+        """An answer broke off and went on elsewhere: `done` or `failed`."""
+        self._continuations.labels(outcome).inc()
 
     def released(self, outcome: str) -> None:
         """An abandoned hand-off was reported: `done`, `failed` or `dropped`."""

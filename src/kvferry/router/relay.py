@@ -7,21 +7,26 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 
 from kvferry.core.errors import PeerLost
+from kvferry.core.openai import SSE_DONE
 from kvferry.http.headers import RawHeaders
 from kvferry.http.response import Response
 from kvferry.router.errors import BadAnswer, InstanceLost, InstanceSilent, Silent
 from kvferry.router.headers import for_client
 from kvferry.router.instance import Instance, InstanceFacts, VllmFacts
 from kvferry.router.pools import Pools
+from kvferry.router.progress import Progress
 from kvferry.router.upstream import Answer
 
 logger = logging.getLogger(__name__)
 
 _LONGEST_ERROR = 256 * 1024
 """Bytes of an error's body; it is read whole, to be looked through."""
+
+Elsewhere = Callable[[Progress, Answer], Awaitable[Answer | None]]
+"""Whoever goes on with an answer that was lost; None: nobody."""
 
 
 class Relay:
@@ -30,8 +35,9 @@ class Relay:
     def __init__(self, pools: Pools) -> None:
         self._addresses = _Addresses(pools)
 
-    async def send(self, answer: Answer, response: Response) -> bool:
-        """Send an instance's answer as it comes. False when the instance broke off before the end.
+    async def send(self, answer: Answer, response: Response, elsewhere: Elsewhere | None = None) -> bool:
+        """Send an instance's answer as it comes. False when the instance broke off before the end, and `elsewhere` knew
+        of no other to go on.
 
         The client then gets an error event if the answer is an event stream, else a connection that breaks off
         too: what has been sent cannot be made an error any more, and must not look complete. Raises `RequestError` when
@@ -42,6 +48,8 @@ class Relay:
         if answer.status >= 400 and not answer.is_event_stream:
             await self._send_error(answer, response)
             return True
+        if answer.is_marked and elsewhere is not None:
+            return await self._send_marked(answer, response, elsewhere)
         response.start(answer.status, self._headers(answer))
         try:
             await answer.relay(response, self._mask if answer.is_event_stream else None)
@@ -50,6 +58,34 @@ class Relay:
             response.fail(_told(error))
             return False
         return True
+
+    async def _send_marked(self, answer: Answer, response: Response, elsewhere: Elsewhere) -> bool:
+        """A stream that another instance can go on with."""
+        response.start(answer.status, [one for one in self._headers(answer) if one[0] != b"content-length"])
+        progress, now = Progress(), answer
+        while True:
+            try:
+                await now.relay_payload(response, progress.take)
+                lost = PeerLost(f"{now.instance} ended an answer before its end")
+            except PeerLost as error:
+                lost = error
+            if (closing := progress.closing) is not None:
+                response.end(closing)
+                return True
+            logger.warning("request %s: %s", response.request.id, lost)
+            told, before = progress.error, now
+            following = await elsewhere(progress, before)
+            if following is None:
+                self._end_broken(response, told, lost)
+                return False
+            now = following
+
+    def _end_broken(self, response: Response, told: bytes, lost: PeerLost) -> None:
+        """With the error that the instance told, or one of the router's own."""
+        if told:
+            response.end(self._hide(told) + SSE_DONE)
+        else:
+            response.fail(_told(lost))
 
     async def _send_error(self, answer: Answer, response: Response) -> None:
         try:

@@ -16,12 +16,12 @@ from kvferry.http import answer as http
 from kvferry.http.client import ClientConfig, Deadlines, HttpClient
 from kvferry.http.config import InstanceAccess
 from kvferry.http.errors import AnswerTimeout, Unreachable
-from kvferry.http.headers import RawHeaders
+from kvferry.http.headers import RawHeaders, find_header
 from kvferry.http.keys import bearer
 from kvferry.http.response import Response
 from kvferry.router.config import RouterConfig
 from kvferry.router.errors import Silent
-from kvferry.router.headers import JSON, content_type
+from kvferry.router.headers import JSON, PROGRESS, content_type
 from kvferry.router.instance import Instance
 from kvferry.router.watchdog import Wait, Watchdog
 
@@ -68,6 +68,11 @@ class Answer:
         """Whether it comes as server-sent events that one can be added to."""
         return self._answer.is_event_stream and content_type(self.headers) == b"text/event-stream"
 
+    @property
+    def is_marked(self) -> bool:
+        """Whether its events say how far the answer has come (`core.continuation`)."""
+        return self.status == 200 and self.is_event_stream and find_header(self.headers, PROGRESS) is not None
+
     async def read(self, max_bytes: int) -> bytes:
         """The whole body. Raises `PeerLost` when it is longer than `max_bytes`, too."""
         with _named(self.instance):
@@ -77,6 +82,13 @@ class Answer:
         """Pass the body on to a response that has begun, and end it. `mask` may change bytes, not how many they are."""
         with _named(self.instance):
             await self._watchdog.within(self._wait, self._answer.relay(response, mask))
+
+    async def relay_payload(self, response: Response, take: Callable[[bytes], bytes]) -> None:
+        """Write what `take` makes of the body, of which another instance can give the rest, to a response that has
+        begun, and leave that open."""
+        self._wait.movable = True
+        with _named(self.instance):
+            await self._watchdog.within(self._wait, self._answer.relay_payload(response, take))
 
     def close(self) -> None:
         """Give the connection back if the answer was read to its end; else cut it, so that the instance stops."""
@@ -141,7 +153,7 @@ class Upstream:
             leg.end()
             raise
         silence_s = self._config.between_bytes_timeout_s
-        after = Wait(instance, silence_s, max(self._config.answer_timeout_s, silence_s), first_byte=False)
+        after = Wait(instance, silence_s, max(self._config.answer_timeout_s, silence_s), movable=False)
         return Answer(instance, answer, self._watchdog, after, leg.end)
 
     async def _send(

@@ -38,6 +38,7 @@ T = TypeVar("T")
 class Wait:
     """One leg that waits for bytes; seconds. `silence_s`: how long without a sign of work; `total_s`: in any case.
 
+    `movable`: another instance can give what is yet to come, so that one that seems dead is not waited for.
     `beside`: another instance whose work this one waits for, so that its signs count too. `received`: how many bytes
     have come, and whether it is the client who holds them up.
     """
@@ -45,7 +46,7 @@ class Wait:
     instance: Instance
     silence_s: float
     total_s: float
-    first_byte: bool = True
+    movable: bool = True
     beside: Instance | None = None
     received: Callable[[], tuple[int, bool]] | None = None
     num_received: int = 0
@@ -74,7 +75,7 @@ class Wait:
 
     def is_over(self, now: float) -> bool:
         """Whether it has lasted too long."""
-        stands_still = self.first_byte and self.instance.num_late >= LATE_BEFORE_DEAD
+        stands_still = self.movable and self.instance.num_late >= LATE_BEFORE_DEAD
         return stands_still or self.silent_for(now) > self.silence_s or now - self.since > self.total_s
 
 
