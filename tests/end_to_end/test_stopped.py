@@ -63,9 +63,11 @@ def test_others_answer_and_it_is_taken_back(role: str, hand_off: str, model_make
             until(lambda one=prefill: one.metric("kvferry:num_hand_offs_held") == 0, within_s=15)  # type: ignore[misc]
 
 
-def test_a_stream_of_a_decode_that_stands_still_ends_with_an_error(model_maker: Any, tmp_path: Path) -> None:
+def test_a_stream_that_cannot_go_on_elsewhere_ends_with_an_error_when_its_decode_stands_still(
+    model_maker: Any, tmp_path: Path
+) -> None:
     with cluster(model_maker("llama"), tmp_path, transfer=TRANSFER, router=ROUTER, ends_cleanly=False) as started:
-        body = {"prompt": PROMPT, "max_tokens": 3000, "ignore_eos": True, "stream": True}
+        body = {"prompt": PROMPT, "max_tokens": 3000, "ignore_eos": True, "stream": True, "n": 2}
         lines = []
         with httpx.stream("POST", f"{started.router.url}/v1/completions", json=body, timeout=ANSWER_S) as response:
             for line in response.iter_lines():

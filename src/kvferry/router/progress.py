@@ -14,8 +14,19 @@ from kvferry.core.continuation import MARK, Continuation, decode_mark, is_last
 
 _END = b"\n\n"
 _DONE = b"data: [DONE]"
+_MAY_GO_ELSEWHERE = frozenset({"unavailable_error", "server_error", "hand_off_error", "rate_limit_error"})
+"""Types of errors that are the instance's, not the request's."""
+
 _MOST_MARKS = 256
 """More are read and kept as numbers: a line takes ten times the memory of its tokens."""
+
+
+class _Error(msgspec.Struct):
+    type: str = "server_error"
+
+
+class _ErrorEvent(msgspec.Struct):
+    error: _Error
 
 
 class Progress:
@@ -77,6 +88,17 @@ class Progress:
         if not self._closing or not self._closing[-1].startswith(_DONE):
             return None
         return b"".join(self._closing)
+
+    @property
+    def can_go_elsewhere(self) -> bool:
+        """Whether the instance broke off, or told of an error that may be its own and not the request's."""
+        if not self.error:
+            return True
+        try:
+            told = msgspec.json.decode(self.error.removeprefix(b"data: "), type=_ErrorEvent)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            return True
+        return told.error.type in _MAY_GO_ELSEWHERE
 
     def continuation(self) -> Continuation | None:
         """From where another instance goes on; None: from the beginning. Raises `msgspec.MsgspecError` and

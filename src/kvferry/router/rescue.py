@@ -42,7 +42,7 @@ class Rescue:
 
     async def elsewhere(self, progress: Progress, lost: Instance) -> Answer | None:
         """The rest of a stream whose instance was lost; None when nobody can give it."""
-        if not self._num_left:
+        if not self._num_left or not progress.can_go_elsewhere:
             return None
         self._num_left -= 1
         self.failed(lost)

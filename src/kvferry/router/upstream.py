@@ -80,15 +80,24 @@ class Answer:
 
     async def relay(self, response: Response, mask: Callable[[bytes], bytes] | None = None) -> None:
         """Pass the body on to a response that has begun, and end it. `mask` may change bytes, not how many they are."""
-        with _named(self.instance):
+        with _named(self.instance), self._noted():
             await self._watchdog.within(self._wait, self._answer.relay(response, mask))
 
     async def relay_payload(self, response: Response, take: Callable[[bytes], bytes]) -> None:
         """Write what `take` makes of the body, of which another instance can give the rest, to a response that has
         begun, and leave that open."""
         self._wait.movable = True
-        with _named(self.instance):
+        with _named(self.instance), self._noted():
             await self._watchdog.within(self._wait, self._answer.relay_payload(response, take))
+
+    @contextmanager
+    def _noted(self) -> Iterator[None]:
+        """An instance that broke off may be another process when it is back."""
+        try:
+            yield
+        except TransferError:
+            self.instance.failed(reachable=True)
+            raise
 
     def close(self) -> None:
         """Give the connection back if the answer was read to its end; else cut it, so that the instance stops."""
