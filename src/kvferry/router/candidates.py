@@ -1,53 +1,139 @@
-"""Which instances a request may still try. Owns who has failed it, and how often each role was tried."""
+"""Where one request goes: the policy's choice, and whom to try next when that fails.
+
+Owns who has failed the request, how often each role was tried, and the record of the decision.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
+from kvferry.router.account import Account
+from kvferry.router.chooser import Chooser
+from kvferry.router.decisions import Attempt, Decision
 from kvferry.router.instance import Instance
+from kvferry.router.legs import PrefillUsage
 from kvferry.router.metrics import Metrics
-from kvferry.router.pools import Pool, Pools
+from kvferry.router.plan import Plan, Split, Whole
+from kvferry.router.policies.base import Asked, Choice, Options
+from kvferry.router.pools import Pools
 from kvferry.router.protocols.choose import can_pair
 
 
 class Candidates:
     """Of one request. Each role may be tried once, and `retries` times more."""
 
-    def __init__(self, pools: Pools, metrics: Metrics, retries: int) -> None:
-        self._pools, self._metrics, self._retries = pools, metrics, retries
+    def __init__(
+        self, chooser: Chooser, pools: Pools, metrics: Metrics, retries: int, asked: Asked, decision: Decision
+    ) -> None:
+        self._chooser, self._pools, self._metrics, self._retries = chooser, pools, metrics, retries
+        self._asked, self.decision = asked, decision
         self._tries = {"prefill": 0, "decode": 0}
         self._failed: set[Instance] = set()
+        cached = chooser.cached(asked)
+        decision.cached_tokens = {one.name: num_tokens for one, num_tokens in cached.items()}
+        self._account = Account(chooser.estimates, chooser.clock, dict(cached), asked.num_tokens)
+        self._choice: Choice[Instance] | None = None
+
+    def plan(self, wanted: Plan) -> Plan:
+        """Have the policy choose, as far as the request leaves the choice, and say what it chose."""
+        prefills = self._pools.prefill.alive() if isinstance(wanted, Split) else []
+        reason = "" if isinstance(wanted, Split) else wanted.reason
+        chosen = self._choose(Options(prefills, self._decodes(), can_pair=_can_pair))
+        return Split() if chosen and chosen.prefill else Whole(reason or (chosen.reason if chosen else "no_decode"))
+
+    # Whom to try.
 
     def prefills(self) -> Iterator[Instance]:
         """Prefill instances to try, one after the other."""
-        return self._next_ones(self._pools.prefill, set())
+        for instance in self._next_ones("prefill", self._another_prefill):
+            self.decision.timings.prefill_sent = self._chooser.decisions.now()
+            self._account.begin_prefill(instance)
+            yield instance
 
     def decodes(self, prefill: Instance | None = None) -> Iterator[Instance]:
         """Decode instances to try, likewise; only those that can read the KV of `prefill`."""
-        pool = self._pools.decode
-        strangers = {one for one in pool.instances if prefill and not can_pair(prefill.facts, one.facts)}
-        return self._next_ones(pool, strangers)
+        for instance in self._next_ones("decode", lambda: self._another_decode(prefill)):
+            self.decision.timings.decode_sent = self._chooser.decisions.now()
+            self._account.begin_decode(instance, whole=prefill is None)
+            yield instance
 
     def has_other_decode(self) -> bool:
         """Whether there is a decode instance that has not failed this request."""
         return any(instance not in self._failed for instance in self._pools.decode.instances)
 
-    def failed(self, instance: Instance) -> None:
+    def failed(self, instance: Instance, reason: str) -> None:
         """It is not tried again for this request."""
         self._failed.add(instance)
+        self._account.end(instance)
+        self.decision.attempts.append(Attempt(instance.role, instance.name, reason))
 
     def forgive_decodes(self) -> None:
         """Decode instances failed because prefill did: they may be tried again."""
         self._failed -= set(self._pools.decode.instances)
         self._tries["decode"] = 0
 
-    def _next_ones(self, pool: Pool, strangers: set[Instance]) -> Iterator[Instance]:
-        pick = pool.pick_alive if pool.role == "prefill" else pool.pick
-        while self._tries[pool.role] <= self._retries:
-            instance = pick(self._failed | strangers)
+    # What came of it.
+
+    def prefilled(self, prefill: Instance, usage: PrefillUsage) -> None:
+        """P has answered."""
+        timings = self.decision.timings
+        timings.prefill_answered, timings.prefill = self._chooser.decisions.now(), usage.timeline
+        self.decision.prefill_usage = usage
+        self._account.prefilled(prefill, usage, self._asked.num_bytes)
+
+    def answered(self, decode: Instance) -> None:
+        """D's answer has begun."""
+        self.decision.timings.first_byte = self._chooser.decisions.now()
+        self._account.answered(decode, streams=self._asked.streams)
+
+    def close(self, num_bytes: int) -> None:
+        """The request is over; the client got so many bytes of a whole answer, or 0."""
+        self.decision.timings.done = self._chooser.decisions.now()
+        self._account.close(num_bytes)
+
+    # Choosing.
+
+    def _choose(self, options: Options[Instance]) -> Choice[Instance] | None:
+        """What the policy says, noted down; None when there is nobody."""
+        if not options.decodes:
+            return None
+        self._choice = choice = self._chooser.choose(self._asked, options)
+        decision = self.decision
+        decision.prefill = choice.prefill.name if choice.prefill else None
+        decision.decode, decision.reason, decision.scores = choice.decode.name, choice.reason, choice.scores
+        return choice
+
+    def _decodes(self) -> list[Instance]:
+        """Those that may be tried: when none of the rest seems alive, all of them, as an attempt is better than a
+        refusal."""
+        pool = self._pools.decode
+        return pool.alive(self._failed) or [one for one in pool.instances if one not in self._failed]
+
+    def _another_prefill(self) -> Instance | None:
+        if self._choice and self._choice.prefill and self._choice.prefill not in self._failed:
+            return self._choice.prefill
+        prefills = self._pools.prefill.alive(self._failed)
+        choice = self._choose(Options(prefills, self._decodes(), False, _can_pair)) if prefills else None
+        return choice.prefill if choice else None
+
+    def _another_decode(self, prefill: Instance | None) -> Instance | None:
+        choice, decodes = self._choice, self._decodes()
+        if prefill is not None:
+            decodes = [one for one in decodes if _can_pair(prefill, one)]
+        if choice is None or choice.prefill is not prefill or choice.decode not in decodes:
+            choice = self._choose(Options([prefill] if prefill else [], decodes, False, _can_pair))
+        return choice.decode if choice else None
+
+    def _next_ones(self, role: str, choose: Callable[[], Instance | None]) -> Iterator[Instance]:
+        while self._tries[role] <= self._retries:
+            instance = choose()
             if instance is None:
                 return
-            if self._tries[pool.role]:
-                self._metrics.retried(pool.role)
-            self._tries[pool.role] += 1
+            if self._tries[role]:
+                self._metrics.retried(role)
+            self._tries[role] += 1
             yield instance
+
+
+def _can_pair(prefill: Instance, decode: Instance) -> bool:
+    return can_pair(prefill.facts, decode.facts)

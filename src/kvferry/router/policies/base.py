@@ -1,15 +1,186 @@
-"""How one instance is chosen among those that can serve a request. A policy is one file."""
+"""What a policy is: filter, score, pick, for both legs of a request at once.
+
+The router filters (`Options`: who is alive, has not failed this request, and can read whose KV), the policy scores and
+picks, and returns one `Choice`. Policies do no I/O and take time, chance, and what is known of caches and speeds from
+their `PolicyContext`, so that a simulator drives the same objects on a virtual clock.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from random import Random
+from typing import ClassVar, Generic, Literal, Protocol, TypeVar
 
-from kvferry.router.instance import Instance
+from kvferry.core.clock import Clock
+from kvferry.router.cost import Estimates
+from kvferry.router.prefix_index import PrefixIndex
+from kvferry.router.prompt import NO_PREFIX, Prefix
+
+Leg = Literal["prefill", "decode", "whole"]
+"""What an instance is considered for; `whole`: both phases, on a decode instance."""
+
+_HALF_LIFE_S = 600.0
+"""In which what an instance has computed lately counts half."""
 
 
-class Picker(Protocol):
-    """Picks one of the candidates. Each pool has its own picker, which may keep state."""
+@dataclass
+class Load:
+    """What the router has given one instance to do. Written by the requests' `Placement`s, or by a simulator."""
 
-    def pick(self, candidates: Sequence[Instance]) -> Instance:
-        """One of `candidates`, which are in the pool's order and never empty. Does not block."""
+    prefill_tokens: float = 0.0
+    """Of prompts that it computes or that wait there, without what it had cached."""
+    num_prefills: int = 0
+    num_decodes: int = 0
+    _recent: float = 0.0
+    _recent_at: float = 0.0
+
+    def note_computed(self, num_tokens: float, now: float) -> None:
+        """It is given this many tokens to compute, at `now` on the policy's clock."""
+        self._recent, self._recent_at = self.recent_tokens(now) + num_tokens, now
+
+    def recent_tokens(self, now: float) -> float:
+        """Tokens that it was given to compute lately; older ones count less."""
+        return self._recent * math.exp2((self._recent_at - now) / _HALF_LIFE_S)
+
+
+class Target(Protocol):
+    """An instance, as a policy sees it; hashable by identity."""
+
+    @property
+    def name(self) -> str:
+        """Unique within the router."""
+
+    @property
+    def load(self) -> Load:
+        """What it has to do."""
+
+
+T = TypeVar("T", bound=Target)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a policy sees of a request. `num_tokens` of the prompt is an estimate where the prompt is text."""
+
+    model: str = ""
+    num_tokens: int = 0
+    max_tokens: int | None = None
+    session: str | None = None
+    """Names the conversation, if the client does."""
+    prefix: Prefix = NO_PREFIX
+
+
+def _always(prefill: object, decode: object) -> bool:
+    return True
+
+
+@dataclass(frozen=True)
+class Options(Generic[T]):
+    """Who may serve a request now. `decodes` is never empty. Without `prefills` one decode instance does everything;
+    with them it may, unless the prompt has been computed already (`may_stay_whole` False)."""
+
+    prefills: Sequence[T]
+    decodes: Sequence[T]
+    may_stay_whole: bool = True
+    can_pair: Callable[[T, T], bool] = _always
+
+    def pairs_with(self, prefill: T) -> list[T]:
+        """The decode instances that can read its KV."""
+        return [one for one in self.decodes if self.can_pair(prefill, one)]
+
+
+@dataclass(frozen=True)
+class Choice(Generic[T]):
+    """Where a request goes. `prefill` None: to `decode` alone. `reason`: why it is split, or not. `scores`, by leg and
+    name: what the policy thought of each candidate, lower is better."""
+
+    decode: T
+    prefill: T | None = None
+    reason: str = ""
+    scores: Mapping[str, float] = field(default_factory=dict)
+
+
+class Disaggregation(Protocol):
+    """Says whether a hand-off is worth it."""
+
+    def stays_whole(self, asked: Asked, prefill: Target, decode: Target) -> str | None:
+        """Why `decode` had better do both, as a short label; None: hand off."""
+
+
+@dataclass(frozen=True)
+class PolicyContext:
+    """What a policy may look at."""
+
+    clock: Clock
+    random: Random
+    index: PrefixIndex
+    estimates: Estimates
+    disaggregation: Disaggregation
+
+
+class NoSettings:
+    """Of a policy that has none."""
+
+
+class Policy(ABC):
+    """Chooses. May keep state of its own, which has to be bounded."""
+
+    Settings: ClassVar[type] = NoSettings
+    """A frozen dataclass with a default for every field; `--policy-option name=value` fills it."""
+
+    def __init__(self, context: PolicyContext, settings: object) -> None:
+        self.context = context
+
+    @abstractmethod
+    def choose(self, asked: Asked, options: Options[T]) -> Choice[T]:
+        """One plan for both legs. Does not block, and changes nothing: see `placed`."""
+
+    def placed(self, asked: Asked, choice: Choice[T]) -> None:
+        """The choice was taken. The index knows it already."""
+
+
+class LegPolicy(Policy):
+    """Scores each leg by itself: the best prefill instance, then the best decode instance that can read its KV.
+
+    Between equals it is the turn of the one that was chosen longest ago.
+    """
+
+    def __init__(self, context: PolicyContext, settings: object) -> None:
+        super().__init__(context, settings)
+        self._turn = 0
+        self._last_turn: dict[str, int] = {}
+
+    @abstractmethod
+    def score(self, asked: Asked, leg: Leg, targets: Sequence[T]) -> Sequence[float]:
+        """Of each target, lower is better."""
+
+    def choose(self, asked: Asked, options: Options[T]) -> Choice[T]:
+        """See `Policy`."""
+        scores: dict[str, float] = {}
+        prefills = [one for one in options.prefills if options.pairs_with(one)]
+        if not prefills:
+            reason = "no_pair" if options.prefills else "no_prefill"
+            return Choice(self._best(asked, "whole", options.decodes, scores), None, reason, scores)
+        prefill = self._best(asked, "prefill", prefills, scores)
+        if options.may_stay_whole:
+            alone = self._best(asked, "whole", options.decodes, scores)
+            reason = self.context.disaggregation.stays_whole(asked, prefill, alone)
+            if reason is not None:
+                return Choice(alone, None, reason, scores)
+        return Choice(self._best(asked, "decode", options.pairs_with(prefill), scores), prefill, "split", scores)
+
+    def placed(self, asked: Asked, choice: Choice[T]) -> None:
+        """Note whose turn it was."""
+        self._turn += 1
+        for one in (choice.prefill, choice.decode):
+            if one is not None:
+                self._last_turn[one.name] = self._turn
+
+    def _best(self, asked: Asked, leg: Leg, targets: Sequence[T], scores: dict[str, float]) -> T:
+        found = self.score(asked, leg, targets)
+        scores |= {f"{leg} {one.name}": value for one, value in zip(targets, found, strict=True)}
+        turns = [self._last_turn.get(one.name, 0) for one in targets]
+        return targets[min(range(len(targets)), key=lambda place: (found[place], turns[place]))]

@@ -1,25 +1,18 @@
-"""Everyone in turn."""
+"""Everyone in turn: the candidate whose turn is longest ago; those that never had one go first.
+
+Turns belong to instances, not to positions in a list, so candidates that come and go do not unsettle the rest.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvferry.router.instance import Instance
+from kvferry.router.policies.base import Asked, Leg, LegPolicy, T
 
 
-class RoundRobin:
-    """The candidate whose turn is longest ago; those that never had one go first, in the pool's order.
+class RoundRobin(LegPolicy):
+    """All are equal, and between equals it is a matter of turns."""
 
-    Turns belong to instances, not to positions in a list, so candidates that come and go do not unsettle the rest.
-    """
-
-    def __init__(self) -> None:
-        self._turn = 0
-        self._last_turn: dict[Instance, int] = {}
-
-    def pick(self, candidates: Sequence[Instance]) -> Instance:
-        """See `Picker`."""
-        chosen = min(candidates, key=lambda instance: self._last_turn.get(instance, 0))
-        self._turn += 1
-        self._last_turn[chosen] = self._turn
-        return chosen
+    def score(self, asked: Asked, leg: Leg, targets: Sequence[T]) -> Sequence[float]:
+        """The same for all."""
+        return [0.0] * len(targets)

@@ -1,0 +1,77 @@
+"""Policies by name. A new one is one file and one line here, or an entry point of another package."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields, is_dataclass
+from importlib.metadata import entry_points
+from typing import Any
+
+import msgspec
+
+from kvferry.core.errors import ConfigError, UnknownName
+from kvferry.core.names import resolve
+from kvferry.router.policies.base import Policy, PolicyContext
+
+ENTRY_POINT_GROUP = "kvferry.policies"
+POLICIES = {
+    "cost": "kvferry.router.policies.cost:Cost",
+    "least_loaded": "kvferry.router.policies.least_loaded:LeastLoaded",
+    "power_of_two": "kvferry.router.policies.power_of_two:PowerOfTwo",
+    "prefix": "kvferry.router.policies.prefix:PrefixAware",
+    "random": "kvferry.router.policies.random:RandomChoice",
+    "round_robin": "kvferry.router.policies.round_robin:RoundRobin",
+    "session": "kvferry.router.policies.session:Session",
+}
+
+
+def make_policy(name: str, context: PolicyContext, options: Sequence[str] = ()) -> Policy:
+    """The policy of that name, made with options such as `pressure=0.1`. Raises as `find_policy` and `read_settings`."""
+    kind = find_policy(name)
+    return kind(context, read_settings(name, kind, options))
+
+
+def find_policy(name: str) -> type[Policy]:
+    """One of `POLICIES`, an entry point of the group "kvferry.policies", or `module:Class`.
+
+    Raises `UnknownName`, or `ConfigError` when it is no policy.
+    """
+    found = _find(name)
+    if not (isinstance(found, type) and issubclass(found, Policy)):
+        raise ConfigError(f"--policy {name!r} must be a kvferry Policy, got {found!r}")
+    return found
+
+
+def policy_names() -> list[str]:
+    """All that have a name."""
+    return sorted({*POLICIES, *entry_points(group=ENTRY_POINT_GROUP).names})
+
+
+def read_settings(name: str, kind: type[Policy], options: Sequence[str]) -> Any:
+    """A policy's own settings. Raises `ConfigError` for an option that it does not have, or that has no such value."""
+    given = dict(_split(one) for one in options)
+    known = [one.name for one in fields(kind.Settings)] if is_dataclass(kind.Settings) else []
+    for key in given.keys() - set(known):
+        raise UnknownName(f"--policy-option of {name}", key, known)
+    try:
+        return msgspec.convert(given, kind.Settings, strict=False) if known else kind.Settings()
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"--policy-option of {name}: {error}") from error
+
+
+def _split(option: str) -> tuple[str, str]:
+    key, equals, value = option.partition("=")
+    if not equals or not key:
+        raise ConfigError(f"--policy-option {option!r} must be name=value")
+    return key.strip().replace("-", "_"), value.strip()
+
+
+def _find(name: str) -> object:
+    if ":" in name:
+        return resolve(name)
+    if name in POLICIES:
+        return resolve(POLICIES[name])
+    others = entry_points(group=ENTRY_POINT_GROUP)
+    if name in others.names:
+        return others[name].load()
+    raise UnknownName("--policy", name, policy_names())
