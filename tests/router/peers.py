@@ -316,6 +316,7 @@ async def routing(
     """A router before the instances at these URLs, and its own URL. Unless told otherwise, it looks at their health
     once, at the start. In the end nothing is left of any request."""
     settings.setdefault("health_interval_s", 3600)
+    settings.setdefault("policy", "round_robin")
     config = RouterConfig(prefill_url=tuple(prefill), decode_url=tuple(decode), **settings)
     http = replace(http or HttpConfig(shutdown_grace_s=1), port=0, max_body_bytes=config.max_body_bytes)
     router = build_router(config, http)

@@ -22,6 +22,7 @@ from kvferry.http.request import Request
 from kvferry.http.response import Response
 from kvferry.http.routes import Route, Routes
 from kvferry.router.admission import Admission
+from kvferry.router.chooser import Chooser
 from kvferry.router.config import RouterConfig
 from kvferry.router.endpoints import Endpoints
 from kvferry.router.exchange import ClientRequest, Services
@@ -157,6 +158,7 @@ def build_router(
         upstream=upstream,
         releases=Releases(upstream, metrics, config.release_timeout_s),
         metrics=metrics,
+        chooser=Chooser(config, clock),
     )
     admission = Admission(config.max_in_flight, config.max_buffered_bytes, config.max_waiting, config.waiting_timeout_s)
     health = Health(pools, upstream, config, clock)

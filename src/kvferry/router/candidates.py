@@ -39,6 +39,10 @@ class Candidates:
         prefills = self._pools.prefill.alive() if isinstance(wanted, Split) else []
         reason = "" if isinstance(wanted, Split) else wanted.reason
         chosen = self._choose(Options(prefills, self._decodes(), can_pair=_can_pair))
+        decision = self.decision
+        decision.reason = reason or decision.reason
+        decision.timings.routed = self._chooser.decisions.now()
+        self._chooser.decisions.note(decision)
         return Split() if chosen and chosen.prefill else Whole(reason or (chosen.reason if chosen else "no_decode"))
 
     # Whom to try.

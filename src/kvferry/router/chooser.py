@@ -10,7 +10,6 @@ from random import Random
 from typing import Any
 
 from kvferry.core.clock import Clock
-from kvferry.core.openai import REQUEST_ID_HEADER
 from kvferry.http.headers import RawHeaders, find_header
 from kvferry.router.body import RequestBody
 from kvferry.router.config import RouterConfig

@@ -36,6 +36,26 @@ class RouterConfig:
     bootstrap_port: tuple[int, ...] = ()
     """Port of a prefill instance's Mooncake bootstrap server, in the order of --prefill-url; 8998 when not given."""
 
+    policy: str = "cost"
+    """Who chooses the instances of a request: cost (least predicted time), prefix, session, least_loaded,
+    power_of_two, round_robin, random, an entry point of the group kvferry.policies, or module:Class."""
+
+    policy_option: tuple[str, ...] = ()
+    """A setting of the policy's own, as in pressure=0.05; repeat it for more."""
+
+    disaggregate_from: str = "auto"
+    """From how many tokens that are not cached a prompt is computed on a prefill instance; a shorter one goes straight
+    to decode. auto: tuned by what is measured, and a busy prefill pool is passed over too. 0: always."""
+
+    session_header: str = "X-Session-Id"
+    """Header by which clients name a conversation; else their `user` field does."""
+
+    prefix_index_entries: int = 400_000
+    """Most prefixes that are remembered of all instances together; about 150 bytes each."""
+
+    max_decisions: int = 512
+    """How many requests /kvferry/decisions remembers."""
+
     retries: int = 1
     """Other instances tried when one fails a request, for prefill and for decode."""
 
@@ -105,6 +125,11 @@ class RouterConfig:
         for port in self.bootstrap_port:
             if not 0 < port <= 65535:
                 raise ConfigError(f"--bootstrap-port must be between 1 and 65535, got {port}")
+        for name in ("prefix_index_entries", "max_decisions"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(self, name)}")
+        if self.disaggregate_from != "auto" and not self.disaggregate_from.isdecimal():
+            raise ConfigError(f"--disaggregate-from must be auto or a number of tokens, got {self.disaggregate_from!r}")
         if self.retries < 0:
             raise ConfigError(f"--retries must not be negative, got {self.retries}")
         if self.continuations < 0:
@@ -121,6 +146,11 @@ class RouterConfig:
                 f"--max-buffered ({self.max_buffered}) must be at least --max-body ({self.max_body}),"
                 " or the longest body is never admitted"
             )
+
+    @property
+    def fixed_threshold(self) -> int | None:
+        """`disaggregate_from` as a number; None: it tunes itself."""
+        return None if self.disaggregate_from == "auto" else int(self.disaggregate_from)
 
     @property
     def max_body_bytes(self) -> int:

@@ -1,8 +1,8 @@
 """Whether a hand-off is worth it for one request.
 
 A prompt of which little is left to compute is sooner computed where it is decoded than handed over; so is one for which
-the prefill instances have no time. What a prefill on a decode instance costs is also the others' time there: each answer
-under way stands still for as long.
+the prefill instances have no time. What a prefill on a decode instance costs is also the others' time there: each
+answer under way stands still for as long.
 """
 
 from __future__ import annotations
@@ -43,7 +43,10 @@ class Threshold:
             return None
         estimates, load = self._estimates, decode.load
         stalled = 1 + load.num_decodes
-        alone = estimates.prefill_s(decode.name, load.prefill_tokens + left) + estimates.token_s(decode.name) * left * stalled
+        alone = (
+            estimates.prefill_s(decode.name, load.prefill_tokens + left)
+            + estimates.token_s(decode.name) * left * stalled
+        )
         at_prefill = max(0, asked.num_tokens - cached.get(prefill, 0))
         apart = estimates.prefill_s(prefill.name, at_prefill) + estimates.hand_off.at(left)
         if alone < apart:

@@ -13,12 +13,13 @@ from kvferry.http.errors import Unreachable
 from kvferry.http.headers import RawHeaders, find_header
 from kvferry.http.response import Response
 from kvferry.router.body import RequestBody
+from kvferry.router.candidates import Candidates
 from kvferry.router.errors import UnsupportedBody
 from kvferry.router.exchange import ClientRequest, Exchange, Services, failure, unanswered
 from kvferry.router.headers import JSON, REQUEST_ID, content_type, for_instance
 from kvferry.router.instance import Instance
 from kvferry.router.paths import PROMPT_FIELDS, PublicPath, PublicPaths
-from kvferry.router.plan import make_plan
+from kvferry.router.plan import Plan, make_plan
 from kvferry.router.relay import Relay
 from kvferry.router.upstream import Answer
 
@@ -61,17 +62,30 @@ class Endpoints:
 
     async def _complete(self, request: ClientRequest, body: RequestBody, response: Response) -> None:
         """POST /v1/completions and /v1/chat/completions: plan the legs, call them, relay the answer."""
-        plan = make_plan(request.path, body, self._services.pools)
+        candidates, plan = self._choose(request, body)
+        delivered = False
         async with asyncio.TaskGroup() as group:
-            exchange = Exchange(self._services, request, body, group)
+            exchange = Exchange(self._services, request, body, group, candidates)
             try:
                 answer = await exchange.serve(plan)
-                if await self._relay.send(answer, response, exchange.continued) and answer.status < 400:
+                candidates.answered(answer.instance)
+                delivered = await self._relay.send(answer, response, exchange.continued) and answer.status < 400
+                if delivered:
                     await exchange.delivered()
             except RequestError as error:
                 response.fail(error)
             finally:
+                candidates.close(response.num_bytes if delivered else 0)
                 exchange.close()
+
+    def _choose(self, request: ClientRequest, body: RequestBody) -> tuple[Candidates, Plan]:
+        services = self._services
+        asked = services.chooser.read(request.path, body, request.headers)
+        decision = services.chooser.record(request.path, asked, request.request_id, request.arrived)
+        candidates = Candidates(
+            services.chooser, services.pools, services.metrics, services.config.retries, asked, decision
+        )
+        return candidates, candidates.plan(make_plan(request.path, body, services.pools))
 
     async def _forward(self, request: ClientRequest, body: RequestBody | bytes | None, response: Response) -> None:
         """One instance answers, as it is asked."""

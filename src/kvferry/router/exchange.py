@@ -25,6 +25,7 @@ from kvferry.http.errors import Unreachable
 from kvferry.http.headers import RawHeaders
 from kvferry.router.body import RequestBody
 from kvferry.router.candidates import Candidates
+from kvferry.router.chooser import Chooser
 from kvferry.router.config import RouterConfig
 from kvferry.router.errors import InstanceLost, InstanceSilent, Silent
 from kvferry.router.headers import JSON, PROGRESS, REQUEST_ID, TIMELINE, for_instance
@@ -38,6 +39,7 @@ from kvferry.router.legs import (
     Verdict,
     decode_body,
     prefill_body,
+    prefill_usage,
     shared_seed,
     ticket_origin,
     verdict,
@@ -92,15 +94,23 @@ class Services:
     upstream: Upstream
     releases: Releases
     metrics: Metrics
+    chooser: Chooser
 
 
 class Exchange:
     """A request, its legs so far, and what they left behind. Ended by `close`, whatever happened."""
 
-    def __init__(self, services: Services, request: ClientRequest, body: RequestBody, group: asyncio.TaskGroup) -> None:
+    def __init__(
+        self,
+        services: Services,
+        request: ClientRequest,
+        body: RequestBody,
+        group: asyncio.TaskGroup,
+        candidates: Candidates,
+    ) -> None:
         self._services, self._request, self._body, self._group = services, request, body, group
         self._pools, self._upstream, self._metrics = services.pools, services.upstream, services.metrics
-        self._candidates = Candidates(services.pools, services.metrics, services.config.retries)
+        self._candidates = candidates
         self._tickets = Tickets(services.releases, services.pools.decode)
         self._rescue = Rescue(services.config, services.pools, services.metrics, body, self._call_for_rescue)
         self._marks_wanted = body.get("stream") is True and not services.config.trust_client_tickets
@@ -253,11 +263,13 @@ class Exchange:
         prefill = answer.instance
         try:
             async with asyncio.timeout(self._services.config.answer_timeout_s):
-                params = form.read_ticket(await answer.read(MAX_PREFILL_ANSWER_BYTES))
+                content = await answer.read(MAX_PREFILL_ANSWER_BYTES)
+            params = form.read_ticket(content)
         except (TransferError, TimeoutError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             answer.close()
             self._failed(prefill, "broken_answer")
             return PrefillFailed(f"{prefill} gave no whole answer: {error}")
+        self._candidates.prefilled(prefill, prefill_usage(content))
         if params is None:
             self._tickets.settle(form.transfer_id)
             return Prefilled(form, None, None)
@@ -369,7 +381,7 @@ class Exchange:
 
     def _failed(self, instance: Instance, reason: str) -> None:
         """The instance failed this request; it is not tried again for it."""
-        self._candidates.failed(instance)
+        self._candidates.failed(instance, reason)
         self._metrics.leg_failed(instance, reason)
         logger.info("request %s: %s failed: %s", self._request.request_id.decode(), instance, reason)
 

@@ -10,6 +10,7 @@ import msgspec
 from kvferry.core.errors import ConfigError
 from kvferry.core.hand_off import RankAddress
 from kvferry.http.origin import Origin
+from kvferry.router.policies.base import Load
 
 LegRole = Literal["prefill", "decode"]
 
@@ -113,6 +114,8 @@ class Instance:
         self.last_sign = 0.0
         """When it last showed that it works, on the router's monotonic clock: bytes of an answer, or steps made."""
         self.facts: Facts = Unasked()
+        self.load = Load()
+        """What the router has given it to do."""
 
     @property
     def trusted(self) -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from kvferry.core.hand_off import RankAddress
+from kvferry.core.timeline import Timeline
 from kvferry.router.body import RequestBody
 from kvferry.router.instance import KVSource
 from kvferry.router.protocols.form import Form
@@ -66,6 +67,48 @@ class PrefillFailed:
 
 
 PrefillOutcome = Prefilled | Refused | PrefillFailed
+
+
+class PrefillUsage(msgspec.Struct, frozen=True):
+    """What P says of its leg, as far as it says it: tokens, those it had cached, and its own stamps."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    timeline: Timeline | None = None
+
+
+class _Details(msgspec.Struct):
+    cached_tokens: int = 0
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int = 0
+    prompt_tokens_details: _Details | None = None
+
+
+class _Result(msgspec.Struct):
+    timeline: Timeline | None = None
+
+
+class _Params(msgspec.Struct):
+    prefill_result: _Result | None = None
+
+
+class _PrefillAnswer(msgspec.Struct):
+    usage: _Usage | None = None
+    kv_transfer_params: _Params | None = None
+
+
+def prefill_usage(answer: bytes) -> PrefillUsage:
+    """From P's answer, whatever else is in it."""
+    try:
+        found = msgspec.json.decode(answer, type=_PrefillAnswer)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return PrefillUsage()
+    usage, params = found.usage or _Usage(), found.kv_transfer_params
+    result, details = params.prefill_result if params else None, usage.prompt_tokens_details
+    num_cached = min(max(0, details.cached_tokens if details else 0), max(0, usage.prompt_tokens))
+    return PrefillUsage(max(0, usage.prompt_tokens), num_cached, result.timeline if result else None)
 
 
 def shared_seed(body: RequestBody) -> dict[str, int]:

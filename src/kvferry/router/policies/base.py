@@ -67,7 +67,10 @@ class Asked:
 
     model: str = ""
     num_tokens: int = 0
+    num_bytes: int = 0
+    """Of the prompt's JSON text; 0 where it is token ids."""
     max_tokens: int | None = None
+    streams: bool = False
     session: str | None = None
     """Names the conversation, if the client does."""
     prefix: Prefix = NO_PREFIX
@@ -162,8 +165,8 @@ class LegPolicy(Policy):
         scores: dict[str, float] = {}
         prefills = [one for one in options.prefills if options.pairs_with(one)]
         if not prefills:
-            reason = "no_pair" if options.prefills else "no_prefill"
-            return Choice(self._best(asked, "whole", options.decodes, scores), None, reason, scores)
+            why = "no_pair" if options.prefills else "no_prefill"
+            return Choice(self._best(asked, "whole", options.decodes, scores), None, why, scores)
         prefill = self._best(asked, "prefill", prefills, scores)
         if options.may_stay_whole:
             alone = self._best(asked, "whole", options.decodes, scores)

@@ -39,7 +39,9 @@ class Cost(LegPolicy):
         recent = [one.load.recent_tokens(now) for one in targets]
         least = min(recent)
         return [
-            self._cost(leg, one, max(0, asked.num_tokens - cached.get(one, 0)), self._settings.pressure * (given - least))
+            self._cost(
+                leg, one, max(0, asked.num_tokens - cached.get(one, 0)), self._settings.pressure * (given - least)
+            )
             for one, given in zip(targets, recent, strict=True)
         ]
 

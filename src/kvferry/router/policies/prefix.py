@@ -1,6 +1,7 @@
 """To where most of the prompt's KV is, as long as that instance has not much more to do than the others.
 
-Without the second half, every request of a fleet that shares a system prompt would go to the instance that saw it first.
+Without the second half, every request of a fleet that shares a system prompt would go to the instance that saw it
+first.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ POLICIES = {
 
 
 def make_policy(name: str, context: PolicyContext, options: Sequence[str] = ()) -> Policy:
-    """The policy of that name, made with options such as `pressure=0.1`. Raises as `find_policy` and `read_settings`."""
+    """The policy of that name, made with options such as `pressure=0.1`. Raises as the two below."""
     kind = find_policy(name)
     return kind(context, read_settings(name, kind, options))
 
