@@ -7,13 +7,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 VENV_VLLM ?= .venv-vllm
 STAMP := $(VENV)/.installed
+STAMP_DOCS := $(VENV)/.installed-docs
 export OMP_NUM_THREADS ?= 1
 # Not under `make test`: long matrices, and what needs vLLM, which has an environment of its own.
 SHORT := not full and not vllm
 ALL := not vllm
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-media demo test test-all test-fast test-vllm soak check format bench clean
+.PHONY: help install install-media demo test test-all test-fast test-vllm soak check docs format bench clean
 
 help:  ## say what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -51,6 +52,13 @@ check: $(STAMP)  ## formatting, lint, types, borders
 	@$(BIN)/ruff check .
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
+
+docs: $(STAMP_DOCS)  ## build the documentation site, with its references made from the code, into build/site
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+$(STAMP_DOCS): $(STAMP)
+	@$(BIN)/pip --disable-pip-version-check install --quiet --editable '.[docs]'
+	@touch $@
 
 format: $(STAMP)  ## put the code into the house's form
 	@$(BIN)/ruff format .

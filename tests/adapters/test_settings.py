@@ -41,7 +41,11 @@ def test_keys_of_the_adapter_are_not_passed_on() -> None:
     extra = {"kv_ip": "10.0.0.1", "kv_buffer_size": 5, "hand_off": False, "lease_s": 3}
     settings = read_settings(theirs(kv_connector_extra_config=extra), "P2pConnector")
     assert settings.transfer.kv_connector_extra_config == {"lease_s": 3}
-    assert (settings.transfer.kv_ip, settings.transfer.kv_buffer_size, settings.hand_off) == ("10.0.0.1", 5, False)
+    assert (settings.transfer.kv_ip, settings.transfer.kv_buffer_size, settings.options.hand_off) == (
+        "10.0.0.1",
+        5,
+        False,
+    )
     assert settings.transfer.kv_load_failure_policy == "fail"
 
 

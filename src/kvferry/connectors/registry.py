@@ -12,6 +12,7 @@ import msgspec
 from kvferry.connectors.api import ConnectorContext, SchedulerSide, WorkerSide
 from kvferry.core.errors import ConfigError, UnknownName
 from kvferry.core.names import resolve
+from kvferry.core.options import read_options
 from kvferry.core.transfer_config import KVTransferConfig
 
 ENTRY_POINT_GROUP = "kvferry.connectors"
@@ -30,6 +31,9 @@ class ConnectorSpec:
     settings_check: str = ""
     """A function of a `KVTransferConfig` that raises `ConfigError` for settings that are wrong, as
     `package.module:function`; called before anything is started, without torch. Without it they are checked late."""
+    options: str = ""
+    """The `msgspec.Struct` whose fields are the keys of `kv_connector_extra_config`, as `package.module:Class`. Before
+    anything is started, keys and types are checked with it. The configuration reference is made from it."""
 
     def build_scheduler_side(self, context: ConnectorContext) -> SchedulerSide:
         """The scheduler side, new."""
@@ -51,8 +55,11 @@ class ConnectorSpec:
 
     def check(self, config: KVTransferConfig) -> None:
         """Raise `ConfigError` for settings that can be known to be wrong now."""
+        config = self._with_defaults(config)
         if self.settings_check:
-            resolve(self.settings_check)(self._with_defaults(config))
+            resolve(self.settings_check)(config)
+        if self.options:
+            read_options(resolve(self.options), config.kv_connector_extra_config)
 
     def _completed(self, context: ConnectorContext) -> ConnectorContext:
         return replace(context, config=self._with_defaults(context.config))
@@ -66,6 +73,7 @@ P2P = ConnectorSpec(
     "kvferry.connectors.p2p.scheduler:P2pSchedulerSide",
     "kvferry.connectors.p2p.worker:P2pWorkerSide",
     settings_check="kvferry.connectors.p2p.settings:check",
+    options="kvferry.connectors.p2p.options:P2pOptions",
 )
 BUILTIN = {
     "P2pConnector": P2P,
@@ -76,6 +84,7 @@ BUILTIN = {
         "kvferry.connectors.shared_storage.scheduler:SharedStorageSchedulerSide",
         "kvferry.connectors.shared_storage.worker:SharedStorageWorkerSide",
         settings_check="kvferry.connectors.shared_storage.settings:check",
+        options="kvferry.connectors.shared_storage.options:SharedStorageOptions",
     ),
 }
 

@@ -7,7 +7,9 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-PLACE = "KVFERRY_CACHE_DIR"
+from kvferry.core import environment
+
+PLACE = environment.CACHE_DIR
 
 
 def lasting_places() -> Iterator[Path]:

@@ -24,11 +24,12 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from kvferry.core import environment
 from kvferry.core.cache_places import PLACE, lasting_places
 
 logger = logging.getLogger(__name__)
 
-SWITCH = "KVFERRY_NATIVE"
+SWITCH = environment.NATIVE
 _TIMEOUT_S = 300.0
 
 

@@ -4,31 +4,55 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Mapping
-from difflib import get_close_matches
 from typing import Any, Literal
 
 import msgspec
 
 from kvferry.core.errors import ConfigError
+from kvferry.core.options import unknown_key
 
 KVRole = Literal["kv_producer", "kv_consumer", "kv_both"]
 
 
 class KVTransferConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How this instance takes part in moving KV. Sizes are bytes; ports of 0 mean any free one."""
+    """How this instance takes part in moving KV. The docstring under each field is its meaning in the reference."""
 
     kv_connector: str
+    """Name of the connector. See `kv_connector_module_path` for one that no installed package registers."""
+
     kv_role: KVRole = "kv_both"
+    """Whether KV leaves this instance (`kv_producer`), comes to it (`kv_consumer`), or both. `kvferry prefill` and
+    `kvferry decode` set it where it is not given."""
+
     kv_buffer_device: str = "cpu"
+    """Accepted because vLLM's configuration has it, and not used: KV is moved from where it is."""
+
     kv_buffer_size: float = 1e9
+    """Most bytes of KV blocks that this instance keeps for others; further prefills wait."""
+
     kv_ip: str = "127.0.0.1"
+    """Address that the connector listens on, as other instances reach it."""
+
     kv_port: int = 0
+    """Port that the connector listens on; 0 takes any free one. Tickets carry it, so nobody else need know it."""
+
     kv_rank: int | None = None
+    """Accepted because vLLM's configuration has it, and not used."""
+
     kv_parallel_size: int = 1
+    """Accepted because vLLM's configuration has it, and not used."""
+
     engine_id: str = msgspec.field(default_factory=lambda: uuid.uuid4().hex)
+    """Name of this instance among those that exchange KV. Drawn at random where it is not given."""
+
     kv_load_failure_policy: Literal["recompute", "fail"] = "recompute"
+    """What D does with a request whose KV cannot be loaded: compute the prompt itself, or answer with an error."""
+
     kv_connector_module_path: str | None = None
+    """Python module that holds the `ConnectorSpec` named by `kv_connector`, for connectors of your own."""
+
     kv_connector_extra_config: dict[str, Any] = {}
+    """The connector's own options."""
 
     @property
     def produces(self) -> bool:
@@ -48,7 +72,7 @@ class KVTransferConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
         """Raise `ConfigError` on a `kv_connector_extra_config` key that the connector does not know."""
         for key in self.kv_connector_extra_config:
             if key not in known:
-                raise ConfigError(_unknown_key(f"kv_connector_extra_config.{key}", key, known))
+                raise ConfigError(unknown_key(f"kv_connector_extra_config.{key}", key, known))
 
 
 def extra_value(extras: Mapping[str, Any], key: str, default: Any) -> Any:
@@ -71,7 +95,7 @@ def parse_transfer_config(text: str) -> KVTransferConfig:
     known = KVTransferConfig.__struct_fields__
     for key in raw:
         if key not in known:
-            raise ConfigError(_unknown_key(f"--kv-transfer-config: {key}", key, known))
+            raise ConfigError(unknown_key(f"--kv-transfer-config: {key}", key, known))
     try:
         config = msgspec.convert(raw, KVTransferConfig)
     except msgspec.ValidationError as error:
@@ -85,9 +109,3 @@ def _require_bounds(config: KVTransferConfig) -> None:
         raise ConfigError(f"--kv-transfer-config: kv_port must be between 0 and 65535, got {config.kv_port}")
     if not config.kv_buffer_size > 0:
         raise ConfigError(f"--kv-transfer-config: kv_buffer_size must be above 0, got {config.kv_buffer_size:g}")
-
-
-def _unknown_key(where: str, key: str, known: tuple[str, ...]) -> str:
-    near = get_close_matches(key, known, n=1, cutoff=0.4)
-    hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
-    return f"{where} is not a known key; {hint}"

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 
+from kvferry.core import environment
 from kvferry.core.errors import ConfigError
 from kvferry.engine.config import EngineConfig
 from kvferry.fleet.arguments import flag_name, to_arguments
@@ -25,7 +26,7 @@ from kvferry.observe.logs import INSTANCE_VARIABLE, TEXT, LogConfig
 from kvferry.router.config import RouterConfig
 
 PROGRAM = (sys.executable, "-m", "kvferry.cli.main")
-TOKEN_VARIABLE = "KVFERRY_AUTH_TOKEN"
+TOKEN_VARIABLE = environment.AUTH_TOKEN
 """The fleet's shared secret, in the environment: arguments can be read by everyone on the machine."""
 
 _VLLM_LOG_LEVEL = "VLLM_LOGGING_LEVEL"

@@ -21,7 +21,9 @@ from typing import Any, Literal
 
 import msgspec
 
-INSTANCE_VARIABLE = "KVFERRY_INSTANCE_NAME"
+from kvferry.core import environment
+
+INSTANCE_VARIABLE = environment.INSTANCE_NAME
 """Set by a supervisor for its children: what they are called in its fleet."""
 
 _HELPER_VARIABLE, _HELPER_FORMAT_VARIABLE = "KVFERRY_HELPER_NAME", "KVFERRY_HELPER_LOG_FORMAT"

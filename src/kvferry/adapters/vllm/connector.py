@@ -71,7 +71,11 @@ class KvferryConnector(KVConnectorBase_V1):
     def get_mem_pool_context(self) -> AbstractContextManager[Any] | None:
         """Where the KV cache is to be allocated."""
         tensors = self._kv_cache_config.kv_cache_tensors
-        if not self._settings.shared_memory or not tensors or not siblings.claims_allocation(self, self._settings):
+        if (
+            not self._settings.options.shared_memory
+            or not tensors
+            or not siblings.claims_allocation(self, self._settings)
+        ):
             return None
         if self._vllm_config.device_config.device_type != "cpu":
             return None

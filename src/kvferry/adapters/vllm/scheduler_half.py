@@ -95,7 +95,9 @@ class SchedulerHalf:
     def add(self, request: Any) -> None:
         """A new request."""
         layout = self._layout
-        view = RequestAdapter(request, layout.block_size, layout.model_fingerprint, hand_off=self._settings.hand_off)
+        view = RequestAdapter(
+            request, layout.block_size, layout.model_fingerprint, hand_off=self._settings.options.hand_off
+        )
         added = self._requests[view.request_id] = _Request(view, self._parting.parts(view))
         if view.error is None:
             for shown in added.shown:

@@ -4,31 +4,46 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+from msgspec import Meta
 
-from kvferry.core.errors import ConfigError
+from kvferry.core import environment
+from kvferry.core.options import read_options
 from kvferry.core.transfer_config import KVTransferConfig
 
-TOKEN_VARIABLE = "KVFERRY_AUTH_TOKEN"
 VLLM_DEFAULT_PORT = 14579
 """What vLLM's `kv_port` is when nobody sets it; taken as "any free port"."""
 
 
+class AdapterOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """Keys of `kv_connector_extra_config` that every connector of kvferry's has inside vLLM; all others there are the
+    connector's own. `kv_ip` and `kv_buffer_size` are here because vLLM has no such settings."""
+
+    kv_ip: str = "127.0.0.1"
+    """Address to listen on, as other instances reach it. The default can be reached from this machine only."""
+
+    kv_buffer_size: Annotated[float, Meta(gt=0)] = 1e9
+    """Most bytes of blocks that P keeps for others; further prefills wait."""
+
+    shared_memory: bool = True
+    """Put a KV cache in host memory into shared memory, so that another process on the machine reads it directly."""
+
+    hand_off: bool = True
+    """`false`: use this connector as a cache only, beside another connector that hands off."""
+
+    model_fingerprint: str = ""
+    """A name for the weights, instead of the one made from every byte of the checkpoint's files."""
+
+
 @dataclass(frozen=True)
 class AdapterSettings:
-    """What the user set, in kvferry's words. The last four are keys of `kv_connector_extra_config` (as are `kv_ip` and
-    `kv_buffer_size`, which vLLM has no keys for); all others there are the connector's own."""
+    """What the user set, in kvferry's words."""
 
     transfer: KVTransferConfig
-    auth_token: str = ""
-    hand_off: bool = True
-    """False: the connector sees requests without their hand-off, as a cache beside another connector."""
-    shared_memory: bool = True
-    """Whether a KV cache in host memory is put into shared memory, so that others on the machine read it directly."""
-    model_fingerprint: str = ""
-    """Instead of the one that is made from the model's files."""
+    auth_token: str
+    options: AdapterOptions
 
     @property
     def key(self) -> str:
@@ -41,34 +56,24 @@ def read_settings(theirs: Any, connector_name: str, rank: int = 0) -> AdapterSet
 
     Raises `ConfigError` that names the key.
     """
-    extra = dict(theirs.kv_connector_extra_config)
-    port = 0 if theirs.kv_port == VLLM_DEFAULT_PORT else theirs.kv_port + rank
+    extra = theirs.kv_connector_extra_config
+    names = AdapterOptions.__struct_fields__
+    options = read_options(AdapterOptions, {key: value for key, value in extra.items() if key in names})
     transfer = KVTransferConfig(
         kv_connector=connector_name,
         kv_role=theirs.kv_role,
         kv_buffer_device=theirs.kv_buffer_device,
-        kv_buffer_size=_take(extra, "kv_buffer_size", 1e9),
-        kv_ip=_take(extra, "kv_ip", "127.0.0.1"),
-        kv_port=port,
+        kv_buffer_size=options.kv_buffer_size,
+        kv_ip=options.kv_ip,
+        kv_port=0 if theirs.kv_port == VLLM_DEFAULT_PORT else theirs.kv_port + rank,
         engine_id=theirs.engine_id,
         kv_load_failure_policy=theirs.kv_load_failure_policy,
+        kv_connector_extra_config={key: value for key, value in extra.items() if key not in names},
     )
-    hand_off = _take(extra, "hand_off", True)
-    shared_memory = _take(extra, "shared_memory", True)
-    fingerprint = _take(extra, "model_fingerprint", "")
-    transfer = msgspec.structs.replace(transfer, kv_connector_extra_config=extra)
-    return AdapterSettings(transfer, os.environ.get(TOKEN_VARIABLE, ""), hand_off, shared_memory, fingerprint)
+    return AdapterSettings(transfer, os.environ.get(environment.AUTH_TOKEN, ""), options)
 
 
 def publishes_events(vllm_config: Any) -> bool:
     """Whether vLLM was started with KV events (`--kv-events-config`)."""
     events = vllm_config.kv_events_config
     return events is not None and events.enable_kv_cache_events
-
-
-def _take(extra: dict[str, Any], key: str, default: Any) -> Any:
-    value = extra.pop(key, default)
-    wanted = (float, int) if isinstance(default, float) else type(default)
-    if not isinstance(value, wanted) or (isinstance(value, bool) and not isinstance(default, bool)):
-        raise ConfigError(f"kv_connector_extra_config.{key} must be {type(default).__name__}, got {value!r}")
-    return value

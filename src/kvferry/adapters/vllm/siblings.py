@@ -16,7 +16,7 @@ _workers: dict[str, dict[str, WorkerFacts]] = {}
 
 def claim_hand_offs(connector: object, settings: AdapterSettings) -> None:
     """Only one may write tickets: vLLM cannot join two. Raises `ConfigError` when another one does already."""
-    if not settings.hand_off:
+    if not settings.options.hand_off:
         return
     other = _hand_offs.setdefault(settings.transfer.engine_id, connector)
     if other is not connector:

@@ -6,13 +6,14 @@ import logging
 import os
 import re
 
+from kvferry.core import environment
 from kvferry.core.errors import ConfigError, MissingDependency
 
 log = logging.getLogger(__name__)
 
 TESTED = {"0.32": "0.32.0, CPU build"}
 """Release line → what was run."""
-OVERRIDE = "KVFERRY_ALLOW_UNTESTED_VLLM"
+OVERRIDE = environment.ALLOW_UNTESTED_VLLM
 
 
 def release_line(version: str) -> str:

@@ -89,7 +89,7 @@ class WorkerHalf:
     def register(self, vllm_config: Any, kv_cache_config: object, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """The KV cache is there: build the worker side on it. Raises `ConfigError` when it cannot be moved."""
         kv_caches = {name: kv_caches[name] for name in self._shape.layer_names}
-        fingerprint = self._settings.model_fingerprint or model_fingerprint(vllm_config)
+        fingerprint = self._settings.options.model_fingerprint or model_fingerprint(vllm_config)
         layout = kv_layout(vllm_config, self._shape, kv_caches, fingerprint, self._rank)
         address, num_bytes = allocation(kv_caches)
         device = str(next(iter(kv_caches.values())).device)

@@ -18,13 +18,14 @@ from pathlib import Path
 
 import torch
 
+from kvferry.core import environment
 from kvferry.core.compiled import NotCompiled, compiled
 
 logger = logging.getLogger(__name__)
 
 SOURCES = Path(__file__).parent / "cpu"
 FLAGS = ("-std=c++17", "-O3", "-fopenmp", "-Wno-psabi")
-ISA = "KVFERRY_ISA"
+ISA = environment.ISA
 ISAS = {
     "native": ("-march=native",),
     "amx-emulated": ("-march=native", "-DEMULATE_AMX"),

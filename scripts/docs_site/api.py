@@ -1,0 +1,51 @@
+"""The reference of Python's side: which public modules there are, and in what order a reader wants them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+PAGES = {
+    "connectors": (
+        "Connectors",
+        "What a connector implements, what the engine calls and when, and how a connector is found by name.",
+        ("kvferry.connectors.api", "kvferry.connectors.registry"),
+    ),
+    "transport": (
+        "Transport",
+        "What moves KV between processes: one-sided fabrics, pipes, and the lookup buffer over either.",
+        ("kvferry.transport.fabric.base", "kvferry.transport.pipe.base", "kvferry.transport.lookup_buffer.base"),
+    ),
+    "memory": (
+        "Memory and layout",
+        "What the bytes of a KV block mean, and where they are.",
+        ("kvferry.core.layout", "kvferry.transport.memory", "kvferry.core.block_hash"),
+    ),
+    "store": ("Stores", "KV blocks at rest, by block hash.", ("kvferry.store.base",)),
+    "router": ("Router policies", "How one instance is chosen among several.", ("kvferry.router.policies.base",)),
+    "hand-off": (
+        "Hand-offs",
+        "The ticket, and how requests say their part in a hand-off.",
+        ("kvferry.core.hand_off", "kvferry.core.transfer_config"),
+    ),
+    "configuration": (
+        "Configuration classes",
+        "Frozen classes from which flags, TOML and environment variables are made.",
+        (
+            "kvferry.engine.config",
+            "kvferry.fleet.spec",
+            "kvferry.fleet.restart",
+            "kvferry.router.config",
+            "kvferry.http.config",
+            "kvferry.http.limits",
+            "kvferry.core.options",
+        ),
+    ),
+    "errors": ("Errors", "The one tree of errors.", ("kvferry.core.errors",)),
+}
+"""Page → its title, what it is about, and its modules."""
+
+
+def pages() -> Iterator[tuple[str, str]]:
+    """Each page's place and text; mkdocstrings fills in the modules."""
+    for name, (title, about, modules) in PAGES.items():
+        yield f"api/{name}.md", f"# {title}\n\n{about}\n\n" + "\n".join(f"::: {module}\n" for module in modules)

@@ -1,0 +1,27 @@
+"""Environment variables that are not a flag's, by name and meaning. The reference lists them from here.
+
+Every flag has a variable too (`--max-num-seqs`: `KVFERRY_MAX_NUM_SEQS`); those follow from the flags.
+"""
+
+from __future__ import annotations
+
+AUTH_TOKEN = "KVFERRY_AUTH_TOKEN"
+CACHE_DIR = "KVFERRY_CACHE_DIR"
+NATIVE = "KVFERRY_NATIVE"
+ISA = "KVFERRY_ISA"
+ALLOW_UNTESTED_VLLM = "KVFERRY_ALLOW_UNTESTED_VLLM"
+INSTANCE_NAME = "KVFERRY_INSTANCE_NAME"
+
+VARIABLES = {
+    AUTH_TOKEN: "Secret that all instances and routers of a deployment share. It authenticates the connections on which"
+    " KV travels and seals tickets. Without it, instances accept only tickets with loopback addresses. `kvferry serve`"
+    " draws one where none is set.",
+    CACHE_DIR: "Folder for compiled kernels and for the digests of checkpoint files. Default:"
+    " `$XDG_CACHE_HOME/kvferry`, else `~/.cache/kvferry`; a private temporary folder where neither can be written.",
+    NATIVE: "`0`: compile no kernels and use plain PyTorch on CPUs, which is slower.",
+    ISA: "Compile the CPU kernels for this instruction set (`avx2`, `avx512`, `sse`, `amx-emulated`) instead of the one"
+    " of the processor: for tests and comparisons.",
+    ALLOW_UNTESTED_VLLM: "`1`: run kvferry's connectors inside a release of vLLM that they were not tested with.",
+    INSTANCE_NAME: "Name of the instance in its log lines. `kvferry serve` sets it for each process that it starts.",
+}
+"""Name → meaning, in Markdown."""

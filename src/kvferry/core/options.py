@@ -1,0 +1,49 @@
+"""Options that a user writes as JSON, read into a frozen `msgspec.Struct`.
+
+The fields are the keys, their annotations the types, their defaults the defaults, and the docstring under each field is
+its meaning in the configuration reference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from difflib import get_close_matches
+from typing import Any, TypeVar
+
+import msgspec
+
+from kvferry.core.errors import ConfigError
+
+Options = TypeVar("Options", bound=msgspec.Struct)
+
+EXTRA = "kv_connector_extra_config"
+
+
+def read_options(kind: type[Options], given: Mapping[str, Any], where: str = EXTRA) -> Options:
+    """The options in `given`, with defaults for the others. `where` is how errors name the JSON object they are in.
+
+    Raises `ConfigError` that names the key: one that is unknown (with the nearest known one), one whose value is of
+    another type, or one that is missing.
+    """
+    fields = {one.name: one for one in msgspec.structs.fields(kind)}
+    for key in given:
+        if key not in fields:
+            raise ConfigError(unknown_key(f"{where}.{key}", key, fields))
+    for name, one in fields.items():
+        if one.required and name not in given:
+            raise ConfigError(f"{where}.{name} is required")
+    return kind(**{key: _value(f"{where}.{key}", value, fields[key].type) for key, value in given.items()})
+
+
+def _value(where: str, value: Any, wanted: Any) -> Any:
+    try:
+        return msgspec.convert(value, wanted, strict=False)
+    except (msgspec.ValidationError, OverflowError) as error:
+        raise ConfigError(f"{where}: {error}") from error
+
+
+def unknown_key(where: str, key: str, known: Collection[str]) -> str:
+    """What to tell somebody who wrote a key that does not exist: the nearest that does, or all of them."""
+    near = get_close_matches(key, known, n=1, cutoff=0.4)
+    hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
+    return f"{where} is not a known key; {hint}"

@@ -1,0 +1,39 @@
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+import pytest
+from msgspec import Meta
+
+from kvferry.core.errors import ConfigError
+from kvferry.core.options import read_options
+
+
+class Options(msgspec.Struct, frozen=True, kw_only=True):
+    path: str
+    lease_s: Annotated[float, Meta(gt=0)] = 30.0
+    streams: int = 1
+
+
+def test_given_values_are_converted_and_others_have_their_defaults() -> None:
+    assert read_options(Options, {"path": "/x", "lease_s": 5}) == Options(path="/x", lease_s=5.0)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"path": "/x", "leases": 3}, r"kv_connector_extra_config\.leases is not a known key; did you mean 'lease_s'"),
+        ({"path": "/x", "zzz": 3}, "known: path, lease_s, streams"),
+        ({}, r"kv_connector_extra_config\.path is required"),
+        ({"path": 7}, r"kv_connector_extra_config\.path: "),
+        ({"path": "/x", "lease_s": 0}, r"kv_connector_extra_config\.lease_s: "),
+        ({"path": "/x", "lease_s": "soon"}, r"kv_connector_extra_config\.lease_s: "),
+        ({"path": "/x", "streams": 1.5}, r"kv_connector_extra_config\.streams: "),
+        ({"path": "/x", "streams": 1e400}, r"kv_connector_extra_config\.streams: "),
+        ({"path": None}, r"kv_connector_extra_config\.path: "),
+    ],
+)
+def test_what_is_wrong_is_named(given: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        read_options(Options, given)

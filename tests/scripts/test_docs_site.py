@@ -1,0 +1,98 @@
+"""The references of the documentation site have everything that the code has."""
+
+from __future__ import annotations
+
+import ast
+import re
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from docs_site import api, commands, connectors, environment, metrics, repository
+from kvferry.cli.main import COMMANDS
+from kvferry.connectors.p2p.options import P2pOptions
+from kvferry.connectors.p2p.settings import EXTRAS as P2P_KEYS
+from kvferry.connectors.registry import BUILTIN, find_connector
+from kvferry.connectors.shared_storage.settings import EXTRAS as STORAGE_KEYS
+from kvferry.core.environment import VARIABLES
+from kvferry.core.errors import ConfigError
+from kvferry.core.transfer_config import KVTransferConfig
+
+ROOT = Path(__file__).parents[2]
+INTERNAL = {"KVFERRY_HELPER_NAME", "KVFERRY_HELPER_LOG_FORMAT"}
+"""Set by a process for its own helper processes."""
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_flag_is_in_the_reference_with_its_meaning(command: str) -> None:
+    section = commands.page().partition(f"## kvferry {command}\n")[2].partition("\n## kvferry")[0]
+    rows = {row.split("|")[1].strip(): row for row in section.splitlines() if row.startswith("| `--")}
+    names = {name for flag in commands.flags(command) for name in flag.names if not name.startswith("--no-")}
+    assert {name for cell in rows for name in re.findall(r"`(.+?)`", cell)} == names
+    assert all(len(row.rsplit("|", 2)[1].strip()) > 8 for row in rows.values())
+
+
+def test_every_environment_variable_is_a_flags_or_explained() -> None:
+    flags = {commands.variable(flag) for command in COMMANDS for flag in commands.flags(command)}
+    named = {
+        name
+        for path in (ROOT / "src").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        for name in re.findall(r"KVFERRY_[A-Z0-9_]*[A-Z0-9]", node.value)
+    }
+    assert named - flags - INTERNAL - {"KVFERRY_CONFIG"} == set(VARIABLES)
+    assert all(f"`{name}`" in environment.page() for name in VARIABLES)
+
+
+@pytest.mark.parametrize("name", BUILTIN)
+def test_every_connector_says_which_options_it_has(name: str) -> None:
+    assert BUILTIN[name].options
+    assert name in connectors.page()
+
+
+def test_options_are_the_keys_that_are_read() -> None:
+    assert set(P2pOptions.__struct_fields__) == set(P2P_KEYS)
+    assert all(f"| `{key}` |" in connectors.page() for key in (*P2P_KEYS, *STORAGE_KEYS))
+
+
+def test_an_option_of_the_wrong_type_is_refused_before_anything_is_started() -> None:
+    config = KVTransferConfig(kv_connector="NixlConnector", kv_connector_extra_config={"backends": "UCX"})
+    with pytest.raises(ConfigError, match=r"kv_connector_extra_config\.backends"):
+        find_connector(config).check(config)
+
+
+def test_metrics_of_engine_and_router_are_in_the_reference() -> None:
+    page = metrics.page()
+    for name in ("vllm:time_to_first_token_seconds", "kvferry:kv_load_failures_total", "kvferry_router_requests_total"):
+        assert f"| `{name}` |" in page
+    assert "_created" not in page
+
+
+def test_every_module_of_the_reference_is_there() -> None:
+    assert all(find_spec(module) for _, _, modules in api.PAGES.values() for module in modules)
+
+
+@pytest.mark.parametrize(
+    ("place", "link", "expected"),
+    [
+        ("index.md", "docs/vllm.md#windows", "vllm.md#windows"),
+        ("index.md", "benchmarks/README.md", "benchmarks.md"),
+        ("index.md", "benchmarks/", "benchmarks.md"),
+        ("vllm.md", "../README.md#serve", "index.md#serve"),
+        ("extending.md", "../examples/unix_socket_pipe.py", "examples/unix_socket_pipe.py"),
+        ("benchmarks.md", "results/ttft.png", "benchmarks/results/ttft.png"),
+        ("benchmarks.md", "../docs/architecture.md", "architecture.md"),
+        ("vllm.md", "https://example.com/README.md", "https://example.com/README.md"),
+        ("vllm.md", "../nowhere.md", "../nowhere.md"),
+        ("reference/environment.md", "commands.md", "commands.md"),
+    ],
+)
+def test_links_lead_to_the_same_page_in_the_site(place: str, link: str, expected: str) -> None:
+    assert repository.with_links(f"see [it]({link})", place) == f"see [it]({expected})"
+
+
+def test_links_in_code_are_left_alone() -> None:
+    text = "```\n[it](docs/vllm.md)\n```\n"
+    assert repository.with_links(text, "index.md") == text
