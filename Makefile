@@ -53,8 +53,9 @@ check: $(STAMP)  ## formatting, lint, types, borders
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
 
+# Not --quiet: mkdocs would then not count the warnings that --strict is about.
 docs: $(STAMP_DOCS)  ## build the documentation site, with its references made from the code, into build/site
-	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 $(STAMP_DOCS): $(STAMP)
 	@$(BIN)/pip --disable-pip-version-check install --quiet --editable '.[docs]'
