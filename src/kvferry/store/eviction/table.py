@@ -10,7 +10,12 @@ from kvferry.store.eviction.base import EvictionPolicy
 
 ENTRY_POINT_GROUP = "kvferry.eviction_policies"
 POLICIES = {
+    "fifo": "kvferry.store.eviction.fifo:Fifo",
     "lru": "kvferry.store.eviction.lru:Lru",
+    "lfu": "kvferry.store.eviction.lfu:Lfu",
+    "arc": "kvferry.store.eviction.arc:Arc",
+    "s3fifo": "kvferry.store.eviction.s3fifo:S3Fifo",
+    "reuse": "kvferry.store.eviction.reuse:Reuse",
 }
 DEFAULT = "lru"
 

@@ -1,0 +1,59 @@
+"""Least frequently used: of the blocks with the fewest uses since they were inserted, the longest unused goes first."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from kvferry.store.eviction.base import EvictionPolicy, Key
+
+
+class Lfu(EvictionPolicy):
+    """A queue for each number of uses; every operation takes constant time (Shah, Mitra and Matani, 2010)."""
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__(capacity)
+        self._uses: dict[Key, int] = {}
+        self._queues: dict[int, OrderedDict[Key, None]] = {}
+        self._fewest = 0
+        """No block in the order has fewer uses."""
+
+    def _insert(self, key: Key, now: float, parent: Key | None) -> None:
+        self._put(key, 1)
+
+    def _access(self, key: Key, now: float) -> None:
+        uses = self._uses[key]
+        self._take(key)
+        self._put(key, uses + 1)
+
+    def _remove(self, key: Key) -> None:
+        self._take(key)
+
+    def _victim(self, now: float) -> Key | None:
+        if not self._uses:
+            return None
+        while self._fewest not in self._queues:  # never farther than the uses that were counted
+            self._fewest += 1
+        key = next(iter(self._queues[self._fewest]))
+        self._take(key)
+        return key
+
+    def _restore(self, key: Key, now: float) -> None:
+        self._put(key, 1)
+
+    def _orders(self, key: Key) -> bool:
+        return key in self._uses
+
+    def _num_ordered(self) -> int:
+        return len(self._uses)
+
+    def _put(self, key: Key, uses: int) -> None:
+        self._uses[key] = uses
+        self._queues.setdefault(uses, OrderedDict())[key] = None
+        self._fewest = min(self._fewest, uses)
+
+    def _take(self, key: Key) -> None:
+        uses = self._uses.pop(key)
+        queue = self._queues[uses]
+        del queue[key]
+        if not queue:
+            del self._queues[uses]

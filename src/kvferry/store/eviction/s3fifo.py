@@ -1,0 +1,78 @@
+"""S3-FIFO (Yang, Zhang, Qiu, Yue and Vigfusson, SOSP 2023).
+
+New blocks pass through a small queue, and only those used meanwhile, or wanted again soon after, go on to the main one.
+Blocks that are used once are therefore gone quickly, and a use only counts, it moves nothing.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from kvferry.store.eviction.base import EvictionPolicy, Key
+
+SMALL_SHARE = 0.1
+MOST_USES = 3
+
+
+class S3Fifo(EvictionPolicy):
+    """The small and the main queue, with each block's uses (0 to 3), and ghosts: names that the small one gave up."""
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__(capacity)
+        self._small: OrderedDict[Key, int] = OrderedDict()
+        self._main: OrderedDict[Key, int] = OrderedDict()
+        self._ghosts: OrderedDict[Key, None] = OrderedDict()
+        self._small_target = max(1, int(capacity * SMALL_SHARE))
+
+    def _insert(self, key: Key, now: float, parent: Key | None) -> None:
+        if key in self._ghosts:
+            del self._ghosts[key]
+            self._main[key] = 0
+        else:
+            self._small[key] = 0
+
+    def _access(self, key: Key, now: float) -> None:
+        queue = self._small if key in self._small else self._main
+        queue[key] = min(queue[key] + 1, MOST_USES)
+
+    def _remove(self, key: Key) -> None:
+        (self._small if key in self._small else self._main).pop(key)
+
+    def _victim(self, now: float) -> Key | None:
+        while self._small or self._main:
+            if self._small and (len(self._small) > self._small_target or not self._main):
+                victim = self._from_small()
+            else:
+                victim = self._from_main()
+            if victim is not None:
+                return victim
+        return None
+
+    def _from_small(self) -> Key | None:
+        """The oldest of the small queue leaves it: for the main one when it was used meanwhile."""
+        key, uses = self._small.popitem(last=False)
+        if uses > 0:
+            self._main[key] = 0
+            return None
+        self._ghosts[key] = None
+        while len(self._ghosts) > self.capacity - self._small_target:
+            self._ghosts.popitem(last=False)
+        return key
+
+    def _from_main(self) -> Key | None:
+        """The oldest of the main queue leaves, or goes round once more for each of its uses."""
+        key, uses = self._main.popitem(last=False)
+        if uses == 0:
+            return key
+        self._main[key] = uses - 1
+        return None
+
+    def _restore(self, key: Key, now: float) -> None:
+        self._ghosts.pop(key, None)
+        self._main[key] = 0
+
+    def _orders(self, key: Key) -> bool:
+        return key in self._small or key in self._main
+
+    def _num_ordered(self) -> int:
+        return len(self._small) + len(self._main)
