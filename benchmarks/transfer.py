@@ -28,6 +28,9 @@ TIMEOUT_S = 300.0
 PAIRS = [
     ("kvferry shm", "memcpy"),
     ("kvferry tcp", "socket"),
+    ("kvferry tcp, checksums", "kvferry tcp"),
+    ("kvferry tcp, TLS", "kvferry tcp"),
+    ("kvferry tcp, TLS", "kvferry tcp, checksums"),
     ("kvferry tcp, 2 streams", "socket, 2 streams"),
     ("kvferry nixl", "NIXL's API"),
     ("kvferry mooncake", "Mooncake's API"),

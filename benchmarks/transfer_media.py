@@ -23,15 +23,19 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import trustme
 import uvloop
 
 from kvferry.core.layout import KVLayout, LayerLayout
+from kvferry.transport.checksum import digest
+from kvferry.transport.connection import Connection
 from kvferry.transport.control import Listener
 from kvferry.transport.fabric.base import FabricContext
 from kvferry.transport.fabric.table import build_fabrics
 from kvferry.transport.memory import BlockMemory, Span
 from kvferry.transport.shared_memory import SharedSegment
-from kvferry.transport.wire import Identity
+from kvferry.transport.tls import ChannelTls, channel_tls
+from kvferry.transport.wire import Identity, Message
 
 Spans = list[Span]
 PAGE = 4096
@@ -105,11 +109,25 @@ class Memcpy(Medium):
         self._copy(*(array.ctypes.data for array in arrays), count)
 
 
+class Asked(Message, frozen=True):
+    """Of which spans a digest is wanted."""
+
+    spans: Spans
+
+
+class Digest(Message, frozen=True):
+    """The answer."""
+
+    digest: bytes
+
+
 class Ours(Medium):
     """One of kvferry's transports."""
 
     transport = ""
     options: dict[str, Any] = {}  # noqa: RUF012 - never changed
+
+    tls: ChannelTls | None = None
 
     def serve(self, memory: Memory) -> dict[str, Any]:
         self._build(memory)
@@ -143,10 +161,64 @@ class Ours(Medium):
         layout = KVLayout(model_fingerprint="m", layers=(LayerLayout(1, 512, 512),), dtype="float32", block_size=1)
         blocks = BlockMemory.dense(layout, memory.num_bytes // PAGE, memory.address, segment=memory.segment.name)
         identity = Identity("transfer", layout)
-        self._listener = Listener(identity, "")
-        [self._fabric] = build_fabrics(
-            self.transport, FabricContext(blocks, self._listener, identity, options=self.options)
-        )
+        self._listener = Listener(identity, "", tls=self.tls)
+        self._context = FabricContext(blocks, self._listener, identity, options=self.options, tls=self.tls)
+        [self._fabric] = build_fabrics(self.transport, self._context)
+
+
+class OursUnderTls(Ours):
+    """TCP under TLS, with a certificate made for the occasion."""
+
+    transport = "tcp"
+
+    def serve(self, memory: Memory) -> dict[str, Any]:
+        authority = trustme.CA()
+        issued = authority.issue_cert("localhost")
+        self._folder = tempfile.TemporaryDirectory()
+        files = {"tls_cert": f"{self._folder.name}/cert.pem", "tls_ca": f"{self._folder.name}/ca.pem"}
+        issued.private_key_and_cert_chain_pem.write_to_path(files["tls_cert"])
+        authority.cert_pem.write_to_path(files["tls_ca"])
+        self.tls = channel_tls(files)
+        return super().serve(memory) | files
+
+    def open(self, memory: Memory, where: dict[str, Any]) -> None:
+        self.tls = channel_tls({name: where[name] for name in ("tls_cert", "tls_ca")})
+        super().open(memory, where)
+
+
+class OursCompared(Ours):
+    """TCP, and digests of both sides are compared, as a hand-off does unless `checksum` is false."""
+
+    transport = "tcp"
+
+    def serve(self, memory: Memory) -> dict[str, Any]:
+        where = super().serve(memory)
+        self._listener.handle("digest", self._digest)
+        return where
+
+    async def _digest(self, connection: Connection) -> None:
+        while True:
+            asked: Asked = await connection.receive(Asked)
+            await connection.send(Digest(await digest(self._context.memory, asked.spans)))
+
+    def open(self, memory: Memory, where: dict[str, Any]) -> None:
+        super().open(memory, where)
+        dial = self._context.dial(where["host"], where["port"], "digest", time.monotonic() + 30)
+        self._connection = self._runner.run(dial)
+
+    def read(self, prepared: Any) -> None:
+        super().read(prepared)
+        self._runner.run(self._compare(*prepared))
+
+    async def _compare(self, remote: Spans, local: Spans) -> None:
+        await self._connection.send(Asked(remote))
+        ours = await digest(self._context.memory, local)
+        theirs: Digest = await self._connection.receive(Digest)
+        assert theirs.digest == ours
+
+    def close(self) -> None:
+        self._runner.run(self._connection.close())
+        super().close()
 
 
 class RawSockets(Medium):
@@ -392,6 +464,8 @@ MEDIA: dict[str, type[Medium]] = {
     "kvferry nixl": _ours("nixl"),
     "NIXL's API": NixlApi,
     "kvferry tcp": _ours("tcp"),
+    "kvferry tcp, checksums": OursCompared,
+    "kvferry tcp, TLS": OursUnderTls,
     "socket": RawSockets,
     "kvferry tcp, 2 streams": _ours("tcp", streams=2),
     "socket, 2 streams": RawSockets2,

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import ssl
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
-from itertools import islice
 from typing import Any
 
 from kvferry.core.errors import PeerLost, TransferTimeout
-from kvferry.transport.memory_vector import CALL_BYTES, CALL_PIECES, MemoryVector
+from kvferry.transport.memory_vector import MemoryVector
+from kvferry.transport.socket_io import PlainSocket, SocketIO, TlsSocket
+from kvferry.transport.tls import tls_error
 from kvferry.transport.wire import (
     HEADER_BYTES,
     MAX_FRAME_BYTES,
@@ -30,8 +32,6 @@ from kvferry.transport.wire import (
 
 KEEPALIVE_IDLE_S = 10
 UNACKNOWLEDGED_MS = 20_000
-TURN_BYTES = 4 * 2**20
-"""Sent before others get the loop: a turn of it costs 20 to 40 µs between two copies that fill the caches."""
 
 
 class Connection:
@@ -46,9 +46,11 @@ class Connection:
         sock.setblocking(False)
         tune(sock)
         self.socket = sock
+        self.io: SocketIO = PlainSocket(sock)
         self._frame_limit = MAX_GREETING_BYTES
         self._send_key = self._receive_key = b""
         self._sending = asyncio.Lock()
+        self._cut_off = False
         self._closed = asyncio.Event()
 
     def trust(self, peer: Identity) -> None:
@@ -81,16 +83,14 @@ class Connection:
 
     async def send_bytes(self, pieces: Sequence[bytearray | memoryview]) -> None:
         """Send these bytes in order, straight from where they lie, with nobody else's in between."""
-        async with self._sending:
-            with translated_errors():
-                await _send_all(self.socket, pieces)
+        async with self._whole_sends():
+            await self._send_all(pieces)
 
     async def send_with(self, message: Message, payload: MemoryVector) -> None:
         """Send one frame and, behind it, the payload straight from memory."""
-        async with self._sending:
-            with translated_errors():
-                await _send_all(self.socket, [self.encode(message)])
-                await _send_vector(self.socket, payload)
+        async with self._whole_sends():
+            await self._send_all([self.encode(message)])
+            await self._send_vector(payload)
 
     async def receive(self, kinds: Any) -> Any:
         """The next frame, one of `kinds`. Raises `ProtocolError` on anything else."""
@@ -103,28 +103,33 @@ class Connection:
 
     async def readable(self) -> None:
         """Wait until there is something to receive, or the connection has ended. May be cancelled: nothing is lost."""
-        loop = asyncio.get_running_loop()
-        ready: asyncio.Future[None] = loop.create_future()
-        loop.add_reader(self.socket, _resolve, ready)
+        if not self.io.num_pending:
+            await self._until_readable()
+
+    def at_end(self) -> bool:
+        """Whether a connection that is readable is so because it has ended."""
         try:
-            await ready
-        finally:
-            loop.remove_reader(self.socket)
+            return not self.io.num_pending and not socket.socket.recv(self.socket, 1, socket.MSG_PEEK)
+        except OSError:
+            return True
 
     async def receive_into(self, rest: memoryview) -> None:
         """Fill this memory with what comes next."""
-        loop = asyncio.get_running_loop()
         while rest:
             with translated_errors():
-                count = await loop.sock_recv_into(self.socket, rest)
+                try:
+                    count, _ = self.io.receive(rest)
+                except BlockingIOError:
+                    await self._until_readable()
+                    continue
             if count == 0:
                 raise PeerLost("the peer closed the connection")
             rest = rest[count:]
 
     def abort(self) -> None:
         """Make every task that waits on this connection see it break. Closing is the owner's."""
-        with suppress(OSError):
-            self.socket.shutdown(socket.SHUT_RDWR)
+        with suppress(OSError):  # of the class below, since TLS' own would go on as if there had never been any
+            socket.socket.shutdown(self.socket, socket.SHUT_RDWR)
 
     async def close(self) -> None:
         """Give the socket back. The task that receives must have ended; those that send see it break."""
@@ -136,6 +141,92 @@ class Connection:
     async def wait_closed(self) -> None:
         """Wait until somebody closed it."""
         await self._closed.wait()
+
+    async def encrypt(self, context: ssl.SSLContext, *, server_side: bool) -> None:
+        """Everything from here on is under TLS. Raises what `tls.tls_error` says, or `PeerLost`."""
+        with translated_errors():
+            wrapped = context.wrap_socket(self.socket, server_side=server_side, do_handshake_on_connect=False)
+            self.socket, self.io = wrapped, TlsSocket(wrapped)
+            while True:
+                try:
+                    return wrapped.do_handshake()
+                except ssl.SSLWantReadError:
+                    await self._until_readable()
+                except ssl.SSLWantWriteError:
+                    await self._until_writable()
+
+    async def first_byte(self) -> int | None:
+        """The first that has not been received yet, which stays; None when the peer has closed."""
+        await self._until_readable()
+        with translated_errors():
+            return next(iter(self.socket.recv(1, socket.MSG_PEEK)), None)
+
+    def discard(self) -> None:
+        """Take what is there, up to a greeting's worth, and forget it: closing then ends the connection in order, and
+        what was sent last arrives."""
+        with suppress(OSError):
+            self.socket.recv(MAX_GREETING_BYTES)
+
+    @asynccontextmanager
+    async def _whole_sends(self) -> AsyncIterator[None]:
+        """The body sends: what is cut off half way ends the connection, since nothing can follow it."""
+        async with self._sending:
+            if self._cut_off:
+                raise PeerLost("the connection was ended in the middle of a message")
+            try:
+                with translated_errors():
+                    yield
+            except BaseException:
+                self._cut_off = True
+                self.abort()
+                raise
+
+    async def _send_all(self, pieces: Sequence[bytearray | memoryview]) -> None:
+        rest = deque(memoryview(piece) for piece in pieces if len(piece))
+        num_since = 0
+        while rest:
+            try:
+                sent = self.io.send(rest)
+            except BlockingIOError:
+                await self._until_writable()
+                num_since = 0
+                continue
+            _advance(rest, sent)
+            num_since = await self._turn(num_since + sent)
+
+    async def _send_vector(self, payload: MemoryVector) -> None:
+        num_since = 0
+        while payload.num_left:
+            try:
+                num_since = await self._turn(num_since + self.io.send_vector(payload))
+            except BlockingIOError:
+                await self._until_writable()
+                num_since = 0
+
+    async def _turn(self, num_since: int) -> int:
+        """Let others have the loop, when enough was sent since they had it: the kernel takes much at once."""
+        if num_since < self.io.turn_bytes:
+            return num_since
+        await asyncio.sleep(0)
+        return 0
+
+    async def _until_readable(self) -> None:
+        loop = asyncio.get_running_loop()
+        ready: asyncio.Future[None] = loop.create_future()
+        loop.add_reader(self.socket, _resolve, ready)
+        try:
+            await ready
+        finally:
+            loop.remove_reader(self.socket)
+
+    async def _until_writable(self) -> None:
+        loop = asyncio.get_running_loop()
+        ready: asyncio.Future[None] = loop.create_future()
+        loop.add_writer(self.socket, _resolve, ready)
+        try:
+            await ready
+        finally:
+            loop.remove_writer(self.socket)
 
     async def _receive_exactly(self, num_bytes: int) -> bytearray:
         received = bytearray(num_bytes)
@@ -150,6 +241,8 @@ class translated_errors:  # noqa: N801 - reads as a statement
         return None
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if isinstance(error, ssl.SSLError):
+            raise tls_error(error) from error
         if isinstance(error, OSError) and not (isinstance(error, TimeoutError) and error.errno is None):
             raise PeerLost(f"the connection broke: {error.strerror or error}") from error
 
@@ -175,59 +268,12 @@ def tune(sock: socket.socket) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNACKNOWLEDGED_MS)
 
 
-def _leading(views: deque[memoryview]) -> list[memoryview]:
-    """The first views, as many as one call should have."""
-    taken, num_bytes = list[memoryview](), 0
-    for view in islice(views, CALL_PIECES):
-        taken.append(view)
-        num_bytes += len(view)
-        if num_bytes >= CALL_BYTES:
-            break
-    return taken
-
-
 def _advance(views: deque[memoryview], num_bytes: int) -> None:
     """Drop the first `num_bytes`."""
     while num_bytes and num_bytes >= len(views[0]):
         num_bytes -= len(views.popleft())
     if num_bytes:
         views[0] = views[0][num_bytes:]
-
-
-async def _send_all(sock: socket.socket, pieces: Sequence[bytearray | memoryview]) -> None:
-    rest = deque(memoryview(piece) for piece in pieces)
-    while rest:
-        try:
-            sent = sock.sendmsg(_leading(rest))
-        except BlockingIOError:
-            await _writable(sock)
-            continue
-        if sent >= CALL_BYTES:
-            await asyncio.sleep(0)  # the kernel takes much at once: let others have the loop in between
-        _advance(rest, sent)
-
-
-async def _send_vector(sock: socket.socket, payload: MemoryVector) -> None:
-    num_since = 0
-    while payload.num_left:
-        try:
-            num_since += payload.send(sock)
-        except BlockingIOError:
-            await _writable(sock)
-            num_since = 0
-        if num_since >= TURN_BYTES:
-            await asyncio.sleep(0)
-            num_since = 0
-
-
-async def _writable(sock: socket.socket) -> None:
-    loop = asyncio.get_running_loop()
-    ready: asyncio.Future[None] = loop.create_future()
-    loop.add_writer(sock, _resolve, ready)
-    try:
-        await ready
-    finally:
-        loop.remove_writer(sock)
 
 
 def _resolve(future: asyncio.Future[None]) -> None:

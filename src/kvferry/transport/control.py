@@ -13,10 +13,12 @@ import socket
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
+from typing import Any
 
 from kvferry.core.errors import ConfigError, KvferryError, PeerLost
 from kvferry.transport.connection import Connection, limited_to
-from kvferry.transport.handshake import HANDSHAKE_S, answer, greet
+from kvferry.transport.handshake import HANDSHAKE_S, agree_on_tls, answer, begin_tls, greet
+from kvferry.transport.tls import ChannelTls
 from kvferry.transport.wire import Identity
 
 log = logging.getLogger(__name__)
@@ -41,12 +43,14 @@ class Listener:
         handshake_s: float = HANDSHAKE_S,
         advertised_host: str = "",
         advertised_port: int = 0,
+        tls: ChannelTls | None = None,
     ) -> None:
         """Bind. Raises `ConfigError` when it cannot, or when without a token strangers could reach the port.
 
-        What is advertised is where peers find it, if that is not where it is bound: behind address translation.
+        What is advertised is where peers find it, if that is not where it is bound: behind address translation. With
+        `tls` nobody is listened to who does not speak it.
         """
-        self._identity, self._token, self._handshake_s = identity, token, handshake_s
+        self._identity, self._token, self._tls, self._handshake_s = identity, token, tls, handshake_s
         self._handlers: dict[str, Handler] = {}
         self._num_open = 0
         self._counts: Counter[str] = Counter()
@@ -66,17 +70,17 @@ class Listener:
         try:
             async with asyncio.TaskGroup() as group:
                 while True:
-                    sock = await _accept(loop, self._socket)
+                    sock, address = await _accept(loop, self._socket)
                     if self._num_open >= MAX_CONNECTIONS:
                         self._counts["refused_connections"] += 1
                         sock.close()
                         continue
                     self._num_open += 1
-                    group.create_task(self._serve_one(sock))
+                    group.create_task(self._serve_one(sock, f"{address[0]}:{address[1]}"))
         finally:
             self.close()
 
-    async def _serve_one(self, sock: socket.socket) -> None:
+    async def _serve_one(self, sock: socket.socket, where: str) -> None:
         try:
             async with closing_connection(sock) as connection:
                 purpose = await self._admit(connection)
@@ -85,16 +89,17 @@ class Listener:
             pass  # how connections usually end
         except KvferryError as error:
             self._counts[f"rejected_{type(error).__name__}"] += 1
-            log.warning("a connection was ended: %s", error)
+            log.warning("a connection from %s was ended: %s", where, error)
         except Exception:  # the edge between one peer and the instance: the other connections go on
             self._counts["failed_connections"] += 1
-            log.exception("a connection was ended by a mistake here")
+            log.exception("a connection from %s was ended by a mistake here", where)
         finally:
             self._num_open -= 1
 
     async def _admit(self, connection: Connection) -> str:
         deadline = asyncio.get_running_loop().time() + self._handshake_s
         async with limited_to(deadline, "handshake"):
+            await agree_on_tls(connection, self._tls)
             return await answer(connection, frozenset(self._handlers), self._identity, self._token)
 
     def statistics(self) -> dict[str, float]:
@@ -123,8 +128,11 @@ async def closing_connection(sock: socket.socket) -> AsyncIterator[Connection]:
         await connection.close()
 
 
-async def dial(host: str, port: int, purpose: str, identity: Identity, token: str, deadline: float) -> Connection:
-    """Connect and authenticate before `deadline` (s, monotonic). The caller owns the connection.
+async def dial(
+    host: str, port: int, purpose: str, identity: Identity, token: str, deadline: float, tls: ChannelTls | None = None
+) -> Connection:
+    """Connect and authenticate before `deadline` (s, monotonic), under TLS where that is given. The caller owns the
+    connection.
 
     Raises `PeerLost` when nobody answers, else as `greet`, or `TransferTimeout`.
     """
@@ -132,6 +140,8 @@ async def dial(host: str, port: int, purpose: str, identity: Identity, token: st
     connection = Connection(sock)
     try:
         async with limited_to(deadline, f"handshake with {host}:{port}"):
+            if tls is not None:
+                await begin_tls(connection, tls, f"{host}:{port}")
             await greet(connection, purpose, identity, token)
     except BaseException:
         await connection.close()
@@ -159,10 +169,10 @@ async def _connect(host: str, port: int, deadline: float) -> socket.socket:
     return sock
 
 
-async def _accept(loop: asyncio.AbstractEventLoop, listening: socket.socket) -> socket.socket:
+async def _accept(loop: asyncio.AbstractEventLoop, listening: socket.socket) -> tuple[socket.socket, tuple[Any, ...]]:
     while True:
         try:
-            return (await loop.sock_accept(listening))[0]
+            return await loop.sock_accept(listening)
         except OSError as error:  # out of file descriptors, or the peer left at once: neither ends the listener
             log.warning("cannot accept a connection: %s", error)
             await asyncio.sleep(0.05)

@@ -51,7 +51,7 @@ _SEND_FLAGS = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
 
 
 class MemoryVector:
-    """`lengths[i]` bytes at `addresses[i]`, int64, and how much of them is done.
+    """`lengths[i]` bytes at `addresses[i]`, int64 and none of them 0, and how much of them is done.
 
     Whoever makes one has looked that the addresses are mapped, and that they stay so until it is done.
     """
@@ -79,6 +79,22 @@ class MemoryVector:
         wanted = self._offer()
         return self._call(_RECEIVE, sock, socket.MSG_DONTWAIT), wanted
 
+    def leading(self, limit: int) -> memoryview:
+        """What lies together at the front of what is left, `limit` bytes at most."""
+        address, length = (int(number) for number in self._vector[self._first])
+        return _memory(address, min(length, limit))
+
+    def gather(self, into: memoryview) -> int:
+        """Copy what is left into memory of the caller's, as far as that holds; nothing counts as done by it."""
+        num_copied = 0
+        for address, length in self._vector[self._first : self._first + CALL_PIECES].tolist():
+            count = min(length, len(into) - num_copied)
+            into[num_copied : num_copied + count] = _memory(address, count)
+            num_copied += count
+            if num_copied == len(into):
+                break
+        return num_copied
+
     def _offer(self) -> int:
         """Set up the next call: bytes that it covers."""
         end = int(np.searchsorted(self._ends, self.num_done + CALL_BYTES)) + 1
@@ -93,13 +109,23 @@ class MemoryVector:
             error = OSError(code, os.strerror(code))
             if not isinstance(error, InterruptedError):
                 raise error
-        self._advance(count)
+        self.advance(count)
         return count
 
-    def _advance(self, num_bytes: int) -> None:
+    def advance(self, num_bytes: int) -> None:
+        """So many more bytes are done."""
         self.num_done += num_bytes
-        self._first = int(np.searchsorted(self._ends, self.num_done, side="right"))
-        if self._first < len(self._ends):  # what is left of it
-            row, left = self._vector[self._first], int(self._ends[self._first]) - self.num_done
+        left = int(self._ends[self._first]) - self.num_done
+        if left < 0:
+            self._first = int(np.searchsorted(self._ends, self.num_done, side="right"))
+            left = int(self._ends[self._first]) - self.num_done if self.num_left else 0
+        elif left == 0:
+            self._first += 1
+        if left > 0:  # what is left of it
+            row = self._vector[self._first]
             row[0] += int(row[1]) - left
             row[1] = left
+
+
+def _memory(address: int, num_bytes: int) -> memoryview:
+    return memoryview((ctypes.c_char * num_bytes).from_address(address)).cast("B")

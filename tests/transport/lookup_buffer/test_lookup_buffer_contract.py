@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
-from kv_support import Region, soon, until
+from kv_support import Region, soon, tls_of, until
 
 from kvferry.core.clock import ManualClock
 from kvferry.core.errors import LeakError, LeaseEnded, ProtocolError, TransferTimeout
@@ -55,12 +55,13 @@ class Ends:
             buffer = MemoryLookupBuffer(region.memory, self._network, source, BOUNDS, clock)
         else:
             identity = Identity(f"engine-{self._num}", region.memory.layout)
-            listener = Listener(identity, "secret")
-            context = FabricContext(region.memory, listener, identity, "secret")
-            if self.kind.startswith("pipe-"):
-                buffer = PipeLookupBuffer(context, self.kind.removeprefix("pipe-"), BOUNDS, clock)
+            tls, medium = tls_of(self.kind), self.kind.removeprefix("tls-")
+            listener = Listener(identity, "secret", tls=tls)
+            context = FabricContext(region.memory, listener, identity, "secret", tls=tls)
+            if medium.startswith("pipe-"):
+                buffer = PipeLookupBuffer(context, medium.removeprefix("pipe-"), BOUNDS, clock)
             else:
-                buffer = FabricLookupBuffer(context, build_fabrics(self.kind, context), BOUNDS, clock)
+                buffer = FabricLookupBuffer(context, build_fabrics(medium, context), BOUNDS, clock)
             source = Source(listener.host, listener.port, identity.engine_id)
         await self._stack.enter_async_context(running(buffer))
         return buffer, source
@@ -102,7 +103,7 @@ async def running(buffer: LookupBuffer) -> AsyncIterator[None]:
         assert all(isinstance(result, asyncio.CancelledError) for result in results), results
 
 
-@pytest.fixture(params=["memory", "shm", "tcp", "pipe-tcp", "pipe-shm", "pipe-gloo", "valkey"])
+@pytest.fixture(params=["memory", "shm", "tcp", "pipe-tcp", "pipe-shm", "pipe-gloo", "tls-tcp", "valkey"])
 async def ends(request: pytest.FixtureRequest, make_region: Callable[..., Region]) -> AsyncIterator[Ends]:
     url = request.getfixturevalue("valkey_url") if request.param == "valkey" else ""
     ends = Ends(request.param, make_region, url)

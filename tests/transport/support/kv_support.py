@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -27,8 +28,12 @@ from kvferry.transport.lookup_buffer.pulling import PullFabric
 from kvferry.transport.memory import BlockMemory
 from kvferry.transport.pipe.table import pipe_kind
 from kvferry.transport.shared_memory import SharedSegment, owned_segment_names
+from kvferry.transport.tls import ChannelTls, channel_tls
 from kvferry.transport.transfer_loop import TransferLoop
 from kvferry.transport.wire import Identity
+
+sys.path.insert(0, str(Path(__file__).parents[2]))  # of scripts that are run by themselves
+from support.certificates import for_children, member_options
 
 
 def make_layout(num_layers: int = 3, block_size: int = 4, **changes: object) -> KVLayout:
@@ -80,8 +85,14 @@ class Region:
         self.segment.close()
 
 
+def tls_of(transport: str) -> ChannelTls | None:
+    """Where the name of a transport begins with "tls-"."""
+    return channel_tls(member_options()) if transport.startswith("tls-") else None
+
+
 def make_fabrics(transport: str, context: FabricContext) -> list[Fabric]:
-    """Of `transport`; "pipe-" and the name of a pipe is one that pulls through it."""
+    """Of `transport`; "pipe-" and the name of a pipe is one that pulls through it; "tls-" before either: under TLS."""
+    transport = transport.removeprefix("tls-")
     if transport.startswith("pipe-"):
         return [PullFabric(context, pipe_kind(transport.removeprefix("pipe-")))]
     return build_fabrics(transport, context)
@@ -103,8 +114,9 @@ class Node:
         self.region = region
         self.loop = TransferLoop("kvferry-test")
         identity = Identity(engine_id, region.memory.layout)
-        self.listener = Listener(identity, token)
-        self.context = FabricContext(region.memory, self.listener, identity, token)
+        tls = tls_of(transport)
+        self.listener = Listener(identity, token, tls=tls)
+        self.context = FabricContext(region.memory, self.listener, identity, token, tls=tls)
         self.fabrics = make_fabrics(transport, self.context)
         self.buffer = FabricLookupBuffer(self.context, self.fabrics, bounds, clock)
         self.loop.start()
@@ -146,7 +158,8 @@ class ProducerProcess:
         numbers = [str(num_blocks), str(seed), str(block_size)]
         pipe = subprocess.PIPE
         command = [sys.executable, str(script), transport, *numbers]
-        self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True)
+        environment = os.environ | (for_children() if transport.startswith("tls-") else {})
+        self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment)
         assert self.process.stdout is not None
         self.where = json.loads(self.process.stdout.readline())
         self.source = Source(self.where["host"], self.where["port"])

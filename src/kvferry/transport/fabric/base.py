@@ -13,8 +13,10 @@ from typing import Any, ClassVar
 
 from kvferry.core.errors import ProtocolError
 from kvferry.core.transfer_config import extra_value
-from kvferry.transport.control import Listener
+from kvferry.transport.connection import Connection
+from kvferry.transport.control import Listener, dial
 from kvferry.transport.memory import BlockMemory, Span
+from kvferry.transport.tls import ChannelTls
 from kvferry.transport.wire import Identity
 
 
@@ -28,10 +30,15 @@ class FabricContext:
     identity: Identity
     token: str = ""
     options: Mapping[str, Any] = field(default_factory=dict)
+    tls: ChannelTls | None = None
 
     def option(self, key: str, default: Any) -> Any:
         """A value of `options`, of the default's type. Raises `ConfigError`."""
         return extra_value(self.options, key, default)
+
+    async def dial(self, host: str, port: int, purpose: str, deadline: float) -> Connection:
+        """A connection to another instance's listener, which the caller owns. Raises as `control.dial`."""
+        return await dial(host, port, purpose, self.identity, self.token, deadline, self.tls)
 
 
 class FabricPeer(ABC):
@@ -60,6 +67,10 @@ class Fabric(ABC):
     over_tcp: ClassVar[bool] = False
     """Whether bytes cross TCP in host memory, whose own checksum lets some errors through: what is read is compared
     with what the peer has, unless the user says otherwise."""
+
+    under_tls: ClassVar[bool] = False
+    """Whether bytes that leave the machine go over a `Connection`, and so under TLS where that is asked for. Fabrics
+    with channels of their own are refused then."""
 
     def __init__(self, context: FabricContext) -> None:
         """Register the memory. Raises `ConfigError` when it cannot be read, or read into, by this fabric."""

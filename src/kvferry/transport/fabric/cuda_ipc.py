@@ -40,6 +40,7 @@ class CudaIpcFabric(Fabric):
     """Same machine, another process, devices that reach each other's memory."""
 
     name = "cuda_ipc"
+    under_tls = True
 
     def __init__(self, context: FabricContext, make_driver: Callable[[int], CudaDriver] = CudaDriver) -> None:
         super().__init__(context)

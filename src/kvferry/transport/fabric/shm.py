@@ -29,6 +29,7 @@ class ShmFabric(Fabric):
     """Same machine, same user."""
 
     name = "shm"
+    under_tls = True
 
     def __init__(self, context: FabricContext) -> None:
         super().__init__(context)

@@ -7,6 +7,7 @@ import logging
 from kvferry.core.errors import ConfigError, UnknownName
 from kvferry.core.names import resolve
 from kvferry.transport.fabric.base import Fabric, FabricContext
+from kvferry.transport.tls import require_covered
 
 log = logging.getLogger(__name__)
 
@@ -45,14 +46,20 @@ def build_fabrics(transport: str, context: FabricContext) -> list[Fabric]:
     Raises `UnknownName`, or `ConfigError` when the one asked for, or every one, does not work here.
     """
     if transport != "auto":
-        return [fabric_class(transport)(context)]
+        return [_build(transport, context)]
     fabrics, reasons = list[Fabric](), list[str]()
     for name in AUTO[context.memory.device.partition(":")[0]]:
         try:
-            fabrics.append(fabric_class(name)(context))
+            fabrics.append(_build(name, context))
         except ConfigError as error:
             log.info("transport %s is left out: %s", name, error)
             reasons.append(f"{name}: {error}")
     if not fabrics:
         raise ConfigError(f"no transport can move KV in {context.memory.device} memory here: {'; '.join(reasons)}")
     return fabrics
+
+
+def _build(name: str, context: FabricContext) -> Fabric:
+    found = fabric_class(name)
+    require_covered(context.tls, f"transport {name}", covered=found.under_tls)
+    return found(context)

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import socket
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
@@ -23,13 +22,13 @@ from typing import Any
 import numpy as np
 
 from kvferry.core.errors import ConfigError, KvferryError, PeerLost, ProtocolError
-from kvferry.transport.connection import Connection, limited_to
-from kvferry.transport.control import dial
+from kvferry.transport.connection import Connection, limited_to, translated_errors
 from kvferry.transport.fabric.base import Fabric, FabricContext, FabricPeer, host_and_port
 from kvferry.transport.fabric.pieces import Numbers, Pieces, RegionMap, join
 from kvferry.transport.fabric.table import MAX_STREAMS
 from kvferry.transport.memory import Region, Span
 from kvferry.transport.memory_vector import MemoryVector
+from kvferry.transport.socket_io import SocketIO
 from kvferry.transport.tasks import run_together
 from kvferry.transport.wire import HEADER_BYTES, Message
 
@@ -38,8 +37,6 @@ STREAM_BYTES = 2**20
 """A read is spread over streams in parts of no less."""
 ANYWHERE = RegionMap([Region(0, 2**62)], "peer's")
 """The peer's region, whose size it knows itself."""
-READ_SLICE_BYTES = 4 * 2**20
-"""Received before other tasks get the loop again."""
 WASTE_BYTES = 2**18
 LOW_WATER_BYTES = 2**18
 """Received at once, where so much is to come: a turn of the loop costs as much as the copy of 100 KiB."""
@@ -67,6 +64,7 @@ class TcpFabric(Fabric):
 
     name = "tcp"
     over_tcp = True
+    under_tls = True
 
     def __init__(self, context: FabricContext) -> None:
         super().__init__(context)
@@ -93,7 +91,7 @@ class TcpFabric(Fabric):
         context, streams = self.context, list[_Stream]()
         try:
             for _ in range(self._num_streams):
-                streams.append(_Stream(await dial(host, port, PURPOSE, context.identity, context.token, deadline)))
+                streams.append(_Stream(await context.dial(host, port, PURPOSE, deadline)))
         except BaseException:
             for stream in streams:
                 await stream.close()
@@ -178,16 +176,15 @@ class _Answers:
         """Bytes that surely come, as many as are worth a turn of the loop."""
         return min(self._num_left or 1, LOW_WATER_BYTES)
 
-    def receive(self, sock: socket.socket) -> tuple[int, bool]:
+    def receive(self, io: SocketIO) -> tuple[int, bool]:
         """Receive once: (bytes, whether more may be there). Raises `ProtocolError` on an answer nobody asked for,
         `PeerLost` when the peer has closed, `BlockingIOError` when nothing is there, `OSError`."""
         if not self._num_left:
-            count, wanted = sock.recv_into(self._rest), len(self._rest)
+            count, more = io.receive(self._rest)
         elif self.reads[0].given_up:
-            wanted = min(self._num_left, len(self._waste))
-            count = sock.recv_into(self._waste[:wanted])
+            count, more = io.receive(self._waste[: self._num_left])
         else:
-            count, wanted = self.reads[0].target.receive(sock)
+            count, more = io.receive_vector(self.reads[0].target)
         if not count:
             raise PeerLost("the peer closed the connection")
         if self._num_left:
@@ -196,7 +193,7 @@ class _Answers:
                 self.reads.popleft().finish()
         else:
             self._frame_received(count)
-        return count, count == wanted
+        return count, more
 
     def _frame_received(self, num_bytes: int) -> None:
         self._rest = self._rest[num_bytes:]
@@ -260,23 +257,22 @@ class _Stream:
 
     def _on_readable(self) -> None:
         """Receive what is there, up to a slice's worth."""
-        budget = READ_SLICE_BYTES
+        io = self._connection.io
+        budget = io.turn_bytes
         try:
-            with suppress(BlockingIOError):
+            with translated_errors(), suppress(BlockingIOError):
                 more = True
-                while more and budget > 0:
-                    count, more = self._answers.receive(self._connection.socket)
+                while (more and budget > 0) or io.num_pending:
+                    count, more = self._answers.receive(io)
                     budget -= count
             self._wait_for(self._answers.num_worth_waiting_for)
-        except OSError as error:
-            self._fail(PeerLost(f"the connection broke: {error.strerror or error}"))
         except KvferryError as error:
             self._fail(error)
 
     def _wait_for(self, num_bytes: int) -> None:
         """Be called again when so many are there, or the connection has ended."""
         if num_bytes != self._low_water:
-            self._connection.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, num_bytes)
+            self._connection.io.wait_for(num_bytes)
             self._low_water = num_bytes
 
     def _fail(self, error: KvferryError) -> None:

@@ -58,7 +58,7 @@ class FabricLookupBuffer(OfferingBuffer):
         offer = Offer(memory.num_blocks, memory.geometry.places, lease_s, described)
         listener.handle(PURPOSE, ProducerService(self.table, offer, memory).serve)
         self._checksum = checksum
-        self._pool = PeerPool(Dialler(context.identity, context.token, fabrics))
+        self._pool = PeerPool(Dialler(context, fabrics))
         self._tick_s = min(LONGEST_TICK_S, lease_s / TICKS_PER_LEASE)
         self._takings = Takings()
 
@@ -99,7 +99,7 @@ class FabricLookupBuffer(OfferingBuffer):
 
     def _checks(self, link: Link) -> bool:
         if self._checksum is None:
-            return link.over_tcp and self.memory.device == "cpu"
+            return link.over_bare_tcp and self.memory.device == "cpu"
         return self._checksum
 
     async def _verify(self, peer: Peer, select_id: int, remote: Sequence[Span], local: Sequence[Span]) -> bool:

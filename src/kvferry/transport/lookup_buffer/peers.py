@@ -19,8 +19,7 @@ from kvferry.core.errors import ConfigError, KvferryError, LayoutMismatch, PeerL
 from kvferry.core.layout import KVLayout
 from kvferry.core.sharding import require_ordered
 from kvferry.transport.connection import Connection, limited_to
-from kvferry.transport.control import dial
-from kvferry.transport.fabric.base import Fabric, FabricPeer
+from kvferry.transport.fabric.base import Fabric, FabricContext, FabricPeer
 from kvferry.transport.lookup_buffer.base import Source
 from kvferry.transport.lookup_buffer.entries import Change
 from kvferry.transport.lookup_buffer.messages import (
@@ -38,7 +37,6 @@ from kvferry.transport.lookup_buffer.messages import (
 )
 from kvferry.transport.memory import BlockGeometry
 from kvferry.transport.tasks import run_together
-from kvferry.transport.wire import Identity
 
 log = logging.getLogger(__name__)
 
@@ -52,8 +50,7 @@ RENEWALS_PER_LEASE = 3
 class Dialler:
     """What is needed to reach producers."""
 
-    identity: Identity
-    token: str
+    context: FabricContext
     fabrics: Sequence[Fabric]
 
 
@@ -66,7 +63,7 @@ class Link:
     lease_s: float
     fabric_peer: FabricPeer
     fabric_name: str
-    over_tcp: bool = False
+    over_bare_tcp: bool = False
 
 
 class Follower(Protocol):
@@ -266,7 +263,7 @@ class PeerPool:
 async def _linked(source: Source, dialler: Dialler) -> AsyncIterator[Link]:
     deadline = asyncio.get_running_loop().time() + CONNECT_S
     where = f"{source.host}:{source.port}"
-    connection = await dial(source.host, source.port, PURPOSE, dialler.identity, dialler.token, deadline)
+    connection = await dialler.context.dial(source.host, source.port, PURPOSE, deadline)
     try:
         engine_id = connection.peer.engine_id
         if source.engine_id and engine_id != source.engine_id:
@@ -285,7 +282,7 @@ async def _linked(source: Source, dialler: Dialler) -> AsyncIterator[Link]:
             require_ordered(layout)
             _require_meant(source, layout)
             geometry = BlockGeometry(layout, offer.num_blocks, offer.places)
-            yield Link(connection, geometry, offer.lease_s, fabric_peer, fabric.name, fabric.over_tcp)
+            yield Link(connection, geometry, offer.lease_s, fabric_peer, fabric.name, _over_bare_tcp(fabric))
         finally:
             await fabric_peer.close()
     finally:
@@ -303,6 +300,11 @@ def _shared_fabric(fabrics: Sequence[Fabric], offer: Offer) -> Fabric:
         f"no transport joins these two instances: this one has {ours}, the producer {theirs}; shm needs both on one"
         " machine with a common view of /proc; set kv_connector_extra_config.transport to tcp or auto on both"
     )
+
+
+def _over_bare_tcp(fabric: Fabric) -> bool:
+    """What TLS carries it has authenticated."""
+    return fabric.over_tcp and not (fabric.under_tls and fabric.context.tls)
 
 
 def _require_meant(source: Source, layout: KVLayout) -> None:

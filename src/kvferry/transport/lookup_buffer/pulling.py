@@ -21,7 +21,6 @@ from torch import Tensor, uint8
 
 from kvferry.core.errors import KvferryError, PeerLost, ProtocolError
 from kvferry.transport.connection import Connection, limited_to
-from kvferry.transport.control import dial
 from kvferry.transport.fabric.base import (
     Fabric,
     FabricContext,
@@ -34,6 +33,7 @@ from kvferry.transport.lookup_buffer.block_bytes import BlockBytes, pieces_of, t
 from kvferry.transport.memory import Span
 from kvferry.transport.pipe.base import PipeKind, PipeReceiver, PipeSender
 from kvferry.transport.pipe.meeting import MEET_S, PipeServer, connect_pipe
+from kvferry.transport.tls import require_covered
 from kvferry.transport.wire import Message
 
 PURPOSE = "pull"
@@ -65,6 +65,7 @@ class PullFabric(Fabric):
 
     def __init__(self, context: FabricContext, kind: PipeKind) -> None:
         super().__init__(context)
+        require_covered(context.tls, f"pipe {kind.name}", covered=kind.under_tls)
         self.name, self.over_tcp, self._kind = kind.name, kind.over_tcp, kind  # type: ignore[misc]
         self.blocks = BlockBytes(context.memory)
         self._pipes = PipeServer(context.listener, kind)
@@ -88,11 +89,12 @@ class PullFabric(Fabric):
     async def open_session(self, host: str, port: int, deadline: float) -> PullSession:
         """A pipe, and the connection on which to ask for what comes through it."""
         context, ticket = self.context, secrets.token_hex(16)
-        identity, token = context.identity, context.token
-        connection = await dial(host, port, PURPOSE, identity, token, deadline)
+        connection = await context.dial(host, port, PURPOSE, deadline)
         try:
             await connection.send(Open(ticket))
-            pipe = await connect_pipe(self._kind, host, port, ticket, identity, token, deadline)
+            pipe = await connect_pipe(
+                self._kind, host, port, ticket, context.identity, context.token, deadline, context.tls
+            )
         except BaseException:
             await connection.close()
             raise

@@ -18,12 +18,14 @@ from kvferry.core.errors import ConfigError, UnknownName
 from kvferry.core.transfer_config import KVTransferConfig
 from kvferry.transport.control import Listener
 from kvferry.transport.fabric.base import FabricContext
-from kvferry.transport.fabric.table import FABRICS, LIBRARIES, MAX_STREAMS, OPTIONS, build_fabrics
+from kvferry.transport.fabric.table import FABRICS, LIBRARIES, MAX_STREAMS, OPTIONS, build_fabrics, fabric_class
 from kvferry.transport.lookup_buffer.entries import EntryBounds
 from kvferry.transport.lookup_buffer.fabric import FabricLookupBuffer
 from kvferry.transport.lookup_buffer.offering import OfferingBuffer
 from kvferry.transport.memory import BlockMemory
-from kvferry.transport.pipe.table import pipe_names
+from kvferry.transport.pipe.table import pipe_class, pipe_names
+from kvferry.transport.tls import EXTRAS as TLS_EXTRAS
+from kvferry.transport.tls import ChannelTls, channel_tls, require_covered
 from kvferry.transport.wire import Identity
 
 _DEFAULTS: dict[str, Any] = {
@@ -40,7 +42,16 @@ _DEFAULTS: dict[str, Any] = {
 
 BUFFERS = ("fabric", "pipe", "valkey")
 PIPE_PREFIX = "pipe-"
-EXTRAS = ("lookup_buffer", "transport", "checksum", "valkey_url", "advertise_host", "advertise_port", *OPTIONS)
+EXTRAS = (
+    "lookup_buffer",
+    "transport",
+    "checksum",
+    "valkey_url",
+    "advertise_host",
+    "advertise_port",
+    *OPTIONS,
+    *TLS_EXTRAS,
+)
 """Keys of `kv_connector_extra_config` that are read here."""
 
 
@@ -61,9 +72,11 @@ def build_lookup_buffer(context: LookupBufferContext) -> OfferingBuffer:
     Raises `UnknownName`, or `ConfigError` when what is asked for does not work here.
     """
     config = context.config
+    tls = channel_tls(config.kv_connector_extra_config)
     if buffer_name(config) == "valkey":
         from kvferry.transport.lookup_buffer.valkey.buffer import ValkeyLookupBuffer  # its package is an extra
 
+        _require_no_tls(tls)
         return ValkeyLookupBuffer(context.memory, _valkey_url(config), context.token, context.bounds)
     listener = Listener(
         context.identity,
@@ -72,11 +85,14 @@ def build_lookup_buffer(context: LookupBufferContext) -> OfferingBuffer:
         config.kv_port,
         advertised_host=config.extra("advertise_host", ""),
         advertised_port=config.extra("advertise_port", 0),
+        tls=tls,
     )
     try:
         return _reading(
             context,
-            FabricContext(context.memory, listener, context.identity, context.token, config.kv_connector_extra_config),
+            FabricContext(
+                context.memory, listener, context.identity, context.token, config.kv_connector_extra_config, tls
+            ),
         )
     except BaseException:
         listener.close()
@@ -85,25 +101,43 @@ def build_lookup_buffer(context: LookupBufferContext) -> OfferingBuffer:
 
 def check_lookup_buffer(config: KVTransferConfig) -> None:
     """Raise `ConfigError` for what can be known to be wrong with the configuration before anything is built: names,
-    types, and libraries that are not installed."""
+    types, files, and libraries that are not installed."""
     for key, default in _DEFAULTS.items():
         config.extra(key, default)
     if not 0 <= config.extra("advertise_port", 0) <= 65535:
         raise ConfigError("kv_connector_extra_config.advertise_port must be between 0 and 65535")
     if not 1 <= config.extra("streams", 1) <= MAX_STREAMS:
         raise ConfigError(f"kv_connector_extra_config.streams must be 1 to {MAX_STREAMS}")
+    tls = channel_tls(config.kv_connector_extra_config)
     match buffer_name(config):
         case "valkey":
             _valkey_url(config)
             require_library("lookup_buffer valkey", "valkey", "valkey", ["valkey"])
+            _require_no_tls(tls)
         case "pipe":
-            _pipe_name(_transport(config))
+            name = _pipe_name(_transport(config))
+            if tls is not None:  # only then, since it brings torch
+                require_covered(tls, f"pipe {name}", covered=pipe_class(name).under_tls)
         case _:
-            transport = _transport(config)
-            if transport != "auto" and transport not in FABRICS:
-                raise UnknownName("transport", transport, ["auto", *FABRICS])
-            if transport in LIBRARIES:
-                require_library(f"transport {transport}", *LIBRARIES[transport])
+            _check_transport(_transport(config), tls)
+
+
+def _check_transport(transport: str, tls: ChannelTls | None) -> None:
+    if transport == "auto":
+        return
+    if transport not in FABRICS:
+        raise UnknownName("transport", transport, ["auto", *FABRICS])
+    if transport in LIBRARIES:
+        require_library(f"transport {transport}", *LIBRARIES[transport])
+    require_covered(tls, f"transport {transport}", covered=fabric_class(transport).under_tls)
+
+
+def _require_no_tls(tls: ChannelTls | None) -> None:
+    if tls is not None:
+        raise ConfigError(
+            "kv_connector_extra_config.tls_cert: with lookup_buffer valkey instances do not speak to each other; the"
+            ' TLS of the server is asked for by its URL, as in "valkeys://host:6379"'
+        )
 
 
 def buffer_name(config: KVTransferConfig) -> str:

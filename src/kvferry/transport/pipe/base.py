@@ -90,7 +90,8 @@ class PipeKind(ABC):
 
     name: ClassVar[str]
     over_tcp: ClassVar[bool] = False
-    """As of a fabric."""
+    under_tls: ClassVar[bool] = False
+    """Both as of a fabric."""
 
     def __init__(self, settings: PipeSettings) -> None:
         """Raises `ConfigError` when this kind does not work here."""

@@ -17,6 +17,7 @@ from kvferry.transport.connection import Connection, limited_to
 from kvferry.transport.control import Listener, dial
 from kvferry.transport.pipe.base import PipeKind, PipeReceiver, PipeSender
 from kvferry.transport.pipe.messages import MAX_MESSAGE_BYTES, PURPOSE, Join
+from kvferry.transport.tls import ChannelTls
 from kvferry.transport.wire import Identity
 
 MEET_S = 10.0
@@ -90,10 +91,17 @@ class PipeServer:
 
 
 async def connect_pipe(
-    kind: PipeKind, host: str, port: int, ticket: str, identity: Identity, token: str, deadline: float
+    kind: PipeKind,
+    host: str,
+    port: int,
+    ticket: str,
+    identity: Identity,
+    token: str,
+    deadline: float,
+    tls: ChannelTls | None = None,
 ) -> PipeReceiver:
     """Dial a `PipeServer` and make the pipe; the caller closes it. Raises as `dial`, or why it could not be made."""
-    connection = await dial(host, port, PURPOSE, identity, token, deadline)
+    connection = await dial(host, port, PURPOSE, identity, token, deadline, tls)
     try:
         connection.limit_frames(MAX_MESSAGE_BYTES)
         await connection.send(Join(kind.name, ticket))

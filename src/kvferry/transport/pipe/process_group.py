@@ -19,7 +19,6 @@ the connection tells at once, the call under way is left behind on its thread un
 from __future__ import annotations
 
 import asyncio
-import socket
 from abc import abstractmethod
 from collections.abc import Callable
 from functools import partial
@@ -186,10 +185,7 @@ class GroupMember:
 async def _ended(connection: Connection) -> bool:
     """Wait until there is something to read; whether it is the connection's end."""
     await connection.readable()
-    try:
-        return not connection.socket.recv(1, socket.MSG_PEEK)
-    except OSError:
-        return True
+    return connection.at_end()
 
 
 class GroupSender(ConnectedEnd, PipeSender):

@@ -36,6 +36,7 @@ class ShmPipe(PipeKind):
     """Same machine, same user."""
 
     name = "shm"
+    under_tls = True
 
     async def open_sender(self, connection: Connection, deadline: float) -> PipeSender:
         """Make the ring, and wait until the receiver has it."""

@@ -18,14 +18,19 @@ PIPES = {
 
 
 def pipe_kind(name: str, settings: PipeSettings | None = None) -> PipeKind:
-    """The kind of that name: one of `PIPES`, an entry point of the group "kvferry.pipes", or `module:Class`.
+    """The kind of that name. Raises as `pipe_class`, or `ConfigError` when it does not work here."""
+    return pipe_class(name)(settings or PipeSettings())
 
-    Raises `UnknownName`, or `ConfigError` when it is not a pipe or does not work here.
+
+def pipe_class(name: str) -> type[PipeKind]:
+    """The class of that name: one of `PIPES`, an entry point of the group "kvferry.pipes", or `module:Class`.
+
+    Raises `UnknownName`, or `ConfigError` when it is not a pipe.
     """
     found = _find(name)
     if not (isinstance(found, type) and issubclass(found, PipeKind)):
         raise ConfigError(f"pipe {name!r} must be a kvferry PipeKind, got {found!r}")
-    return found(settings or PipeSettings())
+    return found
 
 
 def pipe_names() -> list[str]:

@@ -16,6 +16,7 @@ class TcpPipe(PipeKind):
     """Any two instances with a network between them."""
 
     name = "tcp"
+    under_tls = True
     over_tcp = True
 
     async def open_sender(self, connection: Connection, deadline: float) -> PipeSender:

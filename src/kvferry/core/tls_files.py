@@ -1,0 +1,46 @@
+"""Certificates and keys from PEM files into TLS contexts. Whoever reads one says what the user calls it."""
+
+from __future__ import annotations
+
+import ssl
+from pathlib import Path
+
+from kvferry.core.errors import ConfigError
+
+
+def load_certificate(context: ssl.SSLContext, cert: Path, key: Path | None, cert_name: str, key_name: str) -> None:
+    """What this side shows of itself; the key may be in the certificate's file. Raises `ConfigError` that names the
+    file, also for a key with a password, which OpenSSL would ask a terminal for."""
+    _require_readable(cert, cert_name)
+    told = f"{cert_name} {cert}"
+    if key is not None:
+        _require_readable(key, key_name)
+        told += f", {key_name} {key}"
+    try:
+        context.load_cert_chain(cert, key, password="")
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigError(f"{told}: {_reason(error)}") from error
+
+
+def load_authority(context: ssl.SSLContext, path: Path, name: str) -> None:
+    """Whose certificates are believed. Raises `ConfigError` that names the file."""
+    _require_readable(path, name)
+    try:
+        context.load_verify_locations(path)
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigError(f"{name} {path}: {_reason(error)}") from error
+
+
+def _require_readable(path: Path, name: str) -> None:
+    try:
+        with path.open("rb") as file:
+            file.read(1)
+    except OSError as error:
+        raise ConfigError(f"{name} {path}: {error.strerror}") from error
+
+
+def _reason(error: OSError) -> str:
+    reason = getattr(error, "reason", None)  # OpenSSL has none for files that it cannot make sense of
+    if reason is None:
+        return "no certificate with its key: both must be PEM, and the key without a password"
+    return str(reason).lower().replace("_", " ")
