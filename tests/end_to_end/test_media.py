@@ -12,12 +12,13 @@ from typing import Any
 
 import pytest
 
+from support.certificates import member_options
 from support.libraries import require_library
 from support.processes import KvferryProcess, begun, kvferry
 
 pytestmark = pytest.mark.processes
 
-MEDIA = ["shm", *(pytest.param(one, marks=pytest.mark.full) for one in ("tcp", "gloo", "nixl", "mooncake"))]
+MEDIA = ["shm", *(pytest.param(one, marks=pytest.mark.full) for one in ("tcp", "tls-tcp", "gloo", "nixl", "mooncake"))]
 FORMS = ["sequential", "concurrent"]
 RANKS = [1, 2]
 ENGINE = (
@@ -51,7 +52,9 @@ def instances(
     """A prefill and a decode instance of each number of ranks, by role and ranks."""
     require_library(request.param)
     folder = tmp_path_factory.mktemp(request.param)
-    extra = {"transport": request.param}
+    extra = {"transport": request.param.removeprefix("tls-")}
+    if request.param.startswith("tls-"):
+        extra |= member_options()
     transfer = {"kv_connector": "P2pConnector", "kv_load_failure_policy": "fail", "kv_connector_extra_config": extra}
     flags = (str(model_maker("llama")), *ENGINE, f"--kv-transfer-config={json.dumps(transfer)}")
     with ExitStack() as stack:
