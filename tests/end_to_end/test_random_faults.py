@@ -1,6 +1,7 @@
 """Two prefill and two decode instances, requests, and one fault after another, at random.
 
-Every request is answered in bounded time, rightly or with a named error; in the end nothing is kept anywhere.
+Every request is answered in bounded time, rightly, whether whole or as a stream that goes on elsewhere; a named error is
+one in a thousand. In the end nothing is kept anywhere.
 `KVFERRY_FAULTS` says how many faults (`make soak`), `KVFERRY_SEED` which.
 """
 
@@ -10,7 +11,6 @@ import json
 import os
 import random
 import signal
-import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -23,6 +23,7 @@ import httpx
 import pytest
 
 from support.flaky_link import FlakyLink, flaky_link
+from support.members import Member, free_port
 from support.processes import KvferryProcess, kvferry, until
 
 pytestmark = pytest.mark.processes
@@ -32,47 +33,11 @@ SEED = int(os.environ.get("KVFERRY_SEED", "1"))
 LEASE_S = 1.0
 ANSWER_S = 20.0
 """Within this every request is answered, whatever happens."""
+SHAPES: dict[str, dict[str, Any]] = {
+    "whole": {"max_tokens": 8, "temperature": 0},
+    "stream": {"max_tokens": 60, "seed": 11, "temperature": 0.8, "stream": True},
+}
 NAMED = {"server_error", "hand_off_error", "unavailable_error", "timeout_error", "rate_limit_error"}
-
-
-class Member:
-    """One instance that dies and comes back at the same address."""
-
-    def __init__(self, role: str, model: Path, folder: Path, link: FlakyLink | None, transport: str) -> None:
-        self.role, self.folder, self.link = role, folder, link
-        extra: dict[str, Any] = {"lease_s": LEASE_S, "timeout_s": 2.0, "transport": transport, "checksum": True}
-        if link is not None:
-            extra["advertise_port"] = link.port
-        transfer = {
-            "kv_connector": "P2pConnector",
-            "kv_port": link.upstream_port if link is not None else 0,
-            "kv_connector_extra_config": extra,
-        }
-        self._arguments = (
-            role,
-            str(model),
-            "--served-model-name=m",
-            "--dtype=float32",
-            "--kv-cache-memory=48MiB",
-            f"--kv-transfer-config={json.dumps(transfer)}",
-        )
-        self.port = free_port()
-        self._stack = ExitStack()
-        self.process: KvferryProcess
-        self.num_starts = 0
-
-    def start(self) -> None:
-        self.num_starts += 1
-        log = self.folder / f"{self.role}-{self.port}-{self.num_starts}.log"
-        self.process = self._stack.enter_context(kvferry(*self._arguments, log=log, ends_cleanly=False, port=self.port))
-
-    def stop(self) -> None:
-        self._stack.close()
-
-    def restart(self) -> None:
-        self.process.kill()
-        self.stop()
-        self.start()
 
 
 class Chaos:
@@ -83,35 +48,37 @@ class Chaos:
         self.prefill = [member for member in members if member.role == "prefill"]
         self.decode = [member for member in members if member.role == "decode"]
         self.dice = random.Random(SEED)
-        self.expected: dict[str, list[int]] = {}
+        self.expected: dict[tuple[str, str], list[int]] = {}
         self.outcomes: Counter[str] = Counter()
         self._num_asked = 0
 
     def learn(self) -> None:
         """What is right, from one instance alone."""
         for name, prompt in self.prompts.items():
-            answer = self.decode[0].process.complete(prompt, max_tokens=8, cache_salt="learn")
-            self.expected[name] = answer["choices"][0]["token_ids"]
+            for shape, fields in SHAPES.items():
+                answer = self.decode[0].process.complete(prompt, **{**fields, "stream": False}, cache_salt="learn")
+                self.expected[name, shape] = answer["choices"][0]["token_ids"]
 
-    def ask(self, name: str, timeout: float = ANSWER_S) -> None:
+    def ask(self, name: str, shape: str, timeout: float = ANSWER_S) -> None:
         """One request through the router, and a look at its answer."""
         self._num_asked += 1
-        body = {"prompt": self.prompts[name], "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+        body = {"prompt": self.prompts[name], "ignore_eos": True, **SHAPES[shape]}
         body |= {"return_token_ids": True, "cache_salt": f"{SEED}-{self._num_asked}"}
         response = httpx.post(self.router.url + "/v1/completions", json=body, timeout=timeout)
-        answer = response.json()
-        if response.status_code == 200:
-            assert answer["choices"][0]["token_ids"] == self.expected[name], f"wrong tokens for {name}"
-            self.outcomes["answered"] += 1
-        else:
-            assert answer["error"]["type"] in NAMED, answer
-            assert answer["error"]["message"], answer
-            self.outcomes[f"refused_{response.status_code}"] += 1
+        parts = events(response.text) if "stream" in body and response.status_code == 200 else [response.json()]
+        if error := next((part["error"] for part in parts if "error" in part), None):
+            assert error["type"] in NAMED, error
+            assert error["message"], error
+            self.outcomes[f"refused_{shape}"] += 1
+            return
+        found = [token for part in parts for choice in part["choices"] for token in choice.get("token_ids", [])]
+        assert found == self.expected[name, shape], f"wrong tokens for {name}, {shape}"
+        self.outcomes["answered"] += 1
 
-    def leave(self, name: str) -> None:
+    def leave(self, name: str, shape: str, timeout: float) -> None:
         """A client that does not wait for its answer."""
         try:
-            self.ask(name, timeout=self.dice.random() * 0.2)
+            self.ask(name, shape, timeout)
         except httpx.TimeoutException:
             self.outcomes["left"] += 1
 
@@ -136,7 +103,7 @@ class Chaos:
     def freeze(self) -> None:
         process = self.dice.choice(self.members).process
         process.kill(signal.SIGSTOP)
-        time.sleep(self.dice.choice([0.1, LEASE_S * 1.5]))
+        time.sleep(self.dice.choice([0.1, LEASE_S * 1.5, LEASE_S * 6]))
         process.kill(signal.SIGCONT)
 
     def kill(self) -> None:
@@ -149,10 +116,11 @@ class Chaos:
 
     def round(self, pool: ThreadPoolExecutor) -> None:
         """Some requests, and a fault among them."""
-        names = self.dice.choices(list(self.prompts), k=self.dice.randrange(1, 4))
-        asked: list[Future[None]] = [pool.submit(self.ask, name) for name in names]
+        wanted = self.dice.choices(list(self.expected), k=self.dice.randrange(1, 4))
+        asked: list[Future[None]] = [pool.submit(self.ask, *one) for one in wanted]
         if self.dice.random() < 0.3:
-            asked.append(pool.submit(self.leave, self.dice.choice(list(self.prompts))))
+            one = self.dice.choice(list(self.expected))
+            asked.append(pool.submit(self.leave, *one, self.dice.random() * 0.2))
         time.sleep(self.dice.random() * 0.12)
         faults: list[Callable[[], None]] = [self.cut, self.corrupt, self.stall, self.freeze, self.kill, self.nothing]
         fault = self.dice.choices(faults, weights=[30, 30, 20, 8, 3, 9])[0]
@@ -168,13 +136,6 @@ class Chaos:
             until(lambda one=member.process: one.metric("kvferry:num_hand_offs_held") == 0, within_s=10)
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
 @pytest.fixture
 def chaos(model_maker: Any, tmp_path: Path) -> Iterator[Chaos]:
     model, dice = model_maker("llama"), random.Random(7)
@@ -185,13 +146,15 @@ def chaos(model_maker: Any, tmp_path: Path) -> Iterator[Chaos]:
     with ExitStack() as stack:
         links = [stack.enter_context(flaky_link(free_port())) for _ in range(2)]
         members = [
-            Member("prefill", model, tmp_path, link, how) for link, how in zip(links, ("auto", "tcp"), strict=True)
+            Member("prefill", model, tmp_path, link, transport=how, lease_s=LEASE_S)
+            for link, how in zip(links, ("auto", "tcp"), strict=True)
         ]
-        members += [Member("decode", model, tmp_path, None, "auto") for _ in range(2)]
+        members += [Member("decode", model, tmp_path, lease_s=LEASE_S) for _ in range(2)]
         for member in members:
             stack.callback(member.stop)
             member.start()
         urls = [f"--{member.role}-url=http://127.0.0.1:{member.port}" for member in members]
+        urls += ["--health-interval-s=0.3", "--health-timeout-s=1"]
         router = stack.enter_context(kvferry("router", *urls, log=tmp_path / "router.log", ends_cleanly=False))
         yield Chaos(members, router, prompts)
 
@@ -206,12 +169,21 @@ def test_one_fault_after_another(chaos: Chaos) -> None:
                 chaos.require_clean()
     chaos.require_clean()
     until(lambda: answered(chaos), within_s=20)  # and it serves as if nothing had been
-    print(dict(chaos.outcomes))
+    print(dict(chaos.outcomes), "continued:", chaos.router.metric("kvferry_router_continuations_total"))
+    refused = sum(number for outcome, number in chaos.outcomes.items() if outcome.startswith("refused"))
     assert chaos.outcomes["answered"] > NUM_FAULTS
+    assert refused <= chaos.outcomes["answered"] / 1000
 
 
 def answered(chaos: Chaos) -> bool:
     before = chaos.outcomes["answered"]
-    for name in chaos.prompts:
-        chaos.ask(name)
-    return chaos.outcomes["answered"] == before + len(chaos.prompts)
+    for one in chaos.expected:
+        chaos.ask(*one)
+    return chaos.outcomes["answered"] == before + len(chaos.expected)
+
+
+def events(body: str) -> list[dict[str, Any]]:
+    """Of a stream that has come to its end."""
+    lines = [line.removeprefix("data: ") for line in body.splitlines() if line]
+    assert lines[-1] == "[DONE]", lines[-3:]
+    return [json.loads(line) for line in lines[:-1]]

@@ -314,9 +314,10 @@ async def routing(
     prefill: list[str], decode: list[str], http: HttpConfig | None = None, **settings: Any
 ) -> AsyncIterator[tuple[Router, str]]:
     """A router before the instances at these URLs, and its own URL. Unless told otherwise, it looks at their health
-    once, at the start. In the end nothing is left of any request."""
+    once, at the start, and does not wait for those that are full. In the end nothing is left of any request."""
     settings.setdefault("health_interval_s", 3600)
     settings.setdefault("policy", "round_robin")
+    settings.setdefault("busy_wait_s", 0)
     config = RouterConfig(prefill_url=tuple(prefill), decode_url=tuple(decode), **settings)
     http = replace(http or HttpConfig(shutdown_grace_s=1), port=0, max_body_bytes=config.max_body_bytes)
     router = build_router(config, http)

@@ -66,6 +66,10 @@ class RouterConfig:
     continuation_timeout_s: float = 30.0
     """Seconds to look for an instance that can go on with an answer, where none is left at once."""
 
+    busy_wait_s: float = 10.0
+    """Seconds a request may wait, in all, where every decode instance answers 429 or 503; each time for as long as
+    `Retry-After` says. The answer is then the client's. 0: at once."""
+
     max_in_flight: int = 2048
     """Most requests at once; more wait for their turn."""
 
@@ -138,7 +142,9 @@ class RouterConfig:
             raise ConfigError(f"--max-waiting must not be negative, got {self.max_waiting}")
         for path in self.forward_path:
             parse_path(path)
-        for name in (one.name for one in fields(self) if one.name.endswith("_s")):
+        if self.busy_wait_s < 0:
+            raise ConfigError(f"--busy-wait-s must not be negative, got {self.busy_wait_s}")
+        for name in (one.name for one in fields(self) if one.name.endswith("_s") and one.name != "busy_wait_s"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"--{name.replace('_', '-')} must be above 0, got {getattr(self, name)}")
         if self.max_buffered_bytes < self.max_body_bytes:

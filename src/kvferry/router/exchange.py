@@ -46,6 +46,7 @@ from kvferry.router.legs import (
     whole_body,
 )
 from kvferry.router.metrics import Metrics
+from kvferry.router.patience import Patience
 from kvferry.router.plan import Plan, Split
 from kvferry.router.pools import Pools
 from kvferry.router.progress import Progress
@@ -114,6 +115,7 @@ class Exchange:
         self._tickets = Tickets(services.releases, services.pools.decode)
         self._rescue = Rescue(services.config, services.pools, services.metrics, body, self._call_for_rescue)
         self._marks_wanted = body.get("stream") is True and not services.config.trust_client_tickets
+        self._patience = Patience(services.config.busy_wait_s)
         self._seed = shared_seed(body)
         self._timeline = msgspec.json.encode(Timeline(arrived=request.arrived, routed=services.clock.wall()))
         self._decode_lost: PeerLost | None = None
@@ -226,7 +228,7 @@ class Exchange:
             return False
         if answer is None:
             return isinstance(self._decode_lost, Unreachable)
-        return verdict(answer.status) is Verdict.BUSY
+        return verdict(answer.status) is Verdict.BUSY and self._patience.is_over
 
     def _fetched(self, answer: Answer | None, transfer_id: str) -> Answer:
         if answer is None:
@@ -315,11 +317,22 @@ class Exchange:
         prefill: Instance | None = None,
         transfer_id: str | None = None,
     ) -> Answer:
-        """The first decode instance that serves; else the last bad answer, so that the client sees what was wrong.
+        """The first decode instance that serves, after a wait where all are full; else the last bad answer, so that the
+        client sees what was wrong.
 
         With a ticket in the body, `prefill` is whose. `last` is an answer that another instance gave before. Raises
         `RequestError` when there is none.
         """
+        while True:
+            last = await self._decode_once(body, last, prefill, transfer_id)
+            if verdict(last.status) is Verdict.SERVED or not await self._patience.waited(last):
+                return last
+            self._candidates.forgive_decodes()
+            last = None
+
+    async def _decode_once(
+        self, body: bytes, last: Answer | None, prefill: Instance | None, transfer_id: str | None
+    ) -> Answer:
         for instance in self._candidates.decodes(prefill):
             wait = self._upstream.wait_for(instance, body)
             answer = await self._call_decode(instance, body, wait, transfer_id)
