@@ -1,7 +1,7 @@
 """Two prefill and two decode instances, requests, and one fault after another, at random.
 
-Every request is answered in bounded time, rightly, whether whole or as a stream that goes on elsewhere; a named error is
-one in a thousand. In the end nothing is kept anywhere.
+Every request is answered in bounded time and rightly, whether whole or as a stream that goes on elsewhere; a named
+error is one in a thousand. In the end nothing is kept anywhere.
 `KVFERRY_FAULTS` says how many faults (`make soak`), `KVFERRY_SEED` which.
 """
 
