@@ -35,7 +35,7 @@ ANSWER_S = 20.0
 """Within this every request is answered, whatever happens."""
 SHAPES: dict[str, dict[str, Any]] = {
     "whole": {"max_tokens": 8, "temperature": 0},
-    "stream": {"max_tokens": 60, "seed": 11, "temperature": 0.8, "stream": True},
+    "stream": {"max_tokens": 200, "seed": 11, "temperature": 0.8, "stream": True},
 }
 NAMED = {"server_error", "hand_off_error", "unavailable_error", "timeout_error", "rate_limit_error"}
 
@@ -123,7 +123,7 @@ class Chaos:
             asked.append(pool.submit(self.leave, *one, self.dice.random() * 0.2))
         time.sleep(self.dice.random() * 0.12)
         faults: list[Callable[[], None]] = [self.cut, self.corrupt, self.stall, self.freeze, self.kill, self.nothing]
-        fault = self.dice.choices(faults, weights=[30, 30, 20, 8, 3, 9])[0]
+        fault = self.dice.choices(faults, weights=[25, 25, 18, 10, 10, 12])[0]
         fault()
         self.outcomes[fault.__name__] += 1
         for future in asked:

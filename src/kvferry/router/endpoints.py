@@ -69,7 +69,7 @@ class Endpoints:
             try:
                 answer = await exchange.serve(plan)
                 candidates.answered(answer.instance)
-                delivered = await self._relay.send(answer, response, exchange.continued) and answer.status < 400
+                delivered = await self._relay.send(answer, response, exchange) and answer.status < 400
                 if delivered:
                     await exchange.delivered()
             except RequestError as error:

@@ -38,8 +38,10 @@ from kvferry.router.legs import (
     Refused,
     Verdict,
     decode_body,
+    is_stream_of_one,
     prefill_body,
     prefill_usage,
+    repeats_itself,
     shared_seed,
     ticket_origin,
     verdict,
@@ -49,10 +51,11 @@ from kvferry.router.metrics import Metrics
 from kvferry.router.patience import Patience
 from kvferry.router.plan import Plan, Split
 from kvferry.router.pools import Pools
-from kvferry.router.progress import Progress
+from kvferry.router.progress import EventPassage, Progress
 from kvferry.router.protocols.choose import can_pair, choose_form
 from kvferry.router.protocols.form import Form
 from kvferry.router.releases import Releases
+from kvferry.router.replay import Replay
 from kvferry.router.rescue import Rescue
 from kvferry.router.tickets import Tickets
 from kvferry.router.upstream import Answer, Upstream
@@ -114,7 +117,8 @@ class Exchange:
         self._candidates = candidates
         self._tickets = Tickets(services.releases, services.pools.decode)
         self._rescue = Rescue(services.config, services.pools, services.metrics, body, self._call_for_rescue)
-        self._marks_wanted = body.get("stream") is True and not services.config.trust_client_tickets
+        self._marks_wanted = is_stream_of_one(request.path, body) and not services.config.trust_client_tickets
+        self._repeats = self._marks_wanted and services.config.continuations > 0 and repeats_itself(body)
         self._patience = Patience(services.config.busy_wait_s)
         self._seed = shared_seed(body)
         self._timeline = msgspec.json.encode(Timeline(arrived=request.arrived, routed=services.clock.wall()))
@@ -135,15 +139,23 @@ class Exchange:
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=_LATE_PREFILL_S)
 
-    async def continued(self, progress: Progress, lost: Answer) -> Answer | None:
-        """The rest of the answer, of which the client has what `progress` says, from another instance than the one
-        that was lost; None when there is none."""
+    def passage_of(self, answer: Answer) -> EventPassage | None:
+        """See `Elsewhere`."""
+        if answer.is_marked:
+            return Progress()
+        kind = type(answer.instance.facts)
+        if self._repeats and answer.is_event_stream and answer.status == 200 and kind is VllmFacts:
+            return Replay(kind)
+        return None
+
+    async def continued(self, passage: EventPassage, lost: Answer) -> Answer | None:
+        """See `Elsewhere`."""
         self._failed(lost.instance, "lost_in_answer")
         lost.close()
         for task in self._tasks:
             task.cancel()
         self._tickets.release_all(self._request.headers)  # nobody fetches any more: the rest is computed anew
-        return await self._rescue.elsewhere(progress, lost.instance)
+        return await self._rescue.elsewhere(passage, lost.instance)
 
     def close(self) -> None:
         """Cut what is still open, and have P release what nobody fetched. Does not block."""

@@ -13,6 +13,7 @@ from kvferry.core.hand_off import RankAddress
 from kvferry.core.timeline import Timeline
 from kvferry.router.body import RequestBody
 from kvferry.router.instance import KVSource
+from kvferry.router.plan import is_batch
 from kvferry.router.protocols.form import Form
 from kvferry.router.upstream import Answer
 
@@ -114,6 +115,18 @@ def prefill_usage(answer: bytes) -> PrefillUsage:
 def shared_seed(body: RequestBody) -> dict[str, int]:
     """The seed field both legs get when the client gave none, so that D goes on as P began; empty when it did."""
     return {} if body.get("seed") is not None else {"seed": secrets.randbits(63)}
+
+
+def is_stream_of_one(path: str, body: RequestBody) -> bool:
+    """Whether the answer is a stream of one choice."""
+    several = any(body.get(field) not in (None, 1) for field in ("n", "best_of"))
+    batch = path == "/v1/completions" and is_batch(body.raw("prompt"))
+    return body.get("stream") is True and not (several or batch or body.get("use_beam_search"))
+
+
+def repeats_itself(body: RequestBody) -> bool:
+    """Whether a second answer of another engine's would be the same: greedy, or with a seed of the client's."""
+    return body.get("temperature") == 0 or body.get("seed") is not None
 
 
 def prefill_body(body: RequestBody, form: Form, seed: dict[str, int]) -> bytes:

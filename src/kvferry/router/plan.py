@@ -43,7 +43,7 @@ def _needs_one_instance(path: str, body: RequestBody) -> str | None:
         return "echo"
     if body.get("use_beam_search"):
         return "beam_search"
-    if path == "/v1/completions" and _is_batch(body.raw("prompt")):
+    if path == "/v1/completions" and is_batch(body.raw("prompt")):
         return "prompt_batch"
     return "malformed" if _asks_for_no_token(body) else None
 
@@ -59,7 +59,7 @@ def _cannot_be_shared(body: RequestBody, pools: Pools) -> str | None:
     return None if all(isinstance(one.facts, InstanceFacts) for one in pools.decode.instances) else "several_choices"
 
 
-def _is_batch(prompt: bytes) -> bool:
+def is_batch(prompt: bytes) -> bool:
     """Whether the JSON text is a list of strings or of lists (a list of numbers is one prompt).
 
     Looks at the first characters only: a prompt may be very long.

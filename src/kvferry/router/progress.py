@@ -6,14 +6,19 @@ it can be continued.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from array import array
+from typing import Any
 
 import msgspec
 
-from kvferry.core.continuation import MARK, Continuation, decode_mark, is_last
+from kvferry.core.continuation import CONTINUE_KEY, MARK, Continuation, decode_mark, is_last
+from kvferry.router.instance import Facts, InstanceFacts
+from kvferry.router.legs import HAND_OFF_FIELD
 
 _END = b"\n\n"
 _DONE = b"data: [DONE]"
+ERROR_EVENT = b'data: {"error"'
 _MAY_GO_ELSEWHERE = frozenset({"unavailable_error", "server_error", "hand_off_error", "rate_limit_error"})
 """Types of errors that are the instance's, not the request's."""
 
@@ -29,19 +34,26 @@ class _ErrorEvent(msgspec.Struct):
     error: _Error
 
 
-class Progress:
-    """Of one stream, which several instances may bring in turn."""
+class EventPassage(ABC):
+    """The events of one stream on their way, which several instances of the kind `kind` may bring in turn: they pass
+    whole or not at all. `begun`: the client has some. `error`: an event by which the instance itself ended the stream.
+    `hopeless`: nobody can go on."""
 
-    def __init__(self) -> None:
-        self.begun = False
-        """Whether the client has any of it."""
+    def __init__(self, kind: type[Facts]) -> None:
+        self.kind = kind
+        self.begun = self.hopeless = False
         self.error = b""
-        """An event by which the instance ended the stream itself."""
-        self._first = b""
-        self._marks: list[bytes] = []
-        self._tokens = array("i")
         self._partial = b""
         self._closing: list[bytes] = []
+
+    @abstractmethod
+    def _event(self, event: bytes) -> bytes:
+        """What the client gets of an event now."""
+
+    @abstractmethod
+    def fields(self) -> dict[str, Any]:
+        """What is added to the request for the instance that goes on. Raises `msgspec.MsgspecError` and `OverflowError`
+        when the last one told nonsense."""
 
     def restart(self) -> None:
         """Another instance brings the rest: what was held back of the last one's is void."""
@@ -49,7 +61,7 @@ class Progress:
         self._closing.clear()
 
     def take(self, payload: bytes) -> bytes:
-        """What the client gets of the next piece of the body: whole events, without marks."""
+        """What the client gets of the next piece of the body."""
         if self._partial:
             payload, self._partial = self._partial + payload, b""
         if not payload.endswith(_END):
@@ -59,17 +71,53 @@ class Progress:
             return self._event(payload)
         return b"".join([self._event(event + _END) for event in payload.split(_END)[:-1]])
 
+    def _hold(self, event: bytes) -> bytes:
+        """Keep what is of the stream's end until that is here."""
+        self._closing.append(event)
+        return b""
+
+    def _refuse(self, event: bytes) -> bytes:
+        """The stream ends as it should not; the first error event counts."""
+        if event.startswith(ERROR_EVENT):
+            self.error = self.error or event
+        return b""
+
+    @property
+    def closing(self) -> bytes | None:
+        """The end of the stream, which the client does not have yet; None when it has not come whole."""
+        if not self._closing or not self._closing[-1].startswith(_DONE):
+            return None
+        return b"".join(self._closing)
+
+    @property
+    def can_go_elsewhere(self) -> bool:
+        """Whether the instance broke off, or told of an error that may be its own and not the request's."""
+        if self.hopeless or not self.error:
+            return not self.hopeless
+        try:
+            told = msgspec.json.decode(self.error.removeprefix(b"data: "), type=_ErrorEvent)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            return True
+        return told.error.type in _MAY_GO_ELSEWHERE
+
+
+class Progress(EventPassage):
+    """Of a stream whose events have marks."""
+
+    def __init__(self) -> None:
+        super().__init__(InstanceFacts)
+        self._first = b""
+        self._marks: list[bytes] = []
+        self._tokens = array("i")
+
     def _event(self, event: bytes) -> bytes:
         if self._closing:
-            self._closing.append(event)
-            return b""
+            return self._hold(event)
         if not event.startswith(MARK):
-            self.error = self.error or event
-            return b""
+            return self._refuse(event)
         mark, _, event = event.partition(b"\n")
         if is_last(mark):
-            self._closing.append(event)
-            return b""
+            return self._hold(event)
         if not self.begun:
             self.begun, self._first = True, mark
         self._marks.append(mark)
@@ -82,37 +130,16 @@ class Progress:
             self._tokens.extend(decode_mark(mark).tokens)
         self._marks.clear()
 
-    @property
-    def closing(self) -> bytes | None:
-        """The end of the stream, which the client does not have yet; None when it has not come whole."""
-        if not self._closing or not self._closing[-1].startswith(_DONE):
-            return None
-        return b"".join(self._closing)
-
-    @property
-    def can_go_elsewhere(self) -> bool:
-        """Whether the instance broke off, or told of an error that may be its own and not the request's."""
-        if not self.error:
-            return True
-        try:
-            told = msgspec.json.decode(self.error.removeprefix(b"data: "), type=_ErrorEvent)
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-            return True
-        return told.error.type in _MAY_GO_ELSEWHERE
-
-    def continuation(self) -> Continuation | None:
-        """From where another instance goes on; None: from the beginning. Raises `msgspec.MsgspecError` and
-        `OverflowError` on marks that are none."""
+    def fields(self) -> dict[str, Any]:
+        """From where another instance goes on; nothing when the client has nothing."""
         if not self.begun:
-            return None
+            return {}
         self._read_marks()
         first = decode_mark(self._first)
-        return msgspec.convert(
-            {
-                "token_ids": self._tokens.tolist(),
-                "seed": first.seed,
-                "created": first.created,
-                "num_cached_tokens": first.num_cached_tokens or 0,
-            },
-            Continuation,
-        )
+        told = {
+            "token_ids": self._tokens.tolist(),
+            "seed": first.seed,
+            "created": first.created,
+            "num_cached_tokens": first.num_cached_tokens or 0,
+        }
+        return {HAND_OFF_FIELD: {CONTINUE_KEY: msgspec.convert(told, Continuation)}}

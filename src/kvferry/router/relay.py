@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
+from typing import Protocol
 
 from kvferry.core.errors import PeerLost
 from kvferry.core.openai import SSE_DONE
@@ -17,7 +18,7 @@ from kvferry.router.errors import BadAnswer, InstanceLost, InstanceSilent, Silen
 from kvferry.router.headers import for_client
 from kvferry.router.instance import Instance, InstanceFacts, VllmFacts
 from kvferry.router.pools import Pools
-from kvferry.router.progress import Progress
+from kvferry.router.progress import EventPassage
 from kvferry.router.upstream import Answer
 
 logger = logging.getLogger(__name__)
@@ -25,8 +26,15 @@ logger = logging.getLogger(__name__)
 _LONGEST_ERROR = 256 * 1024
 """Bytes of an error's body; it is read whole, to be looked through."""
 
-Elsewhere = Callable[[Progress, Answer], Awaitable[Answer | None]]
-"""Whoever goes on with an answer that was lost; None: nobody."""
+
+class Elsewhere(Protocol):
+    """Who knows of other instances."""
+
+    def passage_of(self, answer: Answer) -> EventPassage | None:
+        """What another instance would need to go on with this answer; None: none could."""
+
+    async def continued(self, passage: EventPassage, lost: Answer) -> Answer | None:
+        """The rest of an answer whose instance was lost; None: there is nobody to give it."""
 
 
 class Relay:
@@ -48,8 +56,9 @@ class Relay:
         if answer.status >= 400 and not answer.is_event_stream:
             await self._send_error(answer, response)
             return True
-        if answer.is_marked and elsewhere is not None:
-            return await self._send_marked(answer, response, elsewhere)
+        passage = None if elsewhere is None else elsewhere.passage_of(answer)
+        if elsewhere is not None and passage is not None:
+            return await self._send_events(answer, response, passage, elsewhere)
         response.start(answer.status, self._headers(answer))
         try:
             await answer.relay(response, self._mask if answer.is_event_stream else None)
@@ -59,22 +68,24 @@ class Relay:
             return False
         return True
 
-    async def _send_marked(self, answer: Answer, response: Response, elsewhere: Elsewhere) -> bool:
+    async def _send_events(
+        self, answer: Answer, response: Response, passage: EventPassage, elsewhere: Elsewhere
+    ) -> bool:
         """A stream that another instance can go on with."""
         response.start(answer.status, [one for one in self._headers(answer) if one[0] != b"content-length"])
-        progress, now = Progress(), answer
+        now = answer
         while True:
             try:
-                await now.relay_payload(response, progress.take)
+                await now.relay_payload(response, passage.take)
                 lost = PeerLost(f"{now.instance} ended an answer before its end")
             except PeerLost as error:
                 lost = error
-            if (closing := progress.closing) is not None:
+            if (closing := passage.closing) is not None:
                 response.end(closing)
                 return True
             logger.warning("request %s: %s", response.request.id, lost)
-            told, before = progress.error, now
-            following = await elsewhere(progress, before)
+            told, before = passage.error, now
+            following = await elsewhere.continued(passage, before)
             if following is None:
                 self._end_broken(response, told, lost)
                 return False

@@ -1,0 +1,133 @@
+"""vLLM's streams whose instance is lost: another is asked the same, and the client gets only what it does not have."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import aiohttp
+import pytest
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+
+from router.peers import Cut, Peer, instances, routing
+
+WORDS = ["The", " quick", " brown", " é日", "", " fox", ' "finish_reason":"x', " jumps", " over", " it"]
+BODY = {"model": "m", "prompt": "Hello", "max_tokens": 10, "temperature": 0, "stream": True}
+CHAT = {"model": "m", "messages": [{"role": "user", "content": "Hello"}], "temperature": 0, "stream": True}
+
+
+def chunks(body: Any, sizes: list[int], created: int, words: list[str]) -> list[bytes]:
+    """As vLLM writes them, `sizes` tokens to an event."""
+    chat = "messages" in body
+    head = {"id": "cmpl-1", "created": created, "model": "m"}
+    events: list[dict[str, Any]] = []
+    if chat:
+        events.append({**head, "choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]})
+    done = 0
+    while done < len(words):
+        size = sizes[len(events) % len(sizes)]
+        some, numbers = words[done : done + size], list(range(done, min(done + size, len(words))))
+        done += size
+        finish = "stop" if done >= len(words) else None
+        choice: dict[str, Any] = {"index": 0, "finish_reason": finish}
+        if chat:
+            choice |= {"delta": {"content": "".join(some)}, "logprobs": {"content": [{"token": one} for one in some]}}
+        else:
+            logprobs = {
+                "tokens": some,
+                "token_logprobs": numbers,
+                "text_offset": numbers,
+                "top_logprobs": [{}] * len(some),
+            }
+            choice |= {"text": "".join(some), "logprobs": logprobs, "token_ids": numbers}
+        events.append({**head, "choices": [choice]})
+    events.append({**head, "choices": [], "usage": {"completion_tokens": len(words)}})
+    return [
+        *(b"data: " + json.dumps(one, separators=(",", ":")).encode() + b"\n\n" for one in events),
+        b"data: [DONE]\n\n",
+    ]
+
+
+def answering(sizes: list[int], created: int, *, cut_after: int | None = None, words: list[str] = WORDS) -> Any:
+    async def answer(peer: Peer, request: Request, body: Any) -> Response:
+        found = chunks(body, sizes, created, words)
+        if cut_after is not None:
+            return Cut(found[:cut_after])
+        return StreamingResponse(each(found), media_type="text/event-stream")
+
+    return answer
+
+
+async def each(events: list[bytes]) -> AsyncIterator[bytes]:
+    for event in events:
+        yield event
+
+
+def a_vllm(answer: Any) -> Peer:
+    return Peer("decode", answer, vllm="0.32.0")
+
+
+async def ask(url: str, body: dict[str, Any]) -> list[Any]:
+    path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+    async with aiohttp.ClientSession() as session, session.post(url + path, json=body) as response:
+        assert response.status == 200
+        text = await response.text()
+    lines = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
+    assert lines[-1] == "[DONE]"
+    return [json.loads(line) for line in lines[:-1]]
+
+
+def whole(events: list[Any]) -> dict[str, Any]:
+    """All that the events say, joined."""
+    found: dict[str, Any] = {"text": "", "ids": [], "logprobs": [], "finish": [], "roles": 0, "usage": []}
+    found["created"] = {event["created"] for event in events}
+    for event in events:
+        found["usage"] += [event["usage"]] if event.get("usage") else []
+        for choice in event["choices"]:
+            delta, logprobs = choice.get("delta", {}), choice.get("logprobs") or {}
+            found["text"] += choice.get("text", "") + delta.get("content", "")
+            found["roles"] += "role" in delta
+            found["ids"] += choice.get("token_ids") or []
+            found["logprobs"] += [one["token"] for one in logprobs.get("content", [])] + logprobs.get("tokens", [])
+            found["finish"] += [choice["finish_reason"]] if choice.get("finish_reason") else []
+    return found
+
+
+@pytest.mark.parametrize("body", [BODY, CHAT, {**BODY, "temperature": 1.0, "seed": 5}])
+@pytest.mark.parametrize("sizes", [[1], [2], [3, 1], [100]])
+async def test_wherever_it_broke_off_and_however_the_events_are_cut(body: dict[str, Any], sizes: list[int]) -> None:
+    async with instances(one := a_vllm(answering([1], 7))), routing([], [one.url]) as (_, url):
+        expected = whole(await ask(url, body))
+    assert expected["text"] == "".join(WORDS)
+    for after in range(1, len(chunks(body, [1], 7, WORDS))):
+        bad, good = a_vllm(answering([1], 7, cut_after=after)), a_vllm(answering(sizes, 8))
+        async with instances(bad, good), routing([], [bad.url, good.url]) as (_, url):
+            assert whole(await ask(url, body)) == expected, after
+        assert good.calls[0].body == bad.calls[0].body == body
+
+
+@pytest.mark.parametrize(
+    "words", [["The", " slow"], [*WORDS[:3], " red", *WORDS[4:]], ["The"], [], ["The", " quick", " brown"]]
+)
+async def test_another_answer_is_not_glued_to_the_first(words: list[str]) -> None:
+    bad, other = a_vllm(answering([1], 7, cut_after=4)), a_vllm(answering([1], 8, words=words))
+    async with instances(bad, other), routing([], [bad.url, other.url]) as (_, url):
+        events = await ask(url, BODY)
+    assert events[-1]["error"]["code"] == "instance_lost"
+    assert "".join(WORDS).startswith(whole_text(events[:-1]))
+
+
+def whole_text(events: list[Any]) -> str:
+    return "".join(choice["text"] for event in events for choice in event["choices"])
+
+
+@pytest.mark.parametrize(
+    "fields", [{"temperature": 1.0}, {"temperature": None}, {"n": 2}, {"use_beam_search": True}, {"prompt": ["a", "b"]}]
+)
+async def test_what_does_not_repeat_itself_ends_with_an_error(fields: dict[str, Any]) -> None:
+    bad, good = a_vllm(answering([1], 7, cut_after=4)), a_vllm(answering([1], 7))
+    async with instances(bad, good), routing([], [bad.url, good.url]) as (_, url):
+        assert (await ask(url, {**BODY, **fields}))[-1]["error"]["code"] == "instance_lost"
+    assert not good.calls
