@@ -50,6 +50,20 @@ class P2pOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     advertise_port: Annotated[int, Meta(ge=0, le=65535)] = 0
     """Port that tickets carry, where it differs from the one listened on."""
 
+    tls_cert: str = ""
+    """PEM file of this instance's certificate, with its chain. Connections between instances are then under mutual
+    TLS. Set it on all instances or on none."""
+
+    tls_key: str = ""
+    """PEM file of the certificate's private key, where `tls_cert` does not contain it."""
+
+    tls_ca: str = ""
+    """PEM file of the authority that has signed the certificates of all instances, and of nobody else."""
+
+    tls_control_only: bool = False
+    """Accept a transport that TLS does not cover (`nixl`, `mooncake`, `gloo`, `nccl`), because its network is
+    private."""
+
     streams: Annotated[int, Meta(ge=1, le=16)] = 1
     """`tcp`: connections to each peer."""
 
