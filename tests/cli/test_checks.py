@@ -17,12 +17,13 @@ from kvferry.core.errors import ConfigError
 from kvferry.engine.config import EngineConfig
 from kvferry.fleet.spec import EngineChoice, FleetSpec, Listen
 from kvferry.fleet.transfer import check_transfer
+from kvferry.http.config import HttpAccess
 
 TINY = "kvferry/tiny-python"
 
 
 def check(**listen: Any) -> None:
-    check_before_start(EngineConfig(model=TINY), EngineChoice(), Listen(**{"port": 0, **listen}))
+    check_before_start(EngineConfig(model=TINY), EngineChoice(), Listen(**{"port": 0, **listen}), HttpAccess())
 
 
 def test_what_is_right_passes() -> None:
@@ -48,7 +49,7 @@ def test_a_port_in_use(taken: int) -> None:
         check(port=taken)
     fleet = FleetSpec(prefill=1, instance_ports=taken - 1)
     with pytest.raises(ConfigError, match="another --instance-ports"):
-        check_before_start(EngineConfig(model=TINY), EngineChoice(), Listen(port=0), fleet)
+        check_before_start(EngineConfig(model=TINY), EngineChoice(), Listen(port=0), HttpAccess(), fleet)
 
 
 def test_a_port_whose_last_connections_are_still_closing_is_free() -> None:
@@ -71,6 +72,8 @@ TRANSFERS = [
     ({"lease_s": 0}, "lease_s must be greater than 0"),
     ({"lease_s": "soon"}, "kv_connector_extra_config.lease_s"),
     ({"streams": 17}, "streams must be 1 to 16"),
+    ({"tls_key": "/nowhere"}, "tls_key needs .*tls_cert"),
+    ({"tls_cert": "/nowhere", "tls_ca": "/nowhere"}, "tls_cert /nowhere: No such file"),
     ({"advertise_port": -1}, "advertise_port must be between"),
     ({"lookup_buffer": "valky"}, "did you mean 'valkey'"),
     ({"lookup_buffer": "valkey"}, "valkey_url"),

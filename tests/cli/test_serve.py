@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import ssl
 import subprocess
 import sys
 import urllib.request
@@ -19,6 +20,7 @@ import pytest
 
 from conftest import ModelMaker
 from kvferry.fleet.vllm.ports import free_ports
+from support.certificates import Authority
 from support.processes import until
 
 pytestmark = pytest.mark.processes
@@ -132,3 +134,43 @@ def test_a_model_that_is_not_there_is_told_in_one_line(tmp_path: Path) -> None:
     assert done.stdout == ""
     assert "nowhere" in done.stderr.splitlines()[-1]
     assert "Traceback" not in done.stderr
+
+
+def test_tls_towards_clients_and_between_instances(model_maker: ModelMaker, tmp_path: Path) -> None:
+    """The supervisor asks the router under TLS too, and instances take KV from each other under TLS."""
+    log, authority = tmp_path / "log", Authority(tmp_path / "authority")
+    cert, key = authority.issue()
+    context = ssl.create_default_context(cafile=str(authority.ca))
+    extra = {"transport": "tcp", **authority.options(*authority.issue("instance"))}
+    transfer = {"kv_connector": "P2pConnector", "kv_load_failure_policy": "fail", "kv_connector_extra_config": extra}
+    with serving(
+        log,
+        str(model_maker("llama")),
+        *("--prefill=1", "--tls-cert", str(cert), "--tls-key", str(key), "--hang-timeout-s=1", "--log-level=debug"),
+        f"--kv-transfer-config={json.dumps(transfer)}",
+    ) as (process, url):
+        assert url.startswith("https://")
+        request = urllib.request.Request(
+            url + "/v1/completions", data=json.dumps(BODY).encode(), headers={"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=60, context=context) as response:
+            assert json.load(response)["usage"]["completion_tokens"] == 12
+        with pytest.raises(OSError, match="CERTIFICATE_VERIFY_FAILED"):
+            get(url + "/health")
+        with pytest.raises(OSError):
+            get(url.replace("https:", "http:") + "/health")
+        until(lambda: "router answers GET /health" in log.read_text(), 60, log.read_text())
+        process.terminate()
+        assert process.wait(30) == 0
+    assert "is read over tcp" in log.read_text()
+
+
+def test_tls_files_are_looked_at_before_anything_is_started(tmp_path: Path) -> None:
+    missing = tmp_path / "nowhere.pem"
+    for command in (("serve",), ("serve", "--prefill=1"), ("prefill",), ("router", "--decode-url=http://127.0.0.1:9")):
+        model = () if command[0] == "router" else ("kvferry/tiny-python",)
+        program = [sys.executable, "-m", "kvferry.cli.main", command[0], *model, *command[1:], "--port=0"]
+        done = subprocess.run([*program, f"--tls-cert={missing}"], check=False, capture_output=True, text=True)
+        assert done.returncode == 2, done.stderr
+        assert f"--tls-cert {missing}: No such file or directory" in done.stderr
+        assert "loading" not in done.stderr

@@ -68,11 +68,19 @@ class Handler(http.server.BaseHTTPRequestHandler):
         pass
 port = int(arguments[0].removeprefix("--port="))
 server = http.server.HTTPServer(("127.0.0.1", port), Handler)
+scheme = "http"
+if len(arguments) > 1:
+    import ssl
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(arguments[1], arguments[2])
+    server.socket = context.wrap_socket(server.socket, server_side=True)
+    scheme = "https"
 print("pid", os.getpid(), flush=True)
-serve(f"http://127.0.0.1:{server.server_address[1]}")
+serve(f"{scheme}://127.0.0.1:{server.server_address[1]}")
 server.serve_forever()
 """
-"""Serves and answers /health, at the port of its first argument, --port=N."""
+"""Serves and answers /health, at the port of its first argument, --port=N; under TLS where a certificate and its key
+follow."""
 
 WRONG = """
 print("kvferry: error: the model is not there; name another", file=sys.stderr)

@@ -6,6 +6,7 @@ import asyncio
 import os
 import re
 import signal
+from pathlib import Path
 
 import pytest
 
@@ -17,6 +18,7 @@ from kvferry.fleet.asking import serves
 from kvferry.fleet.process import ProcessSpec
 from kvferry.fleet.restart import MOST_WAIT_S, SETTLED_S, Again, GiveUp, RestartPolicy, Restarts
 from kvferry.fleet.supervisor import FleetPlan, LocalSupervisor
+from support.certificates import Authority
 
 
 def waits(restarts: Restarts, count: int) -> list[float]:
@@ -86,10 +88,14 @@ async def test_who_is_killed_comes_back_at_its_address(name: str) -> None:
     assert not await serves(urls(display, name)[0])
 
 
-async def test_who_hangs_is_killed_and_comes_back(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("tls", [False, True], ids=["plain", "TLS"])
+async def test_who_hangs_is_killed_and_comes_back(caplog: pytest.LogCaptureFixture, tmp_path: Path, tls: bool) -> None:
     caplog.set_level("DEBUG", "kvferry.fleet")
     display = RecordingDisplay()
-    task = await up(display, healthy("decode-0"), policy=RestartPolicy(hang_timeout_s=1.0))
+    cert, key = Authority(tmp_path).issue()
+    files = (str(cert), str(key)) if tls else ()
+    spec = child("decode-0", HEALTHY, "--port=0", *files, tls_cert=cert if tls else None)
+    task = await up(display, spec, policy=RestartPolicy(hang_timeout_s=1.0))
     await _is_asked(caplog)
     os.kill(pids(display, "decode-0")[0], signal.SIGSTOP)
     await display.until(lambda seen: len(urls(seen, "decode-0")) == 2)

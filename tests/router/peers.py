@@ -9,9 +9,11 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import uvicorn
@@ -21,7 +23,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from kvferry.http.config import HttpConfig
+from kvferry.http.config import HttpConfig, InstanceAccess
 from kvferry.http.lifecycle import Lifecycle
 from kvferry.http.listen import listen
 from kvferry.http.server import HttpServer
@@ -30,16 +32,21 @@ from kvferry.router.config import RouterConfig
 
 
 @asynccontextmanager
-async def serving(app: Any) -> AsyncIterator[str]:
-    """The base URL at which `app` is served."""
+async def serving(app: Any, tls: tuple[Path, Path] | None = None, client_ca: Path | None = None) -> AsyncIterator[str]:
+    """The base URL at which `app` is served, under TLS with a certificate and its key. With `client_ca` clients must
+    have one of that authority."""
     listener = listen("127.0.0.1", 0)
     config = uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=1)
+    if tls is not None:
+        config.ssl_certfile, config.ssl_keyfile = tls
+    if client_ca is not None:
+        config.ssl_ca_certs, config.ssl_cert_reqs = str(client_ca), ssl.CERT_REQUIRED
     config.load()
     server = uvicorn.Server(config)
     server.lifespan = config.lifespan_class(config)
     await server.startup([listener])
     try:
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        yield f"{'http' if tls is None else 'https'}://127.0.0.1:{listener.getsockname()[1]}"
     finally:
         await server.shutdown([listener])
 
@@ -288,13 +295,15 @@ DECODE = {**CONCURRENT, "role": "decode", "engine_id": "engine-d", "kv_port": 0}
 
 
 @asynccontextmanager
-async def instances(*peers: Peer) -> AsyncIterator[None]:
-    """Serve all of them, and set their URLs."""
+async def instances(
+    *peers: Peer, tls: tuple[Path, Path] | None = None, client_ca: Path | None = None
+) -> AsyncIterator[None]:
+    """Serve all of them, as `serving` does, and set their URLs."""
     done = asyncio.Event()
     async with asyncio.TaskGroup() as group:
         ready = [asyncio.Event() for _ in peers]
         for peer, event_of_peer in zip(peers, ready, strict=True):
-            group.create_task(_serve_peer(peer, event_of_peer, done))
+            group.create_task(_serve_peer(peer, event_of_peer, done, tls, client_ca))
         for event_of_peer in ready:
             await event_of_peer.wait()
         try:
@@ -303,15 +312,22 @@ async def instances(*peers: Peer) -> AsyncIterator[None]:
             done.set()
 
 
-async def _serve_peer(peer: Peer, ready: asyncio.Event, done: asyncio.Event) -> None:
-    async with serving(peer.app()) as peer.url:
+async def _serve_peer(
+    peer: Peer, ready: asyncio.Event, done: asyncio.Event, tls: tuple[Path, Path] | None, client_ca: Path | None
+) -> None:
+    async with serving(peer.app(), tls, client_ca) as peer.url:
         ready.set()
         await done.wait()
 
 
 @asynccontextmanager
 async def routing(
-    prefill: list[str], decode: list[str], http: HttpConfig | None = None, **settings: Any
+    prefill: list[str],
+    decode: list[str],
+    http: HttpConfig | None = None,
+    *,
+    access: InstanceAccess | None = None,
+    **settings: Any,
 ) -> AsyncIterator[tuple[Router, str]]:
     """A router before the instances at these URLs, and its own URL. Unless told otherwise, it looks at their health
     once, at the start, and does not wait for those that are full. In the end nothing is left of any request."""
@@ -320,7 +336,7 @@ async def routing(
     settings.setdefault("busy_wait_s", 0)
     config = RouterConfig(prefill_url=tuple(prefill), decode_url=tuple(decode), **settings)
     http = replace(http or HttpConfig(shutdown_grace_s=1), port=0, max_body_bytes=config.max_body_bytes)
-    router = build_router(config, http)
+    router = build_router(config, http, access)
     server, ready = HttpServer(router.routes(), http, Lifecycle("router")), asyncio.Event()
     async with router.running(), asyncio.TaskGroup() as group:
         running = group.create_task(server.run(lambda host, port: ready.set()))

@@ -98,13 +98,13 @@ def _run(
 ) -> int:
     spec, where, logs = complete(InstanceSpec, instance), complete(Listen, listen), complete(LogConfig, log)
     settings, chosen = complete(EngineConfig, engine, model=model), complete(EngineChoice, choice)
+    accesses, bounds = complete(HttpAccess, access), complete(HttpLimits, limits)
     if chosen.engine == "vllm":
-        require_nothing_said(complete(HttpAccess, access), complete(HttpLimits, limits))
+        require_nothing_said(accesses, bounds)
         plan = vllm_instance(role, settings, chosen, spec, where)
-        check_before_start(settings, chosen, where)
+        check_before_start(settings, chosen, where, accesses)
         return run_fleet(plan, where, ready_fd, logs)
     transfer = parse_transfer_config(transfer_for(spec.kv_transfer_config or DEFAULT, role))
     if ready_fd is None:
-        check_before_start(settings, chosen, where)
-    accesses, bounds = complete(HttpAccess, access), complete(HttpLimits, limits)
+        check_before_start(settings, chosen, where, accesses)
     return run_engine(role, settings, spec, where, transfer, logs, accesses, bounds, ready_fd)

@@ -101,7 +101,7 @@ def serve(
     if said.spec.is_split or said.choice.engine == "vllm":
         plan = said.plan()
         if ready_fd is None:
-            check_before_start(said.engine, said.choice, said.listen, said.spec)
+            check_before_start(said.engine, said.choice, said.listen, said.access, said.spec)
         return run_fleet(plan, said.listen, ready_fd, said.log, policy)
     return _serve_one(said, ready_fd)
 
@@ -123,7 +123,7 @@ def _serve_one(said: LocalFleet, ready_fd: int | None) -> int:
         check_transfer(text)
     transfer = None if text is None else parse_transfer_config(text)
     if ready_fd is None:
-        check_before_start(said.engine, said.choice, said.listen)
+        check_before_start(said.engine, said.choice, said.listen, said.access)
     return run_engine(
         "both", said.engine, said.instance, said.listen, transfer, said.log, said.access, said.limits, ready_fd
     )

@@ -3,23 +3,42 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import ssl
+from pathlib import Path
 from urllib.parse import urlsplit
 
 _TIMEOUT_S = 5.0
 
 
-async def serves(url: str, timeout_s: float = _TIMEOUT_S) -> bool:
-    """Whether GET `url`/health is answered with 200, now. Over TLS any certificate will do: nothing is told.
+_PEM = re.compile(r"-----BEGIN CERTIFICATE-----.+?-----END CERTIFICATE-----", re.DOTALL)
+
+
+def certificate_in(path: Path) -> bytes:
+    """The certificate (DER) that a server shows which was given this file; empty when there is none in it."""
+    try:
+        found = _PEM.search(path.read_text(encoding="ascii", errors="replace"))
+        return ssl.PEM_cert_to_DER_cert(found.group()) if found else b""
+    except (OSError, ValueError):
+        return b""
+
+
+async def serves(url: str, timeout_s: float = _TIMEOUT_S, certificate: bytes | None = None) -> bool:
+    """Whether GET `url`/health is answered with 200, now.
+
+    At an https:// URL by whoever has the key of exactly this certificate: its names and dates are the clients' concern,
+    and no reason to take a server for hung. Without one, as of programs of others, any will do: nothing is told.
 
     By hand, as a client library would be loaded for one line; whoever supervises starts fast and stays small.
     """
     address = urlsplit(url)
     try:
         async with asyncio.timeout(timeout_s):
-            context = _any_certificate() if address.scheme == "https" else None
+            context = _to_be_compared() if address.scheme == "https" else None
             reader, writer = await asyncio.open_connection(address.hostname, address.port, ssl=context)
             try:
+                if certificate is not None and context is not None and _shown(writer) != certificate:
+                    return False
                 writer.write(f"GET /health HTTP/1.1\r\nHost: {address.netloc}\r\nConnection: close\r\n\r\n".encode())
                 status = (await reader.readline()).split()
             finally:
@@ -29,7 +48,13 @@ async def serves(url: str, timeout_s: float = _TIMEOUT_S) -> bool:
     return status[1:2] == [b"200"]
 
 
-def _any_certificate() -> ssl.SSLContext:
+def _shown(writer: asyncio.StreamWriter) -> bytes | None:
+    found: bytes | None = writer.get_extra_info("ssl_object").getpeercert(binary_form=True)
+    return found
+
+
+def _to_be_compared() -> ssl.SSLContext:
+    """No authority is asked: the handshake shows that the server has the key of the certificate it shows."""
     context = ssl.create_default_context()
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     return context

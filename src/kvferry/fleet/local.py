@@ -63,12 +63,8 @@ class LocalFleet:
         return FleetPlan(instances, lambda ready: self._front(ready, cores.router, token))
 
     def _require_heeded(self) -> None:
-        """Keys and limits are the router's; a vLLM server alone has its own. TLS needs a router that is started by
-        itself, as the supervisor asks its own over plain HTTP."""
-        if self.spec.is_split:
-            rest = replace(self.access, api_key=(), api_key_file=None, admin_key=(), access_log=False)
-            require_nothing_said(rest, LIMITS)
-        else:
+        """Access and limits are the router's; a vLLM server alone has its own."""
+        if not self.spec.is_split:
             require_nothing_said(self.access, self.limits)
 
     def _plan_vllm(self, cores: CorePlan, token: str) -> FleetPlan:
@@ -141,7 +137,7 @@ class LocalFleet:
         # By the environment, as everyone on the machine can read a command line.
         keys = {"api_key": self.access.api_key, "admin_key": self.access.admin_key}
         secret = {variable_name(name): " ".join(values) for name, values in keys.items() if values}
-        return replace(process, environment={**process.environment, **secret})
+        return replace(process, environment={**process.environment, **secret}, tls_cert=self.access.tls_cert)
 
     def _process(self, name: str, arguments: list[str], cores: Cores, token: str) -> ProcessSpec:
         return ProcessSpec(

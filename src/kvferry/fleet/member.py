@@ -10,7 +10,7 @@ import asyncio
 import logging
 from urllib.parse import urlsplit
 
-from kvferry.fleet.asking import serves
+from kvferry.fleet.asking import certificate_in, serves
 from kvferry.fleet.process import Process, ProcessSpec
 from kvferry.fleet.ready import Ready
 from kvferry.fleet.restart import Again, GiveUp, RestartPolicy, Restarts
@@ -32,6 +32,7 @@ class Member:
         self._policy, self._restarts = policy, Restarts(policy)
         self._ready: Ready | None = None
         self._ready_at: float | None = None
+        self._certificate: bytes | None = None
 
     @property
     def name(self) -> str:
@@ -42,6 +43,8 @@ class Member:
         """Start a process for it; the one before must be gone. Raises `OSError` when the system has no room."""
         spec = self.spec if self._ready is None else self.spec.at_port(urlsplit(self._ready.url).port)
         self._ready_at = None
+        # Now, as the process reads it: it shows this one until its end, whatever becomes of the file.
+        self._certificate = None if spec.tls_cert is None else certificate_in(spec.tls_cert)
         self.process = await Process.start(spec)
         self.process.ready.add_done_callback(self._on_ready)
         return self.process
@@ -67,7 +70,7 @@ class Member:
         while silent_s < timeout_s:
             await asyncio.sleep(every_s)
             begun = asyncio.get_running_loop().time()
-            if await serves(url, timeout_s=every_s):
+            if await serves(url, every_s, self._certificate):
                 if silent_s != 0.0:
                     logger.debug("%s answers GET /health", self.name)
                 silent_s = 0.0

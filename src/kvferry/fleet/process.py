@@ -53,6 +53,7 @@ class ProcessSpec:
     """What to run. `environment` is added to the supervisor's own, less what is in `hidden`.
 
     `foreign` is given for a program that is not kvferry's. Its children need not end with it, so it gets a guard.
+    `tls_cert`: the certificate it is given for its https.
     """
 
     name: str
@@ -61,6 +62,7 @@ class ProcessSpec:
     hidden: frozenset[str] = frozenset()
     cores: Cores = ()
     foreign: Foreign | None = None
+    tls_cert: Path | None = None
 
     def at_port(self, port: int | None) -> ProcessSpec:
         """The same, at a port that a process of it was given before, where it takes any free one."""

@@ -56,6 +56,23 @@ class HttpAccess:
             for key in getattr(self, name):
                 _require_key(key, f"--{name.replace('_', '-')}")
 
+    def api_keys(self) -> tuple[str, ...]:
+        """The clients' keys, from flags and file. Raises `ConfigError` when the file cannot be read or has none."""
+        return self.api_key if self.api_key_file is None else (*self.api_key, *_keys_in(self.api_key_file))
+
+    def admin_keys(self) -> tuple[str, ...]:
+        """The operators' keys."""
+        return self.admin_key
+
+    def tls_context(self) -> ssl.SSLContext | None:
+        """What listeners speak under; None for plain HTTP. Raises `ConfigError`."""
+        return None if self.tls_cert is None else server_context(self.tls_cert, self.tls_key, self.tls_client_ca)
+
+    def check_files(self) -> None:
+        """Raise `ConfigError` when a file cannot be used; the server, which reads them again, comes later."""
+        self.api_keys()
+        self.tls_context()
+
 
 @dataclass(frozen=True, kw_only=True)
 class HttpConfig(HttpAccess):
@@ -91,18 +108,6 @@ class HttpConfig(HttpAccess):
             raise ConfigError(f"--port must be between 0 and 65535, got {self.port}")
         if self.shutdown_grace_s < 0:
             raise ConfigError(f"--grace-s must not be negative, got {self.shutdown_grace_s}")
-
-    def api_keys(self) -> tuple[str, ...]:
-        """The clients' keys, from flags and file. Raises `ConfigError` when the file cannot be read or has none."""
-        return self.api_key if self.api_key_file is None else (*self.api_key, *_keys_in(self.api_key_file))
-
-    def admin_keys(self) -> tuple[str, ...]:
-        """The operators' keys."""
-        return self.admin_key
-
-    def tls_context(self) -> ssl.SSLContext | None:
-        """What listeners speak under; None for plain HTTP. Raises `ConfigError`."""
-        return None if self.tls_cert is None else server_context(self.tls_cert, self.tls_key, self.tls_client_ca)
 
     @property
     def scheme(self) -> str:
