@@ -20,6 +20,9 @@ TICKET_FIELDS = frozenset({"kv_transfer_params", "ec_transfer_params"})
 _ADDRESS_FIELDS = frozenset({"bootstrap_host", "bootstrap_port", "bootstrap_room"})
 """The same in SGLang's form. Common words, so they are meant only at the top of a body."""
 
+_SMALL = (bool, int, float)
+"""Values that are kept as they were read; what else is asked for is read once more."""
+
 _MOST_LEVELS = 64
 _FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
@@ -28,8 +31,8 @@ _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 class RequestBody:
     """A JSON object's top-level fields, each as its own JSON text."""
 
-    def __init__(self, fields: dict[str, msgspec.Raw], original: bytes) -> None:
-        self._fields, self._original = fields, original
+    def __init__(self, fields: dict[str, msgspec.Raw], original: bytes, small: dict[str, Any]) -> None:
+        self._fields, self._original, self._small = fields, original, small
 
     @classmethod
     def parse(cls, data: bytes, *, trust_tickets: bool = False) -> RequestBody:
@@ -38,12 +41,12 @@ class RequestBody:
         Unless clients are trusted with tickets, those at the top are left out, and one further down is refused: there
         it is no field that the API has, but some engines merge such objects into their own settings.
         """
-        _require_json(data, () if trust_tickets else TICKET_FIELDS)
+        value = _require_json(data, () if trust_tickets else TICKET_FIELDS)
         fields = _FIELDS.decode(data)
         for name in TICKET_FIELDS & fields.keys():
             if bytes(fields[name])[:1] not in (b"{", b"n"):
                 raise InvalidRequest(f"{name} must be an object or null", param=name)
-        body = cls(fields, data)
+        body = cls(fields, data, {name: one for name, one in value.items() if isinstance(one, _SMALL)})
         return body if trust_tickets else body._without(TICKET_FIELDS | _ADDRESS_FIELDS)
 
     def __contains__(self, field: str) -> bool:
@@ -52,7 +55,9 @@ class RequestBody:
     def get(self, field: str) -> Any:
         """A field's value; None when it is null or missing."""
         raw = self._fields.get(field)
-        return None if raw is None else json.loads(bytes(raw))
+        if raw is None or field in self._small:
+            return None if raw is None else self._small[field]
+        return json.loads(bytes(raw))
 
     def raw(self, field: str) -> bytes:
         """A field's JSON text; empty when missing. For values too large to decode for a look."""
@@ -69,11 +74,11 @@ class RequestBody:
         if not dropped:
             return self
         kept = {name: value for name, value in self._fields.items() if name not in dropped}
-        return RequestBody(kept, msgspec.json.encode(kept))
+        return RequestBody(kept, msgspec.json.encode(kept), self._small)
 
 
-def _require_json(data: bytes, refused_within: Iterable[str]) -> None:
-    """Raise `InvalidRequest` unless `data` is a JSON object that can be read in one way only."""
+def _require_json(data: bytes, refused_within: Iterable[str]) -> dict[str, Any]:
+    """The object. Raises `InvalidRequest` unless `data` is a JSON object that can be read in one way only."""
     try:
         value = json.loads(data.decode(), object_pairs_hook=_object, parse_constant=_refuse_constant)
         if _SURROGATE.search(data):
@@ -89,6 +94,7 @@ def _require_json(data: bytes, refused_within: Iterable[str]) -> None:
     if not isinstance(value, dict):
         raise InvalidRequest("the request body must be a JSON object")
     _look_through(value, frozenset(refused_within))
+    return value
 
 
 _TOO_DEEP = f"the request body is nested more than {_MOST_LEVELS} levels deep"
