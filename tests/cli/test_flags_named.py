@@ -30,7 +30,18 @@ ENGINE = (EngineConfig, EngineChoice, FleetSpec, InstanceSpec)
 CONFIGS = (*ENGINE, Listen, LogConfig, RestartPolicy, RouterConfig, HttpAccess, HttpLimits, InstanceAccess)
 """What flags are made from; `tests/cli/test_main.py` proves that each field of each is one."""
 
-OWN = {"--config", "--help", "--version", "--ready-fd", "--model", "--keep"}
+OWN = {
+    "--config",
+    "--help",
+    "--version",
+    "--ready-fd",
+    "--model",
+    "--keep",
+    "--router",
+    "--router-ca",
+    "--wait-s",
+    "--force",
+}
 
 FOREIGN = {
     # vLLM's

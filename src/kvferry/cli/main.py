@@ -12,6 +12,7 @@ from cyclopts.config import Env
 from kvferry import __version__
 from kvferry.cli.config_file import ConfigFile
 from kvferry.cli.demo import demo
+from kvferry.cli.fleet import app as fleet
 from kvferry.cli.instance import decode, prefill
 from kvferry.cli.router import router
 from kvferry.cli.serve import serve
@@ -56,6 +57,7 @@ app.command(prefill, sort_key=2)
 app.command(decode, sort_key=3)
 app.command(router, sort_key=4)
 app.command(demo, sort_key=5)
+app.command(fleet)
 
 
 @app.meta.default

@@ -21,6 +21,7 @@ from kvferry.http.keys import Access, Guard
 from kvferry.http.request import Request
 from kvferry.http.response import Response
 from kvferry.http.routes import Route, Routes
+from kvferry.router.admin import INSTANCES_PATH, Admin, view_of_state
 from kvferry.router.admission import Admission
 from kvferry.router.chooser import Chooser
 from kvferry.router.config import RouterConfig
@@ -28,6 +29,7 @@ from kvferry.router.endpoints import Endpoints
 from kvferry.router.exchange import ClientRequest, Services
 from kvferry.router.health import Health
 from kvferry.router.instance import Instance, InstanceFacts, VllmFacts
+from kvferry.router.membership import Membership
 from kvferry.router.metrics import CONTENT_TYPE, Metrics
 from kvferry.router.pools import Pools
 from kvferry.router.releases import Releases
@@ -50,6 +52,7 @@ class Router:
     health: Health
     endpoints: Endpoints
     operators: Guard
+    membership: Membership
 
     async def show_health(self, request: Request, response: Response) -> None:
         """GET /health: 200 when a decode instance is alive, as of the last look; 503 otherwise."""
@@ -119,7 +122,8 @@ class Router:
                 Route("GET", "/health", self.show_health, Access.OPEN),
                 Route("GET", OPENAPI_PATH, self.show_api, Access.OPEN),
                 Route("GET", "/metrics", self.show_metrics, Access.ADMIN),
-                Route("GET", "/kvferry/instances", self.show_instances, Access.ADMIN),
+                Route("GET", INSTANCES_PATH, self.show_instances, Access.ADMIN),
+                *Admin(self.membership, self.operators).routes(),
             ],
             fallback=Route("*", "*", self.serve),
         )
@@ -131,7 +135,8 @@ class Router:
         try:
             async with self.services.upstream, asyncio.TaskGroup() as group:
                 self.services.releases.open(group)
-                watchers = [group.create_task(self.health.watch()), group.create_task(self.services.upstream.watch())]
+                watched = (self.health.watch(), self.services.upstream.watch(), self.membership.watch())
+                watchers = [group.create_task(one) for one in watched]
                 try:
                     yield group
                 finally:
@@ -162,7 +167,8 @@ def build_router(
     )
     admission = Admission(config.max_in_flight, config.max_buffered_bytes, config.max_waiting, config.waiting_timeout_s)
     health = Health(pools, upstream, config, clock)
-    return Router(services, admission, health, Endpoints(services), _operators(http))
+    membership = Membership(config, pools, upstream)
+    return Router(services, admission, health, Endpoints(services), _operators(http), membership)
 
 
 def _operators(http: HttpConfig) -> Guard:
@@ -179,6 +185,7 @@ def _view(instance: Instance) -> dict[str, object]:
         "role": instance.role,
         "alive": instance.usable,
         "in_flight": instance.in_flight,
+        **view_of_state(instance),
         "engine": _ENGINES.get(type(instance.facts)),
     }
 

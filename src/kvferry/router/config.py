@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Literal
 
 from kvferry.core.errors import ConfigError
@@ -22,6 +23,10 @@ class RouterConfig:
 
     decode_url: tuple[str, ...] = ()
     """Base URL of a decode instance; repeat it for more."""
+
+    instances_file: Path | None = None
+    """File with the instances, a line each: 'prefill URL' or 'decode URL'. It is followed: who is new is added, and who
+    is no longer there is drained, then forgotten."""
 
     hand_off: HandOffMode = "auto"
     """When decode is called: sequential, after prefill has answered; concurrent, at the same time; auto,

@@ -13,6 +13,22 @@ class UnsupportedBody(RequestError):
     code = "unsupported_body"
 
 
+class UnknownInstance(RequestError):
+    """404: an operator named an instance that is not here."""
+
+    status = 404
+    kind = "not_found_error"
+    code = "unknown_instance"
+
+
+class InstanceConflict(RequestError):
+    """409: what an operator asks of an instance cannot be done as things stand."""
+
+    status = 409
+    kind = "invalid_request_error"
+    code = "instance_conflict"
+
+
 class InstanceLost(RequestError):
     """502: the instance broke off before its answer was complete, and none was left to ask instead."""
 

@@ -20,6 +20,9 @@ from kvferry.router.watchdog import LATE_BEFORE_DEAD
 
 logger = logging.getLogger(__name__)
 
+_NEW_ONES_S = 0.25
+"""How soon an instance that was added is looked at."""
+
 _PROBED_MODEL = "kvferry-probe"
 """Asked of an instance whose models nobody knows: its refusal is an answer too."""
 
@@ -39,9 +42,15 @@ class Health:
 
     async def watch(self) -> None:
         """Look at every instance again and again; ends by cancellation. One that is late delays no other."""
+        watching: dict[Instance, asyncio.Task[None]] = {}
         async with asyncio.TaskGroup() as group:
-            for instance in self._pools:
-                group.create_task(self._watch_one(instance))
+            while True:
+                here, at_once = set(self._pools), bool(watching)
+                for instance in here - watching.keys():
+                    watching[instance] = group.create_task(self._watch_one(instance, at_once=at_once))
+                for instance in watching.keys() - here:
+                    watching.pop(instance).cancel()
+                await asyncio.sleep(min(_NEW_ONES_S, self._config.health_interval_s))
 
     async def look(self, instances: Iterable[Instance]) -> None:
         """Look at each of them now."""
@@ -49,7 +58,9 @@ class Health:
             for instance in instances:
                 group.create_task(self._look_safely(instance))
 
-    async def _watch_one(self, instance: Instance) -> None:
+    async def _watch_one(self, instance: Instance, *, at_once: bool) -> None:
+        if at_once:
+            await self._look_safely(instance)
         while True:
             if not 0 < instance.num_late < LATE_BEFORE_DEAD:  # Whether it is slow or gone is worth knowing soon.
                 await asyncio.sleep(self._config.health_interval_s)

@@ -110,6 +110,12 @@ class Instance:
         """How many looks at its health in a row had no answer in time."""
         self.mute = False
         """It answers for its health, but gave a request no answer and no sign of work."""
+        self.draining = self.drained = False
+        """It gets no new requests; and nothing is left of the old ones."""
+        self.leaves_by_itself = False
+        """Whether it is forgotten once it is drained."""
+        self.num_tickets = 0
+        """Hand-offs of the router's requests for which it may keep blocks."""
         self.in_flight = 0
         self.last_sign = 0.0
         """When it last showed that it works, on the router's monotonic clock: bytes of an answer, or steps made."""
@@ -125,7 +131,7 @@ class Instance:
     @property
     def usable(self) -> bool:
         """Whether it may be chosen while there is no better one."""
-        return self.alive and not self.mute
+        return self.alive and not self.mute and not self.draining
 
     @property
     def host(self) -> str:

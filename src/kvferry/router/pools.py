@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvferry.core.errors import ConfigError
 from kvferry.router.config import RouterConfig
-from kvferry.router.instance import Instance, LegRole
+from kvferry.router.instance import BOOTSTRAP_PORT, Instance, LegRole, normalise_url
 
 
 class Pool:
@@ -15,16 +15,25 @@ class Pool:
 
     def __init__(self, role: LegRole, urls: Iterable[str], bootstrap_ports: Sequence[int] = ()) -> None:
         self.role = role
-        self.instances = [
-            Instance(role, url, *bootstrap_ports[index : index + 1], name=f"{role}-{index}")
-            for index, url in enumerate(urls)
-        ]
+        self.instances: list[Instance] = []
         self._turn, self._last_turn = 0, dict[Instance, int]()
-        seen: set[str] = set()
-        for instance in self.instances:
-            if instance.url in seen:
-                raise ConfigError(f"--{role}-url {instance.url} is given twice")
-            seen.add(instance.url)
+        self._num_named = 0
+        for index, url in enumerate(urls):
+            if normalise_url(url) in {one.url for one in self.instances}:
+                raise ConfigError(f"--{role}-url {normalise_url(url)} is given twice")
+            self.add(url, *bootstrap_ports[index : index + 1])
+
+    def add(self, url: str, bootstrap_port: int = BOOTSTRAP_PORT) -> Instance:
+        """One more, with a name that none had before. Raises `ConfigError`."""
+        instance = Instance(self.role, url, bootstrap_port, name=f"{self.role}-{self._num_named}")
+        self._num_named += 1
+        self.instances.append(instance)
+        return instance
+
+    def drop(self, instance: Instance) -> None:
+        """It is nobody's choice any more."""
+        self.instances.remove(instance)
+        self._last_turn.pop(instance, None)
 
     def alive(self, exclude: Collection[Instance] = ()) -> list[Instance]:
         """Those that are usable and not excluded. One whose health is late is there only when no other is."""
@@ -53,15 +62,16 @@ class Pool:
 
 @dataclass(frozen=True)
 class Pools:
-    """Both pools."""
+    """Both pools, and those who were in them and are drained."""
 
     prefill: Pool
     decode: Pool
+    leaving: list[Instance] = field(default_factory=list)
 
     @classmethod
     def from_config(cls, config: RouterConfig) -> Pools:
         """Raises `ConfigError` when there is no decode instance or an address is wrong."""
-        if not config.decode_url:
+        if not config.decode_url and config.instances_file is None:
             raise ConfigError(
                 "the router needs at least one decode instance; name it with --decode-url http://host:port"
             )
@@ -73,3 +83,23 @@ class Pools:
     def __iter__(self) -> Iterator[Instance]:
         yield from self.prefill.instances
         yield from self.decode.instances
+        yield from self.leaving
+
+    def pool(self, role: LegRole) -> Pool:
+        """Of a role."""
+        return self.prefill if role == "prefill" else self.decode
+
+    def find(self, url: str) -> Instance | None:
+        """Who is at this URL; one that is not draining comes first."""
+        return next((one for one in self if one.url == url), None)
+
+    def retire(self, instance: Instance) -> None:
+        """No new requests for it. Any number of times."""
+        if not instance.draining:
+            instance.draining = True
+            self.pool(instance.role).drop(instance)
+            self.leaving.append(instance)
+
+    def forget(self, instance: Instance) -> None:
+        """It has been drained, and is gone."""
+        self.leaving.remove(instance)

@@ -34,6 +34,7 @@ class Tickets:
         """A new transfer id, for which `prefill` may hold blocks from now on."""
         transfer_id = uuid.uuid4().hex
         self._held[transfer_id] = _Held(prefill)
+        prefill.num_tickets += 1
         return transfer_id
 
     def received(self, transfer_id: str, ticket: msgspec.Raw) -> None:
@@ -43,7 +44,9 @@ class Tickets:
 
     def settle(self, transfer_id: str) -> None:
         """P holds nothing for it: it never began, or D has it all."""
-        self._held.pop(transfer_id, None)
+        held = self._held.pop(transfer_id, None)
+        if held is not None:
+            held.prefill.num_tickets -= 1
 
     def give(self, transfer_id: str) -> None:
         """A decode instance gets it, to spend or to give up."""
@@ -68,6 +71,7 @@ class Tickets:
         """Have P free what nobody fetched. Does not block."""
         for transfer_id, held in self._held.items():
             self._release(transfer_id, held, client_headers)
+            held.prefill.num_tickets -= 1
         self._held.clear()
 
     def _release(self, transfer_id: str, held: _Held, client_headers: RawHeaders) -> None:

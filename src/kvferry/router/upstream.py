@@ -185,6 +185,10 @@ class Upstream:
             raise
         return answer
 
+    def forget(self, instance: Instance) -> None:
+        """It is gone for good: close the connections to it."""
+        self._http.forget(instance.origin)
+
     async def ask(
         self,
         instance: Instance,

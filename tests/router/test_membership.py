@@ -1,0 +1,203 @@
+"""Instances that come and go while the router serves."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from kvferry.cli import fleet
+from kvferry.core.errors import ConfigError
+from kvferry.http.config import HttpConfig
+from kvferry.http.keys import bearer
+from router.peers import CONCURRENT, DECODE, Peer, answer, answer_when_told, instances, routing, ticket, unused_address
+
+BODY: dict[str, Any] = {"model": "m", "prompt": "Hello", "max_tokens": 8}
+KEY = "operator"
+HTTP = HttpConfig(shutdown_grace_s=1, admin_key=(KEY,))
+SOON = {"health_interval_s": 0.05}
+
+
+def a_decode(answering: Any = answer, **more: Any) -> Peer:
+    return Peer("decode", answering, facts=DECODE, **more)
+
+
+def a_prefill() -> Peer:
+    return Peer("prefill", ticket, facts=CONCURRENT)
+
+
+async def change(router: str, what: str, /, key: str = KEY, **fields: Any) -> tuple[int, dict[str, Any]]:
+    name, value = (one.decode() for one in bearer(key))
+    async with (
+        aiohttp.ClientSession(headers={name: value}) as session,
+        session.post(f"{router}/kvferry/instances/{what}", json=fields) as response,
+    ):
+        return response.status, await response.json()
+
+
+async def post(url: str, **fields: Any) -> int:
+    async with (
+        aiohttp.ClientSession() as session,
+        session.post(url + "/v1/completions", json={**BODY, **fields}) as response,
+    ):
+        await response.read()
+        return response.status
+
+
+async def holds(condition: Any) -> None:
+    async with asyncio.timeout(30):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+async def test_one_is_added_and_serves_and_another_is_drained_and_removed() -> None:
+    first, second = a_decode(), a_decode()
+    async with instances(first, second), routing([], [first.url], HTTP, **SOON) as (router, url):
+        status, told = await change(url, "add", role="decode", url=second.url)
+        assert (status, told["name"], told["draining"]) == (200, "decode-1", False)
+        assert (await change(url, "drain", instance="decode-0"))[0] == 200
+        num_calls = len(first.calls)
+        assert [await post(url) for _ in range(3)] == [200] * 3
+        assert (len(first.calls), len(second.calls)) == (num_calls, 3)
+        await holds(lambda: router.services.pools.leaving[0].drained)
+        assert (await change(url, "remove", instance=first.url))[0] == 200
+        assert [one.name for one in router.services.pools] == ["decode-1"]
+        assert (await change(url, "add", role="decode", url=first.url))[1]["name"] == "decode-2"
+
+
+async def test_drained_means_that_nothing_runs_there() -> None:
+    first, second = a_decode(answer_when_told), a_decode()
+    async with instances(first, second), routing([], [first.url, second.url], HTTP, **SOON) as (router, url):
+        running = asyncio.create_task(post(url, stream=True))
+        await first.called.wait()
+        await change(url, "drain", instance="decode-0")
+        await holds(lambda: first.looked_at.qsize() > 2)  # it is looked at while it drains
+        assert not (await change(url, "drain", instance="decode-0"))[1]["drained"]
+        status, told = await change(url, "remove", instance="decode-0")
+        assert (status, told["error"]["code"]) == (409, "instance_conflict")
+        first.go.set()
+        assert await running == 200
+        await holds(lambda: router.services.pools.leaving[0].drained)
+
+
+@pytest.mark.parametrize("metric", ["kvferry:num_hand_offs_held 1.0", 'vllm:num_requests_running{model_name="m"} 2.0'])
+async def test_drained_means_that_the_instance_says_so_too(metric: str) -> None:
+    kept = True
+
+    async def metrics(peer: Peer) -> str:
+        return f"# a comment\n{metric if kept else metric.rpartition(' ')[0] + ' 0.0'}\n"
+
+    p, d = Peer("prefill", ticket, facts=CONCURRENT, metrics=metrics), a_decode()
+    async with instances(p, d), routing([p.url], [d.url], HTTP, **SOON) as (router, url):
+        assert (await change(url, "drain", instance="prefill-0"))[0] == 200
+        assert await post(url) == 200
+        assert not p.calls
+        (leaving,) = router.services.pools.leaving
+        await router.membership._look_at(leaving)
+        assert not leaving.drained
+        kept = False
+        await holds(lambda: leaving.drained)
+
+
+async def test_one_that_is_gone_is_drained() -> None:
+    d = a_decode()
+    async with unused_address() as nobody, instances(d), routing([], [nobody, d.url], HTTP, **SOON) as (router, url):
+        await change(url, "drain", instance="decode-0")
+        await holds(lambda: router.services.pools.leaving[0].drained)
+
+
+async def test_an_instance_changes_its_role() -> None:
+    both = Peer("decode", answer, facts={**DECODE, "role": "both"})
+    other = Peer("decode", answer, facts={**DECODE, "role": "both"})
+    async with instances(both, other), routing([], [both.url, other.url], HTTP, **SOON) as (router, url):
+        both.answering = ticket
+        status, told = await change(url, "role", instance="decode-0", role="prefill")
+        assert (status, told["name"], told["role"]) == (200, "prefill-0", "prefill")
+        assert await post(url) == 200
+        assert both.calls[0].body["kv_transfer_params"]["do_remote_decode"] is True
+        await holds(lambda: [one.name for one in router.services.pools] == ["prefill-0", "decode-1"])
+
+
+async def test_what_operators_ask_wrongly() -> None:
+    p, d = a_prefill(), a_decode()
+    async with instances(p, d), routing([p.url], [d.url], HTTP) as (_, url):
+        for what, fields, status, word in [
+            ("drain", {"instance": "decode-7"}, 404, "no instance is called"),
+            ("drain", {"instance": ""}, 400, "cannot be read"),
+            ("drain", {"name": "decode-0"}, 400, "unknown field"),
+            ("add", {"role": "decode", "url": d.url + "/"}, 409, "decode-0"),
+            ("add", {"role": "both", "url": "http://x:1"}, 400, "both"),
+            ("add", {"role": "decode", "url": "ftp://x"}, 400, "not an instance's URL"),
+            ("role", {"instance": "prefill-0", "role": "decode"}, 409, "prefill instance"),
+            ("remove", {"instance": "decode-0"}, 409, "drain it first"),
+        ]:
+            answered, told = await change(url, what, **fields)
+            assert answered == status, (what, told)
+            assert word in told["error"]["message"], told
+
+
+async def test_nobody_but_operators_changes_anything() -> None:
+    d = a_decode()
+    async with instances(d):
+        for http in (HTTP, HttpConfig(shutdown_grace_s=1), HttpConfig(shutdown_grace_s=1, api_key=("client",))):
+            async with routing([], [d.url], http) as (router, url):
+                for key in ("client", "nobody"):
+                    assert (await change(url, "drain", key=key, instance="decode-0"))[0] == 401
+                assert not router.services.pools.leaving
+
+
+async def test_a_file_is_followed(tmp_path: Path) -> None:
+    first, second, p = a_decode(), a_decode(), a_prefill()
+    path = tmp_path / "instances"
+    async with instances(first, second, p):
+        path.write_text(f"# the fleet\ndecode {first.url}\n")
+        async with routing([], [], instances_file=path, **SOON) as (router, url):
+            names = lambda: [one.name for one in router.services.pools]  # noqa: E731
+            assert await post(url) == 200
+            path.write_text(
+                f"decode {first.url}\nprefill  {p.url} 9000 # with a bootstrap server\ndecode {second.url}/"
+            )
+            await holds(lambda: names() == ["prefill-0", "decode-0", "decode-1"])
+            for wrong in ("decode", "both http://x:1", f"decode {first.url}\ndecode {first.url}/", "decode ftp://x"):
+                path.write_text(wrong)
+                router.membership._follow_file()
+                assert names() == ["prefill-0", "decode-0", "decode-1"]
+            path.write_text(f"decode {second.url}")
+            await holds(lambda: names() == ["decode-1"])
+            assert await post(url) == 200
+
+
+@pytest.mark.parametrize("text", [None, "decode", "decode ftp://x"])
+async def test_a_file_that_cannot_be_used_at_the_start(text: str | None, tmp_path: Path) -> None:
+    path = tmp_path / "instances"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(ConfigError, match=r"instances|URL"):
+        async with routing([], [], instances_file=path):
+            pass
+
+
+async def test_the_commands(capsys: Any, monkeypatch: Any) -> None:
+    first, second = a_decode(), a_decode()
+    async with instances(first, second), routing([], [first.url], HTTP, **SOON) as (_, url):
+        where = fleet.Where(router=url, admin_key=KEY)
+
+        async def said(function: Any, *arguments: Any, **flags: Any) -> tuple[int, str]:
+            code = await asyncio.to_thread(function, *arguments, **flags, where=where)
+            return code, capsys.readouterr().out
+
+        assert await said(fleet.add, "decode", second.url) == (0, f"decode-1 ({second.url}): added\n")
+        assert await said(fleet.drain, "decode-0", wait_s=30) == (0, f"decode-0 ({first.url}): drained\n")
+        _, listed = await said(fleet.show)
+        assert [line.split()[:2] for line in listed.splitlines()] == [["decode-1", "up"], ["decode-0", "drained"]]
+        assert await said(fleet.remove, "decode-0") == (0, f"decode-0 ({first.url}): removed\n")
+        with pytest.raises(ConfigError, match="no instance is called"):
+            await said(fleet.drain, "decode-0")
+        where = fleet.Where(router=url, admin_key="wrong")
+        with pytest.raises(ConfigError, match="401"):
+            await said(fleet.drain, "decode-1")
+    with pytest.raises(ConfigError, match="gave no answer"):
+        await said(fleet.show)
