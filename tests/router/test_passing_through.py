@@ -496,8 +496,9 @@ async def test_instances_and_metrics_can_be_looked_at() -> None:
             prefill, decode = (await response.json())["instances"]
         async with session.get(url + "/metrics") as response:
             text = await response.text()
-    assert prefill == {"name": "prefill-0", "role": "prefill", "alive": True, "in_flight": 0, "engine": "kvferry"}
-    assert decode == {"name": "decode-0", "role": "decode", "alive": True, "in_flight": 0, "engine": None}
+    same = {"alive": True, "in_flight": 0, "draining": False, "drained": False}
+    assert prefill == {"name": "prefill-0", "role": "prefill", "engine": "kvferry", **same}
+    assert decode == {"name": "decode-0", "role": "decode", "engine": None, **same}
     assert 'kvferry_router_requests_total{path="/v1/completions",status="200"} 1.0' in text
     assert 'kvferry_router_instance_up{instance="prefill-0",role="prefill"} 1.0' in text
     assert "127.0.0.1" not in text

@@ -29,5 +29,5 @@ def client_context(ca: Path | None, cert: Path | None = None, key: Path | None =
         load_authority(context, ca, "--instance-ca")
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     if cert is not None:
-        load_certificate(context, cert, key, "--instance-cert", "--instance-key")
+        load_certificate(context, cert, key, "--instance-cert", "--instance-cert")
     return context
