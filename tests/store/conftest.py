@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "transport" / "support"))
+sys.path[:0] = [str(Path(__file__).parents[1] / "transport" / "support"), str(Path(__file__).parent / "support")]
 
 from kv_support import make_layout, no_leftovers
 

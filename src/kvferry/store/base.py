@@ -1,57 +1,180 @@
 """KV blocks at rest: block hash → the block's bytes, kept until evicted.
 
-A store may be shared by several processes. All methods are safe to call from several threads and may block for as
-long as the medium takes, so engines call them from threads of their own. What is stored under a hash never changes.
+A store may be shared by several processes and machines. Its methods are coroutines of one event loop; whatever blocks
+runs on threads of the store. When a method has ended, also by cancellation, nothing reads or writes the caller's memory
+any more. What is stored under a hash never changes.
+
+What comes out of a store was perhaps written by a stranger: `record` says what is verified before it is believed.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from threading import Lock
+from typing import ClassVar
+
+import msgspec
 
 from kvferry.core.block_hash import BlockHash
+from kvferry.core.layout import KVLayout
+from kvferry.store.codecs.table import make_codec
+from kvferry.store.record import LayerViews, RecordFormat
 
-LayerViews = Sequence[memoryview]
-"""One block's bytes, one view a layer; each as long as the layout says."""
+
+@dataclass(frozen=True)
+class Block:
+    """A block to keep: its bytes by layer, and the name of the block before it, where that is known."""
+
+    block_hash: BlockHash
+    layers: LayerViews
+    parent: BlockHash | None = None
+
+
+@dataclass(frozen=True)
+class Read:
+    """A block wanted: where its bytes go, by layer."""
+
+    block_hash: BlockHash
+    into: LayerViews
+
+
+class Put(Enum):
+    """What became of a block that was to be kept."""
+
+    STORED = "stored"
+    PRESENT = "present"
+    """It was there already, and counts as used now."""
+    DROPPED = "dropped"
+    """There is no room: all that is kept is pinned, or larger blocks than these fit."""
+
+
+class StoreOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """What can stand behind the `?` of any store's URL. Stores add their own."""
+
+    codec: str = "none"
+    deadline_s: float = 5.0
+    """As a tier: how long it is waited for, before the answer counts as a miss."""
 
 
 class KVStore(ABC):
-    """Blocks of one layout, by hash. A stored block that does not verify is a miss, is counted, and is removed."""
+    """Blocks of one layout, by hash. A stored block that does not verify is a miss, is counted, and is removed.
+
+    Every method may raise `StoreError` when the store cannot be asked; what of a batch was done then is not known.
+    """
+
+    options_type: ClassVar[type[StoreOptions]] = StoreOptions
+    medium: ClassVar[str] = "STORAGE"
+    """Where blocks are, in the words of KV events: "CPU", "STORAGE"."""
+    is_shared: ClassVar[bool] = True
+    """Whether other instances find what is stored, and notes too."""
+    has_layers: ClassVar[bool] = False
+    """Whether `get_layer` works."""
+
+    def __init__(self, location: str, options: StoreOptions, layout: KVLayout) -> None:
+        """Opens nothing yet. `location`: the URL between the scheme and the `?`. Raises `ConfigError`."""
+        self.location, self.options, self.layout = location, options, layout
+        self.records = RecordFormat(layout, make_codec(options.codec, layout))
+        self._counts: Counter[str] = Counter()
+        self._counts_lock = Lock()
+        self._watched = False
+        self._removed: set[BlockHash] = set()
+
+    @classmethod
+    def check_location(cls, location: str) -> None:
+        """Raise `ConfigError` for a location that can be known to be wrong before anything is opened."""
+
+    # Blocks.
+
+    async def open(self) -> None:
+        """Called once, before anything else. Raises `ConfigError` or `StoreError` when there is no way to go on."""
 
     @abstractmethod
-    def match(self, hashes: Sequence[BlockHash]) -> int:
-        """How many blocks, from the first on, are there. They are not read: `get` may still find one damaged.
-
-        Raises `StoreError` when the store cannot be asked.
-        """
+    async def match(self, hashes: Sequence[BlockHash]) -> int:
+        """How many blocks, from the first on, are there. They are not read: `get` may still find one damaged."""
 
     @abstractmethod
-    def get(self, block_hash: BlockHash, into: LayerViews) -> bool:
-        """Read a block straight into `into`. False: it is not there, or did not verify; then `into` holds anything.
+    async def get(self, reads: Sequence[Read]) -> list[bool]:
+        """Read blocks straight to where they are wanted. False: it is not there, or did not verify; then its `into`
+        holds anything."""
 
-        Raises `StoreError` when the store cannot be read.
-        """
-
-    @abstractmethod
-    def get_layer(self, block_hash: BlockHash, layer: int, into: memoryview) -> bool:
-        """As `get`, of one layer."""
+    async def get_layer(self, layer: int, reads: Sequence[tuple[BlockHash, memoryview]]) -> list[bool]:
+        """As `get`, of one layer; only where `has_layers`."""
+        raise NotImplementedError(f"{type(self).__name__} reads whole blocks only")
 
     @abstractmethod
-    def put(self, block_hash: BlockHash, layers: LayerViews) -> bool:
-        """Keep a block. False: it was there already, and counts as used now.
-
-        Raises `StoreError` when it cannot be kept; the block is then counted as dropped, and nothing half-written
-        is ever found.
-        """
+    async def put(self, blocks: Sequence[Block]) -> list[Put]:
+        """Keep blocks. Nothing half-written is ever found, whenever this process ends."""
 
     @abstractmethod
-    def delete(self, block_hash: BlockHash) -> bool:
-        """Remove a block. True when it was there."""
+    async def pin(self, hashes: Sequence[BlockHash]) -> int:
+        """Keep these whatever room is needed, until `unpin`; returns how many are there. A flag, not a count."""
 
     @abstractmethod
-    def statistics(self) -> dict[str, float]:
-        """Counters by name: blocks stored, loaded, missing, corrupt, dropped, evicted; bytes read and written."""
+    async def unpin(self, hashes: Sequence[BlockHash]) -> int:
+        """Let these be evicted again; returns how many are there."""
 
     @abstractmethod
-    def close(self) -> None:
+    async def delete(self, hashes: Sequence[BlockHash]) -> int:
+        """Remove these, pinned or not; returns how many were there."""
+
+    async def prefetch(self, hashes: Sequence[BlockHash]) -> None:
+        """These will be read soon. Default: nothing could be done ahead."""
+
+    async def close(self) -> None:
         """Give everything back. What is stored stays."""
+
+    # Notes: small things that instances leave for one another, where `is_shared`.
+
+    async def write_note(self, name: str, content: bytes, ttl_s: float) -> None:
+        """Leave a note, in place of one that is there. It may be gone after `ttl_s`."""
+        raise NotImplementedError(f"{type(self).__name__} keeps no notes")
+
+    async def read_note(self, name: str) -> bytes | None:
+        """The note, if it is there; at most `MAX_NOTE_BYTES` of it."""
+        raise NotImplementedError(f"{type(self).__name__} keeps no notes")
+
+    async def remove_note(self, name: str) -> None:
+        """Remove it, if it is there."""
+        raise NotImplementedError(f"{type(self).__name__} keeps no notes")
+
+    # Insight.
+
+    def watch(self) -> None:
+        """From now on, note which blocks are gone, for `take_removed`."""
+        self._watched = True
+
+    def take_removed(self) -> list[BlockHash]:
+        """Blocks that this process had put or looked for and found to be gone since the last call."""
+        with self._counts_lock:
+            removed, self._removed = self._removed, set()
+        return list(removed)
+
+    def statistics(self) -> dict[str, float]:
+        """Counters of this process (blocks stored, present, loaded, missing, corrupt, dropped, evicted; bytes read and
+        written), and `kept_bytes` and `pinned_blocks` where they are known."""
+        with self._counts_lock:
+            return {name: float(count) for name, count in self._counts.items()}
+
+    def count(self, **changes: int) -> None:
+        """Add to the counters; any thread."""
+        with self._counts_lock:
+            self._counts.update(changes)
+
+    def note_removed(self, hashes: Iterable[BlockHash]) -> None:
+        """These are gone; any thread."""
+        if self._watched:
+            with self._counts_lock:
+                self._removed.update(hashes)
+
+    def note_kept(self, block_hash: BlockHash) -> None:
+        """This one is there after all; any thread."""
+        if self._watched:
+            with self._counts_lock:
+                self._removed.discard(block_hash)
+
+
+MAX_NOTE_BYTES = 2**16

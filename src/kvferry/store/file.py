@@ -1,10 +1,14 @@
-"""KV blocks as files: `root/<layout fingerprint>/<first byte>/<block hash>.kv`, one file a block.
+"""KV blocks as files: `file:/path` keeps `/path/<layout fingerprint>/<first byte>/<block hash>.kv`, one file a block.
 
-Owns the files under its root, together with all other processes that use it; there is no lock and no index. A file
-appears by rename, complete, so a crash leaves no half block, only a temporary file that is swept later. With
-`max_bytes`, the files used longest ago (by modification time, which a read renews) are removed until a tenth is
-free. Each process counts its own writes and looks at the directory again every 1/32 of the bound, so several
-writers together may exceed it by that much each. The bound is for the whole root, all layouts.
+Shared by all processes that use the directory; there is no lock and no index. A file appears by rename, complete, so a
+crash leaves no half block, only a temporary file that the next process sweeps. An empty `<block hash>.pin` beside it
+pins a block.
+
+With `max_bytes`, blocks are removed in the order of the eviction policy until a tenth is free. The policy is this
+process's: it knows what this process did, and of the others what shows in the directory (which files are there, and
+their modification time, which a read renews), where it looks every 1/32 of the bound; so several writers together may
+exceed it by that much each. The bound is for the whole root, all layouts; blocks of other layouts count as unused since
+their modification time.
 """
 
 from __future__ import annotations
@@ -12,70 +16,134 @@ from __future__ import annotations
 import errno
 import logging
 import os
-import secrets
-import threading
-import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Literal
 
 from kvferry.core.block_hash import BlockHash
 from kvferry.core.errors import ConfigError, StoreError
 from kvferry.core.layout import KVLayout
-from kvferry.store.access import OWNER, Access
-from kvferry.store.base import KVStore, LayerViews
-from kvferry.store.block_file import BlockFormat, CorruptBlock, write_all
+from kvferry.store.access import ACCESS
+from kvferry.store.base import Block, KVStore, Put, Read, StoreOptions
+from kvferry.store.file_room import PIN_SUFFIX, SUFFIX, FileRoom
+from kvferry.store.files import NoteFiles, remove_file, touch_descriptor, touch_path, write_file
+from kvferry.store.record import CorruptBlock, Header, read_exactly
+from kvferry.store.threads import Stop, Threads
 
 log = logging.getLogger(__name__)
 
-SUFFIX = ".kv"
-TEMPORARY_SUFFIX = ".tmp"
-STALE_TEMPORARY_S = 3600.0
-FREED_SHARE = 0.1
-LOOK_SHARE = 1 / 32
-TOUCH_S = 60.0
-"""A file's time of use is renewed when it is older than this, to spare the disk."""
 
-_File = tuple[float, int, str]
-"""Time of use, bytes, path."""
+
+class FileOptions(StoreOptions, frozen=True, kw_only=True):
+    """`fsync`: a block survives a power failure once it is put. `access` "group": its group may read and write too."""
+
+    max_bytes: int | None = None
+    eviction: str = "lru"
+    fsync: bool = False
+    access: Literal["owner", "group"] = "owner"
+    threads: int = 4
 
 
 class FileStore(KVStore):
-    """Blocks of `layout` under `root`. `fsync`: a block survives a power failure once `put` has returned."""
+    """See the module."""
 
-    def __init__(
-        self,
-        root: Path | str,
-        layout: KVLayout,
-        *,
-        max_bytes: int | None = None,
-        fsync: bool = False,
-        access: Access = OWNER,
-    ) -> None:
-        """Make the directory. Raises `ConfigError` when that cannot be done."""
-        self.root, self._max_bytes, self._fsync, self._access = Path(root), max_bytes, fsync, access
-        self._format = BlockFormat(layout)
+    options_type = FileOptions
+    options: FileOptions
+    has_layers = True
+
+    def __init__(self, location: str, options: FileOptions, layout: KVLayout) -> None:
+        super().__init__(location, options, layout)
+        self.root = _path_of(location)
         self._folder = self.root / layout.fingerprint()
-        self._lock = threading.Lock()
-        self._counts: Counter[str] = Counter()
-        self._num_unseen = 0
-        self._kept: set[BlockHash] = set()
-        self._removed: set[BlockHash] = set()
-        self._watched = False
-        self._num_stored: int | None = None
-        """Bytes under the root when last looked at; None: not yet, which the first `put` does."""
+        self._access = ACCESS[options.access]
+        self._notes = NoteFiles(self.root / "notes", self._access)
+        self._threads = Threads(max(1, options.threads), "kvferry-file-store")
+        self._room = FileRoom(self.root, options.max_bytes, options.eviction, self.records.max_record_bytes)
+
+    @classmethod
+    def check_location(cls, location: str) -> None:
+        """A path, that is no file."""
+        path = _path_of(location)
+        if path.exists() and not path.is_dir():
+            raise ConfigError(f"store file:{location}: {path} is not a directory")
+
+    async def open(self) -> None:
+        """Make the directory. Raises `ConfigError` when that cannot be done."""
         try:
-            access.make_folder(self._folder)
+            self._access.make_folder(self._folder)
             if not os.access(self._folder, os.R_OK | os.W_OK | os.X_OK):
                 raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
         except OSError as error:
             raise ConfigError(f"cannot keep KV blocks in {self.root}: {error.strerror}") from error
 
+    async def close(self) -> None:
+        """End the threads; no file is kept open."""
+        self._threads.close()
+
     # Blocks.
 
-    def match(self, hashes: Sequence[BlockHash]) -> int:
+    async def match(self, hashes: Sequence[BlockHash]) -> int:
         """One `stat` a block."""
+        return await self._threads.run(lambda stop: self._match(hashes, stop))
+
+    async def get(self, reads: Sequence[Read]) -> list[bool]:
+        """One `preadv` a block, straight to where it is wanted where the codec is none."""
+        return await self._threads.run(lambda stop: [not stop.requested and self._get(read) for read in reads])
+
+    async def get_layer(self, layer: int, reads: Sequence[tuple[BlockHash, memoryview]]) -> list[bool]:
+        """Two `preadv`s a block, for the header and the layer."""
+        return await self._threads.run(
+            lambda stop: [not stop.requested and self._get_layer(name, layer, into) for name, into in reads]
+        )
+
+    async def put(self, blocks: Sequence[Block]) -> list[Put]:
+        """Each is written to a temporary file beside the final one, and renamed."""
+        return await self._threads.run(lambda stop: self._put(blocks, stop))
+
+    async def pin(self, hashes: Sequence[BlockHash]) -> int:
+        """Leave a mark beside each."""
+        return await self._threads.run(lambda stop: self._mark(hashes))
+
+    async def unpin(self, hashes: Sequence[BlockHash]) -> int:
+        """Remove the marks."""
+        return await self._threads.run(lambda stop: self._unmark(hashes))
+
+    async def delete(self, hashes: Sequence[BlockHash]) -> int:
+        """Remove the files."""
+        return await self._threads.run(lambda stop: sum(self._remove(name) for name in hashes))
+
+    # Notes.
+
+    async def write_note(self, name: str, content: bytes, ttl_s: float) -> None:
+        """A file of its own."""
+        await self._threads.run(lambda stop: self._notes.write(name, content, ttl_s))
+
+    async def read_note(self, name: str) -> bytes | None:
+        """Read it, unless its time is over."""
+        return await self._threads.run(lambda stop: self._notes.read(name))
+
+    async def remove_note(self, name: str) -> None:
+        """Remove the file."""
+        await self._threads.run(lambda stop: self._notes.remove(name))
+
+    # Insight.
+
+    def take_removed(self) -> list[BlockHash]:
+        """Seen when a block is read for nothing, and with `max_bytes`, of blocks that this process had `put`, whenever
+        it looks at the directory."""
+        return super().take_removed()
+
+    def statistics(self) -> dict[str, float]:
+        """Counters of this process, and what was under the root when it last looked."""
+        return super().statistics() | self._room.statistics()
+
+    # On the threads.
+
+    def _path(self, block_hash: BlockHash, suffix: str = SUFFIX) -> str:
+        name = block_hash.hex()
+        return f"{self._folder}/{name[:2]}/{name}{suffix}"
+
+    def _match(self, hashes: Sequence[BlockHash], stop: Stop) -> int:
         for index, block_hash in enumerate(hashes):
             try:
                 os.stat(self._path(block_hash))  # noqa: PTH116 - a Path made of it would double the time
@@ -83,212 +151,140 @@ class FileStore(KVStore):
                 return index
             except OSError as error:
                 raise StoreError(f"cannot look into {self._folder}: {error.strerror}") from error
+            if stop.requested:
+                return index
         return len(hashes)
 
-    def get(self, block_hash: BlockHash, into: LayerViews) -> bool:
-        """One `preadv`, for header and all layers."""
-        if not self._read(block_hash, lambda descriptor: self._format.read(descriptor, block_hash, into)):
-            return False
-        self._count(loaded_blocks=1, read_bytes=self._format.file_bytes)
-        return True
+    def _get(self, read: Read) -> bool:
+        return self._read(read.block_hash, lambda descriptor: self._read_block(descriptor, read))
 
-    def get_layer(self, block_hash: BlockHash, layer: int, into: memoryview) -> bool:
-        """Two `preadv`s, for the header and the layer."""
-        format_ = self._format
-        if not self._read(block_hash, lambda descriptor: format_.read_layer(descriptor, block_hash, layer, into)):
-            return False
-        self._count(read_bytes=len(into))
-        return True
+    def _get_layer(self, block_hash: BlockHash, layer: int, into: memoryview) -> bool:
+        return self._read(block_hash, lambda descriptor: self._read_layer(descriptor, block_hash, layer, into))
 
-    def put(self, block_hash: BlockHash, layers: LayerViews) -> bool:
-        """Write a temporary file beside the final one, and rename it."""
-        path = self._path(block_hash)
-        try:
-            if _touch_path(path):
-                self._count(present_blocks=1)
-                self._note_kept(block_hash)
-                return False
-            self._write(path, [memoryview(self._format.encode_header(block_hash, layers)), *layers])
-        except OSError as error:
-            self._count(dropped_blocks=1)
-            raise StoreError(f"cannot write a block to {self._folder}: {error.strerror}") from error
-        self._count(stored_blocks=1, written_bytes=self._format.file_bytes)
-        self._note_kept(block_hash)
-        self._make_room(self._format.file_bytes)
-        return True
+    def _read_block(self, descriptor: int, read: Read) -> int:
+        """Returns the number of bytes read, as `_read_layer` does."""
+        records = self.records
+        if not records.is_plain:
+            size = min(os.fstat(descriptor).st_size, records.max_record_bytes)
+            record = memoryview(bytearray(size))
+            read_exactly(descriptor, [record], 0)
+            records.decode(record, read.block_hash, read.into)
+            return size
+        head = bytearray(records.header_bytes)
+        read_exactly(descriptor, [memoryview(head), *read.into], 0)
+        header = records.header(head, read.block_hash)
+        for layer, into in enumerate(read.into):
+            records.require(header, layer, into)
+        return header.record_bytes
 
-    def delete(self, block_hash: BlockHash) -> bool:
-        """Remove the file."""
-        self._note_removed({block_hash})
-        return _remove(self._path(block_hash))
+    def _read_layer(self, descriptor: int, block_hash: BlockHash, layer: int, into: memoryview) -> int:
+        header = self._read_header(descriptor, block_hash)
+        offset, length = header.offsets[layer], header.lengths[layer]
+        if self.records.is_plain:
+            read_exactly(descriptor, [into], offset)
+            self.records.require(header, layer, into)
+        else:
+            encoded = memoryview(bytearray(length))
+            read_exactly(descriptor, [encoded], offset)
+            self.records.finish_layer(header, layer, encoded, into)
+        return length
 
-    # Changes.
+    def _read_header(self, descriptor: int, block_hash: BlockHash) -> Header:
+        head = bytearray(self.records.header_bytes)
+        read_exactly(descriptor, [memoryview(head)], 0)
+        return self.records.header(head, block_hash)
 
-    def watch(self) -> None:
-        """From now on, note which blocks are gone, for `take_removed`."""
-        self._watched = True
-
-    def take_removed(self) -> list[BlockHash]:
-        """Blocks found to be gone since the last call, whoever removed them.
-
-        That is seen when a block is read for nothing, and with `max_bytes`, of blocks that this process had `put`,
-        whenever it looks at the directory.
-        """
-        with self._lock:
-            removed, self._removed = self._removed, set()
-            return list(removed)
-
-    def _note_kept(self, block_hash: BlockHash) -> None:
-        with self._lock:
-            self._removed.discard(block_hash)
-            if self._watched and self._max_bytes is not None:
-                self._kept.add(block_hash)
-
-    def _note_removed(self, block_hashes: set[BlockHash]) -> None:
-        with self._lock:
-            if self._watched:
-                self._removed |= block_hashes
-                self._kept -= block_hashes
-
-    def statistics(self) -> dict[str, float]:
-        """Counters of this process, and the bytes under the root when it last looked."""
-        with self._lock:
-            counters = {name: float(count) for name, count in self._counts.items()}
-            if self._num_stored is not None:
-                counters["kept_bytes"] = float(self._num_stored + self._num_unseen)
-            return counters
-
-    def close(self) -> None:
-        """Nothing is kept open."""
-
-    # Files.
-
-    def _path(self, block_hash: BlockHash) -> str:
-        name = block_hash.hex()
-        return f"{self._folder}/{name[:2]}/{name}{SUFFIX}"
-
-    def _read(self, block_hash: BlockHash, read: Callable[[int], None]) -> bool:
+    def _read(self, block_hash: BlockHash, read: Callable[[int], int]) -> bool:
         """Have `read` read the open file. False: there is none, or it is corrupt and now removed."""
         path = self._path(block_hash)
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError:
-            self._count(missing_blocks=1)
-            self._note_removed({block_hash})
+            self.count(missing_blocks=1)
+            self._gone(block_hash)
             return False
         except OSError as error:
             raise StoreError(f"cannot open {path}: {error.strerror}") from error
         try:
-            read(descriptor)
-            _touch(descriptor)
+            num_bytes = read(descriptor)
+            touch_descriptor(descriptor)
+            self._room.accessed(path)
+            self.count(loaded_blocks=1, read_bytes=num_bytes)
             return True
         except CorruptBlock as error:
             log.warning("block %s is removed: %s", path, error)
-            self._count(corrupt_blocks=1)
-            _remove(path)
-            self._note_removed({block_hash})
+            self.count(corrupt_blocks=1)
+            self._remove(block_hash)
             return False
         except OSError as error:
             raise StoreError(f"cannot read {path}: {error.strerror}") from error
         finally:
             os.close(descriptor)
 
-    def _write(self, path: str, views: Sequence[memoryview]) -> None:
-        temporary = f"{path}.{os.getpid()}.{secrets.token_hex(4)}{TEMPORARY_SUFFIX}"
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-        try:
-            descriptor = os.open(temporary, flags, self._access.file_mode)
-        except FileNotFoundError:
-            self._access.make_folder(Path(temporary).parent)
-            descriptor = os.open(temporary, flags, self._access.file_mode)
-        try:
+    def _put(self, blocks: Sequence[Block], stop: Stop) -> list[Put]:
+        outcomes: list[Put] = []
+        for block in blocks:
             try:
-                write_all(descriptor, views)
-                if self._fsync:
-                    os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
-            os.rename(temporary, path)  # noqa: PTH104 - plain strings, as everywhere on this path
-        except BaseException:
-            _remove(temporary)
-            raise
+                outcomes.append(Put.DROPPED if stop.requested else self._put_one(block))
+            except OSError as error:
+                self.count(dropped_blocks=len(blocks) - len(outcomes))
+                raise StoreError(f"cannot write a block to {self._folder}: {error.strerror}") from error
+        return outcomes
 
-    # Room.
+    def _put_one(self, block: Block) -> Put:
+        path = self._path(block.block_hash)
+        if touch_path(path):
+            self.count(present_blocks=1)
+            self._room.accessed(path)
+            self._note_kept(block)
+            return Put.PRESENT
+        record = self.records.encode(block.block_hash, block.layers)
+        num_bytes = sum(len(piece) for piece in record)
+        write_file(path, record, self._access, fsync=self.options.fsync)
+        self.count(stored_blocks=1, written_bytes=num_bytes)
+        self._note_kept(block)
+        removed = self._room.written(path, self._path(block.parent) if block.parent else None, num_bytes)
+        self.count(evicted_blocks=removed.num_evicted)
+        self.note_removed(self._name(gone) for gone in removed.gone if gone.startswith(str(self._folder)))
+        return Put.STORED
 
-    def _make_room(self, num_written: int) -> None:
-        with self._lock:
-            self._num_unseen += num_written
-            if self._num_stored is None:
-                due = True
-            elif self._max_bytes is None:
-                due = False
-            else:
-                total = self._num_stored + self._num_unseen
-                due = self._num_unseen >= self._max_bytes * LOOK_SHARE or total > self._max_bytes
-        if due:
-            self._look()
+    def _note_kept(self, block: Block) -> None:
+        self.note_kept(block.block_hash)
+        if self._watched and self.options.max_bytes is not None:
+            self._room.watch(self._path(block.block_hash))
 
-    def _look(self) -> None:
-        """Count what is there, and remove what is too much and what a crash left."""
-        with self._lock:
-            kept = set(self._kept)
-        files = sorted(self._files(), key=lambda file: file[0])
-        left = self._evict(files)
-        with self._lock:
-            self._num_stored, self._num_unseen = sum(size for _, size, _ in left), 0
-        if kept:
-            there = {path for _, _, path in left}
-            self._note_removed({block_hash for block_hash in kept if self._path(block_hash) not in there})
+    def _name(self, path: str) -> BlockHash:
+        return bytes.fromhex(Path(path).stem)
 
-    def _evict(self, files: Sequence[_File]) -> Sequence[_File]:
-        """Remove the first of these as long as they are too much; returns the others."""
-        total = sum(size for _, size, _ in files)
-        if self._max_bytes is None or total <= self._max_bytes:
-            return files
-        for index, (_, size, path) in enumerate(files):
-            if total <= self._max_bytes * (1 - FREED_SHARE):
-                return files[index:]
-            if _remove(path):
-                self._count(evicted_blocks=1)
-            total -= size
-        return []
+    def _gone(self, block_hash: BlockHash) -> None:
+        self._room.removed(self._path(block_hash))
+        self.note_removed([block_hash])
 
-    def _files(self) -> Iterator[_File]:
-        """Every block under the root; stale temporary files are removed."""
-        now = time.time()
-        for path in self.root.glob("*/??/*"):
-            with suppress(OSError):  # removed meanwhile, by another process
-                status = path.stat()
-                if path.suffix == SUFFIX:
-                    yield status.st_mtime, status.st_size, str(path)
-                elif path.suffix == TEMPORARY_SUFFIX and now - status.st_mtime > STALE_TEMPORARY_S:
-                    path.unlink()
+    def _remove(self, block_hash: BlockHash) -> bool:
+        found = remove_file(self._path(block_hash))
+        remove_file(self._path(block_hash, PIN_SUFFIX))
+        self._gone(block_hash)
+        return found
 
-    def _count(self, **changes: int) -> None:
-        with self._lock:
-            self._counts.update(changes)
+    def _mark(self, hashes: Sequence[BlockHash]) -> int:
+        there = [name for name in hashes if touch_path(self._path(name))]
+        for name in there:
+            try:
+                write_file(self._path(name, PIN_SUFFIX), [], self._access, fsync=self.options.fsync)
+            except OSError as error:
+                raise StoreError(f"cannot pin a block in {self._folder}: {error.strerror}") from error
+        return len(there)
+
+    def _unmark(self, hashes: Sequence[BlockHash]) -> int:
+        for name in hashes:
+            remove_file(self._path(name, PIN_SUFFIX))
+        return sum(Path(self._path(name)).exists() for name in hashes)
 
 
-def _touch(descriptor: int) -> None:
-    with suppress(OSError):  # a store that may only be read has no say in what is evicted
-        if time.time() - os.fstat(descriptor).st_mtime > TOUCH_S:
-            os.utime(descriptor)
+def _path_of(location: str) -> Path:
+    path = location.removeprefix("//") if location.startswith("///") else location
+    if not path or path.startswith("//"):
+        raise ConfigError(f"store file:{location}: give a directory, as in file:/var/lib/kvferry")
+    return Path(path).expanduser()
 
 
-def _touch_path(path: str) -> bool:
-    """Renew a file's time of use; False when it is not there."""
-    try:
-        os.utime(path)
-    except FileNotFoundError:
-        return False
-    except PermissionError:  # another user's, so its time is theirs to renew
-        pass
-    return True
-
-
-def _remove(path: str) -> bool:
-    try:
-        os.unlink(path)  # noqa: PTH108 - see above
-        return True
-    except OSError:
-        return False

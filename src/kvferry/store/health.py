@@ -1,0 +1,42 @@
+"""Whether one tier can be asked: after a failure it is left alone for a while, and then tried again.
+
+Owns nothing but that. The pause doubles with each failure and ends with the first answer; no thread and no timer is
+needed, since the next call after the pause is the trial.
+"""
+
+from __future__ import annotations
+
+import time
+
+FIRST_PAUSE_S = 0.5
+LONGEST_PAUSE_S = 30.0
+
+
+class Health:
+    """Of one tier, on one event loop."""
+
+    def __init__(self) -> None:
+        self.num_failures = 0
+        """Since the beginning."""
+        self._pause_s = 0.0
+        self._until = 0.0
+
+    @property
+    def is_good(self) -> bool:
+        """Whether the last answer was one."""
+        return not self._pause_s
+
+    @property
+    def may_be_asked(self) -> bool:
+        """Whether it is good, or its pause is over."""
+        return time.monotonic() >= self._until
+
+    def failed(self) -> None:
+        """It raised, or did not answer in time."""
+        self.num_failures += 1
+        self._pause_s = min(LONGEST_PAUSE_S, self._pause_s * 2 or FIRST_PAUSE_S)
+        self._until = time.monotonic() + self._pause_s
+
+    def answered(self) -> None:
+        """It is well."""
+        self._pause_s = self._until = 0.0

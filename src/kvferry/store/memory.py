@@ -1,0 +1,313 @@
+"""KV blocks in this machine's memory: `memory:4GiB` is one arena that all instances of this user and layout share.
+
+Owns the slots, all of one size, in which the records lie, with `memory_index` for which lies where, and a table of
+notes. A block is copied in and out without the lock; a reader verifies its copy, so that a slot that was given to
+another block meanwhile is a miss. The arena is there as long as one instance uses it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from kvferry.core.block_hash import BlockHash
+from kvferry.core.errors import ConfigError, StoreError
+from kvferry.core.layout import KVLayout
+from kvferry.core.units import parse_bytes
+from kvferry.store.arena import Arena
+from kvferry.store.base import Block, KVStore, Put, Read, StoreOptions
+from kvferry.store.copying import copy_bytes
+from kvferry.store.memory_index import MemoryIndex, Slot, table_bytes
+from kvferry.store.record import CorruptBlock
+from kvferry.store.threads import Stop, Threads
+
+NUM_NOTES = 256
+NOTE_BYTES = 2**14
+_NOTE = np.dtype([("name", "V32"), ("over_s", "<f8"), ("length", "<u4"), ("padding", "<u4"), ("content", f"V{NOTE_BYTES}")])
+_ALIGNMENT = 64
+
+
+class MemoryOptions(StoreOptions, frozen=True, kw_only=True):
+    """Instances with the same `name` (and size, layout and codec) share the memory."""
+
+    eviction: str = "lru"
+    name: str = "shared"
+    threads: int = 2
+
+
+class MemoryStore(KVStore):
+    """See the module. `location`: how much memory, for everything."""
+
+    options_type = MemoryOptions
+    options: MemoryOptions
+    medium = "CPU"
+    has_layers = True
+
+    def __init__(self, location: str, options: MemoryOptions, layout: KVLayout) -> None:
+        super().__init__(location, options, layout)
+        self._num_bytes = _size_of(location)
+        self._slot_bytes = -(-self.records.max_record_bytes // _ALIGNMENT) * _ALIGNMENT
+        notes_bytes = NUM_NOTES * _NOTE.itemsize
+        self._num_slots = (self._num_bytes - notes_bytes - table_bytes(0)) // (self._slot_bytes + 112 + 32)
+        if self._num_slots < 1:
+            least = notes_bytes + table_bytes(1) + self._slot_bytes
+            raise ConfigError(f"store memory:{location} is too small: one block of this model needs {least} bytes")
+        self._notes_at = table_bytes(self._num_slots)
+        self._slots_at = -(-(self._notes_at + notes_bytes) // _ALIGNMENT) * _ALIGNMENT
+        self._threads = Threads(max(1, options.threads), "kvferry-memory-store")
+        self._arena: Arena | None = None
+        self._index: MemoryIndex
+
+    @classmethod
+    def check_location(cls, location: str) -> None:
+        """A size."""
+        _size_of(location)
+
+    @property
+    def num_slots(self) -> int:
+        """How many blocks fit."""
+        return self._num_slots
+
+    async def open(self) -> None:
+        """Join the arena, or make it. Raises `ConfigError`."""
+        options = self.options
+        what = f"{self.layout.fingerprint()} {options.codec} {self._num_bytes} {self._slot_bytes} {options.name}"
+        name = f"memory-{hashlib.sha256(what.encode()).hexdigest()[:24]}"
+        total = self._slots_at + self._num_slots * self._slot_bytes
+        self._arena = await self._threads.run(lambda stop: Arena(name, total))
+        self._index = MemoryIndex(self._arena, self._num_slots, options.eviction)
+        self._notes = np.frombuffer(self._arena.buffer, _NOTE, NUM_NOTES, self._notes_at)
+
+    async def close(self) -> None:
+        """Leave the arena."""
+        self._threads.close()
+        if self._arena is not None:
+            self._index.forget()
+            del self._notes
+            self._arena.close()
+            self._arena = None
+
+    # Blocks.
+
+    async def match(self, hashes: Sequence[BlockHash]) -> int:
+        """One turn of the lock."""
+        return await self._threads.run(lambda stop: self._match(hashes))
+
+    async def get(self, reads: Sequence[Read]) -> list[bool]:
+        """One turn of the lock, and one copy a block."""
+        return await self._threads.run(lambda stop: self._get(reads, stop))
+
+    async def get_layer(self, layer: int, reads: Sequence[tuple[BlockHash, memoryview]]) -> list[bool]:
+        """As `get`."""
+        return await self._threads.run(lambda stop: self._get_layer(layer, reads))
+
+    async def put(self, blocks: Sequence[Block]) -> list[Put]:
+        """Two turns of the lock, to take slots and to say what is in them, and one copy a block between."""
+        return await self._threads.run(lambda stop: [out for part in self._parts(blocks) for out in self._put(part)])
+
+    async def pin(self, hashes: Sequence[BlockHash]) -> int:
+        """Mark their slots."""
+        return await self._threads.run(lambda stop: self._pin(hashes, True))
+
+    async def unpin(self, hashes: Sequence[BlockHash]) -> int:
+        """Unmark them."""
+        return await self._threads.run(lambda stop: self._pin(hashes, False))
+
+    async def delete(self, hashes: Sequence[BlockHash]) -> int:
+        """Free their slots."""
+        return await self._threads.run(lambda stop: self._delete(hashes))
+
+    def statistics(self) -> dict[str, float]:
+        """Counters of this process, and what the arena holds as far as this process knows."""
+        found = super().statistics()
+        if self._arena is not None:
+            found["kept_bytes"] = float(self._index.num_kept() * self._slot_bytes)
+            found["pinned_blocks"] = float(self._index.num_pinned())
+        return found
+
+    # Notes.
+
+    async def write_note(self, name: str, content: bytes, ttl_s: float) -> None:
+        """In place of one of that name, of one that is over, or of the one that is over first."""
+        if len(content) > NOTE_BYTES:
+            raise StoreError(f"a note of {len(content)} bytes, and {NOTE_BYTES} is the most")
+        await self._threads.run(lambda stop: self._write_note(_note_name(name), content, time.time() + ttl_s))
+
+    async def read_note(self, name: str) -> bytes | None:
+        """A copy."""
+        return await self._threads.run(lambda stop: self._read_note(_note_name(name)))
+
+    async def remove_note(self, name: str) -> None:
+        """Free its place."""
+        await self._threads.run(lambda stop: self._write_note(_note_name(name), b"", 0.0, only_there=True))
+
+    # On the threads.
+
+    def _match(self, hashes: Sequence[BlockHash]) -> int:
+        with self._index.locked():
+            for count, block_hash in enumerate(hashes):
+                if self._index.find(block_hash) is None:
+                    return count
+        return len(hashes)
+
+    def _find(self, hashes: Sequence[BlockHash]) -> list[Slot | None]:
+        with self._index.locked():
+            slots = [self._index.find(block_hash) for block_hash in hashes]
+            for slot in slots:
+                if slot is not None:
+                    self._index.access(slot.number)
+        missing = [name for name, slot in zip(hashes, slots, strict=True) if slot is None]
+        self.count(missing_blocks=len(missing))
+        self.note_removed(missing)
+        return slots
+
+    def _get(self, reads: Sequence[Read], stop: Stop) -> list[bool]:
+        slots = self._find([read.block_hash for read in reads])
+        return [
+            slot is not None and not stop.requested and self._read(read, slot)
+            for read, slot in zip(reads, slots, strict=True)
+        ]
+
+    def _read(self, read: Read, slot: Slot) -> bool:
+        try:
+            self.records.decode(self._record(slot), read.block_hash, read.into)
+        except CorruptBlock:
+            self._not_right(read.block_hash, slot)
+            return False
+        self.count(loaded_blocks=1, read_bytes=slot.length)
+        return True
+
+    def _get_layer(self, layer: int, reads: Sequence[tuple[BlockHash, memoryview]]) -> list[bool]:
+        slots = self._find([block_hash for block_hash, _ in reads])
+        return [
+            slot is not None and self._read_layer(layer, block_hash, into, slot)
+            for (block_hash, into), slot in zip(reads, slots, strict=True)
+        ]
+
+    def _read_layer(self, layer: int, block_hash: BlockHash, into: memoryview, slot: Slot) -> bool:
+        record = self._record(slot)
+        try:
+            header = self.records.header(record[: self.records.header_bytes], block_hash)
+            self.records.decode_layer(record, header, layer, into)
+        except CorruptBlock:
+            self._not_right(block_hash, slot)
+            return False
+        self.count(read_bytes=len(into))
+        return True
+
+    def _not_right(self, block_hash: BlockHash, slot: Slot) -> None:
+        """It was evicted while it was read; or it is damaged, and now removed."""
+        with self._index.locked():
+            damaged = self._index.find(block_hash) == slot
+            if damaged:
+                self._index.remove(block_hash)
+        self.note_removed([block_hash])
+        self.count(**{"corrupt_blocks" if damaged else "missing_blocks": 1})
+
+    def _parts(self, blocks: Sequence[Block]) -> Iterator[Sequence[Block]]:
+        """Of a batch: not so many that they would evict one another."""
+        most = max(1, self._num_slots // 2)
+        return (blocks[first : first + most] for first in range(0, len(blocks), most))
+
+    def _put(self, blocks: Sequence[Block]) -> list[Put]:
+        outcomes = [Put.DROPPED] * len(blocks)
+        taken: dict[int, int] = {}
+        evicted: list[BlockHash] = []
+        with self._index.locked():
+            for place, block in enumerate(blocks):
+                if (slot := self._index.find(block.block_hash)) is not None:
+                    self._index.access(slot.number)
+                    outcomes[place] = Put.PRESENT
+                elif (found := self._index.take()) is not None:
+                    taken[place] = found[0]
+                    evicted += [found[1]] if found[1] is not None else []
+        self._fill(blocks, taken, outcomes)
+        self.note_removed(evicted)
+        for block, outcome in zip(blocks, outcomes, strict=True):
+            if outcome is not Put.DROPPED:
+                self.note_kept(block.block_hash)
+        self.count(
+            evicted_blocks=len(evicted),
+            present_blocks=outcomes.count(Put.PRESENT),
+            stored_blocks=outcomes.count(Put.STORED),
+            dropped_blocks=outcomes.count(Put.DROPPED),
+        )
+        return outcomes
+
+    def _fill(self, blocks: Sequence[Block], taken: dict[int, int], outcomes: list[Put]) -> None:
+        """Copy blocks to the slots taken for them; slots are given back where that fails."""
+        lengths: dict[int, int] = {}
+        try:
+            for place, number in taken.items():
+                lengths[place] = self._write(blocks[place], number)
+        finally:
+            with self._index.locked():
+                for place, number in taken.items():
+                    block = blocks[place]
+                    if place not in lengths or self._index.find(block.block_hash) is not None:
+                        self._index.give_back(number)  # another was faster, or this batch has it twice
+                        outcomes[place] = Put.PRESENT if place in lengths else Put.DROPPED
+                        continue
+                    self._index.commit(number, block.block_hash, block.parent, lengths[place])
+                    outcomes[place] = Put.STORED
+
+    def _write(self, block: Block, number: int) -> int:
+        slot, at = self._view(number, self._slot_bytes), 0
+        for piece in self.records.encode(block.block_hash, block.layers):
+            copy_bytes(slot[at : at + len(piece)], piece)
+            at += len(piece)
+        self.count(written_bytes=at)
+        return at
+
+    def _pin(self, hashes: Sequence[BlockHash], pinned: bool) -> int:
+        with self._index.locked():
+            return sum(self._index.pin(block_hash, pinned) for block_hash in hashes)
+
+    def _delete(self, hashes: Sequence[BlockHash]) -> int:
+        self.note_removed(hashes)
+        with self._index.locked():
+            return sum(self._index.remove(block_hash) for block_hash in hashes)
+
+    def _record(self, slot: Slot) -> memoryview:
+        return self._view(slot.number, min(slot.length, self._slot_bytes))
+
+    def _view(self, number: int, length: int) -> memoryview:
+        assert self._arena is not None, "the store is not open"
+        at = self._slots_at + number * self._slot_bytes
+        return self._arena.buffer[at : at + length]
+
+    def _write_note(self, name: bytes, content: bytes, over_s: float, only_there: bool = False) -> None:
+        with self._index.locked():
+            notes = self._notes
+            place = self._note_place(name)
+            if place is None and only_there:
+                return
+            place = int(np.argmin(notes["over_s"])) if place is None else place
+            notes["content"][place] = np.void(content.ljust(NOTE_BYTES, b"\0"))
+            notes["name"][place], notes["length"][place] = np.void(name), len(content)
+            notes["over_s"][place] = over_s
+
+    def _read_note(self, name: bytes) -> bytes | None:
+        with self._index.locked():
+            place = self._note_place(name)
+            if place is None or self._notes["over_s"][place] < time.time():
+                return None
+            content: bytes = self._notes["content"][place].tobytes()
+            return content[: int(self._notes["length"][place])]
+
+    def _note_place(self, name: bytes) -> int | None:
+        found = np.flatnonzero(self._notes["name"] == np.void(name))
+        return int(found[0]) if len(found) else None
+
+
+def _note_name(name: str) -> bytes:
+    return hashlib.sha256(name.encode()).digest()
+
+
+def _size_of(location: str) -> int:
+    if not location:
+        raise ConfigError("store memory: needs a size, as in memory:4GiB")
+    return parse_bytes(location, f"store memory:{location}")

@@ -1,0 +1,284 @@
+"""Which block lies in which slot of shared memory, told alike to all processes that share it.
+
+Owns the table of slots in the arena, the journal beside it, and this process's copy of both: a dictionary and an
+eviction policy. Every change is written to the table and to the journal under the arena's lock; whoever takes the lock
+first reads what the journal has of others since, so that all policies see the same events in the same order. Who comes
+too late for the journal, or after a holder of the lock died at work, reads the table anew.
+
+    offset  what
+    0       magic, once the table is made; the arena's flag
+    16      counters: epoch, number of journal entries ever written, order of the newest block
+    4096    slots: see `_SLOT`
+    …       the journal, a ring of `_EVENT`
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+
+from kvferry.core.block_hash import BlockHash
+from kvferry.store.arena import RESERVED_BYTES, Arena
+from kvferry.store.eviction.base import EvictionPolicy
+from kvferry.store.eviction.table import make_eviction_policy
+
+_SLOT = np.dtype(
+    [
+        ("hash", "V32"),
+        ("parent", "V32"),
+        ("length", "<u8"),
+        ("order", "<u8"),
+        ("started", "<u8"),
+        ("pid", "<i4"),
+        ("state", "u1"),
+        ("pinned", "u1"),
+        ("padding", "u1", 2),
+    ]
+)
+_EVENT = np.dtype([("kind", "<u4"), ("slot", "<u4")])
+_FREE, _WRITING, _READY = 0, 1, 2
+_ADDED, _TAKEN, _FREED, _ACCESSED, _PINNED, _UNPINNED = 1, 2, 3, 4, 5, 6
+_NO_PARENT = bytes(32)
+_EPOCH, _NUM_EVENTS, _ORDER = 0, 1, 2
+HEADER_BYTES = 4096
+
+
+def table_bytes(num_slots: int) -> int:
+    """How much of the arena this takes."""
+    return HEADER_BYTES + num_slots * _SLOT.itemsize + _num_journalled(num_slots) * _EVENT.itemsize
+
+
+def _num_journalled(num_slots: int) -> int:
+    return max(4096, 4 * num_slots)
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where a block lies, and how long its record is."""
+
+    number: int
+    length: int
+
+
+class MemoryIndex:
+    """See the module. All methods but `locked` only within `locked`."""
+
+    def __init__(self, arena: Arena, num_slots: int, eviction: str) -> None:
+        self._arena, self._num_slots, self._eviction = arena, num_slots, eviction
+        self._counters = np.frombuffer(arena.buffer, "<u8", 8, RESERVED_BYTES)
+        self._slots = np.frombuffer(arena.buffer, _SLOT, num_slots, HEADER_BYTES)
+        events_at = HEADER_BYTES + num_slots * _SLOT.itemsize
+        self._events = np.frombuffer(arena.buffer, _EVENT, _num_journalled(num_slots), events_at)
+        self._policy: EvictionPolicy
+        self._where: dict[BlockHash, int] = {}
+        self._what: dict[int, BlockHash] = {}
+        self._free: dict[int, None] = {}
+        self._epoch, self._num_read = -1, 0
+        self._me = os.getpid(), _started(os.getpid())
+
+    def forget(self) -> None:
+        """Let go of the arena's memory."""
+        del self._counters, self._slots, self._events
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Alone, and knowing all that others did. Raises `StoreError`."""
+        with self._arena.locked() as broken:
+            if broken:
+                self._repair()
+            self._catch_up()
+            yield
+            self._num_read = int(self._counters[_NUM_EVENTS])
+
+    # Questions.
+
+    def find(self, block_hash: BlockHash) -> Slot | None:
+        """Where a block is."""
+        number = self._where.get(block_hash)
+        return None if number is None else Slot(number, int(self._slots["length"][number]))
+
+    def num_kept(self) -> int:
+        """Blocks."""
+        return len(self._where)
+
+    def num_pinned(self) -> int:
+        """Blocks."""
+        return int(np.count_nonzero((self._slots["pinned"] == 1) & (self._slots["state"] == _READY)))
+
+    # Changes.
+
+    def access(self, number: int) -> None:
+        """The block there was used."""
+        self._policy.access(self._what[number], time.monotonic())
+        self._tell(_ACCESSED, number)
+
+    def take(self) -> tuple[int, BlockHash | None] | None:
+        """A slot to write to, and the block that had to go for it. None: all are pinned, or being written."""
+        if not self._free:
+            self._reclaim()
+        if self._free:
+            number, _ = self._free.popitem()
+            return self._begin(number), None
+        victim = self._policy.evict(time.monotonic())
+        if not isinstance(victim, bytes):
+            return None
+        number = self._where.pop(victim)
+        del self._what[number]
+        self._slots["state"][number] = _FREE
+        self._tell(_FREED, number)
+        return self._begin(number), victim
+
+    def commit(self, number: int, block_hash: BlockHash, parent: BlockHash | None, length: int) -> None:
+        """A slot that was taken now holds this block."""
+        slots, order = self._slots, int(self._counters[_ORDER]) + 1
+        self._counters[_ORDER] = order
+        slots["hash"][number] = np.void(block_hash)
+        slots["parent"][number] = np.void(parent or _NO_PARENT)
+        slots["length"][number], slots["order"][number], slots["pinned"][number] = length, order, 0
+        slots["state"][number] = _READY  # last: what is said before is complete
+        self._add(number)
+        self._tell(_ADDED, number)
+
+    def give_back(self, number: int) -> None:
+        """A slot that was taken holds nothing."""
+        self._slots["state"][number] = _FREE
+        self._free[number] = None
+        self._tell(_FREED, number)
+
+    def remove(self, block_hash: BlockHash) -> bool:
+        """A block is to be gone; whether it was there."""
+        number = self._where.pop(block_hash, None)
+        if number is None:
+            return False
+        del self._what[number]
+        self._policy.remove(block_hash)
+        self.give_back(number)
+        return True
+
+    def pin(self, block_hash: BlockHash, pinned: bool) -> bool:
+        """Whether it is there to be pinned."""
+        number = self._where.get(block_hash)
+        if number is not None and bool(self._slots["pinned"][number]) != pinned:
+            self._slots["pinned"][number] = pinned
+            self._follow_pin(block_hash, pinned)
+            self._tell(_PINNED if pinned else _UNPINNED, number)
+        return number is not None
+
+    def _follow_pin(self, block_hash: BlockHash, pinned: bool) -> None:
+        if pinned:
+            self._policy.pin(block_hash)
+        else:
+            self._policy.unpin(block_hash, time.monotonic())
+
+    # The others.
+
+    def _tell(self, kind: int, number: int) -> None:
+        count = int(self._counters[_NUM_EVENTS])
+        self._events[count % len(self._events)] = (kind, number)
+        self._counters[_NUM_EVENTS] = count + 1
+
+    def _catch_up(self) -> None:
+        count = int(self._counters[_NUM_EVENTS])
+        if self._epoch != int(self._counters[_EPOCH]) or count - self._num_read > len(self._events):
+            self._read_table()
+        else:
+            for index in range(self._num_read, count):
+                kind, number = self._events[index % len(self._events)].tolist()
+                self._apply(kind, number)
+        self._num_read = count
+
+    def _apply(self, kind: int, number: int) -> None:
+        """What another did. The slot may have changed again since, which later events tell."""
+        if kind in (_ACCESSED, _PINNED, _UNPINNED):
+            known = self._what.get(number)
+            if known is not None and kind == _ACCESSED:
+                self._policy.access(known, time.monotonic())
+            elif known is not None:
+                self._follow_pin(known, kind == _PINNED)
+            return
+        self._drop(number)
+        state = int(self._slots["state"][number])
+        if kind == _ADDED and state == _READY:
+            self._add(number)
+        elif state == _FREE:
+            self._free[number] = None
+
+    def _drop(self, number: int) -> None:
+        self._free.pop(number, None)
+        known = self._what.pop(number, None)
+        if known is not None:
+            self._policy.remove(known)
+            if self._where.get(known) == number:
+                del self._where[known]
+
+    def _add(self, number: int) -> None:
+        block_hash, parent = self._slots["hash"][number].tobytes(), self._slots["parent"][number].tobytes()
+        if block_hash in self._where:
+            self._drop(self._where[block_hash])
+        self._where[block_hash], self._what[number] = number, block_hash
+        self._policy.insert(block_hash, time.monotonic(), None if parent == _NO_PARENT else parent)
+
+    def _read_table(self) -> None:
+        self._policy = make_eviction_policy(self._eviction, self._num_slots)
+        self._where, self._what = {}, {}
+        states = self._slots["state"]
+        self._free = dict.fromkeys(np.flatnonzero(states == _FREE).tolist())
+        ready = np.flatnonzero(states == _READY)
+        for number in ready[np.argsort(self._slots["order"][ready], kind="stable")].tolist():
+            self._add(number)
+            if self._slots["pinned"][number]:
+                self._policy.pin(self._what[number])
+        self._epoch = int(self._counters[_EPOCH])
+
+    def _repair(self) -> None:
+        """A holder of the lock died: what it was about to do is half done, so that all read the table anew. A slot is
+        ready only when all else about it was written."""
+        self._counters[_EPOCH] += np.uint64(1)
+        self._reclaim_of_dead()
+
+    def _begin(self, number: int) -> int:
+        self._slots["pid"][number], self._slots["started"][number] = self._me
+        self._slots["state"][number] = _WRITING
+        self._tell(_TAKEN, number)
+        return number
+
+    def _reclaim(self) -> None:
+        for number in self._reclaim_of_dead():
+            self._free[number] = None
+            self._tell(_FREED, number)
+
+    def _reclaim_of_dead(self) -> list[int]:
+        """Slots of writers that are no more."""
+        slots, found = self._slots, []
+        for number in np.flatnonzero(slots["state"] == _WRITING).tolist():
+            if _started(int(slots["pid"][number])) != int(slots["started"][number]):
+                slots["state"][number] = _FREE
+                found.append(number)
+        return found
+
+
+def _started(pid: int) -> int:
+    """When a process began, in the kernel's ticks; 0: there is none."""
+    if pid == os.getpid():
+        return _own_start(pid)
+    return _start_of(pid)
+
+
+@cache
+def _own_start(pid: int) -> int:
+    return _start_of(pid)
+
+
+def _start_of(pid: int) -> int:
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return 0
+    return int(status.rpartition(")")[2].split()[19])

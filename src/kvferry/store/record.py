@@ -1,0 +1,223 @@
+"""A block as it is written down, in every store alike.
+
+    offset   bytes  what
+    0        8      magic
+    8        2      version
+    10       2      reserved, 0
+    12       16     codec, ASCII
+    28       4      number of layers, L
+    32       8      payload length
+    40       32     layout fingerprint, ASCII
+    72       32     block hash
+    104      16 L   of each layer: length of its encoded span, XXH3-64 of it
+    104+16L  8      XXH3-64 of everything before
+    112+16L  …      the payload: the layers' encoded spans, one after the other
+
+Numbers are little-endian. A record verifies, or it is no block: a header's lengths are believed only when the header is
+this block's, of this layout and codec, and no length is more than the codec can have written.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+
+import xxhash
+
+from kvferry.core.block_hash import BlockHash
+from kvferry.core.layout import KVLayout
+from kvferry.store.codecs.base import Codec, CodecError
+from kvferry.store.codecs.none import NoCodec
+from kvferry.store.copying import copy_bytes
+
+LayerViews = Sequence[memoryview]
+"""One block's bytes, one view a layer; each as long as the layout says."""
+
+MAGIC = b"KVFERRY\x02"
+VERSION = 2
+MAX_LAYERS = 65536
+_HEAD = struct.Struct("<8sHH16sIQ32s32s")
+_SPAN = struct.Struct("<QQ")
+_SEAL = struct.Struct("<Q")
+
+
+class CorruptBlock(Exception):
+    """What lies in a store is not the block it should be. Does not leave the store."""
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a verified header says. Offsets count from the beginning of the record."""
+
+    offsets: tuple[int, ...]
+    lengths: tuple[int, ...]
+    checksums: tuple[int, ...]
+
+    @property
+    def record_bytes(self) -> int:
+        """Of header and payload."""
+        return self.offsets[-1] + self.lengths[-1]
+
+
+class RecordFormat:
+    """Encodes and verifies the blocks of one layout, with one codec."""
+
+    def __init__(self, layout: KVLayout, codec: Codec) -> None:
+        self.layout, self.codec = layout, codec
+        self._fingerprint = layout.fingerprint().encode()
+        self._span_sizes = tuple(layout.span_bytes(layer) for layer in range(layout.num_layers))
+        self._limits = tuple(codec.max_encoded_bytes(layer) for layer in range(layout.num_layers))
+        self.header_bytes = _HEAD.size + layout.num_layers * _SPAN.size + _SEAL.size
+        self.is_plain = isinstance(codec, NoCodec)
+        """Whether the payload is the block's bytes as they are."""
+
+    @cached_property
+    def max_record_bytes(self) -> int:
+        """No record is longer."""
+        return self.header_bytes + sum(self._limits)
+
+    def encode(self, block_hash: BlockHash, layers: LayerViews) -> list[memoryview]:
+        """The record, in pieces; those of the payload may be `layers` themselves."""
+        assert tuple(len(layer) for layer in layers) == self._span_sizes, "not a block of this layout"
+        spans = [memoryview(self.codec.encode(span, layer)) for layer, span in enumerate(layers)]
+        head = self._head(block_hash, sum(len(span) for span in spans))
+        head += b"".join(_SPAN.pack(len(span), xxhash.xxh3_64_intdigest(span)) for span in spans)
+        return [memoryview(head + _SEAL.pack(xxhash.xxh3_64_intdigest(head))), *spans]
+
+    def header(self, encoded: bytes | bytearray | memoryview, block_hash: BlockHash) -> Header:
+        """Verify a header. Raises `CorruptBlock` unless it is whole, and this very block's."""
+        if len(encoded) != self.header_bytes:
+            raise CorruptBlock("it is too short")
+        head = bytes(encoded)
+        _require_sealed(head)
+        spans = tuple(_SPAN.iter_unpack(head[_HEAD.size : -_SEAL.size]))
+        lengths, checksums = tuple(span[0] for span in spans), tuple(span[1] for span in spans)
+        if any(length > limit for length, limit in zip(lengths, self._limits, strict=True)):
+            raise CorruptBlock("a layer is longer than its codec can have written")
+        if head[: _HEAD.size] != self._head(block_hash, sum(lengths)):
+            raise CorruptBlock("it is of another version, codec, layout or block")
+        return Header(tuple(accumulate(lengths, initial=self.header_bytes))[:-1], lengths, checksums)
+
+    def decode(self, record: memoryview, block_hash: BlockHash, into: LayerViews) -> None:
+        """Verify a whole record and write it where it is wanted. Raises `CorruptBlock`.
+
+        `record` may change meanwhile: what is verified is the copy.
+        """
+        header = self.header(record[: self.header_bytes], block_hash)
+        if len(record) < header.record_bytes:
+            raise CorruptBlock("it is too short")
+        for layer in range(len(into)):
+            self.decode_layer(record, header, layer, into[layer])
+
+    def decode_layer(self, record: memoryview, header: Header, layer: int, into: memoryview) -> None:
+        """As `decode`, of one layer, with a header that was verified."""
+        span = record[header.offsets[layer] :][: header.lengths[layer]]
+        if self.is_plain:
+            if len(span) != len(into):
+                raise CorruptBlock("it is too short")
+            copy_bytes(into, span)
+            self.require(header, layer, into)
+        else:
+            self.finish_layer(header, layer, memoryview(bytes(span)), into)
+
+    def finish_layer(self, header: Header, layer: int, encoded: memoryview, into: memoryview) -> None:
+        """Verify an encoded span that is ours alone, and decode it."""
+        self.require(header, layer, encoded)
+        try:
+            self.codec.decode(encoded, layer, into)
+        except CodecError as error:
+            raise CorruptBlock(str(error)) from error
+
+    def require(self, header: Header, layer: int, encoded: memoryview) -> None:
+        """Raise `CorruptBlock` unless these are the bytes that were written."""
+        if len(encoded) != header.lengths[layer] or xxhash.xxh3_64_intdigest(encoded) != header.checksums[layer]:
+            raise CorruptBlock(f"layer {layer} does not verify")
+
+    def _head(self, block_hash: BlockHash, payload_bytes: int) -> bytes:
+        codec, num_layers = self.codec.name.encode(), len(self._span_sizes)
+        return _HEAD.pack(MAGIC, VERSION, 0, codec, num_layers, payload_bytes, self._fingerprint, block_hash)
+
+
+@dataclass(frozen=True)
+class Label:
+    """What a record says of itself, to somebody who does not know its layout."""
+
+    block_hash: BlockHash
+    fingerprint: str
+    codec: str
+    header_bytes: int
+    lengths: tuple[int, ...]
+    checksums: tuple[int, ...]
+
+    @property
+    def record_bytes(self) -> int:
+        """Of header and payload."""
+        return self.header_bytes + sum(self.lengths)
+
+
+def read_label(record: bytes | memoryview) -> Label:
+    """Read what a record says of itself; as much of it as there is. Raises `CorruptBlock`."""
+    if len(record) < _HEAD.size:
+        raise CorruptBlock("it is too short")
+    magic, version, _, codec, num_layers, payload_bytes, fingerprint, block_hash = _HEAD.unpack(record[: _HEAD.size])
+    header_bytes = _HEAD.size + num_layers * _SPAN.size + _SEAL.size
+    if magic != MAGIC or version != VERSION or not 0 < num_layers <= MAX_LAYERS or len(record) < header_bytes:
+        raise CorruptBlock("it is no record of this version")
+    head = bytes(record[:header_bytes])
+    _require_sealed(head)
+    spans = tuple(_SPAN.iter_unpack(head[_HEAD.size : -_SEAL.size]))
+    if sum(length for length, _ in spans) != payload_bytes:
+        raise CorruptBlock("its lengths disagree")
+    names = fingerprint.rstrip(b"\0").decode("ascii", "replace"), codec.rstrip(b"\0").decode("ascii", "replace")
+    return Label(block_hash, *names, header_bytes, tuple(s[0] for s in spans), tuple(s[1] for s in spans))
+
+
+def verify_record(record: memoryview) -> Label:
+    """Raise `CorruptBlock` unless a whole record, of whatever layout, has the bytes that were written."""
+    label = read_label(record)
+    if len(record) != label.record_bytes:
+        raise CorruptBlock("its length is not what it says")
+    offsets = accumulate(label.lengths, initial=label.header_bytes)
+    for offset, length, checksum in zip(offsets, label.lengths, label.checksums, strict=False):
+        if xxhash.xxh3_64_intdigest(record[offset : offset + length]) != checksum:
+            raise CorruptBlock("its payload does not verify")
+    return label
+
+
+def _require_sealed(head: bytes) -> None:
+    if _SEAL.unpack(head[-_SEAL.size :])[0] != xxhash.xxh3_64_intdigest(head[: -_SEAL.size]):
+        raise CorruptBlock("the header does not verify")
+
+
+# Plain files.
+
+
+def read_exactly(descriptor: int, views: Sequence[memoryview], offset: int) -> None:
+    """Fill all views from the file. Raises `CorruptBlock` when it is too short."""
+    rest = [view for view in views if len(view)]
+    while rest:
+        count = os.preadv(descriptor, rest[:1024], offset)
+        if not count:
+            raise CorruptBlock("the file is too short")
+        offset += count
+        rest = without_first(rest, count)
+
+
+def write_all(descriptor: int, views: Sequence[memoryview]) -> None:
+    """Write all views, in order."""
+    rest = [view for view in views if len(view)]
+    while rest:
+        rest = without_first(rest, os.writev(descriptor, rest[:1024]))
+
+
+def without_first(views: Sequence[memoryview], num_bytes: int) -> list[memoryview]:
+    """What is left of the views after their first `num_bytes`."""
+    for index, view in enumerate(views):
+        if num_bytes < len(view):
+            return [view[num_bytes:], *views[index + 1 :]]
+        num_bytes -= len(view)
+    return []

@@ -1,0 +1,79 @@
+"""Stores by URL. A new one is one new file and one line here; in another package an entry point of the group
+"kvferry.stores" (its name is the scheme), or plainly `package.module:Class` in place of the scheme."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+
+from kvferry.core.errors import ConfigError
+from kvferry.core.layout import KVLayout
+from kvferry.core.names import resolve
+from kvferry.store.base import KVStore, StoreOptions
+from kvferry.store.codecs.table import codec_class
+from kvferry.store.eviction.table import eviction_class
+from kvferry.store.url import StoreUrl, parse_store_url, read_options
+
+ENTRY_POINT_GROUP = "kvferry.stores"
+VALKEY = "kvferry.store.valkey:ValkeyStore"
+BUILTIN = {
+    "memory": "kvferry.store.memory:MemoryStore",
+    "file": "kvferry.store.file:FileStore",
+    "valkey": VALKEY,
+    "valkeys": "kvferry.store.valkey:TlsValkeyStore",
+    "redis": VALKEY,
+    "rediss": "kvferry.store.valkey:TlsValkeyStore",
+}
+
+
+@dataclass(frozen=True)
+class StoreSpec:
+    """A store that was named, checked, and not made yet."""
+
+    url: StoreUrl
+    kind: type[KVStore]
+    options: StoreOptions
+
+    def make(self, layout: KVLayout) -> KVStore:
+        """The store of one layout; `open` it."""
+        return self.kind(self.url.location, self.options, layout)
+
+
+def find_store(text: str) -> StoreSpec:
+    """The store that a URL names. Raises `ConfigError` that says what of it is wrong."""
+    found = entry_points(group=ENTRY_POINT_GROUP)
+    url = parse_store_url(text, frozenset({*BUILTIN, *found.names}))
+    if url.scheme in BUILTIN:
+        kind = resolve(BUILTIN[url.scheme])
+    else:
+        kind = found[url.scheme].load() if url.scheme in found.names else resolve(url.scheme)
+    if not (isinstance(kind, type) and issubclass(kind, KVStore)):
+        raise ConfigError(f"store {url}: {url.scheme!r} must be a class derived from KVStore")
+    options = read_options(url, kind.options_type)
+    _check_common(url, options)
+    kind.check_location(url.location)
+    return StoreSpec(url, kind, options)
+
+
+def find_stores(texts: str | Sequence[str]) -> list[StoreSpec]:
+    """One URL, or the tiers of a list, the fastest first."""
+    named = [texts] if isinstance(texts, str) else list(texts)
+    if not named or len(named) > MAX_TIERS:
+        raise ConfigError(f"store: give a URL, or a list of 1 to {MAX_TIERS} of them, the fastest first")
+    return [find_store(text) for text in named]
+
+
+def _check_common(url: StoreUrl, options: StoreOptions) -> None:
+    codec_class(options.codec)
+    eviction = getattr(options, "eviction", None)
+    if eviction is not None:
+        eviction_class(eviction)
+    if not options.deadline_s > 0:
+        raise ConfigError(f"store {url}: deadline_s must be greater than 0, got {options.deadline_s:g}")
+    max_bytes = getattr(options, "max_bytes", None)
+    if max_bytes is not None and max_bytes <= 0:
+        raise ConfigError(f"store {url}: max_bytes must be greater than 0; leave it out for no bound")
+
+
+MAX_TIERS = 8

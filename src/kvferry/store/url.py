@@ -1,0 +1,92 @@
+"""A store's address as people write it: `scheme:location?option=value&…`.
+
+    memory:4GiB                          file:/var/kv?max_bytes=100GiB&eviction=lru
+    valkey://:password@host:6379/0       my_package.my_store:MyStore?anything=1     (a class of another package)
+
+Read strictly: an unknown scheme or option is an error that names the nearest known one.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import TypeVar
+from urllib.parse import parse_qsl
+
+import msgspec
+
+from kvferry.core.errors import ConfigError
+from kvferry.core.units import parse_bytes
+
+_SCHEME = re.compile(r"[a-z][a-z0-9+]*")
+_CLASS = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+Options = TypeVar("Options", bound=msgspec.Struct)
+
+
+@dataclass(frozen=True)
+class StoreUrl:
+    """Its parts. `scheme` is "module:Class" for a class of another package, and its location is empty then."""
+
+    scheme: str
+    location: str
+    options: Mapping[str, str]
+
+    def __str__(self) -> str:
+        """Without the password."""
+        head, at, tail = self.location.rpartition("@")
+        slashes = "//" if head.startswith("//") else ""
+        query = "&".join(f"{name}={value}" for name, value in self.options.items())
+        location = f":{slashes}***@{tail}" if at else f":{self.location}"
+        return self.scheme + (location if self.location else "") + (f"?{query}" if query else "")
+
+
+def parse_store_url(text: str, schemes: frozenset[str]) -> StoreUrl:
+    """Raises `ConfigError`, with the nearest of `schemes` where there is one."""
+    address, _, query = text.partition("?")
+    options = _options(text, query)
+    scheme, colon, location = address.partition(":")
+    if scheme in schemes and colon:
+        return StoreUrl(scheme, location, options)
+    if _CLASS.fullmatch(address) and ("." in scheme or not get_close_matches(scheme, schemes, n=1, cutoff=0.7)):
+        return StoreUrl(address, "", options)
+    near = get_close_matches(scheme, sorted(schemes), n=1, cutoff=0.5)
+    hint = f"did you mean {near[0] + ':'!r}?" if near else f"known: {', '.join(sorted(schemes))}"
+    if not colon or not _SCHEME.fullmatch(scheme):
+        raise ConfigError(f"store {_shown(text)!r} is not a URL such as file:/path or memory:4GiB; {hint}")
+    raise ConfigError(f"store {_shown(text)!r} has an unknown scheme; {hint}")
+
+
+def _options(text: str, query: str) -> dict[str, str]:
+    if not query:
+        return {}
+    try:
+        pairs = parse_qsl(query, keep_blank_values=True, strict_parsing=True, max_num_fields=64)
+    except ValueError as error:
+        raise ConfigError(f"store {_shown(text)!r}: options are written as ?name=value&name=value") from error
+    options = dict(pairs)
+    if len(options) < len(pairs):
+        raise ConfigError(f"store {_shown(text)!r} has an option twice")
+    return options
+
+
+def read_options(url: StoreUrl, kind: type[Options]) -> Options:
+    """A store's options, typed; names that end in `_bytes` take sizes such as 4GiB. Raises `ConfigError`."""
+    known = kind.__struct_fields__
+    values: dict[str, object] = {}
+    for name, value in url.options.items():
+        if name not in known:
+            near = get_close_matches(name, known, n=1, cutoff=0.4)
+            hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
+            raise ConfigError(f"store {url}: unknown option {name!r}; {hint}")
+        values[name] = parse_bytes(value, f"store {url}: {name}") if name.endswith("_bytes") else value
+    try:
+        return msgspec.convert(values, kind, strict=False)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"store {url}: {error}") from error
+
+
+def _shown(text: str) -> str:
+    head, at, tail = text.rpartition("@")
+    return f"{head.partition('://')[0]}://***@{tail}" if at else text

@@ -1,0 +1,45 @@
+"""A store as somebody else would write it: one file."""
+
+from collections.abc import Sequence
+
+from kvferry.store.base import Block, KVStore, Put, Read
+
+
+class DictStore(KVStore):
+    """In this process's memory, unbounded."""
+
+    is_shared = False
+
+    async def open(self) -> None:
+        self._records: dict[bytes, bytes] = {}
+
+    async def match(self, hashes: Sequence[bytes]) -> int:
+        return next((index for index, name in enumerate(hashes) if name not in self._records), len(hashes))
+
+    async def get(self, reads: Sequence[Read]) -> list[bool]:
+        found = [read.block_hash in self._records for read in reads]
+        for read, there in zip(reads, found, strict=True):
+            if there:
+                self.records.decode(memoryview(self._records[read.block_hash]), read.block_hash, read.into)
+        self.count(loaded_blocks=sum(found), missing_blocks=len(found) - sum(found))
+        return found
+
+    async def put(self, blocks: Sequence[Block]) -> list[Put]:
+        outcomes = []
+        for block in blocks:
+            new = block.block_hash not in self._records
+            self._records[block.block_hash] = b"".join(self.records.encode(block.block_hash, block.layers))
+            outcomes.append(Put.STORED if new else Put.PRESENT)
+        self.count(stored_blocks=outcomes.count(Put.STORED))
+        return outcomes
+
+    async def pin(self, hashes: Sequence[bytes]) -> int:
+        return sum(name in self._records for name in hashes)
+
+    async def unpin(self, hashes: Sequence[bytes]) -> int:
+        return await self.pin(hashes)
+
+    async def delete(self, hashes: Sequence[bytes]) -> int:
+        there = [name for name in hashes if self._records.pop(name, None) is not None]
+        self.note_removed(there)
+        return len(there)
