@@ -52,6 +52,15 @@ class Put(Enum):
     """There is no room: all that is kept is pinned, or larger blocks than these fit."""
 
 
+@dataclass(frozen=True)
+class Changes:
+    """What became of blocks on one medium: these are there now, those are not any more."""
+
+    medium: str
+    kept: list[BlockHash]
+    removed: list[BlockHash]
+
+
 class StoreOptions(msgspec.Struct, frozen=True, kw_only=True):
     """What can stand behind the `?` of any store's URL. Stores add their own."""
 
@@ -81,7 +90,8 @@ class KVStore(ABC):
         self._counts: Counter[str] = Counter()
         self._counts_lock = Lock()
         self._watched = False
-        self._removed: set[BlockHash] = set()
+        self._changed: dict[BlockHash, bool] = {}
+        """Blocks, by whether they are there now."""
 
     @classmethod
     def check_location(cls, location: str) -> None:
@@ -144,14 +154,16 @@ class KVStore(ABC):
     # Insight.
 
     def watch(self) -> None:
-        """From now on, note which blocks are gone, for `take_removed`."""
+        """From now on, note what becomes of blocks, for `take_changes`."""
         self._watched = True
 
-    def take_removed(self) -> list[BlockHash]:
-        """Blocks that this process had put or looked for and found to be gone since the last call."""
+    def take_changes(self) -> list[Changes]:
+        """What this process did or found since the last call; of tiers, each says its own."""
         with self._counts_lock:
-            removed, self._removed = self._removed, set()
-        return list(removed)
+            changed, self._changed = self._changed, {}
+        kept = [name for name, there in changed.items() if there]
+        removed = [name for name, there in changed.items() if not there]
+        return [Changes(self.medium, kept, removed)] if changed else []
 
     def statistics(self) -> dict[str, float]:
         """Counters of this process (blocks stored, present, loaded, missing, corrupt, dropped, evicted; bytes read and
@@ -166,15 +178,18 @@ class KVStore(ABC):
 
     def note_removed(self, hashes: Iterable[BlockHash]) -> None:
         """These are gone; any thread."""
-        if self._watched:
-            with self._counts_lock:
-                self._removed.update(hashes)
+        self._note(hashes, False)
 
-    def note_kept(self, block_hash: BlockHash) -> None:
-        """This one is there after all; any thread."""
+    def note_kept(self, hashes: Iterable[BlockHash]) -> None:
+        """These are there; any thread."""
+        self._note(hashes, True)
+
+    def _note(self, hashes: Iterable[BlockHash], there: bool) -> None:
         if self._watched:
             with self._counts_lock:
-                self._removed.discard(block_hash)
+                for name in hashes:
+                    self._changed.pop(name, None)
+                    self._changed[name] = there
 
 
 MAX_NOTE_BYTES = 2**16

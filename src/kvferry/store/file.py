@@ -128,11 +128,6 @@ class FileStore(KVStore):
 
     # Insight.
 
-    def take_removed(self) -> list[BlockHash]:
-        """Seen when a block is read for nothing, and with `max_bytes`, of blocks that this process had `put`, whenever
-        it looks at the directory."""
-        return super().take_removed()
-
     def statistics(self) -> dict[str, float]:
         """Counters of this process, and what was under the root when it last looked."""
         return super().statistics() | self._room.statistics()
@@ -249,7 +244,7 @@ class FileStore(KVStore):
         return Put.STORED
 
     def _note_kept(self, block: Block) -> None:
-        self.note_kept(block.block_hash)
+        self.note_kept([block.block_hash])
         if self._watched and self.options.max_bytes is not None:
             self._room.watch(self._path(block.block_hash))
 

@@ -226,9 +226,7 @@ class MemoryStore(KVStore):
                     evicted += [found[1]] if found[1] is not None else []
         self._fill(blocks, taken, outcomes)
         self.note_removed(evicted)
-        for block, outcome in zip(blocks, outcomes, strict=True):
-            if outcome is not Put.DROPPED:
-                self.note_kept(block.block_hash)
+        self.note_kept(block.block_hash for block, out in zip(blocks, outcomes, strict=True) if out is not Put.DROPPED)
         self.count(
             evicted_blocks=len(evicted),
             present_blocks=outcomes.count(Put.PRESENT),

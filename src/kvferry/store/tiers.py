@@ -23,7 +23,7 @@ from typing import Literal, TypeVar
 from kvferry.core.block_hash import BlockHash
 from kvferry.core.errors import KvferryError, StoreError
 from kvferry.core.layout import KVLayout
-from kvferry.store.base import Block, KVStore, Put, Read, StoreOptions
+from kvferry.store.base import Block, Changes, KVStore, Put, Read, StoreOptions
 from kvferry.store.health import Health
 from kvferry.store.table import StoreSpec
 
@@ -237,10 +237,9 @@ class TieredStore(KVStore):
         for tier in self.tiers:
             tier.store.watch()
 
-    def take_removed(self) -> list[BlockHash]:
-        """Gone from every tier, as far as is known: from those that said so, and no other has kept it since."""
-        removed = [set(tier.store.take_removed()) for tier in self.tiers]
-        return list(set[BlockHash]().union(*removed))
+    def take_changes(self) -> list[Changes]:
+        """Of every tier."""
+        return [changes for tier in self.tiers for changes in tier.store.take_changes()]
 
     def statistics(self) -> dict[str, float]:
         """Of all tiers together, of each under `tier<number>_<scheme>_…`, and of what moves between them."""

@@ -141,8 +141,7 @@ class ValkeyStore(KVStore):
         for part in self._parts(list(new.values())):
             await self._put(part)
         self.count(present_blocks=len(blocks) - len(new), stored_blocks=len(new))
-        for block in blocks:
-            self.note_kept(block.block_hash)
+        self.note_kept(block.block_hash for block in blocks)
         return [Put.PRESENT if known else Put.STORED for known in there]
 
     async def pin(self, hashes: Sequence[BlockHash]) -> int:

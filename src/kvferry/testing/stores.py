@@ -217,10 +217,12 @@ class StoreContract:
         async def use(store: KVStore) -> None:
             store.watch()
             await store.put([block_of(0), block_of(1)])
-            store.take_removed()
+            kept = [set(changes.kept) for changes in store.take_changes()]
+            assert kept
+            assert all(names == {name_of(0), name_of(1)} for names in kept)
             await store.delete([name_of(0)])
-            assert store.take_removed() == [name_of(0)]
-            assert store.take_removed() == []
+            assert {name for changes in store.take_changes() for name in changes.removed} == {name_of(0)}
+            assert store.take_changes() == []
 
         self.run(tmp_path, use)
 

@@ -30,6 +30,7 @@ class DictStore(KVStore):
             new = block.block_hash not in self._records
             self._records[block.block_hash] = b"".join(self.records.encode(block.block_hash, block.layers))
             outcomes.append(Put.STORED if new else Put.PRESENT)
+        self.note_kept(block.block_hash for block in blocks)
         self.count(stored_blocks=outcomes.count(Put.STORED))
         return outcomes
 

@@ -1,4 +1,4 @@
-"""Reads blocks from the store into KV memory, on threads of its own, and reports how each load ended.
+"""Reads blocks from the store into KV memory, on the store's event loop, and reports how each load ended.
 
 Owns the loads under way. A load ends, in any way, only when nothing more is written to its blocks. (A read that the
 operating system does not return from, as on a hung network file system, therefore delays that end beyond the
@@ -7,23 +7,25 @@ deadline.)
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from concurrent.futures import Future
 
 from kvferry.connectors.api import Failed, Loaded, Prefilled, Released
+from kvferry.connectors.kv_store.plan import LoadBlocks
 from kvferry.connectors.reports import ReportBox
-from kvferry.connectors.shared_storage.plan import LoadBlocks
 from kvferry.core.errors import KvferryError, StoreError, TransferTimeout
-from kvferry.store.base import KVStore
+from kvferry.store.base import KVStore, Read
+from kvferry.transport.transfer_loop import TransferLoop
 
 log = logging.getLogger(__name__)
 
-NUM_THREADS = 2
+NUM_AT_A_TIME = 4
+"""Loads; the others wait for their turn, within their deadlines."""
+BATCH_BLOCKS = 32
 
 LayerView = Callable[[int, int], memoryview]
 """(layer, block id) → where that block's bytes of that layer lie."""
@@ -32,24 +34,18 @@ LayerView = Callable[[int, int], memoryview]
 class _Load:
     """One request's load."""
 
-    def __init__(self, load: LoadBlocks, deadline: float) -> None:
-        self.load, self.deadline = load, deadline
+    def __init__(self, load: LoadBlocks) -> None:
+        self.load = load
         self.cancelled = False
         self.error: KvferryError | None = None
-
-    def goes_on(self) -> bool:
-        """Whether another block is to be read."""
-        if self.error is None and time.monotonic() >= self.deadline:
-            self.error = TransferTimeout("the shared storage did not deliver the blocks in time")
-        return self.error is None and not self.cancelled
+        self.future: Future[None] | None = None
 
 
 class LayerwiseStep:
     """The layerwise loads of one step, read layer by layer across all of them."""
 
-    def __init__(self, loads: Sequence[_Load], num_layers: int) -> None:
+    def __init__(self, loads: Sequence[_Load]) -> None:
         self.loads = loads
-        self._num_layers = num_layers
         self._changed = threading.Condition()
         self._num_ready = 0
         self._over = False
@@ -79,25 +75,26 @@ class LayerwiseStep:
 
 
 class StoreLoader:
-    """See the module. Used by the engine's thread."""
+    """See the module. Used by the engine's thread; the store is asked on `loop`."""
 
-    def __init__(self, store: KVStore, view: LayerView, num_layers: int, timeout_s: float) -> None:
+    def __init__(self, store: KVStore, loop: TransferLoop, view: LayerView, num_layers: int, timeout_s: float) -> None:
         self.box = ReportBox()
-        self._store, self._view, self._num_layers = store, view, num_layers
+        self._store, self._loop, self._view, self._num_layers = store, loop, view, num_layers
         self._timeout_s = timeout_s
-        self._pool = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="kvferry-store-load")
+        self._turns = asyncio.Semaphore(NUM_AT_A_TIME)
         self._lock = threading.Lock()
         self._loads: dict[str, _Load] = {}
         self._counts: Counter[str] = Counter()
 
     def start(self, load: LoadBlocks) -> None:
         """Read a request's blocks."""
-        self._pool.submit(self._run, self._begin(load))
+        begun = self._begin(load)
+        begun.future = self._loop.submit(self._run(begun))
 
     def start_layerwise(self, loads: Sequence[LoadBlocks]) -> LayerwiseStep:
         """Read the blocks of several requests, layer by layer."""
-        step = LayerwiseStep([self._begin(load) for load in loads], self._num_layers)
-        self._pool.submit(self._run_layerwise, step)
+        step = LayerwiseStep([self._begin(load) for load in loads])
+        self._loop.submit(self._run_layerwise(step))
         return step
 
     def cancel(self, request_id: str) -> None:
@@ -108,6 +105,8 @@ class StoreLoader:
                 load.cancelled = True
         if load is None:
             self.box.add(Released(request_id))
+        elif load.future is not None:
+            load.future.cancel()
 
     def is_empty(self) -> bool:
         """Whether no load is under way and no report waits."""
@@ -120,62 +119,56 @@ class StoreLoader:
             counts = {name: float(count) for name, count in self._counts.items()}
             return {"num_loading": float(len(self._loads)), **counts}
 
-    def close(self) -> None:
-        """Stop all loads and end the threads."""
-        with self._lock:
-            for load in self._loads.values():
-                load.cancelled = True
-        self._pool.shutdown(cancel_futures=True)
-
     def _begin(self, load: LoadBlocks) -> _Load:
-        begun = _Load(load, time.monotonic() + self._timeout_s)
+        begun = _Load(load)
         with self._lock:
             self._loads[load.request_id] = begun
         return begun
 
-    # The loader's threads.
+    # On the loop.
 
-    def _run(self, load: _Load) -> None:
+    async def _run(self, load: _Load) -> None:
         try:
-            self._read_blocks(load)
-        except Exception as error:  # noqa: BLE001 - the thread's outermost edge: the request must hear of it
-            load.error = _unexpected(error)
+            async with asyncio.timeout(self._timeout_s), self._turns:
+                await self._read_blocks(load)
+        except asyncio.CancelledError:
+            load.cancelled = True
+        except Exception as error:  # the task's outermost edge: the request must hear of it
+            load.error = _as_ours(error)
         self._end(load)
 
-    def _run_layerwise(self, step: LayerwiseStep) -> None:
+    async def _run_layerwise(self, step: LayerwiseStep) -> None:
         try:
-            self._read_layers(step)
-        except Exception as error:  # noqa: BLE001 - as above
+            async with asyncio.timeout(self._timeout_s):
+                for layer in range(self._num_layers):
+                    for load in step.loads:
+                        await self._read_layer(load, layer)
+                    step.layer_is_ready()
+        except asyncio.CancelledError:
             for load in step.loads:
-                load.error = _unexpected(error)
+                load.error = StoreError("the engine ends")
+        except Exception as error:  # as above
+            for load in step.loads:
+                load.error = load.error or _as_ours(error)
         for load in step.loads:
             self._end(load)
         step.is_over()
 
-    def _read_blocks(self, load: _Load) -> None:
-        for block_hash, block_id in zip(load.load.hashes, load.load.block_ids, strict=True):
-            if not load.goes_on():
-                return
-            into = [self._view(layer, block_id) for layer in range(self._num_layers)]
-            self._read(load, partial(self._store.get, block_hash, into))
+    async def _read_blocks(self, load: _Load) -> None:
+        wanted = list(zip(load.load.hashes, load.load.block_ids, strict=True))
+        layers = range(self._num_layers)
+        for first in range(0, len(wanted), BATCH_BLOCKS):
+            part = wanted[first : first + BATCH_BLOCKS]
+            reads = [Read(name, [self._view(layer, block_id) for layer in layers]) for name, block_id in part]
+            _require_all(await self._store.get(reads))
 
-    def _read_layers(self, step: LayerwiseStep) -> None:
-        for layer in range(self._num_layers):
-            for load in step.loads:
-                self._read_layer(load, layer)
-            step.layer_is_ready()
-
-    def _read_layer(self, load: _Load, layer: int) -> None:
-        for block_hash, block_id in zip(load.load.hashes, load.load.block_ids, strict=True):
-            if not load.goes_on():
-                return
-            into = self._view(layer, block_id)
-            self._read(load, partial(self._store.get_layer, block_hash, layer, into))
-
-    def _read(self, load: _Load, read: Callable[[], bool]) -> None:
+    async def _read_layer(self, load: _Load, layer: int) -> None:
+        if load.cancelled or load.error is not None:
+            return
+        wanted = zip(load.load.hashes, load.load.block_ids, strict=True)
         try:
-            if not read():
-                load.error = StoreError("a block was evicted or damaged since it was looked for")
+            reads = [(block_hash, self._view(layer, block_id)) for block_hash, block_id in wanted]
+            _require_all(await self._store.get_layer(layer, reads))
         except StoreError as error:
             load.error = error
 
@@ -194,6 +187,11 @@ class StoreLoader:
             self.box.add(*([Prefilled(request_id, result)] if result is not None else []), Loaded(request_id))
 
 
+def _require_all(found: Sequence[bool]) -> None:
+    if not all(found):
+        raise StoreError("a block was evicted or damaged since it was looked for, or its store did not answer")
+
+
 def _outcome(load: _Load) -> str:
     """For the counters."""
     if load.cancelled:
@@ -201,6 +199,10 @@ def _outcome(load: _Load) -> str:
     return "loads" if load.error is None else f"failed_{type(load.error).__name__}"
 
 
-def _unexpected(error: Exception) -> StoreError:
-    log.exception("reading blocks failed in a way that nobody foresaw")
+def _as_ours(error: Exception) -> KvferryError:
+    if isinstance(error, KvferryError):
+        return error
+    if isinstance(error, TimeoutError):
+        return TransferTimeout("the store did not deliver the blocks in time")
+    log.error("reading blocks failed in a way that nobody foresaw", exc_info=error)
     return StoreError(f"reading blocks failed: {error!r}")

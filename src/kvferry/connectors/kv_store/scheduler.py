@@ -1,4 +1,4 @@
-"""The shared storage connector beside the scheduler: which blocks of a prompt are kept, and which are fetched.
+"""The cache connector beside the scheduler: which blocks of a prompt are kept, and which are fetched.
 
 Owns what is known of each request's blocks in the store. It never looks there itself (a prober thread does), and
 sees no tensor.
@@ -33,10 +33,10 @@ from kvferry.connectors.api import (
     StepView,
     TransferReport,
 )
-from kvferry.connectors.shared_storage.markers import Marker, MarkerFolder
-from kvferry.connectors.shared_storage.plan import LoadBlocks, SaveBlocks, StoragePlan
-from kvferry.connectors.shared_storage.prober import Answer, Prober, Question
-from kvferry.connectors.shared_storage.settings import read_settings
+from kvferry.connectors.kv_store.markers import Marker, MarkerFolder
+from kvferry.connectors.kv_store.plan import LoadBlocks, SaveBlocks, StoragePlan
+from kvferry.connectors.kv_store.prober import Answer, Prober, Question
+from kvferry.connectors.kv_store.settings import read_settings
 from kvferry.core.block_hash import BlockHash
 from kvferry.core.errors import ConfigError, KvferryError, LayoutMismatch, LeakError, LeaseEnded, ProtocolError
 from kvferry.core.hand_off import Consume, PrefillResult, Produce, Ticket, prefix_digests
@@ -327,7 +327,7 @@ class SharedStorageSchedulerSide(SchedulerSide):
     def check(self) -> None:
         """Raise `LeakError` when something is kept of requests that are gone."""
         if self._known or self._cancelled or self._used_by or self._prober.num_kept():
-            raise LeakError(f"the shared storage connector still keeps {list(self._known)[:8]}")
+            raise LeakError(f"the cache connector still keeps {list(self._known)[:8]}")
 
     def close(self) -> None:
         """End the prober's thread."""

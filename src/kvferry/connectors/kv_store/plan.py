@@ -1,20 +1,21 @@
-"""What the scheduler side of the shared storage connector asks of its worker sides."""
+"""What the scheduler side of the cache connector asks of its worker sides."""
 
 from __future__ import annotations
 
 import msgspec
 
-from kvferry.connectors.shared_storage.markers import Marker
+from kvferry.connectors.kv_store.markers import Marker
 from kvferry.core.block_hash import BlockHash
 from kvferry.core.hand_off import PrefillResult
 
 
 class SaveBlocks(msgspec.Struct, frozen=True, array_like=True):
-    """These blocks are full after this step: keep them."""
+    """These blocks, which follow one another, are full after this step: keep them. `parent`: the block before them."""
 
     request_id: str
     hashes: list[BlockHash]
     block_ids: list[int]
+    parent: BlockHash | None = None
 
 
 class LoadBlocks(msgspec.Struct, frozen=True, array_like=True):
@@ -27,7 +28,7 @@ class LoadBlocks(msgspec.Struct, frozen=True, array_like=True):
     prefill_result: PrefillResult | None = None
 
 
-class StoragePlan(msgspec.Struct, frozen=True):
+class StorePlan(msgspec.Struct, frozen=True):
     """One step's work. `marks` go out after all blocks saved before; `forgets` are transfer ids that were used."""
 
     cancels: list[str] = []

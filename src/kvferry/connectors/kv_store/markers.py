@@ -1,0 +1,69 @@
+"""Markers: notes in a store that say a hand-off's blocks are there.
+
+Each rank of the producer leaves one, in its own share of the store, when all blocks of a prompt are there; the consumer
+waits for all of them, and removes them once used. Those that nobody came for end by time. A marker is signed with the
+fleet's token, since what lies in a store may be anybody's.
+"""
+
+from __future__ import annotations
+
+import hmac
+
+import msgspec
+
+from kvferry.core.errors import StoreError
+from kvferry.core.hand_off import PrefillResult
+from kvferry.core.layout import KVLayout
+from kvferry.store.base import KVStore
+
+MARKER_S = 3600.0
+_CODE_BYTES = 16
+
+
+class Marker(msgspec.Struct, frozen=True, kw_only=True):
+    """What the producer leaves for the consumer. No `prefill_result`: the prefill was given up."""
+
+    transfer_id: str
+    layout: KVLayout
+    num_tokens: int
+    prefill_result: PrefillResult | None = None
+
+
+class Markers:
+    """Writes and reads them. Every method raises `StoreError` when the store cannot be asked."""
+
+    def __init__(self, token: str) -> None:
+        self._key = token.encode()
+
+    async def write(self, store: KVStore, marker: Marker) -> None:
+        """Leave a marker, instead of one that may be there."""
+        name = _name(marker.transfer_id, marker.layout.tp_rank)
+        body = msgspec.msgpack.encode(marker)
+        await store.write_note(name, self._code(name, body) + body, MARKER_S)
+
+    async def read(self, store: KVStore, transfer_id: str, rank: int) -> Marker | None:
+        """A rank's marker, or None when there is none yet."""
+        name = _name(transfer_id, rank)
+        note = await store.read_note(name)
+        if note is None:
+            return None
+        if not hmac.compare_digest(note[:_CODE_BYTES], self._code(name, note[_CODE_BYTES:])):
+            raise StoreError(
+                f"the marker of hand-off {transfer_id!r} was not written with this instance's token; start all"
+                " instances with the same KVFERRY_AUTH_TOKEN"
+            )
+        try:
+            return msgspec.msgpack.decode(note[_CODE_BYTES:], type=Marker)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise StoreError(f"what is under {transfer_id!r} is no marker of a hand-off: {error}") from error
+
+    async def remove(self, store: KVStore, transfer_id: str, rank: int) -> None:
+        """Remove a rank's marker, if it is there."""
+        await store.remove_note(_name(transfer_id, rank))
+
+    def _code(self, name: str, body: bytes) -> bytes:
+        return hmac.digest(self._key, name.encode() + b"\0" + body, "sha256")[:_CODE_BYTES]
+
+
+def _name(transfer_id: str, rank: int) -> str:
+    return f"{transfer_id}.{rank}"

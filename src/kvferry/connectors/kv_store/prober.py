@@ -1,0 +1,179 @@
+"""Looks into the store for the scheduler side, which must not wait for one.
+
+Owns the stores of all ranks as the scheduler side sees them, the event loop on which they are asked, and the questions
+and answers by request. The loop starts with the first question.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+from kvferry.connectors.kv_store.markers import Marker, Markers
+from kvferry.core.block_hash import BlockHash
+from kvferry.core.errors import KvferryError, StoreError, TransferTimeout
+from kvferry.store.base import KVStore
+from kvferry.transport.transfer_loop import TransferLoop
+
+log = logging.getLogger(__name__)
+
+MARKER_POLL_S = 0.002
+MARKER_POLL_EACH_S = 0.00025
+CLOSE_S = 10.0
+
+
+@dataclass(frozen=True)
+class Question:
+    """How many of these blocks, from the first on, are there? `transfer_id`: wait for its marker first.
+
+    `deadline` is monotonic, s.
+    """
+
+    hashes: Sequence[BlockHash]
+    transfer_id: str | None = None
+    deadline: float = 0.0
+
+
+@dataclass(frozen=True)
+class Answer:
+    """`num_present` blocks are there; `marker` is the hand-off's. `error`: the store, or the marker, did not answer.
+
+    `at`: when it was so; monotonic, s.
+    """
+
+    num_present: int = 0
+    marker: Marker | None = None
+    error: KvferryError | None = None
+    at: float = field(default_factory=time.monotonic)
+
+
+class Prober:
+    """Used by the engine's thread; answers come from its own. `stores`: makes one a rank, in rank order."""
+
+    def __init__(
+        self, make_stores: Callable[[], Sequence[KVStore]], markers: Markers, *, prefetches: bool = True
+    ) -> None:
+        self._make_stores, self._markers, self._prefetches = make_stores, markers, prefetches
+        self._stores: Sequence[KVStore] = ()
+        self._opened = False
+        self._lock = threading.Lock()
+        self._questions: dict[str, Future[None]] = {}
+        self._answers: dict[str, Answer] = {}
+        self._ahead: set[asyncio.Task[None]] = set()
+        self._loop: TransferLoop | None = None
+
+    def ask(self, request_id: str, question: Question) -> None:
+        """Look, soon."""
+        if self._loop is None:
+            self._stores = self._make_stores()
+            self._loop = TransferLoop("kvferry-store-probe")
+            self._loop.start()
+        with self._lock:
+            self._questions[request_id] = self._loop.submit(self._answer(request_id, question))
+
+    def is_asked(self, request_id: str) -> bool:
+        """Whether a question of this request waits for its answer."""
+        with self._lock:
+            return request_id in self._questions
+
+    def answer(self, request_id: str) -> Answer | None:
+        """The answer, when there is one; it stays until forgotten."""
+        with self._lock:
+            return self._answers.get(request_id)
+
+    def forget(self, request_id: str) -> None:
+        """The request is over, or wants to ask anew."""
+        with self._lock:
+            question = self._questions.pop(request_id, None)
+            self._answers.pop(request_id, None)
+        if question is not None:
+            question.cancel()
+
+    def num_kept(self) -> int:
+        """Questions and answers; for leak checks."""
+        with self._lock:
+            return len(self._questions) + len(self._answers)
+
+    def close(self) -> None:
+        """End the thread, and with it all that is asked."""
+        if self._loop is not None:
+            loop, self._loop = self._loop, None
+            try:
+                loop.submit(self._close_stores()).result(CLOSE_S)
+            except TimeoutError:
+                log.warning("a store does not let itself be closed")
+            loop.close()
+
+    # On the loop.
+
+    async def _close_stores(self) -> None:
+        for task in self._ahead:
+            task.cancel()
+        await asyncio.gather(*self._ahead, return_exceptions=True)
+        for store in self._stores if self._opened else ():
+            await store.close()
+
+    async def _answer(self, request_id: str, question: Question) -> None:
+        try:
+            answer = await self._look(question)
+        except KvferryError as error:
+            answer = Answer(error=error)
+        except Exception as error:  # the task's outermost edge: the request must hear of it
+            log.exception("looking into the store failed in a way that nobody foresaw")
+            answer = Answer(error=StoreError(f"looking into the store failed: {error!r}"))
+        with self._lock:
+            if self._questions.pop(request_id, None) is not None:
+                self._answers[request_id] = answer
+
+    async def _look(self, question: Question) -> Answer:
+        """A block is there when every rank has its share."""
+        if not self._opened:
+            self._opened = True
+            for store in self._stores:
+                await store.open()
+        marker = await self._wait_for_marker(question)
+        hashes = question.hashes
+        for store in self._stores:
+            hashes = hashes[: await store.match(hashes)]
+        if self._prefetches and hashes:
+            self._prefetch(hashes)
+        return Answer(len(hashes), marker)
+
+    def _prefetch(self, hashes: Sequence[BlockHash]) -> None:
+        """Begin to bring the blocks near, while the request still waits for its turn."""
+        for store in self._stores:
+            task = asyncio.create_task(_quietly(store, hashes))
+            self._ahead.add(task)
+            task.add_done_callback(self._ahead.discard)
+
+    async def _wait_for_marker(self, question: Question) -> Marker | None:
+        transfer_id = question.transfer_id
+        if transfer_id is None:
+            return None
+        while (marker := await self._marker(transfer_id)) is None:
+            if time.monotonic() >= question.deadline:
+                raise TransferTimeout(f"hand-off {transfer_id!r}: its prefill did not reach the store in time")
+            await asyncio.sleep(max(MARKER_POLL_S, len(self._questions) * MARKER_POLL_EACH_S))
+        return marker
+
+    async def _marker(self, transfer_id: str) -> Marker | None:
+        """The first rank's marker, once all have left theirs; at once, where the producer's ranks are not as many."""
+        first = await self._markers.read(self._stores[0], transfer_id, 0)
+        if first is None or first.layout.tp_size != len(self._stores):
+            return first
+        for rank in range(1, len(self._stores)):
+            if await self._markers.read(self._stores[rank], transfer_id, rank) is None:
+                return None
+        return first
+
+
+async def _quietly(store: KVStore, hashes: Sequence[BlockHash]) -> None:
+    try:
+        await store.prefetch(hashes)
+    except KvferryError as error:
+        log.debug("not fetched ahead: %s", error)
