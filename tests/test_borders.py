@@ -15,7 +15,7 @@ TORCH_FREE = [
     "kvferry.connectors.api",
     "kvferry.connectors.registry",
     "kvferry.connectors.p2p.scheduler",
-    "kvferry.connectors.shared_storage.scheduler",
+    "kvferry.connectors.kv_store.scheduler",
     "kvferry.transport.lookup_buffer.table",
     "kvferry.transport.pipe.meeting",
     "kvferry.transport.pipe.table",

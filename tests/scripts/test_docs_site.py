@@ -14,7 +14,7 @@ from kvferry.cli.main import COMMANDS
 from kvferry.connectors.p2p.options import P2pOptions
 from kvferry.connectors.p2p.settings import EXTRAS as P2P_KEYS
 from kvferry.connectors.registry import BUILTIN, find_connector
-from kvferry.connectors.shared_storage.settings import EXTRAS as STORAGE_KEYS
+from kvferry.connectors.kv_store.settings import StoreSettings
 from kvferry.core.environment import VARIABLES
 from kvferry.core.errors import ConfigError
 from kvferry.core.transfer_config import KVTransferConfig
@@ -54,7 +54,7 @@ def test_every_connector_says_which_options_it_has(name: str) -> None:
 
 def test_options_are_the_keys_that_are_read() -> None:
     assert set(P2pOptions.__struct_fields__) == set(P2P_KEYS)
-    assert all(f"| `{key}` |" in connectors.page() for key in (*P2P_KEYS, *STORAGE_KEYS))
+    assert all(f"| `{key}` |" in connectors.page() for key in (*P2P_KEYS, *StoreSettings.__struct_fields__))
 
 
 def test_an_option_of_the_wrong_type_is_refused_before_anything_is_started() -> None:

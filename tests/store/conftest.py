@@ -6,9 +6,9 @@ import pytest
 
 sys.path[:0] = [str(Path(__file__).parents[1] / "transport" / "support"), str(Path(__file__).parent / "support")]
 
-from kv_support import make_layout, no_leftovers
+from kv_support import make_layout, no_leftovers  # noqa: E402 - found through the line above
 
-from kvferry.core.layout import KVLayout
+from kvferry.core.layout import KVLayout  # noqa: E402
 
 
 @pytest.fixture(autouse=True)

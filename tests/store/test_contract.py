@@ -30,7 +30,9 @@ class WithServer(StoreContract):
         folder = tmp_path_factory.mktemp("server")
         socket, process = start_server(folder)
         written = cls.url
-        cls.url = [url.replace("{server}", str(socket)) for url in ([written] if isinstance(written, str) else written)]
+        cls.url = tuple(
+            url.replace("{server}", str(socket)) for url in ([written] if isinstance(written, str) else written)
+        )
         yield
         cls.url = written
         end(process)
@@ -50,11 +52,11 @@ class TestBoundedValkey(WithServer):
 
 
 class TestMemoryOverFile(StoreContract):
-    url = ["memory:8MiB?name=tiers", "file:{folder}/kv"]
+    url = ("memory:8MiB?name=tiers", "file:{folder}/kv")
 
 
 class TestMemoryOverFileOverValkey(WithServer):
-    url = ["memory:8MiB?name=three", "file:{folder}/kv", "valkey:{server}"]
+    url = ("memory:8MiB?name=three", "file:{folder}/kv", "valkey:{server}")
 
 
 class TestThirdParty(StoreContract):

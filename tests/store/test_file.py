@@ -3,19 +3,22 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from kv_support import make_layout
+from sync_store import OPEN, FileStore
 
 from kvferry.core.errors import ConfigError, StoreError
 from kvferry.core.layout import KVLayout
-from kvferry.store.block_file import BlockFormat
-from kvferry.store.file import FileStore
+from kvferry.store.codecs.table import make_codec
+from kvferry.store.files import _machine
+from kvferry.store.record import RecordFormat
 
+STORES = str(Path(__file__).parent / "support")
 SUPPORT = str(Path(__file__).parents[1] / "transport" / "support")
 
 
@@ -50,6 +53,13 @@ def file_of(root: Path, index: int) -> Path:
 @pytest.fixture
 def store(tmp_path: Path, layout: KVLayout) -> FileStore:
     return FileStore(tmp_path, layout)
+
+
+@pytest.fixture(autouse=True)
+def _closed() -> Iterator[None]:
+    yield
+    for store in list(OPEN):
+        store.close()
 
 
 @pytest.mark.parametrize("fsync", [False, True])
@@ -95,7 +105,7 @@ def test_delete(store: FileStore, layout: KVLayout) -> None:
     assert store.statistics()["missing_blocks"] == 1
 
 
-HEADER = BlockFormat(make_layout()).header_bytes
+HEADER = RecordFormat(make_layout(), make_codec("none", make_layout())).header_bytes
 DAMAGE = {
     "empty": lambda content: b"",
     "a few bytes": lambda content: content[:10],
@@ -182,7 +192,7 @@ def age(path: Path, seconds: float) -> None:
 
 
 def test_the_blocks_used_longest_ago_go_first(tmp_path: Path, layout: KVLayout) -> None:
-    size = BlockFormat(layout).file_bytes
+    size = FileStore(tmp_path, layout).file_bytes
     store = FileStore(tmp_path, layout, max_bytes=10 * size)
     for index in range(10):
         store.put(name_of(index), block_of(layout, index))
@@ -206,7 +216,7 @@ def test_a_put_of_what_is_there_counts_as_use(tmp_path: Path, layout: KVLayout) 
 
 
 def test_the_bound_holds_for_all_layouts_together(tmp_path: Path, layout: KVLayout) -> None:
-    size = BlockFormat(layout).file_bytes
+    size = FileStore(tmp_path, layout).file_bytes
     old = FileStore(tmp_path, make_layout(model_fingerprint="old"))
     for index in range(10):
         old.put(name_of(index), block_of(layout, index))
@@ -222,13 +232,16 @@ def test_what_a_crash_left_is_swept_in_time(tmp_path: Path, layout: KVLayout) ->
     store = FileStore(tmp_path, layout)
     store.put(name_of(1), block_of(layout, 1))
     folder = file_of(tmp_path, 1).parent
-    stale, fresh = folder / "a.kv.1.0.tmp", folder / "b.kv.1.0.tmp"
-    for path in (stale, fresh):
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    stale, fresh = folder / "a.kv.elsewhere.1.0.tmp", folder / "b.kv.elsewhere.1.0.tmp"
+    mine, dead = folder / f"c.kv.{_machine()}.{os.getpid()}.0.tmp", folder / f"d.kv.{_machine()}.{ended.pid}.0.tmp"
+    for path in (stale, fresh, mine, dead):
         path.write_bytes(b"half")
     age(stale, 10_000)
     FileStore(tmp_path, layout).put(name_of(2), block_of(layout, 2))
-    assert fresh.exists()
-    assert not stale.exists()
+    assert (fresh.exists(), mine.exists()) == (True, True)
+    assert (stale.exists(), dead.exists()) == (False, False)
 
 
 # Trouble.
@@ -253,11 +266,11 @@ def test_what_cannot_be_written_is_counted_and_the_store_goes_on(tmp_path: Path,
 
 FULL_DISK = """
 import resource, sys
-sys.path.insert(0, sys.argv[2])
+sys.path[:0] = [sys.argv[2], sys.argv[3]]
 from pathlib import Path
 from kv_support import make_layout
 from kvferry.core.errors import StoreError
-from kvferry.store.file import FileStore
+from sync_store import FileStore
 layout = make_layout()
 store = FileStore(sys.argv[1], layout)
 layers = [memoryview(bytes(layout.span_bytes(layer))) for layer in range(layout.num_layers)]
@@ -275,17 +288,17 @@ assert not [path for path in Path(sys.argv[1]).rglob("*") if path.is_file()], "a
 
 def test_a_full_disk_leaves_nothing_behind(tmp_path: Path) -> None:
     """The operating system refuses the second half of the block."""
-    subprocess.run([sys.executable, "-c", FULL_DISK, str(tmp_path), SUPPORT], check=True)
+    subprocess.run([sys.executable, "-c", FULL_DISK, str(tmp_path), SUPPORT, STORES], check=True)
 
 
 # Several processes.
 
 WRITER = """
 import sys
-sys.path[:0] = [sys.argv[2], sys.argv[3]]
+sys.path[:0] = [sys.argv[2], sys.argv[3], sys.argv[3] + "/support"]
 from kv_support import make_layout
-from test_file_store import block_of, name_of
-from kvferry.store.file import FileStore
+from test_file import block_of, name_of
+from sync_store import FileStore
 store = FileStore(sys.argv[1], make_layout())
 for index in range(int(sys.argv[4])):
     store.put(name_of(index), block_of(make_layout(), index))
@@ -331,25 +344,25 @@ def test_a_writer_killed_in_the_middle_leaves_whole_blocks_only(
 
 
 def test_blocks_that_are_gone_are_told_once(tmp_path: Path, layout: KVLayout) -> None:
-    size = BlockFormat(layout).file_bytes
+    size = FileStore(tmp_path, layout).file_bytes
     store = FileStore(tmp_path, layout, max_bytes=10 * size)
     store.watch()
     for index in range(12):
         store.put(name_of(index), block_of(layout, index))
-        os.utime(store._path(name_of(index)), (index, index))
-    gone = {name_of(index) for index in range(12) if not Path(store._path(name_of(index))).exists()}
+        os.utime(store.path(name_of(index)), (index, index))
+    gone = {name_of(index) for index in range(12) if not store.path(name_of(index)).exists()}
     assert gone
     assert set(store.take_removed()) == gone
     assert store.take_removed() == []
 
 
 def test_also_those_that_another_removed(tmp_path: Path, layout: KVLayout) -> None:
-    size = BlockFormat(layout).file_bytes
+    size = FileStore(tmp_path, layout).file_bytes
     store = FileStore(tmp_path, layout, max_bytes=32 * size)
     store.watch()
     for index in range(3):
         store.put(name_of(index), block_of(layout, index))
-    Path(store._path(name_of(1))).unlink()
+    store.path(name_of(1)).unlink()
     assert store.take_removed() == []
     store.put(name_of(3), block_of(layout, 3))  # it looks at the directory, as every 1/32 of the bound
     assert store.take_removed() == [name_of(1)]

@@ -27,6 +27,7 @@ from kvferry.core.errors import KvferryError
 from kvferry.core.hand_off import HandOff, PrefillResult
 from kvferry.core.layout import KVLayout
 from kvferry.core.transfer_config import KVTransferConfig
+from kvferry.store.base import Changes
 from kvferry.transport.memory import BlockMemory
 
 
@@ -182,16 +183,16 @@ def failures(report: TransferReport) -> dict[str, KvferryError]:
 class StoreEvents:
     """What became of blocks that a worker side keeps in a store, since the last time it was asked.
 
-    `stored`: they are there now. `dropped`: they were to be kept, and are not. `removed`: they were there, and are not
-    any more. Each block that a plan wants kept is once in one of the first two.
+    `stored`: they are somewhere in it now. `dropped`: they were to be kept, and are not. Each block that a plan wants
+    kept is once in one of these two. `changes`: what is now on which medium, and what is not any more.
     """
 
     stored: list[BlockHash] = field(default_factory=list)
     dropped: list[BlockHash] = field(default_factory=list)
-    removed: list[BlockHash] = field(default_factory=list)
+    changes: list[Changes] = field(default_factory=list)
 
     def __bool__(self) -> bool:
-        return bool(self.stored or self.dropped or self.removed)
+        return bool(self.stored or self.dropped or self.changes)
 
 
 @dataclass(frozen=True)
@@ -360,9 +361,6 @@ class HasAddressSeal(Protocol):
 @runtime_checkable
 class HasStore(Protocol):
     """A scheduler side that keeps blocks for reuse, so that others may want to hear which."""
-
-    medium: str
-    """Where the blocks are then, in the words of KV events: "CPU", "STORAGE"."""
 
     def saves(self, plan: StepPlan) -> Sequence[tuple[str, Sequence[BlockHash]]]:
         """Of a plan: the blocks that it wants kept, which follow one another in the prompt, by request id."""

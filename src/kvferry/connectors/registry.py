@@ -75,17 +75,20 @@ P2P = ConnectorSpec(
     settings_check="kvferry.connectors.p2p.settings:check",
     options="kvferry.connectors.p2p.options:P2pOptions",
 )
+KV_STORE = ConnectorSpec(
+    "kvferry.connectors.kv_store.scheduler:KVStoreSchedulerSide",
+    "kvferry.connectors.kv_store.worker:KVStoreWorkerSide",
+    settings_check="kvferry.connectors.kv_store.settings:check",
+    options="kvferry.connectors.kv_store.settings:StoreSettings",
+)
 BUILTIN = {
     "P2pConnector": P2P,
     "P2pNcclConnector": replace(P2P, defaults={"transport": "nccl"}),
     "NixlConnector": replace(P2P, defaults={"transport": "nixl"}),
     "MooncakeConnector": replace(P2P, defaults={"transport": "mooncake"}),
-    "SharedStorageConnector": ConnectorSpec(
-        "kvferry.connectors.shared_storage.scheduler:SharedStorageSchedulerSide",
-        "kvferry.connectors.shared_storage.worker:SharedStorageWorkerSide",
-        settings_check="kvferry.connectors.shared_storage.settings:check",
-        options="kvferry.connectors.shared_storage.options:SharedStorageOptions",
-    ),
+    "KVStoreConnector": KV_STORE,
+    "SharedStorageConnector": KV_STORE,
+    "OffloadingConnector": replace(KV_STORE, defaults={"cpu_bytes_to_use": "1GiB"}),
 }
 
 

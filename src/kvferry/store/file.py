@@ -33,7 +33,6 @@ from kvferry.store.threads import Stop, Threads
 log = logging.getLogger(__name__)
 
 
-
 class FileOptions(StoreOptions, frozen=True, kw_only=True):
     """`fsync`: a block survives a power failure once it is put. `access` "group": its group may read and write too."""
 
@@ -281,5 +280,3 @@ def _path_of(location: str) -> Path:
     if not path or path.startswith("//"):
         raise ConfigError(f"store file:{location}: give a directory, as in file:/var/lib/kvferry")
     return Path(path).expanduser()
-
-

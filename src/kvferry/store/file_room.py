@@ -72,7 +72,7 @@ class FileRoom:
     def written(self, path: str, parent: str | None, num_bytes: int) -> Removed:
         """A block is new; makes room, when it is time for it."""
         with self._lock:
-            if self._max_bytes is not None:
+            if self._max_bytes is not None and self._num_stored is not None:  # else what was there before comes first
                 self._policy.insert(path, time.monotonic(), parent)
             self._num_unseen += num_bytes
             due = self._look_is_due()

@@ -26,13 +26,17 @@ from kvferry.store.threads import Stop, Threads
 
 NUM_NOTES = 256
 NOTE_BYTES = 2**14
-_NOTE = np.dtype([("name", "V32"), ("over_s", "<f8"), ("length", "<u4"), ("padding", "<u4"), ("content", f"V{NOTE_BYTES}")])
+_NOTE = np.dtype(
+    [("name", "V32"), ("over_s", "<f8"), ("length", "<u4"), ("padding", "<u4"), ("content", f"V{NOTE_BYTES}")]
+)
 _ALIGNMENT = 64
 
 
 class MemoryOptions(StoreOptions, frozen=True, kw_only=True):
-    """Instances with the same `name` (and size, layout and codec) share the memory."""
+    """Instances with the same `name`, size, layout and codec share the memory. `num_blocks`: the size in blocks, where
+    the URL says none."""
 
+    num_blocks: int | None = None
     eviction: str = "lru"
     name: str = "shared"
     threads: int = 2
@@ -48,10 +52,9 @@ class MemoryStore(KVStore):
 
     def __init__(self, location: str, options: MemoryOptions, layout: KVLayout) -> None:
         super().__init__(location, options, layout)
-        self._num_bytes = _size_of(location)
         self._slot_bytes = -(-self.records.max_record_bytes // _ALIGNMENT) * _ALIGNMENT
         notes_bytes = NUM_NOTES * _NOTE.itemsize
-        self._num_slots = (self._num_bytes - notes_bytes - table_bytes(0)) // (self._slot_bytes + 112 + 32)
+        self._num_slots = options.num_blocks or self._slots_in(_size_of(location), notes_bytes)
         if self._num_slots < 1:
             least = notes_bytes + table_bytes(1) + self._slot_bytes
             raise ConfigError(f"store memory:{location} is too small: one block of this model needs {least} bytes")
@@ -63,18 +66,23 @@ class MemoryStore(KVStore):
 
     @classmethod
     def check_location(cls, location: str) -> None:
-        """A size."""
-        _size_of(location)
+        """A size, or nothing where `num_blocks` says it."""
+        if location:
+            _size_of(location)
 
     @property
     def num_slots(self) -> int:
         """How many blocks fit."""
         return self._num_slots
 
+    def _slots_in(self, num_bytes: int, notes_bytes: int) -> int:
+        each = self._slot_bytes + table_bytes(2**20) // 2**20 + 1
+        return (num_bytes - notes_bytes - table_bytes(0)) // each
+
     async def open(self) -> None:
         """Join the arena, or make it. Raises `ConfigError`."""
         options = self.options
-        what = f"{self.layout.fingerprint()} {options.codec} {self._num_bytes} {self._slot_bytes} {options.name}"
+        what = f"{self.layout.fingerprint()} {options.codec} {self._num_slots} {self._slot_bytes} {options.name}"
         name = f"memory-{hashlib.sha256(what.encode()).hexdigest()[:24]}"
         total = self._slots_at + self._num_slots * self._slot_bytes
         self._arena = await self._threads.run(lambda stop: Arena(name, total))

@@ -5,7 +5,7 @@ that has nothing: the block is found further down, or computed again. Only where
 `StoreError`.
 
 * `write` "through": a block is kept once every tier that can be asked has it. "back": once the first has it; a task of
-  this process takes it to the others, in order, from the first; a block evicted there before is not (`unflushed_blocks`).
+  this process takes it from there to the others, in order; one evicted before that is lost (`unflushed_blocks`).
 * A block found in a lower tier is copied to those above it, behind the caller's back (`promoted_blocks`).
 * `prefetch` does the same for blocks that will be read soon.
 """
@@ -25,7 +25,7 @@ from kvferry.core.errors import KvferryError, StoreError
 from kvferry.core.layout import KVLayout
 from kvferry.store.base import Block, Changes, KVStore, Put, Read, StoreOptions
 from kvferry.store.health import Health
-from kvferry.store.table import StoreSpec
+from kvferry.store.table import MAX_TIERS, StoreSpec
 
 log = logging.getLogger(__name__)
 
@@ -35,6 +35,10 @@ MOVING_BYTES = 256 * 2**20
 MAX_DIRTY = 65536
 MOVE_BLOCKS = 16
 Result = TypeVar("Result")
+GAUGES = frozenset({"kept_bytes", "pinned_blocks", "moving_bytes", "dirty_blocks"}) | {
+    f"tier{level}_{name}" for level in range(MAX_TIERS) for name in ("healthy", "kept_bytes", "pinned_blocks")
+}
+"""Names of the figures that go up and down."""
 
 
 @dataclass
@@ -83,7 +87,7 @@ class TieredStore(KVStore):
         assert specs, "a store without tiers"
         super().__init__("", StoreOptions(), layout)
         self.tiers = [
-            Tier(f"{index}_{spec.url.scheme.partition(':')[0]}", spec.make(layout), spec.options.deadline_s)
+            Tier(f"{index} ({spec.url.scheme})", spec.make(layout), spec.options.deadline_s)
             for index, spec in enumerate(specs)
         ]
         self._write = write
@@ -179,9 +183,7 @@ class TieredStore(KVStore):
         if self._write == "back" and len(self.tiers) > 1:
             return await self._put_back(blocks)
         none = [Put.DROPPED] * len(blocks)
-        answers = await asyncio.gather(
-            *(tier.ask(partial(tier.store.put, blocks), none) for tier in self.tiers)
-        )
+        answers = await asyncio.gather(*(tier.ask(partial(tier.store.put, blocks), none) for tier in self.tiers))
         return [_joined(outcomes) for outcomes in zip(*answers, strict=True)]
 
     async def pin(self, hashes: Sequence[BlockHash]) -> int:
@@ -242,26 +244,20 @@ class TieredStore(KVStore):
         return [changes for tier in self.tiers for changes in tier.store.take_changes()]
 
     def statistics(self) -> dict[str, float]:
-        """Of all tiers together, of each under `tier<number>_<scheme>_…`, and of what moves between them."""
+        """Of all tiers together, of each under `tier<number>_…`, and of what moves between them."""
         whole: dict[str, float] = dict(super().statistics())
-        for tier in self.tiers:
+        for level, tier in enumerate(self.tiers):
             figures = tier.store.statistics()
             for name, value in figures.items():
                 whole[name] = whole.get(name, 0.0) + value
             if len(self.tiers) > 1:
-                whole |= {f"tier{tier.name}_{name}": value for name, value in figures.items()}
+                whole |= {f"tier{level}_{name}": value for name, value in figures.items()}
             whole |= {
-                f"tier{tier.name}_healthy": float(tier.health.is_good),
-                f"tier{tier.name}_failures": float(tier.health.num_failures),
-                f"tier{tier.name}_late": float(tier.num_late),
+                f"tier{level}_healthy": float(tier.health.is_good),
+                f"tier{level}_failures": float(tier.health.num_failures),
+                f"tier{level}_late": float(tier.num_late),
             }
         return whole | {"moving_bytes": float(self._moving_bytes), "dirty_blocks": float(self._dirty.qsize())}
-
-    def gauges(self) -> frozenset[str]:
-        """Names of the figures that go up and down."""
-        per_tier = ("healthy", "kept_bytes", "pinned_blocks")
-        names = {f"tier{tier.name}_{name}" for tier in self.tiers for name in per_tier}
-        return frozenset({"kept_bytes", "pinned_blocks", "moving_bytes", "dirty_blocks", *names})
 
     # Between tiers.
 

@@ -1,7 +1,7 @@
 """KV blocks on a Valkey or Redis server: `valkey://[[user]:password@]host:port/database`, or `valkey:/path/to.socket`.
 
-Owns the connections. The only place of the stores that imports the `valkey` package. A batch is one pipeline. A block is
-one value, under `kvferry:{<layout fingerprint>.<codec>}:<block hash>`, with a time to live of `ttl_s` unless it is pinned.
+Owns the connections. The only place of the stores that imports the `valkey` package. A batch is one pipeline. A block
+is one value, `kvferry:{<layout fingerprint>.<codec>}:<block hash>`, with a time to live of `ttl_s` unless pinned.
 
 What bounds it: `max_bytes` (blocks used longest ago go, in one step on the server, whoever put them; all instances say
 the same), or the server's own `maxmemory` (with `volatile-lru` it leaves pinned blocks alone).
@@ -319,7 +319,7 @@ def _pool(location: str, options: ValkeyOptions, *, tls: bool) -> Any:
             max_connections=MAX_CONNECTIONS,
             socket_timeout=None,  # ours instead: within its own, Python 3.11 can lose a cancellation
             socket_connect_timeout=CONNECT_S,
-            retry=Retry(NoBackoff(), 1),  # type: ignore[no-untyped-call]
+            retry=Retry(NoBackoff(), 1),
             **extra,
         )
     except ValueError as error:

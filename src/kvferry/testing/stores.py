@@ -42,7 +42,9 @@ def names_of(count: int) -> list[BlockHash]:
 def block_of(index: int, layout: KVLayout = LAYOUT) -> Block:
     """A block, the bytes of which follow from its number and look like nothing that could be compressed."""
     sizes = [layout.span_bytes(layer) for layer in range(layout.num_layers)]
-    layers = [memoryview(hashlib.shake_128(f"{index} {layer}".encode()).digest(size)) for layer, size in enumerate(sizes)]
+    layers = [
+        memoryview(hashlib.shake_128(f"{index} {layer}".encode()).digest(size)) for layer, size in enumerate(sizes)
+    ]
     return Block(name_of(index), layers, name_of(index - 1) if index else None)
 
 
@@ -69,7 +71,7 @@ async def fetch(store: KVStore, indices: Sequence[int], layout: KVLayout = LAYOU
 class StoreContract:
     """See the module."""
 
-    url: ClassVar[str | list[str]]
+    url: ClassVar[str | tuple[str, ...]]
     lossless: ClassVar[bool] = True
 
     @asynccontextmanager
@@ -230,7 +232,9 @@ class StoreContract:
         async def use(store: KVStore) -> None:
             async with self.opened(tmp_path) as second:
                 mine, theirs = [block_of(index) for index in range(24)], [block_of(index) for index in range(12, 36)]
-                await asyncio.gather(*(store.put([block]) for block in mine), *(second.put([block]) for block in theirs))
+                await asyncio.gather(
+                    *(store.put([block]) for block in mine), *(second.put([block]) for block in theirs)
+                )
                 if store.is_shared:
                     assert await fetch(store, range(36)) == [True] * 36
 

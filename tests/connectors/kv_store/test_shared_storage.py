@@ -1,5 +1,6 @@
 """The shared storage connector between engines without a model, in one process and in two."""
 
+import asyncio
 import os
 import subprocess
 import sys
@@ -19,8 +20,8 @@ from kvferry.connectors.api import (
     Pending,
     StoreEvents,
 )
-from kvferry.connectors.shared_storage.scheduler import SharedStorageSchedulerSide
-from kvferry.connectors.shared_storage.worker import SharedStorageWorkerSide
+from kvferry.connectors.kv_store.scheduler import KVStoreSchedulerSide
+from kvferry.connectors.kv_store.worker import KVStoreWorkerSide
 from kvferry.core.block_hash import extend_hashes, root_hash
 from kvferry.core.errors import (
     ConfigError,
@@ -32,7 +33,8 @@ from kvferry.core.errors import (
 )
 from kvferry.core.hand_off import Consume, Produce, Ticket, parse_hand_off
 from kvferry.core.transfer_config import KVTransferConfig
-from kvferry.store.file import FileStore
+from kvferry.store.base import Changes, Read
+from kvferry.store.file import FileOptions, FileStore
 from kvferry.transport.memory import BlockMemory
 
 NAME = "SharedStorageConnector"
@@ -83,7 +85,7 @@ def store_files(root: Path) -> list[Path]:
 
 
 def markers(root: Path) -> list[Path]:
-    return list((root / "transfers").glob("*.mark"))
+    return list((root / "notes").glob("*.note"))
 
 
 def require_store_is_right(engine: FakeEngine, root: Path, tokens: list[int]) -> None:
@@ -91,13 +93,14 @@ def require_store_is_right(engine: FakeEngine, root: Path, tokens: list[int]) ->
     request = FakeRequest("check", tokens)
     engine.add(request)
     del engine.requests["check"]
-    store = FileStore(root, engine.layout)
+    store = FileStore(str(root), FileOptions(), engine.layout)
     for index, block_hash in enumerate(request.block_hashes):
         into = [memoryview(bytearray(engine.layout.span_bytes(layer))) for layer in range(engine.layout.num_layers)]
-        if store.get(block_hash, into):
+        if asyncio.run(store.get([Read(block_hash, into)]))[0]:
             for layer, found in enumerate(into):
                 expected, _ = lay_out(engine.layout, tokens, layer, index, 0, engine.layout.block_size)
                 assert bytes(found) == expected.tobytes(), f"layer {layer} of block {index}"
+    asyncio.run(store.close())
 
 
 @pytest.mark.parametrize("num_tokens", [1, 3, 4, 5, 8, 19])
@@ -328,14 +331,15 @@ def test_what_became_of_each_block(make: MakeEngine, tmp_path: Path) -> None:
     engine.run(FakeRequest("a", PROMPT))
     settle(engine)
     hashes = block_hashes(PROMPT)
-    assert engine.worker.store_events() == StoreEvents(stored=hashes)
+    assert engine.worker.store_events() == StoreEvents(stored=hashes, changes=[Changes("STORAGE", hashes, [])])
     assert not engine.worker.store_events()
     for path in store_files(tmp_path):
         path.write_bytes(b"damaged")
     request = engine.add(FakeRequest("b", PROMPT))
     engine.run_until(lambda: request.num_computed > 0 or request.error is not None)
     events = engine.worker.store_events()
-    assert len(events.removed) == 1, "the first is missed, and the others are not looked for"
+    [changes] = events.changes
+    assert set(changes.removed) == set(hashes), "each was found to be damaged"
     assert events.dropped == [], "nothing was to be kept in that step"
     engine.run_until(lambda: request.state == "done")
     settle(engine)
@@ -387,7 +391,8 @@ def test_a_damaged_marker(make: MakeEngine, tmp_path: Path) -> None:
     producer, consumer = make("kv_producer"), make("kv_consumer")
     producer.run(produced(PROMPT))
     settle(producer)
-    markers(tmp_path)[0].write_bytes(b"\x80\x04K\x01.")
+    [marker] = markers(tmp_path)
+    marker.write_bytes(marker.read_bytes()[:8] + b"\x80\x04K\x01.")
     assert isinstance(consumer.run(consumed(PROMPT, early_ticket())).error, StoreError)
 
 
@@ -477,11 +482,11 @@ def context(**extra: object) -> ConnectorContext:
     return ConnectorContext(KVTransferConfig(kv_connector=NAME, kv_connector_extra_config=extra), make_layout())
 
 
-@pytest.mark.parametrize("side", [SharedStorageSchedulerSide, SharedStorageWorkerSide])
+@pytest.mark.parametrize("side", [KVStoreSchedulerSide, KVStoreWorkerSide])
 @pytest.mark.parametrize(
     ("extra", "message"),
     [
-        ({}, "shared_storage_path"),
+        ({}, "needs kv_connector_extra_config.shared_storage_path"),
         ({"shared_storage_path": "x", "load": "layerwize"}, "did you mean 'layerwise'"),
         ({"shared_storage_path": "x", "max_bytes": -1}, "max_bytes"),
         ({"shared_storage_path": "x", "timeout_s": 0}, "timeout_s"),
@@ -494,7 +499,7 @@ def test_settings_are_checked(side: type, extra: dict[str, object], message: str
 
 
 def test_device_memory_is_not_moved_yet(tmp_path: Path) -> None:
-    side = SharedStorageWorkerSide(context(shared_storage_path=str(tmp_path)))
+    side = KVStoreWorkerSide(context(shared_storage_path=str(tmp_path)))
     memory = BlockMemory.dense(make_layout(), 4, 0, device="cuda")
     with pytest.raises(ConfigError, match="--device cpu"):
         side.register(memory)
@@ -502,7 +507,7 @@ def test_device_memory_is_not_moved_yet(tmp_path: Path) -> None:
 
 
 def test_the_scheduler_side_needs_no_torch() -> None:
-    script = "import sys; sys.modules['torch'] = None; import kvferry.connectors.shared_storage.scheduler"
+    script = "import sys; sys.modules['torch'] = None; import kvferry.connectors.kv_store.scheduler"
     subprocess.run([sys.executable, "-c", script], check=True)
 
 
@@ -515,9 +520,9 @@ def test_nobody_else_may_read_what_prompts_said(
     try:
         producer = make_engine(NAME, "kv_producer", shared_storage_path=str(root), access=access)
         assert producer.run(FakeRequest("p", list(range(20)), Produce("t"))).ticket is not None
-        producer.run_until(lambda: bool(list((root / "transfers").glob("*.mark"))))
+        producer.run_until(lambda: bool(markers(root)))
     finally:
         os.umask(umask)
     found = [root.parent, root, *root.rglob("*")]
-    assert {path.suffix for path in found} >= {".kv", ".mark"}
+    assert {path.suffix for path in found} >= {".kv", ".note"}
     assert not [path for path in found if path.stat().st_mode & beyond]

@@ -1,23 +1,23 @@
-"""The threads of the shared storage connector, one by one, on a store that the test holds up."""
+"""The parts of the cache connector beside the engine's thread, one by one, on a store that the test holds up."""
 
-import os
+import asyncio
 import threading
 import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 from kv_support import Region, make_layout
 
 from kvferry.connectors.api import Loaded, Released, StoreEvents, failures
-from kvferry.connectors.shared_storage.loader import StoreLoader
-from kvferry.connectors.shared_storage.markers import Marker, MarkerFolder
-from kvferry.connectors.shared_storage.plan import LoadBlocks
-from kvferry.connectors.shared_storage.prober import Prober, Question
-from kvferry.connectors.shared_storage.writer import StoreWriter
+from kvferry.connectors.kv_store.loader import StoreLoader
+from kvferry.connectors.kv_store.markers import Marker, Markers
+from kvferry.connectors.kv_store.plan import LoadBlocks
+from kvferry.connectors.kv_store.prober import Prober, Question
+from kvferry.connectors.kv_store.writer import StoreWriter
 from kvferry.core.errors import StoreError, TransferTimeout
 from kvferry.core.hand_off import PrefillResult
-from kvferry.store.base import KVStore, LayerViews
+from kvferry.store.base import Block, KVStore, Put, Read, StoreOptions
+from kvferry.transport.transfer_loop import TransferLoop
 
 LAYOUT = make_layout(num_layers=2)
 
@@ -25,44 +25,71 @@ LAYOUT = make_layout(num_layers=2)
 class HeldStore(KVStore):
     """Answers when `gate` is open; fills blocks with 1."""
 
+    has_layers = True
+
     def __init__(self) -> None:
+        super().__init__("", StoreOptions(), LAYOUT)
         self.gate = threading.Event()
         self.asked = threading.Event()
         self.error: Exception | None = None
         self.puts: list[bytes] = []
+        self.notes: dict[str, bytes] = {}
+        self.put_before_note: list[bytes] = []
 
-    def _pass(self) -> None:
+    async def _pass(self) -> None:
         self.asked.set()
-        assert self.gate.wait(20)
+        end = time.monotonic() + 20
+        while not self.gate.is_set():
+            assert time.monotonic() < end
+            await asyncio.sleep(0.001)
         if self.error is not None:
             raise self.error
 
-    def match(self, hashes: Sequence[bytes]) -> int:
-        self._pass()
+    async def match(self, hashes: Sequence[bytes]) -> int:
+        await self._pass()
         return len(hashes)
 
-    def get(self, block_hash: bytes, into: LayerViews) -> bool:
-        self._pass()
-        for view in into:
-            view[:] = b"\x01" * len(view)
-        return True
+    async def get(self, reads: Sequence[Read]) -> list[bool]:
+        for read in reads:
+            await self._pass()
+            for view in read.into:
+                view[:] = b"\x01" * len(view)
+        return [True] * len(reads)
 
-    def get_layer(self, block_hash: bytes, layer: int, into: memoryview) -> bool:
-        return self.get(block_hash, [into])
+    async def get_layer(self, layer: int, reads: Sequence[tuple[bytes, memoryview]]) -> list[bool]:
+        return await self.get([Read(name, [into]) for name, into in reads])
 
-    def put(self, block_hash: bytes, layers: LayerViews) -> bool:
-        self._pass()
-        self.puts.append(block_hash)
-        return True
+    async def put(self, blocks: Sequence[Block]) -> list[Put]:
+        await self._pass()
+        self.puts += [block.block_hash for block in blocks]
+        return [Put.STORED] * len(blocks)
 
-    def delete(self, block_hash: bytes) -> bool:
-        return False
+    async def pin(self, hashes: Sequence[bytes]) -> int:
+        return 0
 
-    def statistics(self) -> dict[str, float]:
-        return {}
+    async def unpin(self, hashes: Sequence[bytes]) -> int:
+        return 0
 
-    def close(self) -> None:
-        pass
+    async def delete(self, hashes: Sequence[bytes]) -> int:
+        return 0
+
+    async def write_note(self, name: str, content: bytes, ttl_s: float) -> None:
+        self.put_before_note = list(self.puts)
+        self.notes[name] = content
+
+    async def read_note(self, name: str) -> bytes | None:
+        return self.notes.get(name)
+
+    async def remove_note(self, name: str) -> None:
+        self.notes.pop(name, None)
+
+
+@pytest.fixture
+def loop() -> Iterator[TransferLoop]:
+    loop = TransferLoop("kvferry-store-test")
+    loop.start()
+    yield loop
+    loop.close()
 
 
 def until(condition: Callable[[], bool]) -> None:
@@ -72,8 +99,8 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.001)
 
 
-def layers(num_bytes: int = 100) -> list[memoryview]:
-    return [memoryview(bytes(num_bytes))]
+def block(name: bytes, num_bytes: int = 100) -> Block:
+    return Block(name, [memoryview(bytes(num_bytes))])
 
 
 def marker_of(transfer_id: str) -> Marker:
@@ -84,70 +111,74 @@ def marker_of(transfer_id: str) -> Marker:
 # The writer.
 
 
-def test_markers_come_after_the_blocks_before_them(tmp_path: Path) -> None:
-    store, folder = HeldStore(), MarkerFolder(tmp_path)
-    writer = StoreWriter(store, folder, 1e6)
-    writer.put(b"a", layers())
+def make_writer(store: KVStore, loop: TransferLoop, capacity: float = 1e6, **options: float) -> StoreWriter:
+    return StoreWriter(store, loop, Markers("secret"), capacity, **options)
+
+
+def test_markers_come_after_the_blocks_before_them(loop: TransferLoop) -> None:
+    store = HeldStore()
+    writer = make_writer(store, loop)
+    writer.put(block(b"a"))
     writer.mark(marker_of("t"))
     assert store.asked.wait(20)
-    assert folder.read("t", 0) is None
+    assert not store.notes
     store.gate.set()
     until(writer.is_empty)
-    assert store.puts == [b"a"]
-    assert folder.read("t", 0) == marker_of("t")
+    assert store.put_before_note == [b"a"]
+    assert loop.submit(Markers("secret").read(store, "t", 0)).result(20) == marker_of("t")
     writer.close()
 
 
-def test_a_full_queue_waits_and_then_drops_without_waiting(tmp_path: Path) -> None:
+@pytest.mark.parametrize("longest_wait_s", [0.0, 0.02])
+def test_a_full_queue_drops_without_waiting_for_each_block(loop: TransferLoop, longest_wait_s: float) -> None:
     store = HeldStore()
-    writer = StoreWriter(store, MarkerFolder(tmp_path), 250, longest_wait_s=0.02)
-    assert writer.put(b"a", layers())
-    assert writer.put(b"b", layers())
-    assert not writer.put(b"c", layers())
-    begun = time.monotonic()
+    writer = make_writer(store, loop, 250, longest_wait_s=longest_wait_s)
+    assert writer.put(block(b"a"))
+    assert writer.put(block(b"b"))
+    assert not writer.put(block(b"c"))
     for _ in range(100):
-        assert not writer.put(b"d", layers())
-    assert time.monotonic() - begun < 1.0, "it waits once, not for each block"
+        assert not writer.put(block(b"d"))
     assert writer.statistics()["writer_dropped_blocks"] == 101
     store.gate.set()
     until(writer.is_empty)
-    assert writer.put(b"e", layers())
+    assert writer.put(block(b"e"))
     writer.close()
     assert store.puts == [b"a", b"b", b"e"]
 
 
-def test_a_block_larger_than_the_bound_goes_alone(tmp_path: Path) -> None:
+def test_a_block_larger_than_the_bound_goes_alone(loop: TransferLoop) -> None:
     store = HeldStore()
     store.gate.set()
-    writer = StoreWriter(store, MarkerFolder(tmp_path), 10)
-    assert writer.put(b"a", layers(100))
+    writer = make_writer(store, loop, 10)
+    assert writer.put(block(b"a", 100))
     writer.close()
     assert store.puts == [b"a"]
 
 
-def test_a_store_that_fails_does_not_end_the_writer(tmp_path: Path) -> None:
+@pytest.mark.parametrize("error", [StoreError("full"), ZeroDivisionError("a bug")])
+def test_a_store_that_fails_does_not_end_the_writer(loop: TransferLoop, error: Exception) -> None:
     store = HeldStore()
-    store.error = StoreError("full")
+    store.error = error
     store.gate.set()
-    writer = StoreWriter(store, MarkerFolder(tmp_path), 1e6)
+    writer = make_writer(store, loop)
     writer.box.open()
-    writer.put(b"a", layers())
+    writer.put(block(b"a"))
     until(writer.is_empty)
     store.error = None
-    writer.put(b"b", layers())
+    writer.put(block(b"b"))
     writer.close()
     assert store.puts == [b"b"]
     assert writer.box.take() == StoreEvents(stored=[b"b"], dropped=[b"a"])
     assert not writer.box.take()
 
 
-def test_every_block_is_stored_or_dropped(tmp_path: Path) -> None:
+def test_every_block_is_stored_or_dropped(loop: TransferLoop) -> None:
     store = HeldStore()
-    writer = StoreWriter(store, MarkerFolder(tmp_path), 250, longest_wait_s=0.0)
-    writer.put(b"before anybody asks", layers())
+    writer = make_writer(store, loop, 250)
+    writer.put(block(b"before anybody asks"))
     writer.box.open()
-    writer.put(b"b", layers())
-    assert not writer.put(b"c", layers())
+    writer.put(block(b"b"))
+    assert not writer.put(block(b"c"))
     assert writer.box.take() == StoreEvents(dropped=[b"c"])
     store.gate.set()
     until(writer.is_empty)
@@ -165,23 +196,22 @@ def region() -> Region:
     region.close()
 
 
-def make_loader(store: KVStore, region: Region, timeout_s: float = 20) -> StoreLoader:
+def make_loader(store: KVStore, loop: TransferLoop, region: Region, timeout_s: float = 20) -> StoreLoader:
     memory, view = region.memory, region.memory.view((0, region.memory.num_bytes))
 
     def block_view(layer: int, block_id: int) -> memoryview:
         [(offset, length)] = memory.spans(layer, [block_id])
         return view[offset : offset + length]
 
-    return StoreLoader(store, block_view, LAYOUT.num_layers, timeout_s)
+    return StoreLoader(store, loop, block_view, LAYOUT.num_layers, timeout_s)
 
 
-def test_a_cancelled_load_writes_nothing_after_its_report(region: Region) -> None:
+def test_a_cancelled_load_writes_nothing_after_its_report(region: Region, loop: TransferLoop) -> None:
     store = HeldStore()
-    loader = make_loader(store, region)
+    loader = make_loader(store, loop, region)
     loader.start(LoadBlocks("r", [b"a", b"b"], [0, 1], False))
     assert store.asked.wait(20)
     loader.cancel("r")
-    assert not loader.box, "the read under way may still write"
     store.gate.set()
     until(lambda: bool(loader.box))
     assert loader.box.take() == [Released("r")]
@@ -192,23 +222,20 @@ def test_a_cancelled_load_writes_nothing_after_its_report(region: Region) -> Non
     loader.close()
 
 
-def test_the_deadline_ends_a_load(region: Region) -> None:
+def test_the_deadline_ends_a_load(region: Region, loop: TransferLoop) -> None:
     store = HeldStore()
-    loader = make_loader(store, region, timeout_s=0.01)
+    loader = make_loader(store, loop, region, timeout_s=0.01)
     loader.start(LoadBlocks("r", [b"a", b"b"], [0, 1], False))
-    assert store.asked.wait(20)
-    time.sleep(0.02)  # past the deadline, which is on the real clock
-    store.gate.set()
     until(lambda: bool(loader.box))
     assert isinstance(failures(loader.box.take())["r"], TransferTimeout)
     loader.close()
 
 
-def test_a_mistake_in_a_store_is_heard_of(region: Region) -> None:
+def test_a_mistake_in_a_store_is_heard_of(region: Region, loop: TransferLoop) -> None:
     store = HeldStore()
     store.error = ZeroDivisionError("a bug")
     store.gate.set()
-    loader = make_loader(store, region)
+    loader = make_loader(store, loop, region)
     loader.start(LoadBlocks("r", [b"a"], [0], False))
     step = loader.start_layerwise([LoadBlocks("s", [b"a"], [1], True)])
     assert step.failed() == {"s"}
@@ -221,9 +248,9 @@ def loader_is_done(loader: StoreLoader) -> Callable[[], bool]:
     return lambda: loader.statistics()["num_loading"] == 0
 
 
-def test_layers_are_waited_for_one_by_one(region: Region) -> None:
+def test_layers_are_waited_for_one_by_one(region: Region, loop: TransferLoop) -> None:
     store = HeldStore()
-    loader = make_loader(store, region)
+    loader = make_loader(store, loop, region)
     step = loader.start_layerwise([LoadBlocks("r", [b"a"], [2], True), LoadBlocks("s", [b"b"], [3], True)])
     passed = threading.Event()
     waiter = threading.Thread(target=lambda: (step.wait_layer(0), passed.set()))
@@ -242,9 +269,13 @@ def test_layers_are_waited_for_one_by_one(region: Region) -> None:
 # The prober.
 
 
-def test_a_slow_store_holds_up_nobody(tmp_path: Path) -> None:
+def make_prober(store: KVStore) -> Prober:
+    return Prober(lambda: [store], Markers("secret"))
+
+
+def test_a_slow_store_holds_up_nobody() -> None:
     store = HeldStore()
-    prober = Prober([store], MarkerFolder(tmp_path))
+    prober = make_prober(store)
     prober.ask("r", Question([b"a", b"b"]))
     assert store.asked.wait(20)
     assert prober.answer("r") is None
@@ -258,9 +289,9 @@ def test_a_slow_store_holds_up_nobody(tmp_path: Path) -> None:
     prober.close()
 
 
-def test_an_answer_nobody_waits_for_any_more_is_not_kept(tmp_path: Path) -> None:
+def test_an_answer_nobody_waits_for_any_more_is_not_kept() -> None:
     store = HeldStore()
-    prober = Prober([store], MarkerFolder(tmp_path))
+    prober = make_prober(store)
     prober.ask("r", Question([b"a"]))
     assert store.asked.wait(20)
     prober.forget("r")
@@ -271,15 +302,29 @@ def test_an_answer_nobody_waits_for_any_more_is_not_kept(tmp_path: Path) -> None
     prober.close()
 
 
-def test_many_markers_are_waited_for_at_once(tmp_path: Path) -> None:
-    store, folder = HeldStore(), MarkerFolder(tmp_path)
+@pytest.mark.parametrize("error", [StoreError("gone"), ZeroDivisionError("a bug")])
+def test_a_store_that_fails_is_an_answer(error: Exception) -> None:
+    store = HeldStore()
+    store.error = error
     store.gate.set()
-    prober = Prober([store], folder)
+    prober = make_prober(store)
+    prober.ask("r", Question([b"a"]))
+    until(lambda: prober.answer("r") is not None)
+    answer = prober.answer("r")
+    assert answer is not None
+    assert isinstance(answer.error, StoreError)
+    prober.close()
+
+
+def test_many_markers_are_waited_for_at_once(loop: TransferLoop) -> None:
+    store = HeldStore()
+    store.gate.set()
+    prober = make_prober(store)
     deadline = time.monotonic() + 20
     for index in range(20):
         prober.ask(f"r{index}", Question([b"a"], f"t{index}", deadline))
     for index in reversed(range(20)):
-        folder.write(marker_of(f"t{index}"))
+        loop.submit(Markers("secret").write(store, marker_of(f"t{index}"))).result(20)
     until(lambda: all(prober.answer(f"r{index}") is not None for index in range(20)))
     answer = prober.answer("r7")
     assert answer is not None
@@ -290,25 +335,11 @@ def test_many_markers_are_waited_for_at_once(tmp_path: Path) -> None:
 # Markers.
 
 
-def test_markers_are_swept_by_age(tmp_path: Path) -> None:
-    folder = MarkerFolder(tmp_path)
-    folder.write(marker_of("old"))
-    [path] = (tmp_path / "transfers").iterdir()
-    os.utime(path, (1, 1))
-    folder.write(marker_of("new"))
-    folder.sweep()
-    assert folder.read("old", 0) is None
-    assert folder.read("new", 0) == marker_of("new")
-    folder.remove("new", 0)
-    folder.remove("new", 0)
-    assert folder.read("new", 0) is None
-
-
-def test_a_marker_of_another_hand_off_is_not_believed(tmp_path: Path) -> None:
-    folder = MarkerFolder(tmp_path)
-    folder.write(marker_of("a"))
-    [path] = (tmp_path / "transfers").iterdir()
-    folder.write(marker_of("b"))
-    path.rename(next(other for other in (tmp_path / "transfers").iterdir() if other != path))
-    with pytest.raises(StoreError, match="another"):
-        folder.read("b", 0)
+def test_a_marker_is_believed_only_under_its_name_and_token(loop: TransferLoop) -> None:
+    store = HeldStore()
+    loop.submit(Markers("secret").write(store, marker_of("a"))).result(20)
+    store.notes["b.0"] = store.notes["a.0"]
+    for markers, name in ((Markers("secret"), "b"), (Markers("another"), "a")):
+        with pytest.raises(StoreError, match="token"):
+            loop.submit(markers.read(store, name, 0)).result(20)
+    assert loop.submit(Markers("secret").read(store, "a", 0)).result(20) == marker_of("a")

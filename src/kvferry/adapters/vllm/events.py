@@ -7,11 +7,12 @@ vLLM's own. Owns what an event will say of blocks on their way to the store, and
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVCacheEvent
 from vllm.v1.core.kv_cache_utils import (
     generate_block_hash_extra_keys,
@@ -24,35 +25,43 @@ from kvferry.connectors.api import StoreEvents
 from kvferry.core.block_hash import BlockHash
 from kvferry.core.errors import LeakError
 
-MAX_PUBLISHED = 2**18
-"""Blocks whose removal can be published; beyond, the oldest are forgotten."""
+MAX_KNOWN = 2**16
+"""Blocks of which it can be said that they came to a tier or left it; beyond, the oldest are forgotten."""
 
 
 @dataclass
-class _Awaited:
-    """A block on its way to the store: `num_ranks` outcomes are to come."""
+class _Known:
+    """A block: what an event says of it, and on how many ranks it is on which medium."""
 
     event: BlockStored
-    num_ranks: int = 0
-    dropped: bool = False
+    num_awaited: int = 0
+    ranks: Counter[str] = field(default_factory=Counter)
+    published: set[str] = field(default_factory=set)
 
 
 class BlockEvents:
-    """See the module. `medium`: where blocks are when stored. Used from vLLM's scheduler thread only."""
+    """See the module. Used from vLLM's scheduler thread only."""
 
-    def __init__(self, medium: str, block_size: int, num_ranks: int) -> None:
-        self._medium, self._block_size, self._num_ranks = medium, block_size, num_ranks
-        self._awaited: dict[BlockHash, _Awaited] = {}
-        self._published: OrderedDict[BlockHash, Any] = OrderedDict()
+    def __init__(self, block_size: int, num_ranks: int) -> None:
+        self._block_size, self._num_ranks = block_size, num_ranks
+        self._known: OrderedDict[BlockHash, _Known] = OrderedDict()
+        self._num_awaited = 0
         self._events: list[KVCacheEvent] = []
 
     def saving(self, view: RequestAdapter, hashes: Sequence[BlockHash]) -> None:
         """A plan wants these blocks of a request kept, which follow one another."""
         first = view.block_hashes.index(hashes[0])
         for index, name in enumerate(hashes, first):
-            if name not in self._awaited:
-                self._awaited[name] = _Awaited(self._stored(view.request, index))
-            self._awaited[name].num_ranks += self._num_ranks
+            if name not in self._known:
+                self._known[name] = _Known(self._stored(view.request, index))
+            self._known[name].num_awaited += self._num_ranks
+            self._known.move_to_end(name)
+        self._num_awaited += len(hashes) * self._num_ranks
+        self._forget_oldest()
+
+    def _forget_oldest(self) -> None:
+        while len(self._known) > MAX_KNOWN and not next(iter(self._known.values())).num_awaited:
+            self._known.popitem(last=False)
 
     def _stored(self, request: Any, index: int) -> BlockStored:
         """As vLLM's block pool says it of a block in its own cache."""
@@ -66,7 +75,7 @@ class BlockEvents:
             token_ids=list(request.all_token_ids[start:end]),
             block_size=self._block_size,
             lora_id=lora.adapter_id if lora is not None else None,
-            medium=self._medium,
+            medium=None,
             lora_name=lora.name if lora is not None else None,
             extra_keys=to_event_extra_keys([extra_keys]),
             group_idx=0,
@@ -74,30 +83,34 @@ class BlockEvents:
         )
 
     def happened(self, events: StoreEvents) -> None:
-        """What one rank saw. A block is stored when all ranks have it, and gone when one has it no more."""
-        for name in events.stored:
-            self._outcome(name, dropped=False)
-        for name in events.dropped:
-            self._outcome(name, dropped=True)
-        for name in events.removed:
-            published = self._published.pop(name, None)
-            if published is not None:
-                self._events.append(BlockRemoved(block_hashes=[published], medium=self._medium, group_idx=0))
+        """What one rank saw. A block is on a medium when all ranks have it there, and gone when one has it no more."""
+        for name in (*events.stored, *events.dropped):
+            self._known[name].num_awaited -= 1
+            self._num_awaited -= 1
+        for changes in events.changes:
+            for name in changes.kept:
+                self._kept(name, changes.medium)
+            for name in changes.removed:
+                self._removed(name, changes.medium)
 
-    def _outcome(self, name: BlockHash, *, dropped: bool) -> None:
-        awaited = self._awaited[name]
-        awaited.num_ranks -= 1
-        awaited.dropped = awaited.dropped or dropped
-        if awaited.num_ranks:
+    def _kept(self, name: BlockHash, medium: str) -> None:
+        known = self._known.get(name)
+        if known is None:
             return
-        del self._awaited[name]
-        if awaited.dropped:
+        known.ranks[medium] = min(known.ranks[medium] + 1, self._num_ranks)
+        if known.ranks[medium] == self._num_ranks and medium not in known.published:
+            known.published.add(medium)
+            self._events.append(msgspec.structs.replace(known.event, medium=medium))
+
+    def _removed(self, name: BlockHash, medium: str) -> None:
+        known = self._known.get(name)
+        if known is None:
             return
-        self._events.append(awaited.event)
-        self._published[name] = awaited.event.block_hashes[0]
-        self._published.move_to_end(name)
-        if len(self._published) > MAX_PUBLISHED:
-            self._published.popitem(last=False)
+        known.ranks[medium] = max(known.ranks[medium] - 1, 0)
+        if medium in known.published:
+            known.published.remove(medium)
+            gone = known.event.block_hashes
+            self._events.append(BlockRemoved(block_hashes=gone, medium=medium, group_idx=0))
 
     def take(self) -> list[KVCacheEvent]:
         """For vLLM's publisher."""
@@ -106,9 +119,9 @@ class BlockEvents:
 
     def has_work(self) -> bool:
         """Whether more will come, though no request is left."""
-        return bool(self._awaited or self._events)
+        return bool(self._num_awaited or self._events)
 
     def check(self) -> None:
         """Raise `LeakError` when blocks are still on their way."""
-        if self._awaited:
-            raise LeakError(f"{len(self._awaited)} blocks are still on their way to the store")
+        if self._num_awaited:
+            raise LeakError(f"{self._num_awaited} blocks are still on their way to the store")

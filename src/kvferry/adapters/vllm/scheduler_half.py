@@ -81,7 +81,7 @@ class SchedulerHalf:
         self.side = side
         self.events: BlockEvents | None = None
         if with_events and isinstance(side, HasStore):
-            self.events = BlockEvents(side.medium, layout.block_size, layout.tp_size)
+            self.events = BlockEvents(layout.block_size, layout.tp_size)
         self._settings, self._layout, self._parting, self._pins = settings, layout, parting, pins
         self._requests: dict[str, _Request] = {}
         self._loading: set[str] = set()

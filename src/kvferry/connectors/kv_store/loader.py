@@ -119,6 +119,15 @@ class StoreLoader:
             counts = {name: float(count) for name, count in self._counts.items()}
             return {"num_loading": float(len(self._loads)), **counts}
 
+    def close(self) -> None:
+        """Stop all loads."""
+        with self._lock:
+            loads = list(self._loads.values())
+        for load in loads:
+            load.cancelled = True
+            if load.future is not None:
+                load.future.cancel()
+
     def _begin(self, load: LoadBlocks) -> _Load:
         begun = _Load(load)
         with self._lock:
@@ -133,7 +142,7 @@ class StoreLoader:
                 await self._read_blocks(load)
         except asyncio.CancelledError:
             load.cancelled = True
-        except Exception as error:  # the task's outermost edge: the request must hear of it
+        except Exception as error:  # noqa: BLE001 - the task's outermost edge: the request must hear of it
             load.error = _as_ours(error)
         self._end(load)
 
@@ -147,7 +156,7 @@ class StoreLoader:
         except asyncio.CancelledError:
             for load in step.loads:
                 load.error = StoreError("the engine ends")
-        except Exception as error:  # as above
+        except Exception as error:  # noqa: BLE001 - as above
             for load in step.loads:
                 load.error = load.error or _as_ours(error)
         for load in step.loads:

@@ -33,8 +33,8 @@ from kvferry.connectors.api import (
     StepView,
     TransferReport,
 )
-from kvferry.connectors.kv_store.markers import Marker, MarkerFolder
-from kvferry.connectors.kv_store.plan import LoadBlocks, SaveBlocks, StoragePlan
+from kvferry.connectors.kv_store.markers import MARKER_S, Marker, Markers
+from kvferry.connectors.kv_store.plan import LoadBlocks, SaveBlocks, StorePlan
 from kvferry.connectors.kv_store.prober import Answer, Prober, Question
 from kvferry.connectors.kv_store.settings import read_settings
 from kvferry.core.block_hash import BlockHash
@@ -42,13 +42,13 @@ from kvferry.core.errors import ConfigError, KvferryError, LayoutMismatch, LeakE
 from kvferry.core.hand_off import Consume, PrefillResult, Produce, Ticket, prefix_digests
 from kvferry.core.sharding import on_rank
 from kvferry.core.ticket_seal import TicketSealer
-from kvferry.store.file import FileStore
+from kvferry.store.base import KVStore
 
 log = logging.getLogger(__name__)
 
 MAX_REMEMBERED_MARKS = 4096
-TICKET_S = 3600.0
-"""How long a ticket's first token is believed: as long as its marker is kept."""
+STALE_S = 5.0
+"""An answer of the store's that is older is asked for again before it is acted on."""
 
 
 @dataclass
@@ -76,18 +76,17 @@ class _Work:
         return any(vars(self).values())
 
 
-class SharedStorageSchedulerSide(SchedulerSide):
+class KVStoreSchedulerSide(SchedulerSide):
     """See the module."""
-
-    medium = "STORAGE"
 
     def __init__(self, context: ConnectorContext) -> None:
         super().__init__(context)
         self._settings = read_settings(context)
         self._config, self._layout = context.config, context.layout
-        ranks = [on_rank(context.layout, rank) for rank in range(context.layout.tp_size)]
-        path, access = self._settings.path, self._settings.access
-        self._prober = Prober([FileStore(path, layout, access=access) for layout in ranks], MarkerFolder(path, access))
+        self._prober = Prober(self._stores, Markers(context.auth_token), prefetches=self._settings.prefetch)
+        specs = self._settings.specs(context.layout.block_size)
+        self._layerwise = self._settings.load == "layerwise" and all(spec.kind.has_layers for spec in specs)
+        self._is_shared = any(spec.kind.is_shared for spec in specs)
         self._sealer = TicketSealer(context.auth_token)
         self._work = _Work()
         self._known: dict[str, _Known] = {}
@@ -95,7 +94,17 @@ class SharedStorageSchedulerSide(SchedulerSide):
         self._used_by: dict[str, str] = {}
         self._marked: OrderedDict[str, None] = OrderedDict()
 
+    def _stores(self) -> list[KVStore]:
+        """One a rank, as the scheduler side sees them."""
+        ranks = [on_rank(self._layout, rank) for rank in range(self._layout.tp_size)]
+        return [self._settings.open_later(layout) for layout in ranks]
+
     # Admission.
+
+    def arrived(self, request: RequestView) -> None:
+        """Look while the request is queued, and have blocks brought near."""
+        if self._refusal(request) is None and not self._needs_nothing(request, 0):
+            self._ask(request)
 
     def refusal(self, request: RequestView) -> KvferryError | None:
         """Why what its ticket says is not believed, if so."""
@@ -113,6 +122,9 @@ class SharedStorageSchedulerSide(SchedulerSide):
         if self._needs_nothing(request, num_computed_tokens):
             return Miss()
         answer = self._prober.answer(request.request_id)
+        if answer is not None and answer.marker is None and time.monotonic() - answer.at > STALE_S:
+            self._prober.forget(request.request_id)
+            answer = None
         if answer is None:
             self._ask(request)
             return Pending()
@@ -123,6 +135,8 @@ class SharedStorageSchedulerSide(SchedulerSide):
             return ConfigError("this instance has kv_role kv_producer: it fetches no hand-offs")
         if isinstance(request.hand_off, Produce) and not self._config.produces:
             return ConfigError("this instance has kv_role kv_consumer: it hands nothing off")
+        if request.hand_off is not None and not self._is_shared:
+            return ConfigError("no tier of this instance's store is shared, so that it takes no part in hand-offs")
         return self.refusal(request)
 
     def _needs_nothing(self, request: RequestView, num_computed_tokens: int) -> bool:
@@ -159,7 +173,7 @@ class SharedStorageSchedulerSide(SchedulerSide):
         num_tokens = usable * self._layout.block_size - num_computed_tokens
         if result is not None:
             return Hit(max(0, num_tokens))  # not layerwise: the engine must know the first token before it runs
-        return Hit(num_tokens, self._settings.layerwise) if num_tokens > 0 else Miss()
+        return Hit(num_tokens, self._layerwise) if num_tokens > 0 else Miss()
 
     def _mistrust(self, request: RequestView, marker: Marker | None) -> KvferryError | None:
         """Why a marker does not stand for this hand-off's KV, if so."""
@@ -203,7 +217,7 @@ class SharedStorageSchedulerSide(SchedulerSide):
 
     # Steps.
 
-    def plan(self, step: StepView) -> StoragePlan | None:
+    def plan(self, step: StepView) -> StorePlan | None:
         """Blocks that are full after this step, and all that came up since the last plan."""
         if self._config.produces:
             for chunk in step.chunks:
@@ -214,9 +228,9 @@ class SharedStorageSchedulerSide(SchedulerSide):
         for load in work.loads:
             if load.layerwise:  # over when its step is, and so before the request can end
                 self._load_ended(load.request_id)
-        return StoragePlan(**vars(work))
+        return StorePlan(**vars(work))
 
-    def saves(self, plan: StoragePlan | None) -> Sequence[tuple[str, Sequence[BlockHash]]]:
+    def saves(self, plan: StorePlan | None) -> Sequence[tuple[str, Sequence[BlockHash]]]:
         """The blocks that a plan wants kept."""
         return [(save.request_id, save.hashes) for save in plan.saves] if plan is not None else []
 
@@ -231,7 +245,8 @@ class SharedStorageSchedulerSide(SchedulerSide):
         first, known.num_kept = known.num_kept, max(num_full, known.num_kept)
         if first < num_full:
             hashes, block_ids = request.block_hashes[first:num_full], chunk.block_ids[first:num_full]
-            self._work.saves.append(SaveBlocks(request.request_id, list(hashes), list(block_ids)))
+            parent = request.block_hashes[first - 1] if first else None
+            self._work.saves.append(SaveBlocks(request.request_id, list(hashes), list(block_ids), parent))
 
     def _unasked(self, chunk: ScheduledChunk) -> _Known:
         """Of a request that the prober was not asked about: what the own prefix cache had was saved when computed."""
@@ -271,7 +286,7 @@ class SharedStorageSchedulerSide(SchedulerSide):
             self._work.cancels.append(request.request_id)
             self._cancelled.add(request.request_id)
             return Hold(None)
-        if isinstance(request.hand_off, Produce) and self._config.produces:
+        if isinstance(request.hand_off, Produce) and self._refusal(request) is None:
             return self._hand_off(request, request.hand_off.transfer_id)
         return Release()
 
@@ -304,7 +319,7 @@ class SharedStorageSchedulerSide(SchedulerSide):
             tp_size=self._layout.tp_size,
             prefill_result=result,
         )
-        return Release(self._sealer.seal(ticket, TICKET_S).to_params())
+        return Release(self._sealer.seal(ticket, MARKER_S).to_params())
 
     def release(self, transfer_id: str) -> bool:
         """The consumer will never come: remove the marker. The blocks stay, for whoever has the same prompt."""
@@ -317,8 +332,7 @@ class SharedStorageSchedulerSide(SchedulerSide):
     def reset_cache(self) -> bool:
         """Blocks are named by the checkpoint's fingerprint, which does not follow weights changed in place."""
         log.warning(
-            "the shared storage keeps KV of the weights before: give the instances another shared_storage_path, or"
-            " another model_fingerprint"
+            "the store keeps KV of the weights before: give the instances another store, or another model_fingerprint"
         )
         return False
 

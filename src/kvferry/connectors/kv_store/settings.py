@@ -1,80 +1,157 @@
-"""What a user sets for the shared storage connector, read and checked once."""
+"""What a user sets for the cache connector, under any of its names, read and checked once."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Sequence
+from typing import Any, Literal
+from urllib.parse import quote, urlencode
+
+import msgspec
 
 from kvferry.connectors.api import ConnectorContext
 from kvferry.core.errors import ConfigError, UnknownName
+from kvferry.core.layout import KVLayout
+from kvferry.core.options import read_options
 from kvferry.core.transfer_config import KVTransferConfig
-from kvferry.store.access import ACCESS, Access
-
-EXTRAS = ("shared_storage_path", "max_bytes", "load", "timeout_s", "fsync", "access")
-LOADS = ("async", "layerwise")
-TIMEOUT_S = 30.0
+from kvferry.core.units import parse_bytes
+from kvferry.store.table import StoreSpec, find_stores
+from kvferry.store.tiers import TieredStore
 
 
-@dataclass(frozen=True)
-class StorageSettings:
-    """`kv_connector_extra_config` of this connector. Bytes, seconds."""
+class StoreSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`kv_connector_extra_config` of `KVStoreConnector` and its other names. Seconds; sizes as 4GiB or numbers.
 
-    path: Path
-    """`shared_storage_path`, vLLM's key: a directory that all instances share."""
+    The stores are named by `store`, or else by `shared_storage_path`, by `num_cpu_blocks` or by `cpu_bytes_to_use`.
+    """
 
-    max_bytes: int | None
-    """Bound of the whole directory; None: as much as the disk takes."""
+    store: str | list[str] | None = None
+    """A URL, or a list of tiers, the fastest first."""
 
-    layerwise: bool
-    """`load` "layerwise": the model starts at once and waits for each layer; "async": when all has come."""
+    shared_storage_path: str = ""
+    """A directory that all instances share."""
 
-    timeout_s: float
+    num_cpu_blocks: int | None = None
+    """Host memory for that many blocks of `block_size` tokens."""
+
+    block_size: int | None = None
+    """Tokens, a multiple of the engine's block size, in which `num_cpu_blocks` counts; None: the engine's."""
+
+    cpu_bytes_to_use: int | str | None = None
+    """Host memory of that size."""
+
+    eviction_policy: str | None = None
+    """Policy of the store that one of these keys names instead of `store`; None: its default."""
+
+    codec: str | None = None
+    """How that store writes blocks down; None: as they are."""
+
+    max_bytes: int | str = 0
+    """With `shared_storage_path`: largest size of the directory; blocks are removed beyond it. 0: what the disk takes."""
+
+    fsync: bool = False
+    """With `shared_storage_path`: blocks are on the disk before they are announced, and survive a power failure."""
+
+    access: Literal["owner", "group"] = "owner"
+    """With `shared_storage_path`: who may read and write there, this user alone or its group too."""
+
+    write: Literal["through", "back"] = "through"
+    """Of tiers: whether a block is kept when all have it, or when the first has it."""
+
+    load: Literal["async", "layerwise"] = "async"
+    """"layerwise": the model starts at once and waits for each layer, where all tiers can read single ones."""
+
+    prefetch: bool = True
+    """Whether blocks of lower tiers are brought to the first while their request is queued."""
+
+    timeout_s: float = 30.0
     """Longest wait for a hand-off's prefill, and for the blocks of one request."""
 
-    fsync: bool
-    """Whether blocks survive a power failure as soon as a hand-off is announced."""
+    def specs(self, engine_block_size: int = 1) -> list[StoreSpec]:
+        """The stores, checked. Raises `ConfigError`."""
+        return find_stores(self._urls(engine_block_size))
 
-    access: Access
-    """`access` "owner": only this user reads and writes there; "group": its group too, as far as the umask lets it."""
+    def open_later(self, layout: KVLayout) -> TieredStore:
+        """The stores of one rank as one."""
+        return TieredStore(self.specs(layout.block_size), layout, self.write)
 
-
-def read_settings(context: ConnectorContext) -> StorageSettings:
-    """Raises `ConfigError` that names the key."""
-    return _read(context.config, context.layout.tp_size)
-
-
-def check(config: KVTransferConfig) -> None:
-    """Raise `ConfigError` for all that can be known to be wrong before there is an engine."""
-    path = _read(config, tp_size=1).path
-    if path.exists() and not path.is_dir():
-        raise ConfigError(f"kv_connector_extra_config.shared_storage_path {path} is not a directory")
-
-
-def _read(config: KVTransferConfig, tp_size: int) -> StorageSettings:
-    config.require_extras_known(EXTRAS)
-    path = config.extra("shared_storage_path", "")
-    if not path:
+    def _urls(self, engine_block_size: int) -> str | Sequence[str]:
+        named = [self.store, self.shared_storage_path, self.num_cpu_blocks]
+        if sum(value not in (None, "") for value in named) > 1:
+            raise ConfigError(
+                "kv_connector_extra_config: give one of store, shared_storage_path and num_cpu_blocks, not several"
+            )
+        if self.store is not None:
+            return self.store
+        chosen = {"eviction": self.eviction_policy, "codec": self.codec}
+        if self.shared_storage_path:
+            room = _bytes(self.max_bytes, "max_bytes") or None
+            rest = {"max_bytes": room, "fsync": "true" if self.fsync else None, "access": self.access}
+            return _url("file:" + quote(self.shared_storage_path, safe="/~:@%"), chosen | rest)
+        if self.num_cpu_blocks is not None:
+            return _url("memory:", chosen | {"num_blocks": self._num_engine_blocks(engine_block_size)})
+        if self.cpu_bytes_to_use is not None:
+            return _url(f"memory:{_bytes(self.cpu_bytes_to_use, 'cpu_bytes_to_use')}", chosen)
         raise ConfigError(
-            "SharedStorageConnector needs kv_connector_extra_config.shared_storage_path: a directory that all"
-            " instances share"
+            "kv_connector_extra_config.store is missing: name a store, such as memory:4GiB, file:/path or"
+            " valkey://host:port, or a list of them, the fastest first"
         )
-    max_bytes = config.extra("max_bytes", 0)
-    if max_bytes < 0:
-        raise ConfigError(f"kv_connector_extra_config.max_bytes must be at least 0, got {max_bytes}")
-    load = config.extra("load", "async")
-    if load not in LOADS:
-        raise UnknownName("kv_connector_extra_config.load", load, LOADS)
-    if load == "layerwise" and tp_size > 1:
+
+    def _num_engine_blocks(self, engine_block_size: int) -> int:
+        assert self.num_cpu_blocks is not None
+        if self.num_cpu_blocks < 1:
+            raise ConfigError(f"kv_connector_extra_config.num_cpu_blocks must be at least 1, got {self.num_cpu_blocks}")
+        size = engine_block_size if self.block_size is None else self.block_size
+        if size < 1 or size % engine_block_size:
+            raise ConfigError(
+                f"kv_connector_extra_config.block_size must be a multiple of the engine's block size"
+                f" {engine_block_size}, got {size}"
+            )
+        return self.num_cpu_blocks * (size // engine_block_size)
+
+
+def read_settings(context: ConnectorContext) -> StoreSettings:
+    """Raises `ConfigError` that names the key."""
+    settings = _read(context.config)
+    settings.specs(context.layout.block_size)
+    if settings.load == "layerwise" and context.layout.tp_size > 1:
         raise ConfigError(
             "kv_connector_extra_config.load layerwise works on one rank only: where one rank's blocks do not come, the"
             " others would keep what they computed without them; leave it out, or serve without tensor parallelism"
         )
-    timeout_s = config.extra("timeout_s", TIMEOUT_S)
-    if not timeout_s > 0:
-        raise ConfigError(f"kv_connector_extra_config.timeout_s must be greater than 0, got {timeout_s:g}")
-    access = config.extra("access", "owner")
-    if access not in ACCESS:
-        raise UnknownName("kv_connector_extra_config.access", access, ACCESS)
-    return StorageSettings(
-        Path(path), max_bytes or None, load == "layerwise", timeout_s, config.extra("fsync", False), ACCESS[access]
-    )
+    return settings
+
+
+def check(config: KVTransferConfig) -> None:
+    """Raise `ConfigError` for all that can be known to be wrong before there is an engine."""
+    _read(config).specs()
+
+
+def _read(config: KVTransferConfig) -> StoreSettings:
+    given = config.kv_connector_extra_config
+    if config.kv_connector == "SharedStorageConnector" and not (given.get("shared_storage_path") or given.get("store")):
+        raise ConfigError(
+            "SharedStorageConnector needs kv_connector_extra_config.shared_storage_path: a directory that all"
+            " instances share"
+        )
+    for key, names in _CHOICES.items():
+        if given.get(key, names[0]) not in names:
+            raise UnknownName(f"kv_connector_extra_config.{key}", str(given[key]), names)
+    settings = read_options(StoreSettings, given)
+    if not settings.timeout_s > 0:
+        raise ConfigError(f"kv_connector_extra_config.timeout_s must be greater than 0, got {settings.timeout_s:g}")
+    return settings
+
+
+_CHOICES = {"write": ("through", "back"), "load": ("async", "layerwise"), "access": ("owner", "group")}
+
+
+def _bytes(size: int | str, key: str) -> int:
+    found = parse_bytes(size, f"kv_connector_extra_config.{key}") if isinstance(size, str) else size
+    if found < 0:
+        raise ConfigError(f"kv_connector_extra_config.{key} must be at least 0, got {found}")
+    return found
+
+
+def _url(address: str, options: dict[str, Any]) -> str:
+    given = {name: value for name, value in options.items() if value is not None}
+    return f"{address}?{urlencode(given)}" if given else address

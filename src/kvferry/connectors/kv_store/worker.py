@@ -1,31 +1,38 @@
-"""The shared storage connector beside the KV cache: copies full blocks out, and reads blocks straight in.
+"""The cache connector beside the KV cache: copies full blocks out, and reads blocks straight in.
 
-Owns the store and the threads that write to and read from it. The engine's thread only copies, and waits only where
-the model wants a layer that is still on its way.
+Owns the store and the event loop on which it is written to and read. The engine's thread only copies, and waits only
+where the model wants a layer that is still on its way.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 
 import msgspec
 
 from kvferry.connectors.api import ConnectorContext, StoreEvents, TransferReport, WorkerSide
-from kvferry.connectors.shared_storage.loader import LayerwiseStep, StoreLoader
-from kvferry.connectors.shared_storage.markers import MarkerFolder
-from kvferry.connectors.shared_storage.plan import SaveBlocks, StoragePlan
-from kvferry.connectors.shared_storage.settings import read_settings
-from kvferry.connectors.shared_storage.writer import StoreWriter
+from kvferry.connectors.kv_store.loader import LayerwiseStep, StoreLoader
+from kvferry.connectors.kv_store.markers import Markers
+from kvferry.connectors.kv_store.plan import SaveBlocks, StorePlan
+from kvferry.connectors.kv_store.settings import read_settings
+from kvferry.connectors.kv_store.writer import LONGEST_WAIT_S, StoreWriter
 from kvferry.core.errors import ConfigError, LeakError
-from kvferry.store.file import FileStore
+from kvferry.store.base import Block
+from kvferry.store.tiers import GAUGES
 from kvferry.transport.memory import BlockMemory
+from kvferry.transport.transfer_loop import TransferLoop
+
+log = logging.getLogger(__name__)
+
+OPEN_S, CLOSE_S = 60.0, 15.0
 
 
-class SharedStorageWorkerSide(WorkerSide):
+class KVStoreWorkerSide(WorkerSide):
     """See the module, and `settings` for what can be set. `kv_buffer_size` bounds the copies that wait for the disk."""
 
-    plan_type = StoragePlan
-    gauges = frozenset({"num_loading", "kept_bytes", "writer_waiting_bytes"})
+    plan_type = StorePlan
+    gauges = GAUGES | {"num_loading", "writer_waiting_bytes"}
 
     def __init__(self, context: ConnectorContext) -> None:
         super().__init__(context)
@@ -33,39 +40,53 @@ class SharedStorageWorkerSide(WorkerSide):
         self._memory: BlockMemory | None = None
         self._saves: list[SaveBlocks] = []
         self._step: LayerwiseStep | None = None
-        self._store: FileStore
+        self._store = self._settings.open_later(context.layout)
+        self._loop = TransferLoop("kvferry-store")
         self._writer: StoreWriter
         self._loader: StoreLoader
 
     # Life.
 
     def register(self, memory: BlockMemory) -> None:
-        """Open the store and start the threads."""
+        """Open the store."""
         if memory.device != "cpu":
             raise ConfigError(
-                f"SharedStorageConnector moves KV in host memory only, and this engine's is on {memory.device};"
-                " run it with --device cpu"
+                f"{self.context.config.kv_connector} moves KV in host memory only, and this engine's is on"
+                f" {memory.device}; run it with --device cpu"
             )
-        settings, layout = self._settings, self.context.layout
-        self._store = FileStore(
-            settings.path, layout, max_bytes=settings.max_bytes, fsync=settings.fsync, access=settings.access
-        )
-        markers = MarkerFolder(settings.path, settings.access)
+        config, layout = self.context.config, self.context.layout
+        self._loop.start()
         self._memory = memory
-        self._writer = StoreWriter(self._store, markers, self.context.config.kv_buffer_size)
-        self._loader = StoreLoader(self._store, self._block_view, layout.num_layers, settings.timeout_s)
+        self._writer = StoreWriter(
+            self._store,
+            self._loop,
+            Markers(self.context.auth_token),
+            config.kv_buffer_size,
+            longest_wait_s=LONGEST_WAIT_S if config.kv_role == "kv_producer" else 0.0,
+        )
+        self._loader = StoreLoader(
+            self._store, self._loop, self._block_view, layout.num_layers, self._settings.timeout_s
+        )
+        try:
+            self._loop.submit(self._store.open()).result(OPEN_S)
+        except TimeoutError as error:
+            raise ConfigError(f"the store did not open within {OPEN_S:g} s") from error
 
     def close(self) -> None:
-        """Stop loading, write what waits, end the threads."""
+        """Stop loading, write what waits, end the thread."""
         if self._memory is None:
             return
         self._loader.close()
         self._writer.close()
-        self._store.close()
+        try:
+            self._loop.submit(self._store.close()).result(CLOSE_S)
+        except TimeoutError:
+            log.warning("a store does not let itself be closed")
+        self._loop.close()
 
     # Steps.
 
-    def start(self, plan: StoragePlan | None) -> None:
+    def start(self, plan: StorePlan | None) -> None:
         """Begin to load; note what to save."""
         if plan is None:
             return
@@ -108,10 +129,11 @@ class SharedStorageWorkerSide(WorkerSide):
             self._drop(save)
 
     def _save(self, save: SaveBlocks) -> None:
+        parent, layers = save.parent, range(self.context.layout.num_layers)
         for block_hash, block_id in zip(save.hashes, save.block_ids, strict=True):
-            layers = range(self.context.layout.num_layers)
             copies = [memoryview(bytes(self._block_view(layer, block_id))) for layer in layers]
-            self._writer.put(block_hash, copies)
+            self._writer.put(Block(block_hash, copies, parent))
+            parent = block_hash
 
     def _drop(self, save: SaveBlocks) -> None:
         for block_hash in save.hashes:
@@ -134,9 +156,8 @@ class SharedStorageWorkerSide(WorkerSide):
 
     def store_events(self) -> StoreEvents:
         """What became of them."""
-        removed = self._store.take_removed()  # first: what comes and goes between the two is then removed next time
         events = self._writer.box.take()
-        events.removed = removed
+        events.changes = self._store.take_changes()
         return events
 
     def statistics(self) -> dict[str, float]:
@@ -146,7 +167,7 @@ class SharedStorageWorkerSide(WorkerSide):
     def check(self) -> None:
         """Raise `LeakError` when a load or a report is left. Blocks may still be on their way to the disk."""
         if self._saves or self._step is not None or not self._loader.is_empty():
-            raise LeakError("the shared storage connector still moves blocks of requests that are gone")
+            raise LeakError("the cache connector still moves blocks of requests that are gone")
 
     # Memory.
 

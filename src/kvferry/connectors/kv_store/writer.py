@@ -185,5 +185,3 @@ class StoreWriter:
 
 def _size(block: Block) -> int:
     return sum(len(layer) for layer in block.layers)
-
-
