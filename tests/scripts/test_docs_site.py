@@ -11,10 +11,10 @@ import pytest
 
 from docs_site import api, commands, connectors, environment, metrics, repository
 from kvferry.cli.main import COMMANDS
+from kvferry.connectors.kv_store.settings import StoreSettings
 from kvferry.connectors.p2p.options import P2pOptions
 from kvferry.connectors.p2p.settings import EXTRAS as P2P_KEYS
 from kvferry.connectors.registry import BUILTIN, find_connector
-from kvferry.connectors.kv_store.settings import StoreSettings
 from kvferry.core.environment import VARIABLES
 from kvferry.core.errors import ConfigError
 from kvferry.core.transfer_config import KVTransferConfig

@@ -46,7 +46,7 @@ class StoreSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """How that store writes blocks down; None: as they are."""
 
     max_bytes: int | str = 0
-    """With `shared_storage_path`: largest size of the directory; blocks are removed beyond it. 0: what the disk takes."""
+    """With `shared_storage_path`: largest size of the directory; blocks beyond it are removed. 0: no limit."""
 
     fsync: bool = False
     """With `shared_storage_path`: blocks are on the disk before they are announced, and survive a power failure."""
@@ -128,15 +128,15 @@ def check(config: KVTransferConfig) -> None:
 
 def _read(config: KVTransferConfig) -> StoreSettings:
     given = config.kv_connector_extra_config
-    if config.kv_connector == "SharedStorageConnector" and not (given.get("shared_storage_path") or given.get("store")):
-        raise ConfigError(
-            "SharedStorageConnector needs kv_connector_extra_config.shared_storage_path: a directory that all"
-            " instances share"
-        )
     for key, names in _CHOICES.items():
         if given.get(key, names[0]) not in names:
             raise UnknownName(f"kv_connector_extra_config.{key}", str(given[key]), names)
     settings = read_options(StoreSettings, given)
+    if config.kv_connector == "SharedStorageConnector" and not (settings.shared_storage_path or settings.store):
+        raise ConfigError(
+            "SharedStorageConnector needs kv_connector_extra_config.shared_storage_path: a directory that all"
+            " instances share"
+        )
     if not settings.timeout_s > 0:
         raise ConfigError(f"kv_connector_extra_config.timeout_s must be greater than 0, got {settings.timeout_s:g}")
     return settings
