@@ -252,7 +252,7 @@ def code(vllm: Path) -> dict[str, dict[str, int]]:
             "vLLM's MooncakeConnector (on Mooncake's)": count(sorted((theirs / "mooncake").glob("mooncake_*.py"))),
         },
         "files": {
-            "kvferry's SharedStorageConnector": count([SOURCE / "connectors" / "shared_storage"]),
+            "kvferry's SharedStorageConnector": count([SOURCE / "connectors" / "kv_store"]),
             "kvferry's store beneath": count([SOURCE / "store"]),
             "vLLM's ExampleConnector": count([theirs / "example_connector.py"]),
         },

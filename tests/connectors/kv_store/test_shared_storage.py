@@ -92,7 +92,7 @@ def require_store_is_right(engine: FakeEngine, root: Path, tokens: list[int]) ->
     """Every block of `tokens` that the store has holds what the model computes for it."""
     request = FakeRequest("check", tokens)
     engine.add(request)
-    del engine.requests["check"]
+    engine.abort(request)
     store = FileStore(str(root), FileOptions(), engine.layout)
     for index, block_hash in enumerate(request.block_hashes):
         into = [memoryview(bytearray(engine.layout.span_bytes(layer))) for layer in range(engine.layout.num_layers)]

@@ -13,7 +13,7 @@ from kvferry.core.errors import ConfigError, MissingDependency, UnknownName
 from kvferry.core.transfer_config import KVTransferConfig
 from kvferry.fleet.transfer import InstanceRole, kv_role
 
-OURS = {"P2pConnector": "KvferryP2pConnector", "SharedStorageConnector": "KvferrySharedStorageConnector"}
+OURS = {name: f"Kvferry{name}" for name in ("P2pConnector", "SharedStorageConnector", "KVStoreConnector")}
 """kvferry's connectors that vLLM has none of the same name for, and their names there."""
 
 _PREFIX = "Kvferry"
