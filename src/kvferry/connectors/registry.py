@@ -89,6 +89,12 @@ BUILTIN = {
     "KVStoreConnector": KV_STORE,
     "SharedStorageConnector": KV_STORE,
     "OffloadingConnector": replace(KV_STORE, defaults={"cpu_bytes_to_use": "1GiB"}),
+    "MultiConnector": ConnectorSpec(
+        "kvferry.connectors.multi.scheduler:MultiSchedulerSide",
+        "kvferry.connectors.multi.worker:MultiWorkerSide",
+        settings_check="kvferry.connectors.multi.settings:check",
+        options="kvferry.connectors.multi.settings:MultiOptions",
+    ),
 }
 
 

@@ -73,7 +73,7 @@ class KVStoreWorkerSide(WorkerSide):
             raise ConfigError(f"the store did not open within {OPEN_S:g} s") from error
 
     def close(self) -> None:
-        """Stop loading, write what waits, end the thread."""
+        """Stop loading, write what waits, end the thread. May be called twice."""
         if self._memory is None:
             return
         self._loader.close()
@@ -83,6 +83,7 @@ class KVStoreWorkerSide(WorkerSide):
         except TimeoutError:
             log.warning("a store does not let itself be closed")
         self._loop.close()
+        self._memory = None
 
     # Steps.
 

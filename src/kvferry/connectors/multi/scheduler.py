@@ -1,0 +1,278 @@
+"""Several connectors beside one scheduler, as one.
+
+Owns which of them loads for which request, and who of them still keeps the blocks of requests that have ended.
+
+* One of them takes part in hand-offs: the first whose instances reach each other (it has addresses), or else the first.
+  The others are shown requests without hand-off: they see prompts that they may know, and keep what is computed.
+* The one that has the most loads; of those that have as much, the first. A hand-off that can be had is had: with it
+  comes the first token. One that is still looking is waited for `PATIENCE_S` when another has an answer.
+* All save.
+* One that raises is left out of that request (scheduler side), or of all from then on (worker side).
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+from kvferry.connectors.api import (
+    ConnectorContext,
+    Finish,
+    HasAddresses,
+    HasAddressSeal,
+    HasStore,
+    Hit,
+    Hold,
+    Match,
+    Miss,
+    Pending,
+    Release,
+    Released,
+    RequestView,
+    ScheduledChunk,
+    SchedulerSide,
+    StepView,
+    TransferReport,
+)
+from kvferry.connectors.multi.plan import MultiPlan
+from kvferry.connectors.multi.settings import MAX_CHILDREN, read_children
+from kvferry.connectors.registry import BUILTIN
+from kvferry.core.block_hash import BlockHash
+from kvferry.core.errors import KvferryError, LeakError
+from kvferry.core.hand_off import HandOff, PrefillResult
+
+log = logging.getLogger(__name__)
+
+PATIENCE_S = 0.1
+Result = TypeVar("Result")
+
+
+class _WithoutHandOff:
+    """A request as those see it that have no part in its hand-off."""
+
+    def __init__(self, request: RequestView) -> None:
+        self._request = request
+
+    @property
+    def hand_off(self) -> HandOff:
+        return None
+
+    @property
+    def request_id(self) -> str:
+        return self._request.request_id
+
+    @property
+    def prompt_token_ids(self) -> Sequence[int]:
+        return self._request.prompt_token_ids
+
+    @property
+    def block_hashes(self) -> Sequence[BlockHash]:
+        return self._request.block_hashes
+
+    @property
+    def prefill_result(self) -> PrefillResult | None:
+        return self._request.prefill_result
+
+
+class MultiSchedulerSide(SchedulerSide):
+    """See the module."""
+
+    gauges = frozenset(
+        f"{index}_{name}"
+        for spec in BUILTIN.values()
+        if "connectors.multi" not in spec.scheduler_side
+        for name in spec.scheduler_class().gauges
+        for index in range(MAX_CHILDREN)
+    )
+
+    def __new__(cls, context: ConnectorContext) -> MultiSchedulerSide:
+        """One with addresses where one of the connectors has them."""
+        with_addresses = any(hasattr(spec.scheduler_class(), "set_addresses") for spec, _ in read_children(context))
+        return super().__new__(_ReachableSchedulerSide if with_addresses else cls)
+
+    def __init__(self, context: ConnectorContext) -> None:
+        super().__init__(context)
+        self._children = [spec.build_scheduler_side(own) for spec, own in read_children(context)]
+        reachable = (index for index, child in enumerate(self._children) if isinstance(child, HasAddresses))
+        self._hands_off = next(reachable, 0)
+        self._chosen: dict[str, int] = {}
+        self._loads: dict[str, int] = {}
+        self._holds: dict[str, list[int]] = {}
+        self._held: set[str] = set()
+        self._answered_at: dict[str, float] = {}
+
+    # Admission.
+
+    def arrived(self, request: RequestView) -> None:
+        """All are told."""
+        for index, child in enumerate(self._children):
+            self._try(index, partial(child.arrived, self._seen(index, request)), None)
+
+    def refusal(self, request: RequestView) -> KvferryError | None:
+        """Of the one that takes part in hand-offs."""
+        return self._children[self._hands_off].refusal(request)
+
+    def match(self, request: RequestView, num_computed_tokens: int) -> Match:
+        """The most that one of them has."""
+        matches = [self._match(index, request, num_computed_tokens) for index in range(len(self._children))]
+        own = matches[self._hands_off]
+        if request.hand_off is not None and isinstance(own, Pending):
+            return own
+        if request.hand_off is not None and isinstance(own, Hit):
+            return self._choose(request, self._hands_off, own)
+        hits = {index: match for index, match in enumerate(matches) if isinstance(match, Hit)}
+        if any(isinstance(match, Pending) for match in matches) and self._is_worth_waiting(request, bool(hits)):
+            return Pending()
+        self._answered_at.pop(request.request_id, None)
+        if not hits:
+            return own
+        best = max(hits, key=lambda index: (hits[index].num_tokens, -index))
+        return self._choose(request, best, hits[best])
+
+    def _match(self, index: int, request: RequestView, num_computed_tokens: int) -> Match:
+        nothing: Match = Miss()
+        match = self._children[index].match
+        return self._try(index, partial(match, self._seen(index, request), num_computed_tokens), nothing)
+
+    def _is_worth_waiting(self, request: RequestView, has_hit: bool) -> bool:
+        """Without a hit those that still look are waited for, within their own deadlines."""
+        if not has_hit:
+            return True
+        now = time.monotonic()
+        return now - self._answered_at.setdefault(request.request_id, now) < PATIENCE_S
+
+    def _choose(self, request: RequestView, index: int, hit: Hit) -> Hit:
+        self._answered_at.pop(request.request_id, None)
+        self._chosen[request.request_id] = index
+        return hit
+
+    def allocated(self, request: RequestView, block_ids: Sequence[int], num_computed_tokens: int, hit: Hit) -> None:
+        """The chosen one loads."""
+        index = self._chosen[request.request_id]
+        self._loads[request.request_id] = index
+        self._children[index].allocated(self._seen(index, request), block_ids, num_computed_tokens, hit)
+
+    # Steps.
+
+    def plan(self, step: StepView) -> MultiPlan | None:
+        """Of all, and who loads and keeps what since the last one."""
+        plans = [self._plan(index, step) for index in range(len(self._children))]
+        loads, self._loads = self._loads, {}
+        holds, self._holds = self._holds, {}
+        if not (loads or holds or any(plan is not None for plan in plans)):
+            return None
+        return MultiPlan(plans=plans, loads=loads, holds=holds)
+
+    def _plan(self, index: int, step: StepView) -> Any:
+        child = self._children[index]
+        seen = StepView(
+            [
+                ScheduledChunk(self._seen(index, chunk.request), chunk.start, chunk.num_tokens, chunk.block_ids)
+                for chunk in step.chunks
+            ],
+            [self._seen(index, request) for request in step.preempted],
+        )
+        return self._try(index, lambda: child.plan(seen), None)
+
+    def saves(self, plan: MultiPlan | None) -> Sequence[tuple[str, Sequence[BlockHash]]]:
+        """Of all that keep blocks."""
+        found: list[tuple[str, Sequence[BlockHash]]] = []
+        for child, part in zip(self._children, plan.plans if plan is not None else (), strict=False):
+            if part is not None and isinstance(child, HasStore):
+                found += child.saves(part)
+        return found
+
+    def has_work(self) -> bool:
+        """Whether a plan waits."""
+        return bool(self._loads or self._holds) or any(child.has_work() for child in self._children)
+
+    def completed(self, report: TransferReport) -> None:
+        """Loads are told to the one that loaded, all else to all."""
+        for index, child in enumerate(self._children):
+            part = [
+                event
+                for event in report
+                if isinstance(event, Released) or self._chosen.get(event.request_id, index) == index
+            ]
+            if part:
+                self._try(index, partial(child.completed, part), None)
+        for event in report:
+            if isinstance(event, Released):
+                self._held.discard(event.request_id)
+
+    # The end of a request.
+
+    def finish(self, request: RequestView, block_ids: Sequence[int]) -> Finish:
+        """Blocks stay as long as one of them keeps them; the ticket is of the one that hands off."""
+        verdicts = [child.finish(self._seen(index, request), block_ids) for index, child in enumerate(self._children)]
+        self._chosen.pop(request.request_id, None)
+        self._answered_at.pop(request.request_id, None)
+        ticket = verdicts[self._hands_off].ticket
+        keepers = [index for index, verdict in enumerate(verdicts) if isinstance(verdict, Hold)]
+        if not keepers:
+            return Release(ticket)
+        self._holds[request.request_id] = keepers
+        self._held.add(request.request_id)
+        return Hold(ticket)
+
+    def release(self, transfer_id: str) -> bool:
+        """Of the one that hands off."""
+        return self._children[self._hands_off].release(transfer_id)
+
+    def reset_cache(self) -> bool:
+        """All of them."""
+        forgot = [child.reset_cache() for child in self._children]
+        return all(forgot)
+
+    # Insight and end.
+
+    def statistics(self) -> dict[str, float]:
+        """Each one's, with its number before."""
+        return {
+            f"{index}_{name}": value
+            for index, child in enumerate(self._children)
+            for name, value in child.statistics().items()
+        }
+
+    def check(self) -> None:
+        """Raise `LeakError` when one of them keeps something."""
+        for child in self._children:
+            child.check()
+        if self._chosen or self._held or self._holds:
+            raise LeakError(f"several connectors still keep {[*self._chosen, *self._held][:8]}")
+
+    def close(self) -> None:
+        """All of them."""
+        for child in self._children:
+            child.close()
+
+    def _seen(self, index: int, request: RequestView) -> RequestView:
+        if index == self._hands_off or request.hand_off is None:
+            return request
+        return _WithoutHandOff(request)
+
+    def _try(self, index: int, call: Callable[[], Result], otherwise: Result) -> Result:
+        """What one of them says; its mistakes are not the others'."""
+        try:
+            return call()
+        except Exception:
+            log.exception("connector %d of several stumbled; the others go on without it", index)
+            return otherwise
+
+
+class _ReachableSchedulerSide(MultiSchedulerSide):
+    """Where one of the connectors has addresses."""
+
+    def set_addresses(self, addresses: Sequence[dict[str, Any]]) -> None:
+        """Of that one's ranks."""
+        child = self._children[self._hands_off]
+        if isinstance(child, HasAddresses):
+            child.set_addresses(addresses)
+
+    def address_seal(self) -> str:
+        """Of that one."""
+        child = self._children[self._hands_off]
+        return child.address_seal() if isinstance(child, HasAddressSeal) else ""

@@ -1,0 +1,253 @@
+"""Several connectors beside one KV cache, as one.
+
+Owns what each of them is doing for which request, as far as that must be known when one of them is lost: from then on
+its loads have failed, what it kept is free, and the others go on.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeVar
+
+import msgspec
+
+from kvferry.connectors.api import (
+    ConnectorContext,
+    Failed,
+    HasAddress,
+    HasStoreEvents,
+    Loaded,
+    Released,
+    StoreEvents,
+    TransferReport,
+    WorkerSide,
+)
+from kvferry.connectors.multi.plan import MultiPlan
+from kvferry.connectors.multi.settings import MAX_CHILDREN, read_children
+from kvferry.connectors.registry import BUILTIN
+from kvferry.core.errors import ConfigError, LeakError, TransferError
+from kvferry.transport.memory import BlockMemory
+
+log = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+
+
+class MultiWorkerSide(WorkerSide):
+    """See the module."""
+
+    plan_type = MultiPlan
+    gauges = frozenset(
+        f"{index}_{name}"
+        for spec in BUILTIN.values()
+        if "connectors.multi" not in spec.worker_side
+        for name in spec.worker_class().gauges
+        for index in range(MAX_CHILDREN)
+    )
+
+    def __new__(cls, context: ConnectorContext) -> MultiWorkerSide:
+        """One with an address where one of the connectors has one."""
+        reachable = any(hasattr(spec.worker_class(), "address") for spec, _ in read_children(context))
+        return super().__new__(_ReachableWorkerSide if reachable else cls)
+
+    def __init__(self, context: ConnectorContext) -> None:
+        super().__init__(context)
+        self._children = [spec.build_worker_side(own) for spec, own in read_children(context)]
+        if context.layout.tp_size > 1 and any(child.plan_type is None for child in self._children):
+            raise ConfigError("one of the connectors of MultiConnector works on one rank only")
+        self._lost: set[int] = set()
+        self._loads: dict[str, int] = {}
+        self._holds: dict[str, set[int]] = {}
+        self._early: dict[str, set[int]] = {}
+        """Who gave up blocks before the plan said who keeps them."""
+        self._reports: TransferReport = []
+
+    # Life.
+
+    def register(self, memory: BlockMemory) -> None:
+        """With all. One that cannot start is an error, and the others are closed again."""
+        for index, child in enumerate(self._children):
+            try:
+                child.register(memory)
+            except BaseException:
+                for begun in self._children[: index + 1]:
+                    begun.close()
+                raise
+
+    def close(self) -> None:
+        """All of them, whatever one says."""
+        for index, child in enumerate(self._children):
+            try:
+                child.close()
+            except Exception:
+                log.exception("connector %d of several does not let itself be closed", index)
+
+    # Steps.
+
+    def withdraw(self, plan: MultiPlan | None) -> None:
+        """Each its own."""
+        for index, part in self._parts(plan):
+            self._try(index, partial(_withdraw, part), None)
+
+    def start(self, plan: MultiPlan | None) -> None:
+        """Each its own."""
+        if plan is None:
+            return
+        self._loads |= plan.loads
+        for request_id, keepers in plan.holds.items():
+            left = set(keepers) - self._early.pop(request_id, set()) - self._lost
+            self._hold(request_id, left)
+        for request_id, index in plan.loads.items():
+            if index in self._lost:
+                self._give_up(request_id, index)
+        for index, part in self._parts(plan):
+            self._try(index, partial(_start, part), None)
+
+    def _parts(self, plan: MultiPlan | None) -> list[tuple[int, Any]]:
+        """What each is asked to do; a plan that travelled has lost its classes."""
+        parts = []
+        for index, (child, part) in enumerate(
+            zip(self._children, plan.plans if plan is not None else (), strict=False)
+        ):
+            if child.plan_type is not None and part is not None and not isinstance(part, child.plan_type):
+                part = msgspec.convert(part, child.plan_type)
+            if part is not None:
+                parts.append((index, part))
+        return parts
+
+    def wait_layer(self, layer: int) -> None:
+        """For all."""
+        self._all(lambda child: child.wait_layer(layer))
+
+    def save_layer(self, layer: int) -> None:
+        """To all."""
+        self._all(lambda child: child.save_layer(layer))
+
+    def flush(self) -> None:
+        """To all."""
+        self._all(lambda child: child.flush())
+
+    def discard(self) -> None:
+        """For all."""
+        self._all(lambda child: child.discard())
+
+    def poll(self) -> TransferReport:
+        """Of all. Blocks are released when none of them keeps them any more."""
+        for index in range(len(self._children)):
+            nothing: TransferReport = []
+            for event in self._try(index, lambda child: child.poll(), nothing):
+                self._happened(index, event)
+        report, self._reports = self._reports, []
+        return report
+
+    def _happened(self, index: int, event: Any) -> None:
+        if isinstance(event, Released):
+            self._released(index, event.request_id)
+            return
+        if isinstance(event, Loaded | Failed):
+            self._loads.pop(event.request_id, None)
+        self._reports.append(event)
+
+    def _released(self, index: int, request_id: str) -> None:
+        if request_id in self._holds:
+            self._hold(request_id, self._holds.pop(request_id) - {index})
+        else:
+            self._early.setdefault(request_id, set()).add(index)
+
+    def _hold(self, request_id: str, keepers: set[int]) -> None:
+        if keepers:
+            self._holds[request_id] = keepers
+        else:
+            self._loads.pop(request_id, None)
+            self._reports.append(Released(request_id))
+
+    def on_report(self, wake: Callable[[], None]) -> None:
+        """From any of them."""
+        for child in self._children:
+            child.on_report(wake)
+
+    # Insight.
+
+    def watch_store(self) -> None:
+        """All that have a store."""
+        for child in self._children:
+            if isinstance(child, HasStoreEvents):
+                child.watch_store()
+
+    def store_events(self) -> StoreEvents:
+        """Of all that have a store."""
+        events = StoreEvents()
+        for child in self._children:
+            if isinstance(child, HasStoreEvents):
+                more = child.store_events()
+                events.stored += more.stored
+                events.dropped += more.dropped
+                events.changes += more.changes
+        return events
+
+    def statistics(self) -> dict[str, float]:
+        """Each one's, with its number before."""
+        return {
+            f"{index}_{name}": value
+            for index, child in enumerate(self._children)
+            for name, value in child.statistics().items()
+        }
+
+    def check(self) -> None:
+        """Raise `LeakError` when one of them, or what is known of them, is left with something."""
+        for index, child in enumerate(self._children):
+            if index not in self._lost:
+                child.check()
+        if self._holds or self._reports or self._early:
+            raise LeakError(f"several connectors still keep {[*self._holds, *self._early][:8]}")
+
+    # One that is lost.
+
+    def _all(self, call: Callable[[WorkerSide], None]) -> None:
+        for index in range(len(self._children)):
+            self._try(index, call, None)
+
+    def _try(self, index: int, call: Callable[[WorkerSide], Result], otherwise: Result) -> Result:
+        """What one of them says, unless it is lost; when it raises, it is."""
+        if index in self._lost:
+            return otherwise
+        try:
+            return call(self._children[index])
+        except Exception:
+            log.exception("connector %d of several is lost; the others go on without it", index)
+            self._lose(index)
+            return otherwise
+
+    def _lose(self, index: int) -> None:
+        """It is closed, so that nothing of it touches blocks; its loads will not come, and it keeps nothing more."""
+        self._lost.add(index)
+        try:
+            self._children[index].close()
+        except Exception:
+            log.exception("connector %d of several does not let itself be closed", index)
+        for request_id in [name for name, loader in self._loads.items() if loader == index]:
+            self._give_up(request_id, index)
+        for request_id in [name for name, keepers in self._holds.items() if index in keepers]:
+            self._hold(request_id, self._holds.pop(request_id) - {index})
+
+    def _give_up(self, request_id: str, index: int) -> None:
+        del self._loads[request_id]
+        self._reports.append(Failed(request_id, TransferError(f"connector {index} of several is lost")))
+
+
+class _ReachableWorkerSide(MultiWorkerSide):
+    """Where one of the connectors has an address."""
+
+    def address(self) -> dict[str, Any]:
+        """Of the first that has one."""
+        return next(child.address() for child in self._children if isinstance(child, HasAddress))
+
+
+def _withdraw(part: Any, child: WorkerSide) -> None:
+    child.withdraw(part)
+
+
+def _start(part: Any, child: WorkerSide) -> None:
+    child.start(part)

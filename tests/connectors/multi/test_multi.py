@@ -1,0 +1,164 @@
+"""Several connectors at once, on engines without a model: a hand-off, with host memory behind, in both roles."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_engine import FakeEngine, FakeRequest
+from kv_support import make_layout
+
+from kvferry.connectors.api import HasAddress, Miss
+from kvferry.connectors.registry import find_connector
+from kvferry.core.errors import ConfigError, ConnectorLost, StoreError
+from kvferry.core.hand_off import Consume, Produce, parse_hand_off
+from kvferry.core.transfer_config import KVTransferConfig
+
+MakeEngine = Callable[..., FakeEngine]
+PROMPT = list(range(100, 119))
+HAND_OFF = {"kv_connector": "P2pConnector", "kv_connector_extra_config": {"transport": "shm"}}
+
+
+def storage(folder: Path, **more: Any) -> dict[str, Any]:
+    return {"kv_connector": "KVStoreConnector", "kv_connector_extra_config": {"store": f"file:{folder}"}, **more}
+
+
+def memory(name: str) -> dict[str, Any]:
+    extra = {"num_cpu_blocks": 64, "block_size": 8, "eviction_policy": "s3fifo"}
+    return {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
+
+
+@pytest.fixture
+def make(make_engine: MakeEngine) -> MakeEngine:
+    def make(role: str, *children: dict[str, Any], **options: Any) -> FakeEngine:
+        return make_engine("MultiConnector", role, connectors=list(children), **options)
+
+    return make
+
+
+def settle(engine: FakeEngine, index: int = 1) -> None:
+    """Until all that was saved is in that one's store."""
+    engine.run_until(engine.worker._children[index]._writer.is_empty)
+
+
+def consumed(tokens: Sequence[int], ticket: dict[str, Any] | None, name: str = "d") -> FakeRequest:
+    hand_off = parse_hand_off(ticket, name)
+    assert isinstance(hand_off, Consume)
+    request = FakeRequest(name, list(tokens), hand_off)
+    request.prefill_result = hand_off.ticket.prefill_result
+    return request
+
+
+@pytest.mark.parametrize("order", [0, 1])
+def test_a_hand_off_and_a_cache_in_both_roles(make: MakeEngine, order: int) -> None:
+    children = [HAND_OFF, memory("both")]
+    children = children[::-1] if order else children
+    producer, consumer = make("kv_producer", *children), make("kv_consumer", *children)
+    prefill = producer.run(FakeRequest("p", PROMPT, Produce("t")))
+    decode = consumer.run(consumed(PROMPT, prefill.ticket))
+    assert (decode.error, decode.num_computed_here) == (None, 0)
+    producer.run_until(lambda: not producer.held)
+    settle(producer, 1 - order)
+    again = producer.run(FakeRequest("p2", [*PROMPT, 7, 8], Produce("t2")))
+    assert again.num_computed_here == len(PROMPT) + 2 - 16, "the rest came from host memory"
+    decode = consumer.run(consumed([*PROMPT, 7, 8], again.ticket, "d2"))
+    assert decode.error is None
+    consumer.require_right(decode)
+    producer.run_until(lambda: not producer.held)
+
+
+def test_the_one_that_has_the_most_loads(make: MakeEngine, tmp_path: Path) -> None:
+    short = make("kv_both", storage(tmp_path / "a"))
+    short.run(FakeRequest("a", PROMPT[:9]))
+    settle(short, 0)
+    long = make("kv_both", storage(tmp_path / "b"))
+    long.run(FakeRequest("b", PROMPT))
+    settle(long, 0)
+    both = make("kv_both", storage(tmp_path / "a"), storage(tmp_path / "b"))
+    request = both.run(FakeRequest("c", PROMPT))
+    assert (request.error, request.num_computed_here) == (None, 3)
+    both.require_right(request)
+    assert both.worker.statistics()["1_loads"] == 1
+    settle(both, 0)
+    assert len(list((tmp_path / "a").rglob("*.kv"))) == 4, "it saves to all"
+
+
+def test_one_that_is_lost_takes_no_request_along(make: MakeEngine, tmp_path: Path) -> None:
+    engine = make("kv_both", storage(tmp_path / "a"), storage(tmp_path / "b"))
+    engine.run(FakeRequest("a", PROMPT))
+    settle(engine, 0)
+    settle(engine, 1)
+    lost = engine.worker._children[0]
+
+    def poll() -> list[Any]:
+        raise ConnectorLost("gone")
+
+    lost.poll = poll
+    request = engine.run(FakeRequest("b", PROMPT))
+    engine.require_right(request)
+    request = engine.run(FakeRequest("c", PROMPT))
+    engine.require_right(request)
+    assert engine.worker._lost == {0}
+
+
+def test_one_that_stumbles_in_the_scheduler_is_left_out(make: MakeEngine, tmp_path: Path) -> None:
+    engine = make("kv_both", storage(tmp_path / "a"), storage(tmp_path / "b"))
+    engine.run(FakeRequest("a", PROMPT))
+    settle(engine, 1)
+
+    def match(*arguments: Any) -> Miss:
+        raise StoreError("broken")
+
+    engine.scheduler._children[0].match = match
+    request = engine.run(FakeRequest("b", PROMPT))
+    assert (request.error, request.num_computed_here) == (None, 3), "the other had it"
+    engine.require_right(request)
+
+
+def test_one_that_is_slow_is_not_waited_for_when_another_has_it(make: MakeEngine, tmp_path: Path) -> None:
+    engine = make("kv_both", storage(tmp_path / "a"), storage(tmp_path / "b"))
+    engine.run(FakeRequest("a", PROMPT))
+    settle(engine, 1)
+    engine.scheduler._children[0]._prober.answer = lambda request_id: None
+    request = engine.run(FakeRequest("b", PROMPT))
+    assert (request.error, request.num_computed_here) == (None, 3)
+
+
+def test_requests_that_end_while_they_wait_or_load(make: MakeEngine, tmp_path: Path) -> None:
+    engine = make("kv_both", HAND_OFF, storage(tmp_path))
+    engine.run(FakeRequest("a", PROMPT))
+    settle(engine)
+    waiting = engine.add(FakeRequest("b", PROMPT))
+    engine.abort(waiting)
+    loading = engine.add(FakeRequest("c", PROMPT))
+    engine.run_until(lambda: loading.state != "waiting")
+    if loading.state not in ("done", "aborted"):
+        engine.abort(loading)
+    engine.run_until(lambda: not engine.held and not engine.scheduler.has_work())
+
+
+@pytest.mark.parametrize(
+    ("children", "told"),
+    [
+        ([], "1 to 8"),
+        ([{"kv_connector": "P2pConector"}], "did you mean 'P2pConnector'"),
+        ([{"kv_conector": "P2pConnector"}], "did you mean 'kv_connector'"),
+        ([{"kv_connector": "MultiConnector"}], "cannot be part of another"),
+        (
+            [{"kv_connector": "KVStoreConnector", "kv_connector_extra_config": {"store": "flie:/x"}}],
+            "did you mean 'file:'",
+        ),
+    ],
+)
+def test_what_is_wrong_is_told(children: list[dict[str, Any]], told: str) -> None:
+    config = KVTransferConfig(kv_connector="MultiConnector", kv_connector_extra_config={"connectors": children})
+    with pytest.raises(ConfigError, match=told):
+        find_connector(config).check(config)
+
+
+def test_it_has_an_address_only_where_one_of_them_has(make: MakeEngine, tmp_path: Path) -> None:
+    assert isinstance(make("kv_both", HAND_OFF, storage(tmp_path)).worker, HasAddress)
+    assert not isinstance(make("kv_both", storage(tmp_path)).worker, HasAddress)
+    assert make_layout().block_size == 4
