@@ -100,7 +100,7 @@ class KVStore(ABC):
     # Blocks.
 
     async def open(self) -> None:
-        """Called once, before anything else. Raises `ConfigError` or `StoreError` when there is no way to go on."""
+        """Called before anything else, perhaps again. Raises `ConfigError` or `StoreError` when there is no way on."""
 
     @abstractmethod
     async def match(self, hashes: Sequence[BlockHash]) -> int:

@@ -8,6 +8,7 @@ another block meanwhile is a miss. The arena is there as long as one instance us
 from __future__ import annotations
 
 import hashlib
+import threading
 import time
 from collections.abc import Iterator, Sequence
 
@@ -61,6 +62,7 @@ class MemoryStore(KVStore):
         self._notes_at = table_bytes(self._num_slots)
         self._slots_at = -(-(self._notes_at + notes_bytes) // _ALIGNMENT) * _ALIGNMENT
         self._threads = Threads(max(1, options.threads), "kvferry-memory-store")
+        self._joining = threading.Lock()
         self._arena: Arena | None = None
         self._index: MemoryIndex
 
@@ -80,14 +82,23 @@ class MemoryStore(KVStore):
         return (num_bytes - notes_bytes - table_bytes(0)) // each
 
     async def open(self) -> None:
-        """Join the arena, or make it. Raises `ConfigError`."""
+        """Join the arena, or make it. Raises `ConfigError`. May be called twice, and cancelled."""
+        await self._threads.run(self._join)
+
+    def _join(self, stop: Stop) -> None:
+        with self._joining:
+            if self._arena is None:
+                self._join_arena()
+
+    def _join_arena(self) -> None:
         options = self.options
         what = f"{self.layout.fingerprint()} {options.codec} {self._num_slots} {self._slot_bytes} {options.name}"
         name = f"memory-{hashlib.sha256(what.encode()).hexdigest()[:24]}"
         total = self._slots_at + self._num_slots * self._slot_bytes
-        self._arena = await self._threads.run(lambda stop: Arena(name, total))
-        self._index = MemoryIndex(self._arena, self._num_slots, options.eviction)
-        self._notes = np.frombuffer(self._arena.buffer, _NOTE, NUM_NOTES, self._notes_at)
+        arena = Arena(name, total)
+        self._index = MemoryIndex(arena, self._num_slots, options.eviction)
+        self._notes = np.frombuffer(arena.buffer, _NOTE, NUM_NOTES, self._notes_at)
+        self._arena = arena
 
     async def close(self) -> None:
         """Leave the arena."""

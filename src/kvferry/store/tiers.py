@@ -49,8 +49,16 @@ class Tier:
     store: KVStore
     deadline_s: float
     health: Health = field(default_factory=Health)
+    opening: asyncio.Lock = field(default_factory=asyncio.Lock)
     is_open: bool = False
     num_late: int = 0
+
+    async def open(self) -> None:
+        """Once, whoever comes first."""
+        async with self.opening:
+            if not self.is_open:
+                await self.store.open()
+                self.is_open = True
 
     async def ask(self, call: Callable[[], Awaitable[Result]], otherwise: Result) -> Result:
         """The answer, or `otherwise` when there is none in time."""
@@ -58,9 +66,7 @@ class Tier:
             return otherwise
         try:
             async with asyncio.timeout(self.deadline_s):
-                if not self.is_open:
-                    await self.store.open()
-                    self.is_open = True
+                await self.open()
                 result = await call()
         except TimeoutError:
             self.num_late += 1
@@ -113,8 +119,7 @@ class TieredStore(KVStore):
         """Open all that can be opened now. Raises what the first says, where that is a `ConfigError`: nobody wants
         an instance that quietly keeps nothing; a server that is not there yet is waited for."""
         for tier in self.tiers:
-            await tier.store.open()
-            tier.is_open = True
+            await tier.open()
 
     async def close(self) -> None:
         """Flush what waits, within each tier's deadline, and close all tiers."""

@@ -228,6 +228,14 @@ class StoreContract:
 
         self.run(tmp_path, use)
 
+    def test_to_open_it_twice_is_to_open_it_once(self, tmp_path: Path) -> None:
+        async def use(store: KVStore) -> None:
+            await store.put([block_of(0)])
+            await asyncio.gather(store.open(), store.open())
+            assert await fetch(store, [0]) == [True]
+
+        self.run(tmp_path, use)
+
     def test_two_at_a_time(self, tmp_path: Path) -> None:
         async def use(store: KVStore) -> None:
             async with self.opened(tmp_path) as second:

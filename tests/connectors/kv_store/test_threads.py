@@ -16,7 +16,10 @@ from kvferry.connectors.kv_store.prober import Prober, Question
 from kvferry.connectors.kv_store.writer import StoreWriter
 from kvferry.core.errors import StoreError, TransferTimeout
 from kvferry.core.hand_off import PrefillResult
+from kvferry.store.arena import Arena
 from kvferry.store.base import Block, KVStore, Put, Read, StoreOptions
+from kvferry.store.table import find_stores
+from kvferry.store.tiers import TieredStore
 from kvferry.transport.transfer_loop import TransferLoop
 
 LAYOUT = make_layout(num_layers=2)
@@ -343,3 +346,20 @@ def test_a_marker_is_believed_only_under_its_name_and_token(loop: TransferLoop) 
         with pytest.raises(StoreError, match="token"):
             loop.submit(markers.read(store, name, 0)).result(20)
     assert loop.submit(Markers("secret").read(store, "a", 0)).result(20) == marker_of("a")
+
+
+def test_questions_at_the_same_time_open_a_store_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second opening would leave the first one's memory, descriptors and threads with nobody."""
+    made: list[Arena] = []
+
+    def make(name: str, num_bytes: int) -> Arena:
+        made.append(Arena(name, num_bytes))
+        return made[-1]
+
+    monkeypatch.setattr("kvferry.store.memory.Arena", make)
+    prober = Prober(lambda: [TieredStore(find_stores("memory:6MiB?name=probed"), LAYOUT)], Markers("secret"))
+    for index in range(8):
+        prober.ask(f"r{index}", Question([b"a" * 32]))
+    until(lambda: all(prober.answer(f"r{index}") is not None for index in range(8)))
+    prober.close()
+    assert [arena.is_closed for arena in made] == [True]

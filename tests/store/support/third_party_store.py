@@ -11,7 +11,7 @@ class DictStore(KVStore):
     is_shared = False
 
     async def open(self) -> None:
-        self._records: dict[bytes, bytes] = {}
+        self._records: dict[bytes, bytes] = getattr(self, "_records", {})
 
     async def match(self, hashes: Sequence[bytes]) -> int:
         return next((index for index, name in enumerate(hashes) if name not in self._records), len(hashes))

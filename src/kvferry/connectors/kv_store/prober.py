@@ -60,7 +60,6 @@ class Prober:
     ) -> None:
         self._make_stores, self._markers, self._prefetches = make_stores, markers, prefetches
         self._stores: Sequence[KVStore] = ()
-        self._opened = False
         self._lock = threading.Lock()
         self._questions: dict[str, Future[None]] = {}
         self._answers: dict[str, Answer] = {}
@@ -115,7 +114,7 @@ class Prober:
         for task in self._ahead:
             task.cancel()
         await asyncio.gather(*self._ahead, return_exceptions=True)
-        for store in self._stores if self._opened else ():
+        for store in self._stores:
             await store.close()
 
     async def _answer(self, request_id: str, question: Question) -> None:
@@ -132,10 +131,8 @@ class Prober:
 
     async def _look(self, question: Question) -> Answer:
         """A block is there when every rank has its share."""
-        if not self._opened:
-            self._opened = True
-            for store in self._stores:
-                await store.open()
+        for store in self._stores:
+            await store.open()
         marker = await self._wait_for_marker(question)
         hashes = question.hashes
         for store in self._stores:
