@@ -62,10 +62,17 @@ def keys(kind: type[Any]) -> str:
 
 
 def _rows(kind: type[Any]) -> Iterator[list[str]]:
-    helps = field_help(kind)
+    helps = {name: text for base in _structs(kind) for name, text in field_help(base).items()}
     for one in msgspec.structs.fields(kind):
         default = "required" if one.required else default_text(_default(one))
         yield [code(one.name), type_text(one.type), default, helps[one.name]]
+
+
+def _structs(kind: type[Any]) -> Iterator[type[Any]]:
+    """The class and those that it has fields from, these first."""
+    yield from (
+        base for base in reversed(kind.__mro__) if base is not msgspec.Struct and issubclass(base, msgspec.Struct)
+    )
 
 
 def _default(one: Any) -> Any:
