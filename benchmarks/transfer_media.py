@@ -33,6 +33,7 @@ from kvferry.transport.control import Listener
 from kvferry.transport.fabric.base import FabricContext
 from kvferry.transport.fabric.table import build_fabrics
 from kvferry.transport.memory import BlockMemory, Span
+from kvferry.transport.options import TransportOptions
 from kvferry.transport.shared_memory import SharedSegment
 from kvferry.transport.tls import ChannelTls, channel_tls
 from kvferry.transport.wire import Identity, Message
@@ -162,7 +163,9 @@ class Ours(Medium):
         blocks = BlockMemory.dense(layout, memory.num_bytes // PAGE, memory.address, segment=memory.segment.name)
         identity = Identity("transfer", layout)
         self._listener = Listener(identity, "", tls=self.tls)
-        self._context = FabricContext(blocks, self._listener, identity, options=self.options, tls=self.tls)
+        self._context = FabricContext(
+            blocks, self._listener, identity, settings=TransportOptions(**self.options), tls=self.tls
+        )
         [self._fabric] = build_fabrics(self.transport, self._context)
 
 
@@ -178,11 +181,11 @@ class OursUnderTls(Ours):
         files = {"tls_cert": f"{self._folder.name}/cert.pem", "tls_ca": f"{self._folder.name}/ca.pem"}
         issued.private_key_and_cert_chain_pem.write_to_path(files["tls_cert"])
         authority.cert_pem.write_to_path(files["tls_ca"])
-        self.tls = channel_tls(files)
+        self.tls = channel_tls(TransportOptions(tls_cert=files["tls_cert"], tls_ca=files["tls_ca"]))
         return super().serve(memory) | files
 
     def open(self, memory: Memory, where: dict[str, Any]) -> None:
-        self.tls = channel_tls({name: where[name] for name in ("tls_cert", "tls_ca")})
+        self.tls = channel_tls(TransportOptions(tls_cert=where["tls_cert"], tls_ca=where["tls_ca"]))
         super().open(memory, where)
 
 

@@ -16,7 +16,7 @@ TORCH_FREE = [
     "kvferry.connectors.registry",
     "kvferry.connectors.p2p.scheduler",
     "kvferry.connectors.kv_store.scheduler",
-    "kvferry.transport.lookup_buffer.table",
+    "kvferry.transport.lookup_buffer.build",
     "kvferry.transport.pipe.meeting",
     "kvferry.transport.pipe.table",
     "kvferry.engine.block_pool",

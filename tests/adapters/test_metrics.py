@@ -84,7 +84,7 @@ def test_what_came_is_added_up_over_ranks_and_never_falls(metrics: Any) -> None:
         ("taken", ("taken", "")),
         ("failed_TransferTimeout", ("failed", "TransferTimeout")),
         ("lost_LayoutMismatch", ("lost", "LayoutMismatch")),
-        ("taken_bytes_pipe-shm", ("taken_bytes", "pipe-shm")),
+        ("taken_bytes_my-pipe", ("taken_bytes", "my-pipe")),
         ("ended_taken", ("ended_taken", "")),
         ("num_keys", ("num_keys", "")),
     ],

@@ -69,15 +69,15 @@ TRANSFERS = [
     ({"transport": "shn"}, "unknown transport 'shn'; did you mean 'shm'"),
     ({"transport": 3}, "kv_connector_extra_config.transport"),
     ({"transpot": "shm"}, "did you mean 'transport'"),
-    ({"lease_s": 0}, "lease_s must be greater than 0"),
+    ({"lease_s": 0}, "lease_s: must be greater than 0"),
     ({"lease_s": "soon"}, "kv_connector_extra_config.lease_s"),
-    ({"streams": 17}, "streams must be 1 to 16"),
+    ({"streams": 17}, "streams: must be 1 to 16"),
     ({"tls_key": "/nowhere"}, "tls_key needs .*tls_cert"),
     ({"tls_cert": "/nowhere", "tls_ca": "/nowhere"}, "tls_cert /nowhere: No such file"),
-    ({"advertise_port": -1}, "advertise_port must be between"),
+    ({"advertise_port": -1}, "advertise_port: must be 0 to 65535"),
     ({"lookup_buffer": "valky"}, "did you mean 'valkey'"),
     ({"lookup_buffer": "valkey"}, "valkey_url"),
-    ({"decoder_kv_blocks_ttl": -5}, "decoder_kv_blocks_ttl must be greater than 0"),
+    ({"decoder_kv_blocks_ttl": -5}, "decoder_kv_blocks_ttl: must be greater than 0"),
     ({"kv_connector": "SharedStorageConnector"}, "needs kv_connector_extra_config.shared_storage_path"),
     (
         {"kv_connector": "SharedStorageConnector", "kv_connector_extra_config": {"shared_storage_pat": "x"}},
@@ -102,7 +102,7 @@ def test_settings_of_connectors(said: dict[str, Any], told: str) -> None:
     [
         {"kv_connector": "P2pConnector"},
         {"kv_connector": "P2pNcclConnector"},
-        {"kv_connector": "P2pConnector", "kv_connector_extra_config": {"transport": "pipe-tcp", "checksum": True}},
+        {"kv_connector": "P2pConnector", "kv_connector_extra_config": {"transport": "gloo", "checksum": True}},
         {
             "kv_connector": "SharedStorageConnector",
             "kv_connector_extra_config": {"shared_storage_path": "/nowhere/yet"},

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from fake_engine import FakeEngine, FakeRequest
 from kv_support import make_layout, sharded
+from pipe_support import KINDS
 
 from kvferry.connectors.p2p import worker
 from kvferry.core.hand_off import Consume, HandOff, Produce, parse_hand_off
@@ -20,7 +21,7 @@ CONNECTORS = {
     "p2p-shm": ("P2pConnector", {"transport": "shm", "lease_s": 0.1, "timeout_s": 1.0}),
     "p2p-tcp": ("P2pConnector", {"transport": "tcp", "lease_s": 0.1, "timeout_s": 1.0}),
     "p2p-gloo": ("P2pConnector", {"transport": "gloo", "lease_s": 0.1, "timeout_s": 1.0}),
-    "p2p-pipe": ("P2pConnector", {"transport": "pipe-shm", "lease_s": 0.1, "timeout_s": 1.0}),
+    "p2p-pipe": ("P2pConnector", {"transport": KINDS["example"], "lease_s": 0.1, "timeout_s": 1.0}),
     "p2p-small-buffer": ("P2pConnector", {"lease_s": 0.1, "timeout_s": 1.0, "buffer_size": 20_000.0}),
     "p2p-checksum": ("P2pConnector", {"lease_s": 0.1, "timeout_s": 1.0, "checksum": True}),
     "storage": ("SharedStorageConnector", {"timeout_s": 1.0}),

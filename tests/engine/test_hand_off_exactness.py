@@ -25,7 +25,6 @@ MEDIA: dict[str, tuple[str, dict[str, Any]]] = {
     "nixl": ("NixlConnector", {}),
     "mooncake": ("MooncakeConnector", {}),
     "gloo": ("P2pConnector", {"transport": "gloo"}),
-    "pipe-shm": ("P2pConnector", {"transport": "pipe-shm"}),
     "valkey": ("P2pConnector", {"lookup_buffer": "valkey"}),
 }
 NUM_MEDIA_PROMPTS = 40

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from kv_support import Region, make_layout
+from kv_support import Region, make_layout, table_for
 
 from kvferry.connectors.p2p.plan import HandOffMeta, decode_meta, encode_meta
 from kvferry.core.errors import ConfigError, InvalidRequest, KvferryError, ProtocolError
@@ -25,16 +25,20 @@ from kvferry.transport.control import Listener, dial
 from kvferry.transport.fabric.base import FabricContext
 from kvferry.transport.fabric.shm import ShmFabric
 from kvferry.transport.fabric.tcp import ReadAnswer, ReadRequest, TcpFabric
-from kvferry.transport.lookup_buffer.base import Part, Source
-from kvferry.transport.lookup_buffer.entries import Announced, EntryBounds, Over, Sealed
+from kvferry.transport.lookup_buffer.base import Source, Want
+from kvferry.transport.lookup_buffer.entries import EntryBounds
 from kvferry.transport.lookup_buffer.fabric import FabricLookupBuffer
 from kvferry.transport.lookup_buffer.messages import (
+    Announced,
     FromConsumer,
     FromProducer,
     News,
     Offer,
+    Over,
+    Part,
     ReleaseKey,
     Renew,
+    Sealed,
     Select,
     Take,
     TakeAnswer,
@@ -178,11 +182,13 @@ async def serving(region: Region) -> AsyncIterator[tuple[Listener, FabricLookupB
     """A producer that holds one sealed key, "here"."""
     identity = Identity("producer", region.memory.layout)
     context = FabricContext(region.memory, Listener(identity, TOKEN, handshake_s=0.5), identity, TOKEN)
-    buffer = FabricLookupBuffer(context, [ShmFabric(context), TcpFabric(context)], EntryBounds(lease_s=60))
+    buffer = FabricLookupBuffer(
+        context, [ShmFabric(context), TcpFabric(context)], table_for(region.memory, EntryBounds(lease_s=60))
+    )
     task = asyncio.create_task(buffer.run())
-    buffer.open("here")
-    buffer.insert("here", Part(0, region.memory.layout.num_layers, 0, [3, 4]))
-    buffer.seal("here", encode_meta(HandOffMeta(8, [(8, "d")], PrefillResult(first_token=3, seed=4))))
+    buffer.table.open("here")
+    buffer.table.insert("here", Part(0, region.memory.layout.num_layers, 0, [3, 4]))
+    buffer.table.seal("here", encode_meta(HandOffMeta(8, [(8, "d")], PrefillResult(first_token=3, seed=4))))
     try:
         yield context.listener, buffer
     finally:
@@ -195,10 +201,10 @@ async def require_serves(listener: Listener, make_region: Callable[..., Region])
     own = make_region(16, seed=2)
     identity = Identity("consumer", own.memory.layout)
     context = FabricContext(own.memory, Listener(identity, TOKEN), identity, TOKEN)
-    consumer = FabricLookupBuffer(context, [TcpFabric(context)])
+    consumer = FabricLookupBuffer(context, [TcpFabric(context)], table_for(own.memory))
     task = asyncio.create_task(consumer.run())
     source = Source(listener.host, listener.port, "producer")
-    taken = await consumer.drop_select("here", source, [0, 1], deadline=time.monotonic() + 10)
+    taken = await consumer.drop_select(Want("here", source, [0, 1], time.monotonic() + 10))
     assert taken.num_bytes == 2 * own.memory.layout.block_bytes
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
@@ -324,13 +330,13 @@ async def test_a_producer_without_manners(make_region: Callable[..., Region]) ->
     serving_task = asyncio.create_task(listener.serve())
     own = Identity("consumer", ours.memory.layout)
     context = FabricContext(ours.memory, Listener(own, TOKEN), own, TOKEN)
-    consumer = FabricLookupBuffer(context, [ShmFabric(context)])
+    consumer = FabricLookupBuffer(context, [ShmFabric(context)], table_for(ours.memory))
     running = asyncio.create_task(consumer.run())
     before = ours.bytes[4 * ours.memory.layout.span_bytes(0) :].copy()
     for _ in range(80):
         source = Source(listener.host, listener.port, "producer")
         with pytest.raises(KvferryError):
-            await consumer.drop_select("key", source, [0, 1, 2, 3], deadline=time.monotonic() + 0.3)
+            await consumer.drop_select(Want("key", source, [0, 1, 2, 3], time.monotonic() + 0.3))
     span = ours.memory.layout.span_bytes(0)
     assert (ours.bytes[4 * span : 16 * span] == before[: 12 * span]).all()  # layer 0: no block but those asked for
     consumer.check()

@@ -4,7 +4,7 @@ from kv_support import Region as KvRegion
 from kv_support import make_layout
 
 from kvferry.core.errors import ProtocolError
-from kvferry.transport.memory import AddressMap, BlockGeometry, BlockMemory, LayerPlace, Region
+from kvferry.transport.memory import BlockGeometry, BlockMemory, LayerPlace, Region, RegionMap, columns
 
 
 def test_a_span_is_one_block_of_one_layer() -> None:
@@ -32,12 +32,12 @@ def test_blocks_that_lie_apart_are_not_joined() -> None:
 
 
 def test_offsets_count_through_all_regions() -> None:
-    places = AddressMap([Region(1000, 10), Region(5000, 20)])
+    places = RegionMap([Region(1000, 10), Region(5000, 20)], "own")
     assert places.num_bytes == 30
-    assert [places.address(0, 10), places.address(9, 1), places.address(10, 20)] == [1000, 1009, 5000]
-    for offset, length in [(-1, 1), (0, 0), (5, 10), (29, 2), (30, 1)]:
+    assert places.locate(*columns([(0, 10), (9, 1), (10, 20)])).tolist() == [1000, 1009, 5000]
+    for span in [(-1, 1), (0, 0), (5, 10), (29, 2), (30, 1)]:
         with pytest.raises(ProtocolError, match="outside"):
-            places.address(offset, length)
+            places.locate(*columns([span]))
 
 
 def test_a_view_is_the_memory(make_region) -> None:

@@ -18,14 +18,14 @@ import pytest
 from kv_support import Region, make_layout, soon, until
 
 from kvferry.core.errors import AuthenticationFailed, ConfigError, KvferryError, PeerLost, ProtocolError
-from kvferry.core.transfer_config import KVTransferConfig
 from kvferry.transport.connection import Connection
 from kvferry.transport.control import Listener, dial
 from kvferry.transport.fabric.base import FabricContext
 from kvferry.transport.fabric.table import FABRICS, build_fabrics, fabric_class
-from kvferry.transport.lookup_buffer.table import check_lookup_buffer
+from kvferry.transport.lookup_buffer.build import check_lookup_buffer
 from kvferry.transport.memory_vector import MemoryVector
-from kvferry.transport.pipe.table import pipe_class
+from kvferry.transport.options import TransportOptions
+from kvferry.transport.pipe.table import PIPES, pipe_class
 from kvferry.transport.tls import ChannelTls, channel_tls
 from kvferry.transport.wire import PROTOCOL_VERSION, Hello, Identity
 from support.certificates import Authority
@@ -47,7 +47,7 @@ def options(authority: Authority) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def member(options: dict[str, str]) -> ChannelTls:
-    found = channel_tls(options)
+    found = channel_tls(TransportOptions(**options))
     assert found is not None
     return found
 
@@ -80,7 +80,7 @@ async def call(listener: Listener, tls: ChannelTls | None) -> None:
 def trusting(ca: Path, cert: Path, key: Path) -> ChannelTls:
     """As `channel_tls`, for what it would refuse at start: a certificate that went bad later."""
     good = Authority(cert.parent / "good")
-    made = channel_tls(good.options(*good.issue()))
+    made = channel_tls(TransportOptions(**good.options(*good.issue())))
     assert made is not None
     for context in (made.server, made.client):
         context.load_cert_chain(cert, key)
@@ -134,7 +134,7 @@ async def test_one_side_without_tls_is_told_on_both(
 
 async def test_a_certificate_of_another_authority_is_refused(member: ChannelTls, tmp_path: Path) -> None:
     other = Authority(tmp_path)
-    stranger = channel_tls(other.options(*other.issue()))
+    stranger = channel_tls(TransportOptions(**other.options(*other.issue())))
     for ours, theirs in ((member, stranger), (stranger, member)):
         async with echo_listener(theirs) as listener:
             with pytest.raises(
@@ -291,7 +291,7 @@ async def test_an_aborted_connection_gives_out_nothing_that_is_not_clear_text(me
 
 
 def check(**extras: object) -> None:
-    check_lookup_buffer(KVTransferConfig(kv_connector="P2pConnector", kv_connector_extra_config=extras))
+    check_lookup_buffer(TransportOptions(**extras))
 
 
 def test_good_files_are_taken(options: dict[str, str], authority: Authority) -> None:
@@ -358,8 +358,8 @@ def test_valkey_has_its_own_tls(options: dict[str, str]) -> None:
 
 
 def test_which_media_tls_covers() -> None:
-    assert {name for name in FABRICS if fabric_class(name).under_tls} == {"shm", "tcp", "cuda_ipc"}
-    assert {name for name in ("shm", "tcp", "gloo", "nccl") if pipe_class(name).under_tls} == {"shm", "tcp"}
+    assert {name for name in FABRICS.table if fabric_class(name).under_tls} == {"shm", "tcp", "cuda_ipc"}
+    assert {name for name in PIPES.table if pipe_class(name).under_tls} == set()
 
 
 async def test_a_fabric_that_is_not_covered_is_not_built(

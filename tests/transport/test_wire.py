@@ -3,9 +3,16 @@ import pytest
 from kv_support import make_layout
 
 from kvferry.core.errors import ProtocolError
-from kvferry.transport.lookup_buffer.base import Part
-from kvferry.transport.lookup_buffer.entries import Announced, Sealed
-from kvferry.transport.lookup_buffer.messages import FromConsumer, FromProducer, News, Offer, Select
+from kvferry.transport.lookup_buffer.messages import (
+    Announced,
+    FromConsumer,
+    FromProducer,
+    News,
+    Offer,
+    Part,
+    Sealed,
+    Select,
+)
 from kvferry.transport.memory import LayerPlace
 from kvferry.transport.wire import (
     HEADER_BYTES,

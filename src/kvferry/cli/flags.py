@@ -16,7 +16,15 @@ T = TypeVar("T")
 
 
 def field_help(config: type) -> dict[str, str]:
-    """The docstring under each field of a class, on one line. Python keeps them in the source only."""
+    """The docstring under each field of a class and of its bases, on one line. Python keeps them in the source only."""
+    found: dict[str, str] = {}
+    for kind in reversed(config.__mro__):
+        if vars(kind).get("__annotations__"):
+            found |= _own_field_help(kind)
+    return found
+
+
+def _own_field_help(config: type) -> dict[str, str]:
     body = ast.parse(textwrap.dedent(inspect.getsource(config))).body[0]
     assert isinstance(body, ast.ClassDef)
     found: dict[str, str] = {}

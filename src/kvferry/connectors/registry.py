@@ -4,18 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from importlib.metadata import entry_points
 from typing import Any
 
 import msgspec
 
 from kvferry.connectors.api import ConnectorContext, SchedulerSide, WorkerSide
-from kvferry.core.errors import ConfigError, UnknownName
-from kvferry.core.names import resolve
+from kvferry.core.names import ExtensionPoint, resolve
 from kvferry.core.options import read_options
 from kvferry.core.transfer_config import KVTransferConfig
-
-ENTRY_POINT_GROUP = "kvferry.connectors"
 
 
 @dataclass(frozen=True)
@@ -72,7 +68,7 @@ class ConnectorSpec:
 P2P = ConnectorSpec(
     "kvferry.connectors.p2p.scheduler:P2pSchedulerSide",
     "kvferry.connectors.p2p.worker:P2pWorkerSide",
-    settings_check="kvferry.connectors.p2p.settings:check",
+    settings_check="kvferry.connectors.p2p.options:check",
     options="kvferry.connectors.p2p.options:P2pOptions",
 )
 KV_STORE = ConnectorSpec(
@@ -81,7 +77,7 @@ KV_STORE = ConnectorSpec(
     settings_check="kvferry.connectors.kv_store.settings:check",
     options="kvferry.connectors.kv_store.settings:StoreSettings",
 )
-BUILTIN = {
+BUILTIN: dict[str, ConnectorSpec] = {
     "P2pConnector": P2P,
     "P2pNcclConnector": replace(P2P, defaults={"transport": "nccl"}),
     "NixlConnector": replace(P2P, defaults={"transport": "nixl"}),
@@ -98,29 +94,21 @@ BUILTIN = {
 }
 
 
+CONNECTORS = ExtensionPoint("kv_connector", BUILTIN, "kvferry.connectors")
+"""An entry point of this group, or `module:attribute`, is a `ConnectorSpec`."""
+
+
 def connector_names() -> list[str]:
     """All that `find_connector` knows without a module path."""
-    return sorted({*BUILTIN, *entry_points(group=ENTRY_POINT_GROUP).names})
+    return CONNECTORS.names()
 
 
 def find_connector(config: KVTransferConfig) -> ConnectorSpec:
-    """The connector that a configuration names.
+    """The connector that a configuration names: one of `CONNECTORS`, or with `kv_connector_module_path` the attribute
+    of that name in that module.
 
-    With `kv_connector_module_path` it is the attribute of that name in that module, a `ConnectorSpec`; otherwise
-    a built-in one, or an entry point of the group "kvferry.connectors" that yields a `ConnectorSpec`.
     Raises `UnknownName` with the nearest known name, or `ConfigError` when the module has no such spec.
     """
-    if config.kv_connector_module_path:
-        return _checked(resolve(f"{config.kv_connector_module_path}:{config.kv_connector}"), config.kv_connector)
-    if config.kv_connector in BUILTIN:
-        return BUILTIN[config.kv_connector]
-    found = entry_points(group=ENTRY_POINT_GROUP)
-    if config.kv_connector in found.names:
-        return _checked(found[config.kv_connector].load(), config.kv_connector)
-    raise UnknownName("kv_connector", config.kv_connector, [*BUILTIN, *found.names])
-
-
-def _checked(found: object, name: str) -> ConnectorSpec:
-    if not isinstance(found, ConnectorSpec):
-        raise ConfigError(f"kv_connector {name!r} must be a kvferry ConnectorSpec, got {type(found).__name__}")
+    module, name = config.kv_connector_module_path, config.kv_connector
+    found: ConnectorSpec = CONNECTORS.find(f"{module}:{name}" if module else name, ConnectorSpec)
     return found

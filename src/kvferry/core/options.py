@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from difflib import get_close_matches
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar, get_args, get_origin
 
 import msgspec
 
@@ -39,7 +39,18 @@ def _value(where: str, value: Any, wanted: Any) -> Any:
     try:
         return msgspec.convert(value, wanted, strict=False)
     except (msgspec.ValidationError, OverflowError) as error:
-        raise ConfigError(f"{where}: {error}") from error
+        bounds = _bounds(wanted) if isinstance(value, int | float) else ""
+        raise ConfigError(f"{where}: must be {bounds}, got {value:g}" if bounds else f"{where}: {error}") from error
+
+
+def _bounds(wanted: Any) -> str:
+    """Of a number, in words; empty where there are none."""
+    for meta in get_args(wanted)[1:] if get_origin(wanted) is Annotated else ():
+        if meta.gt is not None:
+            return f"greater than {meta.gt:g}"
+        if meta.ge is not None:
+            return f"at least {meta.ge:g}" if meta.le is None else f"{meta.ge:g} to {meta.le:g}"
+    return ""
 
 
 def unknown_key(where: str, key: str, known: Collection[str]) -> str:

@@ -22,14 +22,12 @@ DEFAULT_CAPACITY_TOKENS = 1_000_000
 class _Cache:
     """What one instance seems to hold: `keys` in the order of their use, with how many tokens each stands for.
 
-    `named`: the keys of blocks that its events told of, by the instance's own hash; `block_size`: of those, 0 where it
-    tells of none.
+    `named`: the keys of blocks that its events told of, by the instance's own hash.
     """
 
     bit: int
     keys: OrderedDict[int, float] = field(default_factory=OrderedDict)
     named: OrderedDict[Any, int] = field(default_factory=OrderedDict)
-    block_size: int = 0
     num_tokens: float = 0.0
     capacity_tokens: int = DEFAULT_CAPACITY_TOKENS
 
@@ -71,15 +69,10 @@ class PrefixIndex:
         return found
 
     def served(self, instance: Any, prefix: Prefix) -> None:
-        """It is sent this prompt, and will have its KV: its events will say so, but later. The deepest parts are the
-        first that it would evict."""
-        cache = self._cache(instance)
-        keys, ends = prefix.keys, prefix.ends
-        if cache.block_size and prefix.token_ids is not None:
-            keys = prefix.block_keys(cache.block_size)
-            ends = range(cache.block_size, cache.block_size * len(keys) + 1, cache.block_size)
-        for place in range(len(keys) - 1, -1, -1):
-            self._add(cache, keys[place], ends[place] - (ends[place - 1] if place else 0))
+        """It is sent this prompt, and will have its KV. The deepest parts are the first that it would evict."""
+        cache, ends = self._cache(instance), prefix.ends
+        for place in range(len(prefix.keys) - 1, -1, -1):
+            self._add(cache, prefix.keys[place], ends[place] - (ends[place - 1] if place else 0))
         self._trim(cache)
 
     def stored(self, instance: Any, names: Sequence[Any], parent: Any, token_ids: Sequence[int], size: int) -> None:
@@ -92,7 +85,6 @@ class PrefixIndex:
         if size < 1 or (parent is not None and before is None):
             return
         self._block_sizes.add(size)
-        cache.block_size = size
         for name, key in zip(names, chain_blocks(before, token_ids, size), strict=False):
             cache.named[name] = key
             self._add(cache, key, size)

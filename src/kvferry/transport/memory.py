@@ -9,19 +9,21 @@ Owns nothing: the engine's KV cache owns the memory and outlives every user of a
 from __future__ import annotations
 
 import ctypes
-from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, chain
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from kvferry.core.errors import ProtocolError
 from kvferry.core.layout import KVLayout
 
 Span = tuple[int, int]
 """(offset, length), bytes."""
+Numbers = NDArray[np.int64]
 
 
 class LayerPlace(msgspec.Struct, frozen=True, array_like=True):
@@ -68,24 +70,43 @@ class Region:
     segment: str | None = None
 
 
-class AddressMap:
-    """From offsets to addresses."""
+class RegionMap:
+    """From spans to addresses in some regions: the one place where spans, which a peer may have sent, are checked.
 
-    def __init__(self, regions: Sequence[Region]) -> None:
-        self._regions = regions
-        self._starts = list(accumulate((region.num_bytes for region in regions), initial=0))
+    `whose` names the regions' owner in errors.
+    """
 
-    @property
-    def num_bytes(self) -> int:
-        """Of all regions."""
-        return self._starts[-1]
+    def __init__(self, regions: Sequence[Region], whose: str) -> None:
+        self.whose = whose
+        sizes = [region.num_bytes for region in regions]
+        self.num_bytes = sum(sizes)
+        self._ends = np.fromiter(accumulate(sizes), np.int64, len(sizes))
+        starts = self._ends - np.array(sizes, np.int64)
+        self._shifts = np.array([region.address for region in regions], np.int64) - starts
 
-    def address(self, offset: int, length: int) -> int:
-        """Where a span begins. Raises `ProtocolError` unless it lies within one region."""
-        index = bisect_right(self._starts, offset) - 1
-        if offset < 0 or length <= 0 or index >= len(self._regions) or offset + length > self._starts[index + 1]:
-            raise ProtocolError(f"bytes {offset} to {offset + length} lie outside of the region")
-        return self._regions[index].address + offset - self._starts[index]
+    def locate(self, offsets: Numbers, lengths: Numbers) -> Numbers:
+        """The spans' addresses. Raises `ProtocolError` unless each span lies within one region."""
+        inside = (offsets >= 0) & (lengths > 0) & (lengths <= self.num_bytes) & (offsets < self.num_bytes)
+        if inside.all():
+            regions = np.searchsorted(self._ends, offsets, side="right")
+            inside = offsets + lengths <= self._ends[regions]
+        if not inside.all():
+            first = int(np.argmin(inside))
+            offset, length = int(offsets[first]), int(lengths[first])
+            raise ProtocolError(
+                f"bytes {offset} to {offset + length} lie outside of the {self.whose} region of {self.num_bytes}"
+            )
+        located: Numbers = offsets + self._shifts[regions]
+        return located
+
+
+def columns(spans: Sequence[Span]) -> tuple[Numbers, Numbers]:
+    """(offsets, lengths). Raises `ProtocolError` on a number too large for any region."""
+    try:
+        flat = np.fromiter(chain.from_iterable(spans), np.int64, 2 * len(spans))
+    except OverflowError as error:  # numbers from a peer
+        raise ProtocolError("a span beyond any region") from error
+    return flat[0::2], flat[1::2]
 
 
 @dataclass(frozen=True)
@@ -115,9 +136,9 @@ class BlockMemory:
         return self.geometry.num_blocks
 
     @cached_property
-    def map(self) -> AddressMap:
-        """From offsets to addresses."""
-        return AddressMap(self.regions)
+    def map(self) -> RegionMap:
+        """From spans to addresses."""
+        return RegionMap(self.regions, "own")
 
     @property
     def num_bytes(self) -> int:
@@ -131,8 +152,8 @@ class BlockMemory:
     def view(self, span: Span) -> memoryview:
         """A span as writable bytes; host memory only, and no longer than the KV cache lives."""
         assert self.device == "cpu", "device memory has no view"
-        offset, length = span
-        return memoryview((ctypes.c_char * length).from_address(self.map.address(offset, length))).cast("B")
+        [address] = self.map.locate(*columns([span])).tolist()
+        return memoryview((ctypes.c_char * span[1]).from_address(address)).cast("B")
 
 
 def _runs(block_ids: Sequence[int]) -> Iterator[tuple[int, int]]:

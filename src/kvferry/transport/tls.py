@@ -8,18 +8,14 @@ shared token is asked for all the same, inside.
 from __future__ import annotations
 
 import ssl
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from kvferry.core.errors import AuthenticationFailed, ConfigError, KvferryError, PeerLost, ProtocolError
 from kvferry.core.tls_files import load_authority, load_certificate
-from kvferry.core.transfer_config import extra_value
+from kvferry.transport.options import TransportOptions
 
-EXTRAS = ("tls_cert", "tls_key", "tls_ca", "tls_control_only")
-"""Keys of `kv_connector_extra_config` that are read here."""
 _EXTRA = "kv_connector_extra_config."
 _HANDSHAKE_FLIGHTS = 4
 """Of the longest handshake (TLS 1.2), and one more than TLS 1.3 has."""
@@ -34,16 +30,15 @@ class ChannelTls:
     control_only: bool = False
 
 
-def channel_tls(options: Mapping[str, Any]) -> ChannelTls | None:
+def channel_tls(options: TransportOptions) -> ChannelTls | None:
     """What `kv_connector_extra_config` asks for, tried on ourselves; None without `tls_cert`.
 
     Raises `ConfigError` that names the key and the file: missing, not PEM, expired, of another authority, not made for
     both ends.
     """
-    cert, key, ca = (extra_value(options, name, "") for name in EXTRAS[:3])
-    control_only: bool = extra_value(options, "tls_control_only", False)
+    cert, key, ca = options.tls_cert, options.tls_key, options.tls_ca
     if not cert:
-        if given := [name for name in EXTRAS if options.get(name)]:
+        if given := [name for name in ("tls_key", "tls_ca", "tls_control_only") if getattr(options, name)]:
             raise ConfigError(f"{_EXTRA}{given[0]} needs {_EXTRA}tls_cert beside it")
         return None
     if not ca:
@@ -52,7 +47,7 @@ def channel_tls(options: Mapping[str, Any]) -> ChannelTls | None:
         )
     files = Path(cert), Path(key) if key else None, Path(ca)
     server, client = (_context(protocol, *files) for protocol in (ssl.PROTOCOL_TLS_SERVER, ssl.PROTOCOL_TLS_CLIENT))
-    tls = ChannelTls(server, client, control_only)
+    tls = ChannelTls(server, client, options.tls_control_only)
     try:
         _shake_hands_with_oneself(tls)
     except ssl.SSLError as error:

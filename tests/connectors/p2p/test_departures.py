@@ -7,7 +7,8 @@ from kv_support import Node, Region, make_layout
 
 from kvferry.connectors.p2p.departures import Departures
 from kvferry.connectors.p2p.plan import Keep, P2pPlan, Save
-from kvferry.transport.lookup_buffer.entries import Announced, Cursor, Over, Sealed
+from kvferry.transport.lookup_buffer.entries import Cursor
+from kvferry.transport.lookup_buffer.messages import Announced, Over, Sealed
 
 
 @pytest.mark.parametrize("on_device", [False, True])
@@ -17,7 +18,7 @@ def test_layers_are_announced_when_their_kv_is_there(on_device: bool) -> None:
     seen: list[tuple[str, list[int]]] = []
 
     def announced(what: str) -> None:
-        changes, _ = node.buffer.table.changes("t", Cursor())
+        changes, _ = node.table.changes("t", Cursor())
         parts = [part for change in changes if isinstance(change, Announced) for part in change.parts]
         seen.append((what, [part.first_layer for part in parts]))
 
@@ -49,7 +50,7 @@ def test_layers_are_announced_when_their_kv_is_there(on_device: bool) -> None:
             ("flushed", [0, 1]),
             ("no more", [0, 1]),
         ]
-    node.buffer.drop("t")
+    node.table.drop("t")
     node.close()
     region.close()
 
@@ -69,7 +70,7 @@ def test_a_step_that_broke_off_hands_nothing_off(on_device: bool, told: bool) ->
     for layer in range(2):
         departures.save_layer(layer)
     departures.flush()
-    changes, _ = node.buffer.table.changes("t", Cursor())
+    changes, _ = node.table.changes("t", Cursor())
     assert changes == [Over("dropped")]
     node.close()
     region.close()
@@ -79,9 +80,9 @@ def test_a_hand_off_that_cannot_be_begun_is_over_for_its_consumer() -> None:
     region = Region(make_layout(), 16, seed=1)
     node = Node(region, "shm")
     departures = Departures(node.buffer, 2)
-    node.buffer.open = fails  # type: ignore[method-assign]
+    node.table.open = fails  # type: ignore[method-assign]
     departures.start(P2pPlan(saves=[Save("t", True, 0, [3, 4])]))
-    changes, _ = node.buffer.table.changes("t", Cursor())
+    changes, _ = node.table.changes("t", Cursor())
     assert changes == [Over("dropped")]
     node.close()
     region.close()
@@ -96,9 +97,9 @@ def test_blocks_of_a_request_that_is_over_are_announced_at_once() -> None:
     node = Node(region, "shm")
     departures = Departures(node.buffer, 2)
     departures.start(P2pPlan(keeps=[Keep("t", "r", [3, 4], b"meta", 480.0)]))
-    changes, _ = node.buffer.table.changes("t", Cursor())
+    changes, _ = node.table.changes("t", Cursor())
     assert [type(change) for change in changes] == [Announced, Sealed]
-    assert node.buffer.table.lease_of("t") == 480.0
+    assert node.table.lease_of("t") == 480.0
     node.buffer.end("t")
     assert departures.released() == {"r"}
     node.close()

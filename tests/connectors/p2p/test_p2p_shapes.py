@@ -16,10 +16,10 @@ from kvferry.core.errors import ChecksumMismatch, LayoutMismatch, LeaseEnded, Pe
 from kvferry.core.hand_off import Consume, Produce, parse_hand_off
 from kvferry.core.layout import KVLayout
 from kvferry.core.ticket_seal import TicketSealer
-from kvferry.transport.fabric.pieces import columns
-from kvferry.transport.fabric.process_memory import MEMORY
+from kvferry.transport.fabric.copying import MEMORY
 from kvferry.transport.fabric.shm import ShmPeer
 from kvferry.transport.fabric.tcp import TcpPeer
+from kvferry.transport.memory import columns
 from support import tickets
 
 MakeEngine = Callable[..., FakeEngine]

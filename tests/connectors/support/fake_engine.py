@@ -48,7 +48,7 @@ from kvferry.core.hand_off import HandOff, PrefillResult, Produce
 from kvferry.core.layout import DTYPE_BYTES, KVLayout
 from kvferry.core.sharding import on_rank
 from kvferry.core.transfer_config import KVTransferConfig
-from kvferry.transport.lookup_buffer.base import Part
+from kvferry.transport.lookup_buffer.messages import Part
 
 STEP_S = 0.005
 
@@ -147,7 +147,7 @@ class FakeEngine:
         for worker in self.workers:
             worker.on_report(self._woken.set)
             if isinstance(worker, P2pWorkerSide):
-                worker._buffer.insert = partial(self._announced, worker._buffer.insert)  # type: ignore[method-assign]
+                worker._table.insert = partial(self._announced, worker._table.insert)  # type: ignore[method-assign]
 
     def _announced(self, insert: Callable[[str, Part], bool], key: str, part: Part) -> bool:
         """A part is told of: it must be there by now."""

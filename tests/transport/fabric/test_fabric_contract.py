@@ -7,23 +7,24 @@ from dataclasses import replace
 
 import pytest
 from kv_support import Node, ProducerProcess, Region, make_layout, no_leftovers, soon, until
+from pipe_support import KINDS
 
 from kvferry.core.errors import ConfigError, PeerLost, ProtocolError, TransferTimeout, UnknownName
 from kvferry.core.layout import KVLayout
 from kvferry.transport.control import Listener
-from kvferry.transport.fabric.base import FabricContext, FabricPeer, common_pieces
+from kvferry.transport.fabric.base import FabricContext, FabricPeer
 from kvferry.transport.fabric.table import FABRICS, build_fabrics
 from kvferry.transport.wire import Identity
 from support.libraries import require_library
 
 # CUDA IPC needs two processes with a GPU; its logic has tests of its own.
 ALL = [
-    *(name for name in FABRICS if name != "cuda_ipc"),
-    "pipe-tcp",
-    "pipe-shm",
-    "pipe-gloo",
+    *(name for name in FABRICS.table if name != "cuda_ipc"),
+    "gloo",
+    KINDS["plain"],
+    KINDS["example"],
     "tls-tcp",
-    "tls-pipe-tcp",
+    f"tls-{KINDS['plain']}",
 ]
 
 
@@ -263,13 +264,3 @@ def test_auto_takes_what_works_here(make_region: Callable[..., Region]) -> None:
         build_fabrics("tpc", shared)
     shared.listener.close()
     private.listener.close()
-
-
-def test_common_pieces() -> None:
-    assert list(common_pieces([(0, 10), (50, 10)], [(100, 4), (200, 16)], 8)) == [
-        (0, 100, 4),
-        (4, 200, 6),
-        (50, 206, 8),
-        (58, 214, 2),
-    ]
-    assert list(common_pieces([], [], 8)) == []

@@ -9,17 +9,18 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
 from kv_support import Node, ProducerProcess, Region, make_layout, no_leftovers, soon
 
 from kvferry.core.errors import ConfigError, PeerLost, ProtocolError, TransferTimeout
+from kvferry.core.options import read_options
 from kvferry.transport.control import Listener
 from kvferry.transport.fabric.base import FabricContext
 from kvferry.transport.fabric.mooncake_engine import _has_devices
 from kvferry.transport.fabric.table import build_fabrics
+from kvferry.transport.options import TransportOptions
 from kvferry.transport.wire import Identity
 from support.libraries import MODULES, require_library
 
@@ -139,7 +140,7 @@ async def test_a_peer_that_hangs(name: str, monkeypatch: pytest.MonkeyPatch) -> 
         ("nixl", {"num_threads": "many"}, "kv_connector_extra_config.num_threads"),
         ("mooncake", {"protocol": "rmda"}, "did you mean 'rdma'"),
         ("mooncake", {"protocol": 7}, "kv_connector_extra_config.protocol"),
-        ("tcp", {"streams": 0}, "streams must be 1 to"),
+        ("tcp", {"streams": 0}, "streams: must be 1 to"),
     ],
 )
 def test_settings(name: str, options: dict[str, Any], message: str) -> None:
@@ -147,8 +148,13 @@ def test_settings(name: str, options: dict[str, Any], message: str) -> None:
     region = Region(make_layout(), 4)
     identity = Identity("engine", region.memory.layout)
     listener = Listener(identity, "")
+
+    def build() -> None:
+        settings = read_options(TransportOptions, options)
+        build_fabrics(name, FabricContext(region.memory, listener, identity, settings=settings))
+
     with pytest.raises(ConfigError, match=message):
-        build_fabrics(name, replace(FabricContext(region.memory, listener, identity), options=options))
+        build()
     listener.close()
     region.close()
 

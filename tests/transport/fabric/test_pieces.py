@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.core.errors import ProtocolError
-from kvferry.transport.fabric.pieces import RegionMap, columns, join
-from kvferry.transport.memory import Region
+from kvferry.transport.fabric.pieces import ANYWHERE, join
+from kvferry.transport.memory import Region, RegionMap, columns
 
 SIZES = (64, 100, 36)
 
@@ -91,3 +91,14 @@ def test_spans_outside_of_a_region_are_refused(span: tuple[int, int]) -> None:
     own = RegionMap(regions(0), "own")
     with pytest.raises(ProtocolError, match="region"):
         own.locate(*columns([(0, 4), span]))
+
+
+def test_pieces_one_by_one() -> None:
+    remote, local = [(0, 10), (50, 10)], [(100, 4), (200, 16)]
+    assert list(join(remote, ANYWHERE, local, ANYWHERE, 8).rows()) == [
+        (0, 100, 4),
+        (4, 200, 6),
+        (50, 206, 8),
+        (58, 214, 2),
+    ]
+    assert list(join([], ANYWHERE, [], ANYWHERE, 8).rows()) == []

@@ -5,16 +5,8 @@ from kv_support import make_layout
 
 from kvferry.core.clock import ManualClock
 from kvferry.core.errors import LeakError
-from kvferry.transport.lookup_buffer.base import Ended, Part
-from kvferry.transport.lookup_buffer.entries import (
-    MAX_REMEMBERED,
-    Announced,
-    Cursor,
-    EntryBounds,
-    EntryTable,
-    Over,
-    Sealed,
-)
+from kvferry.transport.lookup_buffer.entries import MAX_REMEMBERED, Cursor, Ended, EntryBounds, EntryTable
+from kvferry.transport.lookup_buffer.messages import Announced, Over, Part, Sealed
 from kvferry.transport.memory import BlockGeometry
 
 ALL_LAYERS = 3

@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 
 import pytest
-from kv_support import ProducerProcess, Region, soon, until
+from kv_support import ProducerProcess, Region, soon, table_for, until
 
 from kvferry.core.errors import AuthenticationFailed, ConfigError, LayoutMismatch, LeaseEnded, PeerLost, ProtocolError
 from kvferry.transport.connection import Connection
@@ -13,19 +13,23 @@ from kvferry.transport.control import Listener
 from kvferry.transport.fabric.base import FabricContext, FabricPeer
 from kvferry.transport.fabric.shm import ShmFabric
 from kvferry.transport.fabric.table import build_fabrics
-from kvferry.transport.lookup_buffer.base import Ended, Part, Source
-from kvferry.transport.lookup_buffer.entries import Announced, EntryBounds, Sealed
+from kvferry.transport.lookup_buffer.base import Source, Want
+from kvferry.transport.lookup_buffer.entries import Ended, EntryBounds
 from kvferry.transport.lookup_buffer.fabric import FabricLookupBuffer
 from kvferry.transport.lookup_buffer.messages import (
     PURPOSE,
+    Announced,
     FromConsumer,
     News,
     Offer,
+    Part,
+    Sealed,
     Select,
     Take,
     TakeAnswer,
 )
 from kvferry.transport.memory import Span
+from kvferry.transport.options import TransportOptions
 from kvferry.transport.wire import Identity
 
 ALL = Part(0, 3, 0, [4])
@@ -38,7 +42,9 @@ async def instance(
     identity = Identity("engine", region.memory.layout)
     listener = Listener(identity, token, port=port)
     context = FabricContext(region.memory, listener, identity, token)
-    buffer = FabricLookupBuffer(context, build_fabrics(transport, context), EntryBounds(lease_s))
+    buffer = FabricLookupBuffer(
+        context, build_fabrics(transport, context), table_for(region.memory, EntryBounds(lease_s))
+    )
     task = asyncio.create_task(buffer.run())
     try:
         yield buffer, Source(listener.host, listener.port)
@@ -49,9 +55,9 @@ async def instance(
 
 
 def offer(buffer: FabricLookupBuffer, key: str) -> None:
-    assert buffer.open(key)
-    buffer.insert(key, ALL)
-    buffer.seal(key, b"meta")
+    assert buffer.table.open(key)
+    buffer.table.insert(key, ALL)
+    buffer.table.seal(key, b"meta")
 
 
 @pytest.mark.parametrize(
@@ -65,13 +71,13 @@ async def test_the_first_transport_that_both_have(
         instance(make_region(), ours) as (consumer, _),
     ):
         offer(producer, "k")
-        assert (await consumer.drop_select("k", source, [0], deadline=soon())).fabric == used
+        assert (await consumer.drop_select(Want("k", source, [0], soon()))).fabric == used
 
 
 async def test_no_transport_in_common(make_region: Callable[..., Region]) -> None:
     async with instance(make_region(), "shm") as (_, source), instance(make_region(), "tcp") as (consumer, _):
         with pytest.raises(ConfigError, match="this one has tcp, the producer shm"):
-            await consumer.drop_select("k", source, [0], deadline=soon())
+            await consumer.drop_select(Want("k", source, [0], soon()))
 
 
 async def test_a_wrong_token_fails_the_hand_off(make_region: Callable[..., Region]) -> None:
@@ -81,7 +87,7 @@ async def test_a_wrong_token_fails_the_hand_off(make_region: Callable[..., Regio
     ):
         for _ in range(2):
             with pytest.raises(AuthenticationFailed):
-                await consumer.drop_select("k", source, [0], deadline=soon())
+                await consumer.drop_select(Want("k", source, [0], soon()))
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
@@ -93,7 +99,7 @@ async def test_a_killed_producer_fails_all_its_hand_offs_at_once(
     producer.tell("insert", "begun", 0, 4)
     async with instance(make_region(seed=2), transport) as (consumer, _):
         fetches = [
-            asyncio.ensure_future(consumer.drop_select(key, producer.source, [0], deadline=soon(60)))
+            asyncio.ensure_future(consumer.drop_select(Want(key, producer.source, [0], soon(60))))
             for key in ("begun", "unknown")
         ]
         await until(lambda: consumer.statistics()["num_keys"] == 0 and len(consumer._pool._peers) == 1)
@@ -110,7 +116,7 @@ async def test_a_hand_off_from_another_process(make_region: Callable[..., Region
     same = make_region(seed=11)
     ours = make_region(seed=2)
     async with instance(ours, transport) as (consumer, _):
-        fetching = asyncio.ensure_future(consumer.drop_select("k", producer.source, [0, 1], deadline=soon(60)))
+        fetching = asyncio.ensure_future(consumer.drop_select(Want("k", producer.source, [0, 1], soon(60))))
         producer.tell("open", "k")
         producer.tell("insert", "k", 0, 4)
         producer.tell("insert", "k", 1, 9)
@@ -125,19 +131,19 @@ async def test_connections_are_made_anew_after_a_loss(make_region: Callable[...,
     async with instance(make_region()) as (consumer, _):
         async with instance(theirs) as (producer, source):
             offer(producer, "k")
-            await consumer.drop_select("k", source, [0], deadline=soon())
+            await consumer.drop_select(Want("k", source, [0], soon()))
         with pytest.raises(PeerLost):
-            await consumer.drop_select("k", source, [0], deadline=soon())
+            await consumer.drop_select(Want("k", source, [0], soon()))
         async with instance(theirs, port=source.port) as (producer, _):
             offer(producer, "k")
-            await consumer.drop_select("k", source, [0], deadline=soon())
+            await consumer.drop_select(Want("k", source, [0], soon()))
 
 
 async def test_another_instance_at_the_ticket_s_address_is_noticed(make_region: Callable[..., Region]) -> None:
     async with instance(make_region()) as (_, source), instance(make_region()) as (consumer, _):
         stale = Source(source.host, source.port, "the engine before")
         with pytest.raises(PeerLost, match="another one now"):
-            await consumer.drop_select("k", stale, [0], deadline=soon())
+            await consumer.drop_select(Want("k", stale, [0], soon()))
 
 
 async def test_a_lease_is_renewed_while_a_consumer_is_at_work(make_region: Callable[..., Region]) -> None:
@@ -146,12 +152,12 @@ async def test_a_lease_is_renewed_while_a_consumer_is_at_work(make_region: Calla
         instance(make_region(seed=1), "shm", lease_s=lease_s) as (producer, source),
         gated_instance(make_region()) as (consumer, gate, reading),
     ):
-        fetching = asyncio.ensure_future(consumer.drop_select("k", source, [0], deadline=soon()))
+        fetching = asyncio.ensure_future(consumer.drop_select(Want("k", source, [0], soon())))
         offer(producer, "k")
         await reading.wait()
         begun = asyncio.get_running_loop().time()
         await until(lambda: asyncio.get_running_loop().time() > begun + 3 * lease_s)
-        assert producer.ended() == []
+        assert producer.table.ended() == []
         gate.set()
         await fetching
 
@@ -163,15 +169,15 @@ async def test_the_fence_a_drop_while_the_consumer_reads(make_region: Callable[.
         instance(theirs, "shm") as (producer, source),
         gated_instance(make_region()) as (consumer, gate, reading),
     ):
-        fetching = asyncio.ensure_future(consumer.drop_select("k", source, [0], deadline=soon()))
+        fetching = asyncio.ensure_future(consumer.drop_select(Want("k", source, [0], soon())))
         offer(producer, "k")
         await reading.wait()
-        producer.drop("k")
+        producer.table.drop("k")
         theirs.fill(66)
         gate.set()
         with pytest.raises(LeaseEnded):
             await fetching
-        assert producer.ended() == [Ended("k", "dropped")]
+        assert producer.table.ended() == [Ended("k", "dropped")]
 
 
 async def test_the_fence_a_reset_while_the_consumer_reads(make_region: Callable[..., Region]) -> None:
@@ -180,14 +186,14 @@ async def test_the_fence_a_reset_while_the_consumer_reads(make_region: Callable[
         instance(theirs, "shm") as (producer, source),
         gated_instance(ours) as (consumer, gate, reading),
     ):
-        fetching = asyncio.ensure_future(consumer.drop_select("k", source, [0], deadline=soon()))
-        producer.open("k")
-        producer.insert("k", ALL)
+        fetching = asyncio.ensure_future(consumer.drop_select(Want("k", source, [0], soon())))
+        producer.table.open("k")
+        producer.table.insert("k", ALL)
         await reading.wait()
-        producer.reset("k")
+        producer.table.reset("k")
         theirs.fill(66)
-        producer.insert("k", Part(0, 3, 0, [12]))
-        producer.seal("k", b"again")
+        producer.table.insert("k", Part(0, 3, 0, [12]))
+        producer.table.seal("k", b"again")
         gate.set()
         assert (await fetching).meta == b"again"
         assert ours.blocks([0]) == theirs.blocks([12])
@@ -200,11 +206,11 @@ async def test_the_fence_a_lease_that_ends_while_the_consumer_reads(make_region:
         instance(theirs, "shm") as (producer, source),
         gated_instance(make_region()) as (consumer, gate, reading),
     ):
-        fetching = asyncio.ensure_future(consumer.drop_select("k", source, [0], deadline=soon()))
+        fetching = asyncio.ensure_future(consumer.drop_select(Want("k", source, [0], soon())))
         offer(producer, "k")
         await reading.wait()
         producer.table._entries["k"].deadline = 0.0
-        assert producer.ended() == [Ended("k", "expired")]
+        assert producer.table.ended() == [Ended("k", "expired")]
         theirs.fill(66)
         gate.set()
         with pytest.raises(LeaseEnded, match="lease"):
@@ -223,11 +229,11 @@ async def test_a_key_is_kept_alive_without_being_read(make_region: Callable[...,
         keeping = asyncio.ensure_future(consumer.keep("k", source))
         begun = asyncio.get_running_loop().time()
         await until(lambda: asyncio.get_running_loop().time() > begun + 2 * lease_s)
-        assert producer.ended() == []
+        assert producer.table.ended() == []
         keeping.cancel()
         await asyncio.gather(keeping, return_exceptions=True)
         ended: list[Ended] = []
-        await until(lambda: bool(ended.extend(producer.ended()) or ended))
+        await until(lambda: bool(ended.extend(producer.table.ended()) or ended))
         assert ended == [Ended("k", "expired")]
         assert (ours.bytes == before).all()
 
@@ -238,7 +244,7 @@ async def test_keeping_ends_with_the_key_and_with_the_producer(make_region: Call
             offer(producer, "k")
             keeping = asyncio.ensure_future(consumer.keep("k", source))
             await until(lambda: len(consumer._pool._peers) == 1)
-            producer.drop("k")
+            producer.table.drop("k")
             await keeping
             keeping = asyncio.ensure_future(consumer.keep("later", source))
             await asyncio.sleep(0)
@@ -250,7 +256,7 @@ async def test_a_rank_that_was_not_meant(make_region: Callable[..., Region]) -> 
     async with instance(make_region()) as (_, source), instance(make_region()) as (consumer, _):
         for meant in (Source(source.host, source.port, tp_rank=1), Source(source.host, source.port, tp_size=2)):
             with pytest.raises(LayoutMismatch):
-                await consumer.drop_select("k", meant, [0], deadline=soon())
+                await consumer.drop_select(Want("k", meant, [0], soon()))
 
 
 async def test_a_reset_between_read_and_digest_is_no_mismatch(make_region: Callable[..., Region]) -> None:
@@ -260,16 +266,16 @@ async def test_a_reset_between_read_and_digest_is_no_mismatch(make_region: Calla
         instance(theirs, "shm") as (producer, source),
         gated_instance(ours, checksum=True) as (consumer, gate, reading),
     ):
-        fetching = asyncio.ensure_future(consumer.drop_select("k", source, [0], deadline=soon()))
-        producer.open("k")
-        producer.insert("k", ALL)
+        fetching = asyncio.ensure_future(consumer.drop_select(Want("k", source, [0], soon())))
+        producer.table.open("k")
+        producer.table.insert("k", ALL)
         await reading.wait()
         gate.set()
         await until(lambda: ours.blocks([0]) == theirs.blocks([4]))
-        producer.reset("k")
+        producer.table.reset("k")
         theirs.fill(66)
-        producer.insert("k", Part(0, 3, 0, [12]))
-        producer.seal("k", b"again")
+        producer.table.insert("k", Part(0, 3, 0, [12]))
+        producer.table.seal("k", b"again")
         assert (await fetching).meta == b"again"
         assert ours.blocks([0]) == theirs.blocks([12])
 
@@ -278,13 +284,13 @@ async def test_the_consumer_s_connection_breaks_before_the_take(make_region: Cal
     theirs, ours = make_region(seed=1), make_region()
     async with instance(theirs, "shm") as (producer, source), instance(ours) as (second, _):
         async with gated_instance(make_region()) as (first, _, reading):
-            fetching = asyncio.ensure_future(first.drop_select("k", source, [0], deadline=soon()))
+            fetching = asyncio.ensure_future(first.drop_select(Want("k", source, [0], soon())))
             offer(producer, "k")
             await reading.wait()
         with pytest.raises(PeerLost):
             await fetching
-        assert producer.ended() == []
-        await second.drop_select("k", source, [0], deadline=soon())
+        assert producer.table.ended() == []
+        await second.drop_select(Want("k", source, [0], soon()))
         assert ours.blocks([0]) == theirs.blocks([4])
 
 
@@ -322,7 +328,7 @@ async def test_a_producer_that_lies_is_not_believed(make_region: Callable[..., R
     serving = asyncio.create_task(listener.serve())
     async with instance(ours) as (consumer, _):
         with pytest.raises(ProtocolError):
-            await consumer.drop_select("k", Source(listener.host, listener.port), [0], deadline=soon())
+            await consumer.drop_select(Want("k", Source(listener.host, listener.port), [0], soon()))
         assert (ours.bytes == before).all()
     serving.cancel()
     await asyncio.gather(serving, return_exceptions=True)
@@ -358,9 +364,10 @@ async def gated_instance(
     region: Region, *, checksum: bool = False
 ) -> AsyncIterator[tuple[FabricLookupBuffer, asyncio.Event, asyncio.Event]]:
     identity = Identity("gated", region.memory.layout)
-    context = FabricContext(region.memory, Listener(identity, "secret"), identity, "secret")
+    settings = TransportOptions(checksum=checksum)
+    context = FabricContext(region.memory, Listener(identity, "secret"), identity, "secret", settings)
     fabric = GatedShm(context)
-    buffer = FabricLookupBuffer(context, [fabric], checksum=checksum)
+    buffer = FabricLookupBuffer(context, [fabric], table_for(region.memory))
     task = asyncio.create_task(buffer.run())
     try:
         yield buffer, fabric.gate, fabric.reading
@@ -383,11 +390,11 @@ async def test_a_lost_read_connection_is_made_anew(make_region: Callable[..., Re
         fabric.connect = remembering  # type: ignore[method-assign]
         for key in ("first", "lost", "again"):
             offer(producer, key)
-        await consumer.drop_select("first", source, [0], deadline=soon())
+        await consumer.drop_select(Want("first", source, [0], soon()))
         await fabric_peers[0].close()
         with pytest.raises(PeerLost):
-            await consumer.drop_select("lost", source, [1], deadline=soon())
-        await consumer.drop_select("again", source, [2], deadline=soon())
+            await consumer.drop_select(Want("lost", source, [1], soon()))
+        await consumer.drop_select(Want("again", source, [2], soon()))
         assert len(fabric_peers) == 2
         assert ours.blocks([2]) == theirs.blocks([4])
         producer.end("lost")

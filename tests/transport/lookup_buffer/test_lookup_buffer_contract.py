@@ -6,17 +6,18 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
 from kv_support import Region, soon, tls_of, until
+from pipe_support import KINDS
 
 from kvferry.core.clock import ManualClock
 from kvferry.core.errors import LeakError, LeaseEnded, ProtocolError, TransferTimeout
 from kvferry.transport.control import Listener
 from kvferry.transport.fabric.base import FabricContext
 from kvferry.transport.fabric.table import build_fabrics
-from kvferry.transport.lookup_buffer.base import Ended, LookupBuffer, Part, Source, Taken
-from kvferry.transport.lookup_buffer.entries import EntryBounds
+from kvferry.transport.lookup_buffer.base import LookupBuffer, Source, Taken, Want
+from kvferry.transport.lookup_buffer.entries import Ended, EntryBounds, EntryTable
 from kvferry.transport.lookup_buffer.fabric import FabricLookupBuffer
 from kvferry.transport.lookup_buffer.memory import MemoryLookupBuffer, MemoryNetwork
-from kvferry.transport.lookup_buffer.pipe import PipeLookupBuffer
+from kvferry.transport.lookup_buffer.messages import Part
 from kvferry.transport.lookup_buffer.valkey.buffer import ValkeyLookupBuffer
 from kvferry.transport.wire import Identity
 
@@ -47,21 +48,19 @@ class Ends:
 
     async def _start(self, region: Region, clock: ManualClock) -> tuple[LookupBuffer, Source]:
         self._num += 1
+        table = EntryTable(region.memory.geometry, clock, BOUNDS)
         if self.kind == "valkey":
-            buffer: LookupBuffer = ValkeyLookupBuffer(region.memory, self.url, "secret", BOUNDS, clock)
+            buffer: LookupBuffer = ValkeyLookupBuffer(region.memory, self.url, "secret", table)
             source = Source("", 0)
         elif self.kind == "memory":
             source = Source("memory", self._num)
-            buffer = MemoryLookupBuffer(region.memory, self._network, source, BOUNDS, clock)
+            buffer = MemoryLookupBuffer(region.memory, table, self._network, source)
         else:
             identity = Identity(f"engine-{self._num}", region.memory.layout)
             tls, medium = tls_of(self.kind), self.kind.removeprefix("tls-")
             listener = Listener(identity, "secret", tls=tls)
             context = FabricContext(region.memory, listener, identity, "secret", tls=tls)
-            if medium.startswith("pipe-"):
-                buffer = PipeLookupBuffer(context, medium.removeprefix("pipe-"), BOUNDS, clock)
-            else:
-                buffer = FabricLookupBuffer(context, build_fabrics(medium, context), BOUNDS, clock)
+            buffer = FabricLookupBuffer(context, build_fabrics(medium, context), table)
             source = Source(listener.host, listener.port, identity.engine_id)
         await self._stack.enter_async_context(running(buffer))
         return buffer, source
@@ -70,21 +69,21 @@ class Ends:
         await self._stack.aclose()
 
     def insert(self, key: str, first_block: int, block_ids: list[int], layers: range = range(NUM_LAYERS)) -> bool:
-        return self.producer.insert(key, Part(layers.start, len(layers), first_block, block_ids))
+        return self.producer.table.insert(key, Part(layers.start, len(layers), first_block, block_ids))
 
     def produce(self, key: str, block_ids: list[int]) -> None:
-        assert self.producer.open(key)
+        assert self.producer.table.open(key)
         self.insert(key, 0, block_ids)
-        self.producer.seal(key, b"meta")
+        self.producer.table.seal(key, b"meta")
 
     def fetch(self, key: str, into: list[int], skip_blocks: int = 0, seconds: float = 20) -> asyncio.Task[Taken]:
-        fetching = self.consumer.drop_select(key, self.source, into, skip_blocks=skip_blocks, deadline=soon(seconds))
+        fetching = self.consumer.drop_select(Want(key, self.source, into, soon(seconds), skip_blocks))
         return asyncio.ensure_future(fetching)
 
     async def until_ended(self, key: str, *reasons: str) -> None:
         """The producer learns that the key is over, and nothing else; not always with the consumer's take."""
         found: list[Ended] = []
-        await until(lambda: bool(found.extend(self.producer.ended()) or found))
+        await until(lambda: bool(found.extend(self.producer.table.ended()) or found))
         assert found in [[Ended(key, reason)] for reason in reasons]  # type: ignore[arg-type]
 
     async def until_arrived(self, layer: int, ours: int, theirs: int) -> None:
@@ -103,7 +102,7 @@ async def running(buffer: LookupBuffer) -> AsyncIterator[None]:
         assert all(isinstance(result, asyncio.CancelledError) for result in results), results
 
 
-@pytest.fixture(params=["memory", "shm", "tcp", "pipe-tcp", "pipe-shm", "pipe-gloo", "tls-tcp", "valkey"])
+@pytest.fixture(params=["memory", "shm", "tcp", "gloo", KINDS["example"], "tls-tcp", "valkey"])
 async def ends(request: pytest.FixtureRequest, make_region: Callable[..., Region]) -> AsyncIterator[Ends]:
     url = request.getfixturevalue("valkey_url") if request.param == "valkey" else ""
     ends = Ends(request.param, make_region, url)
@@ -125,7 +124,7 @@ async def test_what_is_inserted_arrives(ends: Ends) -> None:
 async def test_the_meta_is_known_with_the_seal(ends: Ends) -> None:
     known: list[bytes] = []
     ends.produce("k", [4])
-    await ends.consumer.drop_select("k", ends.source, [7], on_sealed=known.append, deadline=soon())
+    await ends.consumer.drop_select(Want("k", ends.source, [7], soon(), on_sealed=known.append))
     assert known == [b"meta"]
     await ends.until_ended("k", ends.taken)
 
@@ -141,22 +140,22 @@ async def test_by_key_not_by_order(ends: Ends) -> None:
 async def test_layers_flow_while_the_producer_computes(ends: Ends) -> None:
     fetching = ends.fetch("k", [0, 1])
     await asyncio.sleep(0)
-    ends.producer.open("k")
+    ends.producer.table.open("k")
     for first_block, block_id in [(0, 5), (1, 6)]:
         for layer in range(NUM_LAYERS):
             ends.insert("k", first_block, [block_id], range(layer, layer + 1))
             await ends.until_arrived(layer, first_block, block_id)
     assert not fetching.done()
-    ends.producer.seal("k", b"meta")
+    ends.producer.table.seal("k", b"meta")
     assert (await fetching).meta == b"meta"
 
 
 async def test_blocks_that_are_here_already_are_left_alone(ends: Ends) -> None:
     before = ends.ours.blocks([7, 8])
-    ends.producer.open("k")
+    ends.producer.table.open("k")
     ends.insert("k", 0, [4])
     ends.insert("k", 1, [2, 9, 3])
-    ends.producer.seal("k", b"meta")
+    ends.producer.table.seal("k", b"meta")
     taken = await ends.fetch("k", [7, 8, 0, 1], skip_blocks=2)
     assert ends.ours.blocks([7, 8]) == before
     assert ends.ours.blocks([0, 1]) == ends.theirs.blocks([9, 3])
@@ -171,27 +170,27 @@ async def test_all_blocks_are_here_already(ends: Ends) -> None:
 
 async def test_a_reset_begins_again(ends: Ends) -> None:
     fetching = ends.fetch("k", [0, 1])
-    ends.producer.open("k")
+    ends.producer.table.open("k")
     ends.insert("k", 0, [5, 6])
     await ends.until_arrived(2, 1, 6)
-    ends.producer.reset("k")
+    ends.producer.table.reset("k")
     ends.theirs.fill(99)
     ends.insert("k", 0, [10])
     ends.insert("k", 1, [11])
-    ends.producer.seal("k", b"again")
+    ends.producer.table.seal("k", b"again")
     assert (await fetching).meta == b"again"
     assert ends.ours.blocks([0, 1]) == ends.theirs.blocks([10, 11])
 
 
 async def test_a_drop_after_everything_was_read_is_no_take(ends: Ends) -> None:
     fetching = ends.fetch("k", [0])
-    ends.producer.open("k")
+    ends.producer.table.open("k")
     ends.insert("k", 0, [5])
     await ends.until_arrived(2, 0, 5)
-    ends.producer.drop("k")
+    ends.producer.table.drop("k")
     with pytest.raises(LeaseEnded, match="withdrew"):
         await fetching
-    assert ends.producer.ended() == [Ended("k", "dropped")]
+    assert ends.producer.table.ended() == [Ended("k", "dropped")]
 
 
 async def test_one_of_two_consumers_has_it(ends: Ends) -> None:
@@ -199,7 +198,7 @@ async def test_one_of_two_consumers_has_it(ends: Ends) -> None:
     ends.produce("k", [4])
     fetches = [
         ends.fetch("k", [0]),
-        asyncio.ensure_future(other.drop_select("k", ends.source, [0], deadline=soon())),
+        asyncio.ensure_future(other.drop_select(Want("k", ends.source, [0], soon()))),
     ]
     results = await asyncio.gather(*fetches, return_exceptions=True)
     assert sorted(type(result) for result in results if not isinstance(result, Taken)) == [LeaseEnded]
@@ -212,7 +211,7 @@ async def test_too_late(ends: Ends) -> None:
     ends.clock.advance(BOUNDS.lease_s)
     with pytest.raises(LeaseEnded, match="lease"):
         await ends.fetch("k", [0])
-    assert ends.producer.ended() == [Ended("k", "expired")]
+    assert ends.producer.table.ended() == [Ended("k", "expired")]
     with pytest.raises(LeaseEnded, match="lease"):
         await ends.fetch("k", [0])
 
@@ -226,25 +225,25 @@ async def test_a_key_that_never_comes(ends: Ends) -> None:
 async def test_a_key_of_which_is_said_that_it_never_comes(ends: Ends, order: str) -> None:
     fetches = [ends.fetch("dropped", [0]), ends.fetch("ended", [1])] if order == "asked before" else []
     await asyncio.sleep(0)
-    ends.producer.drop("dropped")
+    ends.producer.table.drop("dropped")
     assert not ends.producer.end("ended")
     fetches = fetches or [ends.fetch("dropped", [0]), ends.fetch("ended", [1])]
     found = await asyncio.gather(*fetches, return_exceptions=True)
     assert [type(error) for error in found] == [LeaseEnded] * 2
     assert "withdrew" in str(found[0])
     assert "released" in str(found[1])
-    assert ends.producer.ended() == []
+    assert ends.producer.table.ended() == []
     ends.producer.check()
 
 
 async def test_who_gives_up_leaves_the_key_to_others(ends: Ends) -> None:
-    ends.producer.open("k")
+    ends.producer.table.open("k")
     ends.insert("k", 0, [4])
     giving_up = ends.fetch("k", [0])
     await ends.until_arrived(2, 0, 4)
     giving_up.cancel()
     await asyncio.gather(giving_up, return_exceptions=True)
-    ends.producer.seal("k", b"meta")
+    ends.producer.table.seal("k", b"meta")
     ends.ours.fill(3)
     await ends.fetch("k", [1])
     assert ends.ours.blocks([1]) == ends.theirs.blocks([4])
@@ -268,24 +267,24 @@ async def test_the_producer_ends_a_lease_itself(ends: Ends) -> None:
 
 async def test_a_full_buffer_says_so_to_both(ends: Ends) -> None:
     for index in range(BOUNDS.max_keys):
-        assert ends.producer.open(f"k{index}")
-    assert not ends.producer.open("more")
+        assert ends.producer.table.open(f"k{index}")
+    assert not ends.producer.table.open("more")
     with pytest.raises(LeaseEnded, match="full"):
         await ends.fetch("more", [0])
     with pytest.raises(LeakError, match="k0"):
         ends.producer.check()
     for index in range(BOUNDS.max_keys):
-        ends.producer.drop(f"k{index}")
+        ends.producer.table.drop(f"k{index}")
 
 
 async def test_blocks_that_were_never_announced_are_missed(ends: Ends) -> None:
-    ends.producer.open("k")
+    ends.producer.table.open("k")
     ends.insert("k", 0, [4])
     ends.insert("k", 1, [5], range(2))
-    ends.producer.seal("k", b"meta")
+    ends.producer.table.seal("k", b"meta")
     with pytest.raises(ProtocolError, match="missing"):
         await ends.fetch("k", [0, 1])
-    ends.producer.drop("k")
+    ends.producer.table.drop("k")
 
 
 async def test_more_blocks_than_expected_are_not_written_anywhere(ends: Ends) -> None:
@@ -294,7 +293,7 @@ async def test_more_blocks_than_expected_are_not_written_anywhere(ends: Ends) ->
     with pytest.raises(ProtocolError, match="prompt must be the same"):
         await ends.fetch("k", [0, 1])
     assert (ends.ours.bytes == before).all()
-    ends.producer.drop("k")
+    ends.producer.table.drop("k")
 
 
 async def test_many_at_once(ends: Ends) -> None:
@@ -311,10 +310,10 @@ async def test_a_producer_on_another_thread(ends: Ends) -> None:
     fetching = ends.fetch("k", [0, 1])
 
     def produce() -> None:
-        ends.producer.open("k")
+        ends.producer.table.open("k")
         for layer in range(NUM_LAYERS):
             ends.insert("k", 0, [8, 3], range(layer, layer + 1))
-        ends.producer.seal("k", b"meta")
+        ends.producer.table.seal("k", b"meta")
 
     await asyncio.to_thread(produce)
     await fetching

@@ -6,11 +6,12 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 
 import pytest
-from kv_support import Region, make_layout, soon, until
+from kv_support import Region, make_layout, soon, table_for, until
 
 from kvferry.core.errors import ConfigError, LayoutMismatch, LeaseEnded, PeerLost, ProtocolError, TransferTimeout
-from kvferry.transport.lookup_buffer.base import Ended, Part, Source
-from kvferry.transport.lookup_buffer.entries import EntryBounds
+from kvferry.transport.lookup_buffer.base import Source, Want
+from kvferry.transport.lookup_buffer.entries import Ended, EntryBounds
+from kvferry.transport.lookup_buffer.messages import Part
 from kvferry.transport.lookup_buffer.valkey import server as server_module
 from kvferry.transport.lookup_buffer.valkey.buffer import ValkeyLookupBuffer
 from kvferry.transport.lookup_buffer.valkey.records import Begun, Over, Sealed, encode_record, place_of
@@ -35,7 +36,7 @@ def server() -> Iterator[ValkeyServer]:
 async def instance(
     region: Region, url: str, *, token: str = "secret", **bounds: float
 ) -> AsyncIterator[ValkeyLookupBuffer]:
-    buffer = ValkeyLookupBuffer(region.memory, url, token, EntryBounds(**bounds))  # type: ignore[arg-type]
+    buffer = ValkeyLookupBuffer(region.memory, url, token, table_for(region.memory, EntryBounds(**bounds)))  # type: ignore[arg-type]
     task = asyncio.create_task(buffer.run())
     try:
         yield buffer
@@ -47,9 +48,9 @@ async def instance(
 
 
 def offer(buffer: ValkeyLookupBuffer, key: str, part: Part = ALL) -> None:
-    assert buffer.open(key)
-    buffer.insert(key, part)
-    buffer.seal(key, b"meta")
+    assert buffer.table.open(key)
+    buffer.table.insert(key, part)
+    buffer.table.seal(key, b"meta")
 
 
 def state_of(server: ValkeyServer, key: str) -> str:
@@ -59,7 +60,7 @@ def state_of(server: ValkeyServer, key: str) -> str:
 async def end_of(buffer: ValkeyLookupBuffer) -> Ended:
     """The next key that ends."""
     found: list[Ended] = []
-    await until(lambda: bool(found.extend(buffer.ended()) or found))
+    await until(lambda: bool(found.extend(buffer.table.ended()) or found))
     assert len(found) == 1
     return found[0]
 
@@ -73,7 +74,7 @@ async def test_the_producer_may_be_gone(make_region: MakeRegion, server: ValkeyS
         theirs.fill(99)
         await until(lambda: state_of(server, "k") == "sealed")
     async with instance(ours, server.url) as consumer:
-        assert (await consumer.drop_select("k", NOWHERE, [0], deadline=soon())).meta == b"meta"
+        assert (await consumer.drop_select(Want("k", NOWHERE, [0], soon()))).meta == b"meta"
         assert ours.blocks([0]) == expected.blocks([4])
 
 
@@ -82,18 +83,18 @@ async def test_everything_on_the_server_has_a_time_to_live(make_region: MakeRegi
     async with instance(make_region(seed=1), server.url, lease_s=30, unsealed_s=60, max_keys=4) as producer:
         async with instance(make_region(), server.url) as consumer:
             offer(producer, "taken")
-            await consumer.drop_select("taken", NOWHERE, [0], deadline=soon())
+            await consumer.drop_select(Want("taken", NOWHERE, [0], soon()))
             offer(producer, "stored")
-            producer.open("unsealed")
-            producer.insert("unsealed", ALL)
-            producer.open("dropped")
-            producer.insert("dropped", ALL)
+            producer.table.open("unsealed")
+            producer.table.insert("unsealed", ALL)
+            producer.table.open("dropped")
+            producer.table.insert("dropped", ALL)
             await until(lambda: server.num_keys() >= 2 * 4)
-            producer.drop("dropped")
+            producer.table.drop("dropped")
             await consumer.release("unwanted", NOWHERE, deadline=soon())
             await until(lambda: server.num_keys() >= 2 * 5)
-            producer.drop("unsealed")
-            producer.ended()
+            producer.table.drop("unsealed")
+            producer.table.ended()
     keys = [line for line in server.say("KEYS", "*").decode().split("\r\n") if line.startswith("kvferry")]
     assert len(keys) == 2 * 5
     for key in keys:
@@ -107,7 +108,7 @@ async def test_a_lease_ends_by_the_server_s_time(make_region: MakeRegion, server
         await until(lambda: server.num_keys() == 0)
         async with instance(make_region(), server.url) as consumer:
             with pytest.raises(TransferTimeout):
-                await consumer.drop_select("k", NOWHERE, [0], deadline=soon(0.1))
+                await consumer.drop_select(Want("k", NOWHERE, [0], soon(0.1)))
 
 
 async def test_keep_renews_the_lease(make_region: MakeRegion, server: ValkeyServer) -> None:
@@ -119,7 +120,7 @@ async def test_keep_renews_the_lease(make_region: MakeRegion, server: ValkeyServ
             assert await end_of(producer) == Ended("k", "stored")
             begun = time.monotonic()
             await until(lambda: time.monotonic() > begun + 1.5 * lease_s)
-            await consumer.drop_select("k", NOWHERE, [0], deadline=soon())
+            await consumer.drop_select(Want("k", NOWHERE, [0], soon()))
             await keeping  # there is nothing to keep any more
 
 
@@ -127,7 +128,7 @@ async def test_no_server(make_region: MakeRegion, server: ValkeyServer) -> None:
     server.kill()
     async with instance(make_region(), server.url) as end:
         with pytest.raises(PeerLost, match="cannot reach the server"):
-            await end.drop_select("k", NOWHERE, [0], deadline=soon())
+            await end.drop_select(Want("k", NOWHERE, [0], soon()))
         with pytest.raises(PeerLost):
             await end.release("k", NOWHERE, deadline=soon())
         offer(end, "k")
@@ -139,20 +140,20 @@ async def test_the_server_dies_while_a_consumer_waits_and_comes_back(
 ) -> None:
     ours, theirs = make_region(), make_region(seed=1)
     async with instance(theirs, server.url) as producer, instance(ours, server.url) as consumer:
-        fetching = asyncio.create_task(consumer.drop_select("k", NOWHERE, [0], deadline=soon(60)))
-        producer.open("k")
-        producer.insert("k", ALL)
+        fetching = asyncio.create_task(consumer.drop_select(Want("k", NOWHERE, [0], soon(60))))
+        producer.table.open("k")
+        producer.table.insert("k", ALL)
         await until(lambda: ours.block(2, 0) == theirs.block(2, 4))
         server.kill()
         with pytest.raises(PeerLost):
             await fetching
-        producer.seal("k", b"meta")
+        producer.table.seal("k", b"meta")
         assert (await end_of(producer)).reason == "stored", "its blocks are free, though the seal does not arrive"
         await until(lambda: producer.statistics()["stored_bytes"] == 0)
         server.path.unlink()
         server.start()
         offer(producer, "k2")
-        await consumer.drop_select("k2", NOWHERE, [0], deadline=soon())
+        await consumer.drop_select(Want("k2", NOWHERE, [0], soon()))
         assert await end_of(producer) == Ended("k2", "stored")
 
 
@@ -166,11 +167,11 @@ async def test_a_server_that_does_not_answer(
         server.pause()
         offer(producer, "k")
         with pytest.raises(TransferTimeout, match="does not answer"):
-            await consumer.drop_select("k", NOWHERE, [0], deadline=soon(60))
+            await consumer.drop_select(Want("k", NOWHERE, [0], soon(60)))
         assert await end_of(producer) == Ended("k", "dropped")
         server.resume()
         offer(producer, "k2")
-        await consumer.drop_select("k2", NOWHERE, [0], deadline=soon())
+        await consumer.drop_select(Want("k2", NOWHERE, [0], soon()))
         assert await end_of(producer) == Ended("k2", "stored")
 
 
@@ -179,12 +180,12 @@ async def test_the_server_is_emptied_while_a_hand_off_is_under_way(
 ) -> None:
     ours, theirs = make_region(), make_region(seed=1)
     async with instance(theirs, server.url) as producer, instance(ours, server.url) as consumer:
-        fetching = asyncio.create_task(consumer.drop_select("k", NOWHERE, [0, 1], deadline=soon()))
-        producer.open("k")
-        producer.insert("k", ALL)
+        fetching = asyncio.create_task(consumer.drop_select(Want("k", NOWHERE, [0, 1], soon())))
+        producer.table.open("k")
+        producer.table.insert("k", ALL)
         await until(lambda: ours.block(2, 0) == theirs.block(2, 4))
         server.say("FLUSHALL")
-        producer.insert("k", Part(0, 3, 1, [5]))
+        producer.table.insert("k", Part(0, 3, 1, [5]))
         assert await end_of(producer) == Ended("k", "expired")
         with pytest.raises((LeaseEnded, ProtocolError)):
             await fetching
@@ -199,7 +200,7 @@ async def test_the_server_is_emptied_after_the_seal(make_region: MakeRegion, ser
         assert await end_of(producer) == Ended("k", "stored")
         server.say("FLUSHALL")
         with pytest.raises(TransferTimeout):
-            await consumer.drop_select("k", NOWHERE, [0], deadline=soon(0.1))
+            await consumer.drop_select(Want("k", NOWHERE, [0], soon(0.1)))
 
 
 async def test_a_full_server(make_region: MakeRegion) -> None:
@@ -213,10 +214,10 @@ async def test_a_full_server(make_region: MakeRegion) -> None:
                 offer(producer, "k", Part(0, 3, 0, list(range(40))))
                 assert await end_of(producer) == Ended("k", "full")
                 with pytest.raises(LeaseEnded, match="full"):
-                    await consumer.drop_select("k", NOWHERE, list(range(40)), deadline=soon())
+                    await consumer.drop_select(Want("k", NOWHERE, list(range(40)), soon()))
                 await until(lambda: int(server.say("MEMORY", "USAGE", place_of("k", 0))[1:]) < 1000)
                 offer(producer, "small")
-                await consumer.drop_select("small", NOWHERE, [0], deadline=soon())
+                await consumer.drop_select(Want("small", NOWHERE, [0], soon()))
                 assert await end_of(producer) == Ended("small", "stored")
     finally:
         server.close()
@@ -234,12 +235,12 @@ async def test_what_the_server_keeps_is_bounded(make_region: MakeRegion, valkey_
             offer(producer, "c")
             begun = time.monotonic()
             await until(lambda: time.monotonic() > begun + 0.3)
-            assert producer.ended() == []
+            assert producer.table.ended() == []
             assert producer.statistics()["stored_bytes"] == 2 * block_bytes
-            await consumer.drop_select("b", NOWHERE, [0], deadline=soon())
+            await consumer.drop_select(Want("b", NOWHERE, [0], soon()))
             assert await end_of(producer) == Ended("c", "stored")
             for key in ("c", "a"):
-                await consumer.drop_select(key, NOWHERE, [0], deadline=soon())
+                await consumer.drop_select(Want(key, NOWHERE, [0], soon()))
 
 
 async def test_who_waits_for_room_outlives_a_lease_but_not_the_server(
@@ -256,7 +257,7 @@ async def test_who_waits_for_room_outlives_a_lease_but_not_the_server(
             offer(producer, "b")
             begun = time.monotonic()
             await until(lambda: time.monotonic() > begun + 1.5 * lease_s)
-            assert producer.ended() == []
+            assert producer.table.ended() == []
             keeping.cancel()
             await asyncio.gather(keeping, return_exceptions=True)
             assert await end_of(producer) == Ended("b", "stored")
@@ -278,13 +279,13 @@ async def test_the_producer_releases_what_the_server_has(make_region: MakeRegion
         assert not producer.end("k")
         await until(lambda: state_of(server, "k") == "released")
         with pytest.raises(LeaseEnded, match="released"):
-            await consumer.drop_select("k", NOWHERE, [0], deadline=soon())
+            await consumer.drop_select(Want("k", NOWHERE, [0], soon()))
 
 
 async def test_a_release_before_the_beginning(make_region: MakeRegion, valkey_url: str) -> None:
     async with instance(make_region(seed=1), valkey_url) as producer, instance(make_region(), valkey_url) as consumer:
         await consumer.release("k", NOWHERE, deadline=soon())
-        producer.open("k")
+        producer.table.open("k")
         assert await end_of(producer) == Ended("k", "released")
 
 
@@ -293,8 +294,8 @@ async def test_another_token(make_region: MakeRegion, valkey_url: str) -> None:
         async with instance(make_region(), valkey_url, token="other") as consumer:
             offer(producer, "k")
             with pytest.raises(ProtocolError, match="same KVFERRY_AUTH_TOKEN"):
-                await consumer.drop_select("k", NOWHERE, [0], deadline=soon())
-        await until(lambda: bool(producer.ended()))
+                await consumer.drop_select(Want("k", NOWHERE, [0], soon()))
+        await until(lambda: bool(producer.table.ended()))
 
 
 async def test_another_layout(make_region: MakeRegion, valkey_url: str) -> None:
@@ -303,16 +304,16 @@ async def test_another_layout(make_region: MakeRegion, valkey_url: str) -> None:
         async with instance(make_region(layout=other), valkey_url) as consumer:
             offer(producer, "k")
             with pytest.raises(LayoutMismatch, match="model_fingerprint"):
-                await consumer.drop_select("k", NOWHERE, [0], deadline=soon())
-        await until(lambda: bool(producer.ended()))
+                await consumer.drop_select(Want("k", NOWHERE, [0], soon()))
+        await until(lambda: bool(producer.table.ended()))
 
 
 async def test_blocks_of_another_size(make_region: MakeRegion, valkey_url: str) -> None:
     theirs, ours = make_region(seed=1), make_region(layout=make_layout(block_size=8))
     async with instance(theirs, valkey_url) as producer, instance(ours, valkey_url) as consumer:
         offer(producer, "k", Part(0, 3, 0, [4, 9]))
-        await consumer.drop_select("k", NOWHERE, [5], deadline=soon())
-        await until(lambda: bool(producer.ended()))
+        await consumer.drop_select(Want("k", NOWHERE, [5], soon()))
+        await until(lambda: bool(producer.table.ended()))
     for layer in range(3):
         halves = [theirs.block(layer, block_id) for block_id in (4, 9)]
         assert sorted(ours.block(layer, 5)) == sorted(b"".join(halves))
@@ -326,7 +327,7 @@ async def test_a_piece_that_the_server_spoilt(make_region: MakeRegion, server: V
         command = "HSET" if what == "changed" else "HDEL"
         server.say(command, place_of("k", 0), "0:0:1", *(["nonsense"] if what == "changed" else []))
         with pytest.raises(Exception, match=r"not those that were sent|lost blocks"):
-            await consumer.drop_select("k", NOWHERE, [0], deadline=soon())
+            await consumer.drop_select(Want("k", NOWHERE, [0], soon()))
 
 
 LAYOUT = make_layout()
@@ -346,7 +347,7 @@ async def test_records_that_do_not_add_up(make_region: MakeRegion, server: Valke
         write_record(server, encode_record(record, place, "secret"))
     async with instance(ours, server.url) as consumer:
         with pytest.raises(ProtocolError):
-            await consumer.drop_select("k", NOWHERE, [0], deadline=soon())
+            await consumer.drop_select(Want("k", NOWHERE, [0], soon()))
     assert (ours.bytes == before).all()
 
 
@@ -356,7 +357,7 @@ async def test_records_of_another_hand_off_are_not_taken_for_ours(
     write_record(server, encode_record(Over("taken"), place_of("other", 0), "secret"))
     async with instance(make_region(), server.url) as consumer:
         with pytest.raises(ProtocolError):
-            await consumer.drop_select("k", NOWHERE, [0], deadline=soon())
+            await consumer.drop_select(Want("k", NOWHERE, [0], soon()))
 
 
 def write_record(server: ValkeyServer, encoded: bytes) -> None:
@@ -367,19 +368,19 @@ def write_record(server: ValkeyServer, encoded: bytes) -> None:
 async def test_many_consumers_wait_at_once(make_region: MakeRegion, valkey_url: str) -> None:
     async with instance(make_region(seed=1), valkey_url) as producer, instance(make_region(), valkey_url) as consumer:
         fetches = [
-            asyncio.create_task(consumer.drop_select(f"k{index}", NOWHERE, [index % 16], deadline=soon(60)))
+            asyncio.create_task(consumer.drop_select(Want(f"k{index}", NOWHERE, [index % 16], soon(60))))
             for index in range(100)
         ]
         for index in reversed(range(100)):
             offer(producer, f"k{index}")
         await asyncio.gather(*fetches)
         ended: list[Ended] = []
-        await until(lambda: len(ended.extend(producer.ended()) or ended) == 100)  # type: ignore[func-returns-value]
+        await until(lambda: len(ended.extend(producer.table.ended()) or ended) == 100)  # type: ignore[func-returns-value]
 
 
 def test_an_address_that_cannot_be_one(make_region: MakeRegion) -> None:
     with pytest.raises(ConfigError, match="valkey_url"):
-        ValkeyLookupBuffer(make_region().memory, "http://somewhere", "secret")
+        ValkeyLookupBuffer(make_region().memory, "http://somewhere", "secret", table_for(make_region().memory))
 
 
 def test_a_password_is_not_shown() -> None:

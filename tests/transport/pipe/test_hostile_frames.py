@@ -13,26 +13,21 @@ from hypothesis import strategies as st
 from kv_support import make_layout, soon
 from pipe_support import CAPACITY, KINDS, TOKEN, serving
 
-from kvferry.core.errors import ConfigError, KvferryError, PeerLost, ProtocolError, TransferTimeout
+from kvferry.core.errors import KvferryError, PeerLost, ProtocolError, TransferTimeout
 from kvferry.transport.connection import Connection
 from kvferry.transport.control import dial
 from kvferry.transport.pipe.base import PipeReceiver, PipeSender, PipeSettings
 from kvferry.transport.pipe.messages import (
     MAX_MESSAGE_BYTES,
     Formed,
-    Freed,
     Join,
     NoTensor,
     Published,
     Ready,
-    Ring,
     TensorHeader,
-    Wrote,
 )
-from kvferry.transport.pipe.shm import ShmPipe
 from kvferry.transport.pipe.table import pipe_kind
 from kvferry.transport.pipe.tensors import DTYPES, num_bytes_of, shaped
-from kvferry.transport.shared_memory import SharedSegment
 from kvferry.transport.wire import Identity, Message, decode_frame, encode_frame
 
 SETTINGS = PipeSettings(capacity_bytes=CAPACITY, max_tensor_bytes=16 * CAPACITY)
@@ -52,7 +47,7 @@ GARBAGE = {
     "a frame longer than is taken": (MAX_MESSAGE_BYTES + 1).to_bytes(4, "big"),
     "a frame of 4 GiB": b"\xff\xff\xff\xff",
     "not msgpack": b"\0\0\0\x04\xc1\xc1\xc1\xc1",
-    "another message": bytes(encode_frame(Join("tcp", "t"))),
+    "another message": bytes(encode_frame(Join("plain", "t"))),
     "a pickle": b"\0\0\0\x0f" + b"\x80\x04\x8c\x02os\x94\x8c\x06system",
 }
 
@@ -77,20 +72,14 @@ def tcp_pair() -> tuple[socket.socket, socket.socket]:
 
 
 @asynccontextmanager
-async def receiving(name: str) -> AsyncIterator[tuple[PipeReceiver, Connection, SharedSegment | None]]:
+async def receiving() -> AsyncIterator[tuple[PipeReceiver, Connection]]:
     """A receiver, and the connection on which its dishonest sender speaks."""
     async with connected() as (ours, theirs):
-        segment = None
-        if name == "shm":
-            segment = SharedSegment.create(CAPACITY)
-            await theirs.send(Ring(segment.name, CAPACITY))
-        receiver = await pipe_kind(name, SETTINGS).open_receiver(ours, soon())
+        receiver = await pipe_kind(KINDS["plain"], SETTINGS).open_receiver(ours, soon())
         try:
-            yield receiver, theirs, segment
+            yield receiver, theirs
         finally:
             await receiver.close()
-            if segment is not None:
-                segment.close()
 
 
 async def refused(receiver: PipeReceiver, error: type[KvferryError] = ProtocolError) -> None:
@@ -100,82 +89,27 @@ async def refused(receiver: PipeReceiver, error: type[KvferryError] = ProtocolEr
         await receiver.recv_tensor(deadline=soon())
 
 
-@pytest.mark.parametrize("name", ["tcp", "shm"])
 @pytest.mark.parametrize("what", BAD_HEADERS)
-async def test_headers_that_cannot_be(name: str, what: str) -> None:
-    async with receiving(name) as (receiver, theirs, _):
+async def test_headers_that_cannot_be(what: str) -> None:
+    async with receiving() as (receiver, theirs):
         await theirs.send(BAD_HEADERS[what])
         await refused(receiver)
 
 
-@pytest.mark.parametrize("name", ["tcp", "shm"])
 @pytest.mark.parametrize("what", GARBAGE)
-async def test_garbage_instead_of_a_header(name: str, what: str) -> None:
-    async with receiving(name) as (receiver, theirs, _):
+async def test_garbage_instead_of_a_header(what: str) -> None:
+    async with receiving() as (receiver, theirs):
         await theirs.send_bytes([memoryview(GARBAGE[what])])
         await refused(receiver)
 
 
 @pytest.mark.parametrize("num_bytes", [1, 3, 7, 40])
 async def test_cut_off_in_the_middle(num_bytes: int) -> None:
-    async with receiving("tcp") as (receiver, theirs, _):
+    async with receiving() as (receiver, theirs):
         frames = bytes(encode_frame(TensorHeader("int8", [100]))) + bytes(100)
         await theirs.send_bytes([memoryview(frames[:num_bytes])])
         theirs.abort()
         await refused(receiver, PeerLost)
-
-
-@pytest.mark.parametrize("positions", [[0], [-1], [101], [50, 50], [50, 20], [2**63 - 1]])
-async def test_positions_that_cannot_be(positions: list[int]) -> None:
-    """Of a tensor of 100 bytes, at the beginning of a ring."""
-    async with receiving("shm") as (receiver, theirs, _):
-        await theirs.send(TensorHeader("int8", [300]))
-        for position in positions:
-            await theirs.send(Wrote(position if position != 101 else 301))
-        await refused(receiver)
-
-
-async def test_more_than_the_ring_holds() -> None:
-    async with receiving("shm") as (receiver, theirs, _):
-        await theirs.send(TensorHeader("int8", [4 * CAPACITY]))
-        await theirs.send(Wrote(CAPACITY + 1))
-        await refused(receiver)
-
-
-@pytest.mark.parametrize("position", [-1, 10**12])
-async def test_a_receiver_that_frees_what_it_cannot_have(position: int) -> None:
-    async with connected() as (ours, theirs):
-        await theirs.send(Freed(0))
-        sender = await ShmPipe(SETTINGS).open_sender(ours, soon())
-        await theirs.send(Freed(position))
-        with pytest.raises(ProtocolError):
-            await sender.send_tensor(torch.zeros(2 * CAPACITY, dtype=torch.uint8), deadline=soon())
-        await sender.close()
-
-
-@pytest.mark.parametrize(
-    ("ring", "error"),
-    [
-        (Ring("kvferry-1-0123456789abcdef", 4096), ConfigError),
-        (Ring("../../etc/passwd", 4096), ConfigError),
-        (Ring("", 4096), ConfigError),
-    ],
-)
-async def test_a_ring_that_is_not_there(ring: Ring, error: type[KvferryError]) -> None:
-    async with connected() as (ours, theirs):
-        await theirs.send(ring)
-        with pytest.raises(error):
-            await ShmPipe(SETTINGS).open_receiver(ours, soon())
-
-
-@pytest.mark.parametrize("difference", [-1, 1])
-async def test_a_ring_of_another_size(difference: int) -> None:
-    segment = SharedSegment.create(8192)
-    async with connected() as (ours, theirs):
-        await theirs.send(Ring(segment.name, 8192 + difference))
-        with pytest.raises(ProtocolError):
-            await ShmPipe(SETTINGS).open_receiver(ours, soon())
-    segment.close()
 
 
 GROUP_LIES: dict[str, list[Message]] = {
@@ -205,7 +139,7 @@ async def test_a_peer_that_never_opens_its_end(name: str) -> None:
                 end: PipeSender | PipeReceiver = await open_end(ours, soon(0.1))
             except TransferTimeout:
                 continue
-            assert name == "tcp", "which needs no word of its peer"
+            assert name == "plain", "which needs no word of its peer"
             await end.close()
             break
 
@@ -214,7 +148,7 @@ async def test_a_peer_that_never_opens_its_end(name: str) -> None:
     "message", [Join("other", "t"), Join("", ""), NoTensor()], ids=["another kind", "nothing", "another message"]
 )
 async def test_a_wrong_beginning_is_no_pipe(message: Message) -> None:
-    async with serving("tcp", SETTINGS) as (listener, server):
+    async with serving(KINDS["plain"], SETTINGS) as (listener, server):
         identity = Identity("r", make_layout())
         connection = await dial(listener.host, listener.port, "pipe", identity, TOKEN, soon())
         await connection.send(message)
@@ -226,13 +160,13 @@ async def test_a_wrong_beginning_is_no_pipe(message: Message) -> None:
 
 
 async def test_two_pipes_with_one_ticket() -> None:
-    async with serving("tcp", SETTINGS) as (listener, server):
+    async with serving(KINDS["plain"], SETTINGS) as (listener, server):
         identity = Identity("r", make_layout())
         connections = []
         accepting = asyncio.create_task(server.accept("t", soon()))
         for _ in range(2):
             connections.append(await dial(listener.host, listener.port, "pipe", identity, TOKEN, soon()))
-            await connections[-1].send(Join("tcp", "t"))
+            await connections[-1].send(Join("plain", "t"))
         sender = await accepting
         await sender.send_tensor(None, deadline=soon())
         answers = [asyncio.create_task(connection.receive(NoTensor)) for connection in connections]
@@ -249,9 +183,6 @@ async def test_two_pipes_with_one_ticket() -> None:
 
 PARSED: list[tuple[type[Message], Callable[[Message], object]]] = [
     (TensorHeader, lambda header: shaped(torch.empty(num_bytes_of(header, 4096), dtype=torch.uint8), header)),  # type: ignore[arg-type]
-    (Ring, str),
-    (Wrote, str),
-    (Freed, str),
     (Published, str),
     (Formed, str),
     (Join, str),
@@ -280,12 +211,9 @@ def test_any_header(dtype: str, shape: list[int]) -> None:
 def test_any_bytes(kind: type[Message], use: Callable[[Message], object], data: st.DataObject) -> None:
     example = {
         TensorHeader: TensorHeader("int16", [2, 3]),
-        Ring: Ring("kvferry-1-0123456789abcdef", 4096),
-        Wrote: Wrote(7),
-        Freed: Freed(7),
         Published: Published("k", b"v"),
         Formed: Formed("x"),
-        Join: Join("tcp", "t"),
+        Join: Join("plain", "t"),
     }[kind]
     body = bytearray(msgspec.msgpack.encode(example))
     for _ in range(data.draw(st.integers(0, 4))):

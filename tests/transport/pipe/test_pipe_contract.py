@@ -128,7 +128,7 @@ async def test_a_full_pipe_makes_the_sender_wait(ends: Ends) -> None:
     assert await fill(ends[0], torch.zeros(MIB, dtype=torch.uint8)) <= 16
 
 
-@pytest.mark.parametrize("name", ["memory", "shm", "gloo"])
+@pytest.mark.parametrize("name", ["memory", "gloo"])
 async def test_a_pipe_full_of_nothing(name: str) -> None:
     """Where the pipe itself sets the bound. TCP's is the kernel's, and takes long to reach."""
     async with pipe_of(name) as (sender, _):

@@ -15,18 +15,17 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from kvferry.core.clock import Clock
+from kvferry.core.clock import Clock, SystemClock
 from kvferry.core.layout import KVLayout, LayerLayout
 from kvferry.core.sharding import on_rank
 from kvferry.transport.control import Listener
-from kvferry.transport.fabric.base import Fabric, FabricContext
+from kvferry.transport.fabric.base import FabricContext
 from kvferry.transport.fabric.table import build_fabrics
 from kvferry.transport.lookup_buffer.base import Source
-from kvferry.transport.lookup_buffer.entries import EntryBounds
+from kvferry.transport.lookup_buffer.entries import EntryBounds, EntryTable
 from kvferry.transport.lookup_buffer.fabric import FabricLookupBuffer
-from kvferry.transport.lookup_buffer.pulling import PullFabric
 from kvferry.transport.memory import BlockMemory
-from kvferry.transport.pipe.table import pipe_kind
+from kvferry.transport.options import TransportOptions
 from kvferry.transport.shared_memory import SharedSegment, owned_segment_names
 from kvferry.transport.tls import ChannelTls, channel_tls
 from kvferry.transport.transfer_loop import TransferLoop
@@ -87,15 +86,12 @@ class Region:
 
 def tls_of(transport: str) -> ChannelTls | None:
     """Where the name of a transport begins with "tls-"."""
-    return channel_tls(member_options()) if transport.startswith("tls-") else None
+    return channel_tls(TransportOptions(**member_options())) if transport.startswith("tls-") else None
 
 
-def make_fabrics(transport: str, context: FabricContext) -> list[Fabric]:
-    """Of `transport`; "pipe-" and the name of a pipe is one that pulls through it; "tls-" before either: under TLS."""
-    transport = transport.removeprefix("tls-")
-    if transport.startswith("pipe-"):
-        return [PullFabric(context, pipe_kind(transport.removeprefix("pipe-")))]
-    return build_fabrics(transport, context)
+def table_for(memory: BlockMemory, bounds: EntryBounds | None = None, clock: Clock | None = None) -> EntryTable:
+    """An empty one, for blocks of this memory."""
+    return EntryTable(memory.geometry, clock or SystemClock(), bounds or EntryBounds())
 
 
 class Node:
@@ -117,8 +113,9 @@ class Node:
         tls = tls_of(transport)
         self.listener = Listener(identity, token, tls=tls)
         self.context = FabricContext(region.memory, self.listener, identity, token, tls=tls)
-        self.fabrics = make_fabrics(transport, self.context)
-        self.buffer = FabricLookupBuffer(self.context, self.fabrics, bounds, clock)
+        self.fabrics = build_fabrics(transport.removeprefix("tls-"), self.context)
+        self.table = table_for(region.memory, bounds, clock)
+        self.buffer = FabricLookupBuffer(self.context, self.fabrics, self.table)
         self.loop.start()
         self.service = self.loop.submit(self.buffer.run())
 

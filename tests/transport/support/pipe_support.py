@@ -23,8 +23,7 @@ from kvferry.transport.wire import Identity
 EXAMPLES = Path(__file__).parents[3] / "examples"
 sys.path.append(str(EXAMPLES))
 KINDS = {
-    "tcp": "tcp",
-    "shm": "shm",
+    "plain": "plain_pipe:PlainPipe",
     "gloo": "gloo",
     "example": "unix_socket_pipe:UnixSocketPipe",
 }

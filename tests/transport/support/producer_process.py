@@ -8,9 +8,10 @@ from __future__ import annotations
 import json
 import sys
 
+import pipe_support  # noqa: F401 - so that its kinds of pipe are found
 from kv_support import Node, Region, make_layout
 
-from kvferry.transport.lookup_buffer.base import Part
+from kvferry.transport.lookup_buffer.messages import Part
 
 
 def main() -> None:
@@ -23,12 +24,12 @@ def main() -> None:
     for line in sys.stdin:
         match line.split():
             case ["open", key]:
-                node.buffer.open(key)
+                node.table.open(key)
             case ["insert", key, first_block, *block_ids]:
                 num_layers = region.memory.layout.num_layers
-                node.buffer.insert(key, Part(0, num_layers, int(first_block), [int(text) for text in block_ids]))
+                node.table.insert(key, Part(0, num_layers, int(first_block), [int(text) for text in block_ids]))
             case ["seal", key]:
-                node.buffer.seal(key, b"meta")
+                node.table.seal(key, b"meta")
         sys.stdout.write("done" + "\n")
         sys.stdout.flush()
     node.close()

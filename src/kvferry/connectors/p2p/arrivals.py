@@ -16,13 +16,13 @@ from functools import partial
 import msgspec
 
 from kvferry.connectors.api import Failed, Loaded, Prefilled, Released, TransferReport
-from kvferry.connectors.p2p.plan import HandOffMeta, Load, Wait, decode_meta
+from kvferry.connectors.p2p.plan import HandOffMeta, Load, P2pPlan, Wait, decode_meta
 from kvferry.connectors.reports import ReportBox
 from kvferry.core.errors import KvferryError, LeaseEnded, PeerLost, ProtocolError
 from kvferry.core.hand_off import PrefillResult, Ticket, common_prefix
 from kvferry.core.layout import KVLayout
 from kvferry.core.sharding import orphans, sources
-from kvferry.transport.lookup_buffer.base import LookupBuffer, Source, Taken, ignore
+from kvferry.transport.lookup_buffer.base import LookupBuffer, Source, Taken, Want, ignore
 from kvferry.transport.tasks import call_contained, contained, first_error, translated
 
 log = logging.getLogger(__name__)
@@ -30,7 +30,7 @@ RELEASE_S = 5.0
 
 
 class Arrivals:
-    """`wait`, `start_load`, `cancel` and `give_up` run on the transfer loop, while `run` does.
+    """`begin` runs on the transfer loop, while `run` does.
 
     `timeout_s` bounds each load. `keep_lease_on_failure`: another instance may try the ticket after us.
     """
@@ -65,13 +65,55 @@ class Arrivals:
 
     # On the loop.
 
+    def begin(self, plan: P2pPlan) -> None:
+        """Do the consumer's part of a plan. What goes wrong with one request goes wrong with no other."""
+        for request_id in plan.cancels:
+            end, otherwise = partial(self.cancel, request_id), partial(self._not_cancelled, request_id)
+            call_contained(end, f"the end of request {request_id}", otherwise)
+        for wait in plan.waits:
+            self._change_lease(self.wait, wait)
+        for load in plan.loads:
+            start, otherwise = partial(self.start_load, load), partial(self._failed, load.request_id)
+            call_contained(start, f"a load of request {load.request_id}", otherwise)
+        for wait in plan.unwanted:
+            self._change_lease(self.give_up, wait)
+
+    def cancel(self, request_id: str) -> None:
+        """Stop a load; its request is reported `Released` when nothing more is written, also if it has ended."""
+        task = self._tasks.get(request_id)
+        if task is None:
+            self.box.add(Released(request_id))
+        else:
+            self._cancelled.add(request_id)
+            task.cancel()
+
+    def _not_cancelled(self, request_id: str, error: Exception) -> None:
+        """The load ends by its deadline, then, and is reported `Released`."""
+        if request_id in self._tasks:
+            self._cancelled.add(request_id)
+        else:
+            self.box.add(Released(request_id))
+
+    def _change_lease(self, act: Callable[[Wait], None], wait: Wait) -> None:
+        """Where that goes wrong the lease is kept alive no more, and ends by its time. Nothing is reported: no load has
+        begun, and one that still comes says itself how it ended."""
+        request_id = wait.request_id
+        call_contained(
+            partial(act, wait), f"the lease of request {request_id}", lambda _: self._stop_waiting(request_id)
+        )
+
     def wait(self, wait: Wait) -> None:
-        """Keep the leases of a ticket alive until it is loaded or given up."""
+        """Until the ticket is loaded or given up."""
         ticket = wait.ticket
         self._waits[wait.request_id] = [
             self._create_task(partial(self._keep_lease, ticket, rank), f"keep {ticket.transfer_id}")
             for rank in self._own_ranks(ticket)
         ]
+
+    def give_up(self, wait: Wait) -> None:
+        """Tell the producer that nobody will fetch this ticket."""
+        self._stop_waiting(wait.request_id)
+        self._release(wait.ticket, self._own_ranks(wait.ticket))
 
     def start_load(self, load: Load) -> None:
         """Begin to fetch; from now on that keeps the lease alive."""
@@ -80,54 +122,11 @@ class Arrivals:
         self._tasks[load.request_id] = task
         task.add_done_callback(partial(self._ended, load))
 
-    def cancel(self, request_id: str) -> None:
-        """Stop a load; its request is reported `released` when nothing more is written, also if it has ended."""
-        task = self._tasks.get(request_id)
-        if task is None:
-            self.box.add(Released(request_id))
-        else:
-            self._cancelled.add(request_id)
-            task.cancel()
-
-    def give_up(self, wait: Wait) -> None:
-        """Tell the producer that nobody will fetch this ticket."""
-        self._stop_waiting(wait.request_id)
-        self._release(wait.ticket, self._own_ranks(wait.ticket))
-
-    def call_load(self, load: Load) -> None:
-        """`start_load`; where that goes wrong the request's load fails, and no other."""
-        request_id = load.request_id
-        call_contained(
-            partial(self.start_load, load), f"a load of request {request_id}", partial(self._failed, request_id)
-        )
-
-    def call(self, act: Callable[[Wait], None], wait: Wait) -> None:
-        """`wait` or `give_up`; where that goes wrong the lease is kept alive no more, and ends by its time. Nothing is
-        reported: no load has begun, and one that still comes says itself how it ended."""
-        request_id = wait.request_id
-        call_contained(
-            partial(act, wait), f"the lease of request {request_id}", lambda _: self._stop_waiting(request_id)
-        )
-
-    def call_cancel(self, request_id: str) -> None:
-        """`cancel`; where that goes wrong, the load ends by its deadline and is reported `released` then."""
-        call_contained(
-            partial(self.cancel, request_id),
-            f"the end of request {request_id}",
-            partial(self._not_cancelled, request_id),
-        )
-
     def _failed(self, request_id: str, error: Exception) -> None:
         """Unless it has a task, whose end is reported as usual."""
         self._stop_waiting(request_id)
         if request_id not in self._tasks:
             self.box.add(Failed(request_id, translated(error)))
-
-    def _not_cancelled(self, request_id: str, error: Exception) -> None:
-        if request_id in self._tasks:
-            self._cancelled.add(request_id)
-        else:
-            self.box.add(Released(request_id))
 
     def _create_task(self, job: Callable[[], Awaitable[None]], name: str) -> asyncio.Task[None]:
         return self._group.create_task(contained(job, name), name=name)
@@ -215,16 +214,16 @@ class Arrivals:
         return [task.result() for task in tasks]
 
     async def _fetch_one(self, load: Load, rank: int, deadline: float) -> Taken:
-        longer = {"prefix": True} if load.longer else {}
-        return await self._buffer.drop_select(
+        want = Want(
             load.ticket.transfer_id,
             _source(load.ticket, rank),
             load.block_ids,
-            skip_blocks=load.skip_blocks,
+            deadline,
+            load.skip_blocks,
+            prefix=load.longer,
             on_sealed=ignore if self._keep else partial(self._sealed, load),
-            deadline=deadline,
-            **longer,
         )
+        return await self._buffer.drop_select(want)
 
     def _sealed(self, load: Load, encoded: bytes) -> None:
         """P is done. Its token may be given out before the KV is here: whatever becomes of that, the token is right.

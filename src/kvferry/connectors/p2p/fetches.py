@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from enum import Enum
 
 from kvferry.connectors.api import ConnectorContext, Hit, Match, Miss, RequestView
-from kvferry.connectors.p2p.plan import Load, PlanBook, Wait
+from kvferry.connectors.p2p.options import P2pOptions
+from kvferry.connectors.p2p.plan import Load, P2pPlan, Wait
 from kvferry.core.errors import ConfigError, KvferryError, LayoutMismatch, ProtocolError
 from kvferry.core.hand_off import Consume, Produce, Ticket
 from kvferry.core.ticket_seal import TicketSealer
-from kvferry.transport.lookup_buffer.table import needs_address
+from kvferry.transport.lookup_buffer.build import lookup_buffer_class
 
 
 class _State(Enum):
@@ -36,9 +37,9 @@ class _Fetch:
 class Fetches:
     """See the module."""
 
-    def __init__(self, context: ConnectorContext, work: PlanBook, sealer: TicketSealer) -> None:
+    def __init__(self, context: ConnectorContext, work: P2pPlan, sealer: TicketSealer, settings: P2pOptions) -> None:
         self._config, self._layout, self._work = context.config, context.layout, work
-        self._needs_address, self._sealer = needs_address(context.config), sealer
+        self._needs_address, self._sealer = lookup_buffer_class(settings).needs_address, sealer
         self._fetches: dict[str, _Fetch] = {}
         self._cancelled: set[str] = set()
         self.num_begun = 0

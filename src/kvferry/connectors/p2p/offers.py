@@ -30,8 +30,8 @@ from kvferry.connectors.api import (
     RequestView,
     ScheduledChunk,
 )
-from kvferry.connectors.p2p.plan import Drop, HandOffMeta, Keep, PlanBook, Save, Seal, encode_meta
-from kvferry.connectors.p2p.settings import P2pSettings
+from kvferry.connectors.p2p.options import P2pOptions
+from kvferry.connectors.p2p.plan import Drop, HandOffMeta, Keep, P2pPlan, Save, Seal, encode_meta
 from kvferry.core.errors import ConfigError, ProtocolError
 from kvferry.core.hand_off import Produce, Ticket, prefix_digests
 from kvferry.core.ticket_seal import TicketSealer
@@ -58,10 +58,10 @@ class _Offer:
 class Offers:
     """See the module."""
 
-    def __init__(self, context: ConnectorContext, work: PlanBook, sealer: TicketSealer, settings: P2pSettings) -> None:
+    def __init__(self, context: ConnectorContext, work: P2pPlan, sealer: TicketSealer, settings: P2pOptions) -> None:
         self._config, self._layout = context.config, context.layout
         self._work, self._sealer = work, sealer
-        self._lease_s, self._kept_lease_s = settings.lease_s, settings.kept_lease_s
+        self._lease_s, self._kept_lease_s = settings.lease_s, settings.decoder_kv_blocks_ttl
         self._addresses: list[tuple[str, int]] = []
         self._offers: dict[str, _Offer] = {}
         self._by_transfer: dict[str, _Offer] = {}

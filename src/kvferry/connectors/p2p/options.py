@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated
 
-import msgspec
 from msgspec import Meta
+
+from kvferry.core.options import read_options
+from kvferry.core.transfer_config import KVTransferConfig
+from kvferry.transport.lookup_buffer.build import check_lookup_buffer
+from kvferry.transport.options import TransportOptions
 
 Seconds = Annotated[float, Meta(gt=0)]
 
 
-class P2pOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class P2pOptions(TransportOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Keys of `kv_connector_extra_config`. The docstring under each is its meaning in the reference."""
-
-    transport: str = "auto"
-    """How bytes move. `auto`: shared memory between processes of one machine, else TCP; for KV in device memory CUDA
-    IPC, else NIXL. Or one by name: a fabric (`shm`, `tcp`, `cuda_ipc`, `nixl`, `mooncake`), a pipe (`gloo`, `nccl`), or
-    a pipe class as `package.module:Class`."""
-
-    lookup_buffer: Literal["", "fabric", "pipe", "valkey"] = ""
-    """Where P offers its blocks. Empty: what goes with `transport`. `valkey`: P copies them to a Valkey or Redis
-    server, and D reads them there."""
-
-    valkey_url: str = ""
-    """The server of `lookup_buffer` `valkey`, such as `valkey://127.0.0.1:6379` or `unix:///run/valkey.sock`."""
 
     lease_s: Seconds = 30.0
     """Seconds that P keeps a finished hand-off for D. D renews the lease while the request waits in its queue."""
@@ -41,40 +33,12 @@ class P2pOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     decoder_kv_blocks_ttl: Seconds = 480.0
     """Seconds that D keeps those blocks."""
 
-    checksum: bool | None = None
-    """Compare a digest of what D read with a digest of what P has. Not set: only for TCP."""
 
-    advertise_host: str = ""
-    """Address that tickets carry, where it differs from `kv_ip` (behind a NAT, or with `kv_ip` `0.0.0.0`)."""
+def options_of(config: KVTransferConfig) -> P2pOptions:
+    """Raises `ConfigError` that names the key."""
+    return read_options(P2pOptions, config.kv_connector_extra_config)
 
-    advertise_port: Annotated[int, Meta(ge=0, le=65535)] = 0
-    """Port that tickets carry, where it differs from the one listened on."""
 
-    tls_cert: str = ""
-    """PEM file of this instance's certificate, with its chain. Connections between instances are then under mutual
-    TLS. Set it on all instances or on none."""
-
-    tls_key: str = ""
-    """PEM file of the certificate's private key, where `tls_cert` does not contain it."""
-
-    tls_ca: str = ""
-    """PEM file of the authority that has signed the certificates of all instances, and of nobody else."""
-
-    tls_control_only: bool = False
-    """Accept a transport that TLS does not cover (`nixl`, `mooncake`, `gloo`, `nccl`), because its network is
-    private."""
-
-    streams: Annotated[int, Meta(ge=1, le=16)] = 1
-    """`tcp`: connections to each peer."""
-
-    backends: tuple[str, ...] = ("UCX",)
-    """`nixl`: NIXL backends to create."""
-
-    num_threads: int = 0
-    """`nixl`: worker threads of the backend; 0 leaves it to NIXL."""
-
-    protocol: str = "tcp"
-    """`mooncake`: `tcp`, `rdma`, or another protocol of Mooncake's."""
-
-    device_name: str = ""
-    """`mooncake`: RDMA devices, separated by commas; empty lets the engine find them."""
+def check(config: KVTransferConfig) -> None:
+    """Raise `ConfigError` for all that can be known to be wrong before there is an engine."""
+    check_lookup_buffer(options_of(config))

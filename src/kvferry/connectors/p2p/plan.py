@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 import msgspec
 
 from kvferry.core.hand_off import PrefillResult, Ticket
@@ -71,8 +69,10 @@ class Load(msgspec.Struct, frozen=True, array_like=True):
     longer: bool = False
 
 
-class P2pPlan(msgspec.Struct, frozen=True):
-    """One step's work, done in this order: what is withdrawn comes first, since its blocks may be in use again.
+class P2pPlan(msgspec.Struct):
+    """One step's work: the scheduler side puts it together, and takes it once a step.
+
+    It is done in this order: what is withdrawn comes first, since its blocks may be in use again.
 
     `resets`: hand-offs whose blocks are computed again; all that was announced of them is void. `voids`: hand-offs that
     ended before anything was announced, which consumers may wait for. `cancels`: request ids whose load must stop.
@@ -92,33 +92,17 @@ class P2pPlan(msgspec.Struct, frozen=True):
     loads: list[Load] = []
     unwanted: list[Wait] = []
 
-
-@dataclass
-class PlanBook:
-    """A plan in the making."""
-
-    resets: list[str] = field(default_factory=list)
-    voids: list[str] = field(default_factory=list)
-    drops: list[Drop] = field(default_factory=list)
-    cancels: list[str] = field(default_factory=list)
-    ends: list[str] = field(default_factory=list)
-    saves: list[Save] = field(default_factory=list)
-    seals: list[Seal] = field(default_factory=list)
-    keeps: list[Keep] = field(default_factory=list)
-    waits: list[Wait] = field(default_factory=list)
-    loads: list[Load] = field(default_factory=list)
-    unwanted: list[Wait] = field(default_factory=list)
+    def __bool__(self) -> bool:
+        return any(getattr(self, name) for name in self.__struct_fields__)
 
     def take(self) -> P2pPlan | None:
-        """The plan as far as it has come, and begin another; None when there is nothing in it."""
+        """What has come together so far, which is not changed any more, and begin anew; None when there is nothing."""
         if not self:
             return None
-        taken = P2pPlan(**vars(self))
-        vars(self).update(vars(PlanBook()))
+        taken = msgspec.structs.replace(self)
+        for name in self.__struct_fields__:
+            setattr(self, name, [])
         return taken
-
-    def __bool__(self) -> bool:
-        return any(vars(self).values())
 
 
 class HandOffMeta(msgspec.Struct, frozen=True):

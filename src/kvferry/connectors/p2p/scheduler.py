@@ -26,8 +26,8 @@ from kvferry.connectors.api import (
 )
 from kvferry.connectors.p2p.fetches import Fetches
 from kvferry.connectors.p2p.offers import Offers
-from kvferry.connectors.p2p.plan import P2pPlan, PlanBook
-from kvferry.connectors.p2p.settings import read_settings
+from kvferry.connectors.p2p.options import options_of
+from kvferry.connectors.p2p.plan import P2pPlan
 from kvferry.core.errors import KvferryError, LeakError
 from kvferry.core.hand_off import Consume, Produce
 from kvferry.core.ticket_seal import TicketSealer
@@ -36,23 +36,23 @@ log = logging.getLogger(__name__)
 
 
 class P2pSchedulerSide(SchedulerSide):
-    """See the module. `P2pSettings` says what can be set."""
+    """See the module. `P2pOptions` says what can be set."""
 
     takes_parts = True
     gauges = frozenset({"num_produced"})
 
     def __init__(self, context: ConnectorContext) -> None:
         super().__init__(context)
-        settings, sealer = read_settings(context.config), TicketSealer(context.auth_token)
+        settings, sealer = options_of(context.config), TicketSealer(context.auth_token)
         if not context.auth_token:
             log.warning(
                 "without KVFERRY_AUTH_TOKEN any client can make a ticket; only those of this machine's loopback"
                 " interface are taken"
             )
-        self._keeps_all = settings.keeps_all
-        self._work = PlanBook()
+        self._keeps_all = settings.bidirectional_kv_xfer
+        self._work = P2pPlan()
         self._offers = Offers(context, self._work, sealer, settings)
-        self._fetches = Fetches(context, self._work, sealer)
+        self._fetches = Fetches(context, self._work, sealer, settings)
 
     def set_addresses(self, addresses: Sequence[dict[str, Any]]) -> None:
         """Where this instance's ranks listen."""

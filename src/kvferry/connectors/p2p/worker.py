@@ -1,7 +1,7 @@
 """The P2P connector beside the KV cache: moves blocks from a prefill instance's memory into a decode instance's.
 
-Owns the transfer thread and the lookup buffer. The engine's thread calls it; whatever
-waits runs on the transfer thread.
+Owns the transfer thread, the table of what is handed off from here, and the lookup buffer by which consumers get it.
+The engine's thread calls it; whatever waits runs on the transfer thread.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ from typing import Any
 from kvferry.connectors.api import ConnectorContext, Released, TransferReport, WorkerSide
 from kvferry.connectors.p2p.arrivals import Arrivals
 from kvferry.connectors.p2p.departures import Departures
+from kvferry.connectors.p2p.options import options_of
 from kvferry.connectors.p2p.plan import P2pPlan
-from kvferry.connectors.p2p.settings import read_settings
+from kvferry.core.clock import SystemClock
 from kvferry.core.errors import ConnectorLost, LeakError
-from kvferry.transport.lookup_buffer.entries import EntryBounds
-from kvferry.transport.lookup_buffer.offering import OfferingBuffer
-from kvferry.transport.lookup_buffer.table import LookupBufferContext, build_lookup_buffer
+from kvferry.transport.lookup_buffer.base import LookupBuffer, LookupBufferContext
+from kvferry.transport.lookup_buffer.build import build_lookup_buffer
+from kvferry.transport.lookup_buffer.entries import EntryBounds, EntryTable
 from kvferry.transport.memory import BlockMemory
 from kvferry.transport.tasks import run_together
 from kvferry.transport.transfer_loop import TransferLoop
@@ -31,12 +32,7 @@ GATHER_BYTES = 2 * 2**20
 
 
 class P2pWorkerSide(WorkerSide):
-    """See the module. `kv_connector_extra_config`: `P2pSettings` has the times; `transport.lookup_buffer.table`
-    explains `lookup_buffer` and `transport`; by default KV is read from shared memory where both sides can, else over
-    TCP (NIXL for device memory). `checksum`: whether what is fetched is compared with what the producer has (XXH3); by
-    default it is where it crosses TCP. `advertise_host`, `advertise_port`: where other instances find this one, if not
-    at `kv_ip` and `kv_port` (containers, address translation).
-    """
+    """See the module. What can be set is in `P2pOptions`."""
 
     plan_type = P2pPlan
     gauges = frozenset({"num_loading", "num_keys", "held_bytes", "stored_bytes", "open_connections"})
@@ -44,12 +40,13 @@ class P2pWorkerSide(WorkerSide):
     def __init__(self, context: ConnectorContext) -> None:
         super().__init__(context)
         self._config = context.config
-        self._settings = read_settings(context.config)
+        self._settings = options_of(context.config)
         self._loop = TransferLoop()
         self._service: Future[None] | None = None
         self._report: TransferReport = []
         """What is to be said, as far as it was put together."""
-        self._buffer: OfferingBuffer
+        self._table: EntryTable
+        self._buffer: LookupBuffer
         self._departures: Departures
         self._arrivals: Arrivals
 
@@ -63,24 +60,22 @@ class P2pWorkerSide(WorkerSide):
         self._loop.submit(self._arrivals.started()).result(START_S)
 
     def _build(self, memory: BlockMemory) -> None:
-        config, layout = self._config, self.context.layout
+        config, layout, settings = self._config, self.context.layout, self._settings
         # The scheduler side keeps prefills waiting at `kv_buffer_size`; here twice that only guards against mistakes.
         bounds = EntryBounds(
-            self._settings.lease_s,
-            self._settings.unsealed_s,
+            settings.lease_s,
+            settings.unsealed_s,
             capacity_bytes=2 * config.kv_buffer_size,
             gather_bytes=GATHER_BYTES,
         )
+        self._table = EntryTable(memory.geometry, SystemClock(), bounds)
         identity = Identity(config.engine_id, layout)
         self._buffer = build_lookup_buffer(
-            LookupBufferContext(config, memory, identity, self.context.auth_token, bounds)
+            LookupBufferContext(config, settings, memory, identity, self.context.auth_token, self._table)
         )
         self._departures = Departures(self._buffer, layout.num_layers, _device_wait(memory.device))
         self._arrivals = Arrivals(
-            self._buffer,
-            self.context.layout,
-            self._settings.timeout_s,
-            keep_lease_on_failure=config.kv_load_failure_policy == "fail",
+            self._buffer, layout, settings.timeout_s, keep_lease_on_failure=config.kv_load_failure_policy == "fail"
         )
 
     async def _serve(self) -> None:
@@ -108,16 +103,9 @@ class P2pWorkerSide(WorkerSide):
         """Announce and fetch."""
         if plan is None:
             return
-        arrivals = self._arrivals
-        for request_id in plan.cancels:
-            self._loop.call(partial(arrivals.call_cancel, request_id))
         self._departures.start(plan)
-        for wait in plan.waits:
-            self._loop.call(partial(arrivals.call, arrivals.wait, wait))
-        for load in plan.loads:
-            self._loop.call(partial(arrivals.call_load, load))
-        for wait in plan.unwanted:
-            self._loop.call(partial(arrivals.call, arrivals.give_up, wait))
+        if plan.cancels or plan.waits or plan.loads or plan.unwanted:
+            self._loop.call(partial(self._arrivals.begin, plan))
 
     def save_layer(self, layer: int) -> None:
         """Announce this step's blocks of `layer`."""
@@ -149,7 +137,7 @@ class P2pWorkerSide(WorkerSide):
     def on_report(self, wake: Callable[[], None]) -> None:
         """`wake` is called from the transfer thread."""
         self._arrivals.box.wake = wake
-        self._buffer.table.on_end = wake
+        self._table.on_end = wake
 
     # Insight.
 

@@ -6,35 +6,32 @@ runs on the instance's `TransferLoop`.
 
 from __future__ import annotations
 
+import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from kvferry.core.errors import ProtocolError
-from kvferry.core.transfer_config import extra_value
+from kvferry.core.errors import KvferryError, ProtocolError
 from kvferry.transport.connection import Connection
 from kvferry.transport.control import Listener, dial
 from kvferry.transport.memory import BlockMemory, Span
+from kvferry.transport.options import TransportOptions
 from kvferry.transport.tls import ChannelTls
 from kvferry.transport.wire import Identity
 
 
 @dataclass(frozen=True)
 class FabricContext:
-    """What a fabric is built from. `listener` is the instance's own; a fabric may serve a purpose on it. `options`
-    is the user's `kv_connector_extra_config`."""
+    """What a fabric is built from. `listener` is the instance's own; a fabric may serve a purpose on it. A fabric of
+    another package finds its options in `settings.transport_options`."""
 
     memory: BlockMemory
     listener: Listener
     identity: Identity
     token: str = ""
-    options: Mapping[str, Any] = field(default_factory=dict)
+    settings: TransportOptions = field(default_factory=TransportOptions)
     tls: ChannelTls | None = None
-
-    def option(self, key: str, default: Any) -> Any:
-        """A value of `options`, of the default's type. Raises `ConfigError`."""
-        return extra_value(self.options, key, default)
 
     async def dial(self, host: str, port: int, purpose: str, deadline: float) -> Connection:
         """A connection to another instance's listener, which the caller owns. Raises as `control.dial`."""
@@ -101,33 +98,22 @@ def host_and_port(description: Mapping[str, Any], name: str) -> tuple[str, int]:
     return host, port
 
 
-def require_within(spans: Sequence[Span], num_bytes: int, whose: str) -> None:
-    """Raise `ProtocolError` unless all spans lie within a region of `num_bytes`."""
-    for offset, length in spans:
-        if offset < 0 or length <= 0 or offset + length > num_bytes:
-            raise ProtocolError(f"bytes {offset} to {offset + length} lie outside of the {whose} region of {num_bytes}")
+class PendingRead:
+    """A read that was asked for of a peer which sends, and whether anybody still waits for it. Made on the loop."""
 
+    def __init__(self) -> None:
+        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
-def require_same_length(remote: Sequence[Span], local: Sequence[Span]) -> int:
-    """How many bytes either list covers. Raises `ProtocolError` when they differ."""
-    num_remote, num_local = sum(length for _, length in remote), sum(length for _, length in local)
-    if num_remote != num_local:
-        raise ProtocolError(f"{num_remote} bytes cannot fill {num_local}")
-    return num_local
+    @property
+    def given_up(self) -> bool:
+        """Nobody wants what still comes: a wait for `done` that is cancelled cancels it."""
+        return self.done.done()
 
-
-def common_pieces(remote: Sequence[Span], local: Sequence[Span], largest: int) -> Iterator[tuple[int, int, int]]:
-    """(remote offset, local offset, length) of pieces contiguous on both sides, of at most `largest` bytes."""
-    remote_spans, local_spans = iter(remote), iter(local)
-    remote_left = local_left = remote_offset = local_offset = 0
-    while True:
-        if not remote_left:
-            remote_offset, remote_left = next(remote_spans, (0, 0))
-        if not local_left:
-            local_offset, local_left = next(local_spans, (0, 0))
-        length = min(remote_left, local_left, largest)
-        if not length:
+    def finish(self, error: KvferryError | None = None) -> None:
+        """Wake the reader, unless it gave up."""
+        if self.given_up:
             return
-        yield remote_offset, local_offset, length
-        remote_offset, local_offset = remote_offset + length, local_offset + length
-        remote_left, local_left = remote_left - length, local_left - length
+        if error is None:
+            self.done.set_result(None)
+        else:
+            self.done.set_exception(error)

@@ -15,7 +15,6 @@ import numpy as np
 
 from kvferry.core.compiled import NotCompiled, compiled
 from kvferry.transport.fabric.pieces import Pieces
-from kvferry.transport.fabric.process_memory import MEMORY
 
 log = logging.getLogger(__name__)
 _SOURCE = Path(__file__).with_suffix(".cpp")
@@ -25,6 +24,13 @@ SHORT_BYTES = 2**20
 """Copied with the GIL kept: giving it up may cost a wait of milliseconds behind a thread that computes in Python."""
 SHORT_PIECE_BYTES = 64 * 2**10
 """The same of a piece that goes by itself."""
+
+ADDRESS_BITS = 47
+"""What a process has on x86-64 and on 64-bit Arm, as the kernel maps it unless asked for more."""
+MEMORY = memoryview((ctypes.c_char * 2**ADDRESS_BITS).from_address(0)).cast("B")
+"""This process's memory as one row of bytes, indexed by address. Copying from slice to slice of it is the cheapest copy
+of a short block that Python has: 0.4 µs beyond the copy itself, half of a call through ctypes. Whoever slices it has
+looked that the addresses are mapped."""
 
 CopyPieces = Callable[[Pieces], None]
 
@@ -53,8 +59,7 @@ def copier() -> CopyPieces:
 def copy_one_by_one(pieces: Pieces) -> None:
     """The same in Python."""
     memory = MEMORY
-    rows = zip(pieces.remote.tolist(), pieces.local.tolist(), pieces.lengths.tolist(), strict=True)
-    for source, target, length in rows:
+    for source, target, length in pieces.rows():
         if length <= SHORT_PIECE_BYTES:
             memory[target : target + length] = memory[source : source + length]
         else:

@@ -17,9 +17,9 @@ import msgspec
 from kvferry.core.errors import ConfigError, PeerLost, ProtocolError, TransferTimeout
 from kvferry.transport.fabric.base import Fabric, FabricContext, FabricPeer
 from kvferry.transport.fabric.cuda_driver import HANDLE_BYTES, CudaDriver
-from kvferry.transport.fabric.pieces import RegionMap, join
+from kvferry.transport.fabric.pieces import join
 from kvferry.transport.fabric.shm import machine_id
-from kvferry.transport.memory import Region, Span
+from kvferry.transport.memory import Region, RegionMap, Span
 from kvferry.transport.tasks import uncancelled
 
 SLICE_BYTES = 64 * 2**20
@@ -91,7 +91,7 @@ class CudaIpcPeer(FabricPeer):
     def __init__(self, fabric: CudaIpcFabric, regions: Sequence[Region], mapped: Sequence[int]) -> None:
         self._driver, self._mapped = fabric.driver, mapped
         self._theirs = RegionMap(regions, "peer's")
-        self._ours = RegionMap(fabric.context.memory.regions, "own")
+        self._ours = fabric.context.memory.map
         self._copying = asyncio.Lock()
         self._closed = False
 
@@ -102,9 +102,8 @@ class CudaIpcPeer(FabricPeer):
             async with self._copying:
                 self._require_going(deadline)
                 self._driver.begin()
-                rows = zip(part.local.tolist(), part.remote.tolist(), part.lengths.tolist(), strict=True)
                 try:
-                    for target, source, length in rows:
+                    for source, target, length in part.rows():
                         self._driver.copy(target, source, length)
                 finally:
                     await uncancelled(self._idle())

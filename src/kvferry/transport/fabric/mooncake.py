@@ -24,8 +24,8 @@ import msgspec
 from kvferry.core.errors import PeerLost, ProtocolError, TransferTimeout
 from kvferry.transport.fabric.base import Fabric, FabricContext, FabricPeer
 from kvferry.transport.fabric.mooncake_engine import MooncakeEngine
-from kvferry.transport.fabric.pieces import Pieces, RegionMap, join
-from kvferry.transport.memory import Region, Span
+from kvferry.transport.fabric.pieces import Pieces, join
+from kvferry.transport.memory import Region, RegionMap, Span
 from kvferry.transport.tasks import uncancelled
 
 SLICE_BYTES = 16 * 2**20
@@ -46,15 +46,13 @@ class MooncakeDescription(msgspec.Struct, frozen=True):
 
 
 class MooncakeFabric(Fabric):
-    """`kv_connector_extra_config`: `protocol` "tcp" (default), "rdma" or another of Mooncake's; `device_name`, the
-    devices to use, as Mooncake takes them (default all)."""
+    """Any two instances that Mooncake joins. It reads its own options of `TransportOptions`."""
 
     name = "mooncake"
 
     def __init__(self, context: FabricContext) -> None:
         super().__init__(context)
-        self.protocol = context.option("protocol", "tcp")
-        self._device_name = context.option("device_name", "")
+        self.protocol, self._device_name = context.settings.protocol, context.settings.device_name
         self._beacon = ctypes.create_string_buffer(secrets.token_bytes(BEACON_BYTES), BEACON_BYTES)
         self.received = ctypes.create_string_buffer(BEACON_BYTES)
         self._probing = asyncio.Lock()
@@ -110,7 +108,7 @@ class MooncakePeer(FabricPeer):
         self._reading = fabric.reading
         self._segment = f"{described.host}:{described.rpc_port}"
         self._theirs = RegionMap([Region(address, size) for address, size in described.regions], "peer's")
-        self._ours = RegionMap(fabric.context.memory.regions, "own")
+        self._ours = fabric.context.memory.map
         self._closed = False
 
     async def read(self, remote: Sequence[Span], local: Sequence[Span], deadline: float) -> None:

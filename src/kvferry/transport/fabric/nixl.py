@@ -30,8 +30,8 @@ from kvferry.core.errors import KvferryError, PeerLost, ProtocolError, TransferT
 from kvferry.transport.connection import limited_to
 from kvferry.transport.fabric.base import Fabric, FabricContext, FabricPeer
 from kvferry.transport.fabric.nixl_agent import Handle, MemoryKind, NixlAgent
-from kvferry.transport.fabric.pieces import Pieces, RegionMap, join
-from kvferry.transport.memory import Region, Span
+from kvferry.transport.fabric.pieces import Pieces, join
+from kvferry.transport.memory import Region, RegionMap, Span
 from kvferry.transport.tasks import uncancelled
 
 log = logging.getLogger(__name__)
@@ -62,14 +62,13 @@ class NixlDescription(msgspec.Struct, frozen=True):
 
 
 class NixlFabric(Fabric):
-    """`kv_connector_extra_config`: `backends`, a list of NIXL's (default UCX), and `num_threads` of its workers."""
+    """Any two instances that NIXL's backends join. It reads its own options of `TransportOptions`."""
 
     name = "nixl"
 
     def __init__(self, context: FabricContext) -> None:
         super().__init__(context)
-        self._backends: list[str] = context.option("backends", ["UCX"])
-        self._num_threads: int = context.option("num_threads", 0)
+        self._backends, self._num_threads = list(context.settings.backends), context.settings.num_threads
         self.kind = MemoryKind.of(context.memory.device)
         self._beacon = ctypes.create_string_buffer(secrets.token_bytes(BEACON_BYTES), BEACON_BYTES)
         self._serving = self._agent(self._beacon, serves=True)
@@ -200,7 +199,7 @@ class NixlPeer(FabricPeer):
     def __init__(self, fabric: NixlFabric, reader: _Reader, remote: _Remote, described: NixlDescription) -> None:
         self._fabric, self._reader, self._remote, self._agent = fabric, reader, remote, reader.agent
         self._theirs = RegionMap([Region(address, size) for address, size in described.regions], "peer's")
-        self._ours = RegionMap(fabric.context.memory.regions, "own")
+        self._ours = fabric.context.memory.map
         self._kind = MemoryKind(described.segment, described.device)
         self._closed = False
         self._num_reads = 0

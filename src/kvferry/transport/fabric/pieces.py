@@ -7,15 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, chain
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kvferry.core.errors import ProtocolError
-from kvferry.transport.memory import Region, Span
+from kvferry.transport.memory import Numbers, Region, RegionMap, Span, columns
 
-Numbers = NDArray[np.int64]
+ANYWHERE = RegionMap([Region(0, 2**62)], "peer's")
+"""Where spans are that only their owner can place: an offset is its own address."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +28,10 @@ class Pieces:
     def __len__(self) -> int:
         return len(self.lengths)
 
+    def rows(self) -> Iterator[tuple[int, int, int]]:
+        """(remote, local, length), one by one."""
+        return zip(self.remote.tolist(), self.local.tolist(), self.lengths.tolist(), strict=True)
+
     def slices(self, num_bytes: int, num_pieces: int) -> Iterator[Pieces]:
         """In order, with at most so many pieces each, and bytes (but one piece goes through whole)."""
         ends = np.cumsum(self.lengths)
@@ -38,33 +41,6 @@ class Pieces:
             end = min(max(fitting, start + 1), start + num_pieces)
             yield Pieces(self.remote[start:end], self.local[start:end], self.lengths[start:end])
             start, done = end, int(ends[end - 1])
-
-
-class RegionMap:
-    """From spans to addresses in some regions. `whose` names their owner in errors."""
-
-    def __init__(self, regions: Sequence[Region], whose: str) -> None:
-        self.whose = whose
-        sizes = [region.num_bytes for region in regions]
-        self.num_bytes = sum(sizes)
-        self._ends = np.fromiter(accumulate(sizes), np.int64, len(sizes))
-        starts = self._ends - np.array(sizes, np.int64)
-        self._shifts = np.array([region.address for region in regions], np.int64) - starts
-
-    def locate(self, offsets: Numbers, lengths: Numbers) -> Numbers:
-        """The spans' addresses. Raises `ProtocolError` unless each span lies within one region."""
-        inside = (offsets >= 0) & (lengths > 0) & (lengths <= self.num_bytes) & (offsets < self.num_bytes)
-        if inside.all():
-            regions = np.searchsorted(self._ends, offsets, side="right")
-            inside = offsets + lengths <= self._ends[regions]
-        if not inside.all():
-            first = int(np.argmin(inside))
-            offset, length = int(offsets[first]), int(lengths[first])
-            raise ProtocolError(
-                f"bytes {offset} to {offset + length} lie outside of the {self.whose} region of {self.num_bytes}"
-            )
-        located: Numbers = offsets + self._shifts[regions]
-        return located
 
 
 def join(
@@ -107,12 +83,3 @@ def _split(pieces: Pieces, largest: int) -> Pieces:
     skipped = number * largest
     lengths = np.minimum(np.repeat(pieces.lengths, counts) - skipped, largest)
     return Pieces(np.repeat(pieces.remote, counts) + skipped, np.repeat(pieces.local, counts) + skipped, lengths)
-
-
-def columns(spans: Sequence[Span]) -> tuple[Numbers, Numbers]:
-    """(offsets, lengths). Raises `ProtocolError` on a number too large for any region."""
-    try:
-        flat = np.fromiter(chain.from_iterable(spans), np.int64, 2 * len(spans))
-    except OverflowError as error:  # numbers from a peer
-        raise ProtocolError("a span beyond any region") from error
-    return flat[0::2], flat[1::2]

@@ -16,8 +16,8 @@ import msgspec
 from kvferry.core.errors import ConfigError, PeerLost, ProtocolError, TransferTimeout
 from kvferry.transport.fabric.base import Fabric, FabricContext, FabricPeer
 from kvferry.transport.fabric.copying import copier
-from kvferry.transport.fabric.pieces import RegionMap, join
-from kvferry.transport.memory import BlockMemory, Region, Span
+from kvferry.transport.fabric.pieces import join
+from kvferry.transport.memory import BlockMemory, Region, RegionMap, Span
 from kvferry.transport.shared_memory import SharedSegment
 
 SLICE_BYTES = 8 * 2**20
@@ -63,7 +63,7 @@ class ShmPeer(FabricPeer):
     def __init__(self, segments: Sequence[SharedSegment], memory: BlockMemory) -> None:
         self._segments = segments
         self._theirs = RegionMap([Region(segment.address, segment.num_bytes) for segment in segments], "peer's")
-        self._ours = RegionMap(memory.regions, "own")
+        self._ours = memory.map
         self._copy = copier()
         self._closed = False
 

@@ -23,10 +23,9 @@ import numpy as np
 
 from kvferry.core.errors import ConfigError, KvferryError, PeerLost, ProtocolError
 from kvferry.transport.connection import Connection, limited_to, translated_errors
-from kvferry.transport.fabric.base import Fabric, FabricContext, FabricPeer, host_and_port
-from kvferry.transport.fabric.pieces import Numbers, Pieces, RegionMap, join
-from kvferry.transport.fabric.table import MAX_STREAMS
-from kvferry.transport.memory import Region, Span
+from kvferry.transport.fabric.base import Fabric, FabricContext, FabricPeer, PendingRead, host_and_port
+from kvferry.transport.fabric.pieces import ANYWHERE, Pieces, join
+from kvferry.transport.memory import Numbers, RegionMap, Span
 from kvferry.transport.memory_vector import MemoryVector
 from kvferry.transport.socket_io import SocketIO
 from kvferry.transport.tasks import run_together
@@ -35,8 +34,6 @@ from kvferry.transport.wire import HEADER_BYTES, Message
 PURPOSE = "read"
 STREAM_BYTES = 2**20
 """A read is spread over streams in parts of no less."""
-ANYWHERE = RegionMap([Region(0, 2**62)], "peer's")
-"""The peer's region, whose size it knows itself."""
 WASTE_BYTES = 2**18
 LOW_WATER_BYTES = 2**18
 """Received at once, where so much is to come: a turn of the loop costs as much as the copy of 100 KiB."""
@@ -59,8 +56,7 @@ class ReadAnswer(Message, frozen=True):
 
 
 class TcpFabric(Fabric):
-    """Any two instances with a network between them. `kv_connector_extra_config`: `streams`, connections to each
-    peer that is read (default 1)."""
+    """Any two instances with a network between them."""
 
     name = "tcp"
     over_tcp = True
@@ -70,11 +66,9 @@ class TcpFabric(Fabric):
         super().__init__(context)
         if context.memory.device != "cpu":
             raise ConfigError(f"transport tcp needs the KV cache in host memory, and it is on {context.memory.device}")
-        self._num_streams: int = context.option("streams", 1)
-        if not 0 < self._num_streams <= MAX_STREAMS:
-            raise ConfigError(f"kv_connector_extra_config.streams must be 1 to {MAX_STREAMS}, not {self._num_streams}")
+        self._num_streams = context.settings.streams
         self._served = RegionMap(context.memory.regions, "peer's")
-        self._ours = RegionMap(context.memory.regions, "own")
+        self._ours = context.memory.map
         context.listener.handle(PURPOSE, self._serve)
 
     def describe(self) -> dict[str, Any]:
@@ -137,27 +131,13 @@ class TcpPeer(FabricPeer):
             await stream.close()
 
 
-class _Read:
+class _Read(PendingRead):
     """One request under way, and what of our memory is still to be filled by it."""
 
     def __init__(self, request_id: int, pieces: Pieces) -> None:
+        super().__init__()
         self.request_id = request_id
-        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.target = MemoryVector(pieces.local, pieces.lengths)
-
-    @property
-    def given_up(self) -> bool:
-        """Nobody wants what still comes."""
-        return self.done.done()
-
-    def finish(self, error: KvferryError | None = None) -> None:
-        """Wake the reader, unless it gave up."""
-        if self.given_up:
-            return
-        if error is None:
-            self.done.set_result(None)
-        else:
-            self.done.set_exception(error)
 
 
 class _Answers:

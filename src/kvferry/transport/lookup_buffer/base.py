@@ -1,9 +1,9 @@
 """The keyed hand-off: what one instance computes under a key, another takes, once.
 
-The producer opens a key, inserts parts of its blocks as they are computed, and seals it. The consumer may ask at any
-time, also before the key exists, and is given each part as soon as it is announced; so layers flow while the
-producer still computes. Nothing is copied until a consumer asks: the parts only name blocks, which stay the
-producer's until `ended` names the key.
+The producer opens a key in its `EntryTable`, inserts parts of its blocks as they are computed, and seals it. The
+consumer may ask at any time, also before the key exists, and is given each part as soon as it is announced; so layers
+flow while the producer still computes. Nothing is copied until a consumer asks: the parts only name blocks, which stay
+the producer's until the table says that the key has ended.
 
 The *fence* makes this safe: the consumer reads freely, and in the end asks whether the producer kept all of it
 until that moment. Only an acknowledged take counts; whatever was read without one is worth nothing.
@@ -12,27 +12,19 @@ until that moment. Only an acknowledged take counts; whatever was read without o
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar
 
-import msgspec
-
-from kvferry.core.errors import ConfigError
+from kvferry.core.errors import ConfigError, LeakError
 from kvferry.core.layout import KVLayout
-
-EndReason = Literal["taken", "stored", "released", "expired", "dropped", "full"]
-"""How a key ends: a consumer has it; a server keeps it for one; nobody wants it; its lease was over; the producer
-withdrew it; no room for it."""
-
-
-class Part(msgspec.Struct, frozen=True, array_like=True):
-    """Blocks `first_block, first_block + 1, …` of a request, of some layers, are computed: in these of P's blocks."""
-
-    first_layer: int
-    num_layers: int
-    first_block: int
-    block_ids: list[int]
+from kvferry.core.transfer_config import KVTransferConfig
+from kvferry.transport.connection import limited_to
+from kvferry.transport.lookup_buffer.entries import EntryTable
+from kvferry.transport.memory import BlockMemory
+from kvferry.transport.options import TransportOptions
+from kvferry.transport.wire import Identity
 
 
 @dataclass(frozen=True)
@@ -47,20 +39,27 @@ class Source:
     tp_size: int | None = None
 
 
-OnSealed = Callable[[bytes], None]
-"""Told what a key was sealed with; on the `TransferLoop`."""
-
-
 def ignore(meta: bytes) -> None:
     """Nobody wants to know early."""
 
 
 @dataclass(frozen=True)
-class Ended:
-    """A key is over: the blocks of its parts may be reused."""
+class Want:
+    """A hand-off that a consumer wants: our rank's share of all its parts, in our blocks `into`.
+
+    `into` are in the request's order; the first `skip_blocks` of them have their KV already and are left alone. The
+    producer may have sealed fewer blocks than `into` holds: see `Taken.num_tokens`. It may have more only where a
+    `prefix` of them is wanted. `on_sealed` is told the seal's `meta`, on the `TransferLoop`, as soon as it is known,
+    before all parts have come. `deadline` is monotonic, s.
+    """
 
     key: str
-    reason: EndReason
+    source: Source
+    into: Sequence[int]
+    deadline: float
+    skip_blocks: int = 0
+    prefix: bool = False
+    on_sealed: Callable[[bytes], None] = ignore
 
 
 @dataclass(frozen=True)
@@ -77,81 +76,68 @@ class Taken:
     num_tokens: int | None = None
 
 
-class LookupBuffer(ABC):
-    """Both ends of the hand-off, since an instance may be either.
+@dataclass(frozen=True)
+class LookupBufferContext:
+    """What a lookup buffer is built from. `table` is the producer's; the buffer lets consumers know what is in it."""
 
-    The producer's methods return at once, from any thread. The consumer's run on the instance's `TransferLoop`.
+    config: KVTransferConfig
+    settings: TransportOptions
+    memory: BlockMemory
+    identity: Identity
+    token: str
+    table: EntryTable
+
+
+class LookupBuffer(ABC):
+    """How consumers hear of what is in a producer's table, and get it; an instance may be either.
+
+    All that waits runs on the instance's `TransferLoop`.
     """
 
-    # Producer.
+    needs_address: ClassVar[bool] = True
+    """Whether a consumer must know where its producer is."""
 
+    def __init__(self, table: EntryTable) -> None:
+        self.table = table
+        self._counts: Counter[str] = Counter()
+        self._seconds = 0.0
+        self._num_waiting = 0
+
+    @classmethod
     @abstractmethod
-    def open(self, key: str) -> bool:
-        """Begin a key. False: the buffer is at its bounds; the consumer will be told "full".
+    def build(cls, context: LookupBufferContext) -> LookupBuffer:
+        """A buffer of this kind. Raises `ConfigError` when it does not work here."""
 
-        A producer that wants to wait instead must count ahead, as the P2P connector's scheduler side does. The
-        bound (keys, and bytes of blocks held) is looked at here only: a key once begun may always grow, since
-        its blocks are pinned in the KV cache whether they are announced or not.
-        """
-
-    @abstractmethod
-    def insert(self, key: str, part: Part) -> bool:
-        """Announce a part. False: the key is over already, nobody wants more of it."""
-
-    @abstractmethod
-    def seal(self, key: str, meta: bytes) -> None:
-        """No more parts come. The lease begins; `meta` goes to the consumer."""
-
-    def set_lease(self, key: str, lease_s: float) -> None:
-        """Give this key a lease of its own length; before its seal. A buffer without leases has nothing to do."""
-
-    @abstractmethod
-    def reset(self, key: str) -> None:
-        """Withdraw all parts; they will be inserted again from the first. After this, no take of the old ones."""
-
-    @abstractmethod
-    def drop(self, key: str) -> None:
-        """Withdraw the key. After this returns no take is acknowledged any more. Of a key that was never opened, who
-        waits for it, or comes later, is told "dropped" at once."""
-
-    @abstractmethod
-    def end(self, key: str) -> bool:
-        """The consumer will never come: end the key as "released". True when there was one; otherwise whoever waits for
-        it hears the same, and it ends as soon as it begins."""
-
-    @abstractmethod
-    def ended(self) -> list[Ended]:
-        """Keys that ended since the last call, each once."""
+    @classmethod
+    def check_settings(cls, settings: TransportOptions) -> None:
+        """Raise `ConfigError` for what can be known to be wrong before anything is built. Default: nothing can."""
 
     # Consumer.
 
-    @abstractmethod
-    async def drop_select(
-        self,
-        key: str,
-        source: Source,
-        into: Sequence[int],
-        *,
-        skip_blocks: int = 0,
-        prefix: bool = False,
-        on_sealed: OnSealed = ignore,
-        deadline: float,
-    ) -> Taken:
-        """Wait for the key, read our rank's share of all its parts into our blocks `into`, and take it.
+    async def drop_select(self, want: Want) -> Taken:
+        """Wait for the key, read all its parts, and take it; the key ends on the producer when each of the ranks that
+        read it has taken it.
 
-        `into` are our blocks, in the request's order; the first `skip_blocks` of them have their KV already and
-        are left alone. The producer may have sealed fewer blocks than `into` holds: see `Taken.num_tokens`. It may
-        have more only where a `prefix` of them is wanted. `on_sealed` is told the seal's `meta` as soon as it is
-        known, before all parts have come. The key ends on the producer when each of the ranks that read it has
-        taken it.
-
-        `deadline` is monotonic, s. When this returns or raises, also by cancellation, none of the blocks is written
-        to any more. Without a take the key stays with the producer for the rest of its lease, for another consumer
-        or try.
+        When this returns or raises, also by cancellation, none of the blocks is written to any more. Without a take
+        the key stays with the producer for the rest of its lease, for another consumer or try.
 
         Raises `LeaseEnded` (taken by another, over, withdrawn), `PeerLost`, `TransferTimeout`, `ProtocolError`,
         `AuthenticationFailed`, `ChecksumMismatch`, `LayoutMismatch`, or `ConfigError` (the two share no transport).
         """
+        self._num_waiting += 1
+        try:
+            async with limited_to(want.deadline, f"hand-off {want.key!r}"):
+                taken = await self._take(want)
+        finally:
+            self._num_waiting -= 1
+        self._counts["taken"] += 1
+        self._counts[f"taken_bytes_{taken.fabric}"] += taken.num_bytes
+        self._seconds += taken.seconds
+        return taken
+
+    @abstractmethod
+    async def _take(self, want: Want) -> Taken:
+        """What `drop_select` does, which limits its time and counts it."""
 
     async def layout_at(self, source: Source, *, deadline: float) -> KVLayout:
         """What the blocks of a producer's rank mean. Raises as `drop_select`."""
@@ -164,19 +150,36 @@ class LookupBuffer(ABC):
     async def release(self, key: str, source: Source, *, deadline: float) -> None:
         """Tell the producer that nobody will come for this key. Raises as `drop_select`."""
 
+    # Producer.
+
+    def end(self, key: str) -> bool:
+        """The consumer will never come: end the key as "released". True when there was one; otherwise whoever waits for
+        it hears the same, and it ends as soon as it begins. From any thread."""
+        return self.table.release(key)
+
+    def address(self) -> dict[str, Any]:
+        """Where consumers find this producer; JSON-able."""
+        return {}
+
     # Both.
 
     @abstractmethod
     async def run(self) -> None:
         """Serve until cancelled; then every connection is closed."""
 
-    @abstractmethod
+    def close(self) -> None:
+        """Give back what is held from the beginning on; also for a buffer that never ran."""
+
     def statistics(self) -> dict[str, float]:
         """Counters by name; bytes and seconds carry their unit in it."""
+        counts = {name: float(count) for name, count in self._counts.items()}
+        return self.table.statistics() | counts | {"taken_seconds": self._seconds}
 
-    @abstractmethod
     def check(self) -> None:
         """Raise `LeakError` when a key, or a consumer's wait, is left."""
+        self.table.check()
+        if self._num_waiting:
+            raise LeakError(f"{self._num_waiting} hand-offs are still being fetched")
 
 
 def describe_ended(key: str, reason: str) -> str:

@@ -1,5 +1,7 @@
 """The keys a producer offers, and their leases. Pure bookkeeping under one lock: no socket, no thread of its own.
 
+The producer's methods return at once, from any thread.
+
 Owns the entries. The engine's thread inserts and drops, the transfer thread lists changes and takes; each call is
 complete when it returns, and that is what the fence rests on: `take` and `drop` cannot both succeed.
 """
@@ -11,12 +13,11 @@ import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-
-import msgspec
+from typing import Literal
 
 from kvferry.core.clock import Clock
 from kvferry.core.errors import LeakError
-from kvferry.transport.lookup_buffer.base import Ended, EndReason, Part
+from kvferry.transport.lookup_buffer.messages import Announced, Change, Over, Part, Sealed
 from kvferry.transport.memory import BlockGeometry
 
 MAX_REMEMBERED = 4096
@@ -25,27 +26,17 @@ MAX_IDS_PER_CHANGE = 2**17
 """Block ids in one change, to keep it well within a frame."""
 
 
-class Announced(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """More parts. A generation other than that of earlier parts: those are void."""
-
-    generation: int
-    parts: list[Part]
+EndReason = Literal["taken", "stored", "released", "expired", "dropped", "full"]
+"""How a key ends: a consumer has it; a server keeps it for one; nobody wants it; its lease was over; the producer
+withdrew it; no room for it."""
 
 
-class Sealed(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """No more parts come."""
+@dataclass(frozen=True)
+class Ended:
+    """A key is over: the blocks of its parts may be reused."""
 
-    generation: int
-    meta: bytes
-
-
-class Over(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """The key has ended."""
-
-    reason: str
-
-
-Change = Announced | Sealed | Over
+    key: str
+    reason: EndReason
 
 
 @dataclass(frozen=True)
@@ -90,6 +81,8 @@ class EntryTable:
 
     def __init__(self, geometry: BlockGeometry, clock: Clock, bounds: EntryBounds) -> None:
         self.bounds = bounds
+        self.on_key: Callable[[str], None] = lambda key: None
+        """Called before a key begins, is refused, or is said to be over, perhaps before it began."""
         self.on_end: Callable[[], None] = lambda: None
         """Called when `ended` has something to say."""
         self._geometry, self._clock = geometry, clock
@@ -114,7 +107,13 @@ class EntryTable:
     # The producer.
 
     def open(self, key: str) -> bool:
-        """Begin a key; False when the table is at its bounds."""
+        """Begin a key. False: the table is at its bounds; the consumer will be told "full".
+
+        A producer that wants to wait instead must count ahead, as the P2P connector's scheduler side does. The
+        bound (keys, and bytes of blocks held) is looked at here only: a key once begun may always grow, since
+        its blocks are pinned in the KV cache whether they are announced or not.
+        """
+        self.on_key(key)
         with self._lock:
             self._over.pop(key, None)
             if len(self._entries) >= self.bounds.max_keys or self._num_bytes >= self.bounds.capacity_bytes:
@@ -132,7 +131,7 @@ class EntryTable:
         return accepted
 
     def insert(self, key: str, part: Part) -> bool:
-        """Announce a part; False when the key is over."""
+        """Announce a part. False: the key is over already, nobody wants more of it."""
         with self._lock:
             entry = self._entries.get(key)
             if entry is None:
@@ -151,7 +150,7 @@ class EntryTable:
         return True
 
     def seal(self, key: str, meta: bytes) -> None:
-        """Complete a key; its lease begins."""
+        """No more parts come. The lease begins; `meta` goes to the consumer."""
         with self._lock:
             entry = self._entries.get(key)
             if entry is not None:
@@ -160,14 +159,14 @@ class EntryTable:
         self._notify()
 
     def set_lease(self, key: str, lease_s: float) -> None:
-        """Give a key a lease of its own length."""
+        """Give a key a lease of its own length; before its seal."""
         with self._lock:
             entry = self._entries.get(key)
             if entry is not None:
                 entry.lease_s = lease_s
 
     def reset(self, key: str) -> None:
-        """Void all parts of a key."""
+        """Withdraw all parts; they will be inserted again from the first. After this, no take of the old ones."""
         with self._lock:
             entry = self._entries.get(key)
             if entry is not None:
@@ -176,13 +175,16 @@ class EntryTable:
         self._notify()
 
     def drop(self, key: str) -> None:
-        """Withdraw a key, also one that never began: whoever waits for it hears so."""
+        """Withdraw a key. After this returns no take is acknowledged any more. Of a key that was never opened, who
+        waits for it, or comes later, is told "dropped" at once."""
+        self.on_key(key)
         with self._lock:
             self._end_or_remember(key, "dropped")
         self._notify()
 
     def ended(self) -> list[Ended]:
-        """Keys that ended since the last call."""
+        """Keys that ended since the last call, each once; those whose time is over end now."""
+        self.expire()
         with self._lock:
             ended, self._ended = self._ended, []
             return ended
@@ -244,6 +246,7 @@ class EntryTable:
 
     def release(self, key: str) -> bool:
         """Nobody will come for this key, nor for one of that name which is about to begin. True when it was there."""
+        self.on_key(key)
         with self._lock:
             is_new = key not in self._entries and key not in self._over
             found = self._end_or_remember(key, "released")

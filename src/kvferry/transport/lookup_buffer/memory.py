@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
 from collections.abc import Sequence
 
-from kvferry.core.clock import Clock
-from kvferry.core.errors import LeakError, PeerLost
+from kvferry.core.errors import PeerLost
 from kvferry.core.layout import KVLayout
-from kvferry.transport.connection import limited_to
-from kvferry.transport.fabric.base import common_pieces
+from kvferry.transport.fabric.copying import copy_one_by_one
+from kvferry.transport.fabric.pieces import join
 from kvferry.transport.lookup_buffer.arrival_map import ArrivalMap
-from kvferry.transport.lookup_buffer.base import OnSealed, Source, Taken, ignore
-from kvferry.transport.lookup_buffer.entries import Cursor, EntryBounds, EntryTable
-from kvferry.transport.lookup_buffer.offering import OfferingBuffer
+from kvferry.transport.lookup_buffer.base import LookupBuffer, LookupBufferContext, Source, Taken, Want
+from kvferry.transport.lookup_buffer.entries import Cursor, EntryTable
 from kvferry.transport.lookup_buffer.selection import Selection
 from kvferry.transport.memory import BlockMemory, Span
 
@@ -22,60 +19,34 @@ MemoryNetwork = dict[Source, "MemoryLookupBuffer"]
 """All buffers that can reach each other."""
 
 
-class MemoryLookupBuffer(OfferingBuffer):
+class MemoryLookupBuffer(LookupBuffer):
     """One instance's end. It is found by others in `network`, under `source`, while `run` runs."""
 
-    def __init__(
-        self,
-        memory: BlockMemory,
-        network: MemoryNetwork,
-        source: Source,
-        bounds: EntryBounds | None = None,
-        clock: Clock | None = None,
-    ) -> None:
-        super().__init__(memory, bounds, clock)
-        self._network, self._source = network, source
-        self._num_waiting = 0
-        self._num_taken = 0
+    def __init__(self, memory: BlockMemory, table: EntryTable, network: MemoryNetwork, source: Source) -> None:
+        super().__init__(table)
+        self.memory, self._network, self._source = memory, network, source
 
-    async def drop_select(
-        self,
-        key: str,
-        source: Source,
-        into: Sequence[int],
-        *,
-        skip_blocks: int = 0,
-        prefix: bool = False,
-        on_sealed: OnSealed = ignore,
-        deadline: float,
-    ) -> Taken:
-        """Wait, copy and take."""
-        producer = self._find(source)
-        arrivals = ArrivalMap(key, producer.memory.geometry, self.memory.geometry, into, skip_blocks, prefix=prefix)
-        selection = Selection(key, arrivals, on_sealed)
-        listener = _Listener(selection, producer.table)
+    @classmethod
+    def build(cls, context: LookupBufferContext) -> MemoryLookupBuffer:
+        """In a network of its own, where it finds only itself."""
+        return cls(context.memory, context.table, {}, Source("memory", 0))
+
+    async def _take(self, want: Want) -> Taken:
+        producer = self._find(want.source)
+        selection = Selection(want, ArrivalMap(want, producer.memory.geometry, self.memory.geometry))
 
         async def read(remote: Sequence[Span], local: Sequence[Span]) -> bool:
-            ours, theirs = self.memory.map, producer.memory.map
-            for source, target, length in common_pieces(remote, local, self.memory.num_bytes):
-                ctypes.memmove(ours.address(target, length), theirs.address(source, length), length)
+            copy_one_by_one(join(remote, producer.memory.map, local, self.memory.map, self.memory.num_bytes))
             await asyncio.sleep(0)
             return True
 
         async def take(generation: int) -> None:
             share = selection.share
-            held = producer.table.take(key, generation, share.taker, share.num_takers)
+            held = producer.table.take(want.key, generation, share.taker, share.num_takers)
             selection.answered(generation, held)
 
-        self._num_waiting += 1
-        try:
-            with listener:
-                async with limited_to(deadline, f"hand-off {key!r}"):
-                    taken = await selection.load(read, take, "memory")
-        finally:
-            self._num_waiting -= 1
-        self._num_taken += 1
-        return taken
+        with _Listener(selection, producer.table):
+            return await selection.load(read, take, "memory")
 
     async def layout_at(self, source: Source, *, deadline: float) -> KVLayout:
         """What the producer's blocks mean."""
@@ -92,16 +63,6 @@ class MemoryLookupBuffer(OfferingBuffer):
             await asyncio.Event().wait()
         finally:
             del self._network[self._source]
-
-    def statistics(self) -> dict[str, float]:
-        """Of the table, and of what was taken here."""
-        return self.table.statistics() | {"taken": float(self._num_taken)}
-
-    def check(self) -> None:
-        """Raise `LeakError` when a key, or a consumer's wait, is left."""
-        super().check()
-        if self._num_waiting:
-            raise LeakError(f"{self._num_waiting} hand-offs are still being fetched")
 
     def _find(self, source: Source) -> MemoryLookupBuffer:
         if source not in self._network:

@@ -16,11 +16,44 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvferry.transport.lookup_buffer.entries import Change
+import msgspec
+
 from kvferry.transport.memory import LayerPlace, Span
 from kvferry.transport.wire import Message
 
 PURPOSE = "lookup"
+
+
+class Part(msgspec.Struct, frozen=True, array_like=True):
+    """Blocks `first_block, first_block + 1, …` of a request, of some layers, are computed: in these of P's blocks."""
+
+    first_layer: int
+    num_layers: int
+    first_block: int
+    block_ids: list[int]
+
+
+class Announced(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """More parts. A generation other than that of earlier parts: those are void."""
+
+    generation: int
+    parts: list[Part]
+
+
+class Sealed(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """No more parts come."""
+
+    generation: int
+    meta: bytes
+
+
+class Over(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """The key has ended."""
+
+    reason: str
+
+
+Change = Announced | Sealed | Over
 
 
 class Offer(Message, frozen=True):

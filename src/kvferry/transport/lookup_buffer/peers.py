@@ -21,9 +21,9 @@ from kvferry.core.sharding import require_ordered
 from kvferry.transport.connection import Connection, limited_to
 from kvferry.transport.fabric.base import Fabric, FabricContext, FabricPeer
 from kvferry.transport.lookup_buffer.base import Source
-from kvferry.transport.lookup_buffer.entries import Change
 from kvferry.transport.lookup_buffer.messages import (
     PURPOSE,
+    Change,
     FromConsumer,
     FromProducer,
     News,
@@ -44,14 +44,6 @@ CONNECT_S = 10.0
 MAX_PEERS = 256
 MAX_OUTBOX = 16384
 RENEWALS_PER_LEASE = 3
-
-
-@dataclass(frozen=True)
-class Dialler:
-    """What is needed to reach producers."""
-
-    context: FabricContext
-    fabrics: Sequence[Fabric]
 
 
 @dataclass(frozen=True)
@@ -79,11 +71,11 @@ class Follower(Protocol):
 class Peer:
     """One producer. `run` is its task; the rest is called by hand-offs on the same loop."""
 
-    def __init__(self, source: Source, dialler: Dialler) -> None:
+    def __init__(self, source: Source, context: FabricContext, fabrics: Sequence[Fabric]) -> None:
         self.source = source
         self.failure: KvferryError | None = None
         self.num_users = 0
-        self._dialler = dialler
+        self._context, self._fabrics = context, fabrics
         self._ids = itertools.count()
         self._followers: dict[int, Follower] = {}
         self._digests: dict[int, asyncio.Future[bytes]] = {}
@@ -95,16 +87,16 @@ class Peer:
     async def run(self) -> None:
         """Connect, then pass messages until the connection breaks. Every follower then fails with the error."""
         try:
-            async with _linked(self.source, self._dialler) as self._link:
+            async with _linked(self.source, self._context, self._fabrics) as self._link:
                 self._settled.set()
                 await run_together(self._listen(self._link), self._speak(self._link), self._renew(self._link))
         except KvferryError as error:
-            self._fail(error)
+            self.fail(error)
         except Exception as error:  # the edge between one producer and the instance: the other producers stay
             log.exception("the connection to %s:%s ended by a mistake here", self.source.host, self.source.port)
-            self._fail(PeerLost(f"the connection broke: {error!r}"))
+            self.fail(PeerLost(f"the connection broke: {error!r}"))
         finally:
-            self._fail(PeerLost("this instance is closing its transfers"))
+            self.fail(PeerLost("this instance is closing its transfers"))
 
     async def link(self) -> Link:
         """Wait until the producer is reached. Raises why it is not."""
@@ -114,16 +106,12 @@ class Peer:
         assert self._link is not None
         return self._link
 
-    def lose(self, error: KvferryError) -> None:
-        """The blocks can be read no more: part with the producer, so that the next hand-off connects anew."""
-        self._fail(error)
-
     def tell(self, message: FromConsumer) -> None:
         """Send, soon, in order."""
         if self.failure is not None:
             return
         if len(self._outbox) >= MAX_OUTBOX:
-            self._fail(PeerLost(f"{self.source.host}:{self.source.port} does not read what it is told"))
+            self.fail(PeerLost(f"{self.source.host}:{self.source.port} does not read what it is told"))
             return
         self._outbox.append(message)
         self._mail.set()
@@ -156,7 +144,8 @@ class Peer:
         self.tell(message)
         return asked
 
-    def _fail(self, error: KvferryError) -> None:
+    def fail(self, error: KvferryError) -> None:
+        """The producer is lost, or cannot be read any more: the next hand-off connects anew."""
         self.failure = self.failure or error
         self._settled.set()
         self._outbox.clear()
@@ -206,8 +195,8 @@ class Peer:
 class PeerPool:
     """All producers that this instance is connected to."""
 
-    def __init__(self, dialler: Dialler) -> None:
-        self._dialler = dialler
+    def __init__(self, context: FabricContext, fabrics: Sequence[Fabric]) -> None:
+        self._context, self._fabrics = context, fabrics
         self._peers: dict[Source, Peer] = {}
         self._tasks: dict[Source, asyncio.Task[None]] = {}
         self._group: asyncio.TaskGroup | None = None
@@ -240,7 +229,7 @@ class PeerPool:
         if self._group is None:
             raise PeerLost("this instance is closing its transfers")
         self._make_room()
-        peer = self._peers[source] = Peer(source, self._dialler)
+        peer = self._peers[source] = Peer(source, self._context, self._fabrics)
         self._tasks[source] = self._group.create_task(self._keep(source, peer))
         return peer
 
@@ -260,17 +249,17 @@ class PeerPool:
 
 
 @asynccontextmanager
-async def _linked(source: Source, dialler: Dialler) -> AsyncIterator[Link]:
+async def _linked(source: Source, context: FabricContext, fabrics: Sequence[Fabric]) -> AsyncIterator[Link]:
     deadline = asyncio.get_running_loop().time() + CONNECT_S
     where = f"{source.host}:{source.port}"
-    connection = await dialler.context.dial(source.host, source.port, PURPOSE, deadline)
+    connection = await context.dial(source.host, source.port, PURPOSE, deadline)
     try:
         engine_id = connection.peer.engine_id
         if source.engine_id and engine_id != source.engine_id:
             raise PeerLost(f"the instance that had the KV is gone; {where} is another one now")
         async with limited_to(deadline, f"first message of {where}"):
             offer: Offer = await connection.receive(Offer)
-        fabric = _shared_fabric(dialler.fabrics, offer)
+        fabric = _shared_fabric(fabrics, offer)
         fabric_peer = await fabric.connect(offer.fabrics[fabric.name], deadline)
         log.info("KV of %s is read over %s", where, fabric.name)
         try:

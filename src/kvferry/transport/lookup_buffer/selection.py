@@ -12,8 +12,8 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from kvferry.core.errors import ChecksumMismatch, KvferryError, LeaseEnded
 from kvferry.transport.lookup_buffer.arrival_map import ArrivalMap
-from kvferry.transport.lookup_buffer.base import OnSealed, Part, Taken, describe_ended, ignore
-from kvferry.transport.lookup_buffer.entries import Announced, Change, Over, Sealed
+from kvferry.transport.lookup_buffer.base import Taken, Want, describe_ended
+from kvferry.transport.lookup_buffer.messages import Announced, Change, Over, Part, Sealed
 from kvferry.transport.memory import Span
 from kvferry.transport.tasks import translated
 
@@ -30,9 +30,8 @@ Taker = Callable[[int], Awaitable[None]]
 class Selection:
     """See the module. `arrivals` is this hand-off's own."""
 
-    def __init__(self, key: str, arrivals: ArrivalMap, on_sealed: OnSealed = ignore) -> None:
-        self.key = key
-        self._on_sealed = on_sealed
+    def __init__(self, want: Want, arrivals: ArrivalMap) -> None:
+        self.key, self._on_sealed = want.key, want.on_sealed
         self.num_bytes = 0
         self.share = arrivals.share
         self._map = arrivals
@@ -128,3 +127,32 @@ class Selection:
         for part in change.parts:
             self._map.cover(part)
             self._waiting.extend((part, layer) for layer in range(part.first_layer, part.first_layer + part.num_layers))
+
+
+class Watch:
+    """A key that is followed, not read: as long as it is, its connection renews the key's lease. Stands where a
+    `Selection` may."""
+
+    def __init__(self, key: str) -> None:
+        self.key = key
+        self._over = asyncio.Event()
+        self._error: KvferryError | None = None
+
+    def feed(self, changes: Sequence[Change]) -> None:
+        """The producer's news: only the end matters."""
+        if any(isinstance(change, Over) for change in changes):
+            self._over.set()
+
+    def answered(self, generation: int, held: bool) -> None:
+        """Nothing was asked."""
+
+    def fail(self, error: KvferryError) -> None:
+        """The producer is lost."""
+        self._error = self._error or error
+        self._over.set()
+
+    async def over(self) -> None:
+        """Wait until the key is over. Raises why the producer is lost."""
+        await self._over.wait()
+        if self._error is not None:
+            raise self._error

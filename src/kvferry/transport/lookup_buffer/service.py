@@ -13,11 +13,12 @@ from dataclasses import dataclass
 from kvferry.core.errors import ProtocolError
 from kvferry.transport.checksum import digest
 from kvferry.transport.connection import Connection
-from kvferry.transport.lookup_buffer.entries import Cursor, EntryTable, Over
+from kvferry.transport.lookup_buffer.entries import Cursor, EntryTable
 from kvferry.transport.lookup_buffer.messages import (
     FromConsumer,
     News,
     Offer,
+    Over,
     ReleaseKey,
     Renew,
     Select,

@@ -9,8 +9,9 @@ it, or use it to agree on a faster way and to notice that the peer has died. Eve
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from kvferry.core.errors import KvferryError, PeerLost
 from kvferry.transport.connection import Connection
@@ -28,13 +29,14 @@ class PipeSettings:
 
     `capacity_bytes`: how much may be under way, where the kind can choose. `max_tensor_bytes`: a tensor that claims
     to be larger is not received. `host`: the address of this machine that peers reach. `device`: where the KV
-    is; kinds that move device memory put received tensors there.
+    is; kinds that move device memory put received tensors there. `options`: the user's `transport_options`.
     """
 
     capacity_bytes: int = CAPACITY_BYTES
     max_tensor_bytes: int = MAX_TENSOR_BYTES
     host: str = "127.0.0.1"
     device: str = "cpu"
+    options: Mapping[str, Any] = field(default_factory=dict)
 
 
 class PipeEnd(ABC):

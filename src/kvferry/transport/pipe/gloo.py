@@ -25,7 +25,7 @@ class GlooPipe(ProcessGroupPipe):
     def __init__(self, settings: PipeSettings) -> None:
         super().__init__(settings)
         if not dist.is_available() or not dist.is_gloo_available():
-            raise ConfigError("pipe gloo needs a PyTorch with torch.distributed and gloo; use pipe tcp")
+            raise ConfigError("pipe gloo needs a PyTorch with torch.distributed and gloo; use transport tcp")
 
     def make_group(self, store: Rendezvous, rank: int, timeout_s: float) -> Any:
         """Connected when this returns."""

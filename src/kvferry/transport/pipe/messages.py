@@ -27,25 +27,6 @@ class NoTensor(Message, frozen=True):
     """A None was sent."""
 
 
-class Ring(Message, frozen=True):
-    """Shared memory pipe: the segment that the sender writes into."""
-
-    segment: str
-    num_bytes: int
-
-
-class Wrote(Message, frozen=True):
-    """Shared memory pipe: so many bytes in all are in the ring, or have been."""
-
-    position: int
-
-
-class Freed(Message, frozen=True):
-    """Shared memory pipe: so many bytes in all were taken out of the ring."""
-
-    position: int
-
-
 class Ready(Message, frozen=True):
     """Process group pipe: the receiver waits for one more tensor."""
 

@@ -9,64 +9,65 @@ the server and one out of it. Everything on the server has a time to live, so th
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-from kvferry.core.clock import Clock
+from kvferry.core.dependencies import require_library
 from kvferry.core.errors import ConfigError, KvferryError
 from kvferry.transport.connection import limited_to
-from kvferry.transport.lookup_buffer.base import OnSealed, Source, Taken, ignore
-from kvferry.transport.lookup_buffer.entries import EntryBounds
-from kvferry.transport.lookup_buffer.offering import OfferingBuffer
-from kvferry.transport.lookup_buffer.takings import Takings
-from kvferry.transport.lookup_buffer.valkey.fetch import RENEWALS_PER_LEASE, Fetch, Want
+from kvferry.transport.lookup_buffer.base import LookupBuffer, LookupBufferContext, Source, Taken, Want
+from kvferry.transport.lookup_buffer.entries import EntryTable
+from kvferry.transport.lookup_buffer.valkey.fetch import RENEWALS_PER_LEASE, Fetch
 from kvferry.transport.lookup_buffer.valkey.records import Over, encode_record, place_of
 from kvferry.transport.lookup_buffer.valkey.server import Server
 from kvferry.transport.lookup_buffer.valkey.uploads import REMEMBER_S, Uploads
 from kvferry.transport.memory import BlockMemory
+from kvferry.transport.options import TransportOptions
 from kvferry.transport.tasks import call_contained, contained, run_together
+from kvferry.transport.tls import channel_tls
 
 TICK_S = 0.25
 TIDY_S = 5.0
 
 
-class ValkeyLookupBuffer(OfferingBuffer):
+class ValkeyLookupBuffer(LookupBuffer):
     """Both ends, for one instance. `url`: `valkey://[[user]:password@]host:port/database`, `unix://path`, …
 
     A key ends for its producer as "stored", once the server has all of it. A `source` is not looked at.
     """
 
-    def __init__(
-        self, memory: BlockMemory, url: str, token: str, bounds: EntryBounds | None = None, clock: Clock | None = None
-    ) -> None:
+    needs_address = False
+
+    def __init__(self, memory: BlockMemory, url: str, token: str, table: EntryTable) -> None:
         if memory.device != "cpu":
             raise ConfigError(
                 f"lookup_buffer valkey moves KV in host memory only, and this engine's is on {memory.device};"
                 " run it with --device cpu"
             )
-        super().__init__(memory, bounds, clock)
-        self._server, self._token = Server(url), token
+        super().__init__(table)
+        self._memory, self._server, self._token = memory, Server(url), token
         self._uploads = Uploads(self.table, memory, self._server, token)
-        self._takings = Takings()
+        self.table.on_key = self._uploads.add
         self._loop: asyncio.AbstractEventLoop | None = None
         self._releasing: set[asyncio.Task[None]] = set()
 
+    @classmethod
+    def build(cls, context: LookupBufferContext) -> ValkeyLookupBuffer:
+        """At `valkey_url`."""
+        _require_no_tls(context.settings)
+        return cls(context.memory, _url_of(context.settings), context.token, context.table)
+
+    @classmethod
+    def check_settings(cls, settings: TransportOptions) -> None:
+        """No server is named, or its client's package is not installed."""
+        _url_of(settings)
+        _require_no_tls(settings)
+        require_library("lookup_buffer valkey", "valkey", "valkey", ["valkey"])
+
     # Producer: the rest is the entry table's.
-
-    def open(self, key: str) -> bool:
-        """Begin a key."""
-        self._uploads.add(key)
-        return super().open(key)
-
-    def drop(self, key: str) -> None:
-        """Withdraw a key, or have the server say that it never comes."""
-        self._uploads.add(key)
-        super().drop(key)
 
     def end(self, key: str) -> bool:
         """End a key as released, also when the server has it already, or before it begins."""
-        self._uploads.add(key)
         if super().end(key):
             return True
         stored = self._uploads.end_stored(key)
@@ -82,24 +83,8 @@ class ValkeyLookupBuffer(OfferingBuffer):
 
     # Consumer.
 
-    async def drop_select(
-        self,
-        key: str,
-        source: Source,
-        into: Sequence[int],
-        *,
-        skip_blocks: int = 0,
-        prefix: bool = False,
-        on_sealed: OnSealed = ignore,
-        deadline: float,
-    ) -> Taken:
-        """Wait, read and take."""
-        want = Want(key, self._place(key), into, skip_blocks, prefix, on_sealed)
-        with self._takings.waiting():
-            async with limited_to(deadline, f"hand-off {key!r}"):
-                taken = await Fetch(self._server, self._token, self.memory, want).run()
-        self._takings.add(taken)
-        return taken
+    async def _take(self, want: Want) -> Taken:
+        return await Fetch(self._server, self._token, self._memory, want, self._place(want.key)).run()
 
     async def keep(self, key: str, source: Source) -> None:
         """Renew the lease on the server now and then."""
@@ -117,7 +102,7 @@ class ValkeyLookupBuffer(OfferingBuffer):
             await self._server.end(place, "released", record, REMEMBER_S)
 
     def _place(self, key: str) -> str:
-        return place_of(key, self.memory.layout.tp_rank)
+        return place_of(key, self._memory.layout.tp_rank)
 
     # Both.
 
@@ -149,9 +134,22 @@ class ValkeyLookupBuffer(OfferingBuffer):
 
     def statistics(self) -> dict[str, float]:
         """Of the table, of what was copied to the server, and of what was taken from it."""
-        return self.table.statistics() | self._uploads.statistics() | self._takings.statistics()
+        return super().statistics() | self._uploads.statistics()
 
-    def check(self) -> None:
-        """Raise `LeakError` when a key, or a consumer's wait, is left."""
-        super().check()
-        self._takings.check()
+
+def _url_of(settings: TransportOptions) -> str:
+    """`kv_port` cannot name the server: each rank and each instance of a fleet has its own."""
+    if not settings.valkey_url:
+        raise ConfigError(
+            "lookup_buffer valkey needs the server: set kv_connector_extra_config.valkey_url, as in"
+            ' "valkey://127.0.0.1:6379" or "unix:///run/valkey.sock"'
+        )
+    return settings.valkey_url
+
+
+def _require_no_tls(settings: TransportOptions) -> None:
+    if channel_tls(settings) is not None:
+        raise ConfigError(
+            "kv_connector_extra_config.tls_cert: with lookup_buffer valkey instances do not speak to each other; the"
+            ' TLS of the server is asked for by its URL, as in "valkeys://host:6379"'
+        )

@@ -10,16 +10,17 @@ import asyncio
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 
 import xxhash
 
 from kvferry.core.errors import ConfigError, KvferryError, LeaseEnded, ProtocolError
-from kvferry.transport.fabric.base import common_pieces
-from kvferry.transport.lookup_buffer import entries
+from kvferry.transport.fabric.copying import MEMORY
+from kvferry.transport.fabric.pieces import ANYWHERE, join
+from kvferry.transport.lookup_buffer import messages
 from kvferry.transport.lookup_buffer.arrival_map import ArrivalMap
-from kvferry.transport.lookup_buffer.base import OnSealed, Part, Taken, describe_ended, ignore
+from kvferry.transport.lookup_buffer.base import Taken, Want, describe_ended
+from kvferry.transport.lookup_buffer.messages import Part
 from kvferry.transport.lookup_buffer.selection import Selection
 from kvferry.transport.lookup_buffer.valkey.records import (
     Begun,
@@ -41,23 +42,12 @@ READ_FIELDS = 16
 """Pieces asked for at once."""
 
 
-@dataclass(frozen=True)
-class Want:
-    """What one `drop_select` asks for."""
-
-    key: str
-    place: str
-    into: Sequence[int]
-    skip_blocks: int
-    prefix: bool = False
-    on_sealed: OnSealed = ignore
-
-
 class Fetch:
     """See the module."""
 
-    def __init__(self, server: Server, token: str, memory: BlockMemory, want: Want) -> None:
-        self._server, self._token, self._memory, self._want = server, token, memory, want
+    def __init__(self, server: Server, token: str, memory: BlockMemory, want: Want, place: str) -> None:
+        self._server, self._token, self._memory = server, token, memory
+        self._want, self._place = want, place
         self._after = "0"
         self._number = 0
         self._generation = -1
@@ -89,10 +79,10 @@ class Fetch:
 
     async def _next(self) -> list[Record]:
         """The next records, or none for now."""
-        found = await self._server.news(self._want.place, self._after, BLOCK_S)
+        found = await self._server.news(self._place, self._after, BLOCK_S)
         if found:
             self._after = found[-1][0]
-        return [decode_record(encoded, self._want.place, self._token) for _, encoded in found]
+        return [decode_record(encoded, self._place, self._token) for _, encoded in found]
 
     def _begin(self, records: list[Record]) -> Selection:
         first = records[0]
@@ -105,10 +95,7 @@ class Fetch:
         if (layout.tp_size, layout.tp_rank) != (theirs.tp_size, theirs.tp_rank):
             raise ConfigError("lookup_buffer valkey joins only instances of one tensor-parallel size")
         self._remote = BlockGeometry.dense(theirs, MAX_BLOCKS)
-        want = self._want
-        ours = self._memory.geometry
-        arrivals = ArrivalMap(want.key, self._remote, ours, want.into, want.skip_blocks, prefix=want.prefix)
-        return Selection(want.key, arrivals, want.on_sealed)
+        return Selection(self._want, ArrivalMap(self._want, self._remote, self._memory.geometry))
 
     async def _listen(self, selection: Selection) -> None:
         try:
@@ -128,16 +115,16 @@ class Fetch:
                     self._count(record.number)
                     self._lease_s = record.lease_s
                     self._sealed.set()
-                    selection.feed([entries.Sealed(record.generation, record.meta)])
+                    selection.feed([messages.Sealed(record.generation, record.meta)])
                 case Over():
-                    selection.feed([entries.Over(record.reason)])
+                    selection.feed([messages.Over(record.reason)])
 
     def _begun(self, record: Begun, selection: Selection) -> None:
         if record.layout != self._remote.layout:
             raise ProtocolError(f"hand-off {self._want.key!r} began anew with another layout")
         self._generation, self._number = record.generation, 0
         self._pieces = _Pieces()
-        selection.feed([entries.Announced(record.generation, [])])
+        selection.feed([messages.Announced(record.generation, [])])
 
     def _stored(self, record: Stored, selection: Selection) -> None:
         self._count(record.number)
@@ -152,7 +139,7 @@ class Fetch:
             parts.append(Part(piece.layer, 1, piece.first_block, block_ids))
             [(start, length)] = self._remote.spans(piece.layer, block_ids)
             self._pieces.add(start, length, piece)
-        selection.feed([entries.Announced(record.generation, parts)])
+        selection.feed([messages.Announced(record.generation, parts)])
 
     def _count(self, number: int) -> None:
         if number != self._number:
@@ -167,7 +154,7 @@ class Fetch:
         names = pieces.covering(remote)
         for start in range(0, len(names), READ_FIELDS):
             wanted = names[start : start + READ_FIELDS]
-            there, state, found = await self._server.pieces(self._want.place, [piece.field for piece in wanted])
+            there, state, found = await self._server.pieces(self._place, [piece.field for piece in wanted])
             if not state:
                 raise LeaseEnded(describe_ended(self._want.key, "expired"))
             if there != str(generation) or self._generation != generation:
@@ -183,17 +170,17 @@ class Fetch:
         return True
 
     def _copy(self, pieces: _Pieces, remote: Sequence[Span], local: Sequence[Span]) -> None:
-        for source, target, length in common_pieces(remote, local, self._memory.num_bytes):
+        for source, target, length in join(remote, ANYWHERE, local, self._memory.map, self._memory.num_bytes).rows():
             while length:
                 data = pieces.bytes_at(source)[:length]
-                self._memory.view((target, len(data)))[:] = data
+                MEMORY[target : target + len(data)] = data
                 source, target, length = source + len(data), target + len(data), length - len(data)
 
     # The end.
 
     async def _take(self, selection: Selection, generation: int) -> None:
         """The fence, as one step of the server."""
-        place = self._want.place
+        place = self._place
         record = encode_record(Over("taken"), place, self._token)
         selection.answered(generation, await self._server.take(place, generation, record, REMEMBER_S))
 
@@ -203,7 +190,7 @@ class Fetch:
         while True:
             await asyncio.sleep(self._lease_s / RENEWALS_PER_LEASE)
             with suppress(KvferryError):  # whoever reads meets the same, and says so
-                await self._server.renew(self._want.place, self._lease_s)
+                await self._server.renew(self._place, self._lease_s)
 
 
 class _Pieces:

@@ -19,10 +19,10 @@ import xxhash
 
 from kvferry.core.errors import KvferryError
 from kvferry.core.layout import KVLayout
-from kvferry.transport.lookup_buffer.base import EndReason, Part
-from kvferry.transport.lookup_buffer.entries import Announced, Cursor, EntryTable
-from kvferry.transport.lookup_buffer.entries import Over as EntryOver
-from kvferry.transport.lookup_buffer.entries import Sealed as EntrySealed
+from kvferry.transport.lookup_buffer.entries import Cursor, EndReason, EntryTable
+from kvferry.transport.lookup_buffer.messages import Announced, Part
+from kvferry.transport.lookup_buffer.messages import Over as EntryOver
+from kvferry.transport.lookup_buffer.messages import Sealed as EntrySealed
 from kvferry.transport.lookup_buffer.valkey.records import (
     Begun,
     Over,

@@ -2,25 +2,28 @@
 
 import sys
 from collections.abc import Callable
+from importlib.metadata import EntryPoint, EntryPoints
 
 import pytest
 import torch
-from kv_support import Region
+from kv_support import Region, table_for
 from pipe_support import KINDS
 
 from kvferry.connectors.api import ConnectorContext
+from kvferry.connectors.p2p.options import options_of
 from kvferry.connectors.p2p.scheduler import P2pSchedulerSide
 from kvferry.connectors.registry import find_connector
 from kvferry.core.errors import ConfigError, MissingDependency, UnknownName
+from kvferry.core.names import ExtensionPoint
 from kvferry.core.transfer_config import KVTransferConfig
-from kvferry.transport.lookup_buffer.entries import EntryBounds
+from kvferry.transport.fabric.base import Fabric
+from kvferry.transport.fabric.table import FABRICS
+from kvferry.transport.lookup_buffer.base import LookupBuffer, LookupBufferContext
+from kvferry.transport.lookup_buffer.build import LOOKUP_BUFFERS, build_lookup_buffer
 from kvferry.transport.lookup_buffer.fabric import FabricLookupBuffer
-from kvferry.transport.lookup_buffer.offering import OfferingBuffer
-from kvferry.transport.lookup_buffer.pipe import PipeLookupBuffer
-from kvferry.transport.lookup_buffer.table import LookupBufferContext, build_lookup_buffer, needs_address
 from kvferry.transport.lookup_buffer.valkey.buffer import ValkeyLookupBuffer
-from kvferry.transport.pipe.base import PipeSettings
-from kvferry.transport.pipe.table import pipe_kind, pipe_names
+from kvferry.transport.pipe.base import PipeKind
+from kvferry.transport.pipe.table import PIPES
 from kvferry.transport.wire import Identity
 
 MakeRegion = Callable[..., Region]
@@ -30,45 +33,47 @@ def config_of(connector: str = "P2pConnector", **extra: object) -> KVTransferCon
     return KVTransferConfig(kv_connector=connector, kv_connector_extra_config=extra)
 
 
-def build(region: Region, **extra: object) -> OfferingBuffer:
-    identity = Identity("e", region.memory.layout)
-    context = LookupBufferContext(config_of(**extra), region.memory, identity, "secret", EntryBounds())
+def build(region: Region, **extra: object) -> LookupBuffer:
+    identity, config = Identity("e", region.memory.layout), config_of(**extra)
+    context = LookupBufferContext(
+        config, options_of(config), region.memory, identity, "secret", table_for(region.memory)
+    )
     buffer = build_lookup_buffer(context)
     buffer.close()
     return buffer
 
 
 @pytest.mark.parametrize(
-    ("extra", "kind", "names"),
+    ("extra", "names"),
     [
-        ({}, FabricLookupBuffer, ["shm", "tcp"]),
-        ({"transport": "tcp"}, FabricLookupBuffer, ["tcp"]),
-        ({"transport": "gloo"}, PipeLookupBuffer, ["gloo"]),
-        ({"transport": "pipe-tcp"}, PipeLookupBuffer, ["tcp"]),
-        ({"transport": "tcp", "lookup_buffer": "pipe"}, PipeLookupBuffer, ["tcp"]),
-        ({"transport": KINDS["example"]}, PipeLookupBuffer, ["unix"]),
+        ({}, ["shm", "tcp"]),
+        ({"transport": "tcp"}, ["tcp"]),
+        ({"transport": "gloo"}, ["gloo"]),
+        ({"transport": KINDS["example"]}, ["unix"]),
+        ({"transport": "kvferry.transport.fabric.tcp:TcpFabric", "streams": 2}, ["tcp"]),
     ],
 )
-def test_what_is_asked_for(make_region: MakeRegion, extra: dict[str, object], kind: type, names: list[str]) -> None:
+def test_what_is_asked_for(make_region: MakeRegion, extra: dict[str, object], names: list[str]) -> None:
     buffer = build(make_region(), **extra)
-    assert type(buffer) is kind
-    assert [fabric.name for fabric in buffer._fabrics] == names  # type: ignore[attr-defined]
+    assert isinstance(buffer, FabricLookupBuffer)
+    assert [fabric.name for fabric in buffer._fabrics] == names
     assert buffer.address()["port"] > 0
-    assert needs_address(config_of(**extra))
+    assert buffer.needs_address
 
 
 def test_a_server_needs_no_address(make_region: MakeRegion) -> None:
     extra = {"lookup_buffer": "valkey", "valkey_url": "valkey://127.0.0.1:1"}
-    assert type(build(make_region(), **extra)) is ValkeyLookupBuffer
-    assert not needs_address(config_of(**extra))
+    buffer = build(make_region(), **extra)
+    assert type(buffer) is ValkeyLookupBuffer
+    assert not buffer.needs_address
 
 
 @pytest.mark.parametrize(
     ("extra", "error", "words"),
     [
-        ({"transport": "glo"}, UnknownName, "pipe-gloo"),
-        ({"transport": "gloo", "lookup_buffer": "pip"}, UnknownName, "did you mean 'pipe'"),
-        ({"transport": "pipe-nothing"}, UnknownName, "transport"),
+        ({"transport": "glo"}, UnknownName, "did you mean 'gloo'"),
+        ({"lookup_buffer": "valky"}, UnknownName, "did you mean 'valkey'"),
+        ({"lookup_buffer": "kvferry.core.errors:ConfigError"}, ConfigError, "must be a kvferry LookupBuffer"),
         ({"lookup_buffer": "valkey"}, ConfigError, "valkey_url"),
         ({"transport": "no_such_module:Pipe"}, ConfigError, "no_such_module"),
         ({"transport": "kvferry.core.errors:ConfigError"}, ConfigError, "must be a kvferry PipeKind"),
@@ -109,14 +114,21 @@ def test_p2p_nccl_with_another_transport(make_region: MakeRegion) -> None:
     worker.close()
 
 
-def test_pipes_of_other_packages(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An entry point of the group "kvferry.pipes" is found by its name."""
-    from importlib.metadata import EntryPoint, EntryPoints
-
-    from kvferry.transport.pipe import table
-
-    point = EntryPoint("unix", KINDS["example"], table.ENTRY_POINT_GROUP)
-    found = {table.ENTRY_POINT_GROUP: EntryPoints([point])}
-    monkeypatch.setattr(table, "entry_points", lambda group: found[group])
-    assert "unix" in pipe_names()
-    assert pipe_kind("unix", PipeSettings()).name == "unix"
+@pytest.mark.parametrize(
+    ("point", "path", "kind"),
+    [
+        (PIPES, KINDS["example"], PipeKind),
+        (FABRICS, "kvferry.transport.fabric.tcp:TcpFabric", Fabric),
+        (LOOKUP_BUFFERS, "kvferry.transport.lookup_buffer.memory:MemoryLookupBuffer", LookupBuffer),
+    ],
+)
+def test_what_other_packages_bring(
+    monkeypatch: pytest.MonkeyPatch, point: ExtensionPoint, path: str, kind: type
+) -> None:
+    """An entry point of the group is found by its name."""
+    found = EntryPoints([EntryPoint("theirs", path, point.group)])
+    monkeypatch.setattr("kvferry.core.names.entry_points", lambda group: found if group == point.group else [])
+    assert "theirs" in point.names()
+    assert issubclass(point.find("theirs", kind), kind)
+    with pytest.raises(ConfigError, match="must be a kvferry KVTransferConfig"):
+        point.find("theirs", KVTransferConfig)

@@ -1,7 +1,5 @@
 """Any layout's bytes, read into any other's: the logical tensor [tokens, heads, K then V] stays the same."""
 
-import ctypes
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -9,11 +7,12 @@ from hypothesis import strategies as st
 
 from kvferry.core.layout import KVLayout, LayerLayout
 from kvferry.core.sharding import on_rank, share, sources
-from kvferry.transport.fabric.base import common_pieces
-from kvferry.transport.head_spans import head_spans
-from kvferry.transport.lookup_buffer.arrival_map import ArrivalMap
-from kvferry.transport.lookup_buffer.base import Part
-from kvferry.transport.memory import BlockGeometry, LayerPlace
+from kvferry.transport.fabric.copying import copy_one_by_one
+from kvferry.transport.fabric.pieces import join
+from kvferry.transport.lookup_buffer.arrival_map import ArrivalMap, head_spans
+from kvferry.transport.lookup_buffer.base import Source, Want
+from kvferry.transport.lookup_buffer.messages import Part
+from kvferry.transport.memory import BlockGeometry, LayerPlace, Region, RegionMap
 
 NUM_BLOCKS = 40
 
@@ -76,9 +75,8 @@ def instance(tp_size: int, block_size: int, shapes: list[tuple[int, int, int]], 
 
 
 def copy(source: Rank, target: Rank, remote: list[tuple[int, int]], local: list[tuple[int, int]]) -> None:
-    assert sum(length for _, length in remote) == sum(length for _, length in local)
-    for there, here, length in common_pieces(remote, local, 2**20):
-        ctypes.memmove(target.bytes.ctypes.data + here, source.bytes.ctypes.data + there, length)
+    theirs, ours = ([Region(rank.bytes.ctypes.data, rank.bytes.nbytes)] for rank in (source, target))
+    copy_one_by_one(join(remote, RegionMap(theirs, "peer's"), local, RegionMap(ours, "own"), 2**20))
 
 
 @settings(max_examples=150, deadline=None)
@@ -116,7 +114,7 @@ def test_the_logical_tensor_stays_the_same(data: st.DataObject) -> None:
 
 def fetch(source: Rank, target: Rank, their_ids: list[int], our_ids: list[int], skip: int, step: int) -> None:
     """Read all parts, announced `step` blocks at a time, layer by layer."""
-    arrivals = ArrivalMap("k", source.geometry, target.geometry, our_ids, skip)
+    arrivals = ArrivalMap(Want("k", Source("", 0), our_ids, 0.0, skip), source.geometry, target.geometry)
     for first in range(0, len(their_ids), step):
         for layer in range(source.layout.num_layers):
             part = Part(layer, 1, first, their_ids[first : first + step])

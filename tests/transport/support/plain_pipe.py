@@ -1,4 +1,7 @@
-"""A pipe over TCP: header, bytes, header, bytes, on the connection itself. Full when the kernel's buffers are."""
+"""A pipe with nothing beside its connection: header, bytes, header, bytes.
+
+Tests of headers and of peers that lie need it; to kvferry it is a pipe of another package.
+"""
 
 from __future__ import annotations
 
@@ -12,31 +15,24 @@ from kvferry.transport.pipe.messages import NoTensor, TensorHeader
 from kvferry.transport.pipe.tensors import flat_bytes, header_of, host_view, num_bytes_of, shaped
 
 
-class TcpPipe(PipeKind):
-    """Any two instances with a network between them."""
-
-    name = "tcp"
+class PlainPipe(PipeKind):
+    name = "plain"
     under_tls = True
     over_tcp = True
 
     async def open_sender(self, connection: Connection, deadline: float) -> PipeSender:
-        """The connection is all it needs."""
-        return TcpSender(connection, self.settings.max_tensor_bytes)
+        return PlainSender(connection, self.settings.max_tensor_bytes)
 
     async def open_receiver(self, connection: Connection, deadline: float) -> PipeReceiver:
-        """The connection is all it needs."""
-        return TcpReceiver(connection, self.settings.max_tensor_bytes)
+        return PlainReceiver(connection, self.settings.max_tensor_bytes)
 
 
-class TcpSender(ConnectedEnd, PipeSender):
-    """See the module."""
-
+class PlainSender(ConnectedEnd, PipeSender):
     def __init__(self, connection: Connection, max_tensor_bytes: int) -> None:
         super().__init__(connection)
         self._max_bytes = max_tensor_bytes
 
     async def send_tensor(self, tensor: Tensor | None, *, deadline: float) -> None:
-        """Send header and bytes, the bytes from where they lie."""
         self.require_open()
         if tensor is None:
             pieces: list[bytearray | memoryview] = [self.connection.encode(NoTensor())]
@@ -47,15 +43,12 @@ class TcpSender(ConnectedEnd, PipeSender):
             await self.connection.send_bytes([piece for piece in pieces if len(piece)])
 
 
-class TcpReceiver(ConnectedEnd, PipeReceiver):
-    """See the module."""
-
+class PlainReceiver(ConnectedEnd, PipeReceiver):
     def __init__(self, connection: Connection, max_tensor_bytes: int) -> None:
         super().__init__(connection)
         self._max_bytes = max_tensor_bytes
 
     async def recv_tensor(self, *, deadline: float) -> Tensor | None:
-        """Receive the header, then the bytes into the new tensor."""
         async with self.receiving(TensorHeader | NoTensor, deadline) as header:
             if isinstance(header, NoTensor):
                 return None

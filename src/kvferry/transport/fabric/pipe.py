@@ -1,4 +1,4 @@
-"""Reading a peer's blocks by way of a pipe: the reader asks, and the peer sends them, gathered, down the pipe.
+"""A pipe made a fabric: the reader asks for spans, and the peer sends them, gathered, down the pipe.
 
     reader ── Open(ticket) ────────► peer      and `pipe.meeting` makes the pipe with that ticket
            ── Pull(spans) ─────────►
@@ -12,32 +12,30 @@ wait and in whatever order they are fetched, and a FIFO serves by key without an
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import secrets
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-from torch import Tensor, uint8
+import numpy as np
+import torch
+from torch import Tensor
 
 from kvferry.core.errors import KvferryError, PeerLost, ProtocolError
 from kvferry.transport.connection import Connection, limited_to
-from kvferry.transport.fabric.base import (
-    Fabric,
-    FabricContext,
-    FabricPeer,
-    host_and_port,
-    require_same_length,
-    require_within,
-)
-from kvferry.transport.lookup_buffer.block_bytes import BlockBytes, pieces_of, take_front
-from kvferry.transport.memory import Span
-from kvferry.transport.pipe.base import PipeKind, PipeReceiver, PipeSender
+from kvferry.transport.fabric.base import Fabric, FabricContext, FabricPeer, PendingRead, host_and_port
+from kvferry.transport.fabric.pieces import ANYWHERE, Pieces, join
+from kvferry.transport.memory import RegionMap, Span
+from kvferry.transport.pipe.base import PipeKind, PipeReceiver, PipeSender, PipeSettings
 from kvferry.transport.pipe.meeting import MEET_S, PipeServer, connect_pipe
+from kvferry.transport.pipe.table import pipe_kind
 from kvferry.transport.tls import require_covered
 from kvferry.transport.wire import Message
 
 PURPOSE = "pull"
 PIECE_BYTES = 8 * 2**20
+PIECE_SPANS = 2**16
 STALL_S = 60.0
 """A peer that keeps a pipe waiting for so long is given up."""
 
@@ -60,16 +58,28 @@ class Refused(Message, frozen=True):
     reason: str
 
 
-class PullFabric(Fabric):
+class PipeFabric(Fabric):
     """Reads, and lets read, through pipes of one kind."""
 
     def __init__(self, context: FabricContext, kind: PipeKind) -> None:
         super().__init__(context)
         require_covered(context.tls, f"pipe {kind.name}", covered=kind.under_tls)
         self.name, self.over_tcp, self._kind = kind.name, kind.over_tcp, kind  # type: ignore[misc]
-        self.blocks = BlockBytes(context.memory)
+        self.device = torch.device(context.memory.device)
+        self._served = RegionMap(context.memory.regions, "peer's")
         self._pipes = PipeServer(context.listener, kind)
         context.listener.handle(PURPOSE, self._serve)
+
+    @classmethod
+    def through(cls, pipe: str, context: FabricContext) -> PipeFabric:
+        """Through pipes of the kind of this name. Raises `UnknownName`, or `ConfigError` when it does not work here."""
+        settings = PipeSettings(
+            max_tensor_bytes=PIECE_BYTES,
+            host=context.listener.host,
+            device=context.memory.device,
+            options=context.settings.transport_options,
+        )
+        return cls(context, pipe_kind(pipe, settings))
 
     def describe(self) -> dict[str, Any]:
         """Where the serving side listens."""
@@ -82,11 +92,11 @@ class PullFabric(Fabric):
     async def connect(self, description: dict[str, Any], deadline: float) -> FabricPeer:
         """Make a first pipe, so that what does not work shows now."""
         host, port = host_and_port(description, self.name)
-        peer = PullPeer(self, host, port)
+        peer = PipePeer(self, host, port)
         await peer.connect(deadline)
         return peer
 
-    async def open_session(self, host: str, port: int, deadline: float) -> PullSession:
+    async def open_session(self, host: str, port: int, deadline: float) -> PipeSession:
         """A pipe, and the connection on which to ask for what comes through it."""
         context, ticket = self.context, secrets.token_hex(16)
         connection = await context.dial(host, port, PURPOSE, deadline)
@@ -98,7 +108,7 @@ class PullFabric(Fabric):
         except BaseException:
             await connection.close()
             raise
-        return PullSession(connection, pipe, self.blocks)
+        return PipeSession(connection, pipe, self.device)
 
     async def _serve(self, connection: Connection) -> None:
         """Answer one reader, pull by pull, until it leaves."""
@@ -116,57 +126,79 @@ class PullFabric(Fabric):
     async def _answer(self, connection: Connection, pipe: PipeSender, spans: Sequence[Span]) -> None:
         loop = asyncio.get_running_loop()
         try:
-            require_within(spans, self.context.memory.num_bytes, "peer's")
-            for piece in pieces_of(spans, PIECE_BYTES):
-                await pipe.send_tensor(self.blocks.gather(piece), deadline=loop.time() + STALL_S)
+            pieces = join(spans, self._served, spans, self._served, PIECE_BYTES)
+            for part in pieces.slices(PIECE_BYTES, PIECE_SPANS):
+                await pipe.send_tensor(gathered(part, self.device), deadline=loop.time() + STALL_S)
         except ProtocolError as error:
             pipe.require_open()
             await connection.send(Refused(str(error)))
             await pipe.send_tensor(None, deadline=loop.time() + STALL_S)
 
 
-class _Wanted:
+class _Pull(PendingRead):
     """One pull under way, and where its bytes go."""
 
-    def __init__(self, spans: Sequence[Span], num_bytes: int) -> None:
-        self.spans, self.num_left = list(spans), num_bytes
-        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    def __init__(self, pieces: Pieces, device: torch.device) -> None:
+        super().__init__()
+        self._pieces, self._device = pieces, device
+        self._ends = np.cumsum(pieces.lengths)
+        self._num_done = 0
 
-    def finish(self, error: KvferryError | None = None) -> None:
-        """Wake the reader, unless it gave up."""
-        if self.done.done():
-            return
-        if error is None:
-            self.done.set_result(None)
-        else:
-            self.done.set_exception(error)
+    @property
+    def num_left(self) -> int:
+        """Bytes."""
+        return int(self._ends[-1]) - self._num_done
+
+    def take(self, data: Tensor) -> None:
+        """The next bytes: written, unless nobody wants them any more."""
+        if data.dtype != torch.uint8 or data.dim() != 1 or not 0 < data.numel() <= self.num_left:
+            raise ProtocolError(f"{tuple(data.shape)} of {data.dtype} came for a read of {self.num_left} bytes more")
+        if not self.given_up:
+            self._write(data)
+        self._num_done += data.numel()
+
+    def _write(self, data: Tensor) -> None:
+        start, end = self._num_done, self._num_done + data.numel()
+        first, last = (int(np.searchsorted(self._ends, place, side="right")) for place in (start, end - 1))
+        for address, length, piece_end in zip(
+            self._pieces.local[first : last + 1].tolist(),
+            self._pieces.lengths[first : last + 1].tolist(),
+            self._ends[first : last + 1].tolist(),
+            strict=True,
+        ):
+            begin = piece_end - length
+            low, high = max(begin, start), min(piece_end, end)
+            target = bytes_at(address + low - begin, high - low, self._device)
+            target.copy_(data[low - start : high - start])
+        if self._device.type != "cpu":
+            torch.cuda.current_stream(self._device).synchronize()
 
 
-class PullSession:
+class PipeSession:
     """A pipe and the pulls under way on it. Owns both ends' connections; `close` it."""
 
-    def __init__(self, connection: Connection, pipe: PipeReceiver, blocks: BlockBytes) -> None:
+    def __init__(self, connection: Connection, pipe: PipeReceiver, device: torch.device) -> None:
         self.failure: KvferryError | None = None
-        self._connection, self._pipe, self._blocks = connection, pipe, blocks
+        self._connection, self._pipe, self._device = connection, pipe, device
         self._asking = asyncio.Lock()
-        self._wanted: deque[_Wanted] = deque()
+        self._pulls: deque[_Pull] = deque()
         self._asked = asyncio.Event()
         self._task = asyncio.create_task(self._run(), name="pulling")
 
-    async def pull(self, remote: Sequence[Span], local: Sequence[Span], num_bytes: int) -> None:
+    async def pull(self, spans: Sequence[Span], pieces: Pieces) -> None:
         """Ask, and wait until the bytes are in place."""
-        wanted = _Wanted(local, num_bytes)
+        pull = _Pull(pieces, self._device)
         async with self._asking:  # what is asked for comes in the order in which it was asked for
             if self.failure is not None:
                 raise self.failure
-            self._wanted.append(wanted)
+            self._pulls.append(pull)
             try:
-                await self._connection.send(Pull(list(remote)))
+                await self._connection.send(Pull(list(spans)))
             except BaseException:  # half of a frame may be out, and nothing can follow it
                 self._fail(PeerLost("a read request was cut off"))
                 raise
             self._asked.set()
-        await wanted.done  # a cancelled wait cancels the future too: what still comes goes nowhere
+        await pull.done  # a cancelled wait cancels the future too: what still comes goes nowhere
 
     async def close(self) -> None:
         """Break off; pulls under way raise `PeerLost`."""
@@ -182,51 +214,43 @@ class PullSession:
             while True:
                 await self._asked.wait()
                 self._asked.clear()
-                while self._wanted and self.failure is None:
-                    await self._receive(self._wanted[0])
-                    self._wanted.popleft()
+                while self._pulls and self.failure is None:
+                    await self._receive(self._pulls[0])
+                    self._pulls.popleft()
         except KvferryError as error:
             self._fail(error)
         finally:
             self._fail(PeerLost("the connection to the peer was closed during a read"))
 
-    async def _receive(self, wanted: _Wanted) -> None:
+    async def _receive(self, pull: _Pull) -> None:
         loop = asyncio.get_running_loop()
-        while wanted.num_left:
+        while pull.num_left:
             data = await self._pipe.recv_tensor(deadline=loop.time() + STALL_S)
             if data is None:
                 async with limited_to(loop.time() + STALL_S, "the reason of a refusal"):
                     refused: Refused = await self._connection.receive(Refused)
-                wanted.finish(ProtocolError(f"the peer refused a read: {refused.reason}"))
+                pull.finish(ProtocolError(f"the peer refused a read: {refused.reason}"))
                 return
-            self._place(wanted, data)
-        wanted.finish()
-
-    def _place(self, wanted: _Wanted, data: Tensor) -> None:
-        if data.dtype != uint8 or data.dim() != 1 or not 0 < data.numel() <= wanted.num_left:
-            raise ProtocolError(f"{tuple(data.shape)} of {data.dtype} came for a read of {wanted.num_left} bytes more")
-        spans, wanted.spans = take_front(wanted.spans, data.numel())
-        wanted.num_left -= data.numel()
-        if not wanted.done.done():
-            self._blocks.scatter(data, spans)
+            pull.take(data)
+        pull.finish()
 
     def _fail(self, error: KvferryError) -> None:
         self.failure = self.failure or error
         self._connection.abort()
-        for wanted in self._wanted:
-            wanted.finish(self.failure)
+        for pull in self._pulls:
+            pull.finish(self.failure)
 
 
-class PullPeer(FabricPeer):
+class PipePeer(FabricPeer):
     """A peer whose blocks come through a pipe; a pipe that broke is made anew with the next read."""
 
-    def __init__(self, fabric: PullFabric, host: str, port: int) -> None:
+    def __init__(self, fabric: PipeFabric, host: str, port: int) -> None:
         self._fabric, self._host, self._port = fabric, host, port
-        self._session: PullSession | None = None
+        self._session: PipeSession | None = None
         self._connecting = asyncio.Lock()
         self._closed = False
 
-    async def connect(self, deadline: float) -> PullSession:
+    async def connect(self, deadline: float) -> PipeSession:
         """The session, made anew if need be."""
         async with self._connecting:
             if self._session is not None and self._session.failure is not None:
@@ -240,13 +264,13 @@ class PullPeer(FabricPeer):
 
     async def read(self, remote: Sequence[Span], local: Sequence[Span], deadline: float) -> None:
         """Ask, and wait until the bytes are in place."""
-        require_within(local, self._fabric.context.memory.num_bytes, "own")
-        num_bytes = require_same_length(remote, local)
-        if not num_bytes:
+        ours = self._fabric.context.memory.map
+        pieces = join(remote, ANYWHERE, local, ours, ours.num_bytes)
+        if not len(pieces):
             return
         async with limited_to(deadline, "reading a peer's blocks"):
             session = await self.connect(deadline)
-            await session.pull(remote, local, num_bytes)
+            await session.pull(remote, pieces)
 
     async def close(self) -> None:
         """Break the pipe off."""
@@ -254,3 +278,28 @@ class PullPeer(FabricPeer):
         async with self._connecting:
             if self._session is not None:
                 await self._session.close()
+
+
+def gathered(pieces: Pieces, device: torch.device) -> Tensor:
+    """A new uint8 tensor `[num_bytes]` with the pieces' bytes, in order."""
+    return torch.cat([bytes_at(address, length, device) for address, _, length in pieces.rows()])
+
+
+class _DeviceMemory:
+    """How device memory of a known address is shown to torch."""
+
+    def __init__(self, address: int, num_bytes: int) -> None:
+        self.__cuda_array_interface__: dict[str, Any] = {
+            "shape": (num_bytes,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "strides": None,
+            "version": 2,
+        }
+
+
+def bytes_at(address: int, num_bytes: int, device: torch.device) -> Tensor:
+    """Memory as a uint8 tensor `[num_bytes]`, not to be used once the KV cache is closed."""
+    if device.type == "cpu":
+        return torch.frombuffer((ctypes.c_char * num_bytes).from_address(address), dtype=torch.uint8)
+    return torch.as_tensor(_DeviceMemory(address, num_bytes), device=device)

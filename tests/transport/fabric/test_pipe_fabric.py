@@ -1,4 +1,4 @@
-"""What only a lookup buffer over a pipe has to deal with: pulls, pieces, pipes that break, and peers that lie."""
+"""What only a pipe that is made a fabric has to deal with: pulls, pieces, pipes that break, and peers that lie."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -6,19 +6,20 @@ from contextlib import asynccontextmanager
 
 import pytest
 import torch
-from kv_support import ProducerProcess, Region, soon, until
+from kv_support import ProducerProcess, Region, soon, table_for, until
 from pipe_support import KINDS
 
 from kvferry.core.errors import ConfigError, PeerLost, ProtocolError
 from kvferry.transport.connection import Connection
 from kvferry.transport.control import Listener
+from kvferry.transport.fabric import pipe as pipe_fabric
 from kvferry.transport.fabric.base import FabricContext, FabricPeer
-from kvferry.transport.lookup_buffer import pulling
-from kvferry.transport.lookup_buffer.base import Ended, Part, Source
-from kvferry.transport.lookup_buffer.block_bytes import BlockBytes, pieces_of, take_front
-from kvferry.transport.lookup_buffer.entries import EntryBounds
-from kvferry.transport.lookup_buffer.pipe import PipeLookupBuffer
-from kvferry.transport.lookup_buffer.pulling import Open, Pull, PullFabric, PullPeer
+from kvferry.transport.fabric.pieces import Pieces, join
+from kvferry.transport.fabric.pipe import Open, PipeFabric, PipePeer, Pull
+from kvferry.transport.lookup_buffer.base import Source, Want
+from kvferry.transport.lookup_buffer.entries import Ended, EntryBounds
+from kvferry.transport.lookup_buffer.fabric import FabricLookupBuffer
+from kvferry.transport.lookup_buffer.messages import Part
 from kvferry.transport.memory import BlockMemory
 from kvferry.transport.pipe.base import PipeSender, PipeSettings
 from kvferry.transport.pipe.meeting import PipeServer
@@ -31,11 +32,12 @@ MakeRegion = Callable[..., Region]
 @asynccontextmanager
 async def instance(
     region: Region, pipe: str, *, engine_id: str = "engine"
-) -> AsyncIterator[tuple[PipeLookupBuffer, Source]]:
+) -> AsyncIterator[tuple[FabricLookupBuffer, Source]]:
     identity = Identity(engine_id, region.memory.layout)
     listener = Listener(identity, "secret")
     context = FabricContext(region.memory, listener, identity, "secret")
-    buffer = PipeLookupBuffer(context, KINDS.get(pipe, pipe), EntryBounds(capacity_bytes=4 * 2**20))
+    fabric = PipeFabric.through(KINDS.get(pipe, pipe), context)
+    buffer = FabricLookupBuffer(context, [fabric], table_for(region.memory, EntryBounds(capacity_bytes=4 * 2**20)))
     task = asyncio.create_task(buffer.run())
     try:
         yield buffer, Source(listener.host, listener.port)
@@ -46,10 +48,10 @@ async def instance(
         assert task.cancelled(), task.exception()
 
 
-def offer(buffer: PipeLookupBuffer, key: str, block_id: int) -> None:
-    assert buffer.open(key)
-    buffer.insert(key, Part(0, 3, 0, [block_id]))
-    buffer.seal(key, b"meta")
+def offer(buffer: FabricLookupBuffer, key: str, block_id: int) -> None:
+    assert buffer.table.open(key)
+    buffer.table.insert(key, Part(0, 3, 0, [block_id]))
+    buffer.table.seal(key, b"meta")
 
 
 @pytest.mark.parametrize("pipe", KINDS)
@@ -61,49 +63,49 @@ async def test_the_last_of_four_is_fetched_first(make_region: MakeRegion, pipe: 
             offer(producer, key, block_id)
         for key in "cadb":
             block_id = "abcd".index(key)
-            taken = await consumer.drop_select(key, source, [block_id], deadline=soon())
+            taken = await consumer.drop_select(Want(key, source, [block_id], soon()))
             assert taken.fabric == ("unix" if pipe == "example" else pipe)
-            assert producer.ended() == [Ended(key, "taken")]
+            assert producer.table.ended() == [Ended(key, "taken")]
             assert ours.blocks([block_id]) == theirs.blocks([block_id])
 
 
 @pytest.mark.parametrize("pipe", KINDS)
 async def test_hand_offs_of_many_pieces(make_region: MakeRegion, pipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pieces end in the middle of blocks; each is of the bounded size."""
-    monkeypatch.setattr(pulling, "PIECE_BYTES", 1000)
-    gathered: list[int] = []
-    gather = BlockBytes.gather
+    monkeypatch.setattr(pipe_fabric, "PIECE_BYTES", 1000)
+    sizes: list[int] = []
+    gather = pipe_fabric.gathered
 
-    def watch(self: BlockBytes, spans: list[tuple[int, int]]) -> torch.Tensor:
-        gathered.append(sum(length for _, length in spans))
-        return gather(self, spans)
+    def watch(pieces: Pieces, device: torch.device) -> torch.Tensor:
+        sizes.append(int(pieces.lengths.sum()))
+        return gather(pieces, device)
 
-    monkeypatch.setattr(BlockBytes, "gather", watch)
+    monkeypatch.setattr(pipe_fabric, "gathered", watch)
     theirs, ours = make_region(seed=1), make_region()
     async with instance(theirs, pipe) as (producer, source), instance(ours, pipe) as (consumer, _):
-        producer.open("k")
-        producer.insert("k", Part(0, 3, 0, [9, 2, 3, 4, 7]))
-        producer.seal("k", b"")
-        await consumer.drop_select("k", source, [1, 5, 6, 0, 15], deadline=soon())
-        producer.ended()
+        producer.table.open("k")
+        producer.table.insert("k", Part(0, 3, 0, [9, 2, 3, 4, 7]))
+        producer.table.seal("k", b"")
+        await consumer.drop_select(Want("k", source, [1, 5, 6, 0, 15], soon()))
+        producer.table.ended()
     assert ours.blocks([1, 5, 6, 0, 15]) == theirs.blocks([9, 2, 3, 4, 7])
-    assert len(gathered) > 3
-    assert max(gathered) == 1000
+    assert len(sizes) > 3
+    assert max(sizes) <= 1000
 
 
 @asynccontextmanager
-async def reading(make_region: MakeRegion, pipe: str) -> AsyncIterator[tuple[PullPeer, Region, Region]]:
+async def reading(make_region: MakeRegion, pipe: str) -> AsyncIterator[tuple[PipePeer, Region, Region]]:
     """(peer, its region, our region), without a lookup buffer."""
     theirs, ours = make_region(seed=1), make_region(seed=2)
     identities = [Identity(name, theirs.memory.layout) for name in ("theirs", "ours")]
     listeners = [Listener(identity, "secret") for identity in identities]
     fabrics = [
-        PullFabric(FabricContext(region.memory, listener, identity, "secret"), pipe_kind(KINDS[pipe], PipeSettings()))
+        PipeFabric(FabricContext(region.memory, listener, identity, "secret"), pipe_kind(KINDS[pipe], PipeSettings()))
         for region, listener, identity in zip((theirs, ours), listeners, identities, strict=True)
     ]
     serving = [asyncio.create_task(listener.serve()) for listener in listeners]
     peer = await fabrics[1].connect(fabrics[0].describe(), soon())
-    assert isinstance(peer, PullPeer)
+    assert isinstance(peer, PipePeer)
     try:
         yield peer, theirs, ours
     finally:
@@ -119,7 +121,7 @@ async def test_spans_outside_of_the_memory_are_refused(make_region: MakeRegion, 
         before = ours.bytes.copy()
         size = theirs.memory.num_bytes
         for span in [(size - 3, 4), (-1, 4), (2**40, 4)]:
-            with pytest.raises(ProtocolError, match="refused"):
+            with pytest.raises(ProtocolError, match="outside"):
                 await peer.read([span], [(0, 4)], soon())
         with pytest.raises(ProtocolError, match="own region"):
             await peer.read([(0, 4)], [(size - 3, 4)], soon())
@@ -158,7 +160,7 @@ async def test_a_pipe_that_broke_is_made_anew(make_region: MakeRegion, pipe: str
 
 
 async def test_reads_after_the_end(make_region: MakeRegion) -> None:
-    async with reading(make_region, "tcp") as (peer, _, _):
+    async with reading(make_region, "plain") as (peer, _, _):
         await peer.close()
         with pytest.raises(PeerLost):
             await peer.read([(8, 4)], [(0, 4)], soon())
@@ -178,7 +180,7 @@ async def test_a_peer_that_sends_something_else(make_region: MakeRegion, lie: st
     ours = make_region(seed=2)
     before = ours.bytes.copy()
     identity = Identity("liar", ours.memory.layout)
-    listener, kind = Listener(identity, "secret"), pipe_kind("tcp")
+    listener, kind = Listener(identity, "secret"), pipe_kind(KINDS["plain"])
     server = PipeServer(listener, kind)
 
     async def serve(connection: Connection) -> None:
@@ -191,7 +193,7 @@ async def test_a_peer_that_sends_something_else(make_region: MakeRegion, lie: st
     listener.handle("pull", serve)
     task = asyncio.create_task(listener.serve())
     own = Listener(identity, "secret")
-    fabric = PullFabric(FabricContext(ours.memory, own, identity, "secret"), kind)
+    fabric = PipeFabric(FabricContext(ours.memory, own, identity, "secret"), kind)
     peer: FabricPeer = await fabric.connect({"host": listener.host, "port": listener.port}, soon())
     with pytest.raises(ProtocolError, match="for a read of 4"):
         await peer.read([(8, 4)], [(0, 4)], soon())
@@ -203,20 +205,20 @@ async def test_a_peer_that_sends_something_else(make_region: MakeRegion, lie: st
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("pipe", ["tcp", "shm", "gloo"])
+@pytest.mark.parametrize("pipe", KINDS)
 async def test_a_producer_that_is_killed(make_region: MakeRegion, pipe: str) -> None:
-    producer = ProducerProcess(f"pipe-{pipe}", seed=11)
+    producer = ProducerProcess(KINDS[pipe], seed=11)
     ours, same = make_region(), make_region(seed=11)
     async with instance(ours, pipe) as (consumer, _):
         try:
             producer.tell("open", "whole")
             producer.tell("insert", "whole", 0, 4)
             producer.tell("seal", "whole")
-            await consumer.drop_select("whole", producer.source, [3], deadline=soon(60))
+            await consumer.drop_select(Want("whole", producer.source, [3], soon(60)))
             assert ours.blocks([3]) == same.blocks([4])
             producer.tell("open", "k")
             producer.tell("insert", "k", 0, 4)
-            fetching = asyncio.create_task(consumer.drop_select("k", producer.source, [0], deadline=soon(60)))
+            fetching = asyncio.create_task(consumer.drop_select(Want("k", producer.source, [0], soon(60))))
             await until(lambda: ours.blocks([0]) == same.blocks([4]))
         finally:
             producer.kill()
@@ -225,27 +227,15 @@ async def test_a_producer_that_is_killed(make_region: MakeRegion, pipe: str) -> 
 
 
 async def test_kinds_that_differ(make_region: MakeRegion) -> None:
-    async with instance(make_region(), "tcp") as (_, source), instance(make_region(), "shm") as (consumer, _):
-        with pytest.raises(ConfigError, match="this one has shm, the producer tcp"):
-            await consumer.drop_select("k", source, [0], deadline=soon())
+    async with instance(make_region(), "gloo") as (_, source), instance(make_region(), "plain") as (consumer, _):
+        with pytest.raises(ConfigError, match="this one has plain, the producer gloo"):
+            await consumer.drop_select(Want("k", source, [0], soon()))
 
 
 def test_memory_in_several_regions(make_region: MakeRegion) -> None:
     parts = [make_region(seed=number).memory for number in (1, 2)]
     memory = BlockMemory(parts[0].geometry, parts[0].regions + parts[1].regions)
     size = parts[0].num_bytes
-    blocks = BlockBytes(memory)
-    data = blocks.gather([(size - 4, 4), (size, 8)])
+    spans = [(size - 4, 4), (size, 8)]
+    data = pipe_fabric.gathered(join(spans, memory.map, spans, memory.map, size), torch.device("cpu"))
     assert bytes(data.numpy()) == bytes(memory.view((size - 4, 4))) + bytes(memory.view((size, 8)))
-    blocks.scatter(data, [(0, 6), (size + 100, 6)])
-    assert bytes(memory.view((size + 100, 6))) == bytes(data[6:].numpy())
-    for span in [(size - 4, 8), (2 * size, 1), (-1, 1), (0, 0)]:
-        with pytest.raises(ProtocolError):
-            blocks.gather([span])
-
-
-def test_pieces() -> None:
-    spans = [(0, 10), (100, 3), (200, 25)]
-    assert list(pieces_of(spans, 12)) == [[(0, 10), (100, 2)], [(102, 1), (200, 11)], [(211, 12)], [(223, 2)]]
-    assert list(pieces_of([], 12)) == []
-    assert take_front(spans, 11) == ([(0, 10), (100, 1)], [(101, 2), (200, 25)])
