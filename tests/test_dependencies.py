@@ -13,7 +13,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
-OPTIONAL = {"mooncake", "nixl", "nixl_cu12", "valkey", "vllm"}
+OPTIONAL = {"mooncake", "nixl", "nixl_cu12", "pytest", "pytest_asyncio", "valkey", "vllm"}
 """Imported where an extra has brought them; `tests/cli/test_checks.py` has what is said where it has not."""
 
 

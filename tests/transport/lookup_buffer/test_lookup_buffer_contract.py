@@ -1,330 +1,72 @@
-"""What every lookup buffer must do. A new one is done when its name in the fixture passes."""
+"""Every lookup buffer keeps the contract that `kvferry.testing` has for all."""
 
-import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from __future__ import annotations
+
+from typing import Any
 
 import pytest
-from kv_support import Region, soon, tls_of, until
+from kv_support import Region
 from pipe_support import KINDS
 
-from kvferry.core.clock import ManualClock
-from kvferry.core.errors import LeakError, LeaseEnded, ProtocolError, TransferTimeout
-from kvferry.transport.control import Listener
-from kvferry.transport.fabric.base import FabricContext
-from kvferry.transport.fabric.table import build_fabrics
-from kvferry.transport.lookup_buffer.base import LookupBuffer, Source, Taken, Want
-from kvferry.transport.lookup_buffer.entries import Ended, EntryBounds, EntryTable
-from kvferry.transport.lookup_buffer.fabric import FabricLookupBuffer
+from kvferry.testing.lookup_buffer import LookupBufferContract
+from kvferry.transport.lookup_buffer.base import LookupBuffer, Source
+from kvferry.transport.lookup_buffer.entries import EntryTable
 from kvferry.transport.lookup_buffer.memory import MemoryLookupBuffer, MemoryNetwork
-from kvferry.transport.lookup_buffer.messages import Part
-from kvferry.transport.lookup_buffer.valkey.buffer import ValkeyLookupBuffer
-from kvferry.transport.wire import Identity
-
-NUM_LAYERS = 3
-BOUNDS = EntryBounds(lease_s=30, unsealed_s=60, max_keys=4)
+from support.certificates import member_options
 
 
-class Ends:
-    """A producer, and as many consumers as a test wants, on one loop; the producer's clock is the test's."""
+class TestMemory(LookupBufferContract):
+    @pytest.fixture(autouse=True)
+    def _network(self) -> None:
+        self.network: MemoryNetwork = {}
 
-    def __init__(self, kind: str, make_region: Callable[..., Region], url: str) -> None:
-        self.kind, self._make_region, self.url = kind, make_region, url
-        self.taken = "stored" if kind == "valkey" else "taken"
-        """How a key ends for its producer that a consumer has taken."""
-        self.clock = ManualClock()
-        self.theirs = make_region(seed=1)
-        self._network: MemoryNetwork = {}
-        self._stack = AsyncExitStack()
-        self._num = 0
-
-    async def open(self) -> None:
-        self.producer, self.source = await self._start(self.theirs, self.clock)
-        self.ours, self.consumer = await self.another_consumer()
-
-    async def another_consumer(self) -> tuple[Region, LookupBuffer]:
-        region = self._make_region(seed=2)
-        return region, (await self._start(region, ManualClock()))[0]
-
-    async def _start(self, region: Region, clock: ManualClock) -> tuple[LookupBuffer, Source]:
-        self._num += 1
-        table = EntryTable(region.memory.geometry, clock, BOUNDS)
-        if self.kind == "valkey":
-            buffer: LookupBuffer = ValkeyLookupBuffer(region.memory, self.url, "secret", table)
-            source = Source("", 0)
-        elif self.kind == "memory":
-            source = Source("memory", self._num)
-            buffer = MemoryLookupBuffer(region.memory, table, self._network, source)
-        else:
-            identity = Identity(f"engine-{self._num}", region.memory.layout)
-            tls, medium = tls_of(self.kind), self.kind.removeprefix("tls-")
-            listener = Listener(identity, "secret", tls=tls)
-            context = FabricContext(region.memory, listener, identity, "secret", tls=tls)
-            buffer = FabricLookupBuffer(context, build_fabrics(medium, context), table)
-            source = Source(listener.host, listener.port, identity.engine_id)
-        await self._stack.enter_async_context(running(buffer))
-        return buffer, source
-
-    async def close(self) -> None:
-        await self._stack.aclose()
-
-    def insert(self, key: str, first_block: int, block_ids: list[int], layers: range = range(NUM_LAYERS)) -> bool:
-        return self.producer.table.insert(key, Part(layers.start, len(layers), first_block, block_ids))
-
-    def produce(self, key: str, block_ids: list[int]) -> None:
-        assert self.producer.table.open(key)
-        self.insert(key, 0, block_ids)
-        self.producer.table.seal(key, b"meta")
-
-    def fetch(self, key: str, into: list[int], skip_blocks: int = 0, seconds: float = 20) -> asyncio.Task[Taken]:
-        fetching = self.consumer.drop_select(Want(key, self.source, into, soon(seconds), skip_blocks))
-        return asyncio.ensure_future(fetching)
-
-    async def until_ended(self, key: str, *reasons: str) -> None:
-        """The producer learns that the key is over, and nothing else; not always with the consumer's take."""
-        found: list[Ended] = []
-        await until(lambda: bool(found.extend(self.producer.table.ended()) or found))
-        assert found in [[Ended(key, reason)] for reason in reasons]  # type: ignore[arg-type]
-
-    async def until_arrived(self, layer: int, ours: int, theirs: int) -> None:
-        await until(lambda: self.ours.block(layer, ours) == self.theirs.block(layer, theirs))
+    def build(self, region: Region, table: EntryTable, number: int) -> tuple[LookupBuffer, Source]:
+        source = Source("memory", number)
+        return MemoryLookupBuffer(region.memory, table, self.network, source), source
 
 
-@asynccontextmanager
-async def running(buffer: LookupBuffer) -> AsyncIterator[None]:
-    task = asyncio.create_task(buffer.run())
-    await asyncio.sleep(0)
-    try:
-        yield
-    finally:
-        task.cancel()
-        results = await asyncio.gather(task, return_exceptions=True)
-        assert all(isinstance(result, asyncio.CancelledError) for result in results), results
+class FabricContract(LookupBufferContract):
+    lookup_buffer = "fabric"
+    transport: str
+
+    @classmethod
+    def options(cls) -> dict[str, Any]:
+        return {"transport": cls.transport}
 
 
-@pytest.fixture(params=["memory", "shm", "tcp", "gloo", KINDS["example"], "tls-tcp", "valkey"])
-async def ends(request: pytest.FixtureRequest, make_region: Callable[..., Region]) -> AsyncIterator[Ends]:
-    url = request.getfixturevalue("valkey_url") if request.param == "valkey" else ""
-    ends = Ends(request.param, make_region, url)
-    await ends.open()
-    yield ends
-    for end in (ends.producer, ends.consumer):
-        end.check()
-    await ends.close()
+class TestShm(FabricContract):
+    transport = "shm"
 
 
-async def test_what_is_inserted_arrives(ends: Ends) -> None:
-    ends.produce("k", [4, 2, 9])
-    taken = await ends.fetch("k", [7, 8, 0])
-    assert (taken.meta, taken.num_bytes) == (b"meta", 3 * ends.theirs.memory.layout.block_bytes)
-    assert ends.ours.blocks([7, 8, 0]) == ends.theirs.blocks([4, 2, 9])
-    await ends.until_ended("k", ends.taken)
+class TestTcp(FabricContract):
+    transport = "tcp"
 
 
-async def test_the_meta_is_known_with_the_seal(ends: Ends) -> None:
-    known: list[bytes] = []
-    ends.produce("k", [4])
-    await ends.consumer.drop_select(Want("k", ends.source, [7], soon(), on_sealed=known.append))
-    assert known == [b"meta"]
-    await ends.until_ended("k", ends.taken)
+class TestTcpUnderTls(FabricContract):
+    transport = "tcp"
+
+    @classmethod
+    def options(cls) -> dict[str, Any]:
+        return super().options() | member_options()
 
 
-async def test_by_key_not_by_order(ends: Ends) -> None:
-    for key, block in [("a", 1), ("b", 2), ("c", 3)]:
-        ends.produce(key, [block])
-    for key, block in [("c", 3), ("a", 1), ("b", 2)]:
-        await ends.fetch(key, [block])
-        assert ends.ours.blocks([block]) == ends.theirs.blocks([block])
+class TestGloo(FabricContract):
+    transport = "gloo"
 
 
-async def test_layers_flow_while_the_producer_computes(ends: Ends) -> None:
-    fetching = ends.fetch("k", [0, 1])
-    await asyncio.sleep(0)
-    ends.producer.table.open("k")
-    for first_block, block_id in [(0, 5), (1, 6)]:
-        for layer in range(NUM_LAYERS):
-            ends.insert("k", first_block, [block_id], range(layer, layer + 1))
-            await ends.until_arrived(layer, first_block, block_id)
-    assert not fetching.done()
-    ends.producer.table.seal("k", b"meta")
-    assert (await fetching).meta == b"meta"
+class TestExamplePipe(FabricContract):
+    transport = KINDS["example"]
 
 
-async def test_blocks_that_are_here_already_are_left_alone(ends: Ends) -> None:
-    before = ends.ours.blocks([7, 8])
-    ends.producer.table.open("k")
-    ends.insert("k", 0, [4])
-    ends.insert("k", 1, [2, 9, 3])
-    ends.producer.table.seal("k", b"meta")
-    taken = await ends.fetch("k", [7, 8, 0, 1], skip_blocks=2)
-    assert ends.ours.blocks([7, 8]) == before
-    assert ends.ours.blocks([0, 1]) == ends.theirs.blocks([9, 3])
-    assert taken.num_bytes == 2 * ends.theirs.memory.layout.block_bytes
+class TestValkey(LookupBufferContract):
+    lookup_buffer = "valkey"
+    taken = "stored"
+    url: str
 
+    @pytest.fixture(autouse=True)
+    def _server(self, valkey_url: str) -> None:
+        type(self).url = valkey_url
 
-async def test_all_blocks_are_here_already(ends: Ends) -> None:
-    ends.produce("k", [4, 5])
-    assert (await ends.fetch("k", [7, 8], skip_blocks=2)).num_bytes == 0
-    await ends.until_ended("k", ends.taken)
-
-
-async def test_a_reset_begins_again(ends: Ends) -> None:
-    fetching = ends.fetch("k", [0, 1])
-    ends.producer.table.open("k")
-    ends.insert("k", 0, [5, 6])
-    await ends.until_arrived(2, 1, 6)
-    ends.producer.table.reset("k")
-    ends.theirs.fill(99)
-    ends.insert("k", 0, [10])
-    ends.insert("k", 1, [11])
-    ends.producer.table.seal("k", b"again")
-    assert (await fetching).meta == b"again"
-    assert ends.ours.blocks([0, 1]) == ends.theirs.blocks([10, 11])
-
-
-async def test_a_drop_after_everything_was_read_is_no_take(ends: Ends) -> None:
-    fetching = ends.fetch("k", [0])
-    ends.producer.table.open("k")
-    ends.insert("k", 0, [5])
-    await ends.until_arrived(2, 0, 5)
-    ends.producer.table.drop("k")
-    with pytest.raises(LeaseEnded, match="withdrew"):
-        await fetching
-    assert ends.producer.table.ended() == [Ended("k", "dropped")]
-
-
-async def test_one_of_two_consumers_has_it(ends: Ends) -> None:
-    region, other = await ends.another_consumer()
-    ends.produce("k", [4])
-    fetches = [
-        ends.fetch("k", [0]),
-        asyncio.ensure_future(other.drop_select(Want("k", ends.source, [0], soon()))),
-    ]
-    results = await asyncio.gather(*fetches, return_exceptions=True)
-    assert sorted(type(result) for result in results if not isinstance(result, Taken)) == [LeaseEnded]
-    winner = ends.ours if isinstance(results[0], Taken) else region
-    assert winner.blocks([0]) == ends.theirs.blocks([4])
-
-
-async def test_too_late(ends: Ends) -> None:
-    ends.produce("k", [4])
-    ends.clock.advance(BOUNDS.lease_s)
-    with pytest.raises(LeaseEnded, match="lease"):
-        await ends.fetch("k", [0])
-    assert ends.producer.table.ended() == [Ended("k", "expired")]
-    with pytest.raises(LeaseEnded, match="lease"):
-        await ends.fetch("k", [0])
-
-
-async def test_a_key_that_never_comes(ends: Ends) -> None:
-    with pytest.raises(TransferTimeout):
-        await ends.fetch("k", [0], seconds=0.05)
-
-
-@pytest.mark.parametrize("order", ["asked before", "asked after"])
-async def test_a_key_of_which_is_said_that_it_never_comes(ends: Ends, order: str) -> None:
-    fetches = [ends.fetch("dropped", [0]), ends.fetch("ended", [1])] if order == "asked before" else []
-    await asyncio.sleep(0)
-    ends.producer.table.drop("dropped")
-    assert not ends.producer.end("ended")
-    fetches = fetches or [ends.fetch("dropped", [0]), ends.fetch("ended", [1])]
-    found = await asyncio.gather(*fetches, return_exceptions=True)
-    assert [type(error) for error in found] == [LeaseEnded] * 2
-    assert "withdrew" in str(found[0])
-    assert "released" in str(found[1])
-    assert ends.producer.table.ended() == []
-    ends.producer.check()
-
-
-async def test_who_gives_up_leaves_the_key_to_others(ends: Ends) -> None:
-    ends.producer.table.open("k")
-    ends.insert("k", 0, [4])
-    giving_up = ends.fetch("k", [0])
-    await ends.until_arrived(2, 0, 4)
-    giving_up.cancel()
-    await asyncio.gather(giving_up, return_exceptions=True)
-    ends.producer.table.seal("k", b"meta")
-    ends.ours.fill(3)
-    await ends.fetch("k", [1])
-    assert ends.ours.blocks([1]) == ends.theirs.blocks([4])
-
-
-async def test_a_release_ends_the_lease_at_once(ends: Ends) -> None:
-    ends.produce("k", [4])
-    await ends.consumer.release("k", ends.source, deadline=soon())
-    await ends.until_ended("k", "released", ends.taken)
-    with pytest.raises(LeaseEnded, match="released"):
-        await ends.fetch("k", [0])
-
-
-async def test_the_producer_ends_a_lease_itself(ends: Ends) -> None:
-    ends.produce("k", [4])
-    assert ends.producer.end("k")
-    assert not ends.producer.end("k")
-    with pytest.raises(LeaseEnded, match="released"):
-        await ends.fetch("k", [0])
-
-
-async def test_a_full_buffer_says_so_to_both(ends: Ends) -> None:
-    for index in range(BOUNDS.max_keys):
-        assert ends.producer.table.open(f"k{index}")
-    assert not ends.producer.table.open("more")
-    with pytest.raises(LeaseEnded, match="full"):
-        await ends.fetch("more", [0])
-    with pytest.raises(LeakError, match="k0"):
-        ends.producer.check()
-    for index in range(BOUNDS.max_keys):
-        ends.producer.table.drop(f"k{index}")
-
-
-async def test_blocks_that_were_never_announced_are_missed(ends: Ends) -> None:
-    ends.producer.table.open("k")
-    ends.insert("k", 0, [4])
-    ends.insert("k", 1, [5], range(2))
-    ends.producer.table.seal("k", b"meta")
-    with pytest.raises(ProtocolError, match="missing"):
-        await ends.fetch("k", [0, 1])
-    ends.producer.table.drop("k")
-
-
-async def test_more_blocks_than_expected_are_not_written_anywhere(ends: Ends) -> None:
-    before = ends.ours.bytes.copy()
-    ends.produce("k", [4, 5, 6])
-    with pytest.raises(ProtocolError, match="prompt must be the same"):
-        await ends.fetch("k", [0, 1])
-    assert (ends.ours.bytes == before).all()
-    ends.producer.table.drop("k")
-
-
-async def test_many_at_once(ends: Ends) -> None:
-    fetches = {f"k{index}": ends.fetch(f"k{index}", [index]) for index in range(BOUNDS.max_keys)}
-    for index in reversed(range(BOUNDS.max_keys)):
-        ends.produce(f"k{index}", [15 - index])
-    await asyncio.gather(*fetches.values())
-    for index in range(BOUNDS.max_keys):
-        assert ends.ours.blocks([index]) == ends.theirs.blocks([15 - index])
-    assert ends.consumer.statistics()["taken"] == BOUNDS.max_keys
-
-
-async def test_a_producer_on_another_thread(ends: Ends) -> None:
-    fetching = ends.fetch("k", [0, 1])
-
-    def produce() -> None:
-        ends.producer.table.open("k")
-        for layer in range(NUM_LAYERS):
-            ends.insert("k", 0, [8, 3], range(layer, layer + 1))
-        ends.producer.table.seal("k", b"meta")
-
-    await asyncio.to_thread(produce)
-    await fetching
-    assert ends.ours.blocks([0, 1]) == ends.theirs.blocks([8, 3])
-
-
-async def test_check_finds_a_consumer_that_waits(ends: Ends) -> None:
-    fetching = ends.fetch("k", [0])
-    await asyncio.sleep(0)
-    await asyncio.sleep(0)
-    with pytest.raises(LeakError, match="fetched"):
-        ends.consumer.check()
-    fetching.cancel()
-    await asyncio.gather(fetching, return_exceptions=True)
+    @classmethod
+    def options(cls) -> dict[str, Any]:
+        return {"valkey_url": cls.url}

@@ -1,311 +1,45 @@
-"""What every pipe must do. A new one is done when its name in `KINDS` passes."""
+"""Every kind of pipe keeps the contract that `kvferry.testing` has for all."""
 
-import asyncio
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
 
 import pytest
-import torch
-from kv_support import make_layout, soon, until
-from pipe_support import CAPACITY, KINDS, PipeProcess, pipe_of, same, serving
+from pipe_support import CAPACITY, KINDS
 
-from kvferry.core.errors import AuthenticationFailed, PeerLost, ProtocolError, TransferTimeout, UnknownName
-from kvferry.transport.pipe.base import PipeReceiver, PipeSender, PipeSettings
-from kvferry.transport.pipe.meeting import connect_pipe
+from kvferry.core.errors import UnknownName
+from kvferry.testing.pipe import Ends, PipeContract, PipeEnds, fill
+from kvferry.transport.pipe.base import PipeSettings
+from kvferry.transport.pipe.memory import memory_pipe
 from kvferry.transport.pipe.table import pipe_kind
-from kvferry.transport.pipe.tensors import DTYPES
-from kvferry.transport.wire import Identity
-
-ALL = ["memory", *KINDS]
-Ends = tuple[PipeSender, PipeReceiver]
-MIB = 2**20
 
 
-@pytest.fixture(params=ALL)
-async def ends(request: pytest.FixtureRequest) -> AsyncIterator[Ends]:
-    async with pipe_of(request.param) as ends:
-        yield ends
-
-
-async def pass_on(ends: Ends, *tensors: torch.Tensor | None) -> list[torch.Tensor | None]:
-    """Send all, receive all, at the same time."""
-    sender, receiver = ends
-
-    async def send() -> None:
-        for tensor in tensors:
-            await sender.send_tensor(tensor, deadline=soon())
-
-    sending = asyncio.create_task(send())
-    received = [await receiver.recv_tensor(deadline=soon()) for _ in tensors]
-    await sending
-    return received
-
-
-def random_tensor(dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    if dtype == torch.bool:
-        return torch.rand(shape) < 0.5
-    count = dtype.itemsize * torch.Size(shape).numel()
-    return torch.randint(0, 256, (count,), dtype=torch.uint8).view(dtype).reshape(shape)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-async def test_every_dtype(ends: Ends, dtype: str) -> None:
-    tensor = random_tensor(DTYPES[dtype], (3, 5))
-    [received] = await pass_on(ends, tensor)
-    assert same(received, tensor)
-
-
-async def test_every_shape(ends: Ends) -> None:
-    sent = [
-        torch.tensor(3.5),
-        torch.tensor(True),
-        torch.empty(0),
-        torch.empty(3, 0, 4, dtype=torch.bfloat16),
-        None,
-        torch.arange(24).reshape(2, 3, 4).transpose(0, 2),
-        torch.arange(40)[::3],
-        torch.zeros(1).expand(5, 4),
-        torch.randn(4, 4, dtype=torch.complex64).conj(),
-        torch.randn(4, dtype=torch.complex64).conj().imag,
-        torch.ones(*[1] * 20, dtype=torch.int8),
-        torch.ones(2, 3, requires_grad=True),
-        None,
-    ]
-    received = await pass_on(ends, *sent)
-    assert all(same(one, other) for one, other in zip(received, sent, strict=True))
-    assert not any(tensor is not None and tensor.requires_grad for tensor in received)
-
-
-async def test_in_order_and_whole_whatever_their_size(ends: Ends) -> None:
-    generator = torch.Generator().manual_seed(1)
-    sizes = torch.randint(0, 3 * CAPACITY // 2, (24,), generator=generator).tolist()
-    sent = [
-        torch.randint(0, 256, (size if index % 3 else size % 100,), dtype=torch.uint8, generator=generator)
-        for index, size in enumerate(sizes)
-    ]
-    received = await pass_on(ends, *sent)
-    assert all(same(one, other) for one, other in zip(received, sent, strict=True))
-
-
-async def test_much_larger_than_the_pipe(ends: Ends) -> None:
-    tensor = torch.randint(0, 256, (20 * CAPACITY + 13,), dtype=torch.uint8)
-    [received] = await pass_on(ends, tensor)
-    assert same(received, tensor)
-
-
-async def test_what_was_sent_may_be_changed_and_what_was_received_too(ends: Ends) -> None:
-    sender, receiver = ends
-    source = torch.zeros(1000)
-    receiving = asyncio.create_task(receiver.recv_tensor(deadline=soon()))
-    await sender.send_tensor(source, deadline=soon())
-    source.fill_(1)
-    first = await receiving
-    assert first is not None
-    assert not first.any()
-    first.fill_(7)
-    [second] = await pass_on(ends, source)
-    assert same(second, source)
-    assert (first == 7).all()
-
-
-async def test_many_small_ones(ends: Ends) -> None:
-    sent = [torch.tensor(number) for number in range(200)]
-    assert [int(tensor) for tensor in await pass_on(ends, *sent)] == list(range(200))
-
-
-async def fill(sender: PipeSender, tensor: torch.Tensor | None) -> int:
-    """Send until a send has waited in vain; how many there were."""
-    num_sent = 0
-    while True:
+class TestMemoryPipe(PipeEnds):
+    @asynccontextmanager
+    async def pipe(self, settings: PipeSettings) -> AsyncIterator[Ends]:
+        sender, receiver = memory_pipe(settings)
         try:
-            await sender.send_tensor(tensor, deadline=soon(0.2))
-        except TransferTimeout:
-            return num_sent
-        num_sent += 1
+            yield sender, receiver
+        finally:
+            await sender.close()
+            await receiver.close()
+
+    async def test_full_of_nothing(self, ends: Ends) -> None:
+        assert await fill(ends[0], None) <= CAPACITY // 64
 
 
-async def test_a_full_pipe_makes_the_sender_wait(ends: Ends) -> None:
-    """So much and no more is under way; then the deadline ends the wait."""
-    assert await fill(ends[0], torch.zeros(MIB, dtype=torch.uint8)) <= 16
+class TestGlooPipe(PipeContract):
+    kind = "gloo"
+
+    async def test_full_of_nothing(self, ends: Ends) -> None:
+        assert await fill(ends[0], None) <= CAPACITY // 64
 
 
-@pytest.mark.parametrize("name", ["memory", "gloo"])
-async def test_a_pipe_full_of_nothing(name: str) -> None:
-    """Where the pipe itself sets the bound. TCP's is the kernel's, and takes long to reach."""
-    async with pipe_of(name) as (sender, _):
-        assert await fill(sender, None) <= CAPACITY // 64
-
-
-async def test_a_full_pipe_goes_on_when_it_is_emptied(ends: Ends) -> None:
-    sender, receiver = ends
-    sent = [torch.full((MIB,), number, dtype=torch.uint8) for number in range(20)]
-
-    async def send() -> None:
-        for tensor in sent:
-            await sender.send_tensor(tensor, deadline=soon())
-
-    sending = asyncio.create_task(send())
-    for _ in range(100):
-        await asyncio.sleep(0)
-    assert not sending.done()
-    for tensor in sent:
-        assert same(await receiver.recv_tensor(deadline=soon()), tensor)
-    await sending
-
-
-async def test_nothing_comes(ends: Ends) -> None:
-    """Waiting in vain loses nothing."""
-    _, receiver = ends
-    for _ in range(2):
-        with pytest.raises(TransferTimeout):
-            await receiver.recv_tensor(deadline=soon(0.02))
-    giving_up = asyncio.create_task(receiver.recv_tensor(deadline=soon()))
-    await asyncio.sleep(0)
-    giving_up.cancel()
-    await asyncio.gather(giving_up, return_exceptions=True)
-    [received] = await pass_on(ends, torch.arange(3))
-    assert same(received, torch.arange(3))
-
-
-@pytest.mark.parametrize("who", ["sender", "receiver"])
-async def test_close_while_the_receiver_waits(ends: Ends, who: str) -> None:
-    sender, receiver = ends
-    waiting = asyncio.create_task(receiver.recv_tensor(deadline=soon()))
-    await asyncio.sleep(0.01)
-    await (sender if who == "sender" else receiver).close()
-    with pytest.raises(PeerLost):
-        await waiting
-    with pytest.raises(PeerLost):
-        await receiver.recv_tensor(deadline=soon())
-
-
-@pytest.mark.parametrize("who", ["sender", "receiver"])
-async def test_close_while_the_sender_waits(ends: Ends, who: str) -> None:
-    sender, receiver = ends
-
-    async def send() -> None:
-        while True:
-            await sender.send_tensor(torch.zeros(8 * MIB), deadline=soon())
-
-    waiting = asyncio.create_task(send())
-    await asyncio.sleep(0.05)
-    assert not waiting.done()
-    await (sender if who == "sender" else receiver).close()
-    with pytest.raises(PeerLost):
-        await waiting
-    with pytest.raises(PeerLost):
-        await sender.send_tensor(None, deadline=soon())
-
-
-async def test_what_was_sent_before_a_close_arrives(ends: Ends) -> None:
-    sender, receiver = ends
-    receiving = asyncio.create_task(receiver.recv_tensor(deadline=soon()))
-    await sender.send_tensor(torch.arange(1000), deadline=soon())
-    await asyncio.gather(sender.close(), receiving)
-    assert same(receiving.result(), torch.arange(1000))
-    with pytest.raises(PeerLost):
-        await receiver.recv_tensor(deadline=soon())
-
-
-async def test_both_close_twice(ends: Ends) -> None:
-    for _ in range(2):
-        await asyncio.gather(*(end.close() for end in ends))
-
-
-@pytest.mark.parametrize("name", ALL)
-async def test_what_cannot_be_sent(name: str) -> None:
-    async with pipe_of(name, max_tensor_bytes=1000) as ends:
-        for tensor in (
-            torch.zeros(1001, dtype=torch.uint8),
-            torch.zeros(2, 2).to_sparse(),
-            torch.zeros(2, device="meta"),
-        ):
-            with pytest.raises(ProtocolError):
-                await ends[0].send_tensor(tensor, deadline=soon())
-        [received] = await pass_on(ends, torch.zeros(1000, dtype=torch.uint8))
-        assert received is not None
-
-
-@pytest.mark.parametrize("name", KINDS)
-async def test_a_tensor_larger_than_the_receiver_takes(name: str) -> None:
-    settings = PipeSettings(capacity_bytes=CAPACITY)
-    async with serving(KINDS[name], settings) as (listener, server):
-        kind = pipe_kind(KINDS[name], PipeSettings(max_tensor_bytes=1000))
-        identity = Identity("receiver", make_layout())
-        sender, receiver = await asyncio.gather(
-            server.accept("t", soon()),
-            connect_pipe(kind, listener.host, listener.port, "t", identity, "secret", soon()),
-        )
-        receiving = asyncio.create_task(receiver.recv_tensor(deadline=soon()))
-        sending = asyncio.create_task(sender.send_tensor(torch.zeros(64 * MIB), deadline=soon()))
-        with pytest.raises(ProtocolError, match="at most 1000"):
-            await receiving
-        with pytest.raises(PeerLost):
-            await sending
-        await receiver.close()
-        await sender.close()
-
-
-@pytest.mark.parametrize("name", KINDS)
-async def test_a_stranger_gets_no_pipe(name: str) -> None:
-    settings = PipeSettings(capacity_bytes=CAPACITY)
-    async with serving(KINDS[name], settings) as (listener, _):
-        with pytest.raises(AuthenticationFailed):
-            await connect_pipe(
-                pipe_kind(KINDS[name], settings),
-                listener.host,
-                listener.port,
-                "t",
-                Identity("stranger", make_layout()),
-                "guess",
-                soon(),
-            )
+class TestPlainPipe(PipeContract):
+    kind = KINDS["plain"]
+    path = str(Path(__file__).parents[1] / "support")
 
 
 def test_an_unknown_kind() -> None:
     with pytest.raises(UnknownName, match="did you mean 'gloo'"):
         pipe_kind("glo")
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize("name", KINDS)
-async def test_to_another_process_until_it_is_killed_in_the_middle_of_a_tensor(name: str) -> None:
-    async with serving(KINDS[name], PipeSettings(capacity_bytes=CAPACITY)) as (listener, server):
-        peer = PipeProcess("receiver", name, listener.port, 0)
-        try:
-            sender = await server.accept("t", soon(60))
-            assert await peer.line() == "joined"
-            peer.go(num_tensors=4)
-            tensor = torch.randint(0, 256, (3 * MIB,), dtype=torch.uint8)
-            bits = torch.ones(5, dtype=torch.bool)
-            for sent, told in ((tensor, str(int(tensor.long().sum()))), (None, "None"), (bits, "5")):
-                await sender.send_tensor(sent, deadline=soon())
-                assert await peer.line() == told
-            large = torch.zeros(256 * MIB, dtype=torch.uint8)
-            sending = asyncio.create_task(sender.send_tensor(large, deadline=soon(60)))
-            await asyncio.sleep(0.02)
-            assert not sending.done()
-        finally:
-            peer.kill()
-        with pytest.raises(PeerLost):
-            await sending
-        await sender.close()
-        await until(lambda: listener.statistics()["open_connections"] == 0)
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize("name", KINDS)
-async def test_a_sender_is_killed_in_the_middle_of_a_tensor(name: str) -> None:
-    peer = PipeProcess("sender", name, 0, 256 * MIB)
-    try:
-        port = int(await peer.line())
-        kind = pipe_kind(KINDS[name], PipeSettings(capacity_bytes=CAPACITY))
-        receiver = await connect_pipe(kind, "127.0.0.1", port, "t", Identity("r", make_layout()), "secret", soon(60))
-        assert await peer.line() == "sending"
-        receiving = asyncio.create_task(receiver.recv_tensor(deadline=soon(60)))
-        await asyncio.sleep(0.02)
-        assert not receiving.done()
-    finally:
-        peer.kill()
-    with pytest.raises(PeerLost):
-        await receiving
-    await receiver.close()

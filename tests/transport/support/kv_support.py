@@ -1,45 +1,43 @@
-"""Regions of KV blocks with known bytes, and instances' data planes, for tests of everything that moves blocks."""
+"""Instances' data planes over regions of KV blocks, for tests of everything that moves blocks."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import msgspec
-import numpy as np
 
-from kvferry.core.clock import Clock, SystemClock
 from kvferry.core.layout import KVLayout, LayerLayout
 from kvferry.core.sharding import on_rank
-from kvferry.transport.control import Listener
-from kvferry.transport.fabric.base import FabricContext
-from kvferry.transport.fabric.table import build_fabrics
+from kvferry.testing import fabric
+from kvferry.testing.kv import Region, make_layout, soon, table_for, until
 from kvferry.transport.lookup_buffer.base import Source
-from kvferry.transport.lookup_buffer.entries import EntryBounds, EntryTable
-from kvferry.transport.lookup_buffer.fabric import FabricLookupBuffer
-from kvferry.transport.memory import BlockMemory
 from kvferry.transport.options import TransportOptions
-from kvferry.transport.shared_memory import SharedSegment, owned_segment_names
+from kvferry.transport.shared_memory import owned_segment_names
 from kvferry.transport.tls import ChannelTls, channel_tls
-from kvferry.transport.transfer_loop import TransferLoop
-from kvferry.transport.wire import Identity
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # of scripts that are run by themselves
 from support.certificates import for_children, member_options
 
-
-def make_layout(num_layers: int = 3, block_size: int = 4, **changes: object) -> KVLayout:
-    """Small, and its layers differ in size."""
-    layers = tuple(LayerLayout(2, 8, 8 + 4 * (layer % 2)) for layer in range(num_layers))
-    fields = {"model_fingerprint": "m", "layers": layers, "dtype": "float32", "block_size": block_size}
-    return KVLayout(**(fields | changes))
+__all__ = [
+    "Node",
+    "ProducerProcess",
+    "Region",
+    "make_layout",
+    "no_leftovers",
+    "sharded",
+    "soon",
+    "table_for",
+    "tls_of",
+    "until",
+]
 
 
 def sharded(layout: KVLayout, tp_size: int, *, whole: bool = False) -> KVLayout:
@@ -55,73 +53,17 @@ def sharded(layout: KVLayout, tp_size: int, *, whole: bool = False) -> KVLayout:
     return on_rank(msgspec.structs.replace(layout, layers=layers, tp_size=tp_size), 0)
 
 
-class Region:
-    """A region of blocks in a shared segment, and its bytes as numpy sees them."""
-
-    def __init__(self, layout: KVLayout, num_blocks: int, seed: int | None = None) -> None:
-        self.segment = SharedSegment.create(num_blocks * layout.block_bytes)
-        self.memory = BlockMemory.dense(layout, num_blocks, self.segment.address, segment=self.segment.name)
-        if seed is not None:
-            self.fill(seed)
-
-    @property
-    def bytes(self) -> np.ndarray:
-        return np.frombuffer(self.segment.buffer, np.uint8)
-
-    def fill(self, seed: int) -> None:
-        self.bytes[:] = np.random.default_rng(seed).integers(0, 256, self.segment.num_bytes, np.uint8)
-
-    def block(self, layer: int, block_id: int) -> bytes:
-        [(offset, length)] = self.memory.spans(layer, [block_id])
-        return self.bytes[offset : offset + length].tobytes()
-
-    def blocks(self, block_ids: list[int]) -> list[list[bytes]]:
-        """By layer, the bytes of each block."""
-        layers = range(self.memory.layout.num_layers)
-        return [[self.block(layer, block_id) for block_id in block_ids] for layer in layers]
-
-    def close(self) -> None:
-        self.segment.close()
-
-
 def tls_of(transport: str) -> ChannelTls | None:
     """Where the name of a transport begins with "tls-"."""
     return channel_tls(TransportOptions(**member_options())) if transport.startswith("tls-") else None
 
 
-def table_for(memory: BlockMemory, bounds: EntryBounds | None = None, clock: Clock | None = None) -> EntryTable:
-    """An empty one, for blocks of this memory."""
-    return EntryTable(memory.geometry, clock or SystemClock(), bounds or EntryBounds())
+class Node(fabric.Node):
+    """One over a transport that is named alone, or with "tls-" before it."""
 
-
-class Node:
-    """One instance's data plane: transfer thread, listener, fabrics and lookup buffer over a region."""
-
-    def __init__(
-        self,
-        region: Region,
-        transport: str = "auto",
-        *,
-        token: str = "secret",
-        bounds: EntryBounds | None = None,
-        clock: Clock | None = None,
-        engine_id: str = "engine",
-    ) -> None:
-        self.region = region
-        self.loop = TransferLoop("kvferry-test")
-        identity = Identity(engine_id, region.memory.layout)
-        tls = tls_of(transport)
-        self.listener = Listener(identity, token, tls=tls)
-        self.context = FabricContext(region.memory, self.listener, identity, token, tls=tls)
-        self.fabrics = build_fabrics(transport.removeprefix("tls-"), self.context)
-        self.table = table_for(region.memory, bounds, clock)
-        self.buffer = FabricLookupBuffer(self.context, self.fabrics, self.table)
-        self.loop.start()
-        self.service = self.loop.submit(self.buffer.run())
-
-    def close(self) -> None:
-        self.loop.close()
-        assert self.service.cancelled() or self.service.exception() is None
+    def __init__(self, region: Region, transport: str = "auto", **more: Any) -> None:
+        options = TransportOptions(transport=transport.removeprefix("tls-"))
+        super().__init__(region, options, tls=tls_of(transport), **more)
 
 
 @contextmanager
@@ -133,18 +75,6 @@ def no_leftovers() -> Iterator[None]:
     left = [thread.name for thread in new if not thread.daemon or "kvferry" in thread.name]
     assert not left, f"threads left: {left}"
     assert set(owned_segment_names()) == segments
-
-
-async def until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
-    """Let the loop run until something came about that no event tells of."""
-    async with asyncio.timeout(seconds):
-        while not condition():
-            await asyncio.sleep(0)
-
-
-def soon(seconds: float = 10.0) -> float:
-    """A deadline, on the running loop's clock."""
-    return asyncio.get_running_loop().time() + seconds
 
 
 class ProducerProcess:

@@ -10,23 +10,22 @@ import asyncio
 import sys
 
 import torch
-from kv_support import make_layout
-from pipe_support import CAPACITY, TOKEN, serving, soon
 
-from kvferry.transport.pipe.base import PipeSettings
+from kvferry.testing.kv import make_layout, soon
+from kvferry.testing.pipe import SETTINGS, TOKEN, serving
 from kvferry.transport.pipe.meeting import connect_pipe
 from kvferry.transport.pipe.table import pipe_kind
 from kvferry.transport.wire import Identity
 
-SETTINGS = PipeSettings(capacity_bytes=CAPACITY)
-
 
 def say(word: object) -> None:
+    """For whoever started this."""
     sys.stdout.write(f"{word}\n")
     sys.stdout.flush()
 
 
 async def receive(kind: str, port: int) -> None:
+    """Take one tensor for each line of stdin."""
     identity = Identity("receiver", make_layout())
     receiver = await connect_pipe(pipe_kind(kind, SETTINGS), "127.0.0.1", port, "t", identity, TOKEN, soon())
     say("joined")
@@ -37,6 +36,7 @@ async def receive(kind: str, port: int) -> None:
 
 
 async def send(kind: str, num_bytes: int) -> None:
+    """Send for ever."""
     async with serving(kind, SETTINGS) as (listener, server):
         say(listener.port)
         sender = await server.accept("t", soon())

@@ -1,0 +1,10 @@
+"""How a package shows that its pipe does what a pipe must: `pytest examples`."""
+
+from pathlib import Path
+
+from kvferry.testing.pipe import PipeContract
+
+
+class TestUnixSocketPipe(PipeContract):
+    kind = "unix_socket_pipe:UnixSocketPipe"
+    path = str(Path(__file__).parent)
