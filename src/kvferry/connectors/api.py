@@ -16,7 +16,7 @@ report names the request in `released`.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
@@ -205,7 +205,17 @@ class ConnectorContext:
 
 
 class SchedulerSide(ABC):
-    """Bookkeeping beside the scheduler. One per engine; called from the engine's thread only; never blocks."""
+    """Bookkeeping beside the scheduler. One per engine; called from the engine's thread only; never blocks.
+
+    None of these methods should raise, but for `check`. What happens when one does all the same:
+
+    | raised by | what the engine does |
+    |---|---|
+    | `arrived`, `refusal`, `match`, `allocated` | ends the request with `RequestFailed` |
+    | `plan` | ends the requests of the step |
+    | `completed` | gives the report again event by event, and ends the requests whose event raises again |
+    | `finish` | asks once more; if that raises too, the request's blocks are never used again |
+    """
 
     gauges: ClassVar[frozenset[str]] = frozenset()
     """Names of the figures that go up and down."""
@@ -275,7 +285,17 @@ class SchedulerSide(ABC):
 
 
 class WorkerSide(ABC):
-    """Moves bytes. One per rank, beside the KV cache; all but `wait_layer` return without waiting for a transfer."""
+    """Moves bytes. One per rank, beside the KV cache; all but `wait_layer` return without waiting for a transfer.
+
+    A transfer that fails is reported by `poll`, not raised. What happens when a method raises all the same:
+
+    | raised by | what the engine does |
+    |---|---|
+    | `register` | does not start, with that error; `ConfigError` where the user can mend it |
+    | `withdraw`, `start` | ends the requests of the step, and gives the plan again before the next; then it ends |
+    | `wait_layer`, `save_layer`, `flush` | calls `discard`, and ends the requests of the step |
+    | `poll` | asks again with the next step, and ends after many in a row; at once after `ConnectorLost` |
+    """
 
     plan_type: ClassVar[type[msgspec.Struct] | None] = None
     """The class of the plans that `start` takes, which makes them fit for travel to the process of another rank.
@@ -319,8 +339,8 @@ class WorkerSide(ABC):
     def poll(self) -> TransferReport:
         """What finished since the last call. Raises `ConnectorLost` when nothing ever will again."""
 
-    def on_report(self, wake: Any) -> None:
-        """`wake()` (a callable, from any thread) is to be called whenever `poll` has something new to say."""
+    def on_report(self, wake: Callable[[], None]) -> None:
+        """`wake` is to be called, from any thread, whenever `poll` has something new to say."""
 
     def statistics(self) -> dict[str, float]:
         """Figures for metrics, by name: `gauges`, and counters, which only grow. A kind of error stands at the end of a
