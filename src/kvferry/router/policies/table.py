@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import fields, is_dataclass
-from importlib.metadata import entry_points
 from typing import Any
 
 import msgspec
 
 from kvferry.core.errors import ConfigError, UnknownName
-from kvferry.core.names import resolve
+from kvferry.core.names import ExtensionPoint
 from kvferry.router.policies.base import Policy, PolicyContext
 
-ENTRY_POINT_GROUP = "kvferry.policies"
 POLICIES = {
     "cost": "kvferry.router.policies.cost:Cost",
     "least_loaded": "kvferry.router.policies.least_loaded:LeastLoaded",
@@ -23,6 +21,7 @@ POLICIES = {
     "round_robin": "kvferry.router.policies.round_robin:RoundRobin",
     "session": "kvferry.router.policies.session:Session",
 }
+EXTENSIONS = ExtensionPoint("--policy", POLICIES, "kvferry.policies")
 
 
 def make_policy(name: str, context: PolicyContext, options: Sequence[str] = ()) -> Policy:
@@ -32,19 +31,14 @@ def make_policy(name: str, context: PolicyContext, options: Sequence[str] = ()) 
 
 
 def find_policy(name: str) -> type[Policy]:
-    """One of `POLICIES`, an entry point of the group "kvferry.policies", or `module:Class`.
-
-    Raises `UnknownName`, or `ConfigError` when it is no policy.
-    """
-    found = _find(name)
-    if not (isinstance(found, type) and issubclass(found, Policy)):
-        raise ConfigError(f"--policy {name!r} must be a kvferry Policy, got {found!r}")
+    """The class of that name. Raises `UnknownName`, or `ConfigError` when it is no policy."""
+    found: type[Policy] = EXTENSIONS.find(name, Policy)
     return found
 
 
 def policy_names() -> list[str]:
     """All that have a name."""
-    return sorted({*POLICIES, *entry_points(group=ENTRY_POINT_GROUP).names})
+    return EXTENSIONS.names()
 
 
 def read_settings(name: str, kind: type[Policy], options: Sequence[str]) -> Any:
@@ -64,14 +58,3 @@ def _split(option: str) -> tuple[str, str]:
     if not equals or not key:
         raise ConfigError(f"--policy-option {option!r} must be name=value")
     return key.strip().replace("-", "_"), value.strip()
-
-
-def _find(name: str) -> object:
-    if ":" in name:
-        return resolve(name)
-    if name in POLICIES:
-        return resolve(POLICIES[name])
-    others = entry_points(group=ENTRY_POINT_GROUP)
-    if name in others.names:
-        return others[name].load()
-    raise UnknownName("--policy", name, policy_names())

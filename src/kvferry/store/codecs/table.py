@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-from kvferry.core.errors import ConfigError, UnknownName
 from kvferry.core.layout import KVLayout
-from kvferry.core.names import resolve
+from kvferry.core.names import ExtensionPoint
 from kvferry.store.codecs.base import Codec
 
 BUILTIN = {
     "none": "kvferry.store.codecs.none:NoCodec",
 }
+EXTENSIONS = ExtensionPoint("codec", BUILTIN, "kvferry.codecs")
 DEFAULT = "none"
 
 
 def codec_class(name: str) -> type[Codec]:
     """The codec of that name. Raises `UnknownName` with the nearest one, or `ConfigError` for what is no codec."""
-    if name not in BUILTIN and ":" not in name:
-        raise UnknownName("codec", name, BUILTIN)
-    found = resolve(BUILTIN.get(name, name))
-    if not (isinstance(found, type) and issubclass(found, Codec)):
-        raise ConfigError(f"codec {name!r} must be a class derived from Codec")
+    found: type[Codec] = EXTENSIONS.find(name, Codec)
     return found
 
 
