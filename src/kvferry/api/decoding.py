@@ -66,7 +66,7 @@ class Decoded(Generic[Body]):
 
 
 class _Name:
-    """The name of a field. Equal only to itself, so that a name that is there twice is there twice."""
+    """The name of a field. Equal only to itself, so that a name that appears twice is kept twice."""
 
     __slots__ = ("text",)
 
@@ -122,7 +122,7 @@ def read_fields(raw: bytes) -> dict[str, msgspec.Raw]:
             raise InvalidRequest(f"the body has {len(found)} fields; at most {MAX_FIELDS} are accepted")
         for name, value in found.items():
             if name.text in fields:
-                raise InvalidRequest(f"{_clip(name.text)} is there twice", param=_clip(name.text))
+                raise InvalidRequest(f"{_clip(name.text)} appears twice", param=_clip(name.text))
             fields[name.text] = value
         _require_shallow(raw)
     except msgspec.ValidationError as error:

@@ -101,14 +101,12 @@ class TerminalReporter:
         self._name, self._display, self._started = name, make_display(log), False
 
     def progress(self, what: str, fraction: float) -> None:
-        """See `Reporter`."""
         if not self._started:
             self._started = True
             self._display.starting([self._name])
         self._display.progress(self._name, what, fraction)
 
     def ready(self, about: dict[str, Any]) -> None:
-        """See `Reporter`."""
         self._display.up(about["url"])
 
     def close(self) -> None:

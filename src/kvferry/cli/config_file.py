@@ -38,7 +38,7 @@ class ConfigFile:
             if name not in {*commands, *SHARED}:
                 raise UnknownName(f"table in {path}:", name, {*commands, *SHARED})
             if not isinstance(table, dict):
-                raise ConfigError(f"{path}: {name} stands outside of a table; put it under [engine] or [serve]")
+                raise ConfigError(f"{path}: {name} is outside of any table; put it under [engine] or [serve]")
 
     def __call__(self, app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
         """Called by cyclopts when a command is about to run: fill in what nobody has set yet."""

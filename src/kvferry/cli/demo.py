@@ -155,7 +155,6 @@ class _Watching:
                 self._inner.line(*self._waiting.popleft())
 
     def line(self, name: str, text: str) -> None:
-        """See `Display`."""
         if self._printing:
             self._waiting.append((name, text))
         else:
@@ -165,12 +164,10 @@ class _Watching:
         return getattr(self._inner, name)
 
     def ready(self, name: str, url: str) -> None:
-        """See `Display`."""
         self._urls[name] = url
         self._inner.ready(name, url)
 
     def up(self, url: str) -> None:
-        """See `Display`."""
         self._inner.up(url)
         self._up.set()
 

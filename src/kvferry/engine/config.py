@@ -24,46 +24,47 @@ class EngineConfig:
     """Model to serve: a local directory, a Hugging Face id, or a built-in one such as kvferry/tiny-python."""
 
     dtype: DType = "auto"
-    """Number format of weights and KV; auto takes the checkpoint's own."""
+    """Data type of weights and KV; auto takes the checkpoint's own."""
 
     device: Device = "auto"
     """Where the model runs; auto takes a GPU when there is one."""
 
     tensor_parallel_size: int = field(default=1, metadata={"alias": "tp"})
-    """Ranks that share the model, its weights, its KV cache and its work: processes here, each with a GPU of its own
-    on GPUs."""
+    """Number of ranks that share the weights, the KV cache and the work of the model. Each is a process on this
+    machine, with a GPU of its own where there are GPUs."""
 
     max_model_len: int | None = None
-    """Longest prompt plus answer, in tokens; the model's own limit when not given."""
+    """Longest prompt plus answer, in tokens. Default: the model's own limit."""
 
     block_size: int = 32
     """Tokens per KV block."""
 
     kv_cache_memory: str | None = None
-    """Size of the KV cache on all ranks, as 512MiB or 2GiB; when not given, a share of what is free."""
+    """Size of the KV cache on all ranks together, such as 512MiB or 2GiB. Default: a share of the free memory."""
 
     max_num_seqs: int = 128
-    """Most sequences that run at once."""
+    """Most sequences that run at the same time."""
 
     max_num_batched_tokens: int = 2048
-    """Token budget of one step; a longer prefill is cut into chunks of what is left of it."""
+    """Token budget of one step. A longer prefill is split into chunks."""
 
     max_waiting: int = 1024
-    """Most requests that wait; one more is answered with 429."""
+    """Most requests that wait; further ones are answered with 429."""
 
     prefix_caching: bool = True
-    """Keep finished blocks for prompts that begin alike."""
+    """Keep the blocks of finished requests, and reuse them for prompts with the same prefix."""
 
     batch_invariant: bool = False
-    """Answers that are the same to the bit whatever else is asked at the time. The CPU kernels see to it at no cost;
-    where a model, a device or a missing compiler leaves products to PyTorch, every token is then computed by itself,
-    which takes several times as long."""
+    """Make answers the same to the bit, whatever other requests run at the same time. The CPU kernels guarantee this at
+    no cost. Where a model, a device or a missing compiler leaves matrix products to PyTorch, every token is computed by
+    itself, which takes several times as long."""
 
     num_threads: int | None = None
-    """CPU threads of the model on all ranks; OMP_NUM_THREADS, or all cores this process may use, when not given."""
+    """CPU threads of the model on all ranks together. Default: OMP_NUM_THREADS, or all cores that this process may
+    use."""
 
     seed: int | None = None
-    """Seed of requests that bring none; drawn anew for each request when not given."""
+    """Seed for requests that have none. Default: a new random seed for each request."""
 
     trust_remote_code: bool = False
     """Run model code that comes with the checkpoint."""

@@ -121,7 +121,7 @@ class SchedulerStatistics:
 
 
 class Scheduler:
-    """See the module. Used from the engine's thread only."""
+    """Owns all sequences of an engine and decides what each step computes. Used from the engine's thread only."""
 
     def __init__(
         self,

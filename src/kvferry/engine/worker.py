@@ -31,7 +31,7 @@ MOST_FAILED_POLLS = 64
 
 
 class Worker:
-    """See the module. Used from one thread at a time."""
+    """Computes the steps of one rank and moves its KV. Used from one thread at a time."""
 
     def __init__(self, config: EngineConfig, place: Place, on_progress: Progress) -> None:
         """Load the model; may take long. Raises `ConfigError` or `UnsupportedModel`."""

@@ -67,38 +67,30 @@ class PlainDisplay:
         self._last: dict[str, str] = {}
 
     def starting(self, names: Sequence[str]) -> None:
-        """See `Display`."""
         self.note(f"starting {', '.join(names)}")
 
     def progress(self, name: str, what: str, fraction: float) -> None:
-        """See `Display`."""
         if self._last.get(name) != what:
             self._last[name] = what
             self.line(name, f"{what} ({fraction:.0%})")
 
     def ready(self, name: str, url: str) -> None:
-        """See `Display`."""
         self.line(name, f"ready at {url}")
 
     def members(self, urls: Mapping[str, str]) -> None:
-        """See `Display`."""
         for line in _table(urls):
             self.note(line)
 
     def up(self, url: str) -> None:
-        """See `Display`."""
         _say(f"kvferry is up: {url}", to_stdout=True)
 
     def line(self, name: str, text: str) -> None:
-        """See `Display`."""
         _say(f"[{name}] {text}")
 
     def note(self, text: str) -> None:
-        """See `Display`."""
         _say(f"kvferry: {text}")
 
     def error(self, text: str) -> None:
-        """See `Display`."""
         self.note(f"error: {text}")
 
     def close(self) -> None:
@@ -109,15 +101,12 @@ class JsonDisplay(PlainDisplay):
     """A JSON object a line: what processes log as such passes through, all else becomes one."""
 
     def line(self, name: str, text: str) -> None:
-        """See `Display`."""
         _say(text if _is_object(text) else json_line(name, text))
 
     def note(self, text: str) -> None:
-        """See `Display`."""
         _say(json_line("supervisor", text))
 
     def error(self, text: str) -> None:
-        """See `Display`."""
         _say(json_line("supervisor", text, "error"))
 
 
@@ -129,11 +118,9 @@ class ReportingDisplay(PlainDisplay):
         self._writer = writer
 
     def progress(self, name: str, what: str, fraction: float) -> None:
-        """See `Display`."""
         self._writer.progress(what, fraction)
 
     def up(self, url: str) -> None:
-        """See `Display`."""
         self._writer.ready({"url": url})
 
 
@@ -147,7 +134,6 @@ class BarDisplay:
         self._colours: dict[str, str] = {}
 
     def starting(self, names: Sequence[str]) -> None:
-        """See `Display`."""
         if self._bars is None:
             self._bars = Bars(
                 SpinnerColumn(finished_text="✓"),
@@ -163,45 +149,37 @@ class BarDisplay:
             self._tasks[name] = self._bars.add_task("starting", total=1.0, name=name)
 
     def progress(self, name: str, what: str, fraction: float) -> None:
-        """See `Display`."""
         if self._bars is not None and name in self._tasks:
             self._bars.update(self._tasks[name], description=what, completed=min(fraction, 0.99))
 
     def ready(self, name: str, url: str) -> None:
-        """See `Display`."""
         if self._bars is None:  # started again
             self.line(name, f"ready at {url}")
         elif name in self._tasks:
             self._bars.update(self._tasks[name], description=f"ready at {url}", completed=1.0)
 
     def members(self, urls: Mapping[str, str]) -> None:
-        """See `Display`."""
         for line in _table(urls):
             self.note(line)
 
     def up(self, url: str) -> None:
-        """See `Display`."""
         self._end_bars()
         _say(f"kvferry is up: {url}", to_stdout=True)
         self.note("Ctrl-C ends everything")
 
     def line(self, name: str, text: str) -> None:
-        """See `Display`."""
         colour = self._colours.setdefault(name, _COLOURS[len(self._colours) % len(_COLOURS)])
         self._console.print(Text(f"[{name}] ", style=colour), Text(text), sep="", soft_wrap=True)
 
     def note(self, text: str) -> None:
-        """See `Display`."""
         self._end_bars()
         self._console.print(Text(f"kvferry: {text}"), soft_wrap=True)
 
     def error(self, text: str) -> None:
-        """See `Display`."""
         self._end_bars()
         self._console.print(Text(f"kvferry: error: {text}", style="red"), soft_wrap=True)
 
     def close(self) -> None:
-        """See `Display`."""
         self._end_bars()
 
     def _end_bars(self) -> None:

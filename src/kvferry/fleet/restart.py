@@ -22,12 +22,13 @@ class RestartPolicy:
     """What is done about processes that end, or stand still, though nobody asked them to."""
 
     max_restarts: int = 5
-    """Times in a row that an instance or the router is started again, at growing intervals, when it ends by itself;
-    the next time everything ends. One that has served for a minute is counted anew; 0 starts nothing again."""
+    """How many times in a row an instance or the router is restarted, at growing intervals, after it has exited by
+    itself. After that, everything is stopped. The count starts again once it has served for a minute; 0 means no
+    restarts."""
 
     hang_timeout_s: float = 60.0
-    """Seconds that an instance or the router may leave GET /health unanswered before it is killed and started again;
-    0 waits for ever."""
+    """Seconds that an instance or the router may leave GET /health unanswered before it is killed and restarted; 0
+    waits forever."""
 
     def __post_init__(self) -> None:
         for name in ("max_restarts", "hang_timeout_s"):

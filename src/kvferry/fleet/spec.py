@@ -19,7 +19,7 @@ class Listen:
     """Port to listen on; 0 takes any free one."""
 
     grace_s: float = 5.0
-    """Seconds that requests under way have to finish when the process is told to end."""
+    """Seconds that running requests have to finish when the process is told to stop."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
@@ -33,18 +33,18 @@ class EngineChoice:
     """Which engine runs the model."""
 
     engine: Literal["kvferry", "vllm"] = "kvferry"
-    """Engine that runs the model: kvferry's own, or vLLM's servers, which are given all that stands behind --."""
+    """Engine that runs the model: kvferry's own, or vLLM's servers, which get all arguments after --."""
 
     engine_python: str | None = None
-    """Python of an environment with vLLM, such as /opt/vllm/bin/python; the one kvferry runs in when not given."""
+    """Python of an environment with vLLM, such as /opt/vllm/bin/python. Default: the Python that runs kvferry."""
 
     engine_argument: tuple[str, ...] = ()
-    """One argument for vLLM; repeat it for more. `-- --dtype float32` says the same, and shorter."""
+    """One argument for vLLM; repeat it for more. `-- --dtype float32` is a shorter way to say the same."""
 
     def __post_init__(self) -> None:
         if self.engine != "vllm" and (self.engine_python is not None or self.engine_argument):
             raise ConfigError(
-                "--engine-python, and what stands behind --, are for vLLM; add --engine vllm, or leave them out"
+                "--engine-python and the arguments after -- are for vLLM; add --engine vllm, or leave them out"
             )
 
 
@@ -53,12 +53,12 @@ class InstanceSpec:
     """What an instance is told beside its engine's settings."""
 
     served_model_name: tuple[str, ...] = ()
-    """Name of the model in the API; repeat it for more. The model's own name when not given."""
+    """Name of the model in the API; repeat it for more. Default: the model's own name."""
 
     kv_transfer_config: str | None = None
-    """How KV moves: vLLM's JSON, such as {"kv_connector":"SharedStorageConnector"}. Prefill and decode
-    instances use {"kv_connector":"P2pConnector"} when it is not given, each with its own kv_role. With --engine vllm
-    any connector that vLLM knows will do, such as {"kv_connector":"NixlConnector"}."""
+    """How KV moves: vLLM's JSON, such as {"kv_connector":"SharedStorageConnector"}. Default for prefill and decode
+    instances: {"kv_connector":"P2pConnector"}, each with its own kv_role. With --engine vllm, any connector that vLLM
+    knows can be used, such as {"kv_connector":"NixlConnector"}."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,17 +66,18 @@ class FleetSpec:
     """How many instances of which role run on this machine."""
 
     prefill: int = 0
-    """Prefill instances. With neither prefill nor decode instances, one instance does both phases."""
+    """Number of prefill instances. With neither prefill nor decode instances, one instance does both phases."""
 
     decode: int = 0
-    """Decode instances; 1 when only prefill is given, and the other way round."""
+    """Number of decode instances. If only one of --prefill and --decode is given, the other is 1."""
 
     cores: str | None = None
-    """CPU cores to use, as 0-3,8; instances share them out. All that this process may use when not given."""
+    """CPU cores to use, such as 0-3,8; they are divided among the instances. Default: all cores that this process may
+    use."""
 
     instance_ports: int | None = None
-    """Port of the first instance's own endpoint, for those who scrape its /metrics: prefill instances come first, then
-    decode instances, each at the next port. Any free ones when not given; the addresses are printed at start."""
+    """Port of the first instance's own endpoint, for scraping its /metrics. Prefill instances come first, then decode
+    instances, each on the next port. Default: any free ports; the addresses are printed at start."""
 
     def __post_init__(self) -> None:
         for name in ("prefill", "decode"):

@@ -144,7 +144,7 @@ class Answer:
             self._pool.give_back(self._connection)
 
     def close(self) -> None:
-        """See the class. Any number of times."""
+        """Give the connection back, or cut it where the body has not ended. May be called several times."""
         if self._closed:
             return
         if self._done:

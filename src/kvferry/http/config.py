@@ -18,34 +18,35 @@ class HttpAccess:
     """Who may use the server, and how it is reached."""
 
     api_key: tuple[str, ...] = ()
-    """Key that clients must send as `Authorization: Bearer KEY`; repeat it for more. A file or the environment keeps it
-    off the command line, which others on the machine can read."""
+    """Key that clients must send as `Authorization: Bearer KEY`; repeat it for more. Prefer --api-key-file or the
+    environment variable, as others on the machine can read the command line."""
 
     api_key_file: Path | None = None
-    """File of keys for clients, one a line."""
+    """File with API keys, one per line."""
 
     admin_key: tuple[str, ...] = ()
-    """Key for /metrics and /kvferry/*; repeat it for more. It opens everything an API key opens. Without one an API
-    key, if there is any, is asked for there too."""
+    """Key for /metrics and /kvferry/*; repeat it for more. It is also accepted wherever an API key is. Without an admin
+    key, these paths require an API key, if there is one."""
 
     admin_host: str = "127.0.0.1"
     """Address of the admin listener."""
 
     admin_port: int | None = None
-    """Port on which /metrics and /kvferry/* are served alone; clients' port then does not know them. 0 takes any. Not
-    for instances behind a router, which asks them at their clients' port: there an admin key does it."""
+    """Port that alone serves /metrics and /kvferry/*; the port for clients then answers them with 404. 0 takes any free
+    port. Not for instances behind a router, which needs these paths on the port for clients: use an admin key there."""
 
     tls_cert: Path | None = None
-    """Certificate chain (PEM); HTTP is then spoken under TLS only."""
+    """Certificate chain (PEM). The server then speaks HTTPS only."""
 
     tls_key: Path | None = None
-    """Private key of --tls-cert (PEM), when it is not in the same file."""
+    """Private key of --tls-cert (PEM), if it is not in the same file."""
 
     tls_client_ca: Path | None = None
-    """Authority (PEM) of which clients must show a certificate, for all but /health and /version."""
+    """Certificate authority (PEM). Clients must then present a certificate that it has signed, except for /health and
+    /version."""
 
     access_log: bool = False
-    """Log a line for every request."""
+    """Log one line for every request."""
 
     def __post_init__(self) -> None:
         if self.tls_cert is None and (self.tls_key is not None or self.tls_client_ca is not None):
@@ -94,7 +95,7 @@ class HttpConfig(HttpAccess):
     """Seconds that running requests are given to end before they are aborted."""
 
     fleet_keys: tuple[str, ...] = ()
-    """Admin keys of the fleet's own processes; unlike `admin_key` they shut nobody out."""
+    """Admin keys of the fleet's own processes. Unlike `admin_key`, they do not make keys mandatory for others."""
 
     reuse_port: bool = False
     """Whether several processes listen on this port."""
@@ -120,14 +121,15 @@ class InstanceAccess:
     """How a router makes itself known to its instances, and knows them."""
 
     instance_api_key: str | None = None
-    """API key of the instances, sent to them in place of what clients send as Authorization. Without it the clients'
-    own Authorization goes through."""
+    """API key that the router sends to the instances, instead of the Authorization header of clients. Without it, the
+    clients' own Authorization header is forwarded."""
 
     instance_ca: Path | None = None
-    """Authority (PEM) that vouches for instances at https:// URLs; the system's authorities when not given."""
+    """Certificate authority (PEM) of instances at https:// URLs. Default: the system's authorities."""
 
     instance_cert: Path | None = None
-    """Certificate chain (PEM) to show to instances that ask for one, with its key in the same file."""
+    """Certificate chain (PEM), with its key in the same file, that the router presents to instances that ask for
+    one."""
 
     def __post_init__(self) -> None:
         if self.instance_api_key is not None:
@@ -144,7 +146,7 @@ def _keys_in(path: Path) -> tuple[str, ...]:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--api-key-file {path}: {getattr(error, 'strerror', None) or error}") from error
     if not keys:
-        raise ConfigError(f"--api-key-file {path} has no key in it")
+        raise ConfigError(f"--api-key-file {path} contains no key")
     for key in keys:
         _require_key(key, f"--api-key-file {path}")
     return keys
@@ -152,4 +154,4 @@ def _keys_in(path: Path) -> tuple[str, ...]:
 
 def _require_key(key: str, flag: str) -> None:
     if not key or not key.isascii() or not key.isprintable() or " " in key:
-        raise ConfigError(f"{flag}: a key is printable ASCII without spaces, and not empty")
+        raise ConfigError(f"{flag}: a key must be printable ASCII without spaces, and not empty")

@@ -92,7 +92,7 @@ class _Turn:
 
 
 class ServerConnection(asyncio.Protocol):
-    """See the module. Made by the server for each connection it accepts."""
+    """Reads requests from one client and writes the answers to it. The server makes one for each connection."""
 
     def __init__(self, owner: Owner, side: Side) -> None:
         self._owner, self._side, self._limits, self._loop = owner, side, owner.limits, owner.loop
@@ -385,7 +385,7 @@ class ServerConnection(asyncio.Protocol):
             response.fail(internal_error(turn.request.id))
 
     def answered(self, response: Response) -> None:
-        """See `Wire`. The next request, if there can be one."""
+        """Begin with the next request of this connection, if it may have one."""
         turn = self._turn
         if turn is None or turn.response is not response:
             return
@@ -427,27 +427,22 @@ class ServerConnection(asyncio.Protocol):
 
     @property
     def closing(self) -> bool:
-        """See `Wire`."""
         turn = self._turn
         over = turn is not None and (not turn.keep_alive or turn.request.body.failed)
         return over or self._owner.draining
 
     @property
     def slow(self) -> bool:
-        """See `Wire`."""
         return not self._writable or self._transport.is_closing()
 
     def date(self) -> tuple[bytes, bytes]:
-        """See `Wire`."""
         return self._owner.date.header()
 
     def transmit(self, data: bytes) -> None:
-        """See `Wire`."""
         if not self._lost:
             self._transport.write(data)
 
     async def drain(self) -> None:
-        """See `Wire`."""
         if self._lost or self._transport.is_closing():
             # A closed transport takes everything and is never full: who only writes would never hear of the end.
             await asyncio.sleep(0)
@@ -457,7 +452,6 @@ class ServerConnection(asyncio.Protocol):
             await waiter
 
     def set_producer(self, producer: Producer | None) -> None:
-        """See `Wire`."""
         self._producer = producer
         if producer is not None and not self._writable:
             producer.pause_reading()
@@ -471,7 +465,6 @@ class ServerConnection(asyncio.Protocol):
     # The end.
 
     def cut(self) -> None:
-        """See `Wire`."""
         turn, self._turn = self._turn, None
         if turn is None:
             return

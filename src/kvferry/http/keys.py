@@ -72,7 +72,7 @@ class Guard:
             raise Unauthorized("This server needs a key: send the header Authorization: Bearer KEY")
         digest = hashlib.sha256(key.strip()).digest()
         if not sum(hmac.compare_digest(digest, one) for one in accepted):
-            raise Unauthorized("The key in the Authorization header is not known here")
+            raise Unauthorized("The key in the Authorization header is not valid")
 
 
 def _digests(keys: Iterable[str]) -> list[bytes]:

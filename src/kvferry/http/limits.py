@@ -12,32 +12,34 @@ class HttpLimits:
     """Bounds of one server; all of them are on by default."""
 
     http_header_s: float = 20.0
-    """Seconds in which the header of a request must have come, from its first byte or from the new connection."""
+    """Seconds within which the header of a request must have arrived, from its first byte or from the start of the
+    connection."""
 
     http_body_gap_s: float = 20.0
-    """Seconds between two pieces of a request's body."""
+    """Longest pause between two pieces of a request's body, in seconds."""
 
     http_body_s: float = 300.0
-    """Seconds in which the whole body of a request must have come."""
+    """Seconds within which the whole body of a request must have arrived."""
 
     http_stall_s: float = 60.0
-    """Seconds a client may read nothing of an answer that waits for it; its connection is then cut."""
+    """Seconds that a client may go without reading an answer that is ready for it; its connection is then cut."""
 
     http_idle_s: float = 75.0
-    """Seconds an idle connection stays open; longer than clients keep theirs, so that they are the ones to close."""
+    """Seconds that an idle connection stays open. It should be longer than clients keep theirs, so that clients close
+    first."""
 
     http_header_bytes: int = 65536
-    """Most bytes of a request's header, its first line included; more is answered with 431."""
+    """Most bytes of a request's header, including its first line; more is answered with 431."""
 
     http_header_count: int = 128
     """Most header lines of a request; more is answered with 431."""
 
     http_connections: int = 10000
-    """Most connections at once; one more is answered with 503 and closed."""
+    """Most connections at the same time; further ones are answered with 503 and closed."""
 
     http_client_connections: int = 2500
-    """Most connections at once from one client address; one more is answered with 503 and closed. A proxy counts as
-    one client."""
+    """Most connections at the same time from one client address; further ones are answered with 503 and closed. A proxy
+    counts as one client."""
 
     def __post_init__(self) -> None:
         for one in fields(self):

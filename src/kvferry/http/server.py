@@ -129,16 +129,13 @@ class HttpServer:
 
     @property
     def draining(self) -> bool:
-        """See `Owner`."""
         return self.lifecycle.draining
 
     @property
     def crowded(self) -> bool:
-        """See `Owner`."""
         return len(self._connections) > self._most + _SPARE_FILES // 2
 
     def admit(self, connection: ServerConnection) -> Unavailable | None:
-        """See `Owner`."""
         self._connections.add(connection)
         self._per_client[connection.client] += 1
         most = self.limits.http_client_connections
@@ -149,20 +146,17 @@ class HttpServer:
         else:
             return None
         self._num_refused += 1
-        return Unavailable(f"{most} connections{where} are open, as many as are taken; try again later")
+        return Unavailable(f"{most} connections{where} are open, which is the limit; try again later")
 
     def started(self, task: asyncio.Task[None]) -> None:
-        """See `Owner`."""
         self._tasks.add(task)
 
     def finished(self, task: asyncio.Task[None]) -> None:
-        """See `Owner`."""
         self._tasks.discard(task)
         if self.draining:
             self._note_quiet()
 
     def forget(self, connection: ServerConnection) -> None:
-        """See `Owner`."""
         self._connections.discard(connection)
         self._per_client[connection.client] -= 1
         if self._per_client[connection.client] <= 0:
@@ -171,7 +165,6 @@ class HttpServer:
             self._note_quiet()
 
     def handler_of(self, request: Request, side: Side, *, certified: bool) -> Handler:
-        """See `Owner`."""
         self._num_served += 1
         self.lifecycle.require_accepting()
         route = self._routes.find(request)

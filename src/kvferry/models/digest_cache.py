@@ -62,7 +62,7 @@ class _Known(msgspec.Struct, frozen=True, array_like=True):
 
 
 class DigestCache:
-    """See the module. As it is on disk now."""
+    """Digests by file, as they are on disk when it is opened."""
 
     def __init__(self) -> None:
         self._path = _cache_path()

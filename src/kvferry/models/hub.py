@@ -24,14 +24,14 @@ def require_on_hub(model: str) -> None:
         HfApi().model_info(model, timeout=_TIMEOUT_S)
     except GatedRepoError as error:
         raise ConfigError(
-            f"{_there(model)} is for those who were granted access: set HF_TOKEN to their token"
+            f"{_there(model)} is a gated model: request access to it, and set HF_TOKEN to your token"
         ) from error
     except RepositoryNotFoundError as error:
         raise ConfigError(
             f"{_there(model)} does not exist, or is private; a local model is named by its directory"
         ) from error
     except HfHubHTTPError as error:
-        raise ConfigError(f"{_there(model)} cannot be asked for: {str(error).splitlines()[0]}") from error
+        raise ConfigError(f"{_there(model)} cannot be looked up on the hub: {str(error).splitlines()[0]}") from error
     except Exception as error:
         raise ConfigError(
             f"{_there(model)} is not in the cache, and {constants.ENDPOINT} cannot be reached"

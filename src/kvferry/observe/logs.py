@@ -38,10 +38,10 @@ class LogConfig:
     """What is logged, and in which form."""
 
     log_level: Literal["debug", "info", "warning", "error"] = "info"
-    """Least severe lines to log."""
+    """Lowest severity that is logged."""
 
     log_format: Literal["text", "json"] = "text"
-    """Form of log lines on standard error: text for people, json with one object a line for log collectors."""
+    """Form of the log on standard error: text for people, or json, one object per line, for log collectors."""
 
 
 TEXT = LogConfig()

@@ -162,9 +162,9 @@ def test_what_is_said_in_the_environment_stays(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize(
     ("settings", "told"),
     [
-        ({"arguments": ("--port", "1")}, "--port behind -- is for kvferry to set; give it in front of --"),
-        ({"arguments": ("--kv_transfer_config={}",)}, "--kv-transfer-config behind --"),
-        ({"arguments": ("--model=x",)}, "--model behind -- is for kvferry to set; give it as MODEL"),
+        ({"arguments": ("--port", "1")}, "--port after -- is set by kvferry; give it before --"),
+        ({"arguments": ("--kv_transfer_config={}",)}, "--kv-transfer-config after --"),
+        ({"arguments": ("--model=x",)}, "--model after -- is set by kvferry; give it as MODEL"),
         ({"transfer": {"kv_role": "kv_both"}}, 'names no "kv_connector"'),
         ({"transfer": []}, "is not a JSON object"),
     ],

@@ -40,7 +40,8 @@ class _Known:
 
 
 class BlockEvents:
-    """See the module. Used from vLLM's scheduler thread only."""
+    """Counts what the ranks report of each block, and makes vLLM's events of it. Used from vLLM's scheduler thread
+    only."""
 
     def __init__(self, block_size: int, num_ranks: int) -> None:
         self._block_size, self._num_ranks = block_size, num_ranks

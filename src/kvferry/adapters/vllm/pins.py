@@ -16,7 +16,7 @@ from kvferry.core.errors import LeakError
 
 
 class Pins:
-    """See the module. `pool` is vLLM's `BlockPool`. Used from vLLM's scheduler thread only."""
+    """References to blocks, by request. `pool` is vLLM's `BlockPool`. Used from vLLM's scheduler thread only."""
 
     def __init__(self, pool: Any) -> None:
         self._pool = pool

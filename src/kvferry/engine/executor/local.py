@@ -16,7 +16,7 @@ from kvferry.engine.worker import Worker
 
 
 class LocalExecutor(Executor):
-    """See the module."""
+    """Runs the model on one rank. Its `execute` returns when the step is computed."""
 
     def __init__(
         self, config: EngineConfig, transfer: KVTransferConfig | None, auth_token: str, on_progress: Progress
@@ -34,7 +34,6 @@ class LocalExecutor(Executor):
         self.addresses = [] if address is None else [address]
 
     def execute(self, chunks: Sequence[Chunk], plan: StepPlan) -> StepResult:
-        """See `Executor`."""
         self._worker.start(plan)
         drawn = self._compute(chunks) if chunks else Drawn()
         return StepResult(drawn.sampled, self._worker.poll(), drawn.failed)
@@ -45,17 +44,13 @@ class LocalExecutor(Executor):
         return draw(logits, rows, self.model.eos_token_ids)
 
     def on_report(self, wake: Callable[[], None]) -> None:
-        """See `Executor`."""
         self._worker.on_report(wake)
 
     def statistics(self) -> dict[str, float]:
-        """See `Executor`."""
         return self._worker.statistics()
 
     def check(self) -> None:
-        """See `Executor`."""
         self._worker.check()
 
     def close(self) -> None:
-        """See `Executor`."""
         self._worker.close()

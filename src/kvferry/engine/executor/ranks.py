@@ -55,7 +55,7 @@ A = TypeVar("A", bound=Answer)
 
 
 class RanksExecutor(Executor):
-    """See the module."""
+    """Runs the model on several ranks, and is rank 0 itself. Raises `RankLost` once another rank is gone."""
 
     def __init__(
         self, config: EngineConfig, transfer: KVTransferConfig | None, auth_token: str, on_progress: Progress
@@ -122,7 +122,6 @@ class RanksExecutor(Executor):
     # Steps.
 
     def execute(self, chunks: Sequence[Chunk], plan: StepPlan) -> StepResult:
-        """See `Executor`."""
         rows = choose_logit_rows(chunks)
         step = Step(
             lay_out(chunks, rows.places) if chunks else None, None if plan is None else msgspec.msgpack.encode(plan)
@@ -158,14 +157,12 @@ class RanksExecutor(Executor):
         return self._reports.take()
 
     def on_report(self, wake: Callable[[], None]) -> None:
-        """See `Executor`."""
         self._wake = wake
         self._rank0.on_report(wake)
 
     # Insight and end.
 
     def statistics(self) -> dict[str, float]:
-        """See `Executor`."""
         self._tell(GetStatistics())
         total = Counter(self._rank0.statistics())
         for one in self._gather(Statistics, ANSWER_S):
@@ -173,7 +170,6 @@ class RanksExecutor(Executor):
         return dict(total)
 
     def check(self) -> None:
-        """See `Executor`."""
         self._tell(Check())
         found = [f"rank {process.rank}: {checked.leak}" for process, checked in self._leaks() if checked.leak]
         self._rank0.check()
@@ -185,7 +181,6 @@ class RanksExecutor(Executor):
         return list(zip(self._processes, self._gather(Checked, ANSWER_S), strict=True))
 
     def close(self) -> None:
-        """See `Executor`."""
         self._losses.on_loss = lambda: None
         processes, self._processes = self._processes, []
         for process in processes:

@@ -28,7 +28,7 @@ def require_supported(config: Any, model_class: type[Any]) -> None:
         others = ", ".join(sorted(types - EXACT_LAYER_TYPES))
         raise UnsupportedModel(f"{name} has layers of type {others}; only full and sliding attention run exactly here")
     if getattr(text, "attention_chunk_size", None) and "sliding_attention" not in types and not types:
-        raise UnsupportedModel(f"{name} uses chunked attention, which lives only in its mask")
+        raise UnsupportedModel(f"{name} uses chunked attention, which exists only in its attention mask")
     if getattr(text, "is_encoder_decoder", False):
         raise UnsupportedModel(f"{name} is an encoder-decoder; kvferry serves decoder-only models")
 

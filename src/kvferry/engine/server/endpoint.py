@@ -41,7 +41,6 @@ class GenerationRoute(Generic[GenerationBody]):
         self._make_writer = make_writer
 
     async def handle(self, request: Request, response: Response) -> None:
-        """See `Handler`."""
         arrived = self._context.clock.wall()
         raw = await request.body.read()
         body = await decode(self._context, request, response, raw, self._body_type)

@@ -139,7 +139,7 @@ def _refuse_flags_of_the_other_engine(engine: EngineConfig) -> None:
         if value != getattr(default, name):
             example = shlex.join([flag_name(name), str(value)])
             raise ConfigError(
-                f"{flag_name(name)} is a flag of kvferry's own engine; vLLM's flags go behind --, as in: -- {example}"
+                f"{flag_name(name)} is a flag of kvferry's own engine; vLLM's flags go after --, as in: -- {example}"
             )
 
 
@@ -147,5 +147,5 @@ def _refuse_flags_kvferry_sets(arguments: tuple[str, ...]) -> None:
     for one in arguments:
         name = one.partition("=")[0].replace("_", "-")
         if name in _KVFERRYS:
-            where = "as MODEL" if name == "--model" else "in front of --"
-            raise ConfigError(f"{name} behind -- is for kvferry to set; give it {where}")
+            where = "as MODEL" if name == "--model" else "before --"
+            raise ConfigError(f"{name} after -- is set by kvferry; give it {where}")
