@@ -207,126 +207,125 @@ class ConnectorContext:
 class SchedulerSide(ABC):
     """Bookkeeping beside the scheduler. One per engine; called from the engine's thread only; never blocks.
 
-    None of these methods should raise, but for `check`. What happens when one does all the same:
+    None of these methods should raise, except `check`. What the engine does if one raises by mistake:
 
     | raised by | what the engine does |
     |---|---|
     | `arrived`, `refusal`, `match`, `allocated` | ends the request with `RequestFailed` |
     | `plan` | ends the requests of the step |
     | `completed` | gives the report again event by event, and ends the requests whose event raises again |
-    | `finish` | asks once more; if that raises too, the request's blocks are never used again |
+    | `finish` | calls it once more; if it raises again, the request's blocks are never reused, as somebody may still access them |
     """
 
     gauges: ClassVar[frozenset[str]] = frozenset()
-    """Names of the figures that go up and down."""
+    """Names in `statistics` that are gauges; all others are counters."""
 
     takes_parts: ClassVar[bool] = False
-    """Whether the engine may show one request as several, each with some of its prompt, with blocks and a transfer id
-    of its own, and with no chunks of its answer. It may where KV is handed off by transfer id only, and never found
-    again by block hash."""
+    """Whether the engine may present one request as several, each with a part of the prompt, with blocks and a transfer
+    id of its own, and without chunks of the answer. This works where KV is handed off by transfer id, and not where it
+    is found by block hash."""
 
     def __init__(self, context: ConnectorContext) -> None:
         self.context = context
 
     def arrived(self, request: RequestView) -> None:
-        """The request has joined the queue; it may wait long before `match` is asked. Default: nothing to do."""
+        """The request has joined the queue, where it may wait long before `match` is called. Default: nothing."""
 
     def refusal(self, request: RequestView) -> KvferryError | None:
-        """Why nothing that the request's ticket says may be believed, its first token least of all: `match` then
-        answers a `Miss` with the same. Asked before the request joins the queue. Default: there is no reason."""
+        """Why the request's ticket must not be trusted, including the first token in it; None: it may be. `match` then
+        returns a `Miss` with the same error. Called before the request joins the queue. Default: None."""
         return None
 
     @abstractmethod
     def match(self, request: RequestView, num_computed_tokens: int) -> Match:
-        """How many tokens beyond `num_computed_tokens` (the engine's own prefix cache) can be loaded.
+        """How many tokens can be loaded beyond `num_computed_tokens`, which the engine has in its own prefix cache.
 
-        Asked for a waiting request before it is admitted, perhaps many times; has no side effects on what is held.
+        Called for a waiting request before it is admitted, possibly many times. It must not reserve anything.
         """
 
     @abstractmethod
     def allocated(self, request: RequestView, block_ids: Sequence[int], num_computed_tokens: int, hit: Hit) -> None:
-        """The engine reserved blocks for a hit: `block_ids` are all the request's, the first
-        `num_computed_tokens` tokens of which are already there. The load goes out with the next plan."""
+        """The engine has reserved blocks for a hit. `block_ids` are all blocks of the request; they already contain the
+        first `num_computed_tokens` tokens. The load is to be part of the next plan."""
 
     @abstractmethod
     def plan(self, step: StepView) -> StepPlan:
-        """What the worker sides must do in this step; None for nothing."""
+        """What the worker sides are to do in this step; None for nothing."""
 
     @abstractmethod
     def completed(self, report: TransferReport) -> None:
-        """A report came from the worker sides."""
+        """A report of the worker sides has come. After an exception, its events come a second time."""
 
     @abstractmethod
     def finish(self, request: RequestView, block_ids: Sequence[int]) -> Finish:
-        """The request ended (done, aborted or failed) or its load failed; who keeps its blocks now?"""
+        """The request has ended (finished, aborted or failed), or its load has failed: who keeps its blocks now?"""
 
     def has_work(self) -> bool:
-        """Whether a plan waits to be sent, so that the engine steps though nothing runs."""
+        """Whether `plan` has something to send. The engine then makes a step even if no request runs."""
         return False
 
     def release(self, transfer_id: str) -> bool:
-        """The consumer will never come for this ticket: end its lease. True when there was one. Default: none."""
+        """End the lease of this transfer, which nobody will fetch. True if there was one. Default: there are none."""
         return False
 
     def reset_cache(self) -> bool:
-        """The weights have changed: forget KV that is kept for reuse. False: that cannot be. Default: none is kept."""
+        """Forget all KV that is kept for reuse, because the weights have changed. False if that is not possible.
+        Default: nothing is kept."""
         return True
 
     def statistics(self) -> dict[str, float]:
-        """Figures for metrics, by name: `gauges`, and counters, which only grow. A kind of error stands at the end of a
-        name (`failed_LeaseEnded`), a medium behind the unit (`taken_bytes_shm`)."""
+        """Metrics by name: those in `gauges`, and counters, which only grow. The last word of a name may be a kind of
+        error (`failed_LeaseEnded`) or, after a unit, a medium (`taken_bytes_shm`)."""
         return {}
 
     def check(self) -> None:
-        """Raise `LeakError` when something is still kept though no request is left."""
+        """Raise `LeakError` if something is still held although no request is left."""
 
     def close(self) -> None:
-        """Give everything back."""
+        """Release everything. Called once, last."""
 
 
 class WorkerSide(ABC):
     """Moves bytes. One per rank, beside the KV cache; all but `wait_layer` return without waiting for a transfer.
 
-    A transfer that fails is reported by `poll`, not raised. What happens when a method raises all the same:
+    A transfer that fails is reported by `poll`, not raised. What the engine does if a method raises by mistake:
 
     | raised by | what the engine does |
     |---|---|
-    | `register` | does not start, with that error; `ConfigError` where the user can mend it |
+    | `register` | does not start, with that error; `ConfigError` for what the user can correct |
     | `withdraw`, `start` | ends the requests of the step, and gives the plan again before the next; then it ends |
     | `wait_layer`, `save_layer`, `flush` | calls `discard`, and ends the requests of the step |
-    | `poll` | asks again with the next step, and ends after many in a row; at once after `ConnectorLost` |
+    | `poll` | calls it again with the next step, and ends after many failures in a row, or at once with `ConnectorLost` |
     """
 
     plan_type: ClassVar[type[msgspec.Struct] | None] = None
-    """The class of the plans that `start` takes, which makes them fit for travel to the process of another rank.
-    None: the connector works on one rank only."""
+    """The class of the plans that `start` takes, so that plans can be sent to the process of another rank. None: the
+    connector works on one rank only."""
 
     gauges: ClassVar[frozenset[str]] = frozenset()
-    """Names of the figures that go up and down."""
+    """Names in `statistics` that are gauges; all others are counters."""
 
     def __init__(self, context: ConnectorContext) -> None:
         self.context = context
 
     @abstractmethod
     def register(self, memory: BlockMemory) -> None:
-        """The KV cache of this rank; called once, before any plan."""
+        """The KV cache of this rank. Called once, before any plan."""
 
     def withdraw(self, plan: StepPlan) -> None:
-        """Void what was announced of blocks that are no longer their request's. Called with each plan, before
-        `start`, and before anything writes to such blocks."""
+        """Withdraw what was announced of blocks that no longer belong to their request. Called with each plan, before
+        `start`, and before such blocks are written to."""
 
     @abstractmethod
     def start(self, plan: StepPlan) -> None:
-        """Begin what the plan asks, before the model runs."""
+        """Begin what the plan asks for, before the model runs."""
 
     def wait_layer(self, layer: int) -> None:
-        """Called before attention of `layer` reads: blocks until the layerwise loads of this step have that layer.
-
-        Bounded by the connector's deadline; a load that failed is reported by `poll`, not raised here.
-        """
+        """Called before the attention of `layer`: returns when the layerwise loads of this step have that layer, or at
+        the connector's deadline."""
 
     def save_layer(self, layer: int) -> None:
-        """Called after attention of `layer` wrote this step's KV."""
+        """Called after the attention of `layer` has written this step's KV."""
 
     def flush(self) -> None:
         """Called at the end of a step in which the model ran."""
@@ -337,18 +336,20 @@ class WorkerSide(ABC):
 
     @abstractmethod
     def poll(self) -> TransferReport:
-        """What finished since the last call. Raises `ConnectorLost` when nothing ever will again."""
+        """What has happened since the last call. Raises `ConnectorLost` if no transfer can ever finish again, which
+        ends the engine. After another exception it is called again later, and must then report the same."""
 
     def on_report(self, wake: Callable[[], None]) -> None:
-        """`wake` is to be called, from any thread, whenever `poll` has something new to say."""
+        """Call `wake` whenever `poll` has something new to report. It may be called from any thread, and does not
+        block."""
 
     def statistics(self) -> dict[str, float]:
-        """Figures for metrics, by name: `gauges`, and counters, which only grow. A kind of error stands at the end of a
-        name (`failed_LeaseEnded`), a medium behind the unit (`taken_bytes_shm`)."""
+        """Metrics by name: those in `gauges`, and counters, which only grow. The last word of a name may be a kind of
+        error (`failed_LeaseEnded`) or, after a unit, a medium (`taken_bytes_shm`)."""
         return {}
 
     def check(self) -> None:
-        """Raise `LeakError` when something is still kept though no request is left."""
+        """Raise `LeakError` if something is still held although no request is left."""
 
     def close(self) -> None:
         """End every transfer, thread, socket and segment; called once, last."""
