@@ -214,7 +214,7 @@ class SchedulerSide(ABC):
     | `arrived`, `refusal`, `match`, `allocated` | ends the request with `RequestFailed` |
     | `plan` | ends the requests of the step |
     | `completed` | gives the report again event by event, and ends the requests whose event raises again |
-    | `finish` | calls it once more; if it raises again, the request's blocks are never reused, as somebody may still access them |
+    | `finish` | calls it once more; if it raises again, the request's blocks are never reused |
     """
 
     gauges: ClassVar[frozenset[str]] = frozenset()
@@ -295,7 +295,7 @@ class WorkerSide(ABC):
     | `register` | does not start, with that error; `ConfigError` for what the user can correct |
     | `withdraw`, `start` | ends the requests of the step, and gives the plan again before the next; then it ends |
     | `wait_layer`, `save_layer`, `flush` | calls `discard`, and ends the requests of the step |
-    | `poll` | calls it again with the next step, and ends after many failures in a row, or at once with `ConnectorLost` |
+    | `poll` | calls it again with the next step, and ends after many failures, or at once with `ConnectorLost` |
     """
 
     plan_type: ClassVar[type[msgspec.Struct] | None] = None
