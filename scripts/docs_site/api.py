@@ -12,15 +12,34 @@ PAGES = {
     ),
     "transport": (
         "Transport",
-        "What moves KV between processes: one-sided fabrics, pipes, and the lookup buffer over either.",
-        ("kvferry.transport.fabric.base", "kvferry.transport.pipe.base", "kvferry.transport.lookup_buffer.base"),
+        "What moves KV between processes: fabrics, pipes, and the lookup buffer.",
+        (
+            "kvferry.transport.fabric.base",
+            "kvferry.transport.pipe.base",
+            "kvferry.transport.lookup_buffer.base",
+            "kvferry.transport.options",
+        ),
     ),
     "memory": (
         "Memory and layout",
         "What the bytes of a KV block mean, and where they are.",
         ("kvferry.core.layout", "kvferry.transport.memory", "kvferry.core.block_hash"),
     ),
-    "store": ("Stores", "KV blocks at rest, by block hash.", ("kvferry.store.base",)),
+    "store": (
+        "Stores",
+        "KV blocks at rest, by block hash; which of them are evicted, and how they are encoded.",
+        ("kvferry.store.base", "kvferry.store.eviction.base", "kvferry.store.codecs.base"),
+    ),
+    "testing": (
+        "Contract suites",
+        "What every implementation of an interface must do, as classes for pytest that another package subclasses.",
+        (
+            "kvferry.testing.fabric",
+            "kvferry.testing.pipe",
+            "kvferry.testing.lookup_buffer",
+            "kvferry.testing.stores",
+        ),
+    ),
     "router": ("Router policies", "How one instance is chosen among several.", ("kvferry.router.policies.base",)),
     "hand-off": (
         "Hand-offs",
