@@ -91,7 +91,10 @@ class AsyncEngine:
             "kv_seal": side.address_seal() if isinstance(side, HasAddressSeal) else "",
             "tp_size": engine.layout.tp_size,
             "layout": engine.layout.fingerprint(),
+            "kv_layout": engine.layout,
+            "num_kv_tokens": engine.pool.num_blocks * engine.layout.block_size,
             "block_size": engine.layout.block_size,
+            "kv_events": None if engine.events is None else vars(engine.events.addresses),
             "max_model_len": self.max_model_len,
             "model_names": list(self.model_names),
         }

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from kvferry.core.block_hash import BlockHash
 from kvferry.core.errors import LeakError
+from kvferry.engine.kv_events import BlockEvents
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,8 @@ class BlockPool:
         self._hash_of: dict[int, BlockHash] = {}
         self._block_of: dict[BlockHash, int] = {}
         self._num_evicted = 0
+        self.events: BlockEvents | None = None
+        """Hears of names that come and go."""
 
     @property
     def num_free(self) -> int:
@@ -72,11 +75,14 @@ class BlockPool:
             self._references[block_id] = 1
         return taken
 
-    def publish(self, block_id: int, block_hash: BlockHash) -> None:
-        """The block's content is complete and has this name. A second block of one name stays nameless."""
-        if self._prefix_caching and block_id not in self._hash_of and block_hash not in self._block_of:
-            self._hash_of[block_id] = block_hash
-            self._block_of[block_hash] = block_id
+    def publish(self, block_id: int, block_hash: BlockHash) -> bool:
+        """The block's content is complete and has this name: True when it can now be found. A second block of one name
+        stays nameless."""
+        if not self._prefix_caching or block_id in self._hash_of or block_hash in self._block_of:
+            return False
+        self._hash_of[block_id] = block_hash
+        self._block_of[block_hash] = block_id
+        return True
 
     def release(self, block_ids: Sequence[int]) -> None:
         """Stop holding blocks, given in sequence order: the last become reusable first, prefixes live longest."""
@@ -112,3 +118,5 @@ class BlockPool:
         if block_hash is not None:
             del self._block_of[block_hash]
             self._num_evicted += 1
+            if self.events is not None:
+                self.events.removed(block_hash)

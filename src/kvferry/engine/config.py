@@ -54,6 +54,15 @@ class EngineConfig:
     prefix_caching: bool = True
     """Keep the blocks of finished requests, and reuse them for prompts with the same prefix."""
 
+    kv_events: str | None = None
+    """Publish which blocks the prefix cache takes in and gives up, as vLLM does, at this ZeroMQ address:
+    tcp://127.0.0.1:5557, or with port * for any free one, which routers learn by themselves. Whoever can connect reads
+    the tokens of prompts. Needs kvferry[events]."""
+
+    kv_events_replay: str | None = None
+    """ZeroMQ address at which followers ask for events that they missed; when not given, a free port of the same
+    host."""
+
     batch_invariant: bool = False
     """Make answers the same to the bit, whatever other requests run at the same time. The CPU kernels guarantee this at
     no cost. Where a model, a device or a missing compiler leaves matrix products to PyTorch, every token is computed by
@@ -77,6 +86,8 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+        if self.kv_events_replay is not None and self.kv_events is None:
+            raise ConfigError("--kv-events-replay needs --kv-events")
         if self.kv_cache_memory is not None and parse_bytes(self.kv_cache_memory, "--kv-cache-memory") < 1:
             raise ConfigError("--kv-cache-memory must be more than 0 bytes")
         if self.max_num_batched_tokens < self.max_num_seqs:

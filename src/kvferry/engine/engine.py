@@ -24,8 +24,10 @@ from kvferry.engine.block_pool import BlockPool, BlockPoolStatistics
 from kvferry.engine.config import EngineConfig
 from kvferry.engine.executor.base import StepResult
 from kvferry.engine.executor.build import build_executor
+from kvferry.engine.kv_events import BlockEvents
 from kvferry.engine.model.loader import Progress
 from kvferry.engine.scheduler import Scheduler, SchedulerLimits, SchedulerStatistics, Step
+from kvferry.transport.kv_events.publisher import KVEventPublisher
 
 log = logging.getLogger(__name__)
 MOST_FAILED_STEPS = 8
@@ -60,13 +62,18 @@ class Engine:
         self.model, self.layout = self.executor.model, self.executor.layout
         self.max_model_len, self.addresses = self.executor.max_model_len, self.executor.addresses
         self.scheduler_side: SchedulerSide | None = None
+        self.events: BlockEvents | None = None
         try:
             if transfer is not None:
                 self.scheduler_side = self._build_scheduler_side(transfer, auth_token)
+            if config.kv_events is not None:
+                publisher = KVEventPublisher(config.kv_events, config.kv_events_replay, self.clock)
+                self.events = BlockEvents(publisher, config.block_size)
         except BaseException:
             self.close()
             raise
         self.pool = BlockPool(self.executor.num_blocks, prefix_caching=config.prefix_caching)
+        self.pool.events = self.events
         self.scheduler = Scheduler(self._limits(), self.pool, self.model.fingerprint, self.clock, self.scheduler_side)
         self._num_steps = self._num_failed_steps = 0
 
@@ -118,6 +125,8 @@ class Engine:
             self._step_failed(error)
         if self.scheduler.num_faults != num_faults:
             self.scheduler.audit()
+        if self.events is not None:
+            self.events.flush()
         return self.scheduler.take_outputs()
 
     def _step(self) -> None:
@@ -194,6 +203,8 @@ class Engine:
 
     def close(self) -> None:
         """End every transfer and give the memory back."""
+        if self.events is not None:
+            self.events.close()
         self.executor.close()
         if self.scheduler_side is not None:
             self.scheduler_side.close()

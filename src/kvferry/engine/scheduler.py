@@ -480,8 +480,11 @@ class Scheduler:
     def _publish(self, sequence: Sequence) -> None:
         hashes = sequence.hashes()
         num_full = min(sequence.num_computed_tokens // self.limits.block_size, len(hashes))
+        events = self.pool.events if not (sequence.request.cache_salt or sequence.is_long) else None
         for index in range(sequence.num_published_blocks, num_full):
-            self.pool.publish(sequence.block_ids[index], hashes[index])
+            if self.pool.publish(sequence.block_ids[index], hashes[index]) and events is not None:
+                place = slice(index * self.limits.block_size, (index + 1) * self.limits.block_size)
+                events.stored(hashes[index], hashes[index - 1] if index else None, sequence.tokens[place])
         sequence.num_published_blocks = max(num_full, sequence.num_published_blocks)
 
     def _append(self, sequence: Sequence, sampled: Sampled) -> None:

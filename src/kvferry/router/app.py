@@ -26,6 +26,7 @@ from kvferry.router.admission import Admission
 from kvferry.router.chooser import Chooser
 from kvferry.router.config import RouterConfig
 from kvferry.router.endpoints import Endpoints
+from kvferry.router.event_feeds import EventFeeds
 from kvferry.router.exchange import ClientRequest, Services
 from kvferry.router.health import Health
 from kvferry.router.instance import Instance, InstanceFacts, VllmFacts
@@ -51,6 +52,7 @@ class Router:
     admission: Admission
     health: Health
     endpoints: Endpoints
+    feeds: EventFeeds
     operators: Guard
     membership: Membership
 
@@ -135,7 +137,8 @@ class Router:
         try:
             async with self.services.upstream, asyncio.TaskGroup() as group:
                 self.services.releases.open(group)
-                watched = (self.health.watch(), self.services.upstream.watch(), self.membership.watch())
+                services = self.services
+                watched = (self.health.watch(), services.upstream.watch(), self.membership.watch(), self.feeds.watch())
                 watchers = [group.create_task(one) for one in watched]
                 try:
                     yield group
@@ -168,7 +171,8 @@ def build_router(
     admission = Admission(config.max_in_flight, config.max_buffered_bytes, config.max_waiting, config.waiting_timeout_s)
     health = Health(pools, upstream, config, clock)
     membership = Membership(config, pools, upstream)
-    return Router(services, admission, health, Endpoints(services), _operators(http), membership)
+    feeds = EventFeeds(pools, services.chooser.index, metrics, config.instance_kv_events)
+    return Router(services, admission, health, Endpoints(services), feeds, _operators(http), membership)
 
 
 def _operators(http: HttpConfig) -> Guard:

@@ -16,7 +16,7 @@ from kvferry.router.config import RouterConfig
 from kvferry.router.cost import Estimates
 from kvferry.router.decisions import Decision, Decisions
 from kvferry.router.disaggregation import Threshold
-from kvferry.router.instance import Instance, InstanceFacts, VllmFacts
+from kvferry.router.instance import Facts, Instance, InstanceFacts, VllmFacts
 from kvferry.router.paths import PROMPT_FIELDS
 from kvferry.router.policies.base import Asked, Choice, Options, PolicyContext
 from kvferry.router.policies.table import make_policy
@@ -39,6 +39,7 @@ class Chooser:
         context = PolicyContext(clock, Random(), self.index, self.estimates, self.threshold)
         self.policy = make_policy(config.policy, context, config.policy_option)
         self.decisions = Decisions(config.max_decisions, clock)
+        self._known: dict[Instance, Facts] = {}
         self._session_header = config.session_header.lower().encode()
 
     def read(self, path: str, body: RequestBody, headers: RawHeaders) -> Asked:
@@ -80,12 +81,31 @@ class Chooser:
 
     def choose(self, asked: Asked, options: Options[Instance]) -> Choice[Instance]:
         """What the policy says; the instances will have the prompt's KV."""
+        for instance in (*options.prefills, *options.decodes):
+            if self._known.get(instance) is not instance.facts:
+                self._note_facts(instance, instance.facts)
         choice = self.policy.choose(asked, _serving(asked.model, options))
         for one in (choice.prefill, choice.decode):
             if one is not None:
                 self.index.served(one, asked.prefix)
         self.policy.placed(asked, choice)
         return choice
+
+    def _note_facts(self, instance: Instance, facts: Facts) -> None:
+        """Something new is known of it: it may be another process, with an empty cache."""
+        if not isinstance(facts, InstanceFacts | VllmFacts):
+            return
+        before = self._known.get(instance)
+        if isinstance(before, InstanceFacts) and getattr(facts, "engine_id", None) != before.engine_id:
+            self.index.cleared(instance)
+        if facts.num_kv_tokens:
+            self.index.set_capacity(instance, facts.num_kv_tokens)
+        self._known[instance] = facts
+
+    def forget(self, instance: Instance) -> None:
+        """It is no instance of this router any more."""
+        self._known.pop(instance, None)
+        self.index.forget(instance)
 
     def _session(self, body: RequestBody, headers: RawHeaders) -> str | None:
         found = find_header(headers, self._session_header)

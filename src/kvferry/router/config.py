@@ -58,6 +58,11 @@ class RouterConfig:
     prefix_index_entries: int = 400_000
     """Most prefixes that are remembered of all instances together; about 150 bytes each."""
 
+    instance_kv_events: tuple[str, ...] = ()
+    """Where a vLLM server publishes its KV events (--kv-events-config), and where it tells them again, as in
+    http://10.0.0.1:8000=tcp://10.0.0.1:5557,tcp://10.0.0.1:5558; repeat it for more. kvferry's instances say so
+    themselves. Needs kvferry[events]."""
+
     max_decisions: int = 512
     """How many requests /kvferry/decisions remembers."""
 

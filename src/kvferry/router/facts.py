@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TypeVar
 
 import msgspec
@@ -15,6 +16,9 @@ from kvferry.router.upstream import Upstream
 ABOUT_PATH = "/kvferry/instance"
 
 T = TypeVar("T")
+
+_CACHE_CONFIG = re.compile(rb"^vllm:cache_config_info\{([^}\n]*)\}", re.MULTILINE)
+_LABEL = re.compile(rb'(\w+)="([^"]*)"')
 
 
 class _Version(msgspec.Struct):
@@ -56,11 +60,27 @@ async def _about_vllm(instance: Instance, upstream: Upstream, timeout_s: float) 
     cards = models.data if isinstance(models, _Models) else []  # a server with an API key does not tell
     if any(card.owned_by != "vllm" for card in cards):
         return Absent()
+    num_kv_tokens, cache_dtype = await _cache_config(instance, upstream, timeout_s)
     return VllmFacts(
         version=version.version,
         model_names=[card.id for card in cards],
+        num_kv_tokens=num_kv_tokens,
+        cache_dtype=cache_dtype,
         bootstrap=await _bootstrap(instance, upstream, timeout_s),
     )
+
+
+async def _cache_config(instance: Instance, upstream: Upstream, timeout_s: float) -> tuple[int, str]:
+    """How many tokens vLLM's KV cache takes, and of which type they are; 0 and empty where its metrics do not say."""
+    try:
+        status, text = await upstream.ask(instance, "GET", "/metrics", timeout_s)
+    except TransferError:
+        return 0, ""
+    line = _CACHE_CONFIG.search(text) if status == 200 else None
+    labels = dict(_LABEL.findall(line[1])) if line else {}
+    blocks, size = labels.get(b"num_gpu_blocks", b""), labels.get(b"block_size", b"")
+    num_tokens = int(blocks) * int(size) if blocks.isdigit() and size.isdigit() else 0
+    return num_tokens, labels.get(b"cache_dtype", b"").decode(errors="replace")
 
 
 async def _bootstrap(instance: Instance, upstream: Upstream, timeout_s: float) -> Bootstrap | None:

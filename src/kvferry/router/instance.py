@@ -9,6 +9,7 @@ import msgspec
 
 from kvferry.core.errors import ConfigError
 from kvferry.core.hand_off import RankAddress
+from kvferry.core.layout import KVLayout
 from kvferry.http.origin import Origin
 from kvferry.router.policies.base import Load
 
@@ -29,6 +30,25 @@ class KVSource(msgspec.Struct, frozen=True, kw_only=True):
     """The engine's own, of all this: D connects to no address without it."""
 
 
+class EventsAddress(msgspec.Struct, frozen=True, kw_only=True):
+    """Where an instance publishes its KV events, and where it tells them again."""
+
+    endpoint: str
+    replay_endpoint: str | None = None
+
+    def reachable_at(self, host: str) -> EventsAddress:
+        """For one that listens on all interfaces, with the instance's own host."""
+        return EventsAddress(
+            endpoint=_at_host(self.endpoint, host),
+            replay_endpoint=self.replay_endpoint and _at_host(self.replay_endpoint, host),
+        )
+
+
+def _at_host(endpoint: str, host: str) -> str:
+    name = f"[{host}]" if ":" in host else host
+    return endpoint.replace("//0.0.0.0:", f"//{name}:").replace("//[::]:", f"//{name}:")
+
+
 class InstanceFacts(msgspec.Struct, frozen=True, kw_only=True):
     """What an instance says of itself at GET /kvferry/instance. `kv_port` 0: it has no control address; `kv_ranks`:
     the addresses of all its ranks, where there are several."""
@@ -41,6 +61,11 @@ class InstanceFacts(msgspec.Struct, frozen=True, kw_only=True):
     kv_seal: str = ""
     connector: str | None = None
     layout: str | None = None
+    kv_layout: KVLayout | None = None
+    """What `layout` is the fingerprint of."""
+    num_kv_tokens: int = 0
+    """How many tokens its KV cache takes; 0: it does not say."""
+    kv_events: EventsAddress | None = None
     model_names: list[str] = []
 
     def origin(self, host: str) -> KVSource | None:
@@ -73,6 +98,9 @@ class VllmFacts(msgspec.Struct, frozen=True, kw_only=True):
 
     version: str = ""
     model_names: list[str] = []
+    num_kv_tokens: int = 0
+    cache_dtype: str = ""
+    """As its /metrics say (`vllm:cache_config_info`); 0 and empty where they do not."""
     bootstrap: Bootstrap | None = None
     origins: tuple[KVSource, ...] = ()
 

@@ -63,6 +63,15 @@ class Metrics:
         self._releases = Counter(
             "kvferry_router_releases", "Abandoned hand-offs reported to prefill.", ("outcome",), registry=registry
         )
+        self._events = Counter(
+            "kvferry_router_kv_events", "KV events heard of an instance.", _OF_INSTANCE, registry=registry
+        )
+        self._events_missed = Counter(
+            "kvferry_router_kv_event_messages_missed",
+            "Messages of KV events that were lost and not told again.",
+            _OF_INSTANCE,
+            registry=registry,
+        )
         self._in_flight = Gauge("kvferry_router_instance_in_flight", "Legs under way.", _OF_INSTANCE, registry=registry)
         self._alive = Gauge(
             "kvferry_router_instance_up", "Whether the instance seems alive.", _OF_INSTANCE, registry=registry
@@ -96,6 +105,14 @@ class Metrics:
     def released(self, outcome: str) -> None:
         """An abandoned hand-off was reported: `done`, `failed` or `dropped`."""
         self._releases.labels(outcome).inc()
+
+    def events_heard(self, instance: Instance, num_events: int) -> None:
+        """An instance told of its cache."""
+        self._events.labels(instance.role, instance.name).inc(num_events)
+
+    def events_missed(self, instance: Instance, num_messages: int) -> None:
+        """Some of what it told is lost."""
+        self._events_missed.labels(instance.role, instance.name).inc(num_messages)
 
     def expose(self, instances: Iterable[Instance]) -> bytes:
         """Everything, in Prometheus' text form."""

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import logging
+from collections import OrderedDict
 from collections.abc import Sequence
 
+from kvferry.core.errors import LayoutMismatch
 from kvferry.router.config import HandOffMode, RouterConfig
 from kvferry.router.instance import Facts, Instance, InstanceFacts, KVSource, VllmFacts
 from kvferry.router.protocols import kvferry
 from kvferry.router.protocols.form import Form
 from kvferry.router.protocols.mooncake import mooncake
 from kvferry.router.protocols.nixl import nixl
+
+logger = logging.getLogger(__name__)
 
 CONCURRENT_CONNECTORS = frozenset({"P2pConnector", "P2pNcclConnector", "NixlConnector", "MooncakeConnector"})
 """Connectors of kvferry's whose D may ask P for a hand-off that P has not begun."""
@@ -49,5 +54,37 @@ def early_origin(prefill: Instance, decodes: Sequence[Facts], mode: HandOffMode)
 
 
 def can_pair(prefill: Facts, decode: Facts) -> bool:
-    """Whether one can read the other's KV at all: not kvferry's engine and vLLM, as far as is known."""
+    """Whether one can read the other's KV at all, as far as is known: not kvferry's engine and vLLM, nor instances
+    whose layouts cannot be reconciled, nor those that serve different models."""
+    if isinstance(prefill, InstanceFacts) and isinstance(decode, InstanceFacts):
+        return prefill.layout == decode.layout or _can_reconcile(prefill, decode)
+    if isinstance(prefill, VllmFacts) and isinstance(decode, VllmFacts):
+        same_dtype = not (prefill.cache_dtype and decode.cache_dtype) or prefill.cache_dtype == decode.cache_dtype
+        share_model = not (prefill.model_names and decode.model_names) or not set(prefill.model_names).isdisjoint(
+            decode.model_names
+        )
+        return same_dtype and share_model
     return {type(prefill), type(decode)} != {InstanceFacts, VllmFacts}
+
+
+_Layouts = tuple[str | None, str | None]
+_reconciled: OrderedDict[_Layouts, bool] = OrderedDict()
+"""By both fingerprints: asked for each request, and a layout has many layers."""
+
+_MOST_RECONCILED = 1024
+
+
+def _can_reconcile(prefill: InstanceFacts, decode: InstanceFacts) -> bool:
+    if prefill.kv_layout is None or decode.kv_layout is None:
+        return True
+    names = (prefill.layout, decode.layout)
+    if names not in _reconciled:
+        try:
+            prefill.kv_layout.require_reconcilable(decode.kv_layout)
+            _reconciled[names] = True
+        except LayoutMismatch as error:
+            logger.warning("prefill and decode instances that cannot hand off to each other are not paired: %s", error)
+            _reconciled[names] = False
+        if len(_reconciled) > _MOST_RECONCILED:
+            _reconciled.popitem(last=False)
+    return _reconciled[names]

@@ -1,0 +1,61 @@
+"""What the prefix cache took in and gave up in a step, on its way to who follows it (`transport.kv_events`).
+
+Owns the events of the step under way, and the publisher. Prompts with a `cache_salt`, and sequences beyond the trained
+context, are not told of: their blocks are found under the same tokens only by who knows more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvferry.core.block_hash import BlockHash
+from kvferry.transport.kv_events.messages import DEVICE, BlockRemoved, BlockStored, Event
+from kvferry.transport.kv_events.publisher import EventAddresses, KVEventPublisher
+
+
+class BlockEvents:
+    """Used from the engine's thread."""
+
+    def __init__(self, publisher: KVEventPublisher, block_size: int) -> None:
+        self._publisher, self._block_size = publisher, block_size
+        self._events: list[Event] = []
+
+    @property
+    def addresses(self) -> EventAddresses:
+        """Where they can be followed."""
+        return self._publisher.addresses
+
+    def stored(self, name: BlockHash, parent: BlockHash | None, token_ids: Sequence[int]) -> None:
+        """A block became findable. Blocks that follow one another are told as one."""
+        last = self._events[-1] if self._events else None
+        if isinstance(last, BlockStored) and parent is not None and last.block_hashes[-1] == parent:
+            last.block_hashes.append(name)
+            last.token_ids.extend(token_ids)
+            return
+        event = BlockStored(
+            block_hashes=[name],
+            parent_block_hash=parent,
+            token_ids=list(token_ids),
+            block_size=self._block_size,
+            medium=DEVICE,
+            group_idx=0,
+        )
+        self._events.append(event)
+
+    def removed(self, name: BlockHash) -> None:
+        """A block is findable no more."""
+        last = self._events[-1] if self._events else None
+        if isinstance(last, BlockRemoved):
+            last.block_hashes.append(name)
+        else:
+            self._events.append(BlockRemoved(block_hashes=[name], medium=DEVICE, group_idx=0))
+
+    def flush(self) -> None:
+        """The step is over: tell them."""
+        if self._events:
+            self._publisher.publish(self._events)
+            self._events = []
+
+    def close(self) -> None:
+        """Nothing is told any more."""
+        self._publisher.close()

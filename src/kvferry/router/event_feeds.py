@@ -1,0 +1,124 @@
+"""Follows the KV events of those instances that publish any, and tells the prefix index.
+
+kvferry's instances say where (`kv_events` at /kvferry/instance); of vLLM's servers `--instance-kv-events` does. Owns a
+task for each; what one of them does ends no other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterable
+from contextlib import aclosing
+
+from kvferry.core.errors import ConfigError, MissingDependency
+from kvferry.router.instance import EventsAddress, Instance, InstanceFacts, Unasked, normalise_url
+from kvferry.router.metrics import Metrics
+from kvferry.router.prefix_index import PrefixIndex
+from kvferry.transport.kv_events.messages import DEVICE, AllBlocksCleared, BlockRemoved, BlockStored, Event
+from kvferry.transport.kv_events.sockets import require_endpoint
+from kvferry.transport.kv_events.subscriber import Missed, Restarted, Told, follow
+
+logger = logging.getLogger(__name__)
+
+_AGAIN_S = 1.0
+
+
+class EventFeeds:
+    """Of all instances of a router."""
+
+    def __init__(
+        self, instances: Iterable[Instance], index: PrefixIndex, metrics: Metrics, configured: Iterable[str]
+    ) -> None:
+        """`instances` is asked anew each time. Raises `ConfigError` when a setting is no address."""
+        self._instances, self._index, self._metrics = instances, index, metrics
+        self._configured = dict(parse_events_address(one) for one in configured)
+        self._tasks: dict[Instance, tuple[EventsAddress, asyncio.Task[None]]] = {}
+
+    async def watch(self) -> None:
+        """Follow whoever publishes, as they come and go; ends by cancellation."""
+        async with asyncio.TaskGroup() as group:
+            while True:
+                self._reconcile(group)
+                await asyncio.sleep(_AGAIN_S)
+
+    def _reconcile(self, group: asyncio.TaskGroup) -> None:
+        wanted = {one: address for one in self._instances if (address := self._address(one)) is not None}
+        for instance, (address, task) in list(self._tasks.items()):
+            if wanted.get(instance) != address:
+                task.cancel()
+                del self._tasks[instance]
+                self._index.cleared(instance)
+        for instance, address in wanted.items():
+            if instance not in self._tasks:
+                self._tasks[instance] = (address, group.create_task(self._follow(instance, address)))
+
+    def _address(self, instance: Instance) -> EventsAddress | None:
+        if instance.url in self._configured:
+            return self._configured[instance.url]
+        facts = instance.facts
+        if isinstance(facts, Unasked) and instance in self._tasks:
+            return self._tasks[instance][0]  # It is away for a moment, and may be the same as before.
+        if not isinstance(facts, InstanceFacts) or facts.kv_events is None:
+            return None
+        return facts.kv_events.reachable_at(instance.host)
+
+    async def _follow(self, instance: Instance, address: EventsAddress) -> None:
+        try:
+            async with aclosing(follow(address.endpoint, address.replay_endpoint)) as told:
+                async for one in told:
+                    self._take(instance, one)
+        except MissingDependency as error:
+            logger.warning("%s publishes KV events, which are not followed: %s", instance, error)
+        except Exception:
+            # The edge of this room: what one instance publishes must not end the others' feeds.
+            logger.exception("the KV events of %s are not followed any more", instance)
+
+    def _take(self, instance: Instance, told: Told) -> None:
+        match told:
+            case Restarted():
+                self._index.cleared(instance)
+            case Missed(num_messages=num):
+                self._metrics.events_missed(instance, num)
+            case _:
+                for event in told:
+                    self._tell(instance, event)
+                self._metrics.events_heard(instance, len(told))
+
+    def _tell(self, instance: Instance, event: Event) -> None:
+        """What concerns the memory that prompts are found in: the device's, and the first group of layers."""
+        match event:
+            case AllBlocksCleared():
+                self._index.cleared(instance)
+            case BlockStored() if _is_ours(event.medium, event.group_idx) and not _has_extras(event):
+                self._index.stored(
+                    instance, event.block_hashes, event.parent_block_hash, event.token_ids, event.block_size
+                )
+            case BlockRemoved() if _is_ours(event.medium, event.group_idx):
+                self._index.removed(instance, event.block_hashes)
+
+
+def parse_events_address(setting: str) -> tuple[str, EventsAddress]:
+    """From `http://instance:8000=tcp://instance:5557,tcp://instance:5558`, the replay address may be left out.
+
+    Raises `ConfigError`.
+    """
+    url, equals, addresses = setting.partition("=")
+    endpoint, _, replay = addresses.partition(",")
+    if not equals:
+        raise ConfigError(
+            f"--instance-kv-events {setting!r} must be an instance's URL, =, and the address of its events, as in"
+            " http://10.0.0.1:8000=tcp://10.0.0.1:5557"
+        )
+    for one in (endpoint, replay or endpoint):
+        require_endpoint(one, "--instance-kv-events")
+    return normalise_url(url), EventsAddress(endpoint=endpoint, replay_endpoint=replay or None)
+
+
+def _is_ours(medium: str | None, group: int | None) -> bool:
+    return medium in (None, DEVICE) and group in (None, 0)
+
+
+def _has_extras(event: BlockStored) -> bool:
+    """Whether more than the tokens decides about the blocks: adapters, salts, images."""
+    return event.lora_id is not None or event.lora_name is not None or any(event.extra_keys or ())

@@ -1,0 +1,104 @@
+"""Publishes an instance's KV events, and tells the last of them again to whoever missed some.
+
+Owns both sockets, the numbers, and what is kept for replay. `publish` belongs to one thread; another serves replays.
+ZeroMQ asks nobody who they are, and events have the tokens of prompts: bind to networks you trust.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+from kvferry.core.clock import Clock
+from kvferry.core.errors import ConfigError
+from kvferry.transport.kv_events.messages import END_OF_REPLAY, Event, encode_batch
+from kvferry.transport.kv_events.sockets import require_endpoint, zmq
+
+logger = logging.getLogger(__name__)
+
+_POLL_MS = 200
+_MOST_KEPT_BYTES = 64 * 2**20
+
+
+@dataclass(frozen=True)
+class EventAddresses:
+    """Where events are published, and where they are told again."""
+
+    endpoint: str
+    replay_endpoint: str
+
+
+class KVEventPublisher:
+    """`endpoint` as in tcp://127.0.0.1:5557; port `*` is any free one. Replays have a free port of the same host unless
+    `replay_endpoint` says otherwise."""
+
+    def __init__(self, endpoint: str, replay_endpoint: str | None, clock: Clock, *, most_kept: int = 10_000) -> None:
+        """Raises `ConfigError` when an address cannot be had, of which `MissingDependency`."""
+        require_endpoint(endpoint, "--kv-events")
+        replay_endpoint = replay_endpoint or f"{endpoint.rpartition(':')[0]}:*"
+        require_endpoint(replay_endpoint, "--kv-events-replay")
+        library = zmq()
+        self._clock = clock
+        self._kept: deque[tuple[int, bytes]] = deque(maxlen=most_kept)
+        self._lock = threading.Lock()
+        self._next = self._kept_bytes = 0
+        self._context = library.Context()
+        try:
+            self._pub, where = self._bind(library.PUB, endpoint, "--kv-events")
+            self._replay, replay_where = self._bind(library.ROUTER, replay_endpoint, "--kv-events-replay")
+        except BaseException:
+            self._context.destroy(linger=0)
+            raise
+        self.addresses = EventAddresses(where, replay_where)
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._serve_replays, name="kv-event-replay", daemon=True)
+        self._thread.start()
+
+    def publish(self, events: list[Event]) -> None:
+        """Tell these, in this order. Does not block: who reads too slowly misses some, and asks for them again."""
+        payload = encode_batch(self._clock.wall(), events)
+        number = self._next
+        self._next += 1
+        with self._lock:
+            while self._kept and (self._kept_bytes > _MOST_KEPT_BYTES or len(self._kept) == self._kept.maxlen):
+                self._kept_bytes -= len(self._kept.popleft()[1])
+            self._kept.append((number, payload))
+            self._kept_bytes += len(payload)
+        self._pub.send_multipart((b"", number.to_bytes(8, "big"), payload))
+
+    def close(self) -> None:
+        """End the thread and both sockets."""
+        self._closing.set()
+        self._thread.join()
+        self._context.destroy(linger=0)
+
+    def _bind(self, kind: int, endpoint: str, flag: str) -> tuple[Any, str]:
+        library = zmq()
+        socket = self._context.socket(kind)
+        try:
+            socket.bind(endpoint)
+        except library.ZMQError as error:
+            raise ConfigError(f"{flag} {endpoint}: {error}") from error
+        return socket, socket.getsockopt_string(library.LAST_ENDPOINT)
+
+    def _serve_replays(self) -> None:
+        while not self._closing.is_set():
+            try:
+                if self._replay.poll(_POLL_MS):
+                    self._serve_replay(self._replay.recv_multipart())
+            except Exception:
+                # The edge of this thread: one odd request must not end replays for everyone.
+                logger.exception("a replay of KV events failed")
+
+    def _serve_replay(self, frames: list[bytes]) -> None:
+        if len(frames) != 3 or len(frames[2]) != 8:
+            return
+        caller, _, first = frames
+        with self._lock:
+            kept = [one for one in self._kept if one[0] >= int.from_bytes(first, "big")]
+        for number, payload in kept:
+            self._replay.send_multipart((caller, b"", b"", number.to_bytes(8, "big"), payload))
+        self._replay.send_multipart((caller, b"", b"", END_OF_REPLAY, b""))

@@ -1,0 +1,146 @@
+"""Follows one publisher of KV events: in order, without gaps where they can be filled, and from the beginning where the
+publisher still knows it.
+
+Owns its sockets. What is missing is asked for again (`replay`); what nobody knows any more is told as `Missed`. A
+number that goes back means another process at the address: `Restarted`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+from kvferry.core.errors import ProtocolError
+from kvferry.transport.kv_events.messages import END_OF_REPLAY, MAX_MESSAGE_BYTES, Event, decode_batch
+from kvferry.transport.kv_events.sockets import zmq, zmq_asyncio
+
+logger = logging.getLogger(__name__)
+
+_REPLAY_S = 5.0
+_HIGH_WATER = 10_000
+"""Messages that wait to be read; beyond, ZeroMQ drops them, and the gap is seen."""
+
+
+@dataclass(frozen=True)
+class Restarted:
+    """What was told before is of a process that is gone."""
+
+
+@dataclass(frozen=True)
+class Missed:
+    """So many messages are lost for good."""
+
+    num_messages: int
+
+
+Told = list[Event] | Restarted | Missed
+
+
+async def follow(endpoint: str, replay_endpoint: str | None) -> AsyncGenerator[Told, None]:
+    """All that is told there, until cancelled. A publisher that is not there yet is waited for, one that comes back is
+    followed again. Raises `MissingDependency`."""
+    context = zmq_asyncio().Context()
+    try:
+        async for told in _Follower(context, endpoint, replay_endpoint).run():
+            yield told
+    finally:
+        context.destroy(linger=0)
+
+
+class _Follower:
+    def __init__(self, context: Any, endpoint: str, replay_endpoint: str | None) -> None:
+        self._context, self._replay_endpoint = context, replay_endpoint
+        self._next = 0
+        self._last = b""
+        """The message before that. It has the time in it, so another process's of the same number is another."""
+        self._last_live = -1
+        """The number of the last message that came by itself: these only grow, unless the publisher began anew."""
+        self._sub = self._socket(zmq().SUB)
+        self._sub.setsockopt(zmq().SUBSCRIBE, b"")
+        self._sub.connect(endpoint)
+
+    async def run(self) -> AsyncIterator[Told]:
+        """What `follow` promises."""
+        async for told in self._catch_up():
+            yield told
+        first = True
+        while True:
+            number, payload = await self._live()
+            if number <= self._last_live:
+                yield self._restarted()
+                first = True
+            self._last_live = number
+            if number > self._next:
+                async for told in self._catch_up():
+                    yield told
+            if number < self._next:
+                continue  # It was among what was told again.
+            if number > self._next and not first:
+                yield Missed(number - self._next)
+            first = False
+            yield self._took(number, payload)
+
+    def _took(self, number: int, payload: bytes) -> list[Event]:
+        self._next, self._last = number + 1, payload
+        return _read(payload)
+
+    def _restarted(self) -> Restarted:
+        self._next, self._last = 0, b""
+        return Restarted()
+
+    async def _live(self) -> tuple[int, bytes]:
+        while True:
+            frames = await self._sub.recv_multipart()
+            if len(frames) == 3 and len(frames[1]) == 8:
+                return int.from_bytes(frames[1], "big"), frames[2]
+
+    async def _catch_up(self) -> AsyncIterator[Told]:
+        """From `_next` on, as far as the publisher knows it; stops where that has a gap."""
+        told_again = await self._replay(max(0, self._next - 1))
+        known = dict(told_again[:1]).get(self._next - 1)
+        if known is not None and known != self._last:
+            yield self._restarted()
+            told_again = await self._replay(0)
+        for number, payload in told_again:
+            if number > self._next and self._next:
+                return
+            if number >= self._next:
+                yield self._took(number, payload)
+
+    async def _replay(self, first: int) -> list[tuple[int, bytes]]:
+        """What is kept from that number on; nothing when there is no answer in time."""
+        if self._replay_endpoint is None:
+            return []
+        found: list[tuple[int, bytes]] = []
+        socket = self._socket(zmq().DEALER)
+        try:
+            socket.connect(self._replay_endpoint)
+            async with asyncio.timeout(_REPLAY_S):
+                await socket.send_multipart([b"", first.to_bytes(8, "big")])
+                while True:
+                    *_, number, payload = await socket.recv_multipart()
+                    if number == END_OF_REPLAY or len(number) != 8:
+                        break
+                    found.append((int.from_bytes(number, "big"), payload))
+        except (TimeoutError, ValueError):
+            logger.info("KV events from number %d on were not told again by %s", first, self._replay_endpoint)
+        finally:
+            socket.close(linger=0)
+        return sorted(found)
+
+    def _socket(self, kind: int) -> Any:
+        socket = self._context.socket(kind)
+        socket.setsockopt(zmq().MAXMSGSIZE, MAX_MESSAGE_BYTES)
+        socket.setsockopt(zmq().RCVHWM, _HIGH_WATER)
+        return socket
+
+
+def _read(payload: bytes) -> list[Event]:
+    try:
+        return decode_batch(payload)
+    except ProtocolError as error:
+        logger.warning("%s", error)
+        return []

@@ -1,0 +1,100 @@
+"""Who can hand off to whom: pairs that could not read each other's KV are never formed."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+import pytest
+
+from kvferry.core.layout import KVLayout, LayerLayout
+from kvferry.router.instance import Absent, InstanceFacts, Unasked, VllmFacts
+from kvferry.router.protocols.choose import can_pair
+from router.peers import CONCURRENT, DECODE, Peer, answer, instances, routing, ticket
+from router.test_hand_off import BODY, get, post
+
+
+def layout(dtype: str = "float32", block_size: int = 16, num_layers: int = 2) -> KVLayout:
+    layers = tuple(LayerLayout(num_kv_heads=2, key_dim=8, value_dim=8) for _ in range(num_layers))
+    return KVLayout(model_fingerprint="m", dtype=dtype, block_size=block_size, layers=layers)
+
+
+def facts(of: KVLayout) -> dict[str, Any]:
+    """As an instance tells them."""
+    return {"layout": of.fingerprint(), "kv_layout": json.loads(msgspec.json.encode(of))}
+
+
+def known(of: KVLayout) -> InstanceFacts:
+    return InstanceFacts(layout=of.fingerprint(), kv_layout=of)
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "fits"),
+    [
+        (known(layout()), known(layout()), True),
+        (known(layout()), known(layout(block_size=64)), True),
+        (known(layout()), known(layout(block_size=24)), False),
+        (known(layout()), known(layout("bfloat16")), False),
+        (known(layout()), known(layout(num_layers=3)), False),
+        (known(layout()), InstanceFacts(layout="of an older kvferry"), True),
+        (known(layout()), VllmFacts(), False),
+        (known(layout()), Unasked(), True),
+        (VllmFacts(), Absent(), True),
+        (VllmFacts(cache_dtype="auto"), VllmFacts(cache_dtype="fp8"), False),
+        (VllmFacts(cache_dtype="auto"), VllmFacts(), True),
+        (VllmFacts(model_names=["a", "b"]), VllmFacts(model_names=["b"]), True),
+        (VllmFacts(model_names=["a"]), VllmFacts(model_names=["b"]), False),
+    ],
+)
+def test_pairs(prefill: Any, decode: Any, fits: bool) -> None:
+    assert can_pair(prefill, decode) is fits
+    assert can_pair(decode, prefill) is fits
+
+
+@pytest.mark.parametrize("policy", ["cost", "round_robin", "session", "power_of_two"])
+async def test_each_prefill_hands_off_to_the_decode_that_can_read_its_kv(policy: str) -> None:
+    layouts = [layout(), layout("bfloat16")]
+    prefills = [Peer("prefill", ticket, facts=CONCURRENT | facts(one) | {"kv_port": 0}) for one in layouts]
+    decodes = [Peer("decode", answer, facts=DECODE | facts(one)) for one in layouts]
+    async with instances(*prefills, *decodes):
+        urls = [one.url for one in prefills], [one.url for one in decodes]
+        async with routing(*urls, policy=policy) as (_, url):
+            for number in range(12):
+                assert (await post(url, {**BODY, "prompt": f"{number} {policy}"}))[0] == 200
+    for p, d in zip(prefills, decodes, strict=True):
+        asked = [call.body["kv_transfer_params"]["transfer_id"] for call in p.calls]
+        assert asked == [call.body["kv_transfer_params"]["transfer_id"] for call in d.calls]
+    assert sum(len(one.calls) for one in prefills) == 12
+
+
+async def test_where_no_pair_can_be_formed_decode_does_both() -> None:
+    p = Peer("prefill", ticket, facts=CONCURRENT | facts(layout("bfloat16")))
+    d = Peer("decode", answer, facts=DECODE | facts(layout()))
+    async with instances(p, d), routing([p.url], [d.url]) as (_, url):
+        assert (await post(url))[0] == 200
+        metrics = (await get(url, "/metrics"))[1]
+    assert not p.calls
+    assert d.calls[0].body == BODY
+    assert 'hand_offs_total{kind="whole",reason="no_pair"} 1.0' in metrics
+
+
+async def test_a_model_goes_to_the_instances_that_serve_it() -> None:
+    decodes = [Peer("decode", answer, facts=DECODE | {"model_names": [name]}) for name in ("a", "b")]
+    async with instances(*decodes), routing([], [one.url for one in decodes]) as (_, url):
+        for name in "aabbb":
+            assert (await post(url, {**BODY, "model": name}))[0] == 200
+        assert (await post(url, {**BODY, "model": "unknown"}))[0] == 200
+    names = [[call.body["model"] for call in one.calls] for one in decodes]
+    assert [[one for one in found if one != "unknown"] for found in names] == [["a", "a"], ["b", "b", "b"]]
+
+
+async def test_vllm_says_the_size_and_type_of_its_cache_in_its_metrics() -> None:
+    async def metrics(peer: Peer) -> str:
+        return 'vllm:cache_config_info{block_size="16",cache_dtype="fp8",engine="0",num_gpu_blocks="100"} 1.0\n'
+
+    d = Peer("decode", answer, vllm="0.32", metrics=metrics)
+    async with instances(d), routing([], [d.url]) as (router, _):
+        (one,) = router.services.pools.decode.instances
+        assert isinstance(one.facts, VllmFacts)
+        assert (one.facts.num_kv_tokens, one.facts.cache_dtype) == (1600, "fp8")

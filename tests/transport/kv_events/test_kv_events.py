@@ -1,0 +1,165 @@
+"""A publisher and a follower over real sockets: order, gaps, restarts, odd messages."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import aclosing
+
+import msgspec
+import pytest
+import zmq
+
+from kvferry.core.clock import ManualClock
+from kvferry.core.errors import ConfigError, ProtocolError
+from kvferry.transport.kv_events.messages import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    Event,
+    decode_batch,
+    encode_batch,
+)
+from kvferry.transport.kv_events.publisher import KVEventPublisher
+from kvferry.transport.kv_events.subscriber import Missed, Restarted, Told, follow
+
+
+def stored(number: int) -> list[Event]:
+    return [BlockStored(block_hashes=[number], parent_block_hash=None, token_ids=[number, 2], block_size=2)]
+
+
+@pytest.fixture
+def publisher() -> Iterator[KVEventPublisher]:
+    publisher = KVEventPublisher("tcp://127.0.0.1:*", None, ManualClock(5.0), most_kept=4)
+    yield publisher
+    publisher.close()
+
+
+def at(publisher: KVEventPublisher) -> AsyncIterator[Told]:
+    return follow(publisher.addresses.endpoint, publisher.addresses.replay_endpoint)
+
+
+async def take(told: AsyncIterator[Told], count: int) -> list[Told]:
+    async with asyncio.timeout(60):
+        return [await anext(told) for _ in range(count)]
+
+
+async def test_events_are_read_as_they_were_published() -> None:
+    events: list[Event] = [
+        *stored(1),
+        BlockStored(block_hashes=[b"x" * 32], parent_block_hash=b"y" * 32, token_ids=[1], block_size=1, medium="GPU"),
+        BlockRemoved(block_hashes=[1]),
+        AllBlocksCleared(),
+    ]
+    payload = encode_batch(1.5, events)
+    assert decode_batch(payload) == events
+    assert [one["type"] for one in msgspec.msgpack.decode(payload)[1]] == [
+        "BlockStored", "BlockStored", "BlockRemoved", "AllBlocksCleared",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("payload", [b"", b"\xc1", b"\x80", msgspec.msgpack.encode([1]), msgspec.msgpack.encode("no")])
+def test_what_is_no_message_is_refused(payload: bytes) -> None:
+    with pytest.raises(ProtocolError):
+        decode_batch(payload)
+
+
+def test_events_of_unknown_kind_or_shape_are_left_out() -> None:
+    odd = [{"type": "BlockMoved", "to": 1}, {"type": "BlockStored"}, 7, {"type": "BlockRemoved", "block_hashes": [[]]}]
+    payload = msgspec.msgpack.encode([1.0, [*odd, msgspec.to_builtins(stored(3)[0])], None])
+    assert decode_batch(payload) == stored(3)
+
+
+async def test_what_was_told_before_is_told_to_who_comes_later(publisher: KVEventPublisher) -> None:
+    for number in range(3):
+        publisher.publish(stored(number))
+    async with aclosing(at(publisher)) as told:
+        assert await take(told, 3) == [stored(0), stored(1), stored(2)]
+
+
+async def test_a_gap_is_filled_and_one_that_cannot_be_is_told(publisher: KVEventPublisher) -> None:
+    published = publisher._pub.send_multipart
+    publisher.publish(stored(0))
+    async with aclosing(at(publisher)) as told:
+        assert await take(told, 1) == [stored(0)]
+        await _heard(publisher, told)
+        begun = publisher._next
+        publisher._pub.send_multipart = lambda frames: None  # lost on the way
+        for number in range(2):
+            publisher.publish(stored(100 + number))
+        publisher._pub.send_multipart = published
+        publisher.publish(stored(102))
+        assert await take(told, 3) == [stored(100), stored(101), stored(102)]
+        publisher._pub.send_multipart = lambda frames: None
+        for number in range(7):  # more than are kept
+            publisher.publish(stored(200 + number))
+        publisher._pub.send_multipart = published
+        publisher.publish(stored(300))
+        assert await take(told, 2) == [Missed(7), stored(300)]
+        assert publisher._next == begun + 11
+
+
+async def _heard(publisher: KVEventPublisher, told: AsyncIterator[Told]) -> None:
+    """Publish until one came by itself: a subscription takes its time to arrive."""
+    publisher._kept.clear()
+    waiting = asyncio.ensure_future(anext(told))
+    while not waiting.done():
+        publisher.publish([])
+        publisher._kept.clear()
+        await asyncio.wait({waiting}, timeout=0.01)
+    last = publisher._next
+    publisher.publish(stored(-1))
+    while (await anext(told)) != stored(-1):
+        pass
+    assert publisher._next == last + 1
+
+
+async def test_another_process_at_the_address_is_noticed() -> None:
+    first = KVEventPublisher("tcp://127.0.0.1:*", None, ManualClock())
+    where = first.addresses
+    async with aclosing(follow(where.endpoint, where.replay_endpoint)) as told:
+        first.publish(stored(0))
+        assert await take(told, 1) == [stored(0)]
+        await _heard(first, told)
+        first.close()
+        second = KVEventPublisher(where.endpoint, where.replay_endpoint, ManualClock(9.0))
+        try:
+            seen: list[Told] = []
+            waiting = asyncio.ensure_future(anext(told))
+            while Restarted() not in seen:
+                second.publish(stored(7))
+                await asyncio.wait({waiting}, timeout=0.01)
+                if waiting.done():
+                    seen.append(waiting.result())
+                    waiting = asyncio.ensure_future(anext(told))
+            while not waiting.done():
+                second.publish(stored(7))
+                await asyncio.wait({waiting}, timeout=0.01)
+            assert waiting.result() == stored(7)
+        finally:
+            second.close()
+
+
+async def test_strange_messages_and_requests_harm_nobody(publisher: KVEventPublisher) -> None:
+    context = zmq.Context()
+    socket = context.socket(zmq.DEALER)
+    socket.connect(publisher.addresses.replay_endpoint)
+    for frames in ([b""], [b"", b"short"], [b"", b"1", b"2", b"3"], [b"", b"\xff" * 9]):
+        socket.send_multipart(frames)
+    publisher.publish(stored(1))
+    async with aclosing(at(publisher)) as told:
+        assert await take(told, 1) == [stored(1)]
+    context.destroy(linger=0)
+
+
+@pytest.mark.parametrize(
+    "endpoint", ["127.0.0.1:5557", "http://127.0.0.1:1", "tcp://127.0.0.1", "tcp://127.0.0.1:x", ""]
+)
+def test_wrong_addresses_are_named(endpoint: str) -> None:
+    with pytest.raises(ConfigError, match="--kv-events"):
+        KVEventPublisher(endpoint, None, ManualClock())
+
+
+def test_an_address_in_use_is_named(publisher: KVEventPublisher) -> None:
+    with pytest.raises(ConfigError, match="--kv-events tcp://"):
+        KVEventPublisher(publisher.addresses.endpoint, None, ManualClock())
