@@ -13,7 +13,17 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
-OPTIONAL = {"mooncake", "nixl", "nixl_cu12", "pytest", "pytest_asyncio", "valkey", "vllm"}
+OPTIONAL = {
+    "mooncake",
+    "nixl",
+    "nixl_cu12",
+    "opentelemetry",
+    "pytest",
+    "pytest_asyncio",
+    "valkey",
+    "vllm",
+    "zmq",
+}
 """Imported where an extra has brought them; `tests/cli/test_checks.py` has what is said where it has not."""
 
 

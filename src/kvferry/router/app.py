@@ -8,12 +8,13 @@ import secrets
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
+from urllib.parse import parse_qs
 
 import msgspec
 
 from kvferry.api.openapi import OPENAPI_PATH, OPERATIONS, openapi_document
 from kvferry.core.clock import Clock, SystemClock
-from kvferry.core.errors import RequestError
+from kvferry.core.errors import InvalidRequest, RequestError
 from kvferry.core.openai import internal_error
 from kvferry.http.config import HttpConfig, InstanceAccess
 from kvferry.http.headers import find_header
@@ -28,6 +29,7 @@ from kvferry.router.config import RouterConfig
 from kvferry.router.endpoints import Endpoints
 from kvferry.router.event_feeds import EventFeeds
 from kvferry.router.exchange import ClientRequest, Services
+from kvferry.router.fleet_metrics import fleet_metrics
 from kvferry.router.health import Health
 from kvferry.router.instance import Instance, InstanceFacts, VllmFacts
 from kvferry.router.membership import Membership
@@ -64,8 +66,13 @@ class Router:
         response.send_json(msgspec.json.encode({"status": status, "alive": counts}), code)
 
     async def show_metrics(self, request: Request, response: Response) -> None:
-        """GET /metrics."""
-        text = self.services.metrics.expose(self.services.pools)
+        """GET /metrics: the router's own; with ?instances=all those of all instances too."""
+        services = self.services
+        wanted = parse_qs(request.target.partition("?")[2], max_num_fields=16)
+        services.metrics.choice(services.chooser.threshold.tokens, services.chooser.index.statistics())
+        text = services.metrics.expose(services.pools)
+        if wanted.get("instances") == ["all"]:
+            text += await fleet_metrics(services.pools, services.upstream, services.config.health_timeout_s)
         response.send(200, text, [(b"content-type", CONTENT_TYPE.encode())])
 
     async def show_instances(self, request: Request, response: Response) -> None:
@@ -76,6 +83,13 @@ class Router:
             self.operators.check(Access.ADMIN, "all", key, request.path)
             view = _view_with_addresses
         response.send_json(msgspec.json.encode({"instances": [view(one) for one in self.services.pools]}))
+
+    async def show_decisions(self, request: Request, response: Response) -> None:
+        """GET /kvferry/decisions?limit=100: where the last requests went, why, and when; the newest first."""
+        limit = parse_qs(request.target.partition("?")[2], max_num_fields=16).get("limit", ["100"])[0]
+        if not limit.isdecimal() or len(limit) > 9:
+            raise InvalidRequest("limit must be a number of requests, as in ?limit=100", param="limit")
+        response.send_json(self.services.chooser.decisions.encode(int(limit)))
 
     async def show_api(self, request: Request, response: Response) -> None:
         """GET /openapi.json: what clients may ask of kvferry's engine here; vLLM describes itself."""
@@ -125,6 +139,7 @@ class Router:
                 Route("GET", OPENAPI_PATH, self.show_api, Access.OPEN),
                 Route("GET", "/metrics", self.show_metrics, Access.ADMIN),
                 Route("GET", INSTANCES_PATH, self.show_instances, Access.ADMIN),
+                Route("GET", "/kvferry/decisions", self.show_decisions, Access.ADMIN),
                 *Admin(self.membership, self.operators).routes(),
             ],
             fallback=Route("*", "*", self.serve),
@@ -145,6 +160,7 @@ class Router:
                 finally:
                     for watcher in watchers:
                         watcher.cancel()
+                    await asyncio.to_thread(self.services.chooser.tracer.close)
         except ExceptionGroup as errors:  # What runs beside raises nothing: it is the one error of who waited here.
             raise errors.exceptions[0] from None
 

@@ -7,6 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from kvferry.core.timeline import Timeline
+from kvferry.http.headers import RawHeaders
+from kvferry.observe.tracing import NO_SPAN, Attributes, Span
 from kvferry.router.account import Account
 from kvferry.router.chooser import Chooser
 from kvferry.router.decisions import Attempt, Decision
@@ -18,12 +21,25 @@ from kvferry.router.policies.base import Asked, Choice, Options
 from kvferry.router.pools import Pools
 from kvferry.router.protocols.choose import can_pair
 
+_PREFILL_PARTS = (
+    ("queue", "prefill_queued", "prefill_started"),
+    ("prefill", "prefill_started", "prefill_done"),
+)
+"""Of the prefill leg, from the stamps that P tells."""
+
 
 class Candidates:
     """Of one request. Each role may be tried once, and `retries` times more."""
 
     def __init__(
-        self, chooser: Chooser, pools: Pools, metrics: Metrics, retries: int, asked: Asked, decision: Decision
+        self,
+        chooser: Chooser,
+        pools: Pools,
+        metrics: Metrics,
+        retries: int,
+        asked: Asked,
+        decision: Decision,
+        span: Span = NO_SPAN,
     ) -> None:
         self._chooser, self._pools, self._metrics, self._retries = chooser, pools, metrics, retries
         self._asked, self.decision = asked, decision
@@ -33,6 +49,8 @@ class Candidates:
         decision.cached_tokens = {one.name: num_tokens for one, num_tokens in cached.items()}
         self._account = Account(chooser.estimates, chooser.clock, dict(cached), asked.num_tokens)
         self._choice: Choice[Instance] | None = None
+        self._span = span
+        self._legs: dict[Instance, Span] = {}
 
     def plan(self, wanted: Plan) -> Plan:
         """Have the policy choose, as far as the request leaves the choice, and say what it chose."""
@@ -50,14 +68,14 @@ class Candidates:
     def prefills(self) -> Iterator[Instance]:
         """Prefill instances to try, one after the other."""
         for instance in self._next_ones("prefill", self._another_prefill):
-            self.decision.timings.prefill_sent = self._chooser.decisions.now()
+            self.decision.timings.prefill_sent = self._begin("prefill", instance)
             self._account.begin_prefill(instance)
             yield instance
 
     def decodes(self, prefill: Instance | None = None) -> Iterator[Instance]:
         """Decode instances to try, likewise; only those that can read the KV of `prefill`."""
         for instance in self._next_ones("decode", lambda: self._another_decode(prefill)):
-            self.decision.timings.decode_sent = self._chooser.decisions.now()
+            self.decision.timings.decode_sent = self._begin("decode", instance)
             self._account.begin_decode(instance, whole=prefill is None)
             yield instance
 
@@ -70,11 +88,22 @@ class Candidates:
         self._failed.add(instance)
         self._account.end(instance)
         self.decision.attempts.append(Attempt(instance.role, instance.name, reason))
+        if instance in self._legs:
+            self._legs.pop(instance).end(self._chooser.decisions.now(), {}, reason)
 
     def forgive_decodes(self) -> None:
         """Decode instances failed because prefill did: they may be tried again."""
         self._failed -= set(self._pools.decode.instances)
         self._tries["decode"] = 0
+
+    def headers(self, instance: Instance) -> RawHeaders:
+        """What goes with the request to this instance, to tell it of the trace that it belongs to."""
+        return self._legs.get(instance, self._span).headers()
+
+    def _begin(self, leg: str, instance: Instance) -> float:
+        now = self._chooser.decisions.now()
+        self._legs[instance] = self._span.child(leg, now, {"kvferry.instance": instance.name})
+        return now
 
     # What came of it.
 
@@ -84,6 +113,12 @@ class Candidates:
         timings.prefill_answered, timings.prefill = self._chooser.decisions.now(), usage.timeline
         self.decision.prefill_usage = usage
         self._account.prefilled(prefill, usage, self._asked.num_bytes)
+        if prefill in self._legs:
+            leg, theirs = self._legs.pop(prefill), usage.timeline or Timeline()
+            for name, begun, ended in _PREFILL_PARTS:
+                if (seconds := theirs.span(begun, ended)) is not None:
+                    leg.part(name, getattr(theirs, begun), getattr(theirs, begun) + seconds)
+            leg.end(timings.prefill_answered, {"kvferry.cached_tokens": usage.cached_tokens})
 
     def answered(self, decode: Instance) -> None:
         """D's answer has begun."""
@@ -92,8 +127,17 @@ class Candidates:
 
     def close(self, num_bytes: int) -> None:
         """The request is over; the client got so many bytes of a whole answer, or 0."""
-        self.decision.timings.done = self._chooser.decisions.now()
+        timings = self.decision.timings
+        timings.done = now = self._chooser.decisions.now()
         self._account.close(num_bytes)
+        self._metrics.phases(timings.phases())
+        for leg in self._legs.values():
+            leg.end(now, {})
+        if timings.first_byte is not None and timings.arrived is not None:
+            self._span.part("first byte", timings.arrived, timings.first_byte)
+        decision = self.decision
+        about: Attributes = {"kvferry.decision": decision.reason, "kvferry.prompt_tokens": decision.prompt_tokens}
+        self._span.end(now, about, "" if num_bytes else "not delivered")
 
     # Choosing.
 

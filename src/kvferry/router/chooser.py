@@ -11,6 +11,7 @@ from typing import Any
 
 from kvferry.core.clock import Clock
 from kvferry.http.headers import RawHeaders, find_header
+from kvferry.observe.tracing import make_tracer
 from kvferry.router.body import RequestBody
 from kvferry.router.config import RouterConfig
 from kvferry.router.cost import Estimates
@@ -40,6 +41,7 @@ class Chooser:
         self.policy = make_policy(config.policy, context, config.policy_option)
         self.decisions = Decisions(config.max_decisions, clock)
         self._known: dict[Instance, Facts] = {}
+        self.tracer = make_tracer(config.otlp_traces_endpoint, "kvferry-router")
         self._session_header = config.session_header.lower().encode()
 
     def read(self, path: str, body: RequestBody, headers: RawHeaders) -> Asked:

@@ -63,6 +63,10 @@ class RouterConfig:
     http://10.0.0.1:8000=tcp://10.0.0.1:5557,tcp://10.0.0.1:5558; repeat it for more. kvferry's instances say so
     themselves. Needs kvferry[events]."""
 
+    otlp_traces_endpoint: str | None = None
+    """Where OpenTelemetry spans of each request and its legs are sent, as http://127.0.0.1:4318/v1/traces. Needs
+    kvferry[otel]."""
+
     max_decisions: int = 512
     """How many requests /kvferry/decisions remembers."""
 

@@ -55,6 +55,10 @@ class Timings(msgspec.Struct, omit_defaults=True):
         ]
         return [(name, max(0.0, end - begin)) for name, begin, end in spans if begin is not None and end is not None]
 
+    def server_timing(self) -> bytes:
+        """The phases that are over, in milliseconds, as a header (https://www.w3.org/TR/server-timing/)."""
+        return ", ".join(f"{name};dur={1000 * seconds:.1f}" for name, seconds in self.phases()).encode()
+
 
 class Decision(msgspec.Struct, kw_only=True):
     """Of one request. `scores`: the policy's, by leg and instance, lower is better; `cached_tokens`: how many of the

@@ -16,7 +16,7 @@ from kvferry.router.body import RequestBody
 from kvferry.router.candidates import Candidates
 from kvferry.router.errors import UnsupportedBody
 from kvferry.router.exchange import ClientRequest, Exchange, Services, failure, unanswered
-from kvferry.router.headers import JSON, REQUEST_ID, content_type, for_instance
+from kvferry.router.headers import JSON, REQUEST_ID, SERVER_TIMING, TIMING_WANTED, content_type, for_instance
 from kvferry.router.instance import Instance
 from kvferry.router.paths import PROMPT_FIELDS, PublicPath, PublicPaths
 from kvferry.router.plan import Plan, make_plan
@@ -69,6 +69,8 @@ class Endpoints:
             try:
                 answer = await exchange.serve(plan)
                 candidates.answered(answer.instance)
+                if find_header(request.headers, TIMING_WANTED) is not None:
+                    response.add_header(SERVER_TIMING, candidates.decision.timings.server_timing())
                 delivered = await self._relay.send(answer, response, exchange) and answer.status < 400
                 if delivered:
                     await exchange.delivered()
@@ -82,9 +84,11 @@ class Endpoints:
         services = self._services
         asked = services.chooser.read(request.path, body, request.headers)
         decision = services.chooser.record(request.path, asked, request.request_id, request.arrived)
-        candidates = Candidates(
-            services.chooser, services.pools, services.metrics, services.config.retries, asked, decision
+        span = services.chooser.tracer.request(
+            f"POST {request.path}", request.headers, request.arrived, {"kvferry.request_id": decision.request_id}
         )
+        retries = services.config.retries
+        candidates = Candidates(services.chooser, services.pools, services.metrics, retries, asked, decision, span)
         return candidates, candidates.plan(make_plan(request.path, body, services.pools))
 
     async def _forward(self, request: ClientRequest, body: RequestBody | bytes | None, response: Response) -> None:

@@ -390,7 +390,7 @@ class Exchange:
         always: RawHeaders = [JSON, (REQUEST_ID, self._request.request_id), (TIMELINE, self._timeline)]
         if self._marks_wanted and not isinstance(instance.facts, VllmFacts | Absent):
             always.append((PROGRESS, b"1"))
-        headers = for_instance(self._request.headers, always + (own or []))
+        headers = for_instance(self._request.headers, always + self._candidates.headers(instance) + (own or []))
         try:
             answer = await self._upstream.open(
                 instance, self._request.method, self._request.target, headers, body, wait

@@ -13,6 +13,10 @@ TIMELINE = TIMELINE_HEADER.lower().encode()
 PROGRESS = PROGRESS_HEADER.lower().encode()
 JSON = (b"content-type", b"application/json")
 
+TIMING_WANTED = b"x-kvferry-server-timing"
+"""A client that sends it, with whatever value, gets `SERVER_TIMING` with its answer."""
+SERVER_TIMING = b"server-timing"
+
 OWN_PREFIX = b"x-kvferry-"
 """Ours; what a client sends under it is dropped."""
 

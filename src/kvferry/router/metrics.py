@@ -9,6 +9,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
 from kvferry.router.instance import Instance
 from kvferry.router.paths import PROMPT_FIELDS
+from kvferry.router.prefix_index import IndexStatistics
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 
@@ -72,6 +73,21 @@ class Metrics:
             _OF_INSTANCE,
             registry=registry,
         )
+        self._phases = Histogram(
+            "kvferry_router_phase_seconds",
+            "Seconds of a request in each of its phases, as far as the router sees them.",
+            ("phase",),
+            buckets=_SECONDS,
+            registry=registry,
+        )
+        self._threshold = Gauge(
+            "kvferry_router_disaggregate_from_tokens",
+            "Uncached tokens from which a prompt is computed on a prefill instance, decode being idle.",
+            registry=registry,
+        )
+        self._index_entries = Gauge(
+            "kvferry_router_prefix_index_entries", "Prefixes remembered of all instances.", registry=registry
+        )
         self._in_flight = Gauge("kvferry_router_instance_in_flight", "Legs under way.", _OF_INSTANCE, registry=registry)
         self._alive = Gauge(
             "kvferry_router_instance_up", "Whether the instance seems alive.", _OF_INSTANCE, registry=registry
@@ -105,6 +121,16 @@ class Metrics:
     def released(self, outcome: str) -> None:
         """An abandoned hand-off was reported: `done`, `failed` or `dropped`."""
         self._releases.labels(outcome).inc()
+
+    def phases(self, phases: Iterable[tuple[str, float]]) -> None:
+        """A request is over; how long each phase took."""
+        for name, seconds in phases:
+            self._phases.labels(name).observe(seconds)
+
+    def choice(self, threshold: float, index: IndexStatistics) -> None:
+        """What choices are made by now."""
+        self._threshold.set(threshold)
+        self._index_entries.set(index.num_entries)
 
     def events_heard(self, instance: Instance, num_events: int) -> None:
         """An instance told of its cache."""

@@ -22,12 +22,14 @@ DEFAULT_CAPACITY_TOKENS = 1_000_000
 class _Cache:
     """What one instance seems to hold: `keys` in the order of their use, with how many tokens each stands for.
 
-    `named`: the keys of blocks that its events told of, by the instance's own hash.
+    `named`: the keys of blocks that its events told of, by the instance's own hash; `block_size`: of those, 0 where it
+    tells of none.
     """
 
     bit: int
     keys: OrderedDict[int, float] = field(default_factory=OrderedDict)
     named: OrderedDict[Any, int] = field(default_factory=OrderedDict)
+    block_size: int = 0
     num_tokens: float = 0.0
     capacity_tokens: int = DEFAULT_CAPACITY_TOKENS
 
@@ -69,10 +71,15 @@ class PrefixIndex:
         return found
 
     def served(self, instance: Any, prefix: Prefix) -> None:
-        """It is sent this prompt, and will have its KV. The deepest parts are the first that it would evict."""
-        cache, ends = self._cache(instance), prefix.ends
-        for place in range(len(prefix.keys) - 1, -1, -1):
-            self._add(cache, prefix.keys[place], ends[place] - (ends[place - 1] if place else 0))
+        """It is sent this prompt, and will have its KV: its events will say so, but later. The deepest parts are the
+        first that it would evict."""
+        cache = self._cache(instance)
+        keys, ends = prefix.keys, prefix.ends
+        if cache.block_size and prefix.token_ids is not None:
+            keys = prefix.block_keys(cache.block_size)
+            ends = range(cache.block_size, cache.block_size * len(keys) + 1, cache.block_size)
+        for place in range(len(keys) - 1, -1, -1):
+            self._add(cache, keys[place], ends[place] - (ends[place - 1] if place else 0))
         self._trim(cache)
 
     def stored(self, instance: Any, names: Sequence[Any], parent: Any, token_ids: Sequence[int], size: int) -> None:
@@ -80,13 +87,17 @@ class PrefixIndex:
 
         Where the parent is not known the blocks cannot be placed, and are passed over.
         """
-        cache = self._cache(instance)
-        before = None if parent is None else cache.named.get(parent)
-        if size < 1 or (parent is not None and before is None):
+        if size < 1:
             return
+        cache = self._cache(instance)
         self._block_sizes.add(size)
-        for name, key in zip(names, chain_blocks(before, token_ids, size), strict=False):
-            cache.named[name] = key
+        cache.block_size = size
+        before = None if parent is None else cache.named.get(parent)
+        if parent is not None and before is None:
+            return
+        keys = list(chain_blocks(before, token_ids, size))
+        cache.named.update(zip(names, keys, strict=False))
+        for key in reversed(keys):  # As in `served`: what lies deeper goes first.
             self._add(cache, key, size)
         self._trim(cache)
 
@@ -110,6 +121,11 @@ class PrefixIndex:
         """It is no instance of this router any more."""
         self.cleared(instance)
         self._caches.pop(instance, None)
+
+    def keep_only(self, instances: Iterable[Any]) -> None:
+        """Forget all others."""
+        for one in self._caches.keys() - set(instances):
+            self.forget(one)
 
     def set_capacity(self, instance: Any, num_tokens: int) -> None:
         """How many tokens its KV cache takes."""

@@ -1,0 +1,159 @@
+"""OpenTelemetry spans of requests. The one place that imports it; `pip install 'kvferry[otel]'` brings it.
+
+A request's span goes on with the trace of the client's `traceparent`, and each leg is a span below it whose own
+`traceparent` the instance gets, so that what it records (vLLM's `--otlp-traces-endpoint`) is of the same trace.
+Without an endpoint nothing is recorded, and the client's headers travel as they came.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from kvferry.core.errors import MissingDependency
+
+_NANO = 10**9
+
+RawHeaders = list[tuple[bytes, bytes]]
+Attributes = Mapping[str, str | int | float | bool]
+
+
+class Span(Protocol):
+    """One of a trace. Times are seconds since the epoch."""
+
+    def child(self, name: str, started: float, attributes: Attributes) -> Span:
+        """A part of it that goes to another process."""
+
+    def part(self, name: str, started: float, ended: float) -> None:
+        """A part of it that is over."""
+
+    def headers(self) -> RawHeaders:
+        """What tells another process of it."""
+
+    def end(self, ended: float, attributes: Attributes, error: str = "") -> None:
+        """It is over; with an error, if that says something. Later calls change nothing."""
+
+
+class Tracer(Protocol):
+    """Makes spans."""
+
+    def request(self, name: str, headers: RawHeaders, started: float, attributes: Attributes) -> Span:
+        """Of a client's request, which may belong to a trace already."""
+
+    def close(self) -> None:
+        """Send what is left. May block for some seconds."""
+
+
+class _NoSpan:
+    """Records nothing."""
+
+    def child(self, name: str, started: float, attributes: Attributes) -> _NoSpan:
+        return self
+
+    def part(self, name: str, started: float, ended: float) -> None:
+        return
+
+    def headers(self) -> RawHeaders:
+        return []
+
+    def end(self, ended: float, attributes: Attributes, error: str = "") -> None:
+        return
+
+
+NO_SPAN: Span = _NoSpan()
+
+
+class NoTracer:
+    """Where nobody wants to know."""
+
+    def request(self, name: str, headers: RawHeaders, started: float, attributes: Attributes) -> Span:
+        """Nothing."""
+        return NO_SPAN
+
+    def close(self) -> None:
+        """Nothing."""
+
+
+def make_tracer(endpoint: str | None, service: str) -> Tracer:
+    """A tracer that sends to an OTLP endpoint over HTTP, as http://127.0.0.1:4318/v1/traces; one that does nothing if
+    there is none. Raises `MissingDependency`."""
+    if endpoint is None:
+        return NoTracer()
+    try:
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+    except ImportError as error:
+        raise MissingDependency("--otlp-traces-endpoint", "opentelemetry-sdk", "otel") from error
+    provider = TracerProvider(resource=Resource.create({"service.name": service}), shutdown_on_exit=False)
+    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint, timeout=5)))
+    return _OtelTracer(provider)
+
+
+class _OtelTracer:
+    def __init__(self, provider: Any) -> None:
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        self._provider, self._tracer = provider, provider.get_tracer("kvferry")
+        self._propagator = TraceContextTextMapPropagator()
+
+    def request(self, name: str, headers: RawHeaders, started: float, attributes: Attributes) -> Span:
+        from opentelemetry.context import Context
+        from opentelemetry.trace import SpanKind
+
+        carrier = {
+            key.decode("latin-1"): value.decode("latin-1")
+            for key, value in headers
+            if key in (b"traceparent", b"tracestate")
+        }
+        context = self._propagator.extract(carrier, context=Context())
+        span = self._tracer.start_span(
+            name, context, SpanKind.SERVER, dict(attributes), start_time=int(started * _NANO)
+        )
+        return _OtelSpan(self, span)
+
+    def close(self) -> None:
+        self._provider.shutdown()
+
+    def start_below(self, parent: Any, name: str, started: float, attributes: Attributes, *, remote: bool) -> Any:
+        from opentelemetry.context import Context
+        from opentelemetry.trace import SpanKind, set_span_in_context
+
+        kind = SpanKind.CLIENT if remote else SpanKind.INTERNAL
+        context = set_span_in_context(parent, Context())
+        return self._tracer.start_span(name, context, kind, dict(attributes), start_time=int(started * _NANO))
+
+    def carry(self, span: Any) -> RawHeaders:
+        from opentelemetry.context import Context
+        from opentelemetry.trace import set_span_in_context
+
+        carrier: dict[str, str] = {}
+        self._propagator.inject(carrier, set_span_in_context(span, Context()))
+        return [(key.encode(), value.encode()) for key, value in carrier.items()]
+
+
+class _OtelSpan:
+    def __init__(self, tracer: _OtelTracer, span: Any) -> None:
+        self._tracer, self._span = tracer, span
+
+    def child(self, name: str, started: float, attributes: Attributes) -> _OtelSpan:
+        below = self._tracer.start_below(self._span, name, started, attributes, remote=True)
+        return _OtelSpan(self._tracer, below)
+
+    def part(self, name: str, started: float, ended: float) -> None:
+        below = self._tracer.start_below(self._span, name, started, {}, remote=False)
+        below.end(int(max(started, ended) * _NANO))
+
+    def headers(self) -> RawHeaders:
+        return self._tracer.carry(self._span)
+
+    def end(self, ended: float, attributes: Attributes, error: str = "") -> None:
+        from opentelemetry.trace import Status, StatusCode
+
+        if not self._span.is_recording():
+            return
+        self._span.set_attributes(dict(attributes))
+        if error:
+            self._span.set_status(Status(StatusCode.ERROR, error))
+        self._span.end(int(ended * _NANO))
