@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from random import Random
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from kvferry.core.clock import Clock
 from kvferry.http.headers import RawHeaders, find_header
@@ -40,7 +41,7 @@ class Chooser:
         context = PolicyContext(clock, Random(), self.index, self.estimates, self.threshold)
         self.policy = make_policy(config.policy, context, config.policy_option)
         self.decisions = Decisions(config.max_decisions, clock)
-        self._known: dict[Instance, Facts] = {}
+        self._known: WeakKeyDictionary[Instance, Facts] = WeakKeyDictionary()
         self.tracer = make_tracer(config.otlp_traces_endpoint, "kvferry-router")
         self._session_header = config.session_header.lower().encode()
 
@@ -103,11 +104,6 @@ class Chooser:
         if facts.num_kv_tokens:
             self.index.set_capacity(instance, facts.num_kv_tokens)
         self._known[instance] = facts
-
-    def forget(self, instance: Instance) -> None:
-        """It is no instance of this router any more."""
-        self._known.pop(instance, None)
-        self.index.forget(instance)
 
     def _session(self, body: RequestBody, headers: RawHeaders) -> str | None:
         found = find_header(headers, self._session_header)

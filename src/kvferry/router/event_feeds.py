@@ -1,4 +1,4 @@
-"""Follows the KV events of those instances that publish any, and tells the prefix index.
+"""Follows the KV events of those instances that publish any, and tells the prefix index; also who is gone.
 
 kvferry's instances say where (`kv_events` at /kvferry/instance); of vLLM's servers `--instance-kv-events` does. Owns a
 task for each; what one of them does ends no other.
@@ -49,6 +49,7 @@ class EventFeeds:
                 task.cancel()
                 del self._tasks[instance]
                 self._index.cleared(instance)
+        self._index.keep_only(self._instances)
         for instance, address in wanted.items():
             if instance not in self._tasks:
                 self._tasks[instance] = (address, group.create_task(self._follow(instance, address)))
