@@ -102,10 +102,10 @@ class Account:
         now, load = self._clock.monotonic(), instance.load
         uncached = max(0, self._num_tokens - self._cached.get(instance, 0))
         leg = _Leg(instance, now, load.prefill_tokens, uncached, computes)
+        load.note_taken(uncached, now)
         if computes:
             load.num_prefills += 1
             load.prefill_tokens += uncached
-            load.note_computed(uncached, now)
         return leg
 
     def _computed(self, leg: _Leg) -> None:

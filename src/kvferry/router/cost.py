@@ -66,7 +66,7 @@ class Estimates:
         """Seconds by tokens that are to be computed, those that wait there before it included."""
         self.hand_off = Line(base=0.01, slope=1e-6, reach=4096)
         """Seconds from prefill's end to the first byte of decode's answer, by tokens that decode did not have."""
-        self.decode = Line(base=0.02, slope=1e-4, reach=32)
+        self.decode = Line(base=0.02, slope=2e-5, reach=32)
         """Seconds a token, by answers under way on the instance."""
         self.answer_tokens = 256.0
         """Of a typical answer."""

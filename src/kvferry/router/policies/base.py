@@ -22,8 +22,8 @@ from kvferry.router.prompt import NO_PREFIX, Prefix
 Leg = Literal["prefill", "decode", "whole"]
 """What an instance is considered for; `whole`: both phases, on a decode instance."""
 
-_HALF_LIFE_S = 600.0
-"""In which what an instance has computed lately counts half."""
+_HALF_LIFE_S = 1800.0
+"""After which what an instance's cache has taken in counts half."""
 
 
 @dataclass
@@ -37,12 +37,12 @@ class Load:
     _recent: float = 0.0
     _recent_at: float = 0.0
 
-    def note_computed(self, num_tokens: float, now: float) -> None:
-        """It is given this many tokens to compute, at `now` on the policy's clock."""
+    def note_taken(self, num_tokens: float, now: float) -> None:
+        """Its cache takes in so many tokens more, computed or handed over, at `now` on the policy's clock."""
         self._recent, self._recent_at = self.recent_tokens(now) + num_tokens, now
 
     def recent_tokens(self, now: float) -> float:
-        """Tokens that it was given to compute lately; older ones count less."""
+        """Tokens that its cache has taken in lately; older ones count less."""
         return self._recent * math.exp2((self._recent_at - now) / _HALF_LIFE_S)
 
 

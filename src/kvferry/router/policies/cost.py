@@ -1,8 +1,8 @@
 """The least predicted time: queue, the uncached part of the prompt, transfer, and the company while decoding.
 
 Every term is in seconds, from speeds that the router has measured (`router.cost`). Beside the request's own time there
-is what it does to others: a token computed on an instance evicts another's there (`pressure`), and an answer slows
-down the answers beside it.
+is what it does to others, without which a short queue elsewhere would be reason enough to compute a long prompt once
+more: everyone behind waits for it, and the blocks it makes push others out.
 """
 
 from __future__ import annotations
@@ -17,9 +17,11 @@ from kvferry.router.policies.base import Asked, Leg, LegPolicy, PolicyContext, T
 class CostSettings:
     """Weights of what is not the request's own time."""
 
-    pressure: float = 0.02
-    """Seconds of an instance's prefill that count for each second that it has computed more than the least busy one
-    lately. 0: only queues count."""
+    others: float = 9.0
+    """Seconds that each second of computing a prompt costs other requests."""
+    pressure: float = 1.0
+    """Seconds that count for each second of prefill whose tokens an instance's cache has taken in lately, beyond those
+    of the least filled one: what is in it is pushed out sooner. 0: only queues count."""
 
 
 class Cost(LegPolicy):
@@ -40,17 +42,15 @@ class Cost(LegPolicy):
         least = min(recent)
         return [
             self._cost(
-                leg, one, max(0, asked.num_tokens - cached.get(one, 0)), self._settings.pressure * (given - least)
+                leg, one, max(0, asked.num_tokens - cached.get(one, 0)), self._settings.pressure * (taken - least)
             )
-            for one, given in zip(targets, recent, strict=True)
+            for one, taken in zip(targets, recent, strict=True)
         ]
 
     def _cost(self, leg: Leg, target: Target, uncached: int, pressure: float) -> float:
         estimates, load = self.context.estimates, target.load
-        waiting = load.prefill_tokens + pressure
-        if leg == "prefill":
-            return estimates.prefill_s(target.name, waiting + uncached)
-        company = estimates.company_s(load.num_decodes + load.num_prefills)
-        if leg == "whole":
-            return company + estimates.prefill_s(target.name, waiting + uncached)
-        return company + estimates.token_s(target.name) * waiting + estimates.hand_off.at(uncached)
+        token_s = estimates.token_s(target.name)
+        # Decode has to fetch what prefill has to compute.
+        work_s = estimates.hand_off.slope if leg == "decode" else token_s
+        seconds = token_s * load.prefill_tokens + work_s * ((1.0 + self._settings.others) * uncached + pressure)
+        return seconds if leg == "prefill" else seconds + estimates.company_s(load.num_decodes + load.num_prefills)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvferry.router.policies.base import Asked, Leg, LegPolicy, PolicyContext, T, Target
+from kvferry.router.policies.base import Asked, Leg, LegPolicy, PolicyContext, T
 from kvferry.router.policies.least_loaded import work
 
 
@@ -17,9 +17,10 @@ from kvferry.router.policies.least_loaded import work
 class PrefixSettings:
     """How uneven the instances may get for the sake of their caches."""
 
-    slack_tokens: int = 32768
-    """How many tokens more than the least busy one an instance may have computed lately."""
-    slack_requests: int = 8
+    pressure: float = 0.1
+    """Tokens of the prompt that count for each token that an instance's cache has taken in lately beyond what the least
+    filled one has."""
+    slack_requests: int = 16
     """How many more requests than the least busy one it may have under way."""
 
 
@@ -34,20 +35,19 @@ class PrefixAware(LegPolicy):
         self._settings = settings
 
     def score(self, asked: Asked, leg: Leg, targets: Sequence[T]) -> Sequence[float]:
-        """Tokens to be computed; for who is too busy, all of them. Ties are broken by load."""
+        """Tokens to be computed (all of them, for who is too busy), and what counts like tokens; then by load."""
         cached = self.context.index.match(asked.prefix)
-        spare = self._spare(leg, targets)
-        return [
-            asked.num_tokens - (cached.get(one, 0) if free else 0) + _fraction(work(one, leg))
-            for one, free in zip(targets, spare, strict=True)
-        ]
-
-    def _spare(self, leg: Leg, targets: Sequence[Target]) -> list[bool]:
-        now, settings = self.context.clock.monotonic(), self._settings
-        recent = [one.load.recent_tokens(now) for one in targets]
+        now = self.context.clock.monotonic()
+        taken = [one.load.recent_tokens(now) for one in targets]
         running = [one.load.num_decodes + one.load.num_prefills for one in targets]
-        most_recent, most_running = min(recent) + settings.slack_tokens, min(running) + settings.slack_requests
-        return [a <= most_recent and b <= most_running for a, b in zip(recent, running, strict=True)]
+        most, least = min(running) + self._settings.slack_requests, min(taken)
+        return [
+            asked.num_tokens
+            - (cached.get(one, 0) if num <= most else 0)
+            + self._settings.pressure * (given - least)
+            + _fraction(work(one, leg))
+            for one, num, given in zip(targets, running, taken, strict=True)
+        ]
 
 
 def _fraction(value: float) -> float:

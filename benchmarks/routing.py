@@ -1,0 +1,310 @@
+"""How much of the prompts is found in the instances' caches, and how even is the work? The router's own policies,
+prefix index and estimates, driven over a trace on a virtual clock.
+
+    python benchmarks/routing.py TRACE.jsonl                    a trace in Mooncake's form
+    python benchmarks/routing.py --generated                    sessions with a shared system block
+
+Each instance has a block LRU and computes uncached tokens one prompt after the other. The *hit ratio* is that of
+blocks of 512 tokens; *uncached load* is the tokens that an instance had to compute, over the whole trace and within
+windows of a minute. Nothing is timed, so a busy machine gives the same figures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+import json
+import math
+import random
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from kvferry.core.clock import ManualClock
+from kvferry.router.account import Account
+from kvferry.router.cost import Estimates
+from kvferry.router.disaggregation import Threshold
+from kvferry.router.policies.base import Asked, Load, Options, PolicyContext
+from kvferry.router.policies.table import POLICIES, make_policy
+from kvferry.router.prefix_index import PrefixIndex
+from kvferry.router.prompt import Prefix
+from report import save
+
+BLOCK = 512
+WINDOW_S = 60.0
+TOKEN_S = 0.02
+"""Of decoding, each token."""
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """One request of a trace: seconds, tokens, and the names of its prompt's blocks, chained."""
+
+    at: float
+    num_tokens: int
+    num_answer: int
+    blocks: tuple[int, ...]
+
+
+def read_trace(path: Path) -> list[Arrival]:
+    """Mooncake's form: one JSON object a line."""
+    found = []
+    for line in path.read_text().splitlines():
+        one = json.loads(line)
+        found.append(
+            Arrival(one["timestamp"] / 1000, one["input_length"], one["output_length"], tuple(one["hash_ids"]))
+        )
+    return found
+
+
+def generate(num_sessions: int = 5000, seconds: float = 3600.0, seed: int = 7) -> list[Arrival]:
+    """Sessions that all begin with one system block; gaps between turns with median 135 s and 90th percentile 531 s;
+    three quarters of the blocks are used once."""
+    chance = random.Random(seed)
+    sigma = math.log(531 / 135) / 1.2816
+    fresh = iter(range(1, 1 << 60))
+    found: list[Arrival] = []
+    for _ in range(num_sessions):
+        at, blocks = chance.uniform(0, seconds), [0]
+        turns = 1 if chance.random() < 0.7 else 2 + int(chance.expovariate(1 / 0.8))
+        for _ in range(turns):
+            blocks += [next(fresh) for _ in range(1 + int(chance.lognormvariate(2.3, 0.9)))]
+            answer = 1 + int(chance.lognormvariate(5, 0.8))
+            # The last block of a prompt is not full: the next turn has another in its place.
+            prompt = [*blocks, next(fresh)]
+            found.append(Arrival(at, len(prompt) * BLOCK - chance.randrange(BLOCK), answer, tuple(prompt)))
+            at += 135 * math.exp(chance.gauss(0, sigma))
+    return sorted(found, key=lambda one: one.at)
+
+
+class BlockCache:
+    """Blocks by least recent use; of a prompt the deepest go first, as in an engine."""
+
+    def __init__(self, num_blocks: float) -> None:
+        self._blocks: OrderedDict[int, None] = OrderedDict()
+        self._num_blocks = num_blocks
+
+    def match(self, blocks: Sequence[int]) -> int:
+        """How many of them are there, from the first."""
+        return next((place for place, block in enumerate(blocks) if block not in self._blocks), len(blocks))
+
+    def put(self, blocks: Sequence[int]) -> tuple[list[int], list[int]]:
+        """Which are new, and which had to go."""
+        new = [block for block in blocks if block not in self._blocks]
+        for block in reversed(blocks):
+            self._blocks[block] = None
+            self._blocks.move_to_end(block)
+        gone = []
+        while len(self._blocks) > self._num_blocks:
+            gone.append(self._blocks.popitem(last=False)[0])
+        return new, gone
+
+
+@dataclass(eq=False)
+class Server:
+    """One instance of the simulation."""
+
+    name: str
+    cache: BlockCache
+    load: Load = field(default_factory=Load)
+    free_at: float = 0.0
+    uncached: int = 0
+    windows: dict[int, int] = field(default_factory=dict)
+
+    def compute(self, now: float, num_blocks: int, rate: float) -> float:
+        """When a prompt of so many uncached blocks is computed, behind those that wait."""
+        self.uncached += num_blocks
+        window = int(now / WINDOW_S)
+        self.windows[window] = self.windows.get(window, 0) + num_blocks
+        self.free_at = max(self.free_at, now) + num_blocks * BLOCK / rate + 0.005
+        return self.free_at
+
+
+@dataclass(frozen=True)
+class Knowledge:
+    """What the router hears of caches: its own history, or events, late by `stale_s`, of which `lost` are lost."""
+
+    name: str
+    events: bool = False
+    stale_s: float = 0.0
+    lost: float = 0.0
+
+
+KNOWLEDGE = (
+    Knowledge("history"),
+    Knowledge("events", events=True),
+    Knowledge("events, 5 s late", events=True, stale_s=5.0),
+    Knowledge("events, 20 % lost", events=True, lost=0.2),
+)
+
+
+class Simulation:
+    """One policy over one trace."""
+
+    def __init__(self, settings: argparse.Namespace, policy: str, knowledge: Knowledge, options: Sequence[str]) -> None:
+        self._settings, self._knowledge = settings, knowledge
+        self._clock, self._chance = ManualClock(), random.Random(3)
+        self._index, self._estimates = PrefixIndex(2_000_000), Estimates()
+        threshold = Threshold(self._estimates, self._index, 0)
+        context = PolicyContext(self._clock, random.Random(5), self._index, self._estimates, threshold)
+        self._policy = make_policy(policy, context, options)
+        blocks = settings.cache_tokens // BLOCK
+        self.servers = [Server(f"decode-{place}", BlockCache(blocks)) for place in range(settings.instances)]
+        for server in self.servers:
+            self._index.set_capacity(server, settings.cache_tokens)
+        self._due: list[tuple[float, int, Callable[[], None]]] = []
+        self._num_due = self.hits = self.total = 0
+        self._waits: list[float] = []
+
+    def run(self, trace: Iterable[Arrival]) -> dict[str, float]:
+        """The figures."""
+        for arrival in trace:
+            self._until(arrival.at)
+            self._serve(arrival)
+        self._until(math.inf)
+        self._index.check()
+        assert all(one.load.num_decodes == one.load.num_prefills == 0 for one in self.servers)
+        waits = sorted(self._waits)
+        return {
+            "hit_ratio": self.hits / self.total,
+            **evenness(self.servers),
+            "ttft_mean_s": sum(waits) / len(waits),
+            "ttft_p90_s": waits[len(waits) * 9 // 10],
+        }
+
+    def _serve(self, arrival: Arrival) -> None:
+        ids = [block for block in arrival.blocks for _ in range(BLOCK)] if self._knowledge.events else None
+        keys = () if self._knowledge.events else arrival.blocks
+        ends = range(BLOCK, BLOCK * len(keys) + 1, BLOCK)
+        asked = Asked(num_tokens=len(arrival.blocks) * BLOCK, streams=True, prefix=Prefix(keys, ends, ids))
+        cached = self._index.match(asked.prefix)
+        choice = self._policy.choose(asked, Options([], self.servers))
+        server = choice.decode
+        self._index.served(server, asked.prefix)
+        self._policy.placed(asked, choice)
+        account: Any = Account(self._estimates, self._clock, dict(cached), asked.num_tokens)
+        account.begin_decode(server, whole=True)
+        hits = server.cache.match(arrival.blocks)
+        self.hits, self.total = self.hits + hits, self.total + len(arrival.blocks)
+        first = server.compute(self._clock.now, len(arrival.blocks) - hits, self._settings.tokens_per_s)
+        self._waits.append(first - self._clock.now)
+        self._tell(server, arrival.blocks, *server.cache.put(arrival.blocks))
+        self._at(first, partial(account.answered, server, streams=True))
+        self._at(first + arrival.num_answer * TOKEN_S, partial(account.close, arrival.num_answer * 240))
+
+    def _tell(self, server: Server, blocks: Sequence[int], new: Sequence[int], gone: Sequence[int]) -> None:
+        knowledge = self._knowledge
+        if not knowledge.events:
+            return
+        if self._chance.random() >= knowledge.lost and new:
+            first = blocks.index(new[0])
+            parent = blocks[first - 1] if first else None
+            ids = [block for block in blocks[first:] for _ in range(BLOCK)]
+            self._later(partial(self._index.stored, server, blocks[first:], parent, ids, BLOCK))
+        if self._chance.random() >= knowledge.lost and gone:
+            self._later(partial(self._index.removed, server, gone))
+
+    def _later(self, event: Callable[[], None]) -> None:
+        self._at(self._clock.now + self._knowledge.stale_s, event)
+
+    def _at(self, when: float, event: Callable[[], None]) -> None:
+        self._num_due += 1
+        heapq.heappush(self._due, (when, self._num_due, event))
+
+    def _until(self, now: float) -> None:
+        while self._due and self._due[0][0] <= now:
+            when, _, event = heapq.heappop(self._due)
+            self._clock.now = max(self._clock.now, when)
+            event()
+        if now < math.inf:
+            self._clock.now = now
+
+
+def evenness(servers: Sequence[Server]) -> dict[str, float]:
+    """Most by mean of the uncached load; over the trace, and the median over its minutes."""
+    loads = [one.uncached for one in servers]
+    windows = sorted({window for one in servers for window in one.windows})
+    ratios = []
+    for window in windows:
+        found = [one.windows.get(window, 0) for one in servers]
+        ratios.append(max(found) * len(found) / max(1, sum(found)))
+    return {
+        "max_by_mean": max(loads) * len(loads) / max(1, sum(loads)),
+        "max_by_mean_in_a_minute": sorted(ratios)[len(ratios) // 2],
+    }
+
+
+def pooled(trace: Iterable[Arrival], num_blocks: float) -> float:
+    """The hit ratio of one cache of this size."""
+    cache, hits, total = BlockCache(num_blocks), 0, 0
+    for one in trace:
+        hits, total = hits + cache.match(one.blocks), total + len(one.blocks)
+        cache.put(one.blocks)
+    return hits / total
+
+
+def shape(trace: Sequence[Arrival]) -> dict[str, float]:
+    """What kind of trace it is."""
+    uses: dict[int, int] = {}
+    for one in trace:
+        for block in one.blocks:
+            uses[block] = uses.get(block, 0) + 1
+    return {
+        "requests": len(trace),
+        "blocks": sum(uses.values()),
+        "used_once": sum(count == 1 for count in uses.values()) / len(uses),
+        "seconds": trace[-1].at - trace[0].at,
+    }
+
+
+def measure(settings: argparse.Namespace, name: str, trace: Sequence[Arrival]) -> dict[str, Any]:
+    """All policies over one trace."""
+    num_blocks = settings.instances * settings.cache_tokens // BLOCK
+    found: dict[str, Any] = {
+        "shape": shape(trace),
+        "pooled LRU": pooled(trace, num_blocks),
+        "infinite": pooled(trace, math.inf),
+        "policies": {},
+    }
+    print(f"\n{name}: {found['shape']}\npooled LRU {found['pooled LRU']:.4f}, infinite {found['infinite']:.4f}\n")
+    heads = ("hit ratio", "max/mean", "in a minute", "TTFT mean s", "TTFT p90 s")
+    print(f"{'policy':<14}{'knowledge':<20}" + "".join(f"{head:>13}" for head in heads))
+    for policy, knowledge in _cells(settings.policy):
+        figures = Simulation(settings, policy, knowledge, settings.policy_option).run(trace)
+        found["policies"].setdefault(policy, {})[knowledge.name] = figures
+        cells = "".join(f"{value:>13.3f}" for value in figures.values())
+        print(f"{policy:<14}{knowledge.name:<20}{cells}")
+    return found
+
+
+def _cells(policies: Sequence[str]) -> Iterator[tuple[str, Knowledge]]:
+    for policy in policies:
+        for knowledge in KNOWLEDGE if policy in ("cost", "prefix") else KNOWLEDGE[:1]:
+            yield policy, knowledge
+
+
+def main() -> None:
+    """Run what was asked for."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("traces", nargs="*", type=Path)
+    parser.add_argument("--generated", action="store_true")
+    parser.add_argument("--instances", type=int, default=8)
+    parser.add_argument("--cache-tokens", type=int, default=1_500_000)
+    parser.add_argument("--tokens-per-s", type=float, default=10_000.0)
+    parser.add_argument("--policy", nargs="+", default=["cost", *sorted(POLICIES.keys() - {"cost"})])
+    parser.add_argument("--policy-option", action="append", default=[])
+    parser.add_argument("--no-save", action="store_true")
+    settings = parser.parse_args()
+    results = {path.stem: measure(settings, path.stem, read_trace(path)) for path in settings.traces}
+    if settings.generated or not results:
+        results["generated"] = measure(settings, "generated", generate())
+    if not settings.no_save:
+        told = {name: value for name, value in vars(settings).items() if name not in ("traces", "no_save")}
+        print(f"\n{save('routing', told, results)}")
+
+
+if __name__ == "__main__":
+    main()

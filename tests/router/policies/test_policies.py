@@ -1,0 +1,179 @@
+"""What every policy promises, and each by itself."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from kvferry.core.errors import ConfigError, UnknownName
+from kvferry.router.policies.base import Asked, Choice, LegPolicy, Options, Policy, PolicyContext
+from kvferry.router.policies.table import POLICIES, find_policy, make_policy, policy_names, read_settings
+from router.policies.support import Fleet, One, prompt
+
+
+@pytest.mark.parametrize("name", sorted(POLICIES))
+def test_every_policy_plans_both_legs_among_who_is_there(name: str) -> None:
+    fleet, chance = Fleet(name, 3, 3), random.Random(4)
+    for number in range(300):
+        prefills = chance.sample(fleet.prefills, chance.randrange(4))
+        decodes = chance.sample(fleet.decodes, 1 + chance.randrange(3))
+        asked = prompt(0, *range(number, number + chance.randrange(5)), session=chance.choice([None, "a", "b"]))
+        choice = fleet.choose(asked, Options(prefills, decodes))
+        assert choice.decode in decodes
+        assert choice.prefill in prefills if prefills else choice.prefill is None
+        assert choice.reason == ("split" if prefills else "no_prefill")
+        fleet.clock.advance(1)
+    fleet.index.check()
+
+
+@pytest.mark.parametrize("name", sorted(POLICIES))
+def test_no_policy_forms_a_pair_that_cannot_be(name: str) -> None:
+    """Only instances of the same number can read each other's KV."""
+    fleet = Fleet(name, 3, 3)
+
+    def alike(prefill: One, decode: One) -> bool:
+        return prefill.name[-1] == decode.name[-1]
+
+    for number in range(60):
+        choice = fleet.choose(prompt(0, number), Options(fleet.prefills, fleet.decodes, can_pair=alike))
+        assert choice.prefill is not None
+        assert alike(choice.prefill, choice.decode)
+    lonely = Options(fleet.prefills[:1], fleet.decodes[1:], can_pair=alike)
+    choice = fleet.choose(prompt(0, 1), lonely)
+    assert (choice.prefill, choice.reason) == (None, "no_pair")
+
+
+@pytest.mark.parametrize("name", sorted(POLICIES))
+def test_no_policy_sends_everything_to_who_saw_the_shared_first_block_first(name: str) -> None:
+    fleet = Fleet(name, 4, 4)
+    for number in range(400):
+        fleet.choose(prompt(0, *range(10 + number * 20, 20 + number * 20)))
+        fleet.clock.advance(1)
+    for leg in ("prefill", "decode"):
+        counts = [fleet.chosen[f"{leg}-{number}"] for number in range(4)]
+        assert max(counts) <= 2 * sum(counts) / 4, counts
+
+
+def test_round_robin_gives_everyone_a_turn_and_skips_nobody() -> None:
+    fleet = Fleet("round_robin", 0, 3)
+    names = [fleet.choose(prompt(1)).decode.name for _ in range(6)]
+    assert names == ["decode-0", "decode-1", "decode-2"] * 2
+    first, second, third = fleet.decodes
+    without = [fleet.choose(prompt(1), Options([], [first, third])).decode for _ in range(3)]
+    assert without == [first, third, first]
+    assert fleet.choose(prompt(1)).decode is second
+
+
+def test_least_loaded_takes_the_one_with_the_least_to_do() -> None:
+    fleet = Fleet("least_loaded", 3, 3)
+    for place, one in enumerate(fleet.prefills + fleet.decodes):
+        one.load.prefill_tokens, one.load.num_decodes = 1000 - place, 10 - place
+    choice = fleet.choose(prompt(1))
+    assert choice.prefill is fleet.prefills[2]
+    assert choice.decode is fleet.decodes[2]
+
+
+def test_power_of_two_never_takes_the_busiest_and_not_always_the_idlest() -> None:
+    fleet = Fleet("power_of_two", 0, 4)
+    for place, one in enumerate(fleet.decodes):
+        one.load.num_decodes = place
+    names = {fleet.choose(prompt(1)).decode.name for _ in range(200)}
+    assert names == {"decode-0", "decode-1", "decode-2"}
+
+
+def test_a_named_session_goes_back_on_both_legs_whatever_it_says() -> None:
+    fleet = Fleet("session", 3, 3)
+    first = fleet.choose(prompt(1, 2, session="mine"))
+    for number in range(10):
+        fleet.choose(prompt(1, 50 + number))
+    again = fleet.choose(prompt(99, 98, session="mine"))
+    assert (again.prefill, again.decode) == (first.prefill, first.decode)
+    others = [one for one in fleet.decodes if one is not first.decode]
+    assert fleet.choose(prompt(1, session="mine"), Options(fleet.prefills, others)).decode in others
+
+
+def test_sessions_remembered_are_bounded() -> None:
+    fleet = Fleet("session", 1, 4, "max_sessions=3")
+    for number in range(10):
+        fleet.choose(prompt(number, session=str(number)))
+    assert len(fleet.policy._where) == 3
+
+
+@pytest.mark.parametrize("name", ["cost", "prefix", "session"])
+def test_the_next_turn_goes_to_where_its_beginning_is(name: str) -> None:
+    fleet = Fleet(name, 4, 4)
+    first = fleet.choose(prompt(0, *range(100, 120)))
+    for number in range(7):
+        fleet.choose(prompt(0, *range(1000 * number, 1000 * number + 10)))
+    again = fleet.choose(prompt(0, *range(100, 124)))
+    assert (again.prefill, again.decode) == (first.prefill, first.decode)
+
+
+def test_cost_goes_elsewhere_when_the_queue_is_dearer_than_the_cache() -> None:
+    fleet = Fleet("cost", 2, 1)
+    first = fleet.choose(prompt(*range(10))).prefill
+    assert fleet.choose(prompt(*range(10))).prefill is first
+    assert first is not None
+    first.load.prefill_tokens = 1_000_000
+    assert fleet.choose(prompt(*range(10))).prefill is not first
+
+
+def test_cost_prefers_the_faster_of_two() -> None:
+    fleet = Fleet("cost", 2, 1)
+    for tokens in range(100, 5000, 50):
+        fleet.estimates.prefilled("prefill-0", tokens, tokens * 1e-3)
+        fleet.estimates.prefilled("prefill-1", tokens, tokens * 1e-5)
+    assert [fleet.choose(prompt(number, -number)).prefill for number in range(1, 5)] == [fleet.prefills[1]] * 4
+
+
+def test_cost_spreads_answers_over_decode_instances() -> None:
+    fleet = Fleet("cost", 1, 2)
+    fleet.decodes[0].load.num_decodes = 20
+    assert fleet.choose(prompt(1)).decode is fleet.decodes[1]
+
+
+# By name.
+
+
+class Last(LegPolicy):
+    """A policy of somebody else's."""
+
+    def score(self, asked: Asked, leg: str, targets: list[One]) -> list[float]:  # type: ignore[override]
+        return [-float(place) for place in range(len(targets))]
+
+
+def test_a_policy_of_ones_own_goes_by_module_and_class() -> None:
+    assert isinstance(Last, type)
+    fleet = Fleet(f"{__name__}:Last", 2, 2)
+    choice: Choice[One] = fleet.choose(prompt(1))
+    assert (choice.prefill, choice.decode) == (fleet.prefills[1], fleet.decodes[1])
+
+
+def test_all_names_are_found_and_others_told_of_the_nearest() -> None:
+    assert {"cost", "round_robin"} <= set(policy_names())
+    for name in policy_names():
+        assert issubclass(find_policy(name), Policy)
+    with pytest.raises(UnknownName, match="did you mean 'least_loaded'"):
+        find_policy("least_load")
+    with pytest.raises(ConfigError, match="must be a kvferry Policy"):
+        find_policy("kvferry.router.policies.base:Load")
+
+
+def test_options_are_checked() -> None:
+    assert read_settings("cost", find_policy("cost"), ["pressure=0.5"]).pressure == 0.5
+    assert read_settings("session", find_policy("session"), ["max-sessions=5"]).max_sessions == 5
+    with pytest.raises(UnknownName, match="did you mean 'pressure'"):
+        read_settings("cost", find_policy("cost"), ["presure=1"])
+    with pytest.raises(ConfigError, match="pressure"):
+        read_settings("cost", find_policy("cost"), ["pressure=much"])
+    with pytest.raises(ConfigError, match="name=value"):
+        read_settings("cost", find_policy("cost"), ["pressure"])
+    with pytest.raises(UnknownName, match="known: none"):
+        read_settings("random", find_policy("random"), ["seed=1"])
+
+
+def test_a_context_is_all_that_a_policy_needs() -> None:
+    fleet = Fleet("cost")
+    assert isinstance(fleet.policy.context, PolicyContext)
+    assert make_policy("random", fleet.policy.context).context is fleet.policy.context

@@ -1,0 +1,65 @@
+"""When a prompt goes straight to decode."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvferry.router.disaggregation import FEWEST_HAND_OFFS
+from router.policies.support import Fleet, prompt
+
+LONG = prompt(*range(500, 580))
+
+
+def measured(fleet: Fleet, *, token_s: float = 1e-4, hand_off_s: float = 0.05) -> Fleet:
+    """After the router has seen enough."""
+    for number in range(200):
+        fleet.estimates.prefilled("prefill-0", 50 * number, 50 * number * token_s)
+        fleet.estimates.hand_off.add(50 * number, hand_off_s)
+    return fleet
+
+
+@pytest.mark.parametrize("policy", ["cost", "round_robin", "session"])
+def test_a_fixed_threshold_counts_what_decode_does_not_have(policy: str) -> None:
+    fleet = Fleet(policy, 1, 1, fixed=150)
+    assert fleet.choose(prompt(1)).reason == "short_prompt"
+    assert fleet.choose(prompt(2, 3)).reason == "split"
+    assert fleet.choose(prompt(2, 3, 4)).reason == "short_prompt", "decode has all but 100 tokens"
+    assert fleet.threshold.tokens == 150
+
+
+def test_nothing_is_kept_together_before_enough_was_measured() -> None:
+    fleet = Fleet("cost", 1, 1, fixed=None)
+    assert fleet.threshold.tokens == 0
+    assert fleet.choose(prompt(1)).reason == "split"
+    for number in range(FEWEST_HAND_OFFS):
+        fleet.estimates.hand_off.add(number, 1.0)
+    assert fleet.threshold.tokens > 0
+    assert fleet.choose(prompt(2)).reason == "short_prompt"
+
+
+def test_the_threshold_follows_what_a_hand_off_costs_and_what_prefill_does() -> None:
+    dear = measured(Fleet("cost", 1, 1, fixed=None), hand_off_s=0.5).threshold.tokens
+    cheap = measured(Fleet("cost", 1, 1, fixed=None), hand_off_s=0.01).threshold.tokens
+    slow = measured(Fleet("cost", 1, 1, fixed=None), hand_off_s=0.01, token_s=1e-3).threshold.tokens
+    assert dear > 10 * cheap
+    assert cheap > 5 * slow
+
+
+def test_a_short_prompt_goes_straight_to_decode_and_a_long_one_does_not() -> None:
+    fleet = measured(Fleet("cost", 1, 1, fixed=None))
+    assert fleet.choose(prompt(1)).reason == "short_prompt"
+    assert fleet.choose(LONG).reason == "split"
+
+
+def test_answers_under_way_weigh_against_computing_beside_them() -> None:
+    fleet = measured(Fleet("cost", 1, 1, fixed=None))
+    fleet.decodes[0].load.num_decodes = 30
+    assert fleet.choose(prompt(1)).reason == "split"
+
+
+def test_a_busy_prefill_pool_is_passed_over() -> None:
+    fleet = measured(Fleet("cost", 1, 1, fixed=None))
+    assert fleet.choose(LONG, None).reason == "split"
+    fleet.index.cleared(fleet.decodes[0])
+    fleet.prefills[0].load.prefill_tokens = 500_000
+    assert fleet.choose(LONG, None).reason == "prefill_busy"
