@@ -37,3 +37,14 @@ def test_given_values_are_converted_and_others_have_their_defaults() -> None:
 def test_what_is_wrong_is_named(given: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         read_options(Options, given)
+
+
+@pytest.mark.parametrize("key", Options.__struct_fields__)
+@pytest.mark.parametrize("value", [None, -1, 10**400, 1e400, [], {}, "\ud800", [10**400], {"a": "\ud800"}])
+def test_whatever_the_value_it_is_taken_or_named(key: str, value: object) -> None:
+    told = f"kv_connector_extra_config.{key}: "
+    try:
+        read_options(Options, {"path": "/x"} | {key: value})
+    except ConfigError as error:
+        told = str(error)
+    assert told.startswith(f"kv_connector_extra_config.{key}: ")

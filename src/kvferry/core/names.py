@@ -16,11 +16,11 @@ def resolve(path: str) -> Any:
     module_name, _, attribute = path.partition(":")
     try:
         module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
+    except (ImportError, SyntaxError, TypeError, ValueError) as error:  # also of names that no module can have
         raise ConfigError(f"cannot import {module_name!r}: {error}") from error
     try:
         return getattr(module, attribute)
-    except AttributeError as error:
+    except (AttributeError, UnicodeError) as error:
         raise ConfigError(f"module {module_name!r} has no {attribute!r}") from error
 
 

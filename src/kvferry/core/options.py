@@ -38,9 +38,11 @@ def read_options(kind: type[Options], given: Mapping[str, Any], where: str = EXT
 def _value(where: str, value: Any, wanted: Any) -> Any:
     try:
         return msgspec.convert(value, wanted, strict=False)
-    except (msgspec.ValidationError, OverflowError) as error:
+    except (msgspec.ValidationError, OverflowError, UnicodeError) as error:
         bounds = _bounds(wanted) if isinstance(value, int | float) else ""
-        raise ConfigError(f"{where}: must be {bounds}, got {value:g}" if bounds else f"{where}: {error}") from error
+        raise ConfigError(
+            f"{where}: must be {bounds}, got {str(value)[:40]}" if bounds else f"{where}: {error}"
+        ) from error
 
 
 def _bounds(wanted: Any) -> str:

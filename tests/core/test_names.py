@@ -1,0 +1,49 @@
+"""What a configuration may name, and what is said of a name that leads nowhere."""
+
+from importlib.metadata import EntryPoint, EntryPoints
+from pathlib import Path
+
+import pytest
+
+from kvferry.core.errors import ConfigError, UnknownName
+from kvferry.core.names import ExtensionPoint
+
+POINT = ExtensionPoint("--thing", {"path": "pathlib:Path", "made": Path("/x")}, "kvferry.things")
+
+
+def test_by_table_by_entry_point_and_by_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = EntryPoints([EntryPoint("theirs", "pathlib:PosixPath", "kvferry.things")])
+    monkeypatch.setattr("kvferry.core.names.entry_points", lambda group: found.select(group=group))
+    assert POINT.names() == ["made", "path", "theirs"]
+    assert POINT.find("path", Path) is Path
+    assert POINT.find("made", Path) == Path("/x")
+    assert POINT.find("theirs", Path).__name__ == "PosixPath"
+    assert POINT.find("pathlib:PosixPath", Path).__name__ == "PosixPath"
+    with pytest.raises(UnknownName, match="did you mean 'theirs'"):
+        POINT.find("their", Path)
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("", "unknown --thing"),
+        (":", "cannot import ''"),
+        (":Path", "cannot import ''"),
+        (".pathlib:Path", "cannot import '.pathlib'"),
+        ("path lib:Path", "cannot import 'path lib'"),
+        ("\0:Path", "cannot import"),
+        ("pathlib:", "has no ''"),
+        ("pathlib:Pth", "has no 'Pth'"),
+        ("pathlib:Path:more", "has no 'Path:more'"),
+        ("\ud800:x", "cannot import"),
+        ("pathlib:\ud800", "has no"),
+        ("os:sep", "must be a kvferry Path, got '/'"),
+        ("os:PathLike", "must be a kvferry Path"),
+        ("broken:Path", "cannot import 'broken'"),
+    ],
+)
+def test_what_leads_nowhere(name: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "broken.py").write_text("def\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(ConfigError, match=told):
+        POINT.find(name, Path)
