@@ -31,7 +31,15 @@ class Pair:
 
 def extra_of(name: str, folder: Path) -> dict[str, Any]:
     """What a connector needs to be told."""
-    return {"shared_storage_path": str(folder)} if name == "SharedStorageConnector" else {}
+    match name:
+        case "SharedStorageConnector":
+            return {"shared_storage_path": str(folder)}
+        case "KVStoreConnector":
+            return {"store": [f"memory:64MiB?name={folder.name}", f"file:{folder}"]}
+        case "MultiConnector":
+            host = {"kv_connector": "OffloadingConnector", "kv_connector_extra_config": {"cpu_bytes_to_use": "64MiB"}}
+            return {"connectors": [{"kv_connector": "P2pConnector"}, host]}
+    return {}
 
 
 @pytest.fixture(scope="module")

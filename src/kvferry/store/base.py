@@ -9,6 +9,8 @@ What comes out of a store was perhaps written by a stranger: `record` says what 
 
 from __future__ import annotations
 
+import logging
+import time
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -20,9 +22,14 @@ from typing import ClassVar
 import msgspec
 
 from kvferry.core.block_hash import BlockHash
+from kvferry.core.errors import StoreError
 from kvferry.core.layout import KVLayout
 from kvferry.store.codecs.table import make_codec
 from kvferry.store.record import LayerViews, RecordFormat
+
+log = logging.getLogger(__name__)
+
+WARN_EVERY_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -61,6 +68,10 @@ class Changes:
     removed: list[BlockHash]
 
 
+class StoreFull(StoreError):
+    """There is no room for a block, though the store is well. Does not leave the store: the block is `Put.DROPPED`."""
+
+
 class StoreOptions(msgspec.Struct, frozen=True, kw_only=True):
     """What can stand behind the `?` of any store's URL. Stores add their own."""
 
@@ -89,6 +100,7 @@ class KVStore(ABC):
         self.records = RecordFormat(layout, make_codec(options.codec, layout))
         self._counts: Counter[str] = Counter()
         self._counts_lock = Lock()
+        self._last_warning = -WARN_EVERY_S
         self._watched = False
         self._changed: dict[BlockHash, bool] = {}
         """Blocks, by whether they are there now."""
@@ -170,6 +182,13 @@ class KVStore(ABC):
         written), and `kept_bytes` and `pinned_blocks` where they are known."""
         with self._counts_lock:
             return {name: float(count) for name, count in self._counts.items()}
+
+    def warn_full(self, error: Exception) -> None:
+        """Say that there is no room, now and then; any thread."""
+        now = time.monotonic()
+        if now - self._last_warning > WARN_EVERY_S:
+            self._last_warning = now
+            log.warning("blocks are not kept: %s", error)
 
     def count(self, **changes: int) -> None:
         """Add to the counters; any thread."""

@@ -24,13 +24,15 @@ from kvferry.core.block_hash import BlockHash
 from kvferry.core.errors import ConfigError, StoreError
 from kvferry.core.layout import KVLayout
 from kvferry.store.access import ACCESS
-from kvferry.store.base import Block, KVStore, Put, Read, StoreOptions
+from kvferry.store.base import Block, KVStore, Put, Read, StoreFull, StoreOptions
 from kvferry.store.file_room import PIN_SUFFIX, SUFFIX, FileRoom
 from kvferry.store.files import NoteFiles, remove_file, touch_descriptor, touch_path, write_file
 from kvferry.store.record import CorruptBlock, Header, read_exactly
 from kvferry.store.threads import Stop, Threads
 
 log = logging.getLogger(__name__)
+
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class FileOptions(StoreOptions, frozen=True, kw_only=True):
@@ -221,6 +223,11 @@ class FileStore(KVStore):
             try:
                 outcomes.append(Put.DROPPED if stop.requested else self._put_one(block))
             except OSError as error:
+                if error.errno in FULL:
+                    self.warn_full(StoreFull(f"{self.root}: {error.strerror}"))
+                    self.count(dropped_blocks=1)
+                    outcomes.append(Put.DROPPED)
+                    continue
                 self.count(dropped_blocks=len(blocks) - len(outcomes))
                 raise StoreError(f"cannot write a block to {self._folder}: {error.strerror}") from error
         return outcomes

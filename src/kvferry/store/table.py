@@ -22,6 +22,7 @@ BUILTIN = {
     "file": "kvferry.store.file:FileStore",
     "valkey": VALKEY,
     "valkeys": "kvferry.store.valkey:TlsValkeyStore",
+    "unix": VALKEY,
     "redis": VALKEY,
     "rediss": "kvferry.store.valkey:TlsValkeyStore",
 }

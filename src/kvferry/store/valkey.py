@@ -1,4 +1,4 @@
-"""KV blocks on a Valkey or Redis server: `valkey://[[user]:password@]host:port/database`, or `valkey:/path/to.socket`.
+"""KV blocks on a Valkey or Redis server: `valkey://[[user]:password@]host:port/database`, or `unix:///path/to.socket`.
 
 Owns the connections. The only place of the stores that imports the `valkey` package. A batch is one pipeline. A block
 is one value, `kvferry:{<layout fingerprint>.<codec>}:<block hash>`, with a time to live of `ttl_s` unless pinned.
@@ -20,7 +20,7 @@ from typing import Any
 from kvferry.core.block_hash import BlockHash
 from kvferry.core.errors import ConfigError, MissingDependency, StoreError
 from kvferry.core.layout import KVLayout
-from kvferry.store.base import MAX_NOTE_BYTES, Block, KVStore, Put, Read, StoreOptions
+from kvferry.store.base import MAX_NOTE_BYTES, Block, KVStore, Put, Read, StoreFull, StoreOptions
 from kvferry.store.record import CorruptBlock
 
 try:
@@ -37,6 +37,8 @@ CONNECT_S = 3.0
 MAX_CONNECTIONS = 64
 BATCH_BYTES = 64 * 2**20
 DAY_S = 86400.0
+MAX_SAID = 300
+FULL_HINT = "; raise its maxmemory, or let it evict (maxmemory-policy volatile-lru)"
 
 _KEPT = """
 -- KEYS: index (by last use), sizes, pinned, total. ARGV: max bytes, prefix of blocks, now, then hash and size of each.
@@ -138,11 +140,20 @@ class ValkeyStore(KVStore):
         """What is there already is not sent."""
         there = await self._exist([block.block_hash for block in blocks])
         new = {block.block_hash: block for block, known in zip(blocks, there, strict=True) if not known}
+        dropped: set[BlockHash] = set()
         for part in self._parts(list(new.values())):
-            await self._put(part)
-        self.count(present_blocks=len(blocks) - len(new), stored_blocks=len(new))
-        self.note_kept(block.block_hash for block in blocks)
-        return [Put.PRESENT if known else Put.STORED for known in there]
+            try:
+                await self._put(part)
+            except StoreFull as error:
+                self.warn_full(error)
+                dropped |= {block.block_hash for block in part}
+        outcomes = [
+            Put.PRESENT if known else Put.DROPPED if block.block_hash in dropped else Put.STORED
+            for block, known in zip(blocks, there, strict=True)
+        ]
+        self.count(present_blocks=outcomes.count(Put.PRESENT), stored_blocks=outcomes.count(Put.STORED))
+        self.note_kept(block.block_hash for block, out in zip(blocks, outcomes, strict=True) if out is not Put.DROPPED)
+        return outcomes
 
     async def pin(self, hashes: Sequence[BlockHash]) -> int:
         """Without a time to live, and on the list of those that stay."""
@@ -286,9 +297,10 @@ class ValkeyStore(KVStore):
         except (exceptions.ConnectionError, OSError) as error:
             raise StoreError(f"cannot reach the server at {self.where}: {error}") from error
         except exceptions.ValkeyError as error:
-            full = isinstance(error, exceptions.OutOfMemoryError) or "maxmemory" in str(error)
-            hint = "; raise its maxmemory, or let it evict (maxmemory-policy volatile-lru)" if full else ""
-            raise StoreError(f"the server at {self.where}: {error}{hint}") from error
+            said = str(error).rpartition("caused error: ")[2][:MAX_SAID]  # before it stands the whole command
+            if isinstance(error, exceptions.OutOfMemoryError) or "maxmemory" in said:
+                raise StoreFull(f"the server at {self.where} is full: {said}{FULL_HINT}") from None
+            raise StoreError(f"the server at {self.where}: {said}") from None
 
 
 class TlsValkeyStore(ValkeyStore):
@@ -309,10 +321,11 @@ def _pool(location: str, options: ValkeyOptions, *, tls: bool) -> Any:
         extra |= {name: path for name, path in files.items() if path}
     elif options.tls_ca or options.tls_cert or options.tls_key:
         raise ConfigError("store: tls_ca, tls_cert and tls_key are for valkeys:// and rediss://")
+    location = location[2:] if location.startswith("///") else location
     scheme = "unix:" if location.startswith("/") and not location.startswith("//") else "valkeys:" if tls else "valkey:"
     url = f"{scheme}//{location}" if scheme == "unix:" else scheme + location
     if scheme != "unix:" and not location.startswith("//"):
-        raise ConfigError("store: a server is named as valkey://host:port, or valkey:/path/to.socket")
+        raise ConfigError("store: a server is named as valkey://host:port, or unix:///path/to.socket")
     try:
         return client.ConnectionPool.from_url(
             url,

@@ -1,0 +1,208 @@
+"""What people do with a file store while nobody, or anybody, uses it: look, verify, pin, remove, take out, bring in.
+
+Knows the directory and the form of a record, and needs no model: what a record must say of itself follows from where it
+lies, `<layout fingerprint>/<first byte>/<block hash>.kv`. Every function may run beside instances that use the store.
+"""
+
+from __future__ import annotations
+
+import tarfile
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO
+
+from kvferry.core.errors import ConfigError, StoreError
+from kvferry.store.access import OWNER, Access
+from kvferry.store.file_room import PIN_SUFFIX, SUFFIX
+from kvferry.store.files import TEMPORARY_SUFFIX, is_stale, remove_file, write_file
+from kvferry.store.record import CorruptBlock, Label, read_label, verify_record
+
+MAX_RECORD_BYTES = 2**32
+"""A longer file is no block."""
+_LABEL_BYTES = 2**21
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One block of the store."""
+
+    path: Path
+    fingerprint: str
+    num_bytes: int
+    used_s: float
+    is_pinned: bool
+
+    @property
+    def name(self) -> str:
+        """Its hash, in hexadecimal."""
+        return self.path.stem
+
+
+@dataclass
+class Totals:
+    """Of one layout, or of all."""
+
+    num_blocks: int = 0
+    num_bytes: int = 0
+    num_pinned: int = 0
+    last_used_s: float = 0.0
+    codecs: set[str] = field(default_factory=set)
+
+    def add(self, entry: Entry) -> None:
+        """Count one more."""
+        self.num_blocks += 1
+        self.num_bytes += entry.num_bytes
+        self.num_pinned += entry.is_pinned
+        self.last_used_s = max(self.last_used_s, entry.used_s)
+
+
+@dataclass
+class Verified:
+    """What `verify` found. `removed`: files that were no blocks, and why; `num_orphans`: what crashes left."""
+
+    num_blocks: int = 0
+    num_bytes: int = 0
+    removed: dict[Path, str] = field(default_factory=dict)
+    num_orphans: int = 0
+
+
+def require_root(root: Path) -> Path:
+    """Raise `ConfigError` unless there is a directory."""
+    if not root.is_dir():
+        raise ConfigError(f"there is no store at {root}: it is not a directory")
+    return root
+
+
+def entries(root: Path, prefix: str = "") -> Iterator[Entry]:
+    """Every block whose hash begins so, layout by layout."""
+    for path in sorted(root.glob(f"*/??/{prefix}*{SUFFIX}")):
+        with suppress(OSError):  # removed meanwhile
+            status = path.stat()
+            pinned = path.with_suffix(PIN_SUFFIX).exists()
+            yield Entry(path, path.parts[-3], status.st_size, status.st_mtime, pinned)
+
+
+def totals(root: Path) -> dict[str, Totals]:
+    """By layout fingerprint."""
+    found: dict[str, Totals] = {}
+    for entry in entries(root):
+        one = found.setdefault(entry.fingerprint, Totals())
+        one.add(entry)
+        if not one.codecs:
+            with suppress(CorruptBlock, OSError):
+                one.codecs.add(label_of(entry).codec)
+    return found
+
+
+def label_of(entry: Entry) -> Label:
+    """What a block says of itself. Raises `CorruptBlock`, `OSError`."""
+    with entry.path.open("rb") as file:
+        return read_label(file.read(_LABEL_BYTES))
+
+
+def verify(root: Path) -> Verified:
+    """Read every block, and remove what does not verify, and what a crash left."""
+    found = Verified()
+    for entry in entries(root):
+        try:
+            _require_right(entry)
+        except FileNotFoundError:
+            continue
+        except CorruptBlock as error:
+            remove_file(str(entry.path))
+            remove_file(str(entry.path.with_suffix(PIN_SUFFIX)))
+            found.removed[entry.path] = str(error)
+        except OSError as error:
+            raise StoreError(f"cannot read {entry.path}: {error.strerror}") from error
+        else:
+            found.num_blocks += 1
+            found.num_bytes += entry.num_bytes
+    found.num_orphans = _sweep(root)
+    return found
+
+
+def _require_right(entry: Entry) -> None:
+    if entry.num_bytes > MAX_RECORD_BYTES:
+        raise CorruptBlock("it is longer than any block")
+    label = verify_record(memoryview(entry.path.read_bytes()))
+    if label.fingerprint != entry.fingerprint or label.block_hash.hex() != entry.name:
+        raise CorruptBlock("it is another block, or of another layout, than its path says")
+
+
+def _sweep(root: Path) -> int:
+    count = 0
+    for path in [*root.glob(f"*/??/*{TEMPORARY_SUFFIX}"), *root.glob(f"notes/*{TEMPORARY_SUFFIX}")]:
+        with suppress(OSError):
+            count += is_stale(path, path.stat().st_mtime) and remove_file(str(path))
+    for path in root.glob(f"*/??/*{PIN_SUFFIX}"):
+        count += not path.with_suffix(SUFFIX).exists() and remove_file(str(path))
+    return count
+
+
+def set_pinned(root: Path, prefix: str, pinned: bool, access: Access = OWNER) -> int:
+    """Pin or unpin the blocks whose hash begins so; returns how many there are."""
+    count = 0
+    for entry in entries(root, prefix):
+        mark = str(entry.path.with_suffix(PIN_SUFFIX))
+        if pinned:
+            write_file(mark, [], access)
+        else:
+            remove_file(mark)
+        count += 1
+    return count
+
+
+def remove(root: Path, prefix: str, *, pinned_too: bool = False) -> int:
+    """Remove the blocks whose hash begins so; returns how many there were."""
+    count = 0
+    for entry in entries(root, prefix):
+        if pinned_too or not entry.is_pinned:
+            count += remove_file(str(entry.path))
+            remove_file(str(entry.path.with_suffix(PIN_SUFFIX)))
+    return count
+
+
+def export(root: Path, file: IO[bytes], prefix: str = "") -> int:
+    """Write blocks to a tar archive; returns how many. What does not verify is left out."""
+    count = 0
+    with tarfile.open(fileobj=file, mode="w|") as archive:
+        for entry in entries(root, prefix):
+            with suppress(CorruptBlock, FileNotFoundError):
+                _require_right(entry)
+                archive.add(entry.path, arcname="/".join(entry.path.parts[-3:]), recursive=False)
+                count += 1
+    return count
+
+
+def import_(root: Path, file: IO[bytes], access: Access = OWNER) -> tuple[int, int]:
+    """Take blocks from such an archive; returns how many were taken and how many refused.
+
+    The archive may be a stranger's: only what verifies is written, to the path that the block itself names.
+    """
+    taken = refused = 0
+    try:
+        with tarfile.open(fileobj=file, mode="r|") as archive:
+            for member in archive:
+                content = archive.extractfile(member) if member.isreg() and member.size <= MAX_RECORD_BYTES else None
+                path = _path_for(root, content.read()) if content is not None else None
+                if path is None:
+                    refused += 1
+                    continue
+                write_file(str(path[0]), [memoryview(path[1])], access)
+                taken += 1
+    except tarfile.TarError as error:
+        raise ConfigError(f"this is no archive of blocks: {error}") from error
+    return taken, refused
+
+
+def _path_for(root: Path, content: bytes) -> tuple[Path, bytes] | None:
+    try:
+        label = verify_record(memoryview(content))
+    except CorruptBlock:
+        return None
+    if len(label.fingerprint) != 32 or not all(letter in "0123456789abcdef" for letter in label.fingerprint):
+        return None
+    name = label.block_hash.hex()
+    return root / label.fingerprint / name[:2] / f"{name}{SUFFIX}", content

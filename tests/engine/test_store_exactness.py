@@ -1,0 +1,123 @@
+"""KV from stores of every kind, in lists of tiers, far too small, written by two engines at once, or handed off through
+them: the tokens of one engine alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvferry.core.request import Request
+from kvferry.core.transfer_config import KVTransferConfig
+from kvferry.engine.config import EngineConfig
+from kvferry.engine.engine import Engine
+from support.engines import GREEDY, SEEDED, Answer, random_prompts, require_same, run_prompts
+from support.pairs import pair_of
+
+NUM_PROMPTS = 40
+BLOCK_SIZE = 8
+FULL = pytest.mark.full
+Extra = Callable[[Path, str], dict[str, Any]]
+STORES: dict[str, tuple[str, Extra]] = {
+    "memory": ("OffloadingConnector", lambda folder, url: {"cpu_bytes_to_use": "32MiB"}),
+    "memory far too small": ("OffloadingConnector", lambda folder, url: {"num_cpu_blocks": 12, "block_size": 16}),
+    "file far too small": (
+        "SharedStorageConnector",
+        lambda folder, url: {"shared_storage_path": str(folder), "max_bytes": "200kB", "eviction_policy": "s3fifo"},
+    ),
+    "file": ("KVStoreConnector", lambda folder, url: {"store": f"file:{folder}", "load": "layerwise"}),
+    "valkey": ("KVStoreConnector", lambda folder, url: {"store": url}),
+    "tiers": (
+        "KVStoreConnector",
+        lambda folder, url: {
+            "store": ["memory:?num_blocks=20", f"file:{folder}?max_bytes=1MB", url],
+            "write": "through",
+        },
+    ),
+    "tiers, back": (
+        "KVStoreConnector",
+        lambda folder, url: {"store": ["memory:?num_blocks=400", f"file:{folder}"], "write": "back"},
+    ),
+    "hand-off and memory": (
+        "MultiConnector",
+        lambda folder, url: {
+            "connectors": [
+                {"kv_connector": "P2pConnector"},
+                {"kv_connector": "OffloadingConnector", "kv_connector_extra_config": {"num_cpu_blocks": 40}},
+            ]
+        },
+    ),
+}
+SHORT = ("memory far too small", "tiers", "hand-off and memory")
+CASES = [name if name in SHORT else pytest.param(name, marks=FULL) for name in STORES]
+
+
+@pytest.fixture(scope="module")
+def alone(model_maker: Any) -> dict[str, Any]:
+    """What one engine without a connector answers, with the prompts."""
+    model = model_maker("llama")
+    engine = Engine(EngineConfig(model=str(model), dtype="float32", device="cpu", kv_cache_memory="64MiB"))
+    prompts = random_prompts(NUM_PROMPTS, engine.model.vocab_size, longest=110, block_size=BLOCK_SIZE, seed=4)
+    answers = {"greedy": run_prompts(engine, prompts, GREEDY), "seeded": run_prompts(engine, prompts, SEEDED)}
+    engine.close()
+    return {"model": model, "prompts": prompts, **answers}
+
+
+def extra_of(name: str, folder: Path, request: pytest.FixtureRequest) -> tuple[str, dict[str, Any]]:
+    connector, extra = STORES[name]
+    url = request.getfixturevalue("valkey_url") if name in ("valkey", "tiers") else ""
+    return connector, extra(folder, url)
+
+
+def engine_of(model: Path, connector: str, extra: dict[str, Any]) -> Engine:
+    config = EngineConfig(
+        model=str(model), dtype="float32", device="cpu", kv_cache_memory="8MiB", block_size=BLOCK_SIZE,
+        max_num_batched_tokens=40, max_num_seqs=16,
+    )  # fmt: skip
+    return Engine(config, KVTransferConfig(kv_connector=connector, kv_connector_extra_config=extra))
+
+
+def run_both(engines: Sequence[Engine], prompts: Sequence[Sequence[int]]) -> list[list[Answer]]:
+    """Serve the prompts on each engine, stepped in turn."""
+    found = [[Answer() for _ in prompts] for _ in engines]
+    for engine in engines:
+        for number, prompt in enumerate(prompts):
+            engine.add(Request(request_id=str(number), prompt_token_ids=list(prompt), sampling=GREEDY))
+    while any(answer.last is None or answer.last.finish_reason is None for answers in found for answer in answers):
+        for engine, answers in zip(engines, found, strict=True):
+            for output in engine.step():
+                answers[int(output.request_id)].add(output)
+    return found
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_is_reused_is_what_was_computed(
+    name: str, alone: dict[str, Any], tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    connector, extra = extra_of(name, tmp_path, request)
+    with (
+        closing(engine_of(alone["model"], connector, extra)) as first,
+        closing(engine_of(alone["model"], connector, extra)) as second,
+    ):
+        for answers in run_both([first, second], alone["prompts"]):
+            require_same(alone["greedy"], answers)
+        require_same(alone["seeded"], run_prompts(second, alone["prompts"], SEEDED))
+        with closing(engine_of(alone["model"], connector, extra)) as third:
+            require_same(alone["greedy"], run_prompts(third, alone["prompts"], GREEDY))
+            figures = third.statistics().scheduler
+            assert figures.num_external_hits > 0, "nothing came from the store"
+
+
+@pytest.mark.parametrize("form", [pytest.param("sequential", marks=FULL), "concurrent"])
+@pytest.mark.parametrize("name", CASES)
+def test_hand_offs_through_it(
+    name: str, form: str, alone: dict[str, Any], tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    connector, extra = extra_of(name, tmp_path, request)
+    settings = {"block_size": BLOCK_SIZE, "max_num_batched_tokens": 40}
+    with pair_of(alone["model"], connector, extra=extra, prefill=settings, decode={"block_size": BLOCK_SIZE}) as pair:
+        require_same(alone["greedy"], pair.run(alone["prompts"], GREEDY, form))
+        pair.settle()

@@ -1,0 +1,402 @@
+"""What happens to a store, or to a tier of one: killed writers, full disks, servers that hang, die and come back empty,
+bits that flip. Never a wrong byte, never a wait without end, and it comes back by itself."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+from servers import start_server
+
+from kvferry.core.errors import StoreError
+from kvferry.store import health
+from kvferry.store.base import Put
+from kvferry.store.table import find_stores
+from kvferry.store.tiers import TieredStore
+from kvferry.store.upkeep import verify
+from kvferry.testing.stores import LAYOUT, block_of, fetch, is_block, name_of, names_of, read_of
+
+WRITER = """
+import asyncio, itertools, os, signal, sys
+from kvferry.store.table import find_store
+from kvferry.testing.stores import LAYOUT, block_of
+
+async def main(first):
+    store = find_store(sys.argv[1]).make(LAYOUT)
+    await store.open()
+    os.write(1, f"{os.getpid()}\\n".encode())
+    for first in itertools.count(first):
+        await store.put([block_of(index % 200) for index in range(first, first + 3)])
+        await store.delete([block_of((first * 7) % 200).block_hash])
+
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+for line in sys.stdin:
+    if os.fork() == 0:
+        asyncio.run(main(int(line)))
+"""
+NUM_KILLS = int(os.environ.get("KVFERRY_KILLS", "0"))
+
+
+def run(urls: list[str], use: Callable[[TieredStore], Awaitable[None]], write: str = "through") -> None:
+    async def main() -> None:
+        store = TieredStore(find_stores(urls), LAYOUT, write)  # type: ignore[arg-type]
+        await store.open()
+        try:
+            await use(store)
+        finally:
+            await store.close()
+
+    asyncio.run(main())
+
+
+async def until(condition: Callable[[], Awaitable[bool]]) -> None:
+    deadline = time.monotonic() + 30
+    while not await condition():
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.01)
+
+
+@pytest.fixture(autouse=True)
+def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(health, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(health, "LONGEST_PAUSE_S", 0.05)
+
+
+# Killed writers.
+
+
+def kill_writers(url: str, num_kills: int, seed: int, look: Callable[[], None]) -> None:
+    """Start writers, two at a time, and end each at a random instant."""
+    draw = random.Random(seed)
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", WRITER, url], text=True, bufsize=1, **pipes) as parent:  # type: ignore[call-overload]
+        for round_number in range(num_kills // 2):
+            pids = [start_child(parent, draw.randrange(200)) for _ in range(2)]
+            for pid in pids:
+                time.sleep(draw.random() * 0.02)
+                os.kill(pid, signal.SIGKILL)
+            for pid in pids:
+                while Path(f"/proc/{pid}").exists():
+                    time.sleep(0.001)
+            if round_number % 10 == 2:
+                look()
+        parent.stdin.close()
+    look()
+
+
+def start_child(parent: subprocess.Popen[str], first: int) -> int:
+    """A writer that has opened the store."""
+    assert parent.stdin is not None
+    assert parent.stdout is not None
+    parent.stdin.write(f"{first}\n")
+    return int(parent.stdout.readline())
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("num_kills", [6, pytest.param(NUM_KILLS or 500, marks=pytest.mark.full)])
+@pytest.mark.timeout(3000)
+def test_writers_of_files_killed_at_random_instants(tmp_path: Path, num_kills: int) -> None:
+    def look() -> None:
+        async def use(store: TieredStore) -> None:
+            await fetch(store, range(200))
+            assert store.statistics().get("corrupt_blocks", 0) == 0
+
+        run([f"file:{tmp_path}"], use)
+        found = verify(tmp_path)
+        assert found.num_blocks > 0
+        assert found.removed == {}
+        assert not list(tmp_path.rglob("*.tmp"))
+
+    kill_writers(f"file:{tmp_path}?max_bytes=1MiB", num_kills, 7, look)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("num_kills", [6, pytest.param(NUM_KILLS or 500, marks=pytest.mark.full)])
+@pytest.mark.timeout(3000)
+def test_writers_of_shared_memory_killed_at_random_instants(tmp_path: Path, num_kills: int) -> None:
+    """One who stays keeps the memory there. It is far too small, so that slots are reused all the time."""
+    url = f"memory:?num_blocks=60&name={tmp_path.name}"
+    store = find_stores(url)[0].make(LAYOUT)
+
+    def look() -> None:
+        async def use() -> None:
+            await fetch(store, range(200))
+            assert await store.put([block_of(index) for index in range(150)]) != [Put.DROPPED] * 150
+            found = await fetch(store, range(150))
+            assert sum(found) >= 30, "room is not lost with those who were about to write to it"
+            assert store.statistics().get("corrupt_blocks", 0) == 0
+
+        asyncio.run(use())
+
+    asyncio.run(store.open())
+    try:
+        kill_writers(url, num_kills, 8, look)
+    finally:
+        asyncio.run(store.close())
+
+
+def test_a_process_that_stops_with_the_lock_is_not_waited_for_without_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvferry.store.arena.LOCK_S", 0.05)
+    url = f"memory:?num_blocks=8&name={tmp_path.name}"
+
+    async def use(store: TieredStore) -> None:
+        await store.put([block_of(0)])
+        second = find_stores(url)[0].make(LAYOUT)
+        await second.open()
+        with second._arena.locked():  # type: ignore[attr-defined]
+            assert await store.match(names_of(1)) == 0
+            assert not store.tiers[0].health.is_good
+        await until(lambda: is_true(store.match(names_of(1)), 1))
+        await second.close()
+
+    run([url], use)
+
+
+async def is_true(call: Awaitable[object], wanted: object) -> bool:
+    try:
+        return await call == wanted
+    except StoreError:
+        return False
+
+
+# Files.
+
+
+DAMAGE: dict[str, Callable[[bytes], bytes]] = {
+    "truncated": lambda content: content[: len(content) // 2],
+    "empty": lambda content: b"",
+    "zeroed range": lambda content: content[:400] + bytes(len(content) - 400),
+    "grown": lambda content: content + b"more",
+    "garbage": lambda content: os.urandom(len(content)),
+    "a bit of the payload": lambda content: content[:-9] + bytes([content[-9] ^ 16]) + content[-8:],
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_verify_finds_and_removes_what_is_damaged(tmp_path: Path, damage: str) -> None:
+    async def use(store: TieredStore) -> None:
+        await store.put([block_of(index) for index in range(6)])
+
+    run([f"file:{tmp_path}"], use)
+    [path] = tmp_path.rglob(f"{name_of(3).hex()}.kv")
+    path.write_bytes(DAMAGE[damage](path.read_bytes()))
+    (path.parent / f"x.kv.elsewhere.{os.getpid()}.0.tmp").write_bytes(b"half")
+    os.utime(path.parent / f"x.kv.elsewhere.{os.getpid()}.0.tmp", (1, 1))
+    found = verify(tmp_path)
+    assert list(found.removed) == [path]
+    assert (found.num_blocks, found.num_orphans) == (5, 1)
+    assert verify(tmp_path).removed == {}
+
+
+def test_a_directory_that_is_lost_and_comes_back(tmp_path: Path) -> None:
+    root = tmp_path / "kv"
+
+    async def use(store: TieredStore) -> None:
+        await store.put([block_of(0)])
+        shutil.rmtree(root)
+        root.write_text("something else is there now")
+        assert await store.put([block_of(1)]) == [Put.DROPPED]
+        assert not store.tiers[0].health.is_good
+        root.unlink()
+        await until(lambda: is_true(store.put([block_of(2)]), [Put.STORED]))
+        assert store.tiers[0].health.is_good
+        assert await fetch(store, [0, 2]) == [False, True]
+
+    run([f"file:{root}"], use)
+
+
+@pytest.mark.parametrize("eviction", ["lru", "s3fifo", "arc", "lfu", "fifo"])
+@pytest.mark.parametrize("kind", ["memory", "file"])
+def test_a_store_far_too_small_is_right_and_keeps_what_is_pinned(tmp_path: Path, kind: str, eviction: str) -> None:
+    size = 9000
+    urls = {
+        "memory": f"memory:?num_blocks=10&name={tmp_path.name}&eviction={eviction}",
+        "file": f"file:{tmp_path}?max_bytes={10 * size}&eviction={eviction}",
+    }
+
+    async def use(store: TieredStore) -> None:
+        await store.put([block_of(0)])
+        assert await store.pin([name_of(0)]) == 1
+        draw = random.Random(3)
+        for _ in range(60):
+            await store.put([block_of(index) for index in draw.sample(range(1, 60), 4)])
+            await fetch(store, draw.sample(range(60), 6))
+        assert await fetch(store, [0]) == [True]
+        figures = store.statistics()
+        assert figures["evicted_blocks"] > 20
+        assert figures["kept_bytes"] <= 11 * size
+        await store.unpin([name_of(0)])
+        for index in range(100, 160):
+            await store.put([block_of(index)])
+        assert store.statistics()["pinned_blocks"] == 0
+
+    run([urls[kind]], use)
+
+
+# Servers.
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    process.send_signal(signal.SIGCONT)
+    process.kill()
+    process.wait(20)
+
+
+def test_a_server_that_hangs_dies_and_comes_back_empty(tmp_path: Path) -> None:
+    socket, server = start_server(tmp_path)
+
+    async def use(store: TieredStore) -> None:
+        nonlocal server
+        first, second = store.tiers
+        assert await store.put([block_of(0), block_of(1)]) == [Put.STORED] * 2
+        await first.store.delete(names_of(2))
+        server.send_signal(signal.SIGSTOP)
+        reads = [read_of(0)]
+        assert await store.get(reads) == [False], "a tier that is late has nothing"
+        assert second.num_late == 1
+        kept = [bytes(view) for view in reads[0].into]
+        assert await store.put([block_of(2)]) == [Put.STORED], "the others go on"
+        assert await store.match(names_of(3)[2:]) == 1
+        server.send_signal(signal.SIGCONT)
+        await until(lambda: is_true(fetch(store, [0]), [True]))
+        assert [bytes(view) for view in reads[0].into] == kept, "nothing is written after the deadline"
+        end(server)
+        await first.store.delete(names_of(3))
+        assert await store.get([read_of(1)]) == [False]
+        _, server = start_server(tmp_path)
+        await until(lambda: is_true(second.store.put([block_of(5)]), [Put.STORED]))
+        await until(lambda: is_true(store.put([block_of(6)]), [Put.STORED]))
+        assert await second.store.match(names_of(2)) == 0, "it came back empty"
+        await until(lambda: is_true(second_has(store, 6), True))
+
+    async def second_has(store: TieredStore, index: int) -> bool:
+        await store.put([block_of(index)])
+        return await store.tiers[1].store.match([name_of(index)]) == 1
+
+    try:
+        run([f"memory:?num_blocks=32&name={tmp_path.name}", f"valkey:{socket}?deadline_s=0.3"], use)
+    finally:
+        end(server)
+
+
+def test_a_server_without_room(tmp_path: Path) -> None:
+    socket, server = start_server(tmp_path, "--maxmemory", "3mb", "--maxmemory-policy", "noeviction")
+
+    async def use(store: TieredStore) -> None:
+        outcomes = [(await put_one(store, index)) for index in range(600)]
+        assert Put.DROPPED in outcomes
+        assert await fetch(store, range(5)) == [True] * 5, "what is there is still served"
+        assert store.statistics()["dropped_blocks"] == outcomes.count(Put.DROPPED)
+
+    async def put_one(store: TieredStore, index: int) -> Put:
+        return (await store.put([block_of(index)]))[0]
+
+    try:
+        run([f"valkey:{socket}"], use)
+    finally:
+        end(server)
+
+
+def test_a_bounded_server_keeps_its_bound_and_what_is_pinned(tmp_path: Path) -> None:
+    socket, server = start_server(tmp_path)
+
+    async def use(store: TieredStore) -> None:
+        await store.put([block_of(0)])
+        await store.pin([name_of(0)])
+        for index in range(1, 60):
+            await store.put([block_of(index)])
+        found = await fetch(store, range(60))
+        assert found[0]
+        assert 4 <= sum(found) <= 8
+        assert found[-1]
+
+    try:
+        run([f"valkey:{socket}?max_bytes=40000"], use)
+    finally:
+        end(server)
+
+
+def test_a_stranger_s_values_are_misses(tmp_path: Path) -> None:
+    socket, server = start_server(tmp_path)
+
+    async def use(store: TieredStore) -> None:
+        inner = store.tiers[0].store
+        draw = random.Random(5)
+        await store.put([block_of(0)])
+        true = await inner._client.get(inner._key(name_of(0)))  # type: ignore[attr-defined]
+        for round_number in range(60):
+            value = bytearray(true)
+            if round_number % 3 == 0:
+                value = bytearray(draw.randbytes(draw.randrange(1, 2 * len(true))))
+            elif round_number % 3 == 1:
+                value[draw.randrange(len(value))] ^= 1 << draw.randrange(8)
+            else:
+                value = value[: draw.randrange(1, len(value))]
+            await inner._client.set(inner._key(name_of(1)), bytes(true))  # type: ignore[attr-defined]
+            await inner._client.set(inner._key(name_of(0)), bytes(value))  # type: ignore[attr-defined]
+            assert await store.get([read_of(0), read_of(1)]) == [False, False], "damaged, and another block's"
+        assert store.statistics()["corrupt_blocks"] == 120
+
+    try:
+        run([f"valkey:{socket}"], use)
+    finally:
+        end(server)
+
+
+# Tiers.
+
+
+def test_what_a_lower_tier_has_comes_up(tmp_path: Path) -> None:
+    urls = [f"memory:?num_blocks=64&name={tmp_path.name}", f"file:{tmp_path}"]
+
+    async def use(store: TieredStore) -> None:
+        first, second = (tier.store for tier in store.tiers)
+        await second.put([block_of(index) for index in range(8)])
+        assert await store.match(names_of(9)) == 8
+        assert await fetch(store, range(4)) == [True] * 4
+        await until(lambda: is_true(first.match(names_of(9)), 4))
+        await store.prefetch(names_of(9))
+        assert await first.match(names_of(9)) == 8
+        await second.delete(names_of(9))
+        await first.delete([name_of(2)])
+        assert await store.match(names_of(9)) == 2
+        await second.put([block_of(2)])
+        assert await store.match(names_of(9)) == 8, "blocks of one prompt may be in several tiers"
+        assert await fetch(store, range(9)) == [*[True] * 8, False]
+
+    run(urls, use)
+
+
+def test_write_back_reaches_the_lower_tier_later(tmp_path: Path) -> None:
+    urls = [f"memory:?num_blocks=64&name={tmp_path.name}", f"file:{tmp_path}"]
+
+    async def use(store: TieredStore) -> None:
+        await store.put([block_of(index) for index in range(40)])
+        assert store.statistics()["dirty_blocks"] > 0
+        await until(lambda: is_true(store.tiers[1].store.match(names_of(40)), 40))
+        await store.put([block_of(41)])
+
+    run(urls, use, write="back")
+
+    async def look(store: TieredStore) -> None:
+        assert await store.match([name_of(41)]) == 1, "what waited was written before the end"
+        assert await fetch(store, range(40)) == [True] * 40
+
+    run(urls[1:], look)
+
+
+def test_a_read_is_what_was_put(tmp_path: Path) -> None:
+    """The suite's own eyes: a block that is not the one that was put is seen."""
+    read = read_of(1)
+    assert not is_block(read, 1)
