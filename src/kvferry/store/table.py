@@ -5,17 +5,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.metadata import entry_points
 
 from kvferry.core.errors import ConfigError
 from kvferry.core.layout import KVLayout
-from kvferry.core.names import resolve
+from kvferry.core.names import ExtensionPoint
 from kvferry.store.base import KVStore, StoreOptions
 from kvferry.store.codecs.table import codec_class
 from kvferry.store.eviction.table import eviction_class
 from kvferry.store.url import StoreUrl, parse_store_url, read_options
 
-ENTRY_POINT_GROUP = "kvferry.stores"
 VALKEY = "kvferry.store.valkey:ValkeyStore"
 BUILTIN = {
     "memory": "kvferry.store.memory:MemoryStore",
@@ -26,6 +24,8 @@ BUILTIN = {
     "redis": VALKEY,
     "rediss": "kvferry.store.valkey:TlsValkeyStore",
 }
+EXTENSIONS = ExtensionPoint("store", BUILTIN, "kvferry.stores")
+MAX_TIERS = 8
 
 
 @dataclass(frozen=True)
@@ -43,14 +43,8 @@ class StoreSpec:
 
 def find_store(text: str) -> StoreSpec:
     """The store that a URL names. Raises `ConfigError` that says what of it is wrong."""
-    found = entry_points(group=ENTRY_POINT_GROUP)
-    url = parse_store_url(text, frozenset({*BUILTIN, *found.names}))
-    if url.scheme in BUILTIN:
-        kind = resolve(BUILTIN[url.scheme])
-    else:
-        kind = found[url.scheme].load() if url.scheme in found.names else resolve(url.scheme)
-    if not (isinstance(kind, type) and issubclass(kind, KVStore)):
-        raise ConfigError(f"store {url}: {url.scheme!r} must be a class derived from KVStore")
+    url = parse_store_url(text, frozenset(EXTENSIONS.names()))
+    kind: type[KVStore] = EXTENSIONS.find(url.scheme, KVStore)
     options = read_options(url, kind.options_type)
     _check_common(url, options)
     kind.check_location(url.location)
@@ -75,6 +69,3 @@ def _check_common(url: StoreUrl, options: StoreOptions) -> None:
     max_bytes = getattr(options, "max_bytes", None)
     if max_bytes is not None and max_bytes <= 0:
         raise ConfigError(f"store {url}: max_bytes must be greater than 0; leave it out for no bound")
-
-
-MAX_TIERS = 8
