@@ -37,7 +37,14 @@ SHAPES: dict[str, dict[str, Any]] = {
     "whole": {"max_tokens": 8, "temperature": 0},
     "stream": {"max_tokens": 200, "seed": 11, "temperature": 0.8, "stream": True},
 }
-NAMED = {"server_error", "hand_off_error", "unavailable_error", "timeout_error", "rate_limit_error"}
+NAMED = {
+    "server_error",
+    "hand_off_error",
+    "unavailable_error",
+    "timeout_error",
+    "rate_limit_error",
+    "bad_gateway_error",  # an instance broke off, and none was left: 502, as of every gateway
+}
 
 
 class Chaos:

@@ -15,6 +15,7 @@ import pytest
 
 from kvferry.models import checkpoint, digest_cache
 from kvferry.models.checkpoint import checkpoint_name
+from kvferry.models.digest_cache import DigestCache
 
 WEIGHTS = bytes(range(256)) * 4096
 
@@ -142,6 +143,18 @@ def test_a_damaged_cache_is_made_anew(folder: Path, cache: Path, num_reads: list
     assert name_of(folder) == before
     assert name_of(folder) == before
     assert len(num_reads) == 4
+
+
+def test_what_is_wrong_with_the_cache_is_said_by_the_supervisor_alone(
+    folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    name_of(folder)
+    for instance, said in (("", 1), ("decode-0", 0)):
+        cache.chmod(0o666)
+        caplog.clear()
+        monkeypatch.setenv("KVFERRY_INSTANCE_NAME", instance)
+        DigestCache()
+        assert [record.levelname for record in caplog.records] == ["WARNING"] * said
 
 
 def test_a_cache_that_others_may_write_is_not_believed(folder: Path, cache: Path) -> None:

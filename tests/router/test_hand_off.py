@@ -62,6 +62,23 @@ async def post(
 # What each leg is sent.
 
 
+def given(p: Peer, asked: dict[str, Any]) -> dict[str, Any]:
+    """The ticket as D gets it: D is to answer with none of its own."""
+    return {**ticket_for(p, asked), "keep_for_next_turn": False}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("trusted", [False, True])
+async def test_decode_answers_with_a_ticket_only_where_clients_may_have_one(mode: str, trusted: bool) -> None:
+    p, d = a_prefill(), a_decode()
+    async with (
+        instances(p, d),
+        routing([p.url], [d.url], hand_off=mode, trust_client_tickets=trusted) as (_, url),
+    ):
+        assert (await post(url))[0] == 200
+    assert d.calls[0].body["kv_transfer_params"].get("keep_for_next_turn") is (None if trusted else False)
+
+
 async def test_sequential_gives_decode_the_ticket_of_prefill() -> None:
     p, d = a_prefill(), a_decode()
     async with instances(p, d), routing([p.url], [d.url], hand_off="sequential") as (_, url):
@@ -73,7 +90,7 @@ async def test_sequential_gives_decode_the_ticket_of_prefill() -> None:
     assert params["do_remote_prefill"] is False
     assert [params[key] for key in ("remote_engine_id", "remote_block_ids", "remote_host", "remote_port")] == [None] * 4
     assert (asked["max_tokens"], asked["n"], asked["stream"]) == (1, 1, False)
-    assert d.calls[0].body == {**BODY, "seed": asked["seed"], "kv_transfer_params": ticket_for(p, asked)}
+    assert d.calls[0].body == {**BODY, "seed": asked["seed"], "kv_transfer_params": given(p, asked)}
     assert p.released.empty()
 
 
@@ -307,7 +324,7 @@ async def test_another_decode_gets_the_same_ticket(mode: str, failure: Answering
     async with instances(p, bad, good), routing([p.url], [bad.url, good.url], hand_off=mode) as (_, url):
         assert (await post(url))[0] == 200
     assert len(p.calls) == len(bad.calls) == 1
-    assert good.calls[0].body["kv_transfer_params"] == ticket_for(p, p.calls[0].body)
+    assert good.calls[0].body["kv_transfer_params"] == given(p, p.calls[0].body)
     assert good.calls[0].body["seed"] == p.calls[0].body["seed"]
     assert p.released.empty()
 

@@ -25,6 +25,7 @@ from kvferry.fleet.transfer import InstanceRole
 from kvferry.http.config import HttpAccess, InstanceAccess
 from kvferry.http.keys import fleet_key
 from kvferry.http.limits import HttpLimits
+from kvferry.models.digest_cache import DigestCache
 from kvferry.observe.logs import LogConfig, set_up_logging
 from kvferry.router.config import RouterConfig
 
@@ -133,6 +134,7 @@ def run_fleet(
 ) -> int:
     """Run processes until SIGINT or SIGTERM, and end them all; returns the exit code."""
     set_up_logging(log, "supervisor")
+    DigestCache()  # says what is wrong with it, if anything, once for all that is started
     display = make_display(log) if ready_fd is None else ReportingDisplay(ReadyWriter(ready_fd))
     return asyncio.run(LocalSupervisor(display, listen.grace_s + _END_MARGIN_S, policy).run(plan))
 

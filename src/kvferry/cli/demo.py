@@ -7,11 +7,11 @@ import shutil
 import sys
 import sysconfig
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import msgspec
 from cyclopts import Parameter
@@ -19,6 +19,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from kvferry.cli.common import LOG, LogFlags
+from kvferry.cli.flags import complete
 from kvferry.core.errors import KvferryError, Unavailable
 from kvferry.core.timeline import Timeline
 from kvferry.engine.config import EngineConfig
@@ -28,10 +30,12 @@ from kvferry.fleet.process import ProcessSpec
 from kvferry.fleet.ready import Ready
 from kvferry.fleet.spec import FleetSpec, InstanceSpec, Listen
 from kvferry.fleet.supervisor import FleetPlan, LocalSupervisor
+from kvferry.http.answer import Answer as HttpAnswer
+from kvferry.http.client import Deadlines, HttpClient
+from kvferry.http.origin import Origin
+from kvferry.models.digest_cache import DigestCache
+from kvferry.observe.logs import LogConfig, set_up_logging
 from kvferry.router.config import RouterConfig
-
-if TYPE_CHECKING:
-    import aiohttp
 
 PIECES = (("heapq.py", 200), ("textwrap.py", 500), ("inspect.py", 900), ("argparse.py", 1500))
 """Files of the standard library, and how many of their tokens are the prompt."""
@@ -39,7 +43,8 @@ PIECES = (("heapq.py", 200), ("textwrap.py", 500), ("inspect.py", 900), ("argpar
 NUM_TOKENS = 48
 SHOWN_LINES = 4
 BAR_WIDTH = 13
-REQUEST_S = 60.0
+DEADLINES = Deadlines(first_byte_s=60.0, between_s=60.0)
+_LONGEST_ANSWER = 16 * 2**20
 _MOST_WAITING = 1000
 """Lines that wait for an answer's end; of more, the last."""
 PHASES = (
@@ -74,6 +79,7 @@ def demo(
     *,
     keep: Annotated[bool, Parameter(help="Leave everything serving afterwards, until Ctrl-C.", negative=())] = False,
     port: Annotated[int, Parameter(help="Port of the endpoint; 0 takes any free one.")] = 0,
+    log: LogFlags = LOG,
 ) -> int:
     """Serve a model with prefill and decode apart, ask it for a few completions, and show where the time went.
 
@@ -82,6 +88,9 @@ def demo(
 
         kvferry demo
     """
+    logs = complete(LogConfig, log)
+    set_up_logging(logs, "supervisor")
+    DigestCache()  # as in `run_fleet`
     console = Console(highlight=False)
     fleet = LocalFleet(
         spec=FleetSpec(prefill=1, decode=1),
@@ -90,6 +99,7 @@ def demo(
         instance=InstanceSpec(served_model_name=("demo",)),
         router=RouterConfig(),
         listen=Listen(port=port),
+        log=logs,
     )
     return asyncio.run(_run(fleet, console, keep))
 
@@ -98,7 +108,7 @@ async def _run(fleet: LocalFleet, console: Console, keep: bool) -> int:
     """The fleet and the visitor, side by side; whichever is done ends the other."""
     urls: dict[str, str] = {}
     up = asyncio.Event()
-    display = _Watching(make_display(), urls, up)
+    display = _Watching(make_display(fleet.log), urls, up)
     supervisor = LocalSupervisor(display, fleet.listen.grace_s)
     serving = asyncio.create_task(supervisor.run(_with_plain_instance(fleet.plan(), fleet)))
     visiting = asyncio.create_task(_visit(urls, up, console, display.printing))
@@ -178,44 +188,69 @@ Printing = Callable[[], AbstractContextManager[None]]
 
 
 async def _visit(urls: Mapping[str, str], up: asyncio.Event, console: Console, printing: Printing) -> int:
-    import aiohttp  # only here: other commands start without it
-
     await up.wait()
-    timeout = aiohttp.ClientTimeout(total=REQUEST_S)
-    async with aiohttp.ClientSession(timeout=timeout) as session:
-        pieces = [await _cut(session, urls["router"], name, length) for name, length in PIECES]
+    async with HttpClient() as client:
+        router, plain = Endpoint(client, urls["router"]), Endpoint(client, urls["plain"])
+        pieces = [await _cut(router, name, length) for name, length in PIECES]
         console.print(
             "\nPrefill and decode run on two instances; the KV cache goes from one to the other."
             f" Each prompt is the beginning of a file of Python's own library, followed by {NUM_TOKENS} tokens"
             " of the model's.\n"
         )
-        answers = [await _show(session, urls["router"], piece, console, printing) for piece in pieces]
+        answers = [await _show(router, piece, console, printing) for piece in pieces]
         console.print(_times(pieces, answers))
         console.print(_legend())
-        plain = [await _ask(session, urls["plain"], piece) for piece in pieces]
-    return _compare(pieces, answers, plain, console)
+        expected = [await _ask(plain, piece) for piece in pieces]
+    return _compare(pieces, answers, expected, console)
 
 
-async def _cut(session: aiohttp.ClientSession, url: str, name: str, num_tokens: int) -> Piece:
+@dataclass(frozen=True)
+class Endpoint:
+    """Where questions go."""
+
+    client: HttpClient
+    url: str
+
+    async def post(self, path: str, body: dict[str, Any]) -> Any:
+        """The whole answer. Raises `Unavailable` when it is an error."""
+        async with self.posting(path, body) as answer:
+            return msgspec.json.decode(await answer.read(_LONGEST_ANSWER))
+
+    @asynccontextmanager
+    async def posting(self, path: str, body: dict[str, Any]) -> AsyncIterator[HttpAnswer]:
+        """An answer as it comes. Raises as `post`."""
+        origin = Origin.parse(self.url)
+        encoded, headers = msgspec.json.encode(body), [(b"content-type", b"application/json")]
+        answer = await self.client.open(origin, "POST", path, headers, encoded, deadlines=DEADLINES)
+        try:
+            if answer.status != 200:
+                told = (await answer.read(_LONGEST_ANSWER)).decode(errors="replace")
+                raise Unavailable(f"{self.url} answered {answer.status}: {told[:300]}")
+            yield answer
+        finally:
+            answer.close()
+
+
+async def _cut(endpoint: Endpoint, name: str, num_tokens: int) -> Piece:
     """The first tokens of a file of the standard library."""
     text = (Path(sysconfig.get_path("stdlib")) / name).read_text(encoding="utf-8")
-    tokens = await _post(session, f"{url}/tokenize", {"prompt": text})
+    tokens = await endpoint.post("/tokenize", {"prompt": text})
     token_ids = tokens["tokens"][:num_tokens]
-    shown = await _post(session, f"{url}/detokenize", {"tokens": token_ids})
+    shown = await endpoint.post("/detokenize", {"tokens": token_ids})
     return Piece(name, token_ids, "\n".join(shown["prompt"].splitlines()[-SHOWN_LINES:]))
 
 
-async def _show(session: aiohttp.ClientSession, url: str, piece: Piece, console: Console, printing: Printing) -> Answer:
+async def _show(endpoint: Endpoint, piece: Piece, console: Console, printing: Printing) -> Answer:
     """Ask, and print the answer as it comes, after the last lines of its prompt."""
     console.print(f"[bold]{piece.name}[/bold], {len(piece.token_ids)} tokens …")
     with printing():
         console.print(Text(piece.tail, style="dim"), end="")
-        answer = await _ask(session, url, piece, lambda text: console.print(Text(text, style="green"), end=""))
+        answer = await _ask(endpoint, piece, lambda text: console.print(Text(text, style="green"), end=""))
         console.print("\n")
     return answer
 
 
-async def _ask(session: aiohttp.ClientSession, url: str, piece: Piece, on_text: Any = lambda text: None) -> Answer:
+async def _ask(endpoint: Endpoint, piece: Piece, on_text: Any = lambda text: None) -> Answer:
     body = {
         "prompt": piece.token_ids,
         "max_tokens": NUM_TOKENS,
@@ -226,13 +261,13 @@ async def _ask(session: aiohttp.ClientSession, url: str, piece: Piece, on_text: 
         "return_token_ids": True,
         "return_timeline": True,
     }
-    answer = Answer([], "", Timeline())
-    async with session.post(f"{url}/v1/completions", json=body) as response:
-        if response.status != 200:
-            raise Unavailable(f"{url} answered {response.status}: {(await response.text())[:300]}")
-        async for line in response.content:
-            if line.startswith(b"data: {"):
-                _take(answer, msgspec.json.decode(line[6:]), on_text)
+    answer, rest = Answer([], "", Timeline()), b""
+    async with endpoint.posting("/v1/completions", body) as coming:
+        async for chunk in coming.chunks():
+            *lines, rest = (rest + chunk).split(b"\n")
+            for line in lines:
+                if line.startswith(b"data: {"):
+                    _take(answer, msgspec.json.decode(line[6:]), on_text)
     return answer
 
 
@@ -245,13 +280,6 @@ def _take(answer: Answer, event: dict[str, Any], on_text: Any) -> None:
         answer.token_ids += choice.get("token_ids") or []
         answer.text += choice["text"]
         on_text(choice["text"])
-
-
-async def _post(session: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> Any:
-    async with session.post(url, json=body) as response:
-        if response.status != 200:
-            raise Unavailable(f"{url} answered {response.status}: {(await response.text())[:300]}")
-        return await response.json()
 
 
 # What it shows.

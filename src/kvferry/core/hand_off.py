@@ -8,7 +8,7 @@ The keys are vLLM's (`do_remote_decode`, `do_remote_prefill`, `remote_engine_id`
 | `transfer_id` | names the hand-off, on all ranks |
 | `remote_ranks` | [host, port] of each rank of P, where there are several; the first is `remote_host`, `remote_port` |
 | `prefill_result` | P's first token, its seed and timeline |
-| `keep_for_next_turn` | asks D to keep its blocks when the answer is done, and to answer with a ticket for the next P |
+| `keep_for_next_turn` | D keeps its blocks and answers with a ticket for the next P; false: it must not |
 | `remote_transfer_id` | in that ticket: under which D keeps them |
 | `remote_prefixes` | [number of tokens, digest of them] of prefixes whose KV there is |
 | `remote_address_seal` | the fleet's word for where the KV is (`core.ticket_seal`) |
@@ -151,11 +151,12 @@ class Produce(msgspec.Struct, frozen=True):
 class Consume(msgspec.Struct, frozen=True):
     """This instance fetches the prompt's KV with a ticket and decodes.
 
-    `keep`: afterwards it keeps its own KV for the prefill of the next turn, and answers with a ticket too.
+    `keep`: afterwards it keeps its own KV for the prefill of the next turn, and answers with a ticket too. None: as the
+    instance is configured. A router whose clients may not have tickets says False.
     """
 
     ticket: Ticket
-    keep: bool = False
+    keep: bool | None = None
 
 
 HandOff = Produce | Consume | None
@@ -209,5 +210,5 @@ def _own_transfer_id(request_id: str) -> str:
 
 def _read_consume(params: dict[str, Any], request_id: str) -> Consume:
     params.setdefault("transfer_id", params.get("remote_request_id") or _own_transfer_id(request_id))
-    keep = bool(params.get("keep_for_next_turn"))
-    return Consume(msgspec.convert(params, Ticket, strict=False), keep)
+    keep = params.get("keep_for_next_turn")
+    return Consume(msgspec.convert(params, Ticket, strict=False), None if keep is None else bool(keep))

@@ -164,7 +164,13 @@ def plain_instance(fleet: LocalFleet, name: str) -> ProcessSpec:
     arguments = ["serve", fleet.engine.model, *to_arguments(fleet.engine, without=("model",))]
     return ProcessSpec(
         name=name,
-        command=(*PROGRAM, *arguments, *to_arguments(fleet.instance), *to_arguments(listen)),
+        command=(
+            *PROGRAM,
+            *arguments,
+            *to_arguments(fleet.instance),
+            *to_arguments(listen),
+            *to_arguments(fleet.log),
+        ),
         environment={**thread_variables(cores), INSTANCE_VARIABLE: name},
         hidden=fleet.hidden,
         cores=cores,

@@ -1,7 +1,8 @@
 """Digests of large files, remembered from one start to the next in a small file of the user's.
 
 A file is the same as before when its path, device, inode, size, and times of change are. The cache is a help only:
-where it cannot be written, is not ours alone, or is damaged, files are read again.
+where it cannot be written, is not ours alone, or is damaged, files are read again. In a fleet the supervisor says so,
+once for all its processes.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from kvferry.core import environment
 from kvferry.core.cache_places import lasting_places
 
 log = logging.getLogger(__name__)
@@ -62,7 +64,7 @@ class _Known(msgspec.Struct, frozen=True, array_like=True):
 
 
 class DigestCache:
-    """Digests by file, as they are on disk when it is opened."""
+    """Digests by file, as they are on disk when it is opened. What is wrong with the cache is logged then."""
 
     def __init__(self) -> None:
         self._path = _cache_path()
@@ -102,8 +104,13 @@ def _cache_path() -> Path | None:
             place.mkdir(mode=0o700, parents=True, exist_ok=True)
             if os.access(place, os.W_OK | os.X_OK):
                 return place / "checkpoints.json"
-    log.info("digests of the checkpoint's files cannot be kept for the next start: no folder for them can be written")
+    _say(logging.INFO, "digests of a checkpoint's files cannot be kept for the next start: no folder can be written")
     return None
+
+
+def _say(level: int, message: str) -> None:
+    """Unless a supervisor has looked before."""
+    log.log(logging.DEBUG if os.environ.get(environment.INSTANCE_NAME) else level, message)
 
 
 def _write(path: Path, content: bytes) -> None:
@@ -124,7 +131,7 @@ def _load(path: Path) -> dict[str, _Known]:
         with path.open("rb") as file:
             found = os.fstat(file.fileno())
             if found.st_uid != os.geteuid() or found.st_mode & 0o022 or found.st_size > MAX_BYTES:
-                log.warning("%s is not used: it is not this user's alone, or too large", path)
+                _say(logging.WARNING, f"{path} is not used: it is not this user's alone, or too large")
                 return {}
             return msgspec.json.decode(file.read(), type=dict[str, _Known])
     except (OSError, ValueError):  # msgspec's errors are such

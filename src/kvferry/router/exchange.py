@@ -213,7 +213,7 @@ class Exchange:
         decides: without it there is nothing for D to wait for, and when it comes from another engine than D asks, D is
         called again with P's ticket.
         """
-        early = decode_body(self._body, ticket, self._seed_for(form))
+        early = self._decode_body(ticket, form)
         prefilling = self._start(self._prefill(prefill, form))
         decoding = self._start(self._decode_beside(prefill, early, form.transfer_id, prefilling))
         await asyncio.wait({prefilling, decoding}, return_when=asyncio.FIRST_COMPLETED)
@@ -311,12 +311,16 @@ class Exchange:
         prefilling.add_done_callback(lambda _: wait.restart(self._services.clock.monotonic()))
         return await self._call_decode(instance, body, wait, transfer_id)
 
+    def _decode_body(self, params: Any, form: Form) -> bytes:
+        returns = self._services.config.trust_client_tickets
+        return decode_body(self._body, params, self._seed_for(form), returns_ticket=returns)
+
     async def _decode_with_ticket(self, prefill: Instance, outcome: Prefilled, last: Answer | None = None) -> Answer:
         if outcome.params is None:
             return await self._whole()
         form = outcome.form
         self._tickets.fetching(form.transfer_id)
-        body = decode_body(self._body, outcome.params, self._seed_for(form))
+        body = self._decode_body(outcome.params, form)
         answer = await self._decode(body, last, prefill, form.transfer_id)
         if verdict(answer.status) is Verdict.FAULT and isinstance(prefill.facts, VllmFacts):
             prefill.facts = Unasked()  # Another process may be at its address now; `Health` asks it.

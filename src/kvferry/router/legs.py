@@ -141,9 +141,22 @@ def prefill_body(body: RequestBody, form: Form, seed: dict[str, int]) -> bytes:
     return body.encode(without=("stream_options", "best_of", *form.prefill_without), **fields)
 
 
-def decode_body(body: RequestBody, params: Any, seed: dict[str, int]) -> bytes:
-    """The decode leg's body, with a ticket: the client's own, and the seed that P's token is drawn with."""
-    return body.encode(**{HAND_OFF_FIELD: params, **seed})
+def decode_body(body: RequestBody, params: Any, seed: dict[str, int], *, returns_ticket: bool) -> bytes:
+    """The decode leg's body, with a ticket: the client's own, and the seed that P's token is drawn with.
+
+    Unless `returns_ticket`, D is to keep nothing for another turn: its own ticket, with its addresses, would reach the
+    client.
+    """
+    return body.encode(**{HAND_OFF_FIELD: params if returns_ticket else _without_return(params), **seed})
+
+
+def _without_return(params: Any) -> Any:
+    if isinstance(params, msgspec.Raw):
+        try:
+            params = msgspec.json.decode(params, type=dict[str, msgspec.Raw])
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):  # D will say what is wrong with it
+            return params
+    return {**params, "keep_for_next_turn": False}
 
 
 def whole_body(body: RequestBody) -> bytes:

@@ -336,6 +336,14 @@ def test_a_next_turn_fetches_only_what_is_the_same(make_engine: MakeEngine, num_
     prefiller.scheduler.release("t2")
 
 
+def test_who_may_have_no_ticket_gets_none(make_engine: MakeEngine) -> None:
+    prefiller, decoder = make_pair(make_engine, "2 ranks to 2", bidirectional_kv_xfer=True)
+    ticket = prefiller.run(produced(PROMPT)).ticket
+    decode = decoder.run(consumed(PROMPT, {**ticket, "keep_for_next_turn": False}))
+    assert decode.ticket is None
+    assert not decoder.held
+
+
 def test_nothing_is_kept_of_an_answer_that_broke_off(make_engine: MakeEngine) -> None:
     prefiller, decoder = make_pair(make_engine, "2 ranks to 2", bidirectional_kv_xfer=True)
     ticket = prefiller.run(produced(PROMPT)).ticket

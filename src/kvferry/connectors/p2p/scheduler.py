@@ -125,7 +125,7 @@ class P2pSchedulerSide(SchedulerSide):
             self._offers.never_opened(request)  # expected at most: nothing was announced before the load
             return Hold(None)
         hand_off = request.hand_off
-        if isinstance(hand_off, Consume) and (hand_off.keep or self._keeps_all):
+        if isinstance(hand_off, Consume) and (self._keeps_all if hand_off.keep is None else hand_off.keep):
             return self._offers.keep(request, block_ids)
         return self._offers.finish(request, block_ids)
 
