@@ -350,7 +350,11 @@ async def routing(
         server.check()
         assert router.services.upstream.num_waits == 0
     router.admission.check()
-    assert all(instance.in_flight == 0 for instance in router.services.pools)
+    for instance in router.services.pools:
+        load = instance.load
+        assert instance.in_flight == load.num_prefills == load.num_decodes == 0
+        assert abs(load.prefill_tokens) < 1e-6
+    router.services.chooser.index.check()
 
 
 @asynccontextmanager

@@ -44,7 +44,7 @@ async def test_a_decision_says_who_why_and_when() -> None:
         (one,) = await decisions(url)
     assert (one["request_id"], one["policy"], one["model"]) == ("mine", "cost", "m")
     assert (one["prefill"], one["decode"], one["reason"]) == ("prefill-0", "decode-0", "split")
-    assert set(one["scores"]) == {"prefill prefill-0", "whole decode-0", "decode decode-0"}
+    assert set(one["scores"]) == {"prefill prefill-0", "decode decode-0"}
     timings = one["timings"]
     order = ["arrived", "routed", "prefill_sent", "prefill_answered", "decode_sent", "first_byte", "done"]
     assert [timings[name] for name in order] == sorted(timings[name] for name in order)

@@ -165,11 +165,11 @@ class Candidates:
         return choice.prefill if choice else None
 
     def _another_decode(self, prefill: Instance | None) -> Instance | None:
-        choice, decodes = self._choice, self._decodes()
-        if prefill is not None:
-            decodes = [one for one in decodes if _can_pair(prefill, one)]
-        if choice is None or choice.prefill is not prefill or choice.decode not in decodes:
-            choice = self._choose(Options([prefill] if prefill else [], decodes, False, _can_pair))
+        choice = self._choice
+        if choice and choice.prefill is prefill and choice.decode.usable and choice.decode not in self._failed:
+            return choice.decode
+        decodes = [one for one in self._decodes() if prefill is None or _can_pair(prefill, one)]
+        choice = self._choose(Options([prefill] if prefill else [], decodes, False, _can_pair))
         return choice.decode if choice else None
 
     def _next_ones(self, role: str, choose: Callable[[], Instance | None]) -> Iterator[Instance]:

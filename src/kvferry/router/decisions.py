@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
 from kvferry.core.clock import Clock
 from kvferry.core.timeline import Timeline
 from kvferry.router.legs import PrefillUsage
+from kvferry.router.policies.base import Scores
 
 logger = logging.getLogger(__name__)
 
@@ -73,11 +74,19 @@ class Decision(msgspec.Struct, kw_only=True):
     prefill: str | None = None
     decode: str | None = None
     reason: str = ""
-    scores: Mapping[str, float] = {}
+    scores: Sequence[Scores] = ()
     cached_tokens: Mapping[str, int] = {}
     attempts: list[Attempt] = []
     timings: Timings = msgspec.field(default_factory=Timings)
     prefill_usage: PrefillUsage | None = None
+
+    def named_scores(self) -> dict[str, float]:
+        """By leg and instance."""
+        return {
+            f"{leg} {one.name}": score
+            for leg, targets, found in self.scores
+            for one, score in zip(targets, found, strict=True)
+        }
 
 
 class Decisions:
@@ -100,7 +109,7 @@ class Decisions:
                 decision.policy,
                 decision.prompt_tokens,
                 dict(decision.cached_tokens),
-                {name: round(score, 4) for name, score in decision.scores.items()},
+                {name: round(score, 4) for name, score in decision.named_scores().items()},
             )
 
     def now(self) -> float:
@@ -110,4 +119,6 @@ class Decisions:
     def encode(self, most: int) -> bytes:
         """As JSON, the newest first."""
         newest = [self._ring[-1 - place] for place in range(min(most, len(self._ring)))]
-        return msgspec.json.encode({"decisions": newest})
+        return msgspec.json.encode(
+            {"decisions": [{**msgspec.structs.asdict(one), "scores": one.named_scores()} for one in newest]}
+        )

@@ -33,6 +33,13 @@ class Threshold:
         margin = estimates.any_prefill.slope - estimates.hand_off.slope
         return estimates.hand_off.base / margin if margin > 0 else float("inf")
 
+    @property
+    def active(self) -> bool:
+        """Whether anything stays whole yet."""
+        return self._fixed != 0 and (
+            self._fixed is not None or self._estimates.hand_off.num_measured >= FEWEST_HAND_OFFS
+        )
+
     def stays_whole(self, asked: Asked, prefill: Target, decode: Target) -> str | None:
         """Why `decode` had better do both, `short_prompt` or `prefill_busy`; None: hand off from `prefill`."""
         cached = self._index.match(asked.prefix)

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator
+from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.metrics_core import HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 from kvferry.router.instance import Instance
 from kvferry.router.paths import PROMPT_FIELDS
@@ -73,13 +78,8 @@ class Metrics:
             _OF_INSTANCE,
             registry=registry,
         )
-        self._phases = Histogram(
-            "kvferry_router_phase_seconds",
-            "Seconds of a request in each of its phases, as far as the router sees them.",
-            ("phase",),
-            buckets=_SECONDS,
-            registry=registry,
-        )
+        self._phases = _PhaseSeconds()
+        registry.register(self._phases)
         self._threshold = Gauge(
             "kvferry_router_disaggregate_from_tokens",
             "Uncached tokens from which a prompt is computed on a prefill instance, decode being idle.",
@@ -125,7 +125,7 @@ class Metrics:
     def phases(self, phases: Iterable[tuple[str, float]]) -> None:
         """A request is over; how long each phase took."""
         for name, seconds in phases:
-            self._phases.labels(name).observe(seconds)
+            self._phases.observe(name, seconds)
 
     def choice(self, threshold: float, index: IndexStatistics) -> None:
         """What choices are made by now."""
@@ -146,6 +146,36 @@ class Metrics:
             self._in_flight.labels(instance.role, instance.name).set(instance.in_flight)
             self._alive.labels(instance.role, instance.name).set(instance.alive)
         return generate_latest(self._registry)
+
+
+class _PhaseSeconds(Collector):
+    """A histogram for each phase. Counted by hand: several observations for each request would be dear."""
+
+    def __init__(self) -> None:
+        self._counts: dict[str, list[int]] = {}
+        self._sums: dict[str, float] = {}
+
+    def observe(self, phase: str, seconds: float) -> None:
+        """A phase took so long."""
+        counts = self._counts.get(phase)
+        if counts is None:
+            counts = self._counts[phase] = [0] * (len(_SECONDS) + 1)
+            self._sums[phase] = 0.0
+        counts[bisect_left(_SECONDS, seconds)] += 1
+        self._sums[phase] += seconds
+
+    def collect(self) -> Iterator[Metric]:
+        """For Prometheus."""
+        family = HistogramMetricFamily(
+            "kvferry_router_phase_seconds",
+            "Seconds of a request in each of its phases, as far as the router sees them.",
+            labels=["phase"],
+        )
+        edges = [*map(floatToGoString, _SECONDS), "+Inf"]
+        for phase, counts in self._counts.items():
+            buckets = list(zip(edges, accumulate(counts), strict=True))
+            family.add_metric([phase], buckets, self._sums[phase])
+        yield family
 
 
 def _bounded(path: str) -> str:

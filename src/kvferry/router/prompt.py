@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 import msgspec
 import xxhash
 
-_STRETCHES = ((128, 2048), (512, 16384), (2048, 8 * 2**20))
+_STRETCHES = ((128, 1024), (512, 4096), (2048, 32768), (8192, 16 * 2**20))
 """Bytes of a stretch, and up to where: a short prompt is told apart finely, a long one has few names. What is beyond
 has none."""
 

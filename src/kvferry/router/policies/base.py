@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from random import Random
 from typing import ClassVar, Generic, Literal, Protocol, TypeVar
 
@@ -95,19 +95,27 @@ class Options(Generic[T]):
         return [one for one in self.decodes if self.can_pair(prefill, one)]
 
 
+Scores = tuple[Leg, Sequence[Target], Sequence[float]]
+"""Of some candidates for a leg."""
+
+
 @dataclass(frozen=True)
 class Choice(Generic[T]):
-    """Where a request goes. `prefill` None: to `decode` alone. `reason`: why it is split, or not. `scores`, by leg and
-    name: what the policy thought of each candidate, lower is better."""
+    """Where a request goes. `prefill` None: to `decode` alone. `reason`: why it is split, or not. `scores`: what the
+    policy thought of each candidate, lower is better."""
 
     decode: T
     prefill: T | None = None
     reason: str = ""
-    scores: Mapping[str, float] = field(default_factory=dict)
+    scores: Sequence[Scores] = ()
 
 
 class Disaggregation(Protocol):
     """Says whether a hand-off is worth it."""
+
+    @property
+    def active(self) -> bool:
+        """Whether it may say so of any request."""
 
     def stays_whole(self, asked: Asked, prefill: Target, decode: Target) -> str | None:
         """Why `decode` had better do both, as a short label; None: hand off."""
@@ -162,13 +170,13 @@ class LegPolicy(Policy):
 
     def choose(self, asked: Asked, options: Options[T]) -> Choice[T]:
         """See `Policy`."""
-        scores: dict[str, float] = {}
-        prefills = [one for one in options.prefills if options.pairs_with(one)]
+        scores: list[Scores] = []
+        prefills = [one for one in options.prefills if any(options.can_pair(one, other) for other in options.decodes)]
         if not prefills:
             why = "no_pair" if options.prefills else "no_prefill"
             return Choice(self._best(asked, "whole", options.decodes, scores), None, why, scores)
         prefill = self._best(asked, "prefill", prefills, scores)
-        if options.may_stay_whole:
+        if options.may_stay_whole and self.context.disaggregation.active:
             alone = self._best(asked, "whole", options.decodes, scores)
             reason = self.context.disaggregation.stays_whole(asked, prefill, alone)
             if reason is not None:
@@ -182,8 +190,9 @@ class LegPolicy(Policy):
             if one is not None:
                 self._last_turn[one.name] = self._turn
 
-    def _best(self, asked: Asked, leg: Leg, targets: Sequence[T], scores: dict[str, float]) -> T:
+    def _best(self, asked: Asked, leg: Leg, targets: Sequence[T], scores: list[Scores]) -> T:
         found = self.score(asked, leg, targets)
-        scores |= {f"{leg} {one.name}": value for one, value in zip(targets, found, strict=True)}
-        turns = [self._last_turn.get(one.name, 0) for one in targets]
-        return targets[min(range(len(targets)), key=lambda place: (found[place], turns[place]))]
+        scores.append((leg, targets, found))
+        least = min(found)
+        best = [one for one, value in zip(targets, found, strict=True) if value == least]
+        return best[0] if len(best) == 1 else min(best, key=lambda one: self._last_turn.get(one.name, 0))
