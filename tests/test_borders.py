@@ -19,6 +19,8 @@ TORCH_FREE = [
     "kvferry.transport.lookup_buffer.build",
     "kvferry.transport.pipe.meeting",
     "kvferry.transport.pipe.table",
+    "kvferry.store.eviction.reuse",
+    "kvferry.store.trace.comparison",
     "kvferry.engine.block_pool",
     "kvferry.engine.config",
     "kvferry.engine.scheduler",

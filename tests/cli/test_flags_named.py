@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from kvferry.cli.cache_simulate import simulate
 from kvferry.cli.demo import demo
 from kvferry.engine.config import EngineConfig
 from kvferry.fleet.arguments import flag_name
@@ -59,7 +60,7 @@ def known() -> set[str]:
     aliases = {f"--{one.metadata['alias']}" for config in CONFIGS for one in fields(config) if "alias" in one.metadata}
     own = {flag_name(one.name) for config in CONFIGS for one in fields(config)}
     negated = {f"--no-{name.removeprefix('--')}" for name in own}
-    demos = {flag_name(name) for name in demo.__annotations__}
+    demos = {flag_name(name) for command in (demo, simulate) for name in command.__annotations__} | {"--plot"}
     return own | aliases | negated | demos | OWN | FOREIGN
 
 

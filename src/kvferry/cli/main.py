@@ -10,6 +10,7 @@ from cyclopts import App, CycloptsError, Group, Parameter
 from cyclopts.config import Env
 
 from kvferry import __version__
+from kvferry.cli.cache import cache
 from kvferry.cli.config_file import ConfigFile
 from kvferry.cli.demo import demo
 from kvferry.cli.fleet import app as fleet
@@ -58,6 +59,7 @@ app.command(decode, sort_key=3)
 app.command(router, sort_key=4)
 app.command(demo, sort_key=5)
 app.command(fleet)
+app.command(cache)
 
 
 @app.meta.default

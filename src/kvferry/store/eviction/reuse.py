@@ -4,26 +4,29 @@ Made for prefix trees. The blocks that one request inserts one after another are
 conversation. They are wanted again together or not at all, so statistics are kept of runs, each counting once however
 long it is. What a run is like says much about whether it comes back; a `ReuseModel` learns how much, by a class of
 
-    uses since it was inserted · whether only a beginning of it was used last time · tokens of its request's answer
-    · how many runs come before it (the turn of a conversation) · its length
+    uses since it was inserted · whether only a beginning of it was used last time · how many runs come before it (the
+    turn of a conversation) · tokens of its request's answer · its length
 
-all of which a store sees, but for the length of the answer: where nobody tells (`finish`), it is one class for all.
+all of which a store sees, but for the length of the answer. Where nobody tells (`finish`), and before it is told, the
+class ends before it, and so stands for all whose answers were told.
 
-Blocks of a run with one history are a *group*, given up from its end, as a block is of no use without those before
-it. Within a class, worth rises and then falls with idle age, so that the one to give up is the class's oldest or its
-newest; giving up the newest is what keeps some of a workload that does not fit. An estimate needs evidence: until a
-model is first fitted, the order is LRU's.
+Blocks of a run with one history are a *group*, given up from its end, and only when no run after it is kept: a block is
+of no use without those before it, and a conversation's newest run says most about whether it goes on. Within a class,
+worth rises and then falls with idle age, so that the group to give up is the class's oldest or its newest; giving up
+the newest is what keeps some of a workload that does not fit. Until a model is first fitted, the order is LRU's.
 
-The worth of a class is compared again after some evictions, not at each, so an operation takes constant time but for
-that. Related: LHD (Beckmann, Chen and Cidon, NSDI 2018) evicts by hit density learnt by age.
+All classes are looked at again after some evictions, not at each: between, an eviction looks at the least of them, and
+every operation takes O(log n). Related: LHD (Beckmann, Chen and Cidon, NSDI 2018) evicts by hit density learnt by age.
 """
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections import OrderedDict
 from collections.abc import Iterable
 
+from kvferry.store.eviction.age_queue import AgeQueue
 from kvferry.store.eviction.base import EvictionPolicy, Key
 from kvferry.store.eviction.reuse_model import ReuseModel
 
@@ -40,11 +43,17 @@ _BUCKET_OF_TURN = (0, 1, 2, 3, 4, 4)
 class Run:
     """Blocks that one request inserted, one after the other."""
 
-    __slots__ = ("last", "num_before", "output", "size")
+    __slots__ = ("before", "groups", "last", "num_before", "num_kept", "num_kept_after", "output", "size")
 
-    def __init__(self, num_before: int) -> None:
-        self.num_before, self.size, self.output = num_before, 0, UNKNOWN_OUTPUT
+    def __init__(self, before: Run | None) -> None:
+        self.before = before
+        self.num_before: int = 0 if before is None else before.num_before + 1
+        self.size, self.output = 0, UNKNOWN_OUTPUT
         self.last: Key | None = None
+        self.num_kept = self.num_kept_after = 0
+        """Blocks of this run that are kept, and runs right after it of which some are."""
+        self.groups: dict[Group, None] = {}
+        """Those with kept blocks."""
 
 
 class Group:
@@ -60,11 +69,12 @@ class Group:
         self.moves_to: Group | None = None
         self.class_number = self.trial = -1
 
-    def describe(self) -> tuple[int, int, int, int]:
+    def describe(self) -> tuple[int, ...]:
         """The class, for `ReuseModel`."""
         history = 2 * min(self.num_uses, 4) + self.is_rest
         run = self.run
-        return history, run.output, _turn_bucket(run.num_before), _size_bucket(run.size)
+        known = history, _turn_bucket(run.num_before)
+        return known if run.output == UNKNOWN_OUTPUT else (*known, run.output, _size_bucket(run.size))
 
 
 class Reuse(EvictionPolicy):
@@ -75,10 +85,10 @@ class Reuse(EvictionPolicy):
         self._model = ReuseModel()
         self._kept: dict[Key, Group] = {}
         self._past: OrderedDict[Key, Group] = OrderedDict()
-        self._queues: dict[int, OrderedDict[Group, None]] = {}
+        self._queues: dict[int, AgeQueue[Group]] = {}
         self._split: dict[Group, None] = {}
         self._ranking: list[tuple[float, int, bool]] = []
-        """Worth, class, whether of its newest group; the least worth last."""
+        """A heap of worth when it was last looked at, class, and whether of its newest group or its oldest."""
         self._ranked_at, self._num_evictions_left = -math.inf, 0
 
     def finish(self, keys: Iterable[Key], num_output_tokens: int, now: float) -> None:
@@ -100,7 +110,7 @@ class Reuse(EvictionPolicy):
         if before is not None and before.num_uses == 0 and not before.is_rest and before.run.last == parent:
             group = before
         else:
-            group = Group(Run(0 if before is None else before.run.num_before + 1), 0, now)
+            group = Group(Run(None if before is None else before.run), 0, now)
         group.run.size, group.run.last = group.run.size + 1, key
         self._join(key, group)
         self._classify(group)
@@ -132,15 +142,20 @@ class Reuse(EvictionPolicy):
         while self._kept:
             if not self._ranking or self._num_evictions_left <= 0 or now - self._ranked_at > RANKING_S:
                 self._rank(now)
-            _, class_number, newest = self._ranking[-1]
+            worth, class_number, newest = self._ranking[0]
             queue = self._queues.get(class_number)
-            if queue:
-                self._num_evictions_left -= 1
-                group = next(reversed(queue)) if newest else next(iter(queue))
-                key = next(reversed(group.keys))
-                self._remove(key)
-                return key
-            self._ranking.pop()
+            if queue is None:
+                heapq.heappop(self._ranking)
+                continue
+            group = queue.newest() if newest else queue.oldest()
+            worth_now = self._model.worth(class_number, now - group.started)
+            if worth_now > worth:  # another group has its place now
+                heapq.heapreplace(self._ranking, (worth_now, class_number, newest))
+                continue
+            self._num_evictions_left -= 1
+            key = next(reversed(group.keys))
+            self._remove(key)
+            return key
         return None
 
     def _restore(self, key: Key, now: float) -> None:
@@ -161,11 +176,11 @@ class Reuse(EvictionPolicy):
         self._model.refit(now)
         ranking = []
         for class_number, queue in self._queues.items():
-            oldest, newest = next(iter(queue)), next(reversed(queue))
+            oldest, newest = queue.oldest(), queue.newest()
             ranking.append((self._model.worth(class_number, now - oldest.started), class_number, False))
             if newest is not oldest:
                 ranking.append((self._model.worth(class_number, now - newest.started), class_number, True))
-        ranking.sort(reverse=True)
+        heapq.heapify(ranking)
         self._ranking, self._ranked_at = ranking, now
         self._num_evictions_left = min(MOST_EVICTIONS_A_RANKING, 1 + self.capacity // 64)
 
@@ -183,21 +198,47 @@ class Reuse(EvictionPolicy):
                 self._classify(rest)
 
     def _join(self, key: Key, group: Group) -> None:
+        run = group.run
         self._kept[key] = group
-        if not group.keys and group.class_number >= 0:
-            self._queues.setdefault(group.class_number, OrderedDict())[group] = None
+        run.num_kept += 1
+        if run.num_kept == 1 and run.before is not None:
+            run.before.num_kept_after += 1
+            if run.before.num_kept_after == 1:
+                for other in run.before.groups:
+                    if not other.is_rest:
+                        self._dequeue(other)
         group.keys[key] = None
+        if len(group.keys) == 1:
+            run.groups[group] = None
+            self._enqueue(group)
 
     def _leave(self, key: Key, group: Group) -> None:
+        run = group.run
         del self._kept[key], group.keys[key]
+        run.num_kept -= 1
         if not group.keys:
-            self._unqueue(group)
+            del run.groups[group]
+            self._dequeue(group)
+        if run.num_kept == 0 and run.before is not None:
+            run.before.num_kept_after -= 1
+            if run.before.num_kept_after == 0:
+                for other in run.before.groups:
+                    self._enqueue(other)
 
-    def _unqueue(self, group: Group) -> None:
-        queue = self._queues[group.class_number]
-        del queue[group]
-        if not queue:
-            del self._queues[group.class_number]
+    def _enqueue(self, group: Group) -> None:
+        """Into the queue of its class, if it can be given up without a run after it becoming useless."""
+        if group.class_number < 0 or not group.keys or (group.run.num_kept_after and not group.is_rest):
+            return
+        queue = self._queues.setdefault(group.class_number, AgeQueue())
+        if group not in queue:
+            queue.add(group)
+
+    def _dequeue(self, group: Group) -> None:
+        queue = self._queues.get(group.class_number)
+        if queue is not None and group in queue:
+            queue.discard(group)
+            if not queue:
+                del self._queues[group.class_number]
 
     def _classify(self, group: Group) -> None:
         """Find its class, which changes as more is known, and its place in the queue of that class."""
@@ -205,14 +246,12 @@ class Reuse(EvictionPolicy):
         if number == group.class_number:
             return
         if group.class_number < 0:
-            group.trial = self._model.start(number, group.started)
+            group.trial = self._model.start(number, group.started, 1.0 / (1 + group.num_uses))
         else:
             self._model.reclassify(group.trial, number)
-            if group.keys:
-                self._unqueue(group)
+            self._dequeue(group)
         group.class_number = number
-        if group.keys:
-            self._queues.setdefault(number, OrderedDict())[group] = None
+        self._enqueue(group)
 
 
 def _turn_bucket(num_before: int) -> int:

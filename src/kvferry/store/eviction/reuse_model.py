@@ -47,6 +47,7 @@ class ReuseModel:
         self._started = np.zeros(REMEMBERED_TRIALS)
         self._gaps = np.full(REMEMBERED_TRIALS, np.nan)
         self._trial_classes = np.zeros(REMEMBERED_TRIALS, dtype=np.intp)
+        self._weights = np.zeros(REMEMBERED_TRIALS)
         self._num_trials = 0
         self._num_events = 0
         self._worth: list[list[float]] = []
@@ -62,10 +63,11 @@ class ReuseModel:
             self._depths.append(len(of))
         return number
 
-    def start(self, class_number: int, now: float) -> int:
-        """A trial begins; returns its number."""
+    def start(self, class_number: int, now: float, weight: float) -> int:
+        """A trial begins, which counts for `weight` of one; returns its number."""
         place = self._num_trials % REMEMBERED_TRIALS
-        self._started[place], self._gaps[place], self._trial_classes[place] = now, np.nan, class_number
+        self._started[place], self._gaps[place] = now, np.nan
+        self._trial_classes[place], self._weights[place] = class_number, weight
         self._num_trials += 1
         self._num_events += 1
         return self._num_trials - 1
@@ -105,7 +107,7 @@ class ReuseModel:
         self._num_events = 0
         seen = np.maximum(0.0, now - self._started[:num])
         gaps = self._gaps[:num]
-        within = _gap_distribution(gaps, seen)
+        within = _gap_distribution(gaps, seen, self._weights[:num])
         chance = self._chances(gaps, np.interp(seen, EDGES_S, within))[:, None]
         horizon = float(np.interp(0.25, within, EDGES_S))
         gained = np.interp(EDGES_S + horizon, EDGES_S, within) - within
@@ -113,10 +115,11 @@ class ReuseModel:
 
     def _chances(self, gaps: Floats, trials: Floats) -> Floats:
         """p of every class, each drawn towards that of its parent."""
-        classes = self._trial_classes[: len(gaps)]
+        classes, weights = self._trial_classes[: len(gaps)], self._weights[: len(gaps)]
+        reused = ~np.isnan(gaps)
         parents = np.array(self._parents)
-        uses = np.bincount(classes[~np.isnan(gaps)], minlength=len(parents)).astype(np.float64)
-        watched = np.bincount(classes, weights=trials, minlength=len(parents))
+        uses = np.bincount(classes[reused], weights=weights[reused], minlength=len(parents)).astype(np.float64)
+        watched = np.bincount(classes, weights=weights * trials, minlength=len(parents))
         depths = np.array(self._depths)
         levels = [np.flatnonzero(depths == depth) for depth in range(1, int(depths.max()) + 1)]
         for level in reversed(levels):
@@ -133,13 +136,14 @@ class ReuseModel:
         return self._num_trials - trial <= REMEMBERED_TRIALS
 
 
-def _gap_distribution(gaps: Floats, seen: Floats) -> Floats:
+def _gap_distribution(gaps: Floats, seen: Floats, weights: Floats) -> Floats:
     """F at `EDGES_S`. Long gaps show only in trials that began long ago, so each counts for as many as could not."""
-    observed = gaps[~np.isnan(gaps)]
+    reused = ~np.isnan(gaps)
+    observed = gaps[reused]
     could_show = 1.0 - np.searchsorted(np.sort(seen), observed) / len(seen)
     places = np.clip(np.searchsorted(EDGES_S, observed, side="right") - 1, 0, NUM_EDGES - 2)
     counted = np.bincount(
-        places, weights=1.0 / np.maximum(could_show, LEAST_SEEN_SHARE), minlength=NUM_EDGES - 1
+        places, weights=weights[reused] / np.maximum(could_show, LEAST_SEEN_SHARE), minlength=NUM_EDGES - 1
     ).astype(np.float64)
     counted += (EVENLY_SPREAD_SHARE * counted.sum() + 1.0) / (NUM_EDGES - 1)
     return np.concatenate([[0.0], np.cumsum(counted / counted.sum())])

@@ -1,0 +1,10 @@
+"""`kvferry cache`: what has to do with KV that is kept for reuse."""
+
+from __future__ import annotations
+
+from cyclopts import App
+
+from kvferry.cli.cache_simulate import simulate
+
+cache = App(name="cache", sort_key=6, help="KV that is kept for reuse: which of it to keep.")
+cache.command(simulate)

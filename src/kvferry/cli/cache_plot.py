@@ -1,0 +1,42 @@
+"""The plot of `kvferry cache simulate`, by matplotlib."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from kvferry.core.dependencies import require_library
+from kvferry.core.errors import ConfigError
+from kvferry.store.trace.comparison import Comparison
+
+ENDINGS = (".svg", ".png")
+
+
+def check_plot(path: Path) -> None:
+    """Raise `ConfigError` before any work is done when this plot cannot be written."""
+    if path.suffix.lower() not in ENDINGS:
+        raise ConfigError(f"--plot {path}: the name must end in {' or '.join(ENDINGS)}")
+    if not path.absolute().parent.is_dir():
+        raise ConfigError(f"--plot {path}: there is no folder {path.absolute().parent}")
+    require_library("--plot", "matplotlib", "plot", ["matplotlib"])
+
+
+def plot(found: Comparison, path: Path) -> None:
+    """Hit ratio over capacity, a line for each policy, the optimum above them and what is not bounded as a border."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    axes = figure.subplots()
+    sizes = [tokens / 1e6 for tokens in found.optimal_hit_ratio]
+    for name in dict.fromkeys(row.policy for row in found.policies):
+        axes.plot(sizes, [row.hit_ratio for row in found.policies if row.policy == name], marker="o", label=name)
+    axes.plot(sizes, list(found.optimal_hit_ratio.values()), color="black", linestyle="--", marker=".", label="optimum")
+    axes.axhline(found.infinite_hit_ratio, color="grey", linestyle=":", label="infinite")
+    axes.set(xscale="log", xlabel="capacity, million tokens", ylabel="share of blocks found", ylim=(0, None))
+    axes.set_xticks(sizes, [f"{size:g}" for size in sizes])
+    axes.minorticks_off()
+    axes.grid(alpha=0.3)
+    axes.legend()
+    try:
+        figure.savefig(path, dpi=150)
+    except OSError as error:
+        raise ConfigError(f"--plot {path}: {error.strerror or error}") from error

@@ -1,0 +1,150 @@
+"""Caches without bytes that a trace is replayed through: of a policy, of unbounded size, and of perfect foresight.
+
+All count alike: a block is a hit when it and all before it in the prompt are there, since only such a prefix saves
+work. After its request every block of the prompt has been kept, for however short a time.
+"""
+
+from __future__ import annotations
+
+import heapq
+from array import array
+from collections.abc import Iterator
+from typing import Protocol
+
+from kvferry.store.eviction.base import EvictionPolicy
+from kvferry.store.trace.records import TraceRequest
+
+ANSWER_STARTS_S = 1.0
+SECONDS_PER_OUTPUT_TOKEN = 0.03
+"""When an answer is complete, which a trace does not say and policies want to hear: at about 33 tokens a second."""
+
+NEVER = 1 << 62
+
+
+class Cache(Protocol):
+    """Something that requests go through in the order of their time."""
+
+    hits: int
+
+    def request(self, request: TraceRequest) -> None:
+        """Look its blocks up, then keep them."""
+
+
+class PolicyCache:
+    """At most `capacity` blocks, which an eviction policy chooses; driven as a store drives it."""
+
+    def __init__(self, policy: EvictionPolicy, capacity: int, *, hears_finishes: bool = True) -> None:
+        self._policy, self._capacity, self._hears_finishes = policy, capacity, hears_finishes
+        self._running: list[tuple[float, int, TraceRequest]] = []
+        self._num_requests = 0
+        self.hits = self.evictions = self.operations = 0
+
+    def request(self, request: TraceRequest) -> None:
+        """See `Cache`."""
+        now = request.arrived_s
+        self._finish_until(now)
+        self._use(request.hash_ids, now)
+        if self._hears_finishes:
+            self._num_requests += 1
+            end = now + ANSWER_STARTS_S + SECONDS_PER_OUTPUT_TOKEN * request.output_length
+            heapq.heappush(self._running, (end, self._num_requests, request))
+
+    def _use(self, keys: list[int], now: float) -> None:
+        policy = self._policy
+        is_prefix, missing = True, []
+        for index, key in enumerate(keys):
+            if key in policy:
+                policy.access(key, now)
+                self.hits += is_prefix
+            else:
+                is_prefix = False
+                missing.append(index)
+        for index in missing:
+            while len(policy) >= self._capacity:
+                policy.evict(now)
+                self.evictions += 1
+            policy.insert(keys[index], now, keys[index - 1] if index else None)
+        self.operations += len(keys)
+
+    def _finish_until(self, now: float) -> None:
+        while self._running and self._running[0][0] <= now:
+            end, _, request = heapq.heappop(self._running)
+            self._policy.finish(request.hash_ids, request.output_length, end)
+
+
+class UnboundedCache:
+    """Keeps everything: what reuse there is at all."""
+
+    def __init__(self) -> None:
+        self._kept: set[int] = set()
+        self.hits = self.num_blocks = self.num_requests = 0
+
+    def request(self, request: TraceRequest) -> None:
+        """See `Cache`."""
+        keys, kept = request.hash_ids, self._kept
+        self.hits += next((index for index, key in enumerate(keys) if key not in kept), len(keys))
+        kept.update(keys)
+        self.num_blocks += len(keys)
+        self.num_requests += 1
+
+    @property
+    def num_different(self) -> int:
+        """How many different blocks there were."""
+        return len(self._kept)
+
+
+class NextUses:
+    """For each block of each request, in order, the place of its next use: 8 bytes a block (Belady, 1966)."""
+
+    def __init__(self) -> None:
+        self._next = array("q")
+        self._last: dict[int, int] = {}
+
+    def request(self, request: TraceRequest) -> None:
+        """One more request, in the order of time."""
+        for key in request.hash_ids:
+            place = len(self._next)
+            before = self._last.get(key)
+            if before is not None:
+                self._next[before] = place
+            self._next.append(NEVER)
+            self._last[key] = place
+
+    def read(self) -> Iterator[int]:
+        """From the first on; no more requests may follow."""
+        self._last = {}
+        return iter(self._next)
+
+
+class OptimalCache:
+    """At most `capacity` blocks; the one whose next use is farthest goes first. None without foresight does better."""
+
+    def __init__(self, capacity: int, next_uses: NextUses) -> None:
+        self._capacity, self._next_uses = capacity, next_uses.read()
+        self._kept: dict[int, int] = {}
+        self._farthest: list[tuple[int, int]] = []
+        self.hits = 0
+
+    def request(self, request: TraceRequest) -> None:
+        """See `Cache`."""
+        is_prefix = True
+        for key in request.hash_ids:
+            is_prefix = is_prefix and key in self._kept
+            self.hits += is_prefix
+            self._kept[key] = place = next(self._next_uses)
+            heapq.heappush(self._farthest, (-place, key))
+            if len(self._kept) > self._capacity:
+                self._evict()
+            self._forget_past_uses()
+
+    def _evict(self) -> None:
+        while True:
+            place, key = heapq.heappop(self._farthest)
+            if self._kept.get(key) == -place:
+                del self._kept[key]
+                return
+
+    def _forget_past_uses(self) -> None:
+        if len(self._farthest) > 4 * len(self._kept) + 1024:
+            self._farthest = [(-place, key) for key, place in self._kept.items()]
+            heapq.heapify(self._farthest)

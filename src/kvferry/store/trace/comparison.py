@@ -1,0 +1,132 @@
+"""Several policies and sizes compared on one trace, in two passes over the file that hold no request."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+
+from kvferry.core.errors import ConfigError
+from kvferry.store.eviction.table import make_eviction_policy
+from kvferry.store.trace.caches import NextUses, OptimalCache, PolicyCache, UnboundedCache
+from kvferry.store.trace.records import TraceRequest, read_trace
+
+Requests = Callable[[], Iterator[TraceRequest]]
+"""Gives the requests from the first on, each time it is called."""
+
+
+class PolicyFigures(msgspec.Struct, frozen=True):
+    """One policy at one size. `cpu_s`: processor time of the whole replay."""
+
+    policy: str
+    capacity_tokens: int
+    capacity_blocks: int
+    hit_ratio: float
+    evictions: int
+    operations: int
+    cpu_s: float
+
+
+class Comparison(msgspec.Struct, frozen=True):
+    """What a trace is like, and the share of its blocks that each cache had."""
+
+    requests: int
+    blocks: int
+    different_blocks: int
+    block_tokens: int
+    infinite_hit_ratio: float
+    optimal_hit_ratio: dict[int, float]
+    """By capacity in tokens: the most that any cache of that size could have had, knowing the future."""
+    policies: list[PolicyFigures]
+
+
+def compare(
+    requests: Requests,
+    policies: Sequence[str],
+    capacities: Sequence[int],
+    *,
+    block_tokens: int = 512,
+    hears_finishes: bool = True,
+) -> Comparison:
+    """Replay through each of `policies` at each of `capacities` (tokens). Raises `ConfigError` for what cannot be."""
+    sizes = {capacity: _num_blocks(capacity, block_tokens) for capacity in capacities}
+    unbounded, next_uses = UnboundedCache(), NextUses()
+    for request in requests():
+        unbounded.request(request)
+        next_uses.request(request)
+    if unbounded.num_blocks == 0:
+        raise ConfigError("the trace has no blocks")
+    optima = {capacity: OptimalCache(num, next_uses) for capacity, num in sizes.items()}
+    replays = [_Replay(name, capacity, num, hears_finishes) for name in policies for capacity, num in sizes.items()]
+    for request in requests():
+        for optimum in optima.values():
+            optimum.request(request)
+        for replay in replays:
+            replay.request(request)
+    return Comparison(
+        requests=unbounded.num_requests,
+        blocks=unbounded.num_blocks,
+        different_blocks=unbounded.num_different,
+        block_tokens=block_tokens,
+        infinite_hit_ratio=unbounded.hits / unbounded.num_blocks,
+        optimal_hit_ratio={capacity: cache.hits / unbounded.num_blocks for capacity, cache in optima.items()},
+        policies=[replay.figures(unbounded.num_blocks) for replay in replays],
+    )
+
+
+def compare_file(
+    path: Path,
+    policies: Sequence[str],
+    capacities: Sequence[int],
+    *,
+    block_tokens: int = 512,
+    hears_finishes: bool = True,
+    on_read: Callable[[int], None] = lambda _: None,
+) -> Comparison:
+    """`compare` on a file; `on_read` hears the bytes of each line, of both passes."""
+    if not path.is_file():
+        raise ConfigError(f"cannot read the trace {path}: it must be a file, as it is read twice")
+    return compare(
+        lambda: read_trace(path, on_read),
+        policies,
+        capacities,
+        block_tokens=block_tokens,
+        hears_finishes=hears_finishes,
+    )
+
+
+class _Replay:
+    """One policy at one size, with its time."""
+
+    def __init__(self, name: str, capacity: int, num_blocks: int, hears_finishes: bool) -> None:
+        self._name, self._capacity, self._num_blocks = name, capacity, num_blocks
+        policy = make_eviction_policy(name, num_blocks)
+        self._cache = PolicyCache(policy, num_blocks, hears_finishes=hears_finishes)
+        self._cpu_s = 0.0
+
+    def request(self, request: TraceRequest) -> None:
+        started = time.thread_time()
+        self._cache.request(request)
+        self._cpu_s += time.thread_time() - started
+
+    def figures(self, num_accesses: int) -> PolicyFigures:
+        cache = self._cache
+        return PolicyFigures(
+            policy=self._name,
+            capacity_tokens=self._capacity,
+            capacity_blocks=self._num_blocks,
+            hit_ratio=cache.hits / num_accesses,
+            evictions=cache.evictions,
+            operations=cache.operations,
+            cpu_s=self._cpu_s,
+        )
+
+
+def _num_blocks(capacity: int, block_tokens: int) -> int:
+    if block_tokens < 1:
+        raise ConfigError(f"a block has at least 1 token, not {block_tokens}")
+    if capacity < block_tokens:
+        raise ConfigError(f"a cache of {capacity} tokens cannot hold a block of {block_tokens}")
+    return capacity // block_tokens

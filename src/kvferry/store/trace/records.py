@@ -1,0 +1,81 @@
+"""Recorded requests, read one at a time: JSON lines in the form that Mooncake publishes.
+
+    {"timestamp": 27482, "input_length": 6955, "output_length": 52, "hash_ids": [46, 47, 48, ...]}
+
+`hash_ids` names the blocks of the prompt, each together with all before it; `timestamp` is in milliseconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+
+from kvferry.core.errors import ConfigError
+
+MAX_LINE_BYTES = 16 << 20
+"""A prompt of 100 million tokens; what is longer is no trace."""
+
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
+
+
+class TraceRequest(msgspec.Struct, frozen=True, gc=False):
+    """One request: when it came (ms), tokens of its prompt and answer, and the blocks of its prompt."""
+
+    timestamp: Annotated[float, msgspec.Meta(ge=0, le=2**53)]
+    input_length: Count
+    output_length: Count
+    hash_ids: list[int]
+
+    @property
+    def arrived_s(self) -> float:
+        """When it came, in seconds."""
+        return self.timestamp / 1000
+
+
+def read_trace(path: Path, on_read: Callable[[int], None] = lambda _: None) -> Iterator[TraceRequest]:
+    """The requests of a file, in its order, without holding more than one. `on_read` hears the bytes of each line.
+
+    Raises `ConfigError` that names the line which is not a request, or is older than the one before.
+    """
+    decoder = msgspec.json.Decoder(TraceRequest)
+    last = 0.0
+    for number, line in enumerate(_lines(path), start=1):
+        on_read(len(line))
+        if line.isspace():
+            continue
+        if len(line) > MAX_LINE_BYTES:
+            raise ConfigError(f"{path}, line {number}: longer than {MAX_LINE_BYTES} bytes, so this is no trace")
+        try:
+            request = decoder.decode(line)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{path}, line {number}: {error}; each line must be {_EXAMPLE}") from error
+        if request.timestamp < last:
+            raise ConfigError(
+                f"{path}, line {number}: timestamp {request.timestamp:g} comes after {last:g}; sort by it"
+            )
+        last = request.timestamp
+        yield request
+
+
+_EXAMPLE = '{"timestamp": ms, "input_length": tokens, "output_length": tokens, "hash_ids": [block, ...]}'
+
+
+def _lines(path: Path) -> Iterator[bytes]:
+    """Lines, each cut where it is too long to be one."""
+    try:
+        with path.open("rb") as file:
+            while line := file.readline(MAX_LINE_BYTES + 1):
+                yield line
+    except OSError as error:
+        raise ConfigError(f"cannot read the trace {path}: {error.strerror or error}") from error
+
+
+def write_trace(path: Path, requests: Iterator[TraceRequest]) -> None:
+    """The opposite of `read_trace`."""
+    encoder = msgspec.json.Encoder()
+    with path.open("wb") as file:
+        for request in requests:
+            file.write(encoder.encode(request) + b"\n")
