@@ -152,7 +152,7 @@ _ERRORS = {
     408: "The request's own deadline has passed, or its body did not come in time.",
     413: "The body is too long.",
     429: "The queue is full: come back later.",
-    500: "An error that nobody foresaw; the log names it by the request id.",
+    500: "An unexpected error; the log has it under the request id.",
     502: "The KV of this request could not be had, and the policy is to fail then.",
     503: "Nothing is there to serve the request now, or the server is about to end.",
 }

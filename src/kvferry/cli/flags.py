@@ -1,5 +1,5 @@
 """Command line flags from frozen dataclasses. The fields are the flags, their docstrings the help, their defaults the
-defaults; nothing is said twice."""
+defaults; nothing is written twice."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ class NotCompiled(Exception):
 def compiled(sources: Sequence[Path], flags: Sequence[str], linked: Sequence[str] = (), depends_on: str = "") -> Path:
     """The path of a library, compiled unless that was done before. The first of `sources` includes the others.
 
-    `linked` are further libraries; `depends_on` names what else it would have to be compiled anew for. Raises
+    `linked` are further libraries; `depends_on` names anything else that makes a new compilation necessary. Raises
     `NotCompiled`.
     """
     if os.environ.get(SWITCH) == "0":
@@ -115,7 +115,7 @@ def _place(name: str) -> Path:
     if (private / name).exists():
         return private
     logger.warning(
-        "compiled kernels cannot be kept (%s); they go to %s, and are compiled anew where that does not last."
+        "compiled kernels cannot be kept (%s); they go to %s, and are compiled again if that is cleared."
         " %s names a directory for them",
         refused,
         private,

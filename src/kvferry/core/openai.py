@@ -119,7 +119,7 @@ def error_headers(error: RequestError) -> dict[str, str]:
 
 
 def internal_error(request_id: str) -> RequestError:
-    """What a client is told of an error nobody foresaw; the log has the rest under `request_id`."""
+    """What a client is told of an unexpected error; the log has the details under `request_id`."""
     return RequestError(f"Internal server error. The server's log names it by request id {request_id}.")
 
 

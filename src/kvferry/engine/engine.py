@@ -31,7 +31,7 @@ from kvferry.transport.kv_events.publisher import KVEventPublisher
 
 log = logging.getLogger(__name__)
 MOST_FAILED_STEPS = 8
-"""In a row, that nobody is to blame for: the next one's error ends the engine."""
+"""Failed steps in a row that no single request caused: the error of the next one ends the engine."""
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ class Engine:
         self.idle = not step.chunks and step.plan is None and not result.report
 
     def _execute(self, step: Step) -> StepResult:
-        """A step that fails as a whole ends its requests; which of them is to blame cannot be told."""
+        """A step that fails as a whole ends its requests, since the one that caused it cannot be known."""
         try:
             return self.executor.execute(step.chunks, step.plan)
         except (RankLost, ConnectorLost):
@@ -155,7 +155,7 @@ class Engine:
             return StepResult({}, [])
 
     def _transferred(self, report: TransferReport) -> None:
-        """Where a report cannot be taken as a whole it is taken event by event, so that one spoils no other's."""
+        """A report that raises as a whole is given again event by event, so that one event does not affect others."""
         try:
             self.scheduler.transferred(report)
         except Exception as error:

@@ -105,7 +105,7 @@ class TokenByToken(ModelRunner):
     """
 
     def forward(self, inputs: StepInputs) -> Tensor:
-        """As one forward of all; the layers' hooks hear of the step's begin and end once."""
+        """As one forward of all tokens; the layers' hooks are called once at the beginning and once at the end."""
         hooks, places, rows = self._hooks, inputs.places or [0], {}
         last = len(inputs.token_ids) - 1
         try:
@@ -176,7 +176,7 @@ def draw(logits: Tensor, rows: LogitRows, eos_token_ids: frozenset[int]) -> Draw
 
 
 def _draw_rows(logits: Tensor, wanted: Rows[tuple[int, Sequence]], eos_token_ids: frozenset[int], drawn: Drawn) -> None:
-    """All at once; where that fails, row by row, so that only the one to blame is without a token."""
+    """All rows at once; if that fails, row by row, so that only the row that caused it is without a token."""
     if not wanted:
         return
     drawing = [sequence for _, sequence in wanted]

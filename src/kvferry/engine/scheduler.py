@@ -56,8 +56,8 @@ NONE_FAILED: Mapping[str, KvferryError] = {}
 
 @dataclass(frozen=True)
 class SchedulerLimits:
-    """Bounds of a scheduler. Tokens and sequences. `trained_context`: a sequence that grows beyond it is computed anew,
-    since the model then computes all of its KV otherwise; None: there is no such length."""
+    """Bounds of a scheduler, in tokens and sequences. `trained_context`: a sequence that grows beyond it is computed
+    again, since the model then computes all of its KV differently; None: there is no such length."""
 
     block_size: int
     max_model_len: int
@@ -588,7 +588,7 @@ class Scheduler:
         try:
             yield
         except Exception as error:
-            log.exception("request %s failed in a way that nobody foresaw", sequence.request_id)
+            log.exception("request %s failed unexpectedly", sequence.request_id)
             self._fail(sequence, error)
 
     def _fail(self, sequence: Sequence, error: Exception) -> None:

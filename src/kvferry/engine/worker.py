@@ -81,8 +81,8 @@ class Worker:
     # A step: start, forward, finish.
 
     def start(self, plan: StepPlan) -> None:
-        """Begin what the connector's scheduler side asks. A plan that it stumbles over is given to it again before the
-        next one, since no plan may be lost. Raises `ConnectorLost` when it cannot take that either."""
+        """Begin what the connector's scheduler side asks for. A plan that made it raise is given to it again before the
+        next one, since no plan may be lost. Raises `ConnectorLost` if it raises again."""
         if self._side is None:
             return
         if self._undone is not None:
@@ -119,7 +119,7 @@ class Worker:
             report = self._side.poll()
         except ConnectorLost:
             raise
-        except Exception as error:  # what it would have said it says the next time
+        except Exception as error:  # it reports the same the next time
             self._num_failed_polls += 1
             log.exception("the connector could not say how its transfers are")
             if self._num_failed_polls >= MOST_FAILED_POLLS:

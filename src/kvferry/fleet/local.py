@@ -1,4 +1,4 @@
-"""A fleet on one machine: from what the user said to the processes that a supervisor runs."""
+"""A fleet on one machine: from the user's settings to the processes that a supervisor runs."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True)
 class LocalFleet:
-    """Everything that was said, and who runs where."""
+    """All settings of the user, and which process runs where."""
 
     spec: FleetSpec
     engine: EngineConfig
@@ -150,7 +150,7 @@ class LocalFleet:
 
 
 def require_nothing_said(access: HttpAccess, limits: HttpLimits) -> None:
-    """Raise `ConfigError` when there are settings of HTTP that the processes would not heed."""
+    """Raise `ConfigError` for HTTP settings that the processes would ignore."""
     for given, default in ((access, OPEN), (limits, LIMITS)):
         for one in fields(given):
             if getattr(given, one.name) != getattr(default, one.name):

@@ -12,7 +12,7 @@ from kvferry.core.transfer_config import KVTransferConfig, parse_transfer_config
 InstanceRole = Literal["prefill", "decode", "both"]
 
 DEFAULT = '{"kv_connector":"P2pConnector"}'
-"""What prefill and decode instances use when nothing is said."""
+"""What prefill and decode instances use by default."""
 
 _KV_ROLES = {"prefill": "kv_producer", "decode": "kv_consumer", "both": "kv_both"}
 

@@ -45,7 +45,7 @@ class LogConfig:
 
 
 TEXT = LogConfig()
-"""What is logged where nothing is said."""
+"""The default."""
 
 
 def set_up_logging(config: LogConfig, instance: str = "") -> None:

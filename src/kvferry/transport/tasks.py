@@ -22,7 +22,7 @@ async def contained(job: Callable[[], Awaitable[object]], what: str) -> None:
     try:
         await job()
     except Exception:  # the edge between one request and the instance: the others must not hear of it
-        log.exception("%s failed in a way that nobody foresaw", what)
+        log.exception("%s failed unexpectedly", what)
 
 
 def call_contained(call: Callable[[], object], what: str, otherwise: Callable[[Exception], object]) -> None:
@@ -30,7 +30,7 @@ def call_contained(call: Callable[[], object], what: str, otherwise: Callable[[E
     try:
         call()
     except Exception as error:  # as above
-        log.exception("%s failed in a way that nobody foresaw", what)
+        log.exception("%s failed unexpectedly", what)
         otherwise(error)
 
 

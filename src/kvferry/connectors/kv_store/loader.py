@@ -213,5 +213,5 @@ def _as_ours(error: Exception) -> KvferryError:
         return error
     if isinstance(error, TimeoutError):
         return TransferTimeout("the store did not deliver the blocks in time")
-    log.error("reading blocks failed in a way that nobody foresaw", exc_info=error)
+    log.error("reading blocks failed unexpectedly", exc_info=error)
     return StoreError(f"reading blocks failed: {error!r}")

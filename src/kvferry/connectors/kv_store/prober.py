@@ -123,7 +123,7 @@ class Prober:
         except KvferryError as error:
             answer = Answer(error=error)
         except Exception as error:  # the task's outermost edge: the request must hear of it
-            log.exception("looking into the store failed in a way that nobody foresaw")
+            log.exception("looking into the store failed unexpectedly")
             answer = Answer(error=StoreError(f"looking into the store failed: {error!r}"))
         with self._lock:
             if self._questions.pop(request_id, None) is not None:

@@ -134,7 +134,7 @@ class StoreWriter:
                 except KvferryError as error:
                     self._warn(error)
                 except Exception:  # the writer's outermost edge: it goes on with the next
-                    log.exception("writing to the store failed in a way that nobody foresaw")
+                    log.exception("writing to the store failed unexpectedly")
                 finally:
                     self._done(jobs)
 

@@ -18,7 +18,7 @@ class Place:
     size: int = 1
 
     def choose_device(self, wanted: str) -> torch.device:
-        """The device that `auto`, `cpu` or `cuda` means here. Raises `ConfigError` when it is not to be had."""
+        """The device that `auto`, `cpu` or `cuda` means here. Raises `ConfigError` when there is none."""
         if wanted == "cuda" and not torch.cuda.is_available():
             raise ConfigError("--device cuda: PyTorch finds no GPU here; use --device cpu, or install a CUDA build")
         if wanted == "auto":

@@ -5,7 +5,7 @@ trained on, one for longer ones. transformers picks by the largest position of t
 prompt would change another's answer, and the first chunk of a long prompt would be rotated as if it were short. Here
 each token gets the factors of its own sequence, by how many tokens of that are known when it is computed.
 
-A sequence that grows beyond the border is computed anew from its first token, since its keys were rotated with the
+A sequence that grows beyond the border is computed again from its first token, since its keys were rotated with the
 other factors. That is what Phi-3's own `generate()` does, and the model's own forward over the whole sequence; the
 `generate()` of other families mixes both kinds of keys.
 """

@@ -30,7 +30,7 @@ from kvferry.engine.server.prompts import (
 from kvferry.engine.server.text_codec import THREAD_ABOVE_TOKENS
 
 _OLDEST_STAMP_S = 24 * 3600.0
-"""Stamps from further back are a client's invention or a broken clock, and would spoil the metrics."""
+"""Stamps from further back are invented by a client or come from a broken clock, and would distort the metrics."""
 
 
 @dataclass(frozen=True)

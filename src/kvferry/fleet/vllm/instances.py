@@ -61,7 +61,7 @@ class VllmInstances:
     def from_settings(
         cls, engine: EngineConfig, choice: EngineChoice, instance: InstanceSpec, *, splits: bool, number: int = 1
     ) -> VllmInstances:
-        """Raises `ConfigError` when something said cannot be had, before anything is started."""
+        """Raises `ConfigError` for settings that cannot work, before anything is started."""
         _refuse_flags_of_the_other_engine(engine)
         _refuse_flags_kvferry_sets(choice.engine_argument)
         text = instance.kv_transfer_config or (DEFAULT if splits else None)

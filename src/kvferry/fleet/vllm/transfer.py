@@ -71,9 +71,9 @@ def has_mooncake(transfer: dict[str, Any]) -> bool:
 
 
 def for_member(transfer: dict[str, Any], role: InstanceRole, name: str, index: int) -> dict[str, Any]:
-    """The configuration of the `index`-th instance. What is said stays; what must differ between instances does.
+    """The configuration of the `index`-th instance: the user's settings, and what must differ between instances.
 
-    A hand-off that is lost is computed again, as kvferry's own engine does it, unless another policy is named.
+    If a hand-off is lost, its prompt is computed again, as in kvferry's own engine, unless another policy is named.
     """
     own = {"kv_load_failure_policy": "recompute", **_with_roles(_as_vllm_takes_it(transfer), role)}
     if own.get("engine_id"):
