@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from itertools import groupby
 from typing import Any
 
-from cyclopts import Argument, Group
+from cyclopts import App, Argument, Group
 
 from docs_site.tables import code, default_text, table, type_text
-from kvferry.cli.main import COMMANDS, app
+from kvferry.cli.main import app
 
 HEAD = """# Command line
 
@@ -28,12 +28,23 @@ once for each value.
 
 
 def page() -> str:
-    return HEAD + "".join(_command(name) for name in COMMANDS)
+    return HEAD + "".join(_command(name, command) for name, command in commands().items())
 
 
-def flags(command: str) -> list[Argument]:
-    """What `kvferry COMMAND --help` shows, in its order."""
-    shown = [one for one in app[command].assemble_argument_collection(parse_docstring=True) if one.show]
+def commands(group: App = app, before: str = "") -> dict[str, App]:
+    """All commands by name, those of a group by both names: "serve", "fleet list"."""
+    found: dict[str, App] = {}
+    for name in group:
+        if name.startswith("-"):
+            continue
+        one = group[name]
+        found |= commands(one, f"{before}{name} ") if one.default_command is None else {before + name: one}
+    return found
+
+
+def flags(command: App) -> list[Argument]:
+    """What a command's `--help` shows, in its order."""
+    shown = [one for one in command.assemble_argument_collection(parse_docstring=True) if one.show]
     return sorted(shown, key=lambda one: _group(one)[0])
 
 
@@ -42,11 +53,11 @@ def variable(flag: Argument) -> str:
     return "KVFERRY_" + flag.name.removeprefix("--").replace("-", "_").upper()
 
 
-def _command(name: str) -> str:
-    about = inspect.getdoc(app[name].default_command) or ""
+def _command(name: str, command: App) -> str:
+    about = inspect.getdoc(command.default_command) or ""
     parts = [f"\n## kvferry {name}\n\n{about}\n"]
-    for (_, title), group in groupby(flags(name), _group):
-        parts.append(f"\n### {title} {{: #{name}-{title.lower().replace(' ', '-')} }}\n\n")
+    for (_, title), group in groupby(flags(command), _group):
+        parts.append(f"\n### {title} {{: #{name.replace(' ', '-')}-{title.lower().replace(' ', '-')} }}\n\n")
         parts.append(table(("flag", "type", "default", "meaning"), map(_row, group)))
     return "".join(parts)
 

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from docs_site import api, commands, connectors, environment, metrics, repository
-from kvferry.cli.main import COMMANDS
 from kvferry.connectors.registry import BUILTIN, find_connector
 from kvferry.core.environment import VARIABLES
 from kvferry.core.errors import ConfigError
@@ -22,17 +21,20 @@ INTERNAL = {"KVFERRY_HELPER_NAME", "KVFERRY_HELPER_LOG_FORMAT"}
 """Set by a process for its own helper processes."""
 
 
+COMMANDS = commands.commands()
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_flag_is_in_the_reference_with_its_meaning(command: str) -> None:
     section = commands.page().partition(f"## kvferry {command}\n")[2].partition("\n## kvferry")[0]
     rows = {row.split("|")[1].strip(): row for row in section.splitlines() if row.startswith("| `--")}
-    names = {name for flag in commands.flags(command) for name in flag.names if not name.startswith("--no-")}
+    names = {name for flag in commands.flags(COMMANDS[command]) for name in flag.names if not name.startswith("--no-")}
     assert {name for cell in rows for name in re.findall(r"`(.+?)`", cell)} == names
     assert all(len(row.rsplit("|", 2)[1].strip()) > 8 for row in rows.values())
 
 
 def test_every_environment_variable_is_a_flags_or_explained() -> None:
-    flags = {commands.variable(flag) for command in COMMANDS for flag in commands.flags(command)}
+    flags = {commands.variable(flag) for command in COMMANDS.values() for flag in commands.flags(command)}
     named = {
         name
         for path in (ROOT / "src").rglob("*.py")

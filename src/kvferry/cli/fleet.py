@@ -46,6 +46,7 @@ class Where:
 
 WhereFlags = Annotated[Where, Parameter(name="*")]
 _HERE = Where()
+RoleArgument = Annotated[Role, Parameter(help="What the router is to use the instance for.")]
 Name = Annotated[str, Parameter(help="An instance's name or URL, as in `kvferry fleet list`.")]
 
 
@@ -61,14 +62,27 @@ def show(*, where: WhereFlags = _HERE) -> int:
 
 
 @app.command
-def add(role: Role, url: str, *, bootstrap_port: int | None = None, where: WhereFlags = _HERE) -> int:
+def add(
+    role: RoleArgument,
+    url: Annotated[str, Parameter(help="Base URL of the instance, such as http://10.0.0.3:8000.")],
+    *,
+    bootstrap_port: Annotated[
+        int | None, Parameter(help="Port of a prefill instance's Mooncake bootstrap server.")
+    ] = None,
+    where: WhereFlags = _HERE,
+) -> int:
     """Add an instance that is running: `kvferry fleet add decode http://10.0.0.3:8000`."""
     more = {} if bootstrap_port is None else {"bootstrap_port": bootstrap_port}
     return _told(ask(where, "POST", f"{_PATH}/add", {"role": role, "url": url, **more}), "added")
 
 
 @app.command
-def drain(instance: Name, *, wait_s: float = 0.0, where: WhereFlags = _HERE) -> int:
+def drain(
+    instance: Name,
+    *,
+    wait_s: Annotated[float, Parameter(help="Seconds to wait until the instance is drained.")] = 0.0,
+    where: WhereFlags = _HERE,
+) -> int:
     """Give an instance no new requests. With --wait-s, wait until nothing runs there and nothing is kept for others;
     exit code 1 when that takes longer."""
     deadline = time.monotonic() + wait_s
@@ -81,13 +95,18 @@ def drain(instance: Name, *, wait_s: float = 0.0, where: WhereFlags = _HERE) -> 
 
 
 @app.command
-def remove(instance: Name, *, force: bool = False, where: WhereFlags = _HERE) -> int:
+def remove(
+    instance: Name,
+    *,
+    force: Annotated[bool, Parameter(help="Remove it even if it is not drained.")] = False,
+    where: WhereFlags = _HERE,
+) -> int:
     """Forget an instance that is drained; with --force, one that is not."""
     return _told(ask(where, "POST", f"{_PATH}/remove", {"instance": instance, "force": force}), "removed")
 
 
 @app.command(name="role")
-def change_role(instance: Name, role: Role, *, where: WhereFlags = _HERE) -> int:
+def change_role(instance: Name, role: RoleArgument, *, where: WhereFlags = _HERE) -> int:
     """Have an instance that can do both prefill instead of decode, or the other way round."""
     return _told(ask(where, "POST", f"{_PATH}/role", {"instance": instance, "role": role}), "changed")
 
