@@ -119,6 +119,16 @@ async def test_another_answer_is_not_glued_to_the_first(words: list[str]) -> Non
     assert "".join(WORDS).startswith(whole_text(events[:-1]))
 
 
+async def test_an_answer_without_a_finish_reason_is_over_when_it_says_so() -> None:
+    async def answer(peer: Peer, request: Request, body: Any) -> Response:
+        event = b'data: {"choices":[{"index":0,"text":"one","finish_reason":null}]}\n\n'
+        return StreamingResponse(each([event, b"data: [DONE]\n\n"]), media_type="text/event-stream")
+
+    async with instances(one := a_vllm(answer)), routing([], [one.url]) as (_, url):
+        assert whole_text(await ask(url, BODY)) == "one"
+    assert len(one.calls) == 1
+
+
 def whole_text(events: list[Any]) -> str:
     return "".join(choice["text"] for event in events for choice in event["choices"])
 

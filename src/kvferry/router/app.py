@@ -31,7 +31,7 @@ from kvferry.router.event_feeds import EventFeeds
 from kvferry.router.exchange import ClientRequest, Services
 from kvferry.router.fleet_metrics import fleet_metrics
 from kvferry.router.health import Health
-from kvferry.router.instance import Instance, InstanceFacts, VllmFacts
+from kvferry.router.instance import Instance, InstanceFacts, SglangFacts, VllmFacts
 from kvferry.router.membership import Membership
 from kvferry.router.metrics import CONTENT_TYPE, Metrics
 from kvferry.router.pools import Pools
@@ -196,7 +196,7 @@ def _operators(http: HttpConfig) -> Guard:
     return Guard(admin_keys=[*http.admin_keys(), *http.fleet_keys] or [secrets.token_hex()])
 
 
-_ENGINES: dict[type, str] = {InstanceFacts: "kvferry", VllmFacts: "vllm"}
+_ENGINES: dict[type, str] = {InstanceFacts: "kvferry", VllmFacts: "vllm", SglangFacts: "sglang"}
 
 
 def _view(instance: Instance) -> dict[str, object]:

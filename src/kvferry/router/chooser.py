@@ -18,7 +18,7 @@ from kvferry.router.config import RouterConfig
 from kvferry.router.cost import Estimates
 from kvferry.router.decisions import Decision, Decisions
 from kvferry.router.disaggregation import Threshold
-from kvferry.router.instance import Facts, Instance, InstanceFacts, VllmFacts
+from kvferry.router.instance import Facts, Instance, InstanceFacts, SglangFacts, VllmFacts
 from kvferry.router.paths import PROMPT_FIELDS
 from kvferry.router.policies.base import Asked, Choice, Options, PolicyContext
 from kvferry.router.policies.table import make_policy
@@ -129,4 +129,4 @@ def _with_model(model: str, instances: Iterable[Instance]) -> list[Instance]:
 
 def _models(instance: Instance) -> list[str]:
     facts = instance.facts
-    return facts.model_names if isinstance(facts, InstanceFacts | VllmFacts) else []
+    return facts.model_names if isinstance(facts, InstanceFacts | VllmFacts | SglangFacts) else []

@@ -11,7 +11,7 @@ from kvferry.core.units import parse_bytes
 from kvferry.router.paths import parse_path
 
 HandOffMode = Literal["auto", "sequential", "concurrent"]
-ProtocolName = Literal["auto", "kvferry", "nixl", "mooncake"]
+ProtocolName = Literal["auto", "kvferry", "nixl", "mooncake", "sglang"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,10 +36,12 @@ class RouterConfig:
     protocol: ProtocolName = "auto"
     """What prefill and decode instances speak. auto: each is asked what it is. kvferry: kvferry's own instances.
     nixl: vLLM servers whose prefill answers with what decode then fetches (NixlConnector, kvferry's connectors in
-    vLLM). mooncake: vLLM servers with MooncakeConnector, called both at once."""
+    vLLM). mooncake: vLLM servers with MooncakeConnector, called both at once. sglang: SGLang servers started with
+    --disaggregation-mode, called both at once."""
 
     bootstrap_port: tuple[int, ...] = ()
-    """Port of a prefill instance's Mooncake bootstrap server, in the order of --prefill-url; 8998 when not given."""
+    """Port of a prefill instance's bootstrap server (Mooncake's in vLLM, SGLang's), in the order of --prefill-url; 8998
+    when not given."""
 
     policy: str = "cost"
     """Who chooses the instances of a request: cost (least predicted time), prefix, session, least_loaded,

@@ -29,7 +29,7 @@ from kvferry.router.chooser import Chooser
 from kvferry.router.config import RouterConfig
 from kvferry.router.errors import InstanceLost, InstanceSilent, Silent
 from kvferry.router.headers import JSON, PROGRESS, REQUEST_ID, TIMELINE, for_instance
-from kvferry.router.instance import Absent, Instance, InstanceFacts, Unasked, VllmFacts
+from kvferry.router.instance import Absent, Instance, InstanceFacts, SglangFacts, Unasked, VllmFacts
 from kvferry.router.legs import (
     MAX_PREFILL_ANSWER_BYTES,
     Prefilled,
@@ -144,7 +144,7 @@ class Exchange:
         if answer.is_marked:
             return Progress()
         kind = type(answer.instance.facts)
-        if self._repeats and answer.is_event_stream and answer.status == 200 and kind is VllmFacts:
+        if self._repeats and answer.is_event_stream and answer.status == 200 and kind in (VllmFacts, SglangFacts):
             return Replay(kind)
         return None
 
@@ -174,7 +174,8 @@ class Exchange:
                 return outcome
             if isinstance(outcome, Refused):
                 return outcome.answer
-            self._candidates.forgive_decodes()
+            if not outcome.by_decode:
+                self._candidates.forgive_decodes()
         self._metrics.served("local")
         return await self._whole()
 
@@ -219,6 +220,9 @@ class Exchange:
         await asyncio.wait({prefilling, decoding}, return_when=asyncio.FIRST_COMPLETED)
         if decoding.done() and self._is_final(decoding.result()):
             return self._fetched(decoding.result(), form.transfer_id)
+        if form.meets_in_a_room and decoding.done():
+            await self._cancel(prefilling)
+            return self._void(decoding.result(), form.transfer_id)
         outcome: PrefillOutcome = await prefilling
         if not isinstance(outcome, Prefilled) or outcome.params is None:
             await self._cancel(decoding)
@@ -247,6 +251,13 @@ class Exchange:
             raise unanswered(self._decode_lost)
         self._tickets.fetching(transfer_id)
         return answer
+
+    def _void(self, answer: Answer | None, transfer_id: str) -> PrefillFailed:
+        """D failed, and P with it, as nobody else can come into the room."""
+        self._tickets.settle(transfer_id)
+        if answer is not None:
+            answer.close()
+        return PrefillFailed("the decode instance that was to fetch failed", by_decode=True)
 
     def _without_ticket(self, prefill: Instance, outcome: PrefillOutcome) -> Refused | PrefillFailed:
         if not isinstance(outcome, Prefilled):
@@ -313,7 +324,7 @@ class Exchange:
 
     def _decode_body(self, params: Any, form: Form) -> bytes:
         returns = self._services.config.trust_client_tickets
-        return decode_body(self._body, params, self._seed_for(form), returns_ticket=returns)
+        return decode_body(self._body, params, self._seed_for(form), form, returns_ticket=returns)
 
     async def _decode_with_ticket(self, prefill: Instance, outcome: Prefilled, last: Answer | None = None) -> Answer:
         if outcome.params is None:
@@ -392,7 +403,7 @@ class Exchange:
         Raises `PeerLost`.
         """
         always: RawHeaders = [JSON, (REQUEST_ID, self._request.request_id), (TIMELINE, self._timeline)]
-        if self._marks_wanted and not isinstance(instance.facts, VllmFacts | Absent):
+        if self._marks_wanted and not isinstance(instance.facts, VllmFacts | SglangFacts | Absent):
             always.append((PROGRESS, b"1"))
         headers = for_instance(self._request.headers, always + self._candidates.headers(instance) + (own or []))
         try:

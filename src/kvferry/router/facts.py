@@ -1,4 +1,4 @@
-"""Asking instances about themselves: kvferry's say what they are, vLLM's servers are known by their answers."""
+"""Asking instances about themselves: kvferry's say what they are, vLLM's and SGLang's are known by their answers."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ import msgspec
 
 from kvferry.core.errors import TransferError
 from kvferry.router.config import ProtocolName
-from kvferry.router.instance import Absent, Bootstrap, Facts, Instance, InstanceFacts, Unasked, VllmFacts
+from kvferry.router.instance import Absent, Bootstrap, Facts, Instance, InstanceFacts, SglangFacts, Unasked, VllmFacts
 from kvferry.router.protocols.mooncake import read_bootstrap
 from kvferry.router.upstream import Upstream
 
 ABOUT_PATH = "/kvferry/instance"
+
+SGLANG_PATH, OLDER_SGLANG_PATH = "/server_info", "/get_server_info"
 
 T = TypeVar("T")
 
@@ -30,6 +32,13 @@ class _Model(msgspec.Struct):
     owned_by: str = ""
 
 
+class _SglangServer(msgspec.Struct):
+    disaggregation_mode: str
+    disaggregation_bootstrap_port: int = 0
+    served_model_name: str | None = None
+    version: str = ""
+
+
 class _Models(msgspec.Struct):
     data: list[_Model]
 
@@ -43,13 +52,33 @@ async def ask_about(instance: Instance, upstream: Upstream, protocol: ProtocolNa
     match protocol:
         case "kvferry":
             return await _ask(instance, upstream, ABOUT_PATH, InstanceFacts, timeout_s)
+        case "sglang":
+            found = await _about_sglang(instance, upstream, timeout_s)
+            return SglangFacts() if isinstance(found, Absent) else found
         case "nixl":
             return VllmFacts()
         case "mooncake":
             bootstrap = await _bootstrap(instance, upstream, timeout_s)
             return VllmFacts(bootstrap=bootstrap) if bootstrap or instance.role == "decode" else Unasked()
     facts = await _ask(instance, upstream, ABOUT_PATH, InstanceFacts, timeout_s)
-    return await _about_vllm(instance, upstream, timeout_s) if isinstance(facts, Absent) else facts
+    if not isinstance(facts, Absent):
+        return facts
+    about_vllm = await _about_vllm(instance, upstream, timeout_s)
+    return await _about_sglang(instance, upstream, timeout_s) if isinstance(about_vllm, Absent) else about_vllm
+
+
+async def _about_sglang(instance: Instance, upstream: Upstream, timeout_s: float) -> Facts:
+    about = await _ask(instance, upstream, SGLANG_PATH, _SglangServer, timeout_s)
+    if isinstance(about, Absent):
+        about = await _ask(instance, upstream, OLDER_SGLANG_PATH, _SglangServer, timeout_s)
+    if not isinstance(about, _SglangServer):
+        return about
+    return SglangFacts(
+        version=about.version,
+        model_names=[about.served_model_name] if about.served_model_name else [],
+        mode=about.disaggregation_mode,
+        bootstrap_port=about.disaggregation_bootstrap_port,
+    )
 
 
 async def _about_vllm(instance: Instance, upstream: Upstream, timeout_s: float) -> Facts:

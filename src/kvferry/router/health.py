@@ -13,7 +13,7 @@ from kvferry.core.clock import Clock
 from kvferry.core.errors import TransferError, TransferTimeout
 from kvferry.router.config import RouterConfig
 from kvferry.router.facts import ask_about
-from kvferry.router.instance import Instance, InstanceFacts, Unasked, VllmFacts
+from kvferry.router.instance import Instance, InstanceFacts, SglangFacts, Unasked, VllmFacts
 from kvferry.router.pools import Pools
 from kvferry.router.upstream import Upstream
 from kvferry.router.watchdog import LATE_BEFORE_DEAD
@@ -109,7 +109,7 @@ class Health:
     async def _listen_to(self, instance: Instance) -> None:
         """Ask for a token; any answer but a fault shows that requests are answered again."""
         facts = instance.facts
-        names = facts.model_names if isinstance(facts, InstanceFacts | VllmFacts) else []
+        names = facts.model_names if isinstance(facts, InstanceFacts | VllmFacts | SglangFacts) else []
         body = {"model": (names or [_PROBED_MODEL])[0], "prompt": [1], "max_tokens": 1}
         limit_s = self._config.first_byte_timeout_s
         try:

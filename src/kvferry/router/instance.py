@@ -110,11 +110,21 @@ class VllmFacts(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, origins=(origin, *others[:1]))
 
 
+class SglangFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """An SGLang server. `bootstrap_port` 0: it did not say."""
+
+    version: str = ""
+    model_names: list[str] = []
+    mode: str = "null"
+    """What it was started for: prefill, decode or null, which is both."""
+    bootstrap_port: int = 0
+
+
 class Absent(msgspec.Struct, frozen=True):
     """Another engine, of which nothing is known."""
 
 
-Facts = InstanceFacts | VllmFacts | Unasked | Absent
+Facts = InstanceFacts | VllmFacts | SglangFacts | Unasked | Absent
 
 
 class Instance:

@@ -62,9 +62,10 @@ class Refused:
 
 @dataclass(frozen=True)
 class PrefillFailed:
-    """P did not do it, and that is not the client's fault."""
+    """P did not do it, and that is not the client's fault. `by_decode`: but D's, whom it met."""
 
     reason: str
+    by_decode: bool = False
 
 
 PrefillOutcome = Prefilled | Refused | PrefillFailed
@@ -130,7 +131,12 @@ def repeats_itself(body: RequestBody) -> bool:
 
 
 def prefill_body(body: RequestBody, form: Form, seed: dict[str, int]) -> bytes:
-    """The prefill leg's body: one token, in one piece, and the KV kept for another instance."""
+    """The prefill leg's body: one token, in one piece, and the KV kept for another instance.
+
+    SGLang's P makes one token of whatever it is asked for, and wants to be asked for the same as D.
+    """
+    if form.meets_in_a_room:
+        return body.encode(without=("stream_options",), **{**form.prefill_fields, "stream": False})
     fields: dict[str, Any] = {"max_tokens": 1, "n": 1, "stream": False, **seed, **form.prefill_fields}
     if "max_completion_tokens" in body:
         fields["max_completion_tokens"] = 1
@@ -141,12 +147,14 @@ def prefill_body(body: RequestBody, form: Form, seed: dict[str, int]) -> bytes:
     return body.encode(without=("stream_options", "best_of", *form.prefill_without), **fields)
 
 
-def decode_body(body: RequestBody, params: Any, seed: dict[str, int], *, returns_ticket: bool) -> bytes:
+def decode_body(body: RequestBody, params: Any, seed: dict[str, int], form: Form, *, returns_ticket: bool) -> bytes:
     """The decode leg's body, with a ticket: the client's own, and the seed that P's token is drawn with.
 
     Unless `returns_ticket`, D is to keep nothing for another turn: its own ticket, with its addresses, would reach the
     client.
     """
+    if form.meets_in_a_room and form.early is not None:
+        return body.encode(**{**form.early, **seed})
     return body.encode(**{HAND_OFF_FIELD: params if returns_ticket else _without_return(params), **seed})
 
 

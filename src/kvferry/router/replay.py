@@ -50,8 +50,10 @@ class Replay(EventPassage):
             return self._hold(self._dated(event))
         if not event.startswith(_DATA):
             return event if self._again is None else b""  # a comment, to keep the connection alive
-        if event.startswith(_DONE) or event.startswith(ERROR_EVENT):
+        if event.startswith(ERROR_EVENT):
             return self._refuse(event)
+        if event.startswith(_DONE):
+            return self._refuse(event) if self.error or not self._is_all_there() else self._hold(event)
         if self._again is not None:
             event = self._only_new(event, self._again)
         if _FINISHED in event:
@@ -62,6 +64,13 @@ class Replay(EventPassage):
             if len(self._unread) > _MOST_EVENTS:
                 self._read_on()
         return event
+
+    def _is_all_there(self) -> bool:
+        """Whether an answer that ends now has come as far as the first."""
+        if self._again is None or self._again.covers(self._read):
+            return True
+        self.hopeless = True
+        return False
 
     def _read_on(self) -> None:
         for event in self._unread:
@@ -114,6 +123,10 @@ class _Said:
                 elif name == "tool_calls" and value:
                     self.unknown = True
 
+    def covers(self, known: _Said) -> bool:
+        """Whether it is as long as `known`."""
+        return all(len(text) <= len(self.texts.get(name, "")) for name, text in known.texts.items())
+
     def leave_out(self, event: dict[str, Any], known: _Said) -> bool:
         """Cut off `event` what is in `known` already, and note all of it here; whether anything is left. Raises
         `ValueError` when it is something else."""
@@ -123,7 +136,7 @@ class _Said:
             self._cut(part, known, *had)
         self.add(whole)
         finish = any(choice.get("finish_reason") for choice in event.get("choices") or [])
-        if finish and any(len(text) > len(self.texts.get(name, "")) for name, text in known.texts.items()):
+        if finish and not self.covers(known):
             raise ValueError("it ended before what the client has")
         return finish or _says_something(event)
 

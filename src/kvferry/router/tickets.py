@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import msgspec
 
 from kvferry.http.headers import RawHeaders
-from kvferry.router.instance import Absent, Instance, VllmFacts
+from kvferry.router.instance import Absent, Instance, SglangFacts, VllmFacts
 from kvferry.router.pools import Pool
 from kvferry.router.releases import Releases
 
@@ -79,5 +79,5 @@ class Tickets:
             decode = self._decodes.pick()
             if held.ticket is not None and not held.given and decode is not None:
                 self._releases.refuse(decode, held.ticket, client_headers)
-        elif not isinstance(held.prefill.facts, Absent):
+        elif not isinstance(held.prefill.facts, Absent | SglangFacts):  # SGLang's ends with its connection
             self._releases.start(held.prefill, transfer_id)

@@ -8,11 +8,12 @@ from collections.abc import Sequence
 
 from kvferry.core.errors import LayoutMismatch
 from kvferry.router.config import HandOffMode, RouterConfig
-from kvferry.router.instance import Facts, Instance, InstanceFacts, KVSource, VllmFacts
+from kvferry.router.instance import Facts, Instance, InstanceFacts, KVSource, SglangFacts, VllmFacts
 from kvferry.router.protocols import kvferry
 from kvferry.router.protocols.form import Form
 from kvferry.router.protocols.mooncake import mooncake
 from kvferry.router.protocols.nixl import nixl
+from kvferry.router.protocols.sglang import sglang
 
 logger = logging.getLogger(__name__)
 
@@ -23,6 +24,8 @@ CONCURRENT_CONNECTORS = frozenset({"P2pConnector", "P2pNcclConnector", "NixlConn
 def choose_form(config: RouterConfig, transfer_id: str, prefill: Instance, decodes: Sequence[Facts]) -> Form | None:
     """None: P cannot hand off now, as its bootstrap server, which the protocol needs, has not answered."""
     facts, told = prefill.facts, config.protocol
+    if isinstance(facts, SglangFacts):
+        return sglang(transfer_id, prefill.host, facts.bootstrap_port or prefill.bootstrap_port)
     if isinstance(facts, VllmFacts) and facts.bootstrap is not None:
         return mooncake(transfer_id, facts.bootstrap, at_once=config.hand_off != "sequential")
     if told == "mooncake":
@@ -54,8 +57,8 @@ def early_origin(prefill: Instance, decodes: Sequence[Facts], mode: HandOffMode)
 
 
 def can_pair(prefill: Facts, decode: Facts) -> bool:
-    """Whether one can read the other's KV at all, as far as is known: not kvferry's engine and vLLM, nor instances
-    whose layouts cannot be reconciled, nor those that serve different models."""
+    """Whether one can read the other's KV at all, as far as is known: not different engines, nor instances whose
+    layouts cannot be reconciled, nor those that serve different models."""
     if isinstance(prefill, InstanceFacts) and isinstance(decode, InstanceFacts):
         return prefill.layout == decode.layout or _can_reconcile(prefill, decode)
     if isinstance(prefill, VllmFacts) and isinstance(decode, VllmFacts):
@@ -64,7 +67,8 @@ def can_pair(prefill: Facts, decode: Facts) -> bool:
             decode.model_names
         )
         return same_dtype and share_model
-    return {type(prefill), type(decode)} != {InstanceFacts, VllmFacts}
+    known = {type(prefill), type(decode)} & {InstanceFacts, VllmFacts, SglangFacts}
+    return len(known) < 2
 
 
 _Layouts = tuple[str | None, str | None]

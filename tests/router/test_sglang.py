@@ -1,0 +1,128 @@
+"""SGLang's form: what each leg is sent, as `sglang-router` 0.3.2 does, and what happens when one fails."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from kvferry.router.instance import InstanceFacts, SglangFacts, VllmFacts
+from kvferry.router.protocols.choose import can_pair
+from kvferry.router.protocols.sglang import sglang
+from router.peers import Peer, answer, failing, instances, routing
+from router.test_hand_off import BODY, get, post
+
+MEETING = ("bootstrap_host", "bootstrap_port", "bootstrap_room")
+
+
+@dataclass
+class SglangPeer(Peer):
+    """A server that tells of itself as SGLang's do."""
+
+    mode: str = "null"
+    port: int = 0
+    path: str = "/server_info"
+    rooms: list[int] = field(default_factory=list)
+
+    async def _other(self, request: Request) -> Response:
+        if request.url.path != self.path:
+            return JSONResponse({}, status_code=404)
+        about = {"disaggregation_mode": self.mode, "served_model_name": "m", "version": "0.5.6", "more": [1]}
+        return JSONResponse(about | ({"disaggregation_bootstrap_port": self.port} if self.port else {}))
+
+
+def pair(p: Any = answer, d: Any = answer, **about: Any) -> tuple[SglangPeer, SglangPeer]:
+    return SglangPeer("prefill", p, mode="prefill", **about), SglangPeer("decode", d, mode="decode")
+
+
+@pytest.mark.parametrize("protocol", ["auto", "sglang"])
+@pytest.mark.parametrize("path", ["/server_info", "/get_server_info"])
+async def test_both_get_the_request_and_where_they_meet(protocol: str, path: str) -> None:
+    p, d = pair(port=9001, path=path)
+    body = {**BODY, "stream": True, "stream_options": {"include_usage": True}, "temperature": 0, "seed": 3}
+    async with instances(p, d), routing([p.url], [d.url], protocol=protocol) as (_, url):
+        assert (await post(url, body, **{"X-Request-Id": "abc"}))[0] == 200
+        metrics = (await get(url, "/metrics"))[1]
+    (to_p,), (to_d,) = p.calls, d.calls
+    meeting = {name: to_d.body[name] for name in MEETING}
+    assert to_d.body == {**body, **meeting}
+    same = {name: value for name, value in body.items() if name != "stream_options"}
+    assert to_p.body == {**same, "stream": False, **meeting}
+    assert (meeting["bootstrap_host"], meeting["bootstrap_port"]) == ("127.0.0.1", 9001)
+    assert 0 <= meeting["bootstrap_room"] < 2**63
+    assert to_p.headers["x-request-id"] == to_d.headers["x-request-id"] == "abc"
+    assert 'hand_offs_total{kind="concurrent",reason=""} 1.0' in metrics
+
+
+async def test_a_client_cannot_say_where_they_meet() -> None:
+    p, d = pair(port=9001)
+    told = {"bootstrap_host": "10.0.0.1", "bootstrap_port": 1, "bootstrap_room": 7}
+    async with instances(p, d), routing([p.url], [d.url]) as (_, url):
+        assert (await post(url, {**BODY, **told}))[0] == 200
+    assert d.calls[0].body["bootstrap_host"] == "127.0.0.1"
+
+
+async def test_the_port_is_what_the_flag_says_where_the_server_does_not() -> None:
+    p, d = pair()
+    async with instances(p, d), routing([p.url], [d.url], bootstrap_port=(9007,)) as (_, url):
+        assert (await post(url))[0] == 200
+    assert d.calls[0].body["bootstrap_port"] == 9007
+
+
+async def until_gone(peer: Peer, request: Request, body: Any) -> Response:
+    """P: waits for D to come to the room."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+    peer.disconnected.set()
+    return Response()
+
+
+async def test_when_decode_fails_both_legs_are_sent_anew_with_another_room() -> None:
+    p, bad = pair(p=until_gone, d=failing(500), port=9001)
+    good = SglangPeer("decode", answer, mode="decode")
+    async with instances(p, bad, good), routing([p.url], [bad.url, good.url]) as (_, url):
+        assert (await post(url))[0] == 200
+        await p.disconnected.wait()
+        assert p.released.empty()
+    rooms = [one.body["bootstrap_room"] for one in (*bad.calls, *good.calls)]
+    assert len(set(rooms)) == len(rooms) == 2
+    assert [one.body["bootstrap_room"] for one in p.calls] == rooms
+
+
+async def test_when_prefill_fails_decode_does_not_wait() -> None:
+    bad, d = pair(p=failing(500), d=until_gone_at_first(), port=9001)
+    good = SglangPeer("prefill", answer, mode="prefill", port=9002)
+    async with instances(bad, good, d), routing([bad.url, good.url], [d.url]) as (_, url):
+        assert (await post(url))[0] == 200
+        await d.disconnected.wait()
+    assert [one.body["bootstrap_port"] for one in d.calls] == [9001, 9002]
+
+
+def until_gone_at_first() -> Any:
+    async def answering(peer: Peer, request: Request, body: Any) -> Response:
+        return await (until_gone if len(peer.calls) == 1 else answer)(peer, request, body)
+
+    return answering
+
+
+async def test_leaving_ends_both() -> None:
+    p, d = pair(p=until_gone, d=until_gone, port=9001)
+    async with instances(p, d), routing([p.url], [d.url]) as (_, url):
+        task = asyncio.create_task(post(url))
+        await p.called.wait()
+        await d.called.wait()
+        task.cancel()
+        await p.disconnected.wait()
+        await d.disconnected.wait()
+
+
+def test_rooms_and_pairs() -> None:
+    form = sglang("f" * 32, "host", 1)
+    assert form.early == {"bootstrap_host": "host", "bootstrap_port": 1, "bootstrap_room": 2**63 - 1}
+    assert can_pair(SglangFacts(), SglangFacts())
+    assert not can_pair(SglangFacts(), VllmFacts())
+    assert not can_pair(InstanceFacts(), SglangFacts())
