@@ -45,8 +45,8 @@ OWN = {
 }
 
 FOREIGN = {
-    # vLLM's
-    "--enforce-eager", "--kv-events-config", "--disable-hybrid-kv-cache-manager", "--hf-overrides",
+    # vLLM's and SGLang's
+    "--disaggregation-mode", "--enforce-eager", "--kv-events-config", "--disable-hybrid-kv-cache-manager", "--hf-overrides",
     "--enable-prompt-tokens-details", "--disable-access-log-for-endpoints", "--kv-cache-memory-bytes",
     "--gpu-memory-utilization", "--pipeline-parallel-size", "--data-parallel-size",
     # of pip, docker, git, compilers and Python's own tools

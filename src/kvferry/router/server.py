@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -14,6 +15,8 @@ from kvferry.http.listen import authority
 from kvferry.http.server import HttpServer, signals_end
 from kvferry.router.app import build_router
 from kvferry.router.config import RouterConfig
+
+_GC_THRESHOLDS = (20_000, 20, 50)
 
 
 def run_router(
@@ -33,10 +36,19 @@ def run_router(
     return uvloop.run(_serve(config, http, access, on_ready))
 
 
+def _spare_the_collector() -> None:
+    """What is here now stays for good, and requests leave no cycles worth looking for after every few hundred objects:
+    without this some percent of the processor time go into looking."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(*_GC_THRESHOLDS)
+
+
 async def _serve(
     config: RouterConfig, http: HttpConfig, access: InstanceAccess | None, on_ready: Callable[[dict[str, Any]], None]
 ) -> int:
     router = build_router(config, http, access)
+    _spare_the_collector()
     server = HttpServer(router.routes(), http, Lifecycle("router"))
 
     async def announce(port: int) -> None:
