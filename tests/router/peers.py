@@ -98,6 +98,8 @@ class Peer:
                 Route("/health", self._health),
                 Route("/version", self._version),
                 Route("/metrics", self._metrics),
+                Route("/server_info", self._server_info),
+                Route("/get_server_info", self._server_info),
                 *([Route("/v1/models", self._vllm_models)] if self.vllm else []),
                 Route("/{path:path}", self._other, methods=["GET", "POST", "DELETE"]),
             ]
@@ -129,6 +131,9 @@ class Peer:
 
     async def _version(self, request: Request) -> Response:
         return JSONResponse({"version": self.vllm}) if self.vllm else JSONResponse({}, status_code=404)
+
+    async def _server_info(self, request: Request) -> Response:
+        return JSONResponse({}, status_code=404)
 
     async def _metrics(self, request: Request) -> Response:
         return Response(await self.metrics(self) if self.metrics else "", media_type="text/plain")

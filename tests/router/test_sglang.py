@@ -28,7 +28,7 @@ class SglangPeer(Peer):
     path: str = "/server_info"
     rooms: list[int] = field(default_factory=list)
 
-    async def _other(self, request: Request) -> Response:
+    async def _server_info(self, request: Request) -> Response:
         if request.url.path != self.path:
             return JSONResponse({}, status_code=404)
         about = {"disaggregation_mode": self.mode, "served_model_name": "m", "version": "0.5.6", "more": [1]}
