@@ -46,7 +46,8 @@ OWN = {
 
 FOREIGN = {
     # vLLM's and SGLang's
-    "--disaggregation-mode", "--enforce-eager", "--kv-events-config", "--disable-hybrid-kv-cache-manager", "--hf-overrides",
+    "--disaggregation-mode", "--enforce-eager", "--kv-events-config", "--disable-hybrid-kv-cache-manager",
+    "--hf-overrides",
     "--enable-prompt-tokens-details", "--disable-access-log-for-endpoints", "--kv-cache-memory-bytes",
     "--gpu-memory-utilization", "--pipeline-parallel-size", "--data-parallel-size",
     # of pip, docker, git, compilers and Python's own tools
