@@ -19,120 +19,121 @@ class RouterConfig:
     """One router: the instances behind it, how requests are handed off, and its bounds."""
 
     prefill_url: tuple[str, ...] = ()
-    """Base URL of a prefill instance; repeat it for more. Without any, decode instances do everything."""
+    """Base URL of a prefill instance; repeat it for more. Without any, decode instances do both phases."""
 
     decode_url: tuple[str, ...] = ()
     """Base URL of a decode instance; repeat it for more."""
 
     instances_file: Path | None = None
-    """File with the instances, a line each: 'prefill URL' or 'decode URL'. It is followed: who is new is added, and who
-    is no longer there is drained, then forgotten."""
+    """File with one instance per line: 'prefill URL' or 'decode URL'. The router follows its changes: new instances are
+    added, and missing ones are drained and then removed."""
 
     hand_off: HandOffMode = "auto"
-    """When decode is called: sequential, after prefill has answered; concurrent, at the same time; auto,
-    concurrent between kvferry's own instances that offer it. Between vLLM servers with kvferry's connectors, concurrent
-    leaves usage without the number of cached tokens."""
+    """When D is called: sequential, after P has answered; concurrent, at the same time; auto, concurrent between
+    instances of kvferry's that offer it. Between vLLM servers with kvferry's connectors, usage has no number of cached
+    tokens with concurrent."""
 
     protocol: ProtocolName = "auto"
-    """What prefill and decode instances speak. auto: each is asked what it is. kvferry: kvferry's own instances.
-    nixl: vLLM servers whose prefill answers with what decode then fetches (NixlConnector, kvferry's connectors in
-    vLLM). mooncake: vLLM servers with MooncakeConnector, called both at once. sglang: SGLang servers started with
-    --disaggregation-mode, called both at once."""
+    """Protocol of the instances. auto: each instance is asked. kvferry: kvferry's own instances. nixl: vLLM servers
+    where P's answer carries what D needs to fetch the KV (NixlConnector, kvferry's connectors in vLLM). mooncake: vLLM
+    servers with MooncakeConnector, P and D called together. sglang: SGLang servers started with --disaggregation-mode,
+    P and D called together."""
 
     bootstrap_port: tuple[int, ...] = ()
-    """Port of a prefill instance's bootstrap server (Mooncake's in vLLM, SGLang's), in the order of --prefill-url; 8998
-    when not given."""
+    """Port of a prefill instance's bootstrap server (Mooncake's in vLLM, SGLang's), in the order of --prefill-url.
+    Default: 8998."""
 
     policy: str = "cost"
-    """Who chooses the instances of a request: cost (least predicted time), prefix, session, least_loaded,
-    power_of_two, round_robin, random, an entry point of the group kvferry.policies, or module:Class."""
+    """How the instances of a request are chosen: cost (least predicted time), prefix, session, least_loaded,
+    power_of_two, round_robin, random, the name of an entry point in the group kvferry.policies, or module:Class."""
 
     policy_option: tuple[str, ...] = ()
-    """A setting of the policy's own, as in pressure=0.05; repeat it for more."""
+    """An option of the policy, such as pressure=0.05; repeat it for more."""
 
     disaggregate_from: str = "auto"
-    """From how many tokens that are not cached a prompt is computed on a prefill instance; a shorter one goes straight
-    to decode. auto: tuned by what is measured, and a busy prefill pool is passed over too. 0: always."""
+    """Fewest tokens, not counting cached ones, for which a prompt is computed on a prefill instance; shorter prompts go
+    directly to decode. auto: adjusted to measured times, and a busy prefill pool is skipped. 0: always use a prefill
+    instance."""
 
     session_header: str = "X-Session-Id"
-    """Header by which clients name a conversation; else their `user` field does."""
+    """Header in which clients name a conversation. Without it, the `user` field of the request is used."""
 
     prefix_index_entries: int = 400_000
-    """Most prefixes that are remembered of all instances together; about 150 bytes each."""
+    """Most prefixes remembered for all instances together; about 150 bytes each."""
 
     instance_kv_events: tuple[str, ...] = ()
-    """Where a vLLM server publishes its KV events (--kv-events-config), and where it tells them again, as in
-    http://10.0.0.1:8000=tcp://10.0.0.1:5557,tcp://10.0.0.1:5558; repeat it for more. kvferry's instances say so
-    themselves. Needs kvferry[events]."""
+    """Where a vLLM server publishes its KV events (--kv-events-config), and where it replays them, such as
+    http://10.0.0.1:8000=tcp://10.0.0.1:5557,tcp://10.0.0.1:5558; repeat it for more. Instances of kvferry's tell the
+    router themselves. Needs kvferry[events]."""
 
     otlp_traces_endpoint: str | None = None
-    """Where OpenTelemetry spans of each request and its legs are sent, as http://127.0.0.1:4318/v1/traces. Needs
+    """Where OpenTelemetry spans of each request and its legs are sent, such as http://127.0.0.1:4318/v1/traces. Needs
     kvferry[otel]."""
 
     max_decisions: int = 512
-    """How many requests /kvferry/decisions remembers."""
+    """Number of requests that /kvferry/decisions shows."""
 
     retries: int = 1
-    """Other instances tried when one fails a request, for prefill and for decode."""
+    """Number of other instances to try after one has failed a request, for prefill and for decode."""
 
     continuations: int = 3
-    """How often a streamed answer whose instance is lost in the middle goes on at another; kvferry's instances only.
-    0: never, the answer then ends with an error."""
+    """How many times a streamed answer may continue on another instance after its instance was lost. 0: never; the
+    answer then ends with an error."""
 
     continuation_timeout_s: float = 30.0
-    """Seconds to look for an instance that can go on with an answer, where none is left at once."""
+    """Seconds to look for an instance that can continue an answer, if there is none at once."""
 
     busy_wait_s: float = 10.0
-    """Seconds a request may wait, in all, where every decode instance answers 429 or 503; each time for as long as
-    `Retry-After` says. The answer is then the client's. 0: at once."""
+    """Most seconds in all that a request waits if every decode instance answers 429 or 503, each time as long as
+    `Retry-After` says. After that, the client gets that answer. 0: at once."""
 
     max_in_flight: int = 2048
-    """Most requests at once; more wait for their turn."""
+    """Most requests that are served at the same time; further ones wait."""
 
     max_waiting: int = 1024
-    """Most requests that wait for their turn; one more is answered with 429."""
+    """Most requests that wait; further ones are answered with 429."""
 
     waiting_timeout_s: float = 30.0
-    """Seconds a request may wait for its turn; it is then answered with 429."""
+    """Seconds that a request may wait to be served; it is then answered with 429."""
 
     max_body: str = "32MiB"
     """Longest request body; a longer one is answered with 413."""
 
     max_buffered: str = "1GiB"
-    """Most bytes of request bodies held at once; beyond it, requests are answered with 429."""
+    """Most bytes of request bodies in memory at the same time; further requests are answered with 429."""
 
     connect_timeout_s: float = 5.0
     """Seconds to wait for a connection to an instance."""
 
     first_byte_timeout_s: float = 60.0
-    """Seconds an instance may let a request wait for its answer without a sign of work, and 1 more for each 1000 bytes
-    of the request; it then goes to another instance. Signs of work are bytes of any answer, and steps counted at the
-    instance's /metrics, so that a long queue or a long prompt is waited for."""
+    """Seconds, plus one for each 1000 bytes of the request, that an instance may take to begin its answer without a
+    sign of work; the request then goes to another instance. Signs of work are bytes of any answer, and steps counted at
+    the instance's /metrics, so that a long queue or a long prompt is waited for."""
 
     between_bytes_timeout_s: float = 60.0
-    """Seconds an instance may stop in the middle of an answer without a sign of work; the answer then ends with an
-    error, unless it goes on elsewhere."""
+    """Seconds that an instance may pause in the middle of an answer without a sign of work; the answer then ends with
+    an error, unless another instance continues it."""
 
     answer_timeout_s: float = 600.0
-    """Most seconds to the first byte of an answer, and between two, whatever the signs of work."""
+    """Most seconds to the first byte of an answer, and between any two, even with signs of work."""
 
     health_interval_s: float = 2.0
-    """Seconds between two looks at an instance's /health."""
+    """Seconds between two requests to an instance's /health."""
 
     health_timeout_s: float = 3.0
-    """Seconds /health may take. An instance that is later than that is avoided; after three times in a row it counts
-    as dead until it answers again, and requests that wait for it go elsewhere."""
+    """Seconds that /health may take. An instance that takes longer is avoided. After three times in a row it counts as
+    dead until it answers again, and requests that wait for it go elsewhere."""
 
     release_timeout_s: float = 5.0
-    """Seconds that telling a prefill instance to free an abandoned hand-off may take."""
+    """Seconds that a request to a prefill instance to free an abandoned hand-off may take."""
 
     forward_path: tuple[str, ...] = ()
-    """A method and a path that clients may use beside the OpenAI API's, as in 'POST /v1/audio/transcriptions'; repeat
-    it for more. Everything else is answered with 404."""
+    """A method and a path that clients may use besides the OpenAI API's, such as 'POST /v1/audio/transcriptions';
+    repeat it for more. All others are answered with 404."""
 
     trust_client_tickets: bool = False
-    """Let clients' kv_transfer_params through to instances, which then fetch from where these say. Only for a router
-    whose clients are proxies of your own."""
+    """Forward kv_transfer_params from clients to instances, which then fetch KV from the addresses in them. Only for a
+    router whose clients are proxies of your own."""
 
     def __post_init__(self) -> None:
         if self.max_in_flight < 1:
