@@ -128,7 +128,7 @@ class Router:
                 request_id=request.id.encode(),
                 arrived=arrived,
             )
-            async with self.admission.turn():
+            async with self.admission.turn(_tenant(request)):
                 await self.endpoints.handle(client_request, response)
 
     def routes(self) -> Routes:
@@ -194,6 +194,11 @@ def build_router(
 def _operators(http: HttpConfig) -> Guard:
     """Who may see addresses: whoever has an admin key, or the fleet's own. Nobody, where there is neither."""
     return Guard(admin_keys=[*http.admin_keys(), *http.fleet_keys] or [secrets.token_hex()])
+
+
+def _tenant(request: Request) -> bytes:
+    """Whose request it is: of a key, or where there is none, of an address."""
+    return find_header(request.headers, b"authorization") or request.client.encode()
 
 
 _ENGINES: dict[type, str] = {InstanceFacts: "kvferry", VllmFacts: "vllm", SglangFacts: "sglang"}
