@@ -88,10 +88,12 @@ class RouterConfig:
     `Retry-After` says. After that, the client gets that answer. 0: at once."""
 
     max_in_flight: int = 2048
-    """Most requests that are served at the same time; further ones wait. Tenants (API keys, or addresses) take turns."""
+    """Most requests that are served at the same time; further ones wait, and tenants (API keys, or addresses) take
+    turns."""
 
     max_waiting: int = 1024
-    """Most requests that wait; a further one is answered with 429, or the latest one of the tenant with most of them."""
+    """Most requests that wait; a further one is answered with 429, or the latest one of the tenant that has the most
+    waiting."""
 
     waiting_timeout_s: float = 30.0
     """Seconds that a request may wait to be served; it is then answered with 429."""
