@@ -118,9 +118,10 @@ class FabricContract:
         return Pair(msgspec.structs.replace(cls.options, transport=cls.transport), cls.tls(), num_blocks, layout)
 
     @pytest.fixture(scope="class")
-    def shared_pair(self) -> Iterator[Pair]:
+    @classmethod
+    def shared_pair(cls) -> Iterator[Pair]:
         """One for all tests: some fabrics take a second to end."""
-        pair = self.make_pair()
+        pair = cls.make_pair()
         yield pair
         pair.close()
 
@@ -130,9 +131,10 @@ class FabricContract:
         return shared_pair
 
     @pytest.fixture(scope="class")
-    def shared_big(self) -> Iterator[Pair]:
+    @classmethod
+    def shared_big(cls) -> Iterator[Pair]:
         """Large enough that a read takes many turns of the loop."""
-        pair = self.make_pair(64, make_layout(block_size=2048))
+        pair = cls.make_pair(64, make_layout(block_size=2048))
         yield pair
         pair.close()
 

@@ -44,8 +44,9 @@ class TestTcpUnderTls(FabricContract):
 
 class LibraryContract(FabricContract):
     @pytest.fixture(autouse=True, scope="class")
-    def _library(self) -> None:
-        require_library(self.transport)
+    @classmethod
+    def _library(cls) -> None:
+        require_library(cls.transport)
 
 
 class TestNixl(LibraryContract):

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from kvferry.core.errors import KvferryError, ProtocolError
+from kvferry.core.errors import KvferryError, PeerLost, ProtocolError, TransferTimeout
 from kvferry.transport.connection import Connection
 from kvferry.transport.control import Listener, dial
 from kvferry.transport.memory import BlockMemory, Span
@@ -39,7 +39,9 @@ class FabricContext:
 
 
 class FabricPeer(ABC):
-    """A peer whose memory can be read."""
+    """A peer whose memory can be read. `closed`: `close` was called."""
+
+    closed = False
 
     @abstractmethod
     async def read(self, remote: Sequence[Span], local: Sequence[Span], deadline: float) -> None:
@@ -55,6 +57,14 @@ class FabricPeer(ABC):
     @abstractmethod
     async def close(self) -> None:
         """Give the connection or mapping back; reads under way raise `PeerLost`."""
+
+    def require_going(self, deadline: float) -> None:
+        """For a read, before each of its slices. Raises `PeerLost` when the peer was closed meanwhile, and
+        `TransferTimeout` when the time is over."""
+        if self.closed:
+            raise PeerLost("the connection to the peer was closed during a read")
+        if asyncio.get_running_loop().time() >= deadline:
+            raise TransferTimeout("reading a peer's blocks: not done by its deadline")
 
 
 class Fabric(ABC):

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from kvferry.core.errors import ConfigError, PeerLost, ProtocolError, TransferTimeout
+from kvferry.core.errors import ConfigError, ProtocolError
 from kvferry.transport.fabric.base import Fabric, FabricContext, FabricPeer
 from kvferry.transport.fabric.cuda_driver import HANDLE_BYTES, CudaDriver
 from kvferry.transport.fabric.pieces import join
@@ -93,14 +93,13 @@ class CudaIpcPeer(FabricPeer):
         self._theirs = RegionMap(regions, "peer's")
         self._ours = fabric.context.memory.map
         self._copying = asyncio.Lock()
-        self._closed = False
 
     async def read(self, remote: Sequence[Span], local: Sequence[Span], deadline: float) -> None:
         """Begin copies, and wait for the stream; copies cannot be taken back, so also when given up."""
         pieces = join(remote, self._theirs, local, self._ours, SLICE_BYTES)
         for part in pieces.slices(SLICE_BYTES, SLICE_PIECES):
             async with self._copying:
-                self._require_going(deadline)
+                self.require_going(deadline)
                 self._driver.begin()
                 try:
                     for source, target, length in part.rows():
@@ -112,17 +111,11 @@ class CudaIpcPeer(FabricPeer):
         while not self._driver.is_idle():  # noqa: ASYNC110 - nothing of CUDA can be waited for but by asking
             await asyncio.sleep(POLL_S)
 
-    def _require_going(self, deadline: float) -> None:
-        if self._closed:
-            raise PeerLost("the connection to the peer was closed during a read")
-        if asyncio.get_running_loop().time() >= deadline:
-            raise TransferTimeout("reading a peer's blocks: not done by its deadline")
-
     async def close(self) -> None:
         """Unmap, once no copy is under way."""
-        if self._closed:
+        if self.closed:
             return
-        self._closed = True
+        self.closed = True
         async with self._copying:
             for address in self._mapped:
                 self._driver.unmap(address)

@@ -21,7 +21,7 @@ from typing import Any
 
 import msgspec
 
-from kvferry.core.errors import PeerLost, ProtocolError, TransferTimeout
+from kvferry.core.errors import PeerLost, ProtocolError
 from kvferry.transport.fabric.base import Fabric, FabricContext, FabricPeer
 from kvferry.transport.fabric.mooncake_engine import MooncakeEngine
 from kvferry.transport.fabric.pieces import Pieces, join
@@ -109,7 +109,6 @@ class MooncakePeer(FabricPeer):
         self._segment = f"{described.host}:{described.rpc_port}"
         self._theirs = RegionMap([Region(address, size) for address, size in described.regions], "peer's")
         self._ours = fabric.context.memory.map
-        self._closed = False
 
     async def read(self, remote: Sequence[Span], local: Sequence[Span], deadline: float) -> None:
         """One call after the other; each is waited for, also past the deadline."""
@@ -118,19 +117,13 @@ class MooncakePeer(FabricPeer):
     async def transfer(self, pieces: Pieces, deadline: float) -> None:
         """As `read`, of any memory."""
         for part in pieces.slices(SLICE_BYTES, SLICE_PIECES):
-            self._require_going(deadline)
+            self.require_going(deadline)
             await uncancelled(self._reading.read(self._segment, part))
-        self._require_going(deadline)
-
-    def _require_going(self, deadline: float) -> None:
-        if self._closed:
-            raise PeerLost("the connection to the peer was closed during a read")
-        if asyncio.get_running_loop().time() >= deadline:
-            raise TransferTimeout("reading a peer's blocks: not done by its deadline")
+        self.require_going(deadline)
 
     async def close(self) -> None:
         """Nothing is held for one peer alone."""
-        self._closed = True
+        self.closed = True
 
 
 class _Reader:

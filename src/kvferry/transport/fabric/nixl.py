@@ -26,7 +26,7 @@ from typing import Any
 
 import msgspec
 
-from kvferry.core.errors import KvferryError, PeerLost, ProtocolError, TransferTimeout
+from kvferry.core.errors import KvferryError, PeerLost, ProtocolError
 from kvferry.transport.connection import limited_to
 from kvferry.transport.fabric.base import Fabric, FabricContext, FabricPeer
 from kvferry.transport.fabric.nixl_agent import Handle, MemoryKind, NixlAgent
@@ -201,7 +201,6 @@ class NixlPeer(FabricPeer):
         self._theirs = RegionMap([Region(address, size) for address, size in described.regions], "peer's")
         self._ours = fabric.context.memory.map
         self._kind = MemoryKind(described.segment, described.device)
-        self._closed = False
         self._num_reads = 0
         self._idle = asyncio.Event()
         self._idle.set()
@@ -213,14 +212,14 @@ class NixlPeer(FabricPeer):
 
     async def transfer(self, pieces: Pieces, ours: MemoryKind, theirs: MemoryKind, deadline: float) -> None:
         """As `read`, of memory of any kind."""
-        self._require_going(deadline)
+        self.require_going(deadline)
         under_way: deque[Handle] = deque()
         self._num_reads += 1
         self._reader.num_reads += 1
         self._idle.clear()
         try:
             for part in pieces.slices(SLICE_BYTES, SLICE_PIECES):
-                self._require_going(deadline)
+                self.require_going(deadline)
                 under_way.append(self._agent.post(part, ours, theirs, self._remote.name))
                 await asyncio.sleep(0)
                 await self._settle(under_way, MAX_UNDER_WAY - 1, deadline)
@@ -242,7 +241,7 @@ class NixlPeer(FabricPeer):
                 waiting = _Waiting()
                 continue
             await waiting.turn()
-            self._require_going(deadline)
+            self.require_going(deadline)
 
     def _goes_through(self, handle: Handle) -> bool:
         """Whether it is done, or will be while it is asked."""
@@ -272,17 +271,17 @@ class NixlPeer(FabricPeer):
         except KvferryError:
             return True
 
-    def _require_going(self, deadline: float) -> None:
-        if self._closed or self._reader.condemned:
+    def require_going(self, deadline: float) -> None:
+        """Also while the agent that reads is still to be read with."""
+        if self._reader.condemned:
             raise PeerLost("the connection to the peer was closed during a read")
-        if asyncio.get_running_loop().time() >= deadline:
-            raise TransferTimeout("reading a peer's blocks: not done by its deadline")
+        super().require_going(deadline)
 
     async def close(self) -> None:
         """End the reads, then part with the peer's agent."""
-        if self._closed:
+        if self.closed:
             return
-        self._closed = True
+        self.closed = True
         await self._idle.wait()
         self._reader.give_back(self._remote)
 

@@ -248,7 +248,6 @@ class PipePeer(FabricPeer):
         self._fabric, self._host, self._port = fabric, host, port
         self._session: PipeSession | None = None
         self._connecting = asyncio.Lock()
-        self._closed = False
 
     async def connect(self, deadline: float) -> PipeSession:
         """The session, made anew if need be."""
@@ -256,7 +255,7 @@ class PipePeer(FabricPeer):
             if self._session is not None and self._session.failure is not None:
                 await self._session.close()
                 self._session = None
-            if self._closed:
+            if self.closed:
                 raise PeerLost("the connection to the peer was closed during a read")
             if self._session is None:
                 self._session = await self._fabric.open_session(self._host, self._port, deadline)
@@ -274,7 +273,7 @@ class PipePeer(FabricPeer):
 
     async def close(self) -> None:
         """Break the pipe off."""
-        self._closed = True
+        self.closed = True
         async with self._connecting:
             if self._session is not None:
                 await self._session.close()

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from kvferry.core.errors import ConfigError, PeerLost, ProtocolError, TransferTimeout
+from kvferry.core.errors import ConfigError, PeerLost, ProtocolError
 from kvferry.transport.fabric.base import Fabric, FabricContext, FabricPeer
 from kvferry.transport.fabric.copying import copier
 from kvferry.transport.fabric.pieces import join
@@ -65,31 +65,20 @@ class ShmPeer(FabricPeer):
         self._theirs = RegionMap([Region(segment.address, segment.num_bytes) for segment in segments], "peer's")
         self._ours = memory.map
         self._copy = copier()
-        self._closed = False
 
     async def read(self, remote: Sequence[Span], local: Sequence[Span], deadline: float) -> None:
         """Copy, slice by slice."""
-        self._require_open()
+        self.require_going(deadline)
         pieces = join(remote, self._theirs, local, self._ours, SLICE_BYTES)
         for number, part in enumerate(pieces.slices(SLICE_BYTES, MAX_PIECES)):
             if number:
-                await self._yield(deadline)
+                await asyncio.sleep(0)  # others have the loop; the peer may be closed meanwhile, and so unmapped
+                self.require_going(deadline)
             self._copy(part)
-
-    async def _yield(self, deadline: float) -> None:
-        """Let others have the loop. Raises when meanwhile the time was over or the peer was closed."""
-        await asyncio.sleep(0)
-        self._require_open()
-        if asyncio.get_running_loop().time() >= deadline:
-            raise TransferTimeout("reading a peer's blocks: not done by its deadline")
-
-    def _require_open(self) -> None:
-        if self._closed:  # unmapped: to copy from there would end the process
-            raise PeerLost("the connection to the peer was closed during a read")
 
     async def close(self) -> None:
         """Unmap."""
-        self._closed = True
+        self.closed = True
         _close(self._segments)
 
 
