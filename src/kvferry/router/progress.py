@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from kvferry.core.continuation import CONTINUE_KEY, MARK, Continuation, decode_mark, is_last
+from kvferry.core.errors import ProtocolError
 from kvferry.router.instance import Facts, InstanceFacts
 from kvferry.router.legs import HAND_OFF_FIELD
 
@@ -21,6 +22,9 @@ _DONE = b"data: [DONE]"
 ERROR_EVENT = b'data: {"error"'
 _MAY_GO_ELSEWHERE = frozenset({"unavailable_error", "server_error", "hand_off_error", "rate_limit_error"})
 """Types of errors that are the instance's, not the request's."""
+
+_MOST_HELD_BYTES = 16 * 2**20
+"""Of what is held back until it is whole."""
 
 _MOST_MARKS = 256
 """More are read and kept as numbers: a line takes ten times the memory of its tokens."""
@@ -45,6 +49,7 @@ class EventPassage(ABC):
         self.error = b""
         self._partial = b""
         self._closing: list[bytes] = []
+        self._num_closing_bytes = 0
 
     @abstractmethod
     def _event(self, event: bytes) -> bytes:
@@ -59,14 +64,17 @@ class EventPassage(ABC):
         """Another instance brings the rest: what was held back of the last one's is void."""
         self.error, self._partial = b"", b""
         self._closing.clear()
+        self._num_closing_bytes = 0
 
     def take(self, payload: bytes) -> bytes:
-        """What the client gets of the next piece of the body."""
+        """What the client gets of the next piece of the body. Raises `ProtocolError` when an event, or what follows the
+        last, has no end."""
         if self._partial:
             payload, self._partial = self._partial + payload, b""
         if not payload.endswith(_END):
             whole, end, self._partial = payload.rpartition(_END)
             payload = whole + end
+            self._require_bounded(len(self._partial))
         if payload.count(_END) == 1:
             return self._event(payload)
         return b"".join([self._event(event + _END) for event in payload.split(_END)[:-1]])
@@ -74,7 +82,13 @@ class EventPassage(ABC):
     def _hold(self, event: bytes) -> bytes:
         """Keep what is of the stream's end until that is here."""
         self._closing.append(event)
+        self._num_closing_bytes += len(event)
+        self._require_bounded(self._num_closing_bytes)
         return b""
+
+    def _require_bounded(self, num_bytes: int) -> None:
+        if num_bytes > _MOST_HELD_BYTES:
+            raise ProtocolError(f"{num_bytes} bytes of a stream without the end of an event, or of the stream")
 
     def _refuse(self, event: bytes) -> bytes:
         """The stream ends as it should not; the first error event counts."""

@@ -47,7 +47,7 @@ class Rescue:
         self.failed(lost)
         try:
             body = self._body.encode(**passage.fields())
-        except (msgspec.MsgspecError, OverflowError) as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError, OverflowError) as error:
             logger.warning("%s told nonsense of an answer, which cannot be continued: %s", lost, error)
             return None
         passage.restart()

@@ -1,0 +1,78 @@
+"""The events of a stream on their way: whole, without marks, however the pieces are cut, and bounded."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from kvferry.core.continuation import Mark
+from kvferry.core.errors import ProtocolError
+from kvferry.router.instance import VllmFacts
+from kvferry.router.progress import EventPassage, Progress
+from kvferry.router.replay import Replay
+
+DONE = b"data: [DONE]\n\n"
+STREAM = [
+    (Mark(seed=5, created=7, num_cached_tokens=3), b'data: {"a":1}\n\n'),
+    (Mark(tokens=[11, 12]), b'data: {"a":2}\n\n'),
+    (Mark(tokens=[13]), b'data: {"a":": {}"}\n\n'),
+    (Mark(tokens=[14], last=True), b'data: {"finish_reason":"stop"}\n\n'),
+]
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 30, 1000])
+def test_pieces_of_any_size(size: int) -> None:
+    body = b"".join(mark.encode() + event for mark, event in STREAM) + b"data: {}\n\n" + DONE
+    progress, passed = Progress(), b""
+    for place in range(0, len(body), size):
+        passed += progress.take(body[place : place + size])
+        assert not passed or passed.endswith(b"\n\n")
+    assert passed == b"".join(event for _, event in STREAM[:3])
+    assert progress.closing == STREAM[3][1] + b"data: {}\n\n" + DONE
+    told = progress.fields()["kv_transfer_params"]["continue_from"]
+    assert (told.token_ids, told.seed, told.created, told.num_cached_tokens) == ([11, 12, 13], 5, 7, 3)
+
+
+def test_many_marks_are_kept_as_numbers() -> None:
+    progress = Progress()
+    progress.take(STREAM[0][0].encode() + STREAM[0][1])
+    for token in range(3000):
+        progress.take(Mark(tokens=[token]).encode() + STREAM[1][1])
+    assert len(progress._marks) <= 256
+    assert progress.fields()["kv_transfer_params"]["continue_from"].token_ids == list(range(3000))
+
+
+def test_what_another_brings_takes_the_place_of_what_was_held_back() -> None:
+    progress = Progress()
+    progress.take(b"".join(mark.encode() + event for mark, event in STREAM) + b"data: par")
+    progress.restart()
+    assert progress.closing is None
+    assert progress.take(STREAM[1][0].encode() + STREAM[1][1]) == STREAM[1][1]
+
+
+@pytest.mark.parametrize(
+    "mark", [b": nonsense\n", b": []\n", b': {"tokens":[-1]}\n', b': {"tokens":["x"]}\n', b": \xff\n"]
+)
+def test_marks_that_are_none(mark: bytes) -> None:
+    progress = Progress()
+    progress.take(mark + STREAM[0][1])
+    with pytest.raises((msgspec.MsgspecError, UnicodeDecodeError)):
+        progress.fields()
+
+
+@pytest.mark.parametrize("passage", [Progress(), Replay(VllmFacts)])
+def test_nothing_is_held_without_end(passage: EventPassage) -> None:
+    with pytest.raises(ProtocolError):
+        feed(passage, b"x" * 2**20)
+
+
+def test_the_end_of_a_stream_has_an_end() -> None:
+    progress = Progress()
+    progress.take(STREAM[3][0].encode() + STREAM[3][1])
+    with pytest.raises(ProtocolError):
+        feed(progress, b"data: " + b"x" * 2**20 + b"\n\n")
+
+
+def feed(passage: EventPassage, piece: bytes) -> None:
+    for _ in range(100):
+        passage.take(piece)
