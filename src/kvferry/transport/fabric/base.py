@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -100,12 +100,23 @@ class Fabric(ABC):
         """Give everything back. The peers made by `connect` are their holders' to close."""
 
 
-def host_and_port(description: Mapping[str, Any], name: str) -> tuple[str, int]:
-    """Where a peer that is dialled listens. Raises `ProtocolError` when its description does not say."""
-    host, port = description.get("host"), description.get("port")
-    if not isinstance(host, str) or not isinstance(port, int):
-        raise ProtocolError(f"a {name} description without host and port")
-    return host, port
+class DialledFabric(Fabric):
+    """A fabric that reads a peer over connections to the peer's listener."""
+
+    def describe(self) -> dict[str, Any]:
+        """Where the listener is."""
+        return {"host": self.context.listener.host, "port": self.context.listener.port}
+
+    def reachable(self, description: dict[str, Any]) -> bool:
+        """Always, as far as can be told without trying."""
+        return "port" in description
+
+    def address_in(self, description: dict[str, Any]) -> tuple[str, int]:
+        """Where a peer listens. Raises `ProtocolError` when its description does not say."""
+        host, port = description.get("host"), description.get("port")
+        if not isinstance(host, str) or not isinstance(port, int):
+            raise ProtocolError(f"a {self.name} description without host and port")
+        return host, port
 
 
 class PendingRead:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from kvferry.core.errors import KvferryError, PeerLost, ProtocolError
 from kvferry.transport.connection import Connection, limited_to
-from kvferry.transport.fabric.base import Fabric, FabricContext, FabricPeer, PendingRead, host_and_port
+from kvferry.transport.fabric.base import DialledFabric, FabricContext, FabricPeer, PendingRead
 from kvferry.transport.fabric.pieces import ANYWHERE, Pieces, join
 from kvferry.transport.memory import RegionMap, Span
 from kvferry.transport.pipe.base import PipeKind, PipeReceiver, PipeSender, PipeSettings
@@ -58,7 +58,7 @@ class Refused(Message, frozen=True):
     reason: str
 
 
-class PipeFabric(Fabric):
+class PipeFabric(DialledFabric):
     """Reads, and lets read, through pipes of one kind."""
 
     def __init__(self, context: FabricContext, kind: PipeKind) -> None:
@@ -81,17 +81,9 @@ class PipeFabric(Fabric):
         )
         return cls(context, pipe_kind(pipe, settings))
 
-    def describe(self) -> dict[str, Any]:
-        """Where the serving side listens."""
-        return {"host": self.context.listener.host, "port": self.context.listener.port}
-
-    def reachable(self, description: dict[str, Any]) -> bool:
-        """Always, as far as can be told without trying."""
-        return "port" in description
-
     async def connect(self, description: dict[str, Any], deadline: float) -> FabricPeer:
         """Make a first pipe, so that what does not work shows now."""
-        host, port = host_and_port(description, self.name)
+        host, port = self.address_in(description)
         peer = PipePeer(self, host, port)
         await peer.connect(deadline)
         return peer

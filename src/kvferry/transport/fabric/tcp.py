@@ -23,7 +23,7 @@ import numpy as np
 
 from kvferry.core.errors import ConfigError, KvferryError, PeerLost, ProtocolError
 from kvferry.transport.connection import Connection, limited_to, translated_errors
-from kvferry.transport.fabric.base import Fabric, FabricContext, FabricPeer, PendingRead, host_and_port
+from kvferry.transport.fabric.base import DialledFabric, FabricContext, FabricPeer, PendingRead
 from kvferry.transport.fabric.pieces import ANYWHERE, Pieces, join
 from kvferry.transport.memory import Numbers, RegionMap, Span
 from kvferry.transport.memory_vector import MemoryVector
@@ -55,7 +55,7 @@ class ReadAnswer(Message, frozen=True):
     refusal: str = ""
 
 
-class TcpFabric(Fabric):
+class TcpFabric(DialledFabric):
     """Any two instances with a network between them."""
 
     name = "tcp"
@@ -71,17 +71,9 @@ class TcpFabric(Fabric):
         self._ours = context.memory.map
         context.listener.handle(PURPOSE, self._serve)
 
-    def describe(self) -> dict[str, Any]:
-        """Where the serving side listens."""
-        return {"host": self.context.listener.host, "port": self.context.listener.port}
-
-    def reachable(self, description: dict[str, Any]) -> bool:
-        """Always, as far as can be told without trying."""
-        return "port" in description
-
     async def connect(self, description: dict[str, Any], deadline: float) -> FabricPeer:
         """Dial the peer's listener."""
-        host, port = host_and_port(description, self.name)
+        host, port = self.address_in(description)
         context, streams = self.context, list[_Stream]()
         try:
             for _ in range(self._num_streams):
