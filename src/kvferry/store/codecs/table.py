@@ -8,6 +8,10 @@ from kvferry.store.codecs.base import Codec
 
 BUILTIN = {
     "none": "kvferry.store.codecs.none:NoCodec",
+    "lossless": "kvferry.store.codecs.lossless:LosslessCodec",
+    "fp8": "kvferry.store.codecs.quantized:Fp8Codec",
+    "int8": "kvferry.store.codecs.quantized:Int8Codec",
+    "int4": "kvferry.store.codecs.quantized:Int4Codec",
 }
 EXTENSIONS = ExtensionPoint("codec", BUILTIN, "kvferry.codecs")
 DEFAULT = "none"

@@ -1,0 +1,158 @@
+"""What every codec keeps to, for numbers of any kind and for bytes that no codec wrote."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kv_support import make_layout
+
+from kvferry.core.errors import ConfigError
+from kvferry.core.layout import KVLayout, LayerLayout
+from kvferry.store.codecs.base import Codec, CodecError
+from kvferry.store.codecs.table import BUILTIN, make_codec
+
+LAYERS = (LayerLayout(2, 8, 8), LayerLayout(1, 6, 3), LayerLayout(3, 5, 0))
+DTYPES = ["bfloat16", "float32"]
+LOSSY = ["fp8", "int8", "int4"]
+WORST = {"fp8": 0.07, "int8": 0.012, "int4": 0.08}
+"""The most that a number may be off, as a share of the largest of its group (bfloat16's own rounding included)."""
+
+
+def layout_of(dtype: str, block_size: int = 16) -> KVLayout:
+    return make_layout(dtype=dtype, layers=LAYERS, block_size=block_size)
+
+
+def there_and_back(codec: Codec, span: bytes, layer: int) -> bytes:
+    encoded = bytes(codec.encode(memoryview(span), layer))
+    assert len(encoded) <= codec.max_encoded_bytes(layer)
+    into = bytearray(len(span))
+    codec.decode(memoryview(encoded), layer, memoryview(into))
+    return bytes(into)
+
+
+def to_bytes(numbers: np.ndarray, dtype: str) -> bytes:
+    bits = numbers.astype(np.float32).view(np.uint32)
+    return bits.astype("<u4").tobytes() if dtype == "float32" else (bits >> 16).astype("<u2").tobytes()
+
+
+def to_numbers(span: bytes, dtype: str) -> np.ndarray:
+    if dtype == "float32":
+        return np.frombuffer(span, "<f4")
+    return (np.frombuffer(span, "<u2").astype(np.uint32) << 16).view(np.float32)
+
+
+@pytest.mark.parametrize("name", BUILTIN)
+@pytest.mark.parametrize("dtype", DTYPES)
+@given(data=st.data())
+@settings(max_examples=25, deadline=None)
+def test_lossless_gives_the_same_bits_and_any_bytes_go_through(name: str, dtype: str, data: st.DataObject) -> None:
+    """Random bytes are every kind of number: NaN, infinite, the smallest there are."""
+    layout = layout_of(dtype, data.draw(st.sampled_from([1, 3, 16])))
+    layer = data.draw(st.integers(0, 2))
+    size = layout.span_bytes(layer)
+    pattern = data.draw(st.binary(min_size=1, max_size=64))
+    span = (pattern * size)[:size]
+    codec = make_codec(name, layout)
+    decoded = there_and_back(codec, span, layer)
+    if codec.lossless:
+        assert decoded == span
+
+
+@pytest.mark.parametrize("name", LOSSY)
+@pytest.mark.parametrize("dtype", DTYPES)
+@given(seed=st.integers(0, 2**32), scale=st.sampled_from([1e-30, 1e-3, 1.0, 300.0, 1e30]), shift=st.floats(-3, 3))
+@settings(max_examples=15, deadline=None)
+def test_lossy_is_near(name: str, dtype: str, seed: int, scale: float, shift: float) -> None:
+    layout = layout_of(dtype)
+    for layer, spec in enumerate(LAYERS):
+        dims = spec.key_dim + spec.value_dim
+        numbers = (np.random.default_rng(seed).normal(shift, 1, (spec.num_kv_heads, 16 * dims)) * scale).astype(
+            np.float32
+        )
+        span = to_bytes(numbers, dtype)
+        exact = to_numbers(span, dtype).reshape(spec.num_kv_heads, -1)
+        found = to_numbers(there_and_back(make_codec(name, layout), span, layer), dtype).reshape(exact.shape)
+        border = 16 * spec.key_dim
+        for part, axis in ((slice(0, border), 1), (slice(border, None), 2)):
+            shape = (spec.num_kv_heads, 16, -1)
+            if exact[:, part].size:
+                off = np.abs(found[:, part] - exact[:, part]).reshape(shape)
+                largest = np.abs(exact[:, part]).reshape(shape).max(axis=axis, keepdims=True)
+                assert (off <= WORST[name] * largest * (2 if name == "int4" else 1)).all()
+
+
+@pytest.mark.parametrize(("name", "most"), [("lossless", 0.75), ("fp8", 0.6), ("int8", 0.6), ("int4", 0.4)])
+def test_what_looks_like_kv_gets_smaller(name: str, most: float) -> None:
+    layout = make_layout(dtype="bfloat16", layers=(LayerLayout(4, 64, 64),), block_size=16)
+    channels = np.exp(np.random.default_rng(0).normal(0, 0.7, (4, 1, 128)))
+    numbers = (np.random.default_rng(1).normal(size=(4, 16, 128)) * channels).astype(np.float32)
+    span = to_bytes(np.concatenate([numbers[..., :64].reshape(4, -1), numbers[..., 64:].reshape(4, -1)], 1), "bfloat16")
+    assert len(make_codec(name, layout).encode(memoryview(span), 0)) < most * len(span)
+
+
+@pytest.mark.parametrize("name", LOSSY)
+def test_decoding_what_was_decoded_once_changes_little(name: str) -> None:
+    """Blocks that go round between tiers with the same codec do not wear out."""
+    layout = layout_of("bfloat16")
+    span = to_bytes(np.random.default_rng(3).normal(size=layout.span_bytes(0) // 2), "bfloat16")
+    codec = make_codec(name, layout)
+    once = there_and_back(codec, span, 0)
+    many = once
+    for _ in range(8):
+        many = there_and_back(codec, many, 0)
+    exact, first, last = (to_numbers(one, "bfloat16") for one in (span, once, many))
+    assert np.abs(last - exact).mean() < 3 * np.abs(first - exact).mean()
+
+
+@pytest.mark.parametrize("name", BUILTIN)
+@pytest.mark.parametrize("dtype", DTYPES)
+@given(data=st.data())
+@settings(max_examples=50, deadline=None)
+def test_bytes_that_nobody_wrote_are_refused_or_decoded_and_nothing_else(
+    name: str, dtype: str, data: st.DataObject
+) -> None:
+    codec = make_codec(name, layout_of(dtype))
+    layer = data.draw(st.integers(0, 2))
+    size = codec.layout.span_bytes(layer)
+    span = np.random.default_rng(5).normal(size=size).astype(np.float16).tobytes()[:size]
+    encoded = bytearray(codec.encode(memoryview(span), layer))
+    for _ in range(data.draw(st.integers(1, 4))):
+        encoded[data.draw(st.integers(0, min(40, len(encoded) - 1)))] = data.draw(st.integers(0, 255))
+    forged = data.draw(st.sampled_from([bytes(encoded), bytes(encoded[:-1]), b"", bytes(encoded) + b"x"]))
+    forged = data.draw(st.just(forged) | st.binary(max_size=300))
+    around = bytearray(b"\xaa" * (size + 16))
+    with suppress(CodecError):
+        codec.decode(memoryview(forged), layer, memoryview(around)[8 : 8 + size])
+    assert around[:8] == around[-8:] == b"\xaa" * 8
+
+
+def test_a_length_is_refused_before_memory_is_taken_for_it() -> None:
+    """A frame of a few bytes that says it is a gigabyte."""
+    codec = make_codec("lossless", layout_of("bfloat16"))
+    size = codec.layout.span_bytes(0)
+    frame = bytes.fromhex("28b52ffd e0") + (1 << 30).to_bytes(8, "little") + bytes.fromhex("010000")
+    bomb = b"\x01" + frame + bytes(size // 2)
+    with pytest.raises(CodecError, match="do not say that they are"):
+        codec.decode(memoryview(bomb), 0, memoryview(bytearray(size)))
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "said"),
+    [
+        ("lossless", {"dtype": "float16"}, "not for float16"),
+        ("int8", {"packing": "flash"}, "must know where keys and values are"),
+        ("lossless", {"layers": (LayerLayout(1, 1, 1, page_bytes=13),)}, "not made of"),
+    ],
+)
+def test_layouts_that_a_codec_cannot_encode(name: str, changes: dict[str, object], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        make_codec(name, make_layout(**{"dtype": "bfloat16"} | changes))
+
+
+def test_only_lossless_ones_promise_it() -> None:
+    layout = layout_of("bfloat16")
+    assert {name for name in BUILTIN if make_codec(name, layout).lossless} == {"none", "lossless"}
