@@ -32,6 +32,7 @@ CONFIGS = (*ENGINE, Listen, LogConfig, RestartPolicy, RouterConfig, HttpAccess, 
 """What flags are made from; `tests/cli/test_main.py` proves that each field of each is one."""
 
 OWN = {
+    "--all",
     "--config",
     "--help",
     "--version",

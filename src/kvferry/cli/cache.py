@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from cyclopts import App
 
+from kvferry.cli.cache_folder import add_to
 from kvferry.cli.cache_simulate import simulate
 
-cache = App(name="cache", sort_key=6, help="KV that is kept for reuse: which of it to keep.")
+cache = App(name="cache", sort_key=6, help="KV that is kept for reuse: what is there, and which of it to keep.")
 cache.command(simulate)
+add_to(cache)

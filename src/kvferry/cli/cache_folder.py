@@ -1,0 +1,159 @@
+"""`kvferry cache ls`, `stat`, `verify`, `pin`, `unpin`, `rm`, `export`, `import`: looking after a file store.
+
+All work on a directory, with or without instances that use it, and need neither a model nor torch.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+from cyclopts import App, Parameter
+from rich.console import Console
+from rich.table import Table
+
+from kvferry.core.errors import ConfigError
+from kvferry.core.units import format_bytes
+from kvferry.store import upkeep
+
+Folder = Annotated[
+    Path, Parameter(help="The store: its directory, or file:/directory.", converter=lambda _, t: _path(t[0].value))
+]
+Prefix = Annotated[str, Parameter(help="Block hashes that begin so, in hexadecimal; all if none is given.")]
+Json = Annotated[bool, Parameter(help="Print JSON instead of a table.", negative=())]
+
+
+def list_blocks(store: Folder, prefix: Prefix = "", *, json: Json = False) -> None:
+    """Say which blocks there are, layout by layout."""
+    found = upkeep.entries(upkeep.require_root(store), _checked(prefix))
+    rows = [(one.fingerprint, one.name, one.num_bytes, one.used_s, one.is_pinned) for one in found]
+    if json:
+        keys = ("layout", "block", "bytes", "used_s", "pinned")
+        _print_json([dict(zip(keys, row, strict=True)) for row in rows])
+        return
+    table = _table("layout", "block", "size", "last used", "pinned")
+    for layout, name, num_bytes, used_s, pinned in rows:
+        table.add_row(layout[:8], name, format_bytes(num_bytes), _ago(used_s), "pinned" if pinned else "")
+    _console().print(table)
+
+
+def stat(store: Folder, *, json: Json = False) -> None:
+    """Say how much there is of each layout (a model, its dtype, block size and ranks)."""
+    found = upkeep.totals(upkeep.require_root(store))
+    if json:
+        _print_json(found)
+        return
+    table = _table("layout", "codec", "blocks", "size", "pinned", "last used")
+    for layout, one in found.items():
+        size, used = format_bytes(one.num_bytes), _ago(one.last_used_s)
+        table.add_row(layout, ", ".join(one.codecs), str(one.num_blocks), size, str(one.num_pinned), used)
+    _console().print(table)
+
+
+def verify(store: Folder) -> int:
+    """Read every block, and remove those that are damaged, and what crashes left. Exit code 1 if there were any."""
+    found = upkeep.verify(upkeep.require_root(store))
+    for path, reason in found.removed.items():
+        print(f"removed {path}: {reason}")  # noqa: T201 - the answer
+    print(  # noqa: T201
+        f"{found.num_blocks} blocks ({format_bytes(found.num_bytes)}) are right; {len(found.removed)} damaged ones and"
+        f" {found.num_orphans} leftovers of crashes were removed"
+    )
+    return 1 if found.removed else 0
+
+
+def pin(store: Folder, prefix: Prefix = "") -> None:
+    """Keep blocks whatever room is needed."""
+    _say(upkeep.set_pinned(upkeep.require_root(store), _checked(prefix), True), "pinned")
+
+
+def unpin(store: Folder, prefix: Prefix = "") -> None:
+    """Let blocks be evicted again."""
+    _say(upkeep.set_pinned(upkeep.require_root(store), _checked(prefix), False), "not pinned any more")
+
+
+def remove(
+    store: Folder,
+    prefix: Prefix = "",
+    *,
+    all_blocks: Annotated[bool, Parameter(name="--all", help="Without a prefix: all of them.", negative=())] = False,
+    pinned: Annotated[bool, Parameter(help="Pinned ones too.", negative=())] = False,
+) -> None:
+    """Remove blocks."""
+    if not prefix and not all_blocks:
+        raise ConfigError("kvferry cache rm: say which blocks by the beginning of their hash, or --all")
+    _say(upkeep.remove(upkeep.require_root(store), _checked(prefix), pinned_too=pinned), "removed")
+
+
+def export(store: Folder, archive: Annotated[Path, Parameter(help="A tar file.")], prefix: Prefix = "") -> None:
+    """Write blocks to an archive. Damaged ones are left out."""
+    try:
+        with archive.open("xb") as file:
+            _say(upkeep.export(upkeep.require_root(store), file, _checked(prefix)), "written")
+    except FileExistsError as error:
+        raise ConfigError(f"{archive} is there already") from error
+    except OSError as error:
+        raise ConfigError(f"cannot write {archive}: {error.strerror}") from error
+
+
+def import_(store: Folder, archive: Annotated[Path, Parameter(help="What export wrote.")]) -> None:
+    """Take blocks from an archive. What does not verify is refused."""
+    try:
+        with archive.open("rb") as file:
+            taken, refused = upkeep.import_(store, file)
+    except OSError as error:
+        raise ConfigError(f"cannot read {archive} into {store}: {error.strerror}") from error
+    print(f"{taken} blocks taken, {refused} refused")  # noqa: T201
+
+
+def add_to(cache: App) -> None:
+    """Make these commands of `kvferry cache`."""
+    cache.command(list_blocks, name="ls")
+    cache.command(remove, name="rm")
+    cache.command(import_, name="import")
+    for function in (stat, verify, pin, unpin, export):
+        cache.command(function)
+
+
+def _path(text: str) -> Path:
+    scheme, colon, rest = text.partition(":")
+    if colon and scheme in ("memory", "valkey", "valkeys", "redis", "rediss", "unix"):
+        raise ConfigError(f"kvferry cache looks after file stores, and {scheme}: is another kind")
+    path = rest.partition("?")[0] if scheme == "file" and colon else text
+    return Path(path.removeprefix("//") if path.startswith("///") else path).expanduser()
+
+
+def _checked(prefix: str) -> str:
+    if not all(letter in "0123456789abcdef" for letter in prefix) or len(prefix) > 64:
+        raise ConfigError(f"{prefix!r} is not the beginning of a block hash, which is hexadecimal")
+    return prefix
+
+
+def _say(count: int, what: str) -> None:
+    print(f"{count} blocks {what}")  # noqa: T201
+
+
+def _print_json(found: object) -> None:
+    print(msgspec.json.encode(found).decode())  # noqa: T201
+
+
+def _table(*columns: str) -> Table:
+    table = Table()
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    return table
+
+
+def _console() -> Console:
+    return Console(file=sys.stdout)
+
+
+def _ago(then_s: float) -> str:
+    seconds = max(0.0, time.time() - then_s)
+    for unit, length_s in (("d", 86400.0), ("h", 3600.0), ("min", 60.0)):
+        if seconds >= length_s:
+            return f"{seconds / length_s:.0f} {unit} ago"
+    return "now"
