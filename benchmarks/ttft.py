@@ -129,7 +129,7 @@ def ends(model: str, medium: str, cores: list[int], options: argparse.Namespace)
         def router(*flags: str) -> str:
             return stack.enter_context(kvferry("router", *flags, "--port", "0"))
 
-        pair = ["--prefill-url", prefill, "--decode-url", decode, "--hand-off"]
+        pair = ["--disaggregate-from", "0", "--prefill-url", prefill, "--decode-url", decode, "--hand-off"]
         yield {
             "plain": router("--decode-url", prefill),
             "sequential": router(*pair, "sequential"),

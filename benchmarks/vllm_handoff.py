@@ -52,6 +52,9 @@ SOURCE = Path(__file__).parents[1] / "src" / "kvferry"
 CALM = Path(__file__).parents[1] / "scripts" / "calm_vllm"
 VLLM_CONNECTORS = "distributed/kv_transfer/kv_connector/v1"
 
+ALWAYS = ("--disaggregate-from", "0")
+"""Every prompt is handed off, however short."""
+
 
 @dataclass(frozen=True)
 class Side:
@@ -120,7 +123,7 @@ def started(side: Side, model: str, options: argparse.Namespace) -> Iterator[Pai
     with (
         running("prefill", *common, *theirs, cores=cores[:1], more=side.environment) as prefill,
         running("decode", *common, *theirs, cores=cores[-1:], more=side.environment) as decode,
-        kvferry("router", "--prefill-url", prefill.url, "--decode-url", decode.url, "--port", "0") as router,
+        kvferry("router", *ALWAYS, "--prefill-url", prefill.url, "--decode-url", decode.url, "--port", "0") as router,
     ):
         yield Pair(prefill, decode, router)
 

@@ -120,7 +120,8 @@ def begun(
     """As `kvferry`, without waiting: it serves when what is yielded returns, so that several start side by side.
     `more` is added to its environment."""
     ready_read, ready_write = os.pipe()
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "KVFERRY_AUTH_TOKEN": AUTH_TOKEN, **(more or {})}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "KVFERRY_AUTH_TOKEN": AUTH_TOKEN}
+    environment |= {"KVFERRY_DISAGGREGATE_FROM": "0", **(more or {})}  # Short prompts are handed off too.
     command = [sys.executable, "-m", "kvferry.cli.main", arguments[0], f"--port={port}", f"--ready-fd={ready_write}"]
     command += arguments[1:]
     with log.open("wb") as output:
