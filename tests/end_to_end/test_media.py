@@ -91,7 +91,8 @@ def test_two_of_each(
     """Behind one router: prompts in turn to both prefill and both decode instances, until each pair has had some."""
     urls = [f"--{role}-url={instance.url}" for (role, _), instance in instances.items()]
     decodes = [instance for (role, _), instance in instances.items() if role == "decode"]
-    with kvferry("router", *urls, f"--hand-off={form}", "--policy=round_robin", log=tmp_path / "router.log") as router:
+    flags = (f"--hand-off={form}", "--policy=round_robin")
+    with kvferry("router", *urls, *flags, log=tmp_path / "router.log") as router:
         for turn in ("first", "second"):
             came = [decode.metric("vllm:external_prefix_cache_hits_total") for decode in decodes]
             for prompt, answer in zip(PROMPTS, expected, strict=True):
