@@ -252,7 +252,8 @@ import sys
 from kvferry.http.config import HttpConfig
 from kvferry.router.config import RouterConfig
 from kvferry.router.server import run_router
-config = RouterConfig(prefill_url=(sys.argv[1],), decode_url=(sys.argv[2],), hand_off=sys.argv[3], disaggregate_from="0")
+urls = {"prefill_url": (sys.argv[1],), "decode_url": (sys.argv[2],)}
+config = RouterConfig(**urls, hand_off=sys.argv[3], disaggregate_from="0")
 run_router(config, HttpConfig(port=int(sys.argv[4])), on_ready=lambda about: None)
 """
 
