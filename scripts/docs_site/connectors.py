@@ -16,8 +16,8 @@ from kvferry.core.transfer_config import KVTransferConfig
 
 HEAD = """# KV transfer configuration
 
-`--kv-transfer-config` takes vLLM's JSON object, with the same keys. A key that does not exist ends the start, with the
-nearest one that does.
+`--kv-transfer-config` takes vLLM's JSON object, with the same keys. An unknown key ends the start with an error
+that names the nearest known one.
 
 ```bash
 kvferry serve kvferry/tiny-python --prefill 1 --decode 1 \\
@@ -31,7 +31,7 @@ kvferry serve kvferry/tiny-python --prefill 1 --decode 1 \\
 EXTRA = """
 ## kv_connector_extra_config
 
-The keys depend on the connector. A connector of another package has what its own documentation says.
+The keys depend on the connector. For a connector of another package, see its own documentation.
 """
 
 INSIDE_VLLM = """

@@ -10,7 +10,7 @@ They speak through a `StepPlan` (scheduler → worker, with every step) and a `T
 
 Ownership: blocks belong to the engine's block pool. While a request runs, the engine keeps them. When it ends,
 `finish` says by its type who keeps them: `Release`, the pool takes them back now; `Hold`, they stay until a
-report names the request in `released`.
+report has `Released` for the request.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ class KVTransferConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     """How this instance takes part in moving KV. The docstring under each field is its meaning in the reference."""
 
     kv_connector: str
-    """Name of the connector. See `kv_connector_module_path` for one that no installed package registers."""
+    """Name of the connector, or `module:attribute` for a `ConnectorSpec` that no installed package registers."""
 
     kv_role: KVRole = "kv_both"
     """Whether KV leaves this instance (`kv_producer`), comes to it (`kv_consumer`), or both. `kvferry prefill` and
@@ -34,7 +34,7 @@ class KVTransferConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     """Address that the connector listens on, as other instances reach it."""
 
     kv_port: int = 0
-    """Port that the connector listens on; 0 takes any free one. Tickets carry it, so nobody else need know it."""
+    """Port that the connector listens on; 0 takes any free one. Tickets carry it, so nothing else has to be set."""
 
     kv_rank: int | None = None
     """Accepted because vLLM's configuration has it, and not used."""
