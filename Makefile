@@ -14,7 +14,7 @@ SHORT := not full and not vllm
 ALL := not vllm
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-media demo test test-all test-fast test-vllm soak check docs format bench clean
+.PHONY: help install install-media demo test test-all test-part test-fast test-vllm soak check docs format bench clean
 
 help:  ## say what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -35,6 +35,9 @@ test: $(STAMP)  ## run the tests, but for long matrices: some minutes (some: ARG
 
 test-all: $(STAMP)  ## run the tests with their long matrices too
 	@KVFERRY_FAULTS=200 scripts/run_tests $(BIN)/python '$(ALL)' $(ARGS)
+
+test-part: $(STAMP)  ## run the tests with a part of their long matrices (PART=0/8)
+	@scripts/run_tests $(BIN)/python '$(ALL)' --full-part=$(or $(PART),0/8) $(ARGS)
 
 test-fast: $(STAMP)  ## run the tests that neither start processes nor are long
 	@scripts/run_tests $(BIN)/python '$(SHORT) and not processes' $(ARGS)

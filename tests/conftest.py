@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from zlib import crc32
 
 import pytest
 
@@ -29,8 +30,18 @@ def model_maker(tmp_path_factory: pytest.TempPathFactory) -> ModelMaker:
     return make
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests marked `vllm` are skipped where vLLM is not installed."""
+def pytest_addoption(parser: pytest.Parser) -> None:
+    help_text = "of the tests marked full, run the K-th of N parts (K from 0), chosen by name; all others as selected"
+    parser.addoption("--full-part", metavar="K/N", help=help_text)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """`--full-part`; and tests marked `vllm` are skipped where vLLM is not installed."""
+    if part := config.getoption("--full-part"):
+        number, _, count = part.partition("/")
+        left_out = [one for one in items if _is_full(one) and crc32(_group(one).encode()) % int(count) != int(number)]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [one for one in items if one not in set(left_out)]
     # `tests` is on the path, and a folder of that name in it is a namespace package, which has no origin.
     spec = importlib.util.find_spec("vllm")
     if spec is not None and spec.origin is not None:
@@ -38,6 +49,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "vllm" in item.keywords and item.get_closest_marker("vllm"):
             item.add_marker(pytest.mark.skip(reason="vLLM is not installed; make test-vllm has it"))
+
+
+def _is_full(item: pytest.Item) -> bool:
+    return item.get_closest_marker("full") is not None
+
+
+def _group(item: pytest.Item) -> str:
+    """Those that share instances are in one part: the tests of a file with the same first parameter."""
+    _, _, parameters = item.nodeid.partition("[")
+    return f"{item.path.name} {parameters.rstrip(']').partition('-')[0]}"
 
 
 @pytest.fixture(scope="session")

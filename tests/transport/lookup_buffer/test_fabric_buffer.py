@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 import pytest
 from kv_support import ProducerProcess, Region, soon, table_for, until
 
+from kvferry.core.clock import Clock, ManualClock
 from kvferry.core.errors import AuthenticationFailed, ConfigError, LayoutMismatch, LeaseEnded, PeerLost, ProtocolError
 from kvferry.transport.connection import Connection
 from kvferry.transport.control import Listener
@@ -14,7 +15,7 @@ from kvferry.transport.fabric.base import FabricContext, FabricPeer
 from kvferry.transport.fabric.shm import ShmFabric
 from kvferry.transport.fabric.table import build_fabrics
 from kvferry.transport.lookup_buffer.base import Source, Want
-from kvferry.transport.lookup_buffer.entries import Ended, EntryBounds
+from kvferry.transport.lookup_buffer.entries import Ended, EntryBounds, EntryTable
 from kvferry.transport.lookup_buffer.fabric import FabricLookupBuffer
 from kvferry.transport.lookup_buffer.messages import (
     PURPOSE,
@@ -37,13 +38,19 @@ ALL = Part(0, 3, 0, [4])
 
 @asynccontextmanager
 async def instance(
-    region: Region, transport: str = "auto", *, port: int = 0, token: str = "secret", lease_s: float = 30
+    region: Region,
+    transport: str = "auto",
+    *,
+    port: int = 0,
+    token: str = "secret",
+    lease_s: float = 30,
+    clock: Clock | None = None,
 ) -> AsyncIterator[tuple[FabricLookupBuffer, Source]]:
     identity = Identity("engine", region.memory.layout)
     listener = Listener(identity, token, port=port)
     context = FabricContext(region.memory, listener, identity, token)
     buffer = FabricLookupBuffer(
-        context, build_fabrics(transport, context), table_for(region.memory, EntryBounds(lease_s))
+        context, build_fabrics(transport, context), table_for(region.memory, EntryBounds(lease_s), clock)
     )
     task = asyncio.create_task(buffer.run())
     try:
@@ -147,17 +154,24 @@ async def test_another_instance_at_the_ticket_s_address_is_noticed(make_region: 
 
 
 async def test_a_lease_is_renewed_while_a_consumer_is_at_work(make_region: Callable[..., Region]) -> None:
-    lease_s = 1.0
+    lease_s, clock, renewals = 1.0, ManualClock(), list[str]()
+
+    def renew(key: str) -> None:
+        EntryTable.renew(producer.table, key)
+        renewals.append(key)
+
     async with (
-        instance(make_region(seed=1), "shm", lease_s=lease_s) as (producer, source),
+        instance(make_region(seed=1), "shm", lease_s=lease_s, clock=clock) as (producer, source),
         gated_instance(make_region()) as (consumer, gate, reading),
     ):
         fetching = asyncio.ensure_future(consumer.drop_select(Want("k", source, [0], soon())))
         offer(producer, "k")
         await reading.wait()
-        begun = asyncio.get_running_loop().time()
-        await until(lambda: asyncio.get_running_loop().time() > begun + 3 * lease_s)
-        assert producer.table.ended() == []
+        producer.table.renew = renew
+        for number in range(1, 5):
+            await until(lambda number=number: len(renewals) >= number)
+            clock.advance(0.9 * lease_s)
+            assert producer.table.ended() == []
         gate.set()
         await fetching
 
