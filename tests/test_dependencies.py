@@ -14,6 +14,7 @@ ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 OPTIONAL = {
+    "matplotlib",
     "mooncake",
     "nixl",
     "nixl_cu12",
@@ -23,6 +24,7 @@ OPTIONAL = {
     "valkey",
     "vllm",
     "zmq",
+    "zstandard",
 }
 """Imported where an extra has brought them; `tests/cli/test_checks.py` has what is said where it has not."""
 
