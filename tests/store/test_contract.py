@@ -4,7 +4,7 @@ import subprocess
 from collections.abc import Iterator
 
 import pytest
-from servers import start_server
+from servers import start_mooncake_master, start_server
 
 from kvferry.testing.stores import StoreContract
 
@@ -57,6 +57,22 @@ class TestMemoryOverFile(StoreContract):
 
 class TestMemoryOverFileOverValkey(WithServer):
     url = ("memory:8MiB?name=three", "file:{folder}/kv", "valkey:{server}")
+
+
+@pytest.mark.full
+class TestMooncake(StoreContract):
+    outlives_instances = False
+    url = "mooncake://{master}?segment_bytes=32MiB&buffer_bytes=16MiB"
+
+    @pytest.fixture(autouse=True, scope="class")
+    @classmethod
+    def _master(cls, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+        address, process = start_mooncake_master(tmp_path_factory.mktemp("master"))
+        written = cls.url
+        cls.url = written.replace("{master}", address)
+        yield
+        cls.url = written
+        end(process)
 
 
 class TestThirdParty(StoreContract):

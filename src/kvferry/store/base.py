@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from threading import Lock
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -106,8 +106,9 @@ class KVStore(ABC):
         """Blocks, by whether they are there now."""
 
     @classmethod
-    def check_location(cls, location: str) -> None:
-        """Raise `ConfigError` for a location that can be known to be wrong before anything is opened."""
+    def check(cls, location: str, options: Any) -> None:
+        """Raise `ConfigError` for what can be known to be wrong before anything is opened; `options` as `options_type`
+        has them."""
 
     # Blocks.
 

@@ -18,7 +18,7 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from kvferry.core.block_hash import BlockHash
 from kvferry.core.errors import ConfigError, StoreError
@@ -62,7 +62,7 @@ class FileStore(KVStore):
         self._room = FileRoom(self.root, options.max_bytes, options.eviction, self.records.max_record_bytes)
 
     @classmethod
-    def check_location(cls, location: str) -> None:
+    def check(cls, location: str, options: Any) -> None:
         """A path, that is no file."""
         path = _path_of(location)
         if path.exists() and not path.is_dir():

@@ -11,6 +11,7 @@ import hashlib
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -67,9 +68,9 @@ class MemoryStore(KVStore):
         self._index: MemoryIndex
 
     @classmethod
-    def check_location(cls, location: str) -> None:
+    def check(cls, location: str, options: Any) -> None:
         """A size, or nothing where `num_blocks` says it."""
-        if location:
+        if location or not options.num_blocks:
             _size_of(location)
 
     @property

@@ -21,6 +21,7 @@ BUILTIN = {
     "valkey": VALKEY,
     "valkeys": "kvferry.store.valkey:TlsValkeyStore",
     "unix": VALKEY,
+    "mooncake": "kvferry.store.mooncake:MooncakeStore",
     "redis": VALKEY,
     "rediss": "kvferry.store.valkey:TlsValkeyStore",
 }
@@ -47,7 +48,7 @@ def find_store(text: str) -> StoreSpec:
     kind: type[KVStore] = EXTENSIONS.find(url.scheme, KVStore)
     options = read_options(url, kind.options_type)
     _check_common(url, options)
-    kind.check_location(url.location)
+    kind.check(url.location, options)
     return StoreSpec(url, kind, options)
 
 

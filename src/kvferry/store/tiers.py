@@ -70,17 +70,18 @@ class Tier:
                 result = await call()
         except TimeoutError:
             self.num_late += 1
-            self._failed(f"did not answer within {self.deadline_s:g} s")
+            self.failed(f"did not answer within {self.deadline_s:g} s")
             return otherwise
         except KvferryError as error:
-            self._failed(str(error))
+            self.failed(str(error))
             return otherwise
         if not self.health.is_good:
             log.info("store tier %s is back", self.name)
         self.health.answered()
         return result
 
-    def _failed(self, reason: str) -> None:
+    def failed(self, reason: str) -> None:
+        """It is left alone for a while."""
         if self.health.is_good:
             log.warning("store tier %s is left alone for a while: %s", self.name, reason)
         self.health.failed()
@@ -116,10 +117,13 @@ class TieredStore(KVStore):
         return shared[-1] if shared else None
 
     async def open(self) -> None:
-        """Open all that can be opened now. Raises what the first says, where that is a `ConfigError`: nobody wants
-        an instance that quietly keeps nothing; a server that is not there yet is waited for."""
+        """Open all that can be opened now. Raises `ConfigError`: nobody wants an instance that quietly keeps nothing. A
+        server that is not there yet is asked again later."""
         for tier in self.tiers:
-            await tier.open()
+            try:
+                await tier.open()
+            except StoreError as error:
+                tier.failed(str(error))
 
     async def close(self) -> None:
         """Flush what waits, within each tier's deadline, and close all tiers."""

@@ -110,9 +110,9 @@ class ValkeyStore(KVStore):
         self._forget = self._client.register_script(_GONE)
 
     @classmethod
-    def check_location(cls, location: str) -> None:
+    def check(cls, location: str, options: Any) -> None:
         """A host, or the path of a socket."""
-        _pool(location, ValkeyOptions(), tls=cls.tls)
+        _pool(location, options, tls=cls.tls)
 
     async def open(self) -> None:
         """Nothing: it connects when it is first used, and again whenever that is needed."""
