@@ -127,34 +127,44 @@ def test_the_only_d_dies_in_the_middle_of_an_answer(started: Cluster) -> None:
     started.prefill[0].require_clean()
 
 
-@pytest.mark.parametrize("hand_off", ["sequential", "concurrent"])
-@pytest.mark.parametrize("when", ["queued", "prefill", "decode"])
-def test_the_client_leaves(when: str, hand_off: str, model_maker: Any, tmp_path: Path) -> None:
-    engine = ("--max-num-batched-tokens=4", "--max-num-seqs=1")  # a long prompt takes a second or more
+@pytest.fixture(scope="module", params=["sequential", "concurrent"])
+def slow(
+    request: pytest.FixtureRequest, model_maker: Any, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Cluster]:
+    """For one request at a time, of which a long prompt takes a second or more."""
+    engine = ("--max-num-batched-tokens=4", "--max-num-seqs=1")
+    folder = tmp_path_factory.mktemp("slow")
     with cluster(
-        model_maker("llama"), tmp_path, transfer=TRANSFER, hand_off=hand_off, engine=engine, ends_cleanly=False
-    ) as started:
-        prefill = started.prefill[0]
-        match when:
-            case "queued":
-                clients = [ask_and_stay(started, LONG), ask_and_stay(started, LONG[1:])]
-                until(lambda: prefill.metric("vllm:num_requests_waiting") == 1, within_s=5)
-            case "prefill":
-                clients = [ask_and_stay(started, LONG)]
-                until(lambda: prefill.metric("vllm:num_requests_running") == 1, within_s=5)
-            case _:
-                clients = [ask_and_stay(started, PROMPT, max_tokens=3000)]
-                until(lambda: started.decode[0].metric("vllm:num_requests_running") == 1, within_s=10)
-        for client in clients:
-            client.close()
-        started.require_clean()
-        assert prefill.metric("kvferry:num_hand_offs_held") == 0
-        assert started.router.complete(PROMPT)["usage"]["completion_tokens"] == 12
+        model_maker("llama"), folder, transfer=TRANSFER, hand_off=request.param, engine=engine, ends_cleanly=False
+    ) as one:
+        yield one
 
 
-def ask_and_stay(started: Cluster, prompt: list[int], max_tokens: int = 150) -> socket.socket:
-    """Ask for a long answer over a connection that the caller closes when it likes."""
-    body = json.dumps({"prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True, "stream": True}).encode()
+@pytest.mark.parametrize("when", ["queued", "prefill", "decode"])
+def test_the_client_leaves(when: str, slow: Cluster) -> None:
+    prefill = slow.prefill[0]
+    match when:
+        case "queued":
+            clients = [ask_and_stay(slow, LONG, when), ask_and_stay(slow, LONG[1:], when)]
+            until(lambda: prefill.metric("vllm:num_requests_waiting") == 1, within_s=30)
+        case "prefill":
+            clients = [ask_and_stay(slow, LONG, when)]
+            until(lambda: prefill.metric("vllm:num_requests_running") == 1, within_s=30)
+        case _:
+            clients = [ask_and_stay(slow, PROMPT, when, max_tokens=3000)]
+            until(lambda: slow.decode[0].metric("vllm:num_requests_running") == 1, within_s=30)
+    for client in clients:
+        client.close()
+    slow.require_clean()
+    assert prefill.metric("kvferry:num_hand_offs_held") == 0
+    assert slow.router.complete(PROMPT, cache_salt=when)["usage"]["completion_tokens"] == 12
+
+
+def ask_and_stay(started: Cluster, prompt: list[int], salt: str, max_tokens: int = 150) -> socket.socket:
+    """Ask for a long answer over a connection that the caller closes when it likes. Nothing of another salt is
+    cached."""
+    fields = {"prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True, "stream": True, "cache_salt": salt}
+    body = json.dumps(fields).encode()
     address = urlsplit(started.router.url)
     client = socket.create_connection((address.hostname, address.port), timeout=10)
     head = f"POST /v1/completions HTTP/1.1\r\nHost: kvferry\r\nContent-Length: {len(body)}\r\n\r\n"
