@@ -125,6 +125,12 @@ class Candidates:
         self.decision.timings.first_byte = self._chooser.decisions.now()
         self._account.answered(decode, streams=self._asked.streams)
 
+    def continued(self, instance: Instance) -> None:
+        """Another instance goes on with an answer that had begun."""
+        self._begin("continuation", instance)
+        self._account.begin_decode(instance, whole=True)
+        self._account.answered(instance, streams=False)
+
     def close(self, num_bytes: int) -> None:
         """The request is over; the client got so many bytes of a whole answer, or 0."""
         timings = self.decision.timings

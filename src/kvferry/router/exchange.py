@@ -155,7 +155,10 @@ class Exchange:
         for task in self._tasks:
             task.cancel()
         self._tickets.release_all(self._request.headers)  # nobody fetches any more: the rest is computed anew
-        return await self._rescue.elsewhere(passage, lost.instance)
+        answer = await self._rescue.elsewhere(passage, lost.instance)
+        if answer is not None:
+            self._candidates.continued(answer.instance)
+        return answer
 
     def close(self) -> None:
         """Cut what is still open, and have P release what nobody fetched. Does not block."""
