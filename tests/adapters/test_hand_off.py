@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -77,6 +78,14 @@ def test_tokens_are_those_of_plain_vllm(pair: Pair, prompt_of: PromptMaker, num_
     assert pair.decode.run(prompt, NUM_TOKENS, ticket).token_ids == expected
     pair.prefill.settled()
     pair.decode.settled()
+
+
+def test_pages_are_named_by_what_the_backend_writes(pair: Pair) -> None:
+    """And so alike in every release that arranges them alike."""
+    packing = pair.prefill.ask("packing")
+    assert packing == pair.decode.ask("packing")
+    assert re.search(r" [0-9a-f]{12}$", packing), packing
+    assert "vllm-" not in packing
 
 
 def test_sixteen_at_once(pair: Pair, prompt_of: PromptMaker) -> None:

@@ -18,10 +18,10 @@ pytestmark = pytest.mark.vllm
 BLOCK = 4
 
 
-def parting(*windows: int | None) -> Any:
-    from kvferry.adapters.vllm.parts import Parting
+def partition(*windows: int | None) -> Any:
+    from kvferry.adapters.vllm.parts import Partition
 
-    return Parting(windows, BLOCK)
+    return Partition(windows, BLOCK)
 
 
 def view_of(num_tokens: int, hand_off: Any) -> Any:
@@ -31,19 +31,19 @@ def view_of(num_tokens: int, hand_off: Any) -> Any:
 
 def test_one_group_is_the_request_itself() -> None:
     view = view_of(10, Produce("t"))
-    [part] = parting(None).parts(view)
+    [part] = partition(None).parts(view)
     assert part.shown is view
     assert part.blocks([[3, 4, 5]]) == [3, 4, 5]
     assert part.position(7) == 7
-    assert parting(None).names("r") == ["r"]
+    assert partition(None).names("r") == ["r"]
 
 
 def test_the_main_part_comes_first_and_has_the_ticket() -> None:
-    whole, windowed = parting(6, None).parts(view_of(20, Produce("t")))
+    whole, windowed = partition(6, None).parts(view_of(20, Produce("t")))
     assert (whole.group, windowed.group) == (1, 0)
     assert whole.shown.hand_off == Produce("t")
     assert windowed.shown.hand_off.transfer_id not in ("t", "")
-    assert parting(6, None).names("r") == [whole.shown.request_id, windowed.shown.request_id]
+    assert partition(6, None).names("r") == [whole.shown.request_id, windowed.shown.request_id]
     assert not isinstance(whole.shown, HasAnswer), "it is not kept for another turn"
 
 
@@ -54,7 +54,7 @@ def test_the_main_part_comes_first_and_has_the_ticket() -> None:
     chunks=st.lists(st.integers(1, 20), min_size=1, max_size=8),
 )
 def test_what_is_needed_was_announced(num_tokens: int, window: int, num_cached: int, chunks: list[int]) -> None:
-    groups = parting(window, None)
+    groups = partition(window, None)
     produced = groups.parts(view_of(num_tokens, Produce("t")))
     ticket = Ticket(transfer_id="t", remote_num_tokens=len(produced[0].shown.prompt_token_ids))
     consumed = groups.parts(view_of(num_tokens, Consume(ticket)))
@@ -82,7 +82,7 @@ def test_what_is_needed_was_announced(num_tokens: int, window: int, num_cached: 
 
 def test_a_ticket_of_a_prefix_has_its_window_there() -> None:
     ticket = Ticket(transfer_id="t", remote_num_tokens=21)
-    whole, windowed = parting(None, 6).parts(view_of(50, Consume(ticket)))
+    whole, windowed = partition(None, 6).parts(view_of(50, Consume(ticket)))
     assert whole.shown.prompt_token_ids == list(range(100, 149))
     assert windowed.blocks([[], list(range(20))])[0] == 4, "tokens 16 to 20 are in the window of token 21"
     assert windowed.shown.hand_off.ticket.remote_num_tokens == 5

@@ -1,6 +1,7 @@
 """The order in which a worker side is called, on the host and on a GPU, with a recording one in its place.
 
-No GPU is needed: what counts is that nothing is announced before the device is said to be done.
+No GPU is needed: the stream is one of the test's, and what counts is that nothing is announced before the stream has
+come to where it was written.
 """
 
 from __future__ import annotations
@@ -33,6 +34,19 @@ class Recorder:
         return lambda *arguments: self.calls.append(" ".join(map(str, [name, *arguments])))
 
 
+class FakeStream:
+    """Marks with numbers, in the order in which they were made; to wait for one is written down."""
+
+    runs_behind = True
+
+    def __init__(self, side: Recorder) -> None:
+        self._side, self._num_marks = side, 0
+
+    def mark(self) -> Any:
+        number, self._num_marks = self._num_marks, self._num_marks + 1
+        return SimpleNamespace(wait=lambda: self._side.calls.append(f"stream is at {number}"))
+
+
 @pytest.fixture
 def side() -> Recorder:
     return Recorder()
@@ -40,20 +54,18 @@ def side() -> Recorder:
 
 def make_half(
     side: Recorder,
-    monkeypatch: pytest.MonkeyPatch,
     *,
     on_gpu: bool = False,
     groups: Sequence[tuple[str, ...]] = (("a", "b"),),
 ) -> Any:
-    import torch
-
     from kvferry.adapters.vllm.layout import GroupShape, KVCacheShape
     from kvferry.adapters.vllm.worker_half import WorkerHalf
 
     shape = KVCacheShape(tuple(GroupShape(names, (), 4) for names in groups))
     half: Any = WorkerHalf(SimpleNamespace(), shape, 0)  # type: ignore[arg-type]
-    half.side, half._on_gpu = side, on_gpu
-    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: side.calls.append("device is done"))
+    half.side = side
+    if on_gpu:
+        half._device = FakeStream(side)
     return half
 
 
@@ -65,15 +77,15 @@ def step(**fields: Any) -> Any:
 
 def run(half: Any, metadata: Any, *, layers: tuple[str, ...] = ("a", "b")) -> Any:
     """One step as vLLM does it; no layers, as when a CUDA graph is replayed."""
-    half.begin(metadata)
-    half.start(metadata, model_has_run=False)
+    half.withdraw(metadata)
     if metadata.step_loads:
-        half.start(metadata, model_has_run=False)
+        half.start(metadata)
     for layer in layers:
-        half.wait_layer(layer)
+        half.wait_layer(metadata, layer)
         half.side.calls.append(f"attention {layer}")
-        half.save_layer(layer)
-    half.start(metadata, model_has_run=True)
+        half.save_layer(metadata, layer)
+    if not metadata.step_loads:
+        half.start(metadata)
     half.end_step(metadata)
     return half.report(metadata)
 
@@ -83,8 +95,8 @@ def told(results: Any) -> TransferReport:
     return decode_report(results.rank_report.transfers)
 
 
-def test_layers_are_announced_as_they_come(side: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
-    run(make_half(side, monkeypatch, on_gpu=False), step())
+def test_layers_are_announced_as_they_come(side: Recorder) -> None:
+    run(make_half(side), step())
     assert side.calls == [
         "withdraw plan",
         "start plan",
@@ -98,31 +110,59 @@ def test_layers_are_announced_as_they_come(side: Recorder, monkeypatch: pytest.M
     ]
 
 
-def test_layers_that_no_call_came_for_are_announced_at_the_end(side: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
-    run(make_half(side, monkeypatch, on_gpu=False), step(), layers=())
+def test_layers_that_no_call_came_for_are_announced_at_the_end(side: Recorder) -> None:
+    run(make_half(side), step(), layers=())
     assert side.calls == ["withdraw plan", "start plan", "save_layer 0", "save_layer 1", "flush"]
 
 
-def test_a_gpu_is_waited_for_before_anything_is_announced(side: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
-    run(make_half(side, monkeypatch, on_gpu=True), step())
+def test_on_a_gpu_each_layer_is_announced_when_the_stream_has_written_it(side: Recorder) -> None:
+    run(make_half(side, on_gpu=True), step())
     assert side.calls == [
         "withdraw plan",
         "attention a",
         "attention b",
-        "device is done",
+        "stream is at 0",  # the end of the steps before
         "start plan",
-        "device is done",
+        "stream is at 1",
         "save_layer 0",
+        "stream is at 2",
         "save_layer 1",
         "flush",
     ]
 
 
-def test_a_gpu_loads_what_a_step_needs_before_it_begins(side: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
-    run(make_half(side, monkeypatch, on_gpu=True), step(step_loads={"r": [3]}))
+def test_on_a_gpu_layers_that_no_call_came_for_are_announced_at_the_end_of_the_model(side: Recorder) -> None:
+    run(make_half(side, on_gpu=True), step(), layers=())
+    assert side.calls == [
+        "withdraw plan",
+        "stream is at 0",
+        "start plan",
+        "stream is at 1",
+        "save_layer 0",
+        "stream is at 1",
+        "save_layer 1",
+        "flush",
+    ]
+
+
+def test_on_a_gpu_micro_batches_are_all_waited_for(side: Recorder) -> None:
+    run(make_half(side, on_gpu=True), step(), layers=("a", "a", "b", "b"))
+    assert side.calls[-7:] == [
+        "stream is at 1",
+        "stream is at 2",
+        "save_layer 0",
+        "stream is at 3",
+        "stream is at 4",
+        "save_layer 1",
+        "flush",
+    ]
+
+
+def test_a_gpu_loads_what_a_step_needs_before_it_begins(side: Recorder) -> None:
+    run(make_half(side, on_gpu=True), step(step_loads={"r": [3]}))
     assert side.calls[:6] == [
         "withdraw plan",
-        "device is done",
+        "stream is at 0",
         "start plan",
         "wait_layer 0",
         "wait_layer 1",
@@ -130,13 +170,13 @@ def test_a_gpu_loads_what_a_step_needs_before_it_begins(side: Recorder, monkeypa
     ]
 
 
-def test_a_gpu_is_not_waited_for_when_there_is_nothing_to_do(side: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
-    run(make_half(side, monkeypatch, on_gpu=True), step(plan=None))
-    assert "device is done" not in side.calls
+def test_a_gpu_is_not_waited_for_when_there_is_nothing_to_do(side: Recorder) -> None:
+    run(make_half(side, on_gpu=True), step(plan=None))
+    assert not [call for call in side.calls if call.startswith("stream")]
 
 
-def test_the_end_of_a_load_is_told_once(side: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
-    half = make_half(side, monkeypatch, on_gpu=False)
+def test_the_end_of_a_load_is_told_once(side: Recorder) -> None:
+    half = make_half(side)
     run(half, step(loads={"r": [5, 6]}))
     side.report.append(Loaded("r"))
     assert run(half, step()).finished_recving == {"r"}
@@ -147,8 +187,8 @@ def test_the_end_of_a_load_is_told_once(side: Recorder, monkeypatch: pytest.Monk
     half.check()
 
 
-def test_an_aborted_load_is_told_as_a_load(side: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
-    half = make_half(side, monkeypatch, on_gpu=False)
+def test_an_aborted_load_is_told_as_a_load(side: Recorder) -> None:
+    half = make_half(side)
     run(half, step(loads={"r": [5, 6]}))
     side.report.append(Released("r"))
     results = run(half, step())
@@ -157,10 +197,10 @@ def test_an_aborted_load_is_told_as_a_load(side: Recorder, monkeypatch: pytest.M
     half.check()
 
 
-def test_a_failed_load_of_a_step_names_its_blocks(side: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
-    half = make_half(side, monkeypatch, on_gpu=False)
-    half.begin(metadata := step(step_loads={"r": [7, 8]}))
-    half.start(metadata, model_has_run=False)
+def test_a_failed_load_of_a_step_names_its_blocks(side: Recorder) -> None:
+    half = make_half(side)
+    metadata = step(step_loads={"r": [7, 8]})
+    half.start(metadata)
     side.report.append(Failed("r", PeerLost("gone")))
     results = half.report(metadata)
     assert results.invalid_block_ids == {7, 8}
@@ -168,9 +208,9 @@ def test_a_failed_load_of_a_step_names_its_blocks(side: Recorder, monkeypatch: p
 
 
 def test_a_load_of_fewer_tokens_names_the_blocks_that_lack_some(
-    side: Recorder, monkeypatch: pytest.MonkeyPatch
+    side: Recorder,
 ) -> None:
-    half = make_half(side, monkeypatch, on_gpu=False)
+    half = make_half(side)
     run(half, step(loads={"r": [5, 6, 7]}))
     side.report.append(Loaded("r", 6))
     results = run(half, step(forgotten={"r"}))
@@ -184,8 +224,8 @@ def test_a_load_of_fewer_tokens_names_the_blocks_that_lack_some(
 GROUPS = (("w0", "w1"), ("f0", "f1"), ("v0",))
 
 
-def test_a_slot_is_written_when_the_layers_of_all_groups_are(side: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
-    half = make_half(side, monkeypatch, groups=GROUPS)
+def test_a_slot_is_written_when_the_layers_of_all_groups_are(side: Recorder) -> None:
+    half = make_half(side, groups=GROUPS)
     for _ in range(2):
         side.calls.clear()
         run(half, step(), layers=("w0", "v0", "f0", "w1", "f1"))
@@ -202,8 +242,8 @@ def test_a_slot_is_written_when_the_layers_of_all_groups_are(side: Recorder, mon
         ]
 
 
-def test_a_load_has_come_when_all_groups_have(side: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
-    half = make_half(side, monkeypatch, groups=GROUPS)
+def test_a_load_has_come_when_all_groups_have(side: Recorder) -> None:
+    half = make_half(side, groups=GROUPS)
     run(half, step(loads={"r": [5, 6]}))
     side.report += [Loaded("r#0"), Loaded("r#2")]
     assert not run(half, step()).finished_recving
@@ -216,9 +256,9 @@ def test_a_load_has_come_when_all_groups_have(side: Recorder, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("fewer", [False, True])
-def test_a_load_fails_as_a_whole(side: Recorder, monkeypatch: pytest.MonkeyPatch, *, fewer: bool) -> None:
+def test_a_load_fails_as_a_whole(side: Recorder, *, fewer: bool) -> None:
     """Once nothing is written any more, and never block by block, which vLLM does not take here."""
-    half = make_half(side, monkeypatch, groups=GROUPS)
+    half = make_half(side, groups=GROUPS)
     run(half, step(loads={"r": [5, 6, 7]}))
     if fewer:
         side.report.append(Loaded("r#1", 4))
@@ -233,8 +273,8 @@ def test_a_load_fails_as_a_whole(side: Recorder, monkeypatch: pytest.MonkeyPatch
     half.check()
 
 
-def test_blocks_are_free_when_all_groups_that_held_some_say_so(side: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
-    half = make_half(side, monkeypatch, groups=GROUPS)
+def test_blocks_are_free_when_all_groups_that_held_some_say_so(side: Recorder) -> None:
+    half = make_half(side, groups=GROUPS)
     side.report += [Released("r#0"), Released("s#0"), Released("s#1")]
     assert not run(half, step(not_held={"r": [2]})).finished_sending
     side.report += [Released("r#1"), Released("s#2")]

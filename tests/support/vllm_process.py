@@ -333,6 +333,11 @@ class _Server:
         [name] = {half.facts.layout.model_fingerprint for half in self._halves() if hasattr(half, "facts")}
         return str(name)
 
+    def packing(self) -> str:
+        """How the connector names the arrangement of pages."""
+        [name] = {half.facts.layout.packing for half in self._halves() if hasattr(half, "facts")}
+        return str(name)
+
     def reset_prefix_cache(self) -> None:
         assert self._engine.reset_prefix_cache()
 

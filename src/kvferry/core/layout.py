@@ -101,8 +101,10 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
         Block sizes and tensor-parallel sizes may differ where one divides the other; opaque spans move only between
         equals.
         """
-        for field in ("model_fingerprint", "dtype", "packing"):
+        for field in ("model_fingerprint", "dtype"):
             _require_equal(field, getattr(self, field), getattr(theirs, field))
+        if self.is_opaque != theirs.is_opaque:
+            _require_equal("packing", self.packing, theirs.packing)
         if self.is_opaque or theirs.is_opaque:
             self.require_same(theirs)
             return

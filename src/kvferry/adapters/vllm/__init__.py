@@ -8,6 +8,8 @@ imports neither vLLM nor torch.
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 from kvferry.adapters.vllm.catalog import PREFIX, class_names, connector_class
 from kvferry.core.errors import UnknownName
 
@@ -19,7 +21,7 @@ def register() -> None:
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     for name in class_names():
-        if name not in KVConnectorFactory._registry:
+        with suppress(ValueError):  # known already
             KVConnectorFactory.register_connector(name, __name__, name)
 
 

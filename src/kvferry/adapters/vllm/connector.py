@@ -26,10 +26,11 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
 from kvferry.adapters.vllm import siblings
+from kvferry.adapters.vllm.idle import LONGEST_S, IdlePause
 from kvferry.adapters.vllm.layout import cache_shape
 from kvferry.adapters.vllm.messages import Handshake, RankReport, StepMetadata, WorkerFacts, WorkerReports
 from kvferry.adapters.vllm.metrics import KvferryPromMetrics, KvferryStats, Meter
-from kvferry.adapters.vllm.parts import Parting
+from kvferry.adapters.vllm.parts import Partition
 from kvferry.adapters.vllm.pins import Pins
 from kvferry.adapters.vllm.pool import SharedAllocation
 from kvferry.adapters.vllm.scheduler_half import SchedulerHalf
@@ -37,7 +38,7 @@ from kvferry.adapters.vllm.settings import publishes_events, read_settings
 from kvferry.adapters.vllm.worker_half import StepResults, WorkerHalf
 from kvferry.connectors.api import ConnectorContext, HasAddresses
 from kvferry.connectors.registry import find_connector
-from kvferry.core.errors import ConfigError
+from kvferry.core.errors import ConfigError, ConnectorLost
 
 
 class KvferryConnector(KVConnectorBase_V1):
@@ -69,7 +70,7 @@ class KvferryConnector(KVConnectorBase_V1):
     # Worker: the KV cache.
 
     def get_mem_pool_context(self) -> AbstractContextManager[Any] | None:
-        """Where the KV cache is to be allocated."""
+        """On CPUs, a context in which the KV cache is allocated in shared memory; None: vLLM's own memory."""
         tensors = self._kv_cache_config.kv_cache_tensors
         if (
             not self._settings.options.shared_memory
@@ -82,83 +83,78 @@ class KvferryConnector(KVConnectorBase_V1):
         return SharedAllocation(tensors[0].size)
 
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
-        """It is there."""
+        """vLLM has allocated the KV cache: build the worker side on it."""
         self._half().register(self._vllm_config, self._kv_cache_config, kv_caches)
         siblings.add_worker(self._settings, self._half().facts)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata:
-        """For the scheduler's half."""
+        """Layout and address of this worker, for the scheduler side."""
         return Handshake(siblings.worker_facts(self._settings))
 
     def _half(self) -> WorkerHalf:
-        assert self._worker is not None, "called in the scheduler's process"
+        if self._worker is None:
+            raise ConnectorLost(f"{type(self).__name__}: called as a worker, and this is vLLM's scheduler")
         return self._worker
 
     def _step(self) -> StepMetadata:
-        metadata = self._get_connector_metadata()
-        assert isinstance(metadata, StepMetadata)
-        return metadata
+        return _ours(self._get_connector_metadata())
 
     # Worker: steps.
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        """First in a step."""
-        assert isinstance(kv_connector_metadata, StepMetadata)
-        self._half().begin(kv_connector_metadata)
-
-    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
-        """Blocks that vLLM wants zeroed are; the model has not run yet."""
-        super().bind_connector_metadata(connector_metadata)
-        self._half().start(self._step(), model_has_run=False)
+        """Withdraw what was announced of blocks that vLLM is about to reuse. vLLM's first call in a step."""
+        self._half().withdraw(_ours(kv_connector_metadata))
 
     def start_load_kv(self, forward_context: object, **kwargs: Any) -> None:
         """Before the model runs when it waits for a load of this step, else after it."""
-        self._half().start(self._step(), model_has_run=not self._step().step_loads)
+        self._half().start(self._step())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Before a layer's attention."""
-        self._half().wait_layer(layer_name)
+        """vLLM calls it before a layer's attention."""
+        self._half().wait_layer(self._step(), layer_name)
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: object, **kwargs: Any) -> None:
-        """After a layer's attention."""
-        self._half().save_layer(layer_name)
+        """vLLM calls it after a layer's attention."""
+        self._half().save_layer(self._step(), layer_name)
 
     def wait_for_save(self) -> None:
-        """The model has run."""
+        """The model has run, or on a device was queued: announce the layers that are not announced yet."""
         self._half().end_step(self._step())
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """Asked once a step; what the next three calls say is of the same moment."""
+        """Called once in a step. The three methods below return what was found at the same moment."""
         step = self._step() if self.has_connector_metadata() else None
         self._results = results = self._half().report(step)
         return KVConnectorTransferResults(results.finished_sending, results.finished_recving, results.failed_recving)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Blocks of loads that failed while the model ran."""
+        """Blocks of loads that have failed."""
         return self._results.invalid_block_ids
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        """The report, for the scheduler side."""
+        """This rank's report to the scheduler side; None: nothing has happened."""
         return WorkerReports([self._results.rank_report]) if self._results.rank_report else None
 
     # Scheduler.
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
-        """Comes before the handshake."""
+        """vLLM calls it before `set_xfer_handshake_metadata`."""
         self._pool = gpu_block_pool
 
     def set_xfer_handshake_metadata(self, metadata: Mapping[int, KVConnectorHandshakeMetadata]) -> None:
-        """All workers have their KV cache: now the scheduler side can be built."""
+        """All workers have their KV cache, so the scheduler side can be built."""
         facts = [self._facts_of(metadata[rank]) for rank in sorted(metadata)]
         context = ConnectorContext(self._settings.transfer, facts[0].layout, self._settings.auth_token)
         side = find_connector(self._settings.transfer).build_scheduler_side(context)
         addresses = [fact.address for fact in facts if fact.address is not None]
         if addresses and isinstance(side, HasAddresses):
             side.set_addresses(addresses)
-        parting = Parting(self._shape.windows, self._shape.block_size)
+        partition = Partition(self._shape.windows, self._shape.block_size)
         with_events = publishes_events(self._vllm_config)
+        # With data parallelism all engines step together, so that none may hold the others up.
+        idle = IdlePause(0 if self._vllm_config.parallel_config.data_parallel_size > 1 else LONGEST_S)
         self._scheduler = SchedulerHalf(
-            self._settings, side, facts[0].layout, parting, Pins(self._pool), with_events=with_events
+            self._settings, side, facts[0].layout, partition, Pins(self._pool), with_events=with_events, idle=idle
         )
 
     def _facts_of(self, metadata: KVConnectorHandshakeMetadata) -> WorkerFacts:
@@ -170,52 +166,54 @@ class KvferryConnector(KVConnectorBase_V1):
         return metadata.facts[self._settings.key]
 
     def _schedules(self) -> SchedulerHalf:
-        assert self._scheduler is not None, "called before the handshake, or in a worker"
+        if self._scheduler is None:
+            raise ConnectorLost(f"{type(self).__name__}: called as a scheduler before vLLM's handshake, or in a worker")
         return self._scheduler
 
     def on_new_request(self, request: Request) -> None:
-        """Before anything else of it."""
+        """vLLM's first call for a request."""
         self._schedules().add(request)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Tokens that can be loaded, and whether the request waits for them."""
+        """How many tokens can be loaded (None: ask again), and whether the request waits for them."""
         return self._schedules().match(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Request, blocks: Any, num_external_tokens: int) -> None:
-        """Blocks are reserved."""
+        """vLLM has reserved blocks for the request."""
         self._schedules().allocated(request, blocks.get_block_ids(), num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        """The step is decided."""
+        """What the workers are to do in this step."""
         return self._schedules().plan(scheduler_output)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        """The workers' reports."""
+        """The reports of the workers. Raises `ConnectorLost` for reports that are not kvferry's."""
         reports = connector_output.kv_connector_worker_meta
-        assert reports is None or isinstance(reports, WorkerReports)
+        if reports is not None and not isinstance(reports, WorkerReports):
+            raise ConnectorLost(f"vLLM brought {type(reports).__name__} as a report of kvferry's workers")
         self._schedules().completed(reports)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """Whether its blocks stay, and its ticket."""
+        """Whether vLLM must keep the request's blocks for now, and its ticket."""
         return self._schedules().finish(request, [block_ids])
 
     def take_events(self) -> Iterable[KVCacheEvent]:
-        """For vLLM's publisher of KV events."""
+        """KV events that vLLM is to publish."""
         events = self._scheduler.events if self._scheduler is not None else None
         return events.take() if events is not None else ()
 
     def has_pending_push_work(self) -> bool:
-        """Whether workers must be told something though no request is left."""
+        """Whether vLLM must make steps although no request is left."""
         return self._scheduler is not None and self._scheduler.has_work()
 
     def reset_cache(self) -> bool:
-        """The weights have changed."""
+        """Forget KV that is kept for reuse, because the weights have changed; False where that is not possible."""
         return self._schedules().side.reset_cache()
 
     # Both.
 
     def shutdown(self) -> None:
-        """Give everything back. May be called twice."""
+        """Close connections and release memory. May be called twice."""
         siblings.forget(self, self._settings)
         if self._worker is not None:
             self._worker.close()
@@ -226,7 +224,7 @@ class KvferryConnector(KVConnectorBase_V1):
     # Metrics.
 
     def get_kv_connector_stats(self) -> KvferryStats | None:
-        """What changed since the last call."""
+        """Metrics that have changed since the last call."""
         if self._worker is not None:
             side = self._worker.side
             return self._meter.read("worker", side.statistics() if side is not None else {})
@@ -236,7 +234,7 @@ class KvferryConnector(KVConnectorBase_V1):
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KvferryStats:
-        """From what travelled to vLLM's front end."""
+        """Metrics from their serialized form."""
         return KvferryStats(data=data or {})
 
     @classmethod
@@ -247,7 +245,7 @@ class KvferryConnector(KVConnectorBase_V1):
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
     ) -> KvferryPromMetrics:
-        """vLLM's Prometheus registry has them from now on."""
+        """Register this connector's metrics with vLLM's Prometheus registry."""
         return KvferryPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues, cls.connector_name)
 
 
@@ -258,5 +256,12 @@ class KvferryGroupsConnector(KvferryConnector, SupportsHMA):
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Whether its blocks stay, and its ticket."""
+        """Whether vLLM must keep the request's blocks for now, and its ticket."""
         return self._schedules().finish(request, block_ids)
+
+
+def _ours(metadata: KVConnectorMetadata) -> StepMetadata:
+    """vLLM carries what `build_connector_meta` gave it. Raises `ConnectorLost` where it brings something else."""
+    if not isinstance(metadata, StepMetadata):
+        raise ConnectorLost(f"vLLM brought {type(metadata).__name__} as a step of kvferry's connector")
+    return metadata

@@ -22,6 +22,7 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
+from kvferry.adapters.vllm.arrangement import written_page
 from kvferry.adapters.vllm.versions import release_line
 from kvferry.core.errors import ConfigError
 from kvferry.core.layout import KVLayout, LayerLayout
@@ -167,13 +168,22 @@ def kv_layout(
 
 
 def _packing(vllm_config: Any, shape: KVCacheShape, kv_caches: Mapping[str, torch.Tensor]) -> str:
-    """Release of vLLM, order of the axes, for each kind of layer the backend, its variant and the page's shape, and
-    which layers share a block."""
+    """Order of the axes; for each kind of layer the backend, its variant, the page's shape and how the backend arranges
+    a page; which layers share a block."""
     order = vllm_config.cache_config.get_resolved_kv_cache_layout()
     _require_compact_pages(order)
     layers = vllm_config.compilation_config.static_forward_context
-    kinds = dict.fromkeys(_kind(layers[name], kv_caches[name], shape.block_size) for name in shape.layer_names)
-    return f"vllm-{release_line(__version__)} {order.name} {' '.join(kinds)}{_grouping(shape)}"
+    specs = {name: spec for group in shape.groups for name, spec in zip(group.layer_names, group.specs, strict=True)}
+    first_of = {_kind(layers[name], kv_caches[name], shape.block_size): name for name in reversed(shape.layer_names)}
+    kinds = [
+        f"{kind} {_arrangement(layers[name], kv_caches[name], specs[name])}" for kind, name in sorted(first_of.items())
+    ]
+    return f"{order.name} {' '.join(kinds)}{_grouping(shape)}"
+
+
+def _arrangement(layer: Any, cache: torch.Tensor, spec: Any) -> str:
+    """Of a backend that cannot be asked, the release of vLLM says how it arranges pages."""
+    return written_page(layer, cache, spec.page_size_bytes) or f"vllm-{release_line(__version__)}"
 
 
 def _grouping(shape: KVCacheShape) -> str:

@@ -33,6 +33,12 @@ class StepMetadata(KVConnectorMetadata):
     forgotten: set[str] = field(default_factory=set)
     """Requests that are over, and nothing of theirs is under way."""
 
+    @property
+    def has_work(self) -> bool:
+        """Whether a worker has anything to do with it."""
+        told = (self.loads, self.step_loads, self.refused, self.not_held, self.forgotten)
+        return self.computes or self.plan is not None or any(told)
+
 
 @dataclass
 class RankReport:

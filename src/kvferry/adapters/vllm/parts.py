@@ -28,7 +28,7 @@ BlocksOf = Callable[[str], Sequence[Sequence[int]]]
 
 
 class WholePart:
-    """The only part, where there is one group: all of the request."""
+    """With one KV cache group, the only part: the whole request."""
 
     group = 0
     is_window = False
@@ -37,21 +37,21 @@ class WholePart:
         self.shown: RequestView = view
 
     def blocks(self, block_ids: Sequence[Sequence[int]]) -> Sequence[int]:
-        """Its own, of all groups' block ids."""
+        """The block ids of this part's group."""
         [ours] = block_ids
         return ours
 
     def position(self, num_tokens: int) -> int:
-        """How many of the request's first tokens are the part's."""
+        """How many of the first `num_tokens` tokens of the request belong to the part."""
         return num_tokens
 
     def chunk(self, start: int, num_tokens: int, blocks_of: BlocksOf, request_id: str) -> ScheduledChunk:
-        """What the part has of a chunk of the request."""
+        """The part's share of a chunk of the request."""
         return ScheduledChunk(self.shown, start, num_tokens, _Blocks(self, blocks_of, request_id))
 
 
 class GroupPart:
-    """One group's part of a request. `window`: how many tokens a layer of the group looks back; None: all."""
+    """One group's part of a request. `window`: length of the group's sliding window in tokens; None: no window."""
 
     def __init__(self, view: RequestAdapter, group: int, window: int | None, block_size: int, *, is_main: bool) -> None:
         self.group, self.is_window = group, window is not None
@@ -63,16 +63,16 @@ class GroupPart:
         )
 
     def blocks(self, block_ids: Sequence[Sequence[int]]) -> Sequence[int]:
-        """Its own, of all groups' block ids."""
+        """The block ids of this part's group."""
         return block_ids[self.group][self._first_block :]
 
     def position(self, num_tokens: int) -> int:
-        """How many of the request's first tokens are the part's."""
+        """How many of the first `num_tokens` tokens of the request belong to the part."""
         return max(0, min(num_tokens - self._first_token, len(self.shown.prompt_token_ids)))
 
     def chunk(self, start: int, num_tokens: int, blocks_of: BlocksOf, request_id: str) -> ScheduledChunk:
-        """What the part has of a chunk of the request. It is complete only when the whole prompt is computed, so that
-        nothing writes to a block any more that was announced."""
+        """The part's share of a chunk of the request. Its last token is left out until the whole prompt is computed, so
+        that blocks are no longer written to once they are announced."""
         first, end = self.position(start), self.position(start + num_tokens)
         if start + num_tokens < self._num_prompt:
             end = min(end, len(self.shown.prompt_token_ids) - 1)
@@ -100,9 +100,9 @@ class _Shown:
         return self._view.prefill_result
 
 
-class Parting:
-    """How requests are taken apart. `windows`: by group, how many tokens it looks back; None: all. The first group
-    that looks back to the first token is the main one, whose ticket is the request's."""
+class Partition:
+    """How requests are divided into parts. `windows`: for each group, the length of its sliding window; None: it has
+    none. The first group without a window is the main one, whose ticket is the request's."""
 
     def __init__(self, windows: Sequence[int | None], block_size: int) -> None:
         self._windows, self._block_size = windows, block_size
@@ -110,7 +110,7 @@ class Parting:
         self._order = sorted(range(self.num_groups), key=lambda group: windows[group] is not None)
 
     def parts(self, view: RequestAdapter) -> list[Part]:
-        """Of a request, the main one first."""
+        """The parts of a request, the main one first."""
         if self.num_groups == 1:
             return [WholePart(view)]
         main = self._order[0]
@@ -120,15 +120,15 @@ class Parting:
         ]
 
     def names(self, request_id: str) -> list[str]:
-        """Of a request's parts."""
+        """The names of a request's parts."""
         if self.num_groups == 1:
             return [request_id]
         return [part_name(request_id, group) for group in self._order]
 
 
 def first_block(num_tokens: int, window: int | None, block_size: int) -> int:
-    """The first block that is needed of a group to compute the token after `num_tokens`; vLLM gives back those before
-    it, or has not even reserved them."""
+    """The first block of a group that is needed to compute the token after `num_tokens`. vLLM has freed those before
+    it, or never reserved them."""
     return 0 if window is None else max(0, num_tokens - window + 1) // block_size
 
 
@@ -138,7 +138,7 @@ def part_name(request_id: str, group: int) -> str:
 
 
 def by_group(report: TransferReport) -> dict[int, TransferReport]:
-    """What is said of parts: by group, what is said of which requests."""
+    """A report about parts, as reports about requests by group."""
     found: defaultdict[int, TransferReport] = defaultdict(list)
     for event in report:
         request_id, group = _split_name(event.request_id)
@@ -152,12 +152,12 @@ def _split_name(name: str) -> tuple[str, int]:
 
 
 def _num_kept(view: RequestAdapter) -> int:
-    """Of how many of its tokens the KV is handed off."""
+    """The KV of how many tokens is handed off."""
     return max(len(view.prompt_token_ids) - 1, 1)
 
 
 def _num_promised(view: RequestAdapter) -> int:
-    """The same, as the producer says where it is another: it may have had only the prompt's beginning."""
+    """The same, by the ticket, where the producer had only the beginning of the prompt."""
     promised = view.hand_off.ticket.remote_num_tokens if isinstance(view.hand_off, Consume) else 0
     return promised or _num_kept(view)
 
@@ -180,14 +180,14 @@ def _hand_off_of(hand_off: HandOff, first_token: int, group: int | None) -> Hand
 
 
 def _transfer_id_of(transfer_id: str, group: int | None) -> str:
-    """Hashed, so that no other transfer id looks like it."""
+    """Hashed, so that it cannot be confused with another transfer id."""
     if group is None:
         return transfer_id
     return hashlib.sha256(f"group {group} of {transfer_id}".encode()).hexdigest()
 
 
 class _Blocks(Sequence[int]):
-    """A part's block ids, asked of vLLM only when somebody looks."""
+    """A part's block ids, which vLLM is asked for on first use."""
 
     def __init__(self, part: Part, blocks_of: BlocksOf, request_id: str) -> None:
         self._part, self._blocks_of, self._request_id = part, blocks_of, request_id

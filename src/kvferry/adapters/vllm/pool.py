@@ -51,11 +51,26 @@ def find_segment(address: int) -> PooledSegment | None:
 
 
 class SharedAllocation(TorchFunctionMode):
-    """Serves one `torch.zeros` of exactly `num_bytes` in host memory."""
+    """Serves one `torch.zeros` of exactly `num_bytes` in host memory.
+
+    PyTorch has memory pools for devices only, so vLLM's hook for an allocation context is met on the host by the mode
+    that PyTorch documents for libraries like this one. Where vLLM allocates in another way, the log says so, and KV is
+    read over TCP.
+    """
 
     def __init__(self, num_bytes: int) -> None:
         super().__init__()
         self._num_bytes = num_bytes
+        self._was_asked = False
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        if not self._was_asked and error[0] is None:
+            log.warning(
+                "this vLLM does not allocate its KV cache as one torch.zeros of %d bytes, so it is not in shared"
+                " memory, and transfers on this machine go over TCP",
+                self._num_bytes,
+            )
 
     def __torch_function__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -63,6 +78,7 @@ class SharedAllocation(TorchFunctionMode):
         """Anything else passes through."""
         kwargs = kwargs or {}
         if func is torch.zeros and self._is_ours(args, kwargs):
+            self._was_asked = True
             try:
                 return self._serve()
             except ConfigError as error:

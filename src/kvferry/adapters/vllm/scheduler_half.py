@@ -20,8 +20,9 @@ from typing import Any
 import msgspec
 
 from kvferry.adapters.vllm.events import BlockEvents
+from kvferry.adapters.vllm.idle import IdlePause
 from kvferry.adapters.vllm.messages import StepMetadata, WorkerReports
-from kvferry.adapters.vllm.parts import BlocksOf, Part, Parting
+from kvferry.adapters.vllm.parts import BlocksOf, Part, Partition
 from kvferry.adapters.vllm.pins import Pins
 from kvferry.adapters.vllm.requests import RequestAdapter
 from kvferry.adapters.vllm.settings import AdapterSettings
@@ -42,7 +43,7 @@ from kvferry.connectors.api import (
 )
 from kvferry.connectors.ranks import RankReports
 from kvferry.connectors.report_codec import decode_report
-from kvferry.core.errors import KvferryError, LeakError
+from kvferry.core.errors import KvferryError, LeakError, TransferError
 from kvferry.core.layout import KVLayout
 
 log = logging.getLogger(__name__)
@@ -65,24 +66,29 @@ class _Request:
 
 
 class SchedulerHalf:
-    """See the module. Used from vLLM's scheduler thread only. `pins`: what holds blocks of sliding windows, where the
-    model has several KV cache groups; `with_events`: vLLM publishes KV events."""
+    """Calls a `SchedulerSide` as its contract says. Used from vLLM's scheduler thread only.
+
+    `pins`: what holds blocks of sliding windows, where the model has several KV cache groups; `with_events`: vLLM
+    publishes KV events; `idle`: what lets vLLM's loop sleep.
+    """
 
     def __init__(
         self,
         settings: AdapterSettings,
         side: SchedulerSide,
         layout: KVLayout,
-        parting: Parting,
+        partition: Partition,
         pins: Pins,
         *,
         with_events: bool = False,
+        idle: IdlePause | None = None,
     ) -> None:
         self.side = side
         self.events: BlockEvents | None = None
         if with_events and isinstance(side, HasStore):
             self.events = BlockEvents(layout.block_size, layout.tp_size)
-        self._settings, self._layout, self._parting, self._pins = settings, layout, parting, pins
+        self._settings, self._layout, self._partition, self._pins = settings, layout, partition, pins
+        self._idle = idle or IdlePause()
         self._requests: dict[str, _Request] = {}
         self._loading: set[str] = set()
         self._cancelling: set[str] = set()
@@ -98,7 +104,7 @@ class SchedulerHalf:
         view = RequestAdapter(
             request, layout.block_size, layout.model_fingerprint, hand_off=self._settings.options.hand_off
         )
-        added = self._requests[view.request_id] = _Request(view, self._parting.parts(view))
+        added = self._requests[view.request_id] = _Request(view, self._partition.parts(view))
         if view.error is None:
             for shown in added.shown:
                 self.side.arrived(shown)
@@ -129,7 +135,8 @@ class SchedulerHalf:
 
     def _found(self, view: RequestAdapter, hit: Hit, num_computed_tokens: int) -> tuple[int, bool]:
         leaves_some = num_computed_tokens + hit.num_tokens < view.request.num_tokens
-        if hit.layerwise and not leaves_some:  # a request that runs must have a token to compute
+        # A request that runs must have a token to compute; of several groups a load can fail, before it begins.
+        if hit.layerwise and (not leaves_some or self._partition.num_groups > 1):
             hit = Hit(hit.num_tokens)
         view.asked = (num_computed_tokens, hit)
         return hit.num_tokens, hit.num_tokens > 0 and not hit.layerwise
@@ -152,6 +159,9 @@ class SchedulerHalf:
         (num_computed_tokens, hit), view.asked = view.asked, None
         if hit.num_tokens != num_external_tokens:
             return  # vLLM, or another connector in a MultiConnector, has it otherwise
+        if any(self._lacks_blocks(part, part.blocks(block_ids), num_computed_tokens, hit) for part in found.parts):
+            self._refuse(view)
+            return
         for part in found.parts:
             self._allocate(part, part.blocks(block_ids), num_computed_tokens, hit)
         if hit.layerwise:
@@ -162,10 +172,20 @@ class SchedulerHalf:
             self._next.loads[view.request_id] = list(block_ids[0])
             self._loading.add(view.request_id)
 
-    def _allocate(self, part: Part, block_ids: Sequence[int], num_computed_tokens: int, hit: Hit) -> None:
+    def _lacks_blocks(self, part: Part, block_ids: Sequence[int], num_computed_tokens: int, hit: Hit) -> bool:
+        """Whether vLLM has reserved no block for some of what is to be loaded: there is nothing to load it into."""
         first, last = part.position(num_computed_tokens), part.position(num_computed_tokens + hit.num_tokens)
         size = self._layout.block_size
-        assert NULL_BLOCK not in block_ids[first // size : -(-last // size)], "vLLM reserved no block in a window"
+        return NULL_BLOCK in block_ids[first // size : -(-last // size)]
+
+    def _refuse(self, view: RequestAdapter) -> None:
+        """The load fails at once, and vLLM computes the request or ends it, by its policy."""
+        self._complain(view, TransferError("vLLM reserved no block in a sliding window"))
+        view.failed = True
+        self._next.refused.add(view.request_id)
+
+    def _allocate(self, part: Part, block_ids: Sequence[int], num_computed_tokens: int, hit: Hit) -> None:
+        first, last = part.position(num_computed_tokens), part.position(num_computed_tokens + hit.num_tokens)
         self.side.allocated(part.shown, block_ids, first, replace(hit, num_tokens=last - first))
 
     def finish(self, request: Any, block_ids: Sequence[Sequence[int]]) -> tuple[bool, dict[str, Any] | None]:
@@ -201,6 +221,7 @@ class SchedulerHalf:
         metadata, self._next = self._next, StepMetadata(None, computes=False)
         metadata.plan, metadata.computes = self.side.plan(view), step.total_num_scheduled_tokens > 0
         self._expect_events(metadata.plan)
+        self._idle.step(has_work=bool(self._requests) or metadata.has_work or self.side.has_work())
         return metadata
 
     def _expect_events(self, plan: StepPlan) -> None:
@@ -211,7 +232,7 @@ class SchedulerHalf:
 
     def _chunks(self, step: Any) -> Iterator[ScheduledChunk]:
         blocks_of = step.kv_connector_block_state.resolve_block_ids
-        several = self._parting.num_groups > 1
+        several = self._partition.num_groups > 1
         for name, num_tokens in step.num_scheduled_tokens.items():
             found = self._requests.get(name)
             if found is None:
@@ -252,7 +273,7 @@ class SchedulerHalf:
 
     def _of_parts(self, event: TransferEvent) -> list[TransferEvent]:
         """What is true of a request is true of its parts."""
-        return [msgspec.structs.replace(event, request_id=name) for name in self._parting.names(event.request_id)]
+        return [msgspec.structs.replace(event, request_id=name) for name in self._partition.names(event.request_id)]
 
     def check(self) -> None:
         """Raise `LeakError` when something is kept of requests that are gone."""

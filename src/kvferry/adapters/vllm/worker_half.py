@@ -1,17 +1,21 @@
 """The half of a connector beside vLLM's KV cache: vLLM's calls on one side, a `WorkerSide` on the other.
 
-Owns the worker side, and what it was told of each load. In one step vLLM calls, in this order: `begin` before blocks
-that were given back are written to; `start` before the model runs, or after it; `wait_layer` and `save_layer` around
-each layer's attention, or not at all when a CUDA graph is replayed; `end_step`; `report`.
+Owns the worker side, and what it was told of each load. In one step vLLM calls, in this order:
 
-On a GPU the model has only been queued when those calls come. Layers are therefore announced at the end of a step, when
-the device is done with it. Never run on a GPU.
+- `withdraw`, before blocks that were given back are written to;
+- `wait_layer` and `save_layer` around each layer's attention, or not at all when a CUDA graph is replayed;
+- `start`: before the model runs where it needs a load of this step, else after it;
+- `end_step`, then `report`.
+
+On the host a step's work begins with whichever of these comes first, so that layers are announced while the model runs.
+On a GPU the model has only been queued when the calls come. There each layer leaves a mark in the stream, and after the
+model was queued the layers are announced one by one, as the device reaches their marks. Never run on a GPU.
 """
 
 from __future__ import annotations
 
 import logging
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +23,7 @@ from typing import Any
 import torch
 
 from kvferry.adapters.vllm import pool
+from kvferry.adapters.vllm.device import Device, Host, Mark, device_of
 from kvferry.adapters.vllm.fingerprint import model_fingerprint
 from kvferry.adapters.vllm.layout import KVCacheShape, allocation, block_memory, kv_layout
 from kvferry.adapters.vllm.messages import RankReport, StepMetadata, WorkerFacts
@@ -64,8 +69,20 @@ class _Load:
     reported: bool = False
 
 
+@dataclass
+class _Progress:
+    """How far a step is."""
+
+    step: StepMetadata
+    begun: Mark
+    """All work of the steps before was queued before it."""
+    started: bool = False
+    marks: defaultdict[int, list[Mark]] = field(default_factory=lambda: defaultdict(list))
+    """By slot, of its layers that were computed; several of a layer, where vLLM runs a step in micro-batches."""
+
+
 class WorkerHalf:
-    """See the module. Used from vLLM's worker thread only."""
+    """Calls a `WorkerSide` as its contract says. Used from vLLM's worker thread only."""
 
     def __init__(self, settings: AdapterSettings, shape: KVCacheShape, rank: int) -> None:
         self._settings, self._shape, self._rank = settings, shape, rank
@@ -73,12 +90,10 @@ class WorkerHalf:
         self._num_slots = len(shape.widest.layer_names)
         self._num_layers = Counter(self._slots.values())
         self._joined = RankReports(len(shape.groups))
-        self._step: StepMetadata | None = None
-        self._started = False
-        self._written: Counter[int] = Counter()
+        self._progress: _Progress | None = None
         self._loads: dict[str, _Load] = {}
         self._step_loads: dict[str, list[int]] = {}
-        self._on_gpu = False
+        self._device: Device = Host()
         self._segment: pool.PooledSegment | None = None
         self._events: HasStoreEvents | None = None
         self.side: WorkerSide | None = None
@@ -93,7 +108,7 @@ class WorkerHalf:
         layout = kv_layout(vllm_config, self._shape, kv_caches, fingerprint, self._rank)
         address, num_bytes = allocation(kv_caches)
         device = str(next(iter(kv_caches.values())).device)
-        self._on_gpu = device != "cpu"
+        self._device = device_of(device)
         self._segment = pool.find_segment(address)
         region = Region(address, num_bytes, self._segment.name if self._segment is not None else None)
         memory = block_memory(layout, self._shape, kv_cache_config, region, device)
@@ -125,56 +140,72 @@ class WorkerHalf:
 
     # Steps.
 
-    def begin(self, step: StepMetadata) -> None:
-        """Void what was announced of blocks that are no longer its request's."""
-        self._step, self._started = step, False
-        self._written.clear()
+    def withdraw(self, step: StepMetadata) -> None:
+        """Void what was announced of blocks that are no longer their request's."""
         if step.plan is not None and self.side is not None:
             self.side.withdraw(step.plan)
 
-    def start(self, step: StepMetadata, *, model_has_run: bool) -> None:
-        """Begin the step's work, once: as soon as what is in the KV cache is what was computed."""
-        if self._started or self.side is None:
+    def start(self, step: StepMetadata) -> None:
+        """Begin the step's work, unless a layer has done so."""
+        progress = self._progress_of(step)
+        if progress.started or self.side is None:
             return
-        if self._on_gpu and step.plan is not None:
-            if not model_has_run and not step.step_loads:
-                return  # blocks of the step before may still be in the making: later, when the device is done
-            torch.accelerator.synchronize()
-        self._started = True
+        progress.started = True
         for request_id, block_ids in step.loads.items():
             self._loads[request_id] = _Load(block_ids)
         self._step_loads.update(step.step_loads)
         if step.plan is not None:
+            progress.begun.wait()  # blocks to be read or written may still be in the making
             self.side.start(step.plan)
-        if self._on_gpu and step.step_loads:
+        if self._device.runs_behind and step.step_loads:
             for slot in range(self._num_slots):
                 self.side.wait_layer(slot)
 
-    def wait_layer(self, layer_name: str) -> None:
+    def wait_layer(self, step: StepMetadata, layer_name: str) -> None:
         """Before a layer's attention."""
         slot = self._slots.get(layer_name)
-        if slot is not None and self.side is not None and self._started and not self._on_gpu:
+        if slot is None or self.side is None:
+            return
+        self._progress_of(step)
+        if not self._device.runs_behind:
+            self.start(step)
             self.side.wait_layer(slot)
 
-    def save_layer(self, layer_name: str) -> None:
+    def save_layer(self, step: StepMetadata, layer_name: str) -> None:
         """After a layer's attention. A slot is written when its layers of all groups are."""
         slot = self._slots.get(layer_name)
-        if slot is not None and self.side is not None and self._started and not self._on_gpu:
-            self._written[slot] += 1
-            if self._written[slot] == self._num_layers[slot]:
-                self.side.save_layer(slot)
+        if slot is None or self.side is None or step.plan is None:
+            return
+        progress = self._progress_of(step)
+        progress.marks[slot].append(self._device.mark())
+        if not self._device.runs_behind and len(progress.marks[slot]) == self._num_layers[slot]:
+            self.start(step)
+            self.side.save_layer(slot)
 
     def end_step(self, step: StepMetadata) -> None:
         """After the model ran, if it did: layers that no call came for have their KV by now too."""
         if self.side is None or not step.computes:
             return
-        if self._on_gpu and step.plan is not None:
-            torch.accelerator.synchronize()
-        for slot in range(self._num_slots):
-            if self._written[slot] < self._num_layers[slot]:
-                self.side.save_layer(slot)
-        self._written.clear()
+        if step.plan is not None:
+            self._save_rest(self._progress_of(step), self.side)
         self.side.flush()
+
+    def _save_rest(self, progress: _Progress, side: WorkerSide) -> None:
+        """In the order in which the device comes to them."""
+        ended = self._device.mark()
+        for slot in range(self._num_slots):
+            marks = progress.marks[slot]
+            is_whole = len(marks) >= self._num_layers[slot]
+            if is_whole and not self._device.runs_behind:
+                continue  # announced when it was written
+            for mark in marks if is_whole else [ended]:
+                mark.wait()
+            side.save_layer(slot)
+
+    def _progress_of(self, step: StepMetadata) -> _Progress:
+        if self._progress is None or self._progress.step is not step:
+            self._progress = _Progress(step, self._device.mark())
+        return self._progress
 
     def report(self, step: StepMetadata | None) -> StepResults:
         """What happened since the last report."""

@@ -1,0 +1,64 @@
+"""How an attention backend arranges K and V within a page, found by letting it write one.
+
+Two vLLMs can exchange pages when they put the same values at the same bytes. The release of vLLM does not say that, nor
+does the backend's name; the bytes that the backend writes do. So known keys and values are written into a page of
+scratch memory by the backend's own method, and the result is named by a digest.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+log = logging.getLogger(__name__)
+
+_BASE = 251
+"""So many values are told apart by one written page: integers that even an 8-bit mantissa holds exactly."""
+
+
+def written_page(layer: Any, cache: torch.Tensor, page_bytes: int) -> str | None:
+    """A digest of what the backend of `layer` writes for known keys and values; None where it cannot be asked.
+
+    `layer` is vLLM's attention layer; `cache` [num_blocks, heads, block_size, content] its view of the KV cache, which
+    is not touched; `page_bytes` the size of one of its pages.
+    """
+    try:
+        digest = hashlib.sha256()
+        for keys, values in _patterns(layer, cache):
+            digest.update(_write(layer, cache, page_bytes, keys, values))
+        return digest.hexdigest()[:12]
+    except (AttributeError, IndexError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+        log.info("%s cannot be asked how it arranges a page: %s", type(layer).__name__, error)
+        return None
+
+
+def _patterns(layer: Any, cache: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Keys and values [block_size, heads, head_size] whose elements are the digits of their own numbers, the lowest
+    digits first: together they tell every element of a page from every other."""
+    impl = layer.impl
+    shape = (cache.shape[2], impl.num_kv_heads, impl.head_size)
+    count = 2 * shape[0] * shape[1] * shape[2]
+    numbers = torch.arange(count, device=cache.device).reshape(2, *shape)
+    while count > 0:
+        keys, values = (numbers % _BASE).to(_dtype_of(layer, cache))
+        yield keys.contiguous(), values.contiguous()
+        numbers, count = numbers // _BASE, count // _BASE
+
+
+def _dtype_of(layer: Any, cache: torch.Tensor) -> torch.dtype:
+    """That of keys and values, which a quantized cache does not have."""
+    dtype = getattr(layer, "dtype", None)
+    return dtype if isinstance(dtype, torch.dtype) else cache.dtype
+
+
+def _write(layer: Any, cache: torch.Tensor, page_bytes: int, keys: torch.Tensor, values: torch.Tensor) -> bytes:
+    num_elements = page_bytes // cache.element_size()
+    memory = torch.zeros(num_elements, dtype=cache.dtype, device=cache.device)
+    page = memory.as_strided((1, *cache.shape[1:]), (num_elements, *cache.stride()[1:]))
+    slots = torch.arange(len(keys), device=cache.device)
+    layer.impl.do_kv_cache_update(layer, keys, values, page, slots)
+    return bytes(memory.view(torch.uint8).cpu().numpy().data)

@@ -1,0 +1,101 @@
+"""Whether two backends arrange a page alike is seen in the bytes that they write."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvferry.core.errors import LayoutMismatch
+from kvferry.core.layout import KVLayout, LayerLayout
+
+torch = pytest.importorskip("torch")
+written_page = pytest.importorskip("kvferry.adapters.vllm.arrangement").written_page
+
+NUM_BLOCKS, HEADS, BLOCK_SIZE, HEAD_SIZE = 3, 2, 8, 4
+Write = Callable[[Any, Any, Any, Any, Any], None]
+
+
+def rows(layer: Any, keys: Any, values: Any, cache: Any, slots: Any) -> None:
+    """K then V of each token."""
+    for slot, key, value in zip(slots.tolist(), keys, values, strict=True):
+        cache[slot // BLOCK_SIZE, :, slot % BLOCK_SIZE] = torch.cat([key, value], dim=-1)
+
+
+def rows_in_other_words(layer: Any, keys: Any, values: Any, cache: Any, slots: Any) -> None:
+    """The same bytes, by other means, as another release might write them."""
+    cache[0, :, slots, :HEAD_SIZE] = keys.transpose(0, 1)
+    cache[0, :, slots, HEAD_SIZE:] = values.transpose(0, 1)
+
+
+def values_first(layer: Any, keys: Any, values: Any, cache: Any, slots: Any) -> None:
+    rows(layer, values, keys, cache, slots)
+
+
+def tokens_backwards(layer: Any, keys: Any, values: Any, cache: Any, slots: Any) -> None:
+    rows(layer, keys, values, cache, slots.flip(0))
+
+
+def heads_swapped(layer: Any, keys: Any, values: Any, cache: Any, slots: Any) -> None:
+    rows(layer, keys.flip(1), values.flip(1), cache, slots)
+
+
+def fails(layer: Any, keys: Any, values: Any, cache: Any, slots: Any) -> None:
+    raise RuntimeError("no kernel")
+
+
+def page(write: Write | None, dtype: Any = torch.float32) -> str | None:
+    impl = SimpleNamespace(num_kv_heads=HEADS, head_size=HEAD_SIZE)
+    if write is not None:
+        impl.do_kv_cache_update = write
+    cache = torch.full((NUM_BLOCKS, HEADS, BLOCK_SIZE, 2 * HEAD_SIZE), 7.0, dtype=dtype)
+    found: str | None = written_page(SimpleNamespace(impl=impl), cache, cache[0].nbytes)
+    assert (cache == 7).all()
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_the_same_bytes_have_the_same_name(dtype: Any) -> None:
+    assert page(rows, dtype) == page(rows_in_other_words, dtype) is not None
+
+
+@pytest.mark.parametrize("write", [values_first, tokens_backwards, heads_swapped])
+def test_other_bytes_have_another_name(write: Write) -> None:
+    assert page(write) != page(rows)
+
+
+def test_elements_far_apart_are_told_apart() -> None:
+    """Also those whose numbers end alike."""
+
+    def size(write: Write) -> str | None:
+        impl = SimpleNamespace(num_kv_heads=1, head_size=251, do_kv_cache_update=write)
+        cache = torch.zeros((1, 1, 8, 502))
+        found: str | None = written_page(SimpleNamespace(impl=impl), cache, cache.nbytes)
+        return found
+
+    def plain(layer: Any, keys: Any, values: Any, cache: Any, slots: Any) -> None:
+        cache[0, 0] = torch.cat([keys[:, 0], values[:, 0]], dim=-1)
+
+    def rotated(layer: Any, keys: Any, values: Any, cache: Any, slots: Any) -> None:
+        plain(layer, keys.roll(1, 0), values.roll(1, 0), cache, slots)
+
+    assert size(plain) != size(rotated)
+
+
+@pytest.mark.parametrize("write", [fails, None])
+def test_a_backend_that_cannot_be_asked_has_no_name(write: Write | None) -> None:
+    assert page(write) is None
+
+
+def test_another_block_size_is_told_by_that_name() -> None:
+    """And not as a packing that differs too."""
+    here = KVLayout(
+        model_fingerprint="m", dtype="float32", block_size=8, packing="a", layers=(LayerLayout(2, 4, 4, 64),)
+    )
+    there = KVLayout(
+        model_fingerprint="m", dtype="float32", block_size=16, packing="b", layers=(LayerLayout(2, 4, 4, 128),)
+    )
+    with pytest.raises(LayoutMismatch, match="block_size"):
+        here.require_reconcilable(there)

@@ -1,0 +1,120 @@
+"""What the scheduler's half makes of vLLM's calls, with a recording scheduler side in place of a connector's."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvferry.connectors.api import Hit
+from kvferry.core.layout import KVLayout, LayerLayout
+
+pytestmark = pytest.mark.vllm
+
+BLOCK_SIZE = 8
+LAYOUT = KVLayout(model_fingerprint="m", dtype="float32", block_size=BLOCK_SIZE, layers=(LayerLayout(1, 4, 4),))
+
+
+class Side:
+    """A scheduler side that plans what the test says, and notes the loads that it is told of."""
+
+    def __init__(self) -> None:
+        self.next_plan: str | None = None
+        self.waits = False
+        self.allocations: list[tuple[Any, ...]] = []
+
+    def plan(self, step: object) -> str | None:
+        plan, self.next_plan = self.next_plan, None
+        return plan
+
+    def has_work(self) -> bool:
+        return self.waits
+
+    def allocated(self, *what: Any) -> None:
+        self.allocations.append(what)
+
+
+class Idle:
+    """Notes what each step was told to be."""
+
+    def __init__(self) -> None:
+        self.steps: list[bool] = []
+
+    def step(self, *, has_work: bool) -> None:
+        self.steps.append(has_work)
+
+
+@pytest.fixture
+def side() -> Side:
+    return Side()
+
+
+@pytest.fixture
+def idle() -> Idle:
+    return Idle()
+
+
+@pytest.fixture
+def half(side: Side, idle: Idle) -> Any:
+    from kvferry.adapters.vllm.parts import Partition
+    from kvferry.adapters.vllm.pins import Pins
+    from kvferry.adapters.vllm.scheduler_half import SchedulerHalf
+
+    settings: Any = SimpleNamespace(options=SimpleNamespace(hand_off=True))
+    partition = Partition([None, 16], BLOCK_SIZE)
+    return SchedulerHalf(settings, side, LAYOUT, partition, Pins(None), idle=idle)  # type: ignore[arg-type]
+
+
+def step(num_tokens: int = 0) -> Any:
+    """vLLM's `SchedulerOutput`, of requests that the half does not know."""
+    return SimpleNamespace(
+        preempted_req_ids=None,
+        num_scheduled_tokens={"unknown": num_tokens} if num_tokens else {},
+        total_num_scheduled_tokens=num_tokens,
+        kv_connector_block_state=SimpleNamespace(resolve_block_ids=None),
+    )
+
+
+def add_request(half: Any, hit: Hit, block_ids: list[int]) -> Any:
+    """One that `match` has answered with `hit`, of one part with these blocks."""
+    from kvferry.adapters.vllm.scheduler_half import _Request
+
+    view = SimpleNamespace(request_id="r", refused=False, failed=False, complained=False, asked=(0, hit))
+    part = SimpleNamespace(blocks=lambda ids: block_ids, position=lambda tokens: tokens, shown="shown")
+    half._requests["r"] = _Request(view, [part])
+    return view
+
+
+def test_the_loop_may_sleep_only_in_steps_without_work(half: Any, side: Side, idle: Idle) -> None:
+    half.plan(step())
+    half.plan(step(num_tokens=3))
+    side.next_plan = "plan"
+    half.plan(step())
+    side.waits = True
+    half.plan(step())
+    side.waits = False
+    half._requests["r"] = None
+    half.plan(step())
+    del half._requests["r"]
+    half.plan(step())
+    assert idle.steps == [False, True, True, True, True, False]
+
+
+def test_a_load_goes_into_the_blocks_that_vllm_has_reserved(half: Any, side: Side) -> None:
+    add_request(half, hit := Hit(16), [4, 5])
+    half.allocated(SimpleNamespace(request_id="r"), [[4, 5]], 16)
+    assert side.allocations == [("shown", [4, 5], 0, hit)]
+    assert half.plan(step()).loads == {"r": [4, 5]}
+
+
+def test_a_load_without_a_block_is_refused_and_nobody_is_told_to_write(half: Any, side: Side) -> None:
+    """Block 0 is vLLM's null block, which all requests share."""
+    view = add_request(half, Hit(16), [0, 5])
+    half.allocated(SimpleNamespace(request_id="r"), [[0, 5]], 16)
+    assert side.allocations == []
+    metadata = half.plan(step())
+    assert metadata.refused == {"r"}
+    assert not metadata.loads
+    assert view.failed
+    assert half.num_failures == {"TransferError": 1}
