@@ -7,6 +7,7 @@ kept as it is.
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Iterator
 
@@ -24,7 +25,7 @@ SMALLEST = np.float32(2.0**-126)
 
 
 class QuantizedCodec(FramedCodec):
-    """Keys and values of each head one after another, `[tokens, dim]` each, packed by `_quantize` along axis 0 or 1."""
+    """Keys and values, `[heads, tokens, dim]` each, packed by `_quantize` along tokens (axis 1) or dim (axis 2)."""
 
     lossless = False
 
@@ -52,20 +53,21 @@ class QuantizedCodec(FramedCodec):
         into[:] = _to_bytes(numbers, self.layout.dtype)
 
     def _parts(self, numbers: Floats, layer: int) -> Iterator[tuple[Floats, int]]:
-        """Views of the keys and the values of each head, and the axis along which a group runs."""
+        """Views of the keys and of the values, and the axis along which a group runs."""
         spec, tokens = self.layout.layers[layer], self.layout.block_size
-        for head in numbers.reshape(spec.num_kv_heads, -1):
-            keys, values = head[: tokens * spec.key_dim], head[tokens * spec.key_dim :]
-            if keys.size:
-                yield keys.reshape(tokens, spec.key_dim), 0
-            if values.size:
-                yield values.reshape(tokens, spec.value_dim), 1
+        heads = numbers.reshape(spec.num_kv_heads, -1)
+        border = tokens * spec.key_dim
+        if spec.key_dim:
+            yield heads[:, :border].reshape(-1, tokens, spec.key_dim), 1
+        if spec.value_dim:
+            yield heads[:, border:].reshape(-1, tokens, spec.value_dim), 2
 
     def _packed_bytes(self, layer: int) -> int:
         spec, tokens = self.layout.layers[layer], self.layout.block_size
-        keys = self._part_bytes((tokens, spec.key_dim), 0) if spec.key_dim else 0
-        values = self._part_bytes((tokens, spec.value_dim), 1) if spec.value_dim else 0
-        return spec.num_kv_heads * (keys + values)
+        heads = spec.num_kv_heads
+        keys = self._part_bytes((heads, tokens, spec.key_dim), 1) if spec.key_dim else 0
+        values = self._part_bytes((heads, tokens, spec.value_dim), 2) if spec.value_dim else 0
+        return keys + values
 
     @abstractmethod
     def _part_bytes(self, shape: tuple[int, ...], axis: int) -> int:
@@ -86,7 +88,8 @@ class Int8Codec(QuantizedCodec):
     name = "int8"
 
     def _part_bytes(self, shape: tuple[int, ...], axis: int) -> int:
-        return 2 * shape[1 - axis] + shape[0] * shape[1]
+        num = math.prod(shape)
+        return 2 * (num // shape[axis]) + num
 
     def _quantize(self, part: Floats, axis: int) -> bytes:
         scales = _rounded_up(np.abs(part).max(axis=axis, keepdims=True) / 127)
@@ -105,7 +108,8 @@ class Int4Codec(QuantizedCodec):
     name = "int4"
 
     def _part_bytes(self, shape: tuple[int, ...], axis: int) -> int:
-        return 4 * shape[1 - axis] + (shape[0] * shape[1] + 1) // 2
+        num = math.prod(shape)
+        return 4 * (num // shape[axis]) + (num + 1) // 2
 
     def _quantize(self, part: Floats, axis: int) -> bytes:
         lowest = _as_bfloat16(part.min(axis=axis, keepdims=True))
@@ -122,7 +126,7 @@ class Int4Codec(QuantizedCodec):
         lowest, place = _read_bfloat16(packed, shape, axis)
         scales, size = _read_bfloat16(packed[place:], shape, axis)
         pairs = np.frombuffer(packed[place + size :], dtype=np.uint8)
-        steps = np.stack((pairs & 15, pairs >> 4), axis=1).ravel()[: shape[0] * shape[1]].reshape(shape)
+        steps = np.stack((pairs & 15, pairs >> 4), axis=1).ravel()[: math.prod(shape)].reshape(shape)
         numbers: Floats = lowest + steps.astype(np.float32) * scales
         return numbers
 
@@ -133,7 +137,8 @@ class Fp8Codec(QuantizedCodec):
     name = "fp8"
 
     def _part_bytes(self, shape: tuple[int, ...], axis: int) -> int:
-        return 2 * shape[1 - axis] + shape[0] * shape[1]
+        num = math.prod(shape)
+        return 2 * (num // shape[axis]) + num
 
     def _quantize(self, part: Floats, axis: int) -> bytes:
         scales = _rounded_up(np.abs(part).max(axis=axis, keepdims=True) / _E4M3[-1])
@@ -179,9 +184,9 @@ def _bfloat16(numbers: Floats) -> bytes:
 
 def _read_bfloat16(packed: memoryview, shape: tuple[int, ...], axis: int) -> tuple[Floats, int]:
     """One number a group, shaped to be multiplied with a part, and the bytes they took."""
-    num = shape[1 - axis]
+    num = math.prod(shape) // shape[axis]
     bits = np.frombuffer(packed[: 2 * num], dtype="<u2").astype(np.uint32) << 16
-    return bits.view(np.float32).reshape((1, num) if axis == 0 else (num, 1)), 2 * num
+    return bits.view(np.float32).reshape([1 if place == axis else size for place, size in enumerate(shape)]), 2 * num
 
 
 def _to_floats(span: memoryview, dtype: str) -> Floats:
