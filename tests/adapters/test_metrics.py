@@ -90,7 +90,7 @@ def test_what_came_is_added_up_over_ranks_and_never_falls(metrics: Any) -> None:
     ],
 )
 def test_a_figure_and_its_kind(figure: str, expected: tuple[str, str]) -> None:
-    from kvferry.adapters.vllm.metrics import split_figure
+    from kvferry.observe.figures import split_figure
 
     assert split_figure(figure) == expected
 

@@ -86,7 +86,11 @@ TOGETHER = [
     LOCAL + "choose_logit_rows",
     LOCAL + "lay_out",
     LOCAL + "draw",
-    "kvferry.engine.worker:Worker.forward",
+    # Between the scheduler's plan and the connector, which must hear of it all the same.
+    "kvferry.engine.engine:Engine._execute",
+    "kvferry.engine.engine:Engine._transferred",
+    LOCAL + "LocalExecutor.execute",
+    *("kvferry.engine.worker:Worker." + name for name in ("step", "_try_to_begin", "_begin", "_forward")),
     "kvferry.engine.model_runner:ModelRunner.forward",
     "kvferry.engine.model_runner:AttentionBatch.build",
     P2P + "scheduler:P2pSchedulerSide.plan",

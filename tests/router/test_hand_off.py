@@ -341,6 +341,26 @@ async def test_an_error_of_the_only_decode_is_the_clients_answer(mode: str, fail
     assert (answered, body["error"]) == (status, {"message": "no", "from": "decode"})
 
 
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+@pytest.mark.parametrize("status", [429, 503])
+async def test_who_asks_to_be_left_alone_is_left_alone(mode: str, role: str, status: int) -> None:
+    full = failing(status, **{"Retry-After": "3600"})
+    busy = a_prefill(full) if role == "prefill" else a_decode(full)
+    p, d = a_prefill(), a_decode()
+    prefills = [busy, p] if role == "prefill" else [p]
+    decodes = [busy, d] if role == "decode" else [d]
+    async with (
+        instances(busy, p, d),
+        routing([one.url for one in prefills], [one.url for one in decodes], hand_off=mode) as (_, url),
+    ):
+        while not busy.calls:
+            assert (await post(url))[0] == 200
+        for _ in range(6):
+            assert (await post(url))[0] == 200
+    assert len(busy.calls) == 1
+
+
 async def test_an_error_of_decode_keeps_its_headers() -> None:
     d = a_decode(failing(429, **{"Retry-After": "7"}))
     async with instances(d), routing([], [d.url]) as (_, url):

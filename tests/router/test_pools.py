@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from kvferry.core.clock import ManualClock
 from kvferry.core.errors import ConfigError
 from kvferry.router.config import RouterConfig
 from kvferry.router.instance import Instance, normalise_url
@@ -34,6 +35,21 @@ def test_excluded_are_never_picked() -> None:
     first, second = pool.instances
     assert {pool.pick({first}) for _ in range(3)} == {second}
     assert pool.pick({first, second}) is None
+
+
+def test_who_asked_to_be_left_alone_is_passed_over_while_others_are_there() -> None:
+    clock = ManualClock(100.0)
+    pool = Pool("decode", ["http://d0:1", "http://d1:1"], clock=clock)
+    first, second = pool.instances
+    first.busy_until = 107.0
+    assert pool.alive() == [second]
+    assert pool.alive({second}) == [first]
+    second.busy_until = 103.0
+    assert pool.alive() == [first, second]
+    clock.advance(3.0)
+    assert pool.alive() == [second]
+    clock.advance(4.0)
+    assert pool.alive() == [first, second]
 
 
 def test_when_all_seem_dead_one_is_tried_all_the_same() -> None:

@@ -21,14 +21,6 @@ class TestSyncedFile(StoreContract):
     url = "file:{folder}/kv?fsync=true&max_bytes=8MiB&threads=1"
 
 
-class TestLosslessFile(StoreContract):
-    url = "file:{folder}/kv?codec=lossless"
-
-
-class TestLosslessMemory(StoreContract):
-    url = "memory:8MiB?codec=lossless"
-
-
 class WithServer(StoreContract):
     """`{server}` is the server's socket."""
 

@@ -331,8 +331,9 @@ class WorkerSide(ABC):
         """Called at the end of a step in which the model ran."""
 
     def discard(self) -> None:
-        """Called in place of `flush` where the model failed in the step: its requests end, and what was to be saved of
-        it is not there. When this returns, nothing is written to the step's blocks any more."""
+        """Called in place of `flush` where a step failed after `start`, in the model or before it: its requests end,
+        and what was to be saved of it is not there. When this returns, nothing is written to the step's blocks any
+        more."""
 
     @abstractmethod
     def poll(self) -> TransferReport:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from kvferry.connectors.api import ConnectorContext, HasAddresses, SchedulerSide, TransferReport, failures
+from kvferry.connectors.api import ConnectorContext, HasAddresses, SchedulerSide, TransferEvent, failures
 from kvferry.connectors.registry import find_connector
 from kvferry.core.clock import Clock, SystemClock
 from kvferry.core.errors import ConnectorLost, InvalidRequest, LeakError, RankLost
@@ -22,16 +22,18 @@ from kvferry.core.request import EngineOutput, Request
 from kvferry.core.transfer_config import KVTransferConfig
 from kvferry.engine.block_pool import BlockPool, BlockPoolStatistics
 from kvferry.engine.config import EngineConfig
-from kvferry.engine.executor.base import StepResult
+from kvferry.engine.executor.base import PlanQueue, StepResult
 from kvferry.engine.executor.build import build_executor
 from kvferry.engine.kv_events import BlockEvents
 from kvferry.engine.model.loader import Progress
-from kvferry.engine.scheduler import Scheduler, SchedulerLimits, SchedulerStatistics, Step
+from kvferry.engine.scheduler import Chunk, Scheduler, SchedulerLimits, SchedulerStatistics
 from kvferry.transport.kv_events.publisher import KVEventPublisher
 
 log = logging.getLogger(__name__)
 MOST_FAILED_STEPS = 8
 """Failed steps in a row that no single request caused: the error of the next one ends the engine."""
+MOST_PLANS = 64
+"""That could not be begun; then the connector will never hear of its requests again."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,7 @@ class EngineSnapshot:
     blocks: BlockPoolStatistics
     num_steps: int
     connector: dict[str, float] = field(default_factory=dict)
+    connector_gauges: frozenset[str] = frozenset()
 
 
 class Engine:
@@ -75,6 +78,7 @@ class Engine:
         self.pool = BlockPool(self.executor.num_blocks, prefix_caching=config.prefix_caching)
         self.pool.events = self.events
         self.scheduler = Scheduler(self._limits(), self.pool, self.model.fingerprint, self.clock, self.scheduler_side)
+        self._plans, self._report = PlanQueue(), list[TransferEvent]()
         self._num_steps = self._num_failed_steps = 0
 
     # Requests.
@@ -131,7 +135,8 @@ class Engine:
 
     def _step(self) -> None:
         step = self.scheduler.schedule()
-        result = self._execute(step)
+        self._plans.begin_step(step.plan)  # here first, so that whatever fails from now on does not lose it
+        result = self._execute(step.chunks)
         self._num_steps += bool(step.chunks)
         for request_id, error in result.failed.items():
             self.scheduler.fail(request_id, error)
@@ -139,23 +144,31 @@ class Engine:
             self.scheduler.update(step, result.sampled, failures(result.report))
         except Exception as error:  # noqa: BLE001 - as in `_execute`
             self.scheduler.fail_step(step.chunks, error)
-        self._transferred(result.report)
+        self._transferred()
         if (plan := self.scheduler.parting()) is not None:
-            self._transferred(self._execute(Step([], plan)).report)
+            self._plans.begin_step(plan)
+            self._execute([])
+            self._transferred()
         self.idle = not step.chunks and step.plan is None and not result.report
 
-    def _execute(self, step: Step) -> StepResult:
-        """A step that fails as a whole ends its requests, since the one that caused it cannot be known."""
+    def _execute(self, chunks: list[Chunk]) -> StepResult:
+        """A step that fails as a whole ends its requests; which of them is to blame cannot be told. Of plans, what it
+        did not begin goes out with the next."""
+        if len(self._plans.waiting) > MOST_PLANS:
+            raise ConnectorLost(f"the transfers of {MOST_PLANS} steps could not be begun")
         try:
-            return self.executor.execute(step.chunks, step.plan)
+            result = self.executor.execute(chunks, self._plans)
         except (RankLost, ConnectorLost):
             raise
         except Exception as error:  # noqa: BLE001 - the edge between this step's requests and all others
-            self.scheduler.fail_step(step.chunks, error)
+            self.scheduler.fail_step(chunks, error)
             return StepResult({}, [])
+        self._report += result.report
+        return result
 
-    def _transferred(self, report: TransferReport) -> None:
-        """A report that raises as a whole is given again event by event, so that one event does not affect others."""
+    def _transferred(self) -> None:
+        """Where a report cannot be taken as a whole it is taken event by event, so that one spoils no other's."""
+        report = self._report
         try:
             self.scheduler.transferred(report)
         except Exception as error:
@@ -165,6 +178,7 @@ class Engine:
                     self.scheduler.transferred([event])
                 except Exception:  # noqa: BLE001 - told above, and this one's request ends
                     self.scheduler.fail(event.request_id, error)
+        self._report = []
 
     def _step_failed(self, error: Exception) -> None:
         """What nobody can be blamed for may pass; where it stays, first all requests end, then the engine."""
@@ -181,7 +195,7 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether a step may do something."""
-        return self.scheduler.has_work
+        return self.scheduler.has_work or bool(self._plans.waiting or self._report)
 
     def on_transfer(self, wake: Callable[[], None]) -> None:
         """`wake` is called, from any thread, when a transfer moved on and a step should look at it."""
@@ -193,7 +207,15 @@ class Engine:
         """A snapshot."""
         connector = self.scheduler_side.statistics() if self.scheduler_side is not None else {}
         connector = connector | self.executor.statistics()
-        return EngineSnapshot(self.scheduler.statistics(), self.pool.statistics(), self._num_steps, connector)
+        return EngineSnapshot(
+            self.scheduler.statistics(), self.pool.statistics(), self._num_steps, connector, self._connector_gauges()
+        )
+
+    def _connector_gauges(self) -> frozenset[str]:
+        """Names of the connector's figures that go up and down."""
+        if self.transfer is None or self.scheduler_side is None:
+            return frozenset()
+        return self.scheduler_side.gauges | find_connector(self.transfer).worker_class().gauges
 
     def check(self) -> None:
         """Raise `LeakError` when no request is left, yet something is still kept."""

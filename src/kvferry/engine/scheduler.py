@@ -114,6 +114,7 @@ class SchedulerStatistics:
     num_loading: int = 0
     num_held: int = 0
     num_preemptions: int = 0
+    num_recomputed: int = 0
     num_prefix_queries: int = 0
     num_prefix_hits: int = 0
     num_external_hits: int = 0
@@ -395,7 +396,7 @@ class Scheduler:
     def _count_prefix(self, sequence: Sequence, num_cached: int) -> None:
         self._counters.num_prefix_queries += len(sequence.tokens)
         self._counters.num_prefix_hits += num_cached
-        if sequence.num_preemptions == 0 and sequence.prefill_result is None:
+        if sequence.num_restarts == 0 and sequence.prefill_result is None:
             sequence.num_cached_tokens = num_cached
 
     def _start_running(self, sequence: Sequence) -> None:
@@ -437,19 +438,20 @@ class Scheduler:
                 key=lambda other: other.rank,
             )
             self._preempt(victim)
+            self._counters.num_preemptions += 1
             if victim is sequence:
                 return False
         return True
 
     def _preempt(self, sequence: Sequence) -> None:
+        """Give its blocks up; it begins again."""
         self._running.remove(sequence)
         self.pool.release(sequence.block_ids)
         sequence.block_ids = []
         sequence.num_computed_tokens = sequence.num_published_blocks = 0
         sequence.layerwise_base = None
-        sequence.num_preemptions += 1
+        sequence.num_restarts += 1
         sequence.prompt_logprobs.clear()
-        self._counters.num_preemptions += 1
         self._preempted.append(sequence)
         self._enqueue(sequence)
 
@@ -512,6 +514,7 @@ class Scheduler:
         is_new = sequence.is_long and not sequence.is_long_at(len(sequence.tokens) - 1)
         if is_new and sequence.status is Status.RUNNING:
             self._preempt(sequence)
+            self._counters.num_recomputed += 1
 
     def _end_of(self, sequence: Sequence, token_id: int) -> tuple[FinishReason | None, int | None]:
         sampling, num_output = sequence.request.sampling, sequence.num_output_tokens
@@ -649,6 +652,7 @@ class Scheduler:
         if not _is_offered_alike(sequence, num_tokens):
             self._start_running(sequence)
             self._preempt(sequence)
+            self._counters.num_recomputed += 1
             return
         # Without the producer's token the last prompt token is computed once more, for its logits.
         sequence.num_computed_tokens = min(loaded, len(sequence.tokens) - 1)

@@ -44,7 +44,7 @@ class Sequence:
         self.num_computed_tokens = 0
         self.num_cached_tokens = 0
         self.num_published_blocks = 0
-        self.num_preemptions = 0
+        self.num_restarts = 0
         self.seed = request.sampling.seed or 0
         self.connector_asked_out = False
         """The connector has had its say (or its load failed): compute what is missing here."""

@@ -7,7 +7,7 @@ says; the executor does.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import msgspec
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kvferry.connectors.api import ConnectorContext, HasAddress, StepPlan, TransferReport, WorkerSide
 from kvferry.connectors.registry import find_connector
-from kvferry.core.errors import ConfigError, ConnectorLost
+from kvferry.core.errors import ConfigError, ConnectorLost, RequestFailed
 from kvferry.core.layout import KVLayout
 from kvferry.core.transfer_config import KVTransferConfig
 from kvferry.core.units import parse_bytes
@@ -50,7 +50,9 @@ class Worker:
         self._is_one_by_one = config.batch_invariant and place.agree(bool(self.model.company), self.model.device)
         self._kv_cache: KVCache | None = None
         self._side: WorkerSide | None = None
-        self._undone: StepPlan = None
+        self.num_begun = 0
+        """Plans that this rank has begun, since the start."""
+        self._stumbled = self._is_begun = False
         self._num_failed_polls = 0
         self._runner: ModelRunner
 
@@ -78,38 +80,81 @@ class Worker:
         self._runner = runner(self.model, self._kv_cache, self._side)
         return address
 
-    # A step: start, forward, finish.
+    # A step.
 
-    def start(self, plan: StepPlan) -> None:
-        """Begin what the connector's scheduler side asks for. A plan that made it raise is given to it again before the
-        next one, since no plan may be lost. Raises `ConnectorLost` if it raises again."""
-        if self._side is None:
+    def step(
+        self, inputs: StepInputs | None, plans: Collection[StepPlan | bytes], first: int, num_late: int
+    ) -> Tensor | None:
+        """Begin the connector's plans (see `PlanQueue`), then run the model; float32 logits [len(places), vocab], or
+        None without inputs. All ranks must do so for the same.
+
+        A plan that has begun here is passed over, and one that cannot be begun is given again with the next step. No
+        rank computes unless all have begun: what was not withdrawn is still announced. Raises `ConnectorLost` when the
+        connector cannot take a plan twice in a row.
+        """
+        error = self._try_to_begin(plans, first, num_late)
+        failed = error is not None
+        if plans and inputs is not None:
+            failed = self._place.agree(failed, self.model.device)
+        if failed:
+            self._discard()
+            raise error or RequestFailed("another rank could not begin this step's transfers")
+        return None if inputs is None else self._forward(inputs)
+
+    def _try_to_begin(self, plans: Collection[StepPlan | bytes], first: int, num_late: int) -> Exception | None:
+        """Why they could not all be begun, if so."""
+        try:
+            self._discard()  # of a step that never came to its end
+            for number, plan in enumerate(plans, first):
+                if number >= self.num_begun:
+                    self._begin(self._decoded(plan))
+                    self.num_begun = number + 1
+                if number < first + num_late:
+                    self._discard()
+        except Exception as error:  # noqa: BLE001 - the edge between this rank and the others, who wait for its word
+            return error
+        return None
+
+    def _begin(self, plan: StepPlan) -> None:
+        side = self._side
+        if side is None:
             return
-        if self._undone is not None:
-            try:
-                self._give(self._side, self._undone)
-            except Exception as error:
+        self._is_begun = True
+        try:
+            side.withdraw(plan)
+            side.start(plan)
+        except Exception as error:
+            if self._stumbled:
                 raise ConnectorLost(f"the connector could not begin a step's transfers: {error!r}") from error
-        if plan is not None:
-            self._give(self._side, plan)
+            self._stumbled = True
+            raise
+        self._stumbled = False
 
-    def _give(self, side: WorkerSide, plan: StepPlan) -> None:
-        self._undone = plan
-        side.withdraw(plan)
-        side.start(plan)
-        self._undone = None
+    def _decoded(self, plan: StepPlan | bytes) -> StepPlan:
+        """A plan that came from another process is encoded. Raises `msgspec.DecodeError`."""
+        if not isinstance(plan, bytes):
+            return plan
+        assert self._side is not None, "a plan, but no connector"
+        assert self._side.plan_type is not None, "the executor has looked at it"
+        return msgspec.msgpack.decode(plan, type=self._side.plan_type)
 
-    def forward(self, inputs: StepInputs) -> Tensor:
-        """Run the model; float32 logits [len(places), vocab]. All ranks must do so for the same inputs."""
+    def _forward(self, inputs: StepInputs) -> Tensor:
         try:
             logits = self._runner.forward(inputs)
             if self._side is not None:
                 self._side.flush()
         except BaseException:
-            if self._side is not None:
-                self._side.discard()
+            self._is_begun = True
+            self._discard()
             raise
+        self._is_begun = False
         return logits
+
+    def _discard(self) -> None:
+        """Where a plan has begun, or the model, that no flush came after."""
+        if self._side is not None and self._is_begun:
+            self._side.discard()
+        self._is_begun = False
 
     def poll(self) -> TransferReport:
         """What the transfers brought since the last call. Raises `ConnectorLost`."""
@@ -134,12 +179,6 @@ class Worker:
             self._side.on_report(wake)
 
     # Insight and end.
-
-    def decode_plan(self, encoded: bytes) -> StepPlan:
-        """A plan that came from another process. Raises `msgspec.DecodeError`."""
-        assert self._side is not None, "a plan, but no connector"
-        assert self._side.plan_type is not None, "the executor has looked at it"
-        return msgspec.msgpack.decode(encoded, type=self._side.plan_type)
 
     def statistics(self) -> dict[str, float]:
         """Of the worker side."""

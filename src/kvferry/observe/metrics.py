@@ -21,12 +21,12 @@ from prometheus_client.metrics_core import (
     GaugeMetricFamily,
     HistogramMetricFamily,
     Metric,
-    UntypedMetricFamily,
 )
 from prometheus_client.registry import Collector
 
 from kvferry.core.clock import Clock
 from kvferry.core.timeline import Timeline
+from kvferry.observe.figures import split_figure
 
 LATENCY_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240)
 FIRST_TOKEN_BUCKETS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
@@ -74,8 +74,10 @@ class EngineStatistics:
     num_external_hits: int = 0
     num_load_failures: dict[str, int] = field(default_factory=dict)
     """By the name of the error."""
+    num_recomputed: int = 0
     connector: dict[str, float] = field(default_factory=dict)
-    """The connector's own figures, both sides, by name."""
+    """The connector's own figures, both sides, by name: counters, but for those that `connector_gauges` names."""
+    connector_gauges: frozenset[str] = frozenset()
 
 
 class EngineMetrics:
@@ -261,6 +263,11 @@ _COUNTERS = (
     ("vllm:prefix_cache_queries", "Tokens looked for in the prefix cache.", "num_prefix_queries"),
     ("vllm:prefix_cache_hits", "Tokens found in the prefix cache.", "num_prefix_hits"),
     ("vllm:external_prefix_cache_hits", "Tokens found through the connector.", "num_external_hits"),
+    (
+        "kvferry:num_recomputed",
+        "Requests that grew beyond the trained context and were computed anew.",
+        "num_recomputed",
+    ),
     ("kvferry:engine_steps", "Steps of the engine.", "num_steps"),
 )
 """Metrics that are a field of `EngineStatistics`: name, documentation, field."""
@@ -307,9 +314,20 @@ class StatisticsCollector(Collector):
         for kind, number in now.num_load_failures.items():
             self._filled(failures, number, kind)
         yield failures
-        for name, value in now.connector.items():
-            metric = "kvferry:connector_" + re.sub(r"\W", "_", name)
-            yield self._filled(UntypedMetricFamily(metric, "The connector's own figure.", labels=self._names()), value)
+        yield from self._connector(now)
+
+    def _connector(self, now: EngineStatistics) -> Iterator[Metric]:
+        """A metric for each name; the kinds of error and the media at names' ends are its label `kind`."""
+        families: dict[str, Metric] = {}
+        for figure, value in now.connector.items():
+            name, kind = split_figure(figure)
+            if name not in families:
+                family = GaugeMetricFamily if figure in now.connector_gauges else CounterMetricFamily
+                metric = "kvferry:connector_" + re.sub(r"\W", "_", name)
+                documentation = f"The connector's own: {name.replace('_', ' ')}."
+                families[name] = family(metric, documentation, labels=self._names("kind"))
+            self._filled(families[name], value, kind)
+        yield from families.values()
 
     def _names(self, *more: str) -> list[str]:
         return [*self._labels, *more]

@@ -173,7 +173,8 @@ def build_router(
 ) -> Router:
     """All parts, joined. Raises `ConfigError` when the instances named make no router, or a file cannot be used."""
     http, access = http or HttpConfig(), access or InstanceAccess()
-    pools, clock = Pools.from_config(config), clock or SystemClock()
+    clock = clock or SystemClock()
+    pools = Pools.from_config(config, clock)
     upstream, metrics = Upstream(config, clock, access, http.fleet_keys), Metrics()
     services = Services(
         config=config,

@@ -48,7 +48,7 @@ from kvferry.router.legs import (
     whole_body,
 )
 from kvferry.router.metrics import Metrics
-from kvferry.router.patience import Patience
+from kvferry.router.patience import Patience, retry_after_s
 from kvferry.router.plan import Plan, Split
 from kvferry.router.pools import Pools
 from kvferry.router.progress import EventPassage, Progress
@@ -62,6 +62,9 @@ from kvferry.router.upstream import Answer, Upstream
 from kvferry.router.watchdog import Wait
 
 logger = logging.getLogger(__name__)
+
+_LONGEST_BUSY_S = 60.0
+"""For how long an instance is passed over at most, whatever its `Retry-After` says."""
 
 _LATE_PREFILL_S = 5.0
 """How long P's answer may come after the client has all of D's."""
@@ -418,6 +421,9 @@ class Exchange:
             self._rescue.failed(instance)
             raise
         self._answers.append(answer)
+        if verdict(answer.status) is Verdict.BUSY:
+            wait_s = min(retry_after_s(answer.headers), _LONGEST_BUSY_S)
+            instance.busy_until = self._services.clock.monotonic() + wait_s
         if verdict(answer.status) is not Verdict.SERVED:
             self._failed(instance, str(answer.status))
         return answer

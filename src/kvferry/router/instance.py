@@ -157,6 +157,8 @@ class Instance:
         self.in_flight = 0
         self.last_sign = 0.0
         """When it last showed that it works, on the router's monotonic clock: bytes of an answer, or steps made."""
+        self.busy_until = 0.0
+        """Until when it has asked to be left alone (`Retry-After`), on the same clock."""
         self.facts: Facts = Unasked()
         self.load = Load()
         """What the router has given it to do."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from kvferry.core.clock import Clock, SystemClock
 from kvferry.core.errors import ConfigError
 from kvferry.router.config import RouterConfig
 from kvferry.router.instance import BOOTSTRAP_PORT, Instance, LegRole, normalise_url
@@ -13,8 +14,10 @@ from kvferry.router.instance import BOOTSTRAP_PORT, Instance, LegRole, normalise
 class Pool:
     """All instances of one role."""
 
-    def __init__(self, role: LegRole, urls: Iterable[str], bootstrap_ports: Sequence[int] = ()) -> None:
-        self.role = role
+    def __init__(
+        self, role: LegRole, urls: Iterable[str], bootstrap_ports: Sequence[int] = (), clock: Clock | None = None
+    ) -> None:
+        self.role, self._clock = role, clock or SystemClock()
         self.instances: list[Instance] = []
         self._turn, self._last_turn = 0, dict[Instance, int]()
         self._num_named = 0
@@ -36,9 +39,12 @@ class Pool:
         self._last_turn.pop(instance, None)
 
     def alive(self, exclude: Collection[Instance] = ()) -> list[Instance]:
-        """Those that are usable and not excluded. One whose health is late is there only when no other is."""
+        """Those that are usable and not excluded. One whose health is late is there only when no other is; likewise
+        one that has asked to be left alone for a while (`Retry-After`)."""
         usable = [one for one in self.instances if one.usable and one not in exclude]
-        return [one for one in usable if one.trusted] or usable
+        trusted = [one for one in usable if one.trusted] or usable
+        now = self._clock.monotonic()
+        return [one for one in trusted if one.busy_until <= now] or trusted
 
     def pick(self, exclude: Collection[Instance] = ()) -> Instance | None:
         """Whose turn it is, for what has no prompt to choose by. When none of the rest seems usable, one of them all
@@ -69,15 +75,15 @@ class Pools:
     leaving: list[Instance] = field(default_factory=list)
 
     @classmethod
-    def from_config(cls, config: RouterConfig) -> Pools:
+    def from_config(cls, config: RouterConfig, clock: Clock | None = None) -> Pools:
         """Raises `ConfigError` when there is no decode instance or an address is wrong."""
         if not config.decode_url and config.instances_file is None:
             raise ConfigError(
                 "the router needs at least one decode instance; name it with --decode-url http://host:port"
             )
         return cls(
-            prefill=Pool("prefill", config.prefill_url, config.bootstrap_port),
-            decode=Pool("decode", config.decode_url),
+            prefill=Pool("prefill", config.prefill_url, config.bootstrap_port, clock),
+            decode=Pool("decode", config.decode_url, clock=clock),
         )
 
     def __iter__(self) -> Iterator[Instance]:

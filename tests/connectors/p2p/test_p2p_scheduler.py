@@ -87,3 +87,17 @@ def test_a_request_that_never_ran_is_released(side: P2pSchedulerSide) -> None:
     assert plan == P2pPlan(voids=["t"]), "somebody may wait for it"
     assert not side.has_work()
     side.check()
+
+
+def test_what_a_plan_that_failed_was_to_announce_is_not_announced_later(
+    side: P2pSchedulerSide, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = FakeRequest("r", PROMPT, Produce("t"))
+    chunk = ScheduledChunk(request, 0, 18, tuple(BLOCKS))
+    with monkeypatch.context() as patch:
+        patch.setattr(P2pPlan, "take", lambda self: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            side.plan(StepView([chunk]))
+    assert side.finish(request, tuple(BLOCKS)) == Release()
+    assert side.plan(StepView()) == P2pPlan(voids=["t"])
+    side.check()

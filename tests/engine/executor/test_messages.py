@@ -18,7 +18,7 @@ from kvferry.core.hand_off import PrefillResult, Ticket, TokenLogprobs
 from kvferry.core.transfer_config import KVTransferConfig
 from kvferry.engine.config import EngineConfig
 from kvferry.engine.executor import messages
-from kvferry.engine.executor.messages import Check, Close, Done, Failed, Load, Loaded, Open, Opened, Pipe, Step
+from kvferry.engine.executor.messages import Check, Close, Done, Failed, Load, Loaded, Open, Opened, Pipe, Proceed, Step
 from kvferry.engine.model_runner import StepInputs
 
 
@@ -41,8 +41,9 @@ COMMANDS = [
         "secret",
     ),
     Open(7),
-    Step(StepInputs([1, 2], [2], [5], [5], [[0, 9]], [1]), b"plan"),
-    Step(None, None),
+    Step(StepInputs([1, 2], [2], [5], [5], [[0, 9]], [1]), [b"late", b"plan"], 7, 1),
+    Step(None, [], 0, 0),
+    Proceed(),
     Check(),
     Close(),
 ]
@@ -54,7 +55,9 @@ def test_commands_arrive_as_they_were(command: Any, ends: tuple[Pipe, Pipe]) -> 
     assert ends[1].receive_command() == command
 
 
-@pytest.mark.parametrize("message", [Loaded("f", 3), Opened(None), Opened({"port": 5}), Done(b"x"), Failed("E", "why")])
+@pytest.mark.parametrize(
+    "message", [Loaded("f", 3), Opened(None), Opened({"port": 5}), Done(b"x", 4, "why"), Failed("E", "why")]
+)
 def test_messages_arrive_as_they_were(message: Any, ends: tuple[Pipe, Pipe]) -> None:
     ends[0].send(message)
     assert ends[1].receive_message() == message
@@ -94,7 +97,7 @@ def test_nobody_waits_for_ever_for_one_who_does_not_read(monkeypatch: pytest.Mon
     pipe = Pipe(ours.detach())
     start = time.monotonic()
     with pytest.raises(PeerLost):
-        pipe.send(Done(os.urandom(16 * 2**20)))
+        pipe.send(Done(os.urandom(16 * 2**20), 0))
     assert time.monotonic() - start < 30
     pipe.close()
     theirs.close()

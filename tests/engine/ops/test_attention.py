@@ -121,6 +121,30 @@ def test_kernel_is_the_reference(dtype: torch.dtype, shape: dict[str, Any], sett
 
 
 @needs_native
+@each_setting
+@pytest.mark.parametrize("what", ["query", "key", "value"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_what_is_no_number_stays_none(dtype: torch.dtype, what: str, setting: dict[str, Any]) -> None:
+    """Else the request whose KV is broken would get an answer instead of an error; and nobody beside it is touched."""
+    lens = [(1, 40), (9, 33), (150, 150), (1, 7)]
+    for sequence, ((new, context), first) in enumerate(zip(lens, [0, 1, 10, 160], strict=True)):
+        case = make_case(lens, dtype=dtype)
+        settings = call_settings(setting, case)
+        expected = attention.paged_attention(case.query, case.cache, case.batch, **settings)
+        keys, values = reference.cache_views(case.cache, case.query.shape[2], case.value_dim)
+        if what == "query":
+            case.query[first + new - 1] = float("nan")
+        else:
+            block = int(case.batch.block_tables[sequence][(context - 1) // 16])
+            (keys if what == "key" else values)[block, :, (context - 1) % 16] = float("nan")
+        found = attention.paged_attention(case.query, case.cache, case.batch, **settings)
+        others = torch.ones(case.batch.num_tokens, dtype=torch.bool)
+        others[first : first + new] = False
+        assert found[first + new - 1].isnan().all(), sequence
+        assert torch.equal(found[others], expected[others]), sequence
+
+
+@needs_native
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_kernel_is_the_reference_on_random_batches(dtype: torch.dtype) -> None:
     chooser = random.Random(5)

@@ -31,6 +31,7 @@ class Snapshot:
     blocks: BlockPoolStatistics
     num_steps: int = 0
     connector: dict[str, float] = field(default_factory=dict)
+    connector_gauges: frozenset[str] = frozenset()
 
 
 class FakeEngine:

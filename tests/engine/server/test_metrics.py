@@ -24,7 +24,15 @@ STATISTICS = EngineStatistics(
     num_prefix_hits=32,
     num_external_hits=16,
     num_load_failures={"PeerLost": 2},
-    connector={"bytes sent": 12.0},
+    num_recomputed=7,
+    connector={
+        "bytes sent": 12.0,
+        "taken_bytes_shm": 5.0,
+        "taken_bytes_tcp": 6.0,
+        "failed_LeaseEnded": 1.0,
+        "num_loading": 3.0,
+    },
+    connector_gauges=frozenset({"num_loading"}),
 )
 
 
@@ -53,7 +61,12 @@ def test_the_engines_figures_have_vllms_names() -> None:
     assert found["vllm:external_prefix_cache_hits_total"] == 16
     assert found["kvferry:num_hand_offs_held"] == 4
     assert found["kvferry:kv_load_failures_total[PeerLost]"] == 2
-    assert found["kvferry:connector_bytes_sent"] == 12
+    assert found["kvferry:num_recomputed_total"] == 7
+    assert found["kvferry:connector_bytes_sent_total[]"] == 12
+    assert found["kvferry:connector_taken_bytes_total[shm]"] == 5
+    assert found["kvferry:connector_taken_bytes_total[tcp]"] == 6
+    assert found["kvferry:connector_failed_total[LeaseEnded]"] == 1
+    assert found["kvferry:connector_num_loading[]"] == 3
 
 
 def test_an_engine_that_cannot_be_asked_leaves_the_requests() -> None:
@@ -110,3 +123,9 @@ def test_a_request_that_is_cut_short_is_counted(error: BaseException, reason: st
     with pytest.raises(type(error)), metrics.track(10, 99.0, ManualClock(100.0)):
         raise error
     assert scrape(metrics)[f"vllm:request_success_total[{reason}]"] == 1
+
+
+def test_every_metric_has_a_type() -> None:
+    text = EngineMetrics("m").exposition(STATISTICS)[0].decode()
+    kinds = {line.split()[3] for line in text.splitlines() if line.startswith("# TYPE")}
+    assert kinds <= {"counter", "gauge", "histogram"}

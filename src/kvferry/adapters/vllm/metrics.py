@@ -17,6 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 
 from kvferry.connectors.registry import find_connector
 from kvferry.core.transfer_config import KVTransferConfig
+from kvferry.observe.figures import split_figure
 
 PREFIX = "vllm:kvferry_"
 """vLLM takes down, with an engine, the metrics that have its name in theirs."""
@@ -129,14 +130,6 @@ def gauges_of(connector_name: str) -> frozenset[str]:
     """The figures of a connector that go up and down."""
     spec = find_connector(KVTransferConfig(kv_connector=connector_name))
     return spec.scheduler_class().gauges | spec.worker_class().gauges
-
-
-def split_figure(figure: str) -> tuple[str, str]:
-    """A figure's name, and its kind: a class of error behind the last underscore, or what stands behind the unit."""
-    found = re.fullmatch(r"(\w+)_([A-Z]\w*)|(\w+_(?:bytes|seconds))_(.+)", figure)
-    if found is None:
-        return figure, ""
-    return found[1] or found[3], found[2] or found[4]
 
 
 def metric_name(connector_name: str, name: str) -> str:

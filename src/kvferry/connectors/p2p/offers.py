@@ -166,6 +166,8 @@ class Offers:
     def finish(self, request: RequestView, block_ids: Sequence[int]) -> Finish:
         """Blocks that were announced stay until the worker sides say so."""
         offer = self._offers.get(request.request_id)
+        if offer is not None:
+            self._take_back(offer)
         if offer is None or not offer.opened:
             self.never_opened(request)
             return Release()
@@ -181,6 +183,13 @@ class Offers:
         self._forget_announced(offer)
         self._work.seals.append(Seal(transfer_id, request.request_id, encode_meta(meta)))
         return Hold(params)
+
+    def _take_back(self, offer: _Offer) -> None:
+        """What no plan has carried, because making one failed: a later step would announce what is not there."""
+        unsent = [save for save in self._work.saves if save.transfer_id == offer.transfer_id]
+        if unsent:
+            self._work.saves = [save for save in self._work.saves if save.transfer_id != offer.transfer_id]
+            offer.opened = offer.opened and not any(save.opens for save in unsent)
 
     def never_opened(self, request: RequestView) -> None:
         """It ended before anything was announced. A consumer may wait for it all the same, and is told; not where

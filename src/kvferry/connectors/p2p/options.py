@@ -11,7 +11,8 @@ from kvferry.core.transfer_config import KVTransferConfig
 from kvferry.transport.lookup_buffer.build import check_lookup_buffer
 from kvferry.transport.options import TransportOptions
 
-Seconds = Annotated[float, Meta(gt=0)]
+Seconds = Annotated[float, Meta(ge=0.01, le=10_000_000.0)]
+"""As `LeaseSeconds`: what is written here is what peers are told."""
 
 
 class P2pOptions(TransportOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,6 +26,29 @@ class StepResult:
     failed: dict[str, Exception] = field(default_factory=dict)
 
 
+class PlanQueue:
+    """The connector's plans that not all ranks have begun, oldest first; the engine's, so that none is lost, whatever
+    fails. They are numbered, and `first` is the number of the oldest; the first `num_late` are of steps that are over.
+    """
+
+    def __init__(self) -> None:
+        self.first = self.num_late = 0
+        self.waiting: deque[StepPlan] = deque()
+
+    def begin_step(self, plan: StepPlan) -> None:
+        """All that wait are late. `plan` is the new step's; None: it has none."""
+        self.num_late = len(self.waiting)
+        if plan is not None:
+            self.waiting.append(plan)
+
+    def begun(self, number: int) -> None:
+        """All plans before this one have begun on all ranks."""
+        while self.first < number and self.waiting:
+            self.waiting.popleft()
+            self.first += 1
+            self.num_late = max(0, self.num_late - 1)
+
+
 class Executor(ABC):
     """One model on one rank or several, ready to run; the engine does not know how many. Used from one thread."""
 
@@ -40,8 +64,11 @@ class Executor(ABC):
     """Where peers reach the ranks' worker sides, in rank order; empty where they do not."""
 
     @abstractmethod
-    def execute(self, chunks: Sequence[Chunk], plan: StepPlan) -> StepResult:
-        """Do a step: begin the plan's transfers, compute the chunks, draw tokens. Both may be empty.
+    def execute(self, chunks: Sequence[Chunk], plans: PlanQueue) -> StepResult:
+        """Do a step: begin the transfers of the plans that wait, compute the chunks, draw tokens. Both may be empty.
+
+        Of late plans only the transfers are begun: what was to be saved of their steps is not there. What has begun is
+        taken off, also where this raises.
 
         Raises `RankLost` when a rank is gone, `ConnectorLost` when its connector is; the executor is of no more use
         then. Anything else that is raised is this step's: nothing of it was computed, and another may be.

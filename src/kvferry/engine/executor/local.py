@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from kvferry.connectors.api import StepPlan
 from kvferry.core.transfer_config import KVTransferConfig
 from kvferry.engine.config import EngineConfig
-from kvferry.engine.executor.base import Executor, StepResult
+from kvferry.engine.executor.base import Executor, PlanQueue, StepResult
 from kvferry.engine.model.loader import Progress
 from kvferry.engine.model.place import Place
 from kvferry.engine.model_runner import Drawn, choose_logit_rows, draw, lay_out
@@ -33,15 +32,15 @@ class LocalExecutor(Executor):
             raise
         self.addresses = [] if address is None else [address]
 
-    def execute(self, chunks: Sequence[Chunk], plan: StepPlan) -> StepResult:
-        self._worker.start(plan)
-        drawn = self._compute(chunks) if chunks else Drawn()
-        return StepResult(drawn.sampled, self._worker.poll(), drawn.failed)
-
-    def _compute(self, chunks: Sequence[Chunk]) -> Drawn:
+    def execute(self, chunks: Sequence[Chunk], plans: PlanQueue) -> StepResult:
         rows = choose_logit_rows(chunks)
-        logits = self._worker.forward(lay_out(chunks, rows.places))
-        return draw(logits, rows, self.model.eos_token_ids)
+        inputs = lay_out(chunks, rows.places) if chunks else None
+        try:
+            logits = self._worker.step(inputs, plans.waiting, plans.first, plans.num_late)
+        finally:
+            plans.begun(self._worker.num_begun)
+        drawn = Drawn() if logits is None else draw(logits, rows, self.model.eos_token_ids)
+        return StepResult(drawn.sampled, self._worker.poll(), drawn.failed)
 
     def on_report(self, wake: Callable[[], None]) -> None:
         self._worker.on_report(wake)

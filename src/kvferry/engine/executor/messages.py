@@ -1,6 +1,6 @@
 """What rank 0 and the other ranks of an instance say to each other, and the pipe they say it through.
 
-Rank 0 commands, and each command but `Close` is answered as it says. `Reported` and `Failed` come
+Rank 0 commands, and each command but `Proceed` and `Close` is answered as it says. `Reported` and `Failed` come
 unasked. The pipe is a socket pair that the child inherits, so nobody else can reach it.
 """
 
@@ -48,10 +48,17 @@ class Open(_Message, frozen=True, tag=True):
 
 
 class Step(_Message, frozen=True, tag=True):
-    """Begin the plan, compute the inputs. Answered by `Done`. `plan` is the connector's own, encoded."""
+    """Begin the plans, compute the inputs. Answered by `Done`. Plans are the connector's own, encoded; `first_plan`
+    and `num_late` as in `PlanQueue`."""
 
     inputs: StepInputs | None
-    plan: bytes | None
+    plans: list[bytes]
+    first_plan: int
+    num_late: int
+
+
+class Proceed(_Message, frozen=True, tag=True):
+    """All ranks have come out of the step in which you failed: go on. Not answered."""
 
 
 class GetStatistics(_Message, frozen=True, tag=True):
@@ -66,7 +73,7 @@ class Close(_Message, frozen=True, tag=True):
     """Give everything back, and end."""
 
 
-Command = Load | Open | Step | GetStatistics | Check | Close
+Command = Load | Open | Step | Proceed | GetStatistics | Check | Close
 
 
 # From the other ranks.
@@ -90,9 +97,12 @@ class Opened(_Message, frozen=True, tag=True):
 
 
 class Done(_Message, frozen=True, tag=True):
-    """The step is done. `report` is an encoded `TransferReport`."""
+    """The step is done. `report` is an encoded `TransferReport`; `num_begun`: plans begun since the start. `failure`:
+    what was raised here; this rank then waits for `Proceed`, and ends when none comes."""
 
     report: bytes
+    num_begun: int
+    failure: str = ""
 
 
 class Statistics(_Message, frozen=True, tag=True):

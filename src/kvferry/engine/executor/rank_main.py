@@ -10,13 +10,14 @@ import os
 import signal
 import sys
 import threading
+import time
 from contextlib import suppress
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 
 from transformers.utils import logging as transformers_logging
 
 from kvferry.connectors.report_codec import encode_report
-from kvferry.core.errors import LeakError, PeerLost
+from kvferry.core.errors import ConnectorLost, LeakError, PeerLost
 from kvferry.engine.executor import group
 from kvferry.engine.executor.messages import (
     Check,
@@ -31,6 +32,7 @@ from kvferry.engine.executor.messages import (
     Open,
     Opened,
     Pipe,
+    Proceed,
     Reported,
     Started,
     Statistics,
@@ -44,6 +46,10 @@ log = logging.getLogger(__name__)
 
 END_S = 3.0
 """How long this process may take to end by itself once rank 0 is gone, or says so."""
+
+
+PROCEED_S = 5.0
+"""How long a rank that failed in a step waits to hear that no other stands in a collective that it has left."""
 
 
 class _Woken:
@@ -63,9 +69,10 @@ class Inbox:
         self._is_woken = threading.Event()
         threading.Thread(target=self._read, name="kvferry-rank-inbox", daemon=True).start()
 
-    def take(self) -> Command | _Woken | _Gone:
-        """The next, waited for: rank 0 may have nothing to do for as long as it likes."""
-        item = self._queue.get()
+    def take(self, within_s: float | None = None) -> Command | _Woken | _Gone:
+        """The next, waited for: rank 0 may have nothing to do for as long as it likes. Raises `Empty` when none came
+        within so many seconds."""
+        item = self._queue.get(timeout=within_s)
         if isinstance(item, _Woken):
             self._is_woken.clear()
         return item
@@ -136,18 +143,15 @@ class RankProcessMain:
             self._worker = Worker(load.config, place, lambda what, share: None)
         self._pipe.send(Loaded(self._worker.model.fingerprint, self._worker.max_num_blocks()))
 
-    def _serve(self, command: Open | Step | GetStatistics | Check | _Woken, worker: Worker) -> None:
+    def _serve(self, command: Open | Step | Proceed | GetStatistics | Check | _Woken, worker: Worker) -> None:
         match command:
             case Open(num_blocks):
                 assert self._load is not None
                 address = worker.open(num_blocks, self._load.transfer, self._load.auth_token)
                 worker.on_report(self._inbox.wake)
                 self._pipe.send(Opened(address))
-            case Step(inputs, plan):
-                worker.start(None if plan is None else worker.decode_plan(plan))
-                if inputs is not None:
-                    worker.forward(inputs)
-                self._pipe.send(Done(encode_report(worker.poll())))
+            case Step():
+                self._step(command, worker)
             case GetStatistics():
                 self._pipe.send(Statistics(worker.statistics()))
             case Check():
@@ -155,6 +159,31 @@ class RankProcessMain:
             case _Woken():
                 if report := worker.poll():
                     self._pipe.send(Reported(encode_report(report)))
+
+    def _step(self, step: Step, worker: Worker) -> None:
+        try:
+            worker.step(step.inputs, step.plans, step.first_plan, step.num_late)
+        except ConnectorLost:
+            raise
+        except Exception as error:
+            log.exception("this rank failed in a step")
+            failure = f"{type(error).__name__}: {error}"
+            self._pipe.send(Done(encode_report(worker.poll()), worker.num_begun, failure))
+            if not self._may_proceed():
+                raise
+        else:
+            self._pipe.send(Done(encode_report(worker.poll()), worker.num_begun))
+
+    def _may_proceed(self) -> bool:
+        """Whether rank 0 says that all ranks have left the step, and so have made the same collectives. If it does not,
+        some may stand in one that this rank never comes to, until its end breaks that."""
+        end = time.monotonic() + PROCEED_S
+        try:
+            while isinstance(command := self._inbox.take(max(0.0, end - time.monotonic())), _Woken):
+                pass
+        except Empty:
+            return False
+        return isinstance(command, Proceed)
 
 
 def _leak(worker: Worker) -> str:

@@ -7,6 +7,7 @@ schedules, draws tokens and answers: the others get the step as numbers (`messag
 from __future__ import annotations
 
 import importlib.util
+import logging
 import tempfile
 import time
 from collections import Counter, deque
@@ -16,15 +17,23 @@ from typing import TypeVar
 
 import msgspec
 
-from kvferry.connectors.api import StepPlan, TransferReport
+from kvferry.connectors.api import TransferReport
 from kvferry.connectors.ranks import RankReports
 from kvferry.connectors.registry import find_connector
 from kvferry.connectors.report_codec import decode_report
-from kvferry.core.errors import ConfigError, ConnectorLost, LeakError, MissingDependency, RankLost, UnsupportedModel
+from kvferry.core.errors import (
+    ConfigError,
+    ConnectorLost,
+    LeakError,
+    MissingDependency,
+    RankLost,
+    RequestFailed,
+    UnsupportedModel,
+)
 from kvferry.core.transfer_config import KVTransferConfig
 from kvferry.engine.config import EngineConfig
 from kvferry.engine.executor import group
-from kvferry.engine.executor.base import Executor, StepResult
+from kvferry.engine.executor.base import Executor, PlanQueue, StepResult
 from kvferry.engine.executor.messages import (
     Answer,
     Check,
@@ -36,6 +45,7 @@ from kvferry.engine.executor.messages import (
     Loaded,
     Open,
     Opened,
+    Proceed,
     Started,
     Statistics,
     Step,
@@ -51,7 +61,10 @@ START_S = 300.0
 """How long a process may take to start; it reads torch and transformers from the disk."""
 ANSWER_S = group.STEP_S + 10.0
 """How long a rank may take to answer once rank 0 has done its own share; a step has bounds of its own."""
+BEHIND_S, LONGEST_BEHIND_S = 5.0, 30.0
+"""How much later than rank 0 another rank may fail in the same place, beside the time that rank 0 took to get there."""
 A = TypeVar("A", bound=Answer)
+log = logging.getLogger(__name__)
 
 
 class RanksExecutor(Executor):
@@ -121,39 +134,69 @@ class RanksExecutor(Executor):
 
     # Steps.
 
-    def execute(self, chunks: Sequence[Chunk], plan: StepPlan) -> StepResult:
+    def execute(self, chunks: Sequence[Chunk], plans: PlanQueue) -> StepResult:
         rows = choose_logit_rows(chunks)
-        step = Step(
-            lay_out(chunks, rows.places) if chunks else None, None if plan is None else msgspec.msgpack.encode(plan)
-        )
-        with self._losses_explained():
-            self._losses.require_none()
-            try:
-                drawn = self._step(step, rows, plan) if chunks or plan is not None else Drawn()
-                return StepResult(drawn.sampled, self._take_report(), drawn.failed)
-            except (RankLost, ConnectorLost):
-                raise
-            except Exception as error:
-                self._losses.raise_cause(of=error)
-                # The others are somewhere in the same step, and cannot be called back from it.
-                raise RankLost(f"rank 0 failed in a step: {error!r}") from error
+        inputs = lay_out(chunks, rows.places) if chunks else None
+        step = Step(inputs, [msgspec.msgpack.encode(plan) for plan in plans.waiting], plans.first, plans.num_late)
+        self._losses.require_none()  # up to here nobody else knows of the step
+        drawn = self._step(step, plans, rows) if chunks or step.plans else Drawn()
+        return StepResult(drawn.sampled, self._take_report(), drawn.failed)
 
-    def _step(self, step: Step, rows: LogitRows, plan: StepPlan) -> Drawn:
+    def _step(self, step: Step, plans: PlanQueue, rows: LogitRows) -> Drawn:
         self._tell(step)
-        self._rank0.start(plan)
-        drawn = Drawn()
-        if step.inputs is not None:
-            drawn = draw(self._rank0.forward(step.inputs), rows, self.model.eos_token_ids)
-        # Waited for, because what a rank's transfers say of this step must be known before the next is scheduled.
-        for process, done in zip(self._processes, self._gather(Done, ANSWER_S), strict=True):
-            self._reported.append((process.rank, done.report))
+        begun_at = time.monotonic()
+        try:
+            logits = self._rank0.step(step.inputs, plans.waiting, plans.first, plans.num_late)
+            drawn = Drawn() if logits is None else draw(logits, rows, self.model.eos_token_ids)
+        except (RankLost, ConnectorLost):
+            raise
+        except Exception as error:
+            failures = self._require_survived(error, plans, time.monotonic() - begun_at)
+            if not (failures and isinstance(error, RequestFailed)):  # which is what a rank raises that only heard of it
+                raise
+        else:
+            # Waited for: what a rank's transfers say of this step must be known before the next is scheduled.
+            failures = self._step_ended(plans, ANSWER_S)
+        if failures:
+            raise RequestFailed(f"the engine failed in this request's step, on {'; '.join(failures)}")
         return drawn
+
+    def _step_ended(self, plans: PlanQueue, within_s: float) -> list[str]:
+        """Wait until all ranks have left the step; what failed on which. Raises `RankLost`."""
+        done = list(zip(self._processes, self._gather(Done, within_s), strict=True))
+        for process, one in done:
+            self._reported.append((process.rank, one.report))
+        plans.begun(min(self._rank0.num_begun, *(one.num_begun for _, one in done)))
+        failed = [(process, one.failure) for process, one in done if one.failure]
+        for process, _ in failed:
+            process.send(Proceed())
+        return [f"rank {process.rank}: {failure}" for process, failure in failed]
+
+    def _require_survived(self, error: Exception, plans: PlanQueue, seconds: float) -> list[str]:
+        """What failed on other ranks. Raises `RankLost` unless all have left the step in which rank 0 failed after so
+        many seconds.
+
+        What is raised before a collective, or on all ranks alike, is that. Where rank 0 alone has left, the others
+        stand in a collective that it never comes to, and nothing calls them back: they do not answer. Those that do
+        have made as many collectives as rank 0, as none returns before all have come to it. On a device the host runs
+        ahead of its collectives and cannot know.
+        """
+        if self.model.device.type == "cpu" and "timed out" not in str(error).lower():  # gloo's own words
+            try:
+                return self._step_ended(plans, min(LONGEST_BEHIND_S, BEHIND_S + seconds))
+            except RankLost:
+                log.debug("a rank has not left the step in which rank 0 failed", exc_info=True)
+        self._losses.raise_cause(of=error)
+        raise RankLost(f"rank 0 failed in a step: {error!r}") from error
 
     def _take_report(self) -> TransferReport:
         self._reports.add(0, self._rank0.poll())
-        while self._reported:
-            rank, report = self._reported.popleft()
-            self._reports.add(rank, decode_report(report))
+        try:
+            while self._reported:
+                rank, report = self._reported.popleft()
+                self._reports.add(rank, decode_report(report))
+        except Exception as error:  # what a rank has said of its transfers is not said again
+            raise RankLost(f"the report of rank {rank} cannot be read: {error!r}") from error
         return self._reports.take()
 
     def on_report(self, wake: Callable[[], None]) -> None:

@@ -26,5 +26,7 @@ def engine_statistics(snapshot: EngineSnapshot) -> EngineStatistics:
         num_prefix_hits=scheduler.num_prefix_hits,
         num_external_hits=scheduler.num_external_hits,
         num_load_failures=dict(scheduler.num_load_failures),
+        num_recomputed=scheduler.num_recomputed,
         connector=dict(snapshot.connector),
+        connector_gauges=snapshot.connector_gauges,
     )

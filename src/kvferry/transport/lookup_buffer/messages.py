@@ -14,7 +14,7 @@ producer ── Offer ───────────────────�
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -22,6 +22,9 @@ from kvferry.transport.memory import LayerPlace, Span
 from kvferry.transport.wire import Message
 
 PURPOSE = "lookup"
+
+LeaseSeconds = Annotated[float, msgspec.Meta(ge=0.01, le=10_000_000.0)]
+"""A lease as a peer states it. It is renewed at a part of it, so without bounds it would keep this loop busy."""
 
 
 class Part(msgspec.Struct, frozen=True, array_like=True):
@@ -61,7 +64,7 @@ class Offer(Message, frozen=True):
 
     num_blocks: int
     places: tuple[LayerPlace, ...]
-    lease_s: float
+    lease_s: LeaseSeconds
     fabrics: dict[str, dict[str, Any]]
 
 

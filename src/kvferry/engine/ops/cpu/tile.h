@@ -76,14 +76,14 @@ inline float max_of(vec v) {
 #endif
 }
 
-// 2^x, to about one unit in the last place; -inf gives 0
+// 2^x, to about one unit in the last place; -inf gives 0, and what is no number stays none
 inline vec exp2v(vec x) {
 #if defined(__AVX512F__)
     vec n = _mm512_roundscale_ps(x, 0);
 #else
     const ivec vanishes = x < -126.0f;
-    x = maximum(x, splat(-126.0f));
-    x = x < 127.0f ? x : splat(127.0f);
+    x = x < -126.0f ? splat(-126.0f) : x;  // so written that what is no number passes: then p is none either
+    x = x > 127.0f ? splat(127.0f) : x;
     vec n = (x + 12582912.0f) - 12582912.0f;  // rounds: the sum has no bits left for a fraction
 #endif
     vec r = x - n, p = splat(1.54035304e-4f);
@@ -133,7 +133,8 @@ struct BFloat16 {
         store(p, _mm512_cvtneps_pbh(v));
 #else
         ivec bits = (ivec)v;
-        bits += 0x7fff + ((bits >> 16) & 1);  // to nearest, ties to even
+        // To nearest, ties to even; of what is no number rounding could make one.
+        bits = v == v ? bits + (0x7fff + ((bits >> 16) & 1)) : bits | 0x400000;
         store(p, __builtin_convertvector(bits >> 16, hvec));
 #endif
     }

@@ -19,6 +19,7 @@ import msgspec
 
 from kvferry.core.errors import ProtocolError
 from kvferry.core.layout import KVLayout
+from kvferry.transport.lookup_buffer.messages import LeaseSeconds
 
 CODE_BYTES = 16
 
@@ -54,7 +55,7 @@ class Sealed(msgspec.Struct, frozen=True, tag=True, array_like=True):
     generation: int
     number: int
     meta: bytes
-    lease_s: float
+    lease_s: LeaseSeconds
 
 
 class Over(msgspec.Struct, frozen=True, tag=True, array_like=True):
