@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from contextlib import ExitStack
 
 import pytest
 
@@ -99,3 +100,28 @@ async def test_a_wait_has_its_end() -> None:
     await waiting
     assert crowd.refused == ["b0"]
     await crowd.end()
+
+
+def test_bodies_that_are_not_whole_are_bounded_for_each_client() -> None:
+    admission = Admission(1, 100)
+    with ExitStack() as stack:
+        begun = [stack.enter_context(admission.hold("a")) for _ in range(3)]
+        begun[0].grow(30)
+        begun[1].grow(20)
+        with pytest.raises(QueueFull, match="this client has begun"):
+            begun[2].grow(1)
+        other = stack.enter_context(admission.hold("b"))
+        other.grow(40)
+        begun[0].whole()  # it still takes its bytes, but waits for nothing
+        begun[2].grow(10)
+        with pytest.raises(QueueFull, match="as many request bodies as it may"):
+            other.grow(1)
+    admission.check()
+    assert not admission.unfinished
+
+
+def test_the_longest_body_is_admitted_however_little_may_be_held() -> None:
+    admission = Admission(1, 100, least_unfinished_bytes=100)
+    with admission.hold("a") as slot:
+        slot.grow(100)
+    admission.check()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 
@@ -13,42 +13,70 @@ from kvferry.core.errors import LeakError, QueueFull
 class Slot:
     """One admitted request's share."""
 
-    def __init__(self, admission: Admission) -> None:
-        self._admission, self.num_bytes = admission, 0
+    def __init__(self, admission: Admission, client: str) -> None:
+        self._admission, self._client = admission, client
+        self.num_bytes = self._num_unfinished = 0
 
     def grow(self, num_bytes: int) -> None:
-        """The request holds `num_bytes` more. Raises `QueueFull` when that is too much in all."""
-        if self._admission.num_bytes + num_bytes > self._admission.max_bytes:
+        """The request holds `num_bytes` more, of a body that is not whole yet. Raises `QueueFull` when that is too much
+        in all, or for its client."""
+        admission = self._admission
+        if admission.num_bytes + num_bytes > admission.max_bytes:
             raise QueueFull("the router holds as many request bodies as it may; try again later")
+        if admission.unfinished[self._client] + num_bytes > admission.max_unfinished_bytes:
+            raise QueueFull("this client has begun to send more than may wait for the rest; try again later")
         self.num_bytes += num_bytes
-        self._admission.num_bytes += num_bytes
+        self._num_unfinished += num_bytes
+        admission.num_bytes += num_bytes
+        admission.unfinished[self._client] += num_bytes
+
+    def whole(self) -> None:
+        """The body is here, or will never be."""
+        unfinished = self._admission.unfinished
+        unfinished[self._client] -= self._num_unfinished
+        self._num_unfinished = 0
+        if not unfinished[self._client]:
+            del unfinished[self._client]
 
 
 class Admission:
     """Bounds the number of requests, of those that wait for their turn, how long these wait, and the bytes of bodies.
 
     Bytes are counted as they come (`hold`); a request takes its turn once its body is here (`turn`), so that clients
-    who never send the rest of theirs take nobody's turn.
+    who never send the rest of theirs take nobody's turn. One client address has no more than a part of the bytes in
+    bodies that are not whole: half of them, or `least_unfinished_bytes` (the longest body).
 
     Tenants have turns in rotation, and within each it is first come, first served: who sends a thousand requests makes
     others wait for one of them, not for all. When too many wait, whoever has the most waiting loses the latest of them.
     """
 
-    def __init__(self, max_requests: int, max_bytes: int, max_waiting: int = 0, wait_s: float = 0.0) -> None:
+    def __init__(
+        self,
+        max_requests: int,
+        max_bytes: int,
+        max_waiting: int = 0,
+        wait_s: float = 0.0,
+        *,
+        least_unfinished_bytes: int = 0,
+    ) -> None:
         self.max_requests, self.max_bytes = max_requests, max_bytes
         self.max_waiting, self.wait_s = max_waiting, wait_s
+        self.max_unfinished_bytes = max(max_bytes // 2, least_unfinished_bytes)
         self.num_requests = self.num_bytes = 0
+        self.unfinished: Counter[str] = Counter()
+        """Bytes of bodies that are not whole, by client address."""
         self._lines: dict[bytes, deque[asyncio.Future[None]]] = {}
         self.num_waiting = 0
         """How many wait for their turn."""
 
     @contextmanager
-    def hold(self) -> Iterator[Slot]:
+    def hold(self, client: str = "") -> Iterator[Slot]:
         """What a request's body takes, from its first byte until the request is answered."""
-        slot = Slot(self)
+        slot = Slot(self, client)
         try:
             yield slot
         finally:
+            slot.whole()
             self.num_bytes -= slot.num_bytes
 
     @asynccontextmanager
@@ -120,7 +148,7 @@ class Admission:
 
     def check(self) -> None:
         """Raise `LeakError` when a slot is still taken though no request is under way."""
-        if self.num_requests or self.num_bytes or self._lines or self.num_waiting:
+        if self.num_requests or self.num_bytes or self.unfinished or self._lines or self.num_waiting:
             raise LeakError(
                 f"{self.num_requests} slots, {self.num_bytes} bytes and {self.num_waiting} turns were never given back"
             )

@@ -117,8 +117,9 @@ class Router:
     async def _serve(self, request: Request, response: Response, path: str, query: str) -> None:
         arrived = self.services.clock.wall()
         self.endpoints.admit(request.method, path, query)
-        with self.admission.hold() as slot:
+        with self.admission.hold(request.client) as slot:
             body = await request.body.read(slot.grow)
+            slot.whole()
             client_request = ClientRequest(
                 method=request.method,
                 path=path,
@@ -185,7 +186,13 @@ def build_router(
         metrics=metrics,
         chooser=Chooser(config, clock),
     )
-    admission = Admission(config.max_in_flight, config.max_buffered_bytes, config.max_waiting, config.waiting_timeout_s)
+    admission = Admission(
+        config.max_in_flight,
+        config.max_buffered_bytes,
+        config.max_waiting,
+        config.waiting_timeout_s,
+        least_unfinished_bytes=config.max_body_bytes,
+    )
     health = Health(pools, upstream, config, clock)
     membership = Membership(config, pools, upstream)
     feeds = EventFeeds(pools, services.chooser.index, metrics, config.instance_kv_events)
