@@ -131,7 +131,7 @@ def test_learnt_reuse_is_never_below_lru(shape: Conversations) -> None:
 
 
 def test_learnt_reuse_is_far_above_lru_where_most_prompts_come_once() -> None:
-    requests = Conversations(duration_s=900).requests(seed=5)
+    requests = Conversations(duration_s=1800).requests(seed=5)
     found = compare(lambda: iter(requests), ["lru", "s3fifo", "reuse"], [MILLION, 3 * MILLION])
     lru, s3fifo, reuse = (ratios(found, name) for name in ("lru", "s3fifo", "reuse"))
     for size in (MILLION, 3 * MILLION):
