@@ -13,8 +13,10 @@ from typing import Any
 import httpx
 import pytest
 
+from kvferry.cli import fleet as commands
+from kvferry.http.keys import fleet_key
 from support.members import Member
-from support.processes import KvferryProcess, kvferry, until
+from support.processes import AUTH_TOKEN, KvferryProcess, kvferry, until
 
 pytestmark = pytest.mark.processes
 
@@ -124,6 +126,24 @@ def test_what_prefill_refuses_is_the_clients(fleet: Fleet) -> None:
     assert response.json()["error"]["code"] == "context_length_exceeded"
     assert fleet.router.metric("kvferry_router_retries_total") == before
     fleet.until_all_are_back()
+
+
+def test_an_instance_is_drained_under_load_and_comes_back(fleet: Fleet) -> None:
+    where = commands.Where(router=fleet.router.url, admin_key=fleet_key(AUTH_TOKEN))
+    with ThreadPoolExecutor(8) as pool:
+        asked = [pool.submit(fleet.ask, f"drain {number}") for number in range(16)]
+        for name in ("decode-1", "prefill-1"):
+            assert commands.drain(name, wait_s=WAIT_S, where=where) == 0
+        assert [one.result() for one in asked] == [fleet.expected] * 16
+    for member in (fleet.prefill[1], fleet.decode[1]):
+        assert member.process.num_running() == 0
+        assert member.process.metric("kvferry:num_hand_offs_held") == 0
+        assert commands.remove(f"http://127.0.0.1:{member.port}", where=where) == 0
+    assert fleet.ask("one of each") == fleet.expected
+    for member in (fleet.prefill[1], fleet.decode[1]):
+        assert commands.add(member.role, f"http://127.0.0.1:{member.port}", where=where) == 0
+    fleet.until_all_are_back()
+    assert [fleet.ask(f"both again {number}") for number in range(4)] == [fleet.expected] * 4
 
 
 def test_the_router_ends_with_a_stream_under_way(fleet: Fleet) -> None:
