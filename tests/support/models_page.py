@@ -91,6 +91,6 @@ def read(text: str) -> dict[str, Outcome]:
 
 def version_of(text: str) -> str:
     """The release of transformers that the page is of."""
-    match = re.search(r"of transformers (\S+) that", text)
+    match = re.search(r"of transformers\s+(\S+) that", text)
     assert match is not None
     return match[1]
