@@ -69,7 +69,7 @@ TRANSFERS = [
     ({"transport": "shn"}, "unknown transport 'shn'; did you mean 'shm'"),
     ({"transport": 3}, "kv_connector_extra_config.transport"),
     ({"transpot": "shm"}, "did you mean 'transport'"),
-    ({"lease_s": 0}, "lease_s: must be greater than 0"),
+    ({"lease_s": 0}, "lease_s: must be 0.01 to"),
     ({"lease_s": "soon"}, "kv_connector_extra_config.lease_s"),
     ({"streams": 17}, "streams: must be 1 to 16"),
     ({"tls_key": "/nowhere"}, "tls_key needs .*tls_cert"),
@@ -77,7 +77,7 @@ TRANSFERS = [
     ({"advertise_port": -1}, "advertise_port: must be 0 to 65535"),
     ({"lookup_buffer": "valky"}, "did you mean 'valkey'"),
     ({"lookup_buffer": "valkey"}, "valkey_url"),
-    ({"decoder_kv_blocks_ttl": -5}, "decoder_kv_blocks_ttl: must be greater than 0"),
+    ({"decoder_kv_blocks_ttl": -5}, "decoder_kv_blocks_ttl: must be 0.01 to"),
     ({"kv_connector": "SharedStorageConnector"}, "needs kv_connector_extra_config.shared_storage_path"),
     (
         {"kv_connector": "SharedStorageConnector", "kv_connector_extra_config": {"shared_storage_pat": "x"}},

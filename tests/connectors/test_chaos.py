@@ -193,8 +193,7 @@ def test_whatever_happens_to_shared_prefixes(
     """Blocks that another request computes in the same step."""
     monkeypatch.setattr(worker, "GATHER_BYTES", 0)
     connector, options = CONNECTORS[name]
-    traffic = suffer(make_engine, tmp_path, connector, {**options, "shares_prefixes": True}, seed, num_sharing=11)
-    assert traffic.num_sharing > 10
+    suffer(make_engine, tmp_path, connector, {**options, "shares_prefixes": True}, seed, num_sharing=11)
 
 
 def suffer(
@@ -245,6 +244,7 @@ def run(traffic: Traffic, num_actions: int, num_sharing: int = 0) -> None:
         if number >= num_actions and traffic.num_sharing >= num_sharing:
             break
         traffic.act()
+    assert traffic.num_sharing >= num_sharing
     traffic.settle()
     ended = {request.state for request in [*traffic.prefills.values(), *traffic.decodes.values()]}
     assert ended <= {"done", "aborted"}
