@@ -400,3 +400,26 @@ def test_a_read_is_what_was_put(tmp_path: Path) -> None:
     """The suite's own eyes: a block that is not the one that was put is seen."""
     read = read_of(1)
     assert not is_block(read, 1)
+
+
+def test_lossy_kv_is_never_taken_for_exact_in_any_tier(tmp_path: Path) -> None:
+    """It moves up, and what is computed on it is kept everywhere; who named no lossy codec finds none of it."""
+    memory = f"memory:?num_blocks=64&name={tmp_path.name}"
+    lossy = [memory, f"file:{tmp_path}/low?codec=int4", f"file:{tmp_path}/high"]
+
+    async def use(store: TieredStore) -> None:
+        await store.put([block_of(index) for index in range(4)])
+        await store.tiers[0].store.delete(names_of(4))
+        assert await store.get([read_of(0)]) == [True]
+        await until(lambda: is_true(store.tiers[0].store.match(names_of(1)), 1))
+        for urls in ([memory], [f"file:{tmp_path}/low"], [f"file:{tmp_path}/high"], [memory, f"file:{tmp_path}/low"]):
+            exact = TieredStore(find_stores(urls), LAYOUT)
+            await exact.open()
+            assert await fetch(exact, range(4)) == [False] * 4
+            await exact.close()
+        alike = TieredStore(find_stores(lossy[1]), LAYOUT)
+        await alike.open()
+        assert await alike.match(names_of(4)) == 4, "who names the same codec shares it"
+        await alike.close()
+
+    run(lossy, use)

@@ -30,6 +30,9 @@ class ConnectorSpec:
     options: str = ""
     """The `msgspec.Struct` whose fields are the keys of `kv_connector_extra_config`, as `package.module:Class`. Before
     anything is started, keys and types are checked with it. The configuration reference is made from it."""
+    lossy: str = ""
+    """Of a connector that keeps KV under its block hash: a function of a `KVTransferConfig` that names the lossy codecs
+    with which it does, as `package.module:function`."""
 
     def build_scheduler_side(self, context: ConnectorContext) -> SchedulerSide:
         """The scheduler side, new."""
@@ -57,6 +60,10 @@ class ConnectorSpec:
         if self.options:
             read_options(resolve(self.options), config.kv_connector_extra_config)
 
+    def lossy_codecs(self, config: KVTransferConfig) -> list[str] | None:
+        """Why KV that it loads may not be exact, if so. None: it keeps nothing, and only hands on what it is given."""
+        return resolve(self.lossy)(self._with_defaults(config)) if self.lossy else None
+
     def _completed(self, context: ConnectorContext) -> ConnectorContext:
         return replace(context, config=self._with_defaults(context.config))
 
@@ -76,6 +83,7 @@ KV_STORE = ConnectorSpec(
     "kvferry.connectors.kv_store.worker:KVStoreWorkerSide",
     settings_check="kvferry.connectors.kv_store.settings:check",
     options="kvferry.connectors.kv_store.settings:StoreSettings",
+    lossy="kvferry.connectors.kv_store.settings:lossy_names",
 )
 BUILTIN: dict[str, ConnectorSpec] = {
     "P2pConnector": P2P,

@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from kvferry.core.errors import ConfigError
 from kvferry.core.layout import KVLayout
 from kvferry.core.names import ExtensionPoint
@@ -58,6 +60,21 @@ def find_stores(texts: str | Sequence[str]) -> list[StoreSpec]:
     if not named or len(named) > MAX_TIERS:
         raise ConfigError(f"store: give a URL, or a list of 1 to {MAX_TIERS} of them, the fastest first")
     return [find_store(text) for text in named]
+
+
+def lossy_codecs(specs: Sequence[StoreSpec]) -> list[str]:
+    """Names of the codecs among them that do not give back the same bits, in one order."""
+    names = {spec.options.codec for spec in specs}
+    return sorted(name for name in names if not codec_class(name).lossless)
+
+
+def layout_kept_by(specs: Sequence[StoreSpec], layout: KVLayout) -> KVLayout:
+    """The layout under which these tiers keep blocks: its fingerprint names the lossy codecs among them, so that exact
+    and lossy KV share no arena, folder or key."""
+    lossy = lossy_codecs(specs)
+    if not lossy:
+        return layout
+    return msgspec.structs.replace(layout, model_fingerprint=f"{layout.model_fingerprint} by {'+'.join(lossy)}")
 
 
 def _check_common(url: StoreUrl, options: StoreOptions) -> None:

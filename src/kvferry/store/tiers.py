@@ -8,6 +8,8 @@ that has nothing: the block is found further down, or computed again. Only where
   this process takes it from there to the others, in order; one evicted before that is lost (`unflushed_blocks`).
 * A block found in a lower tier is copied to those above it, behind the caller's back (`promoted_blocks`).
 * `prefetch` does the same for blocks that will be read soon.
+* Where one tier's codec is lossy, blocks of all tiers have names of their own: what was read from it moves up, and what
+  is computed on it is kept everywhere, so none of it may be taken for exact KV by those who named no such codec.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from kvferry.core.errors import KvferryError, StoreError
 from kvferry.core.layout import KVLayout
 from kvferry.store.base import Block, Changes, KVStore, Put, Read, StoreOptions
 from kvferry.store.health import Health
-from kvferry.store.table import MAX_TIERS, StoreSpec
+from kvferry.store.table import MAX_TIERS, StoreSpec, layout_kept_by
 
 log = logging.getLogger(__name__)
 
@@ -93,8 +95,9 @@ class TieredStore(KVStore):
     def __init__(self, specs: Sequence[StoreSpec], layout: KVLayout, write: WritePolicy = "through") -> None:
         assert specs, "a store without tiers"
         super().__init__("", StoreOptions(), layout)
+        kept = layout_kept_by(specs, layout)
         self.tiers = [
-            Tier(f"{index} ({spec.url.scheme})", spec.make(layout), spec.options.deadline_s)
+            Tier(f"{index} ({spec.url.scheme})", spec.make(kept), spec.options.deadline_s)
             for index, spec in enumerate(specs)
         ]
         self._write = write

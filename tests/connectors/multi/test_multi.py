@@ -150,12 +150,23 @@ def test_requests_that_end_while_they_wait_or_load(make: MakeEngine, tmp_path: P
             [{"kv_connector": "KVStoreConnector", "kv_connector_extra_config": {"store": "flie:/x"}}],
             "did you mean 'file:'",
         ),
+        (
+            [storage(Path("/x")), storage(Path("/y?codec=int4"))],
+            "keeps KV exact and int4, .* tiers of one KVStoreConnector",
+        ),
+        ([HAND_OFF, storage(Path("/y?codec=int4"))], "or allow it with kv_connector_extra_config.hand_off_lossy"),
     ],
 )
 def test_what_is_wrong_is_told(children: list[dict[str, Any]], told: str) -> None:
     config = KVTransferConfig(kv_connector="MultiConnector", kv_connector_extra_config={"connectors": children})
     with pytest.raises(ConfigError, match=told):
         find_connector(config).check(config)
+
+
+def test_lossy_kv_is_handed_off_where_that_is_allowed() -> None:
+    extra = {"connectors": [HAND_OFF, storage(Path("/y?codec=int4"))], "hand_off_lossy": True}
+    config = KVTransferConfig(kv_connector="MultiConnector", kv_connector_extra_config=extra)
+    find_connector(config).check(config)
 
 
 def test_it_has_an_address_only_where_one_of_them_has(make: MakeEngine, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from kvferry.core.layout import KVLayout
 from kvferry.core.options import read_options
 from kvferry.core.transfer_config import KVTransferConfig
 from kvferry.core.units import parse_bytes
-from kvferry.store.table import StoreSpec, find_stores
+from kvferry.store.table import StoreSpec, find_stores, lossy_codecs
 from kvferry.store.tiers import TieredStore
 
 
@@ -124,6 +124,11 @@ def read_settings(context: ConnectorContext) -> StoreSettings:
 def check(config: KVTransferConfig) -> None:
     """Raise `ConfigError` for all that can be known to be wrong before there is an engine."""
     _read(config).specs()
+
+
+def lossy_names(config: KVTransferConfig) -> list[str]:
+    """The lossy codecs of the stores. Raises `ConfigError`."""
+    return lossy_codecs(_read(config).specs())
 
 
 def _read(config: KVTransferConfig) -> StoreSettings:

@@ -23,17 +23,42 @@ class MultiOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     connectors: list[dict[str, Any]]
     """Configurations of the connectors, in order. What one leaves out (`kv_role`, `kv_buffer_size`) is as outside."""
 
+    hand_off_lossy: bool = False
+    """Whether KV that was computed on what a store with a lossy codec gave may be handed to instances that named none."""
+
 
 def read_children(context: ConnectorContext) -> list[tuple[ConnectorSpec, ConnectorContext]]:
     """The connectors, in order, and what each is built from. Raises `ConfigError`."""
     configs = child_configs(context.config)
+    _require_exact_alike(context.config, configs)
     return [(find_connector(config), replace(context, config=config)) for config in configs]
 
 
 def check(config: KVTransferConfig) -> None:
     """Raise `ConfigError` for all that can be known to be wrong before there is an engine."""
-    for child in child_configs(config):
+    children = child_configs(config)
+    for child in children:
         find_connector(child).check(child)
+    _require_exact_alike(config, children)
+
+
+def _require_exact_alike(config: KVTransferConfig, children: list[KVTransferConfig]) -> None:
+    """What one connector loads, the others keep and hand on: they must agree on how exact it is."""
+    lossy = [find_connector(child).lossy_codecs(child) for child in children]
+    kinds = {tuple(names) for names in lossy if names is not None}
+    where = "kv_connector_extra_config"
+    if len(kinds) > 1:
+        named = " and ".join("+".join(names) or "exact" for names in sorted(kinds))
+        raise ConfigError(
+            f"{where}.connectors: one keeps KV {named}, and would keep what was computed on the other's as its own; make"
+            " the stores tiers of one KVStoreConnector (store: a list), or give all the same codec"
+        )
+    allowed = read_options(MultiOptions, config.kv_connector_extra_config).hand_off_lossy
+    if any(lossy) and None in lossy and not allowed:
+        raise ConfigError(
+            f"{where}.connectors: KV that a lossy codec gave would be handed to instances that named none; leave the"
+            f" codec out, or allow it with {where}.hand_off_lossy"
+        )
 
 
 def child_configs(config: KVTransferConfig) -> list[KVTransferConfig]:
