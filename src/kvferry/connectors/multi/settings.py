@@ -24,7 +24,7 @@ class MultiOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Configurations of the connectors, in order. What one leaves out (`kv_role`, `kv_buffer_size`) is as outside."""
 
     hand_off_lossy: bool = False
-    """Whether KV that was computed on what a store with a lossy codec gave may be handed to instances that named none."""
+    """Whether KV computed on what a lossy codec gave may be handed to instances that named none."""
 
 
 def read_children(context: ConnectorContext) -> list[tuple[ConnectorSpec, ConnectorContext]]:
@@ -50,7 +50,7 @@ def _require_exact_alike(config: KVTransferConfig, children: list[KVTransferConf
     if len(kinds) > 1:
         named = " and ".join("+".join(names) or "exact" for names in sorted(kinds))
         raise ConfigError(
-            f"{where}.connectors: one keeps KV {named}, and would keep what was computed on the other's as its own; make"
+            f"{where}.connectors: one keeps KV {named}, and would keep what is computed on the other's; make"
             " the stores tiers of one KVStoreConnector (store: a list), or give all the same codec"
         )
     allowed = read_options(MultiOptions, config.kv_connector_extra_config).hand_off_lossy
