@@ -13,6 +13,8 @@ from kvferry.cli import fleet
 from kvferry.core.errors import ConfigError
 from kvferry.http.config import HttpConfig
 from kvferry.http.keys import bearer
+from kvferry.http.listen import listen
+from kvferry.router.app import Router
 from router.peers import CONCURRENT, DECODE, Peer, answer, answer_when_told, instances, routing, ticket, unused_address
 
 BODY: dict[str, Any] = {"model": "m", "prompt": "Hello", "max_tokens": 8}
@@ -45,6 +47,12 @@ async def post(url: str, **fields: Any) -> int:
     ):
         await response.read()
         return response.status
+
+
+def follow(router: Router) -> None:
+    """As two looks at the file, between which it has not changed."""
+    router.membership._follow_file()
+    router.membership._follow_file()
 
 
 async def holds(condition: Any) -> None:
@@ -109,6 +117,94 @@ async def test_one_that_is_gone_is_drained() -> None:
         await holds(lambda: router.services.pools.leaving[0].drained)
 
 
+async def test_one_that_is_silently_gone_is_drained_and_delays_no_other() -> None:
+    d = a_decode()
+    with listen("127.0.0.1", 0) as nobody_accepts:
+        url_of_it = f"http://127.0.0.1:{nobody_accepts.getsockname()[1]}"
+        quick = {**SOON, "health_timeout_s": 0.05}
+        async with instances(d), routing([], [url_of_it, d.url], HTTP, **quick) as (router, url):
+            await change(url, "drain", instance="decode-0")
+            await holds(lambda: router.services.pools.leaving[0].drained)
+
+
+async def test_what_an_instance_answers_keeps_no_other_from_being_drained(monkeypatch: Any) -> None:
+    strange, other = a_decode(), a_decode()
+    async with instances(strange, other), routing([], [strange.url, other.url], HTTP, **SOON) as (router, url):
+        ask = router.services.upstream.ask
+
+        async def asked(instance: Any, *arguments: Any) -> Any:
+            if instance.url == strange.url and "/metrics" in arguments:
+                raise ValueError("nobody thought of this")
+            return await ask(instance, *arguments)
+
+        monkeypatch.setattr(router.services.upstream, "ask", asked)
+        for name in ("decode-0", "decode-1"):
+            await change(url, "drain", instance=name)
+        first, second = router.services.pools.leaving
+        await holds(lambda: second.drained)
+        assert not first.drained
+
+
+@pytest.mark.parametrize(
+    ("status", "text", "drained"),
+    [
+        (404, b"", True),
+        (500, b"", False),
+        (401, b"", False),
+        (200, b"sglang:num_running_reqs 0.0\n", True),
+        (200, b'sglang:num_running_reqs{model_name="m"} 1.0\n', False),
+        (200, b"sglang:num_queue_reqs 1.0 1700000000\n", False),
+        (200, b"vllm:num_requests_running nonsense\n", False),
+    ],
+)
+async def test_only_what_says_so_is_drained(status: int, text: bytes, drained: bool, monkeypatch: Any) -> None:
+    d = a_decode()
+    async with instances(d), routing([], [d.url]) as (router, _):
+        leaving = router.membership.drain("decode-0")
+
+        async def asked(*arguments: Any) -> tuple[int, bytes]:
+            return status, text
+
+        monkeypatch.setattr(router.services.upstream, "ask", asked)
+        await router.membership._look_at(leaving)
+        assert leaving.drained is drained
+
+
+async def test_one_that_changed_its_role_and_is_drained_works_until_it_says_otherwise() -> None:
+    running = True
+
+    async def metrics(peer: Peer) -> str:
+        return f"vllm:num_requests_running {float(running)}\n"
+
+    both = Peer("decode", answer, facts={**DECODE, "role": "both"}, metrics=metrics)
+    d = a_decode()
+    async with instances(both, d), routing([], [both.url, d.url]) as (router, _):
+        membership, before = router.membership, router.membership.find("decode-0")
+        before.num_late, before.busy_until, before.mute = 1, 5.0, True
+        after = membership.change_role("decode-0", "prefill")
+        assert (after.num_late, after.busy_until, after.mute, after.alive) == (1, 5.0, True, True)
+        membership.drain("prefill-0")
+        await membership._look_at(after)
+        assert not after.drained
+        running = False
+        before.in_flight = 1
+        await membership._look_at(after)
+        assert not after.drained
+        before.in_flight = 0
+        await membership._look_at(after)
+        assert after.drained
+
+
+async def test_the_connections_of_another_instance_at_the_same_origin_stay(monkeypatch: Any) -> None:
+    forgotten: list[str] = []
+    async with routing([], ["http://127.0.0.1:9/one", "http://127.0.0.1:9/two"]) as (router, _):
+        monkeypatch.setattr(router.services.upstream, "forget", lambda one: forgotten.append(one.name))
+        router.membership.remove("decode-0", force=True)
+        assert forgotten == []
+        router.membership.remove("decode-1", force=True)
+        assert forgotten == ["decode-1"]
+
+
 async def test_an_instance_changes_its_role() -> None:
     both = Peer("decode", answer, facts={**DECODE, "role": "both"})
     other = Peer("decode", answer, facts={**DECODE, "role": "both"})
@@ -163,14 +259,49 @@ async def test_a_file_is_followed(tmp_path: Path) -> None:
             await holds(lambda: names() == ["prefill-0", "decode-0", "decode-1"])
             for wrong in ("decode", "both http://x:1", f"decode {first.url}\ndecode {first.url}/", "decode ftp://x"):
                 path.write_text(wrong)
-                router.membership._follow_file()
+                follow(router)
                 assert names() == ["prefill-0", "decode-0", "decode-1"]
             path.write_text(f"decode {second.url}")
             await holds(lambda: names() == ["decode-1"])
             assert await post(url) == 200
 
 
-@pytest.mark.parametrize("text", [None, "decode", "decode ftp://x"])
+async def test_a_file_in_the_middle_of_being_written_drains_nobody(tmp_path: Path) -> None:
+    path = tmp_path / "instances"
+    path.write_text("prefill http://p:1\ndecode http://d:1\ndecode http://d:2\n")
+    async with routing([], [], instances_file=path) as (router, _):
+        names = [one.name for one in router.services.pools]
+        for half in ("", "prefill http://p:1\n", "# nobody\n"):
+            path.write_text(half)
+            follow(router)
+            assert [one.name for one in router.services.pools if not one.draining] == names
+        path.write_text("prefill http://p:1\ndecode http://d:1\n")
+        router.membership._follow_file()
+        assert [one.name for one in router.services.pools if not one.draining] == names
+        router.membership._follow_file()
+        assert [one.name for one in router.services.pools if not one.draining] == names[:-1]
+
+
+async def test_what_operators_did_stays_when_the_file_changes_elsewhere(tmp_path: Path) -> None:
+    path = tmp_path / "instances"
+    path.write_text("decode http://d:1\ndecode http://d:2\ndecode http://d:3\n")
+    async with routing([], [], instances_file=path) as (router, _):
+        pools = router.services.pools
+        router.membership.drain("decode-0")
+        router.membership.change_role("decode-1", "prefill")
+        path.write_text("decode http://d:1\ndecode http://d:2\ndecode http://d:3\ndecode http://d:4\n")
+        follow(router)
+        assert [one.name for one in pools if not one.draining] == ["prefill-0", "decode-2", "decode-3"]
+        path.write_text("decode http://d:3\n")
+        follow(router)
+        assert [one.name for one in pools if not one.draining] == ["decode-2"]
+        assert all(one.leaves_by_itself for one in pools.leaving)
+        path.write_text("decode http://d:1\ndecode http://d:3\n")
+        follow(router)
+        assert [one.name for one in pools if not one.draining] == ["decode-2", "decode-4"]
+
+
+@pytest.mark.parametrize("text", [None, "", "prefill http://p:1", "decode", "decode ftp://x"])
 async def test_a_file_that_cannot_be_used_at_the_start(text: str | None, tmp_path: Path) -> None:
     path = tmp_path / "instances"
     if text is not None:
@@ -201,3 +332,20 @@ async def test_the_commands(capsys: Any, monkeypatch: Any) -> None:
             await said(fleet.drain, "decode-1")
     with pytest.raises(ConfigError, match="gave no answer"):
         await said(fleet.show)
+
+
+async def test_the_command_waits_for_one_that_leaves_by_itself(capsys: Any, monkeypatch: Any) -> None:
+    both, other = Peer("decode", answer_when_told, facts={**DECODE, "role": "both"}), a_decode()
+    async with instances(both, other), routing([], [both.url, other.url], HTTP, **SOON) as (_, url):
+        running = asyncio.create_task(post(url, stream=True))
+        await both.called.wait()
+        await change(url, "role", instance="decode-0", role="prefill")
+        where, looked = fleet.Where(router=url, admin_key=KEY), asyncio.Event()
+        loop, sleep = asyncio.get_running_loop(), fleet.time.sleep
+        monkeypatch.setattr(fleet.time, "sleep", lambda s: (loop.call_soon_threadsafe(looked.set), sleep(s)))
+        draining = asyncio.create_task(asyncio.to_thread(fleet.drain, "decode-0", wait_s=60, where=where))
+        await looked.wait()
+        both.go.set()
+        assert await running == 200
+        assert await draining == 0
+    assert capsys.readouterr().out == f"decode-0 ({both.url}): drained\n"

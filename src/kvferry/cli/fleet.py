@@ -27,6 +27,11 @@ _PATH = "/kvferry/instances"
 _ASK_S = 10.0
 _LOOK_AGAIN_S = 0.5
 
+
+class _NotThere(ConfigError):
+    """The router knows no such instance."""
+
+
 app = App(name="fleet", help="See and change the instances behind a running router.", sort_key=6)
 
 
@@ -86,12 +91,15 @@ def drain(
     """Give an instance no new requests. With --wait-s, wait until nothing runs there and nothing is kept for others;
     exit code 1 when that takes longer."""
     deadline = time.monotonic() + wait_s
-    while True:
-        answer = ask(where, "POST", f"{_PATH}/drain", {"instance": instance})
-        if answer["drained"] or time.monotonic() >= deadline:
-            _told(answer, "drained" if answer["drained"] else "draining")
-            return 0 if answer["drained"] or not wait_s else 1
+    answer = ask(where, "POST", f"{_PATH}/drain", {"instance": instance})
+    while not answer["drained"] and time.monotonic() < deadline:
         time.sleep(_LOOK_AGAIN_S)
+        try:
+            answer = ask(where, "POST", f"{_PATH}/drain", {"instance": answer["name"]})
+        except _NotThere:
+            answer["drained"] = True  # one that leaves by itself is forgotten as soon as it is drained
+    _told(answer, "drained" if answer["drained"] else "draining")
+    return 0 if answer["drained"] or not wait_s else 1
 
 
 @app.command
@@ -125,9 +133,8 @@ def ask(where: Where, method: str, path: str, body: object = None) -> dict[str, 
         raise ConfigError(f"the router at {where.router} gave no answer: {error}") from error
     if status != 200:
         said = answer.get("error", {}) if isinstance(answer, dict) else {}
-        raise ConfigError(
-            f"the router answered {status}: {said.get('message', content[:200].decode(errors='replace'))}"
-        )
+        kind = _NotThere if status == 404 else ConfigError
+        raise kind(f"the router answered {status}: {said.get('message', content[:200].decode(errors='replace'))}")
     return answer
 
 

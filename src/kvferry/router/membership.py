@@ -23,14 +23,16 @@ logger = logging.getLogger(__name__)
 
 _LOOK_S = 0.5
 _BUSY = re.compile(
-    rb"^(?:kvferry:num_hand_offs_held|vllm:num_requests_running|vllm:num_requests_waiting)(?:\{[^\n]*\})? (\S+)$", re.M
+    rb"^(?:kvferry:num_hand_offs_held|vllm:num_requests_(?:running|waiting)|sglang:num_(?:running|queue)_reqs)"
+    rb"(?:\{[^\n]*\})? +(\S+)",
+    re.M,
 )
-"""What runs at an instance, and what it keeps for others, in the metrics of kvferry and of vLLM."""
+"""What runs at an instance, and what it keeps for others, in the metrics of kvferry, vLLM and SGLang."""
 
 _LINE = re.compile(r"(prefill|decode)\s+(\S+)(?:\s+(\d{1,5}))?")
 
-Wanted = dict[tuple[LegRole, str], int]
-"""Role and URL, with the bootstrap port."""
+Wanted = dict[str, tuple[LegRole, int]]
+"""By URL, the role and the bootstrap port."""
 
 
 class Membership:
@@ -39,10 +41,12 @@ class Membership:
     def __init__(self, config: RouterConfig, pools: Pools, upstream: Upstream) -> None:
         """Raises `ConfigError` when there is a file of instances that cannot be used."""
         self._config, self._pools, self._upstream = config, pools, upstream
-        self._from_file: set[Instance] = set()
-        self._last_text = ""
+        self._wanted: Wanted = {}
+        self._last_text = self._applied_text = ""
+        self._last_error = ""
         if config.instances_file is not None:
-            self._apply(self._read(config.instances_file))
+            self._last_text = _read(config.instances_file)
+            self._apply(self._last_text, config.instances_file)
 
     # What operators ask.
 
@@ -87,8 +91,8 @@ class Membership:
             raise InstanceConflict(f"{before} was started as a {facts.role} instance, which cannot {role}")
         self._pools.retire(before)
         after = self._pools.pool(role).add(before.url, before.bootstrap_port)
-        after.facts = facts
-        self._from_file = {after if one is before else one for one in self._from_file}
+        after.facts, after.alive, after.mute = facts, before.alive, before.mute
+        after.num_late, after.last_sign, after.busy_until = before.num_late, before.last_sign, before.busy_until
         before.leaves_by_itself = True
         logger.warning("%s (%s) is now %s", before, before.url, after)
         return after
@@ -108,14 +112,22 @@ class Membership:
             await asyncio.sleep(_LOOK_S)
             try:
                 self._follow_file()
-                for instance in [one for one in self._pools if one.draining]:
-                    await self._look_at(instance)
             except Exception:
                 # The edge of this room: the router serves on with the instances that it has.
-                logger.exception("the instances could not be looked at")
+                logger.exception("the file of instances could not be followed")
+            await asyncio.gather(*(self._look_safely(one) for one in self._pools if one.draining))
+
+    async def _look_safely(self, instance: Instance) -> None:
+        try:
+            await self._look_at(instance)
+        except Exception:
+            # Likewise: what one instance answers must not keep another from being drained.
+            logger.exception("whether %s is drained could not be seen", instance)
 
     async def _look_at(self, instance: Instance) -> None:
-        drained = not (instance.in_flight or instance.num_tickets) and await self._is_idle(instance)
+        drained = await self._is_idle(instance) and not (instance.in_flight or instance.num_tickets)
+        if instance not in self._pools.leaving:
+            return  # it was removed meanwhile
         if drained and not instance.drained:
             logger.warning("%s (%s) is drained: nothing runs there, and nothing is kept", instance, instance.url)
         instance.drained = drained
@@ -123,21 +135,27 @@ class Membership:
             self._forget(instance)
 
     async def _is_idle(self, instance: Instance) -> bool:
-        """By its own word, which knows of other routers too; one that is gone does nothing any more."""
-        if self._pools.find(instance.url) is not instance:
-            return True  # it goes on under another role
+        """By the router's count, and by the process's own word, which knows of other routers too.
+
+        That word is of all roles of one process: it does not count where the process goes on under another role. One
+        that is gone does nothing any more, whether it refuses connections or `Health` has given it up.
+        """
+        same = [one for one in self._pools if one.url == instance.url]
+        if not all(one.draining for one in same):
+            return not (instance.in_flight or instance.num_tickets)
+        if any(one.in_flight or one.num_tickets for one in same):
+            return False
         try:
             status, text = await self._upstream.ask(instance, "GET", "/metrics", self._config.health_timeout_s)
         except Unreachable:
             return True
         except TransferError:
-            return False
-        return status != 200 or not any(float(value) for value in _BUSY.findall(text))
+            return not instance.alive
+        return status == 404 or (status == 200 and not any(map(_is_some, _BUSY.findall(text))))
 
     def _forget(self, instance: Instance) -> None:
         self._pools.forget(instance)
-        self._from_file.discard(instance)
-        if self._pools.find(instance.url) is None:
+        if not any(one.origin == instance.origin for one in self._pools):
             self._upstream.forget(instance)
         logger.warning("%s (%s) was removed", instance, instance.url)
 
@@ -148,34 +166,63 @@ class Membership:
         if path is None:
             return
         try:
-            self._apply(self._read(path))
+            text = _read(path)
         except ConfigError as error:
-            logger.error("the instances stay as they are: %s", error)
-
-    def _read(self, path: Path) -> Wanted | None:
-        """What the file says, None when that has not changed. Raises `ConfigError`."""
-        try:
-            text = path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"--instances-file {path}: {getattr(error, 'strerror', None) or error}") from error
-        if text == self._last_text:
-            return None
-        self._last_text = text
-        return _parse(text, path)
-
-    def _apply(self, wanted: Wanted | None) -> None:
-        if wanted is None:
+            self._keep(error)
             return
-        have = {(one.role, one.url): one for one in self._from_file if not one.draining}
-        for key in have.keys() - wanted.keys():
-            have[key].leaves_by_itself = True
-            self._pools.retire(have[key])
-        for (role, url), port in wanted.items():
+        self._last_error = ""
+        is_settled, self._last_text = text == self._last_text, text
+        if is_settled and text != self._applied_text:  # else someone may be in the middle of writing it
+            try:
+                self._apply(text, path)
+            except ConfigError as error:
+                self._keep(error)
+
+    def _keep(self, error: ConfigError) -> None:
+        if str(error) != self._last_error:
+            logger.error("the instances stay as they are: %s", error)
+        self._last_error = str(error)
+
+    def _apply(self, text: str, path: Path) -> None:
+        """Do what has changed in the file since it was last applied: what operators did about other instances stays.
+        Raises `ConfigError`."""
+        self._applied_text = text
+        wanted = _parse(text, path)
+        if not self._config.decode_url and not any(role == "decode" for role, _ in wanted.values()):
+            raise ConfigError(f"{path} names no decode instance; a router needs at least one ('decode URL')")
+        if not wanted:
+            raise ConfigError(f"{path} names no instance; remove them by `kvferry fleet drain` if that is meant")
+        before, self._wanted = self._wanted, wanted
+        for instance in [one for one in self._pools if one.url in before]:
+            self._keep_or_retire(instance, before[instance.url], wanted.get(instance.url))
+        for url, (role, port) in wanted.items():
             known = self._pools.find(url)
-            if known is not None and known.role == role and not known.draining:
-                self._from_file.add(known)
-            else:
-                self._from_file.add(self._pools.pool(role).add(url, port))
+            is_here = known is not None and not known.draining and known.role == role
+            if before.get(url) != (role, port) and not is_here:
+                self._pools.pool(role).add(url, port)
+
+    def _keep_or_retire(
+        self, instance: Instance, before: tuple[LegRole, int], wanted: tuple[LegRole, int] | None
+    ) -> None:
+        if wanted != before and wanted != (instance.role, instance.bootstrap_port):
+            instance.leaves_by_itself = True
+            self._pools.retire(instance)
+
+
+def _read(path: Path) -> str:
+    """Raises `ConfigError`."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--instances-file {path}: {getattr(error, 'strerror', None) or error}") from error
+
+
+def _is_some(value: bytes) -> bool:
+    """Whether a metric's value is above 0. What is no number may be anything."""
+    try:
+        return float(value) != 0
+    except ValueError:
+        return True
 
 
 def _parse(text: str, path: Path) -> Wanted:
@@ -190,7 +237,7 @@ def _parse(text: str, path: Path) -> Wanted:
             raise ConfigError(f"{path}, line {number}: {said[:80]!r} is not 'prefill URL' or 'decode URL'")
         role: LegRole = "prefill" if match[1] == "prefill" else "decode"
         url = normalise_url(match[2])
-        if any(url == other for _, other in wanted):
+        if url in wanted:
             raise ConfigError(f"{path}, line {number}: {url} is there twice")
-        wanted[role, url] = int(match[3] or BOOTSTRAP_PORT)
+        wanted[url] = role, int(match[3] or BOOTSTRAP_PORT)
     return wanted
