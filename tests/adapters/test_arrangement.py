@@ -42,8 +42,26 @@ def heads_swapped(layer: Any, keys: Any, values: Any, cache: Any, slots: Any) ->
     rows(layer, keys.flip(1), values.flip(1), cache, slots)
 
 
-def fails(layer: Any, keys: Any, values: Any, cache: Any, slots: Any) -> None:
-    raise RuntimeError("no kernel")
+class CompilationError(Exception):
+    """As a compiler has one of its own."""
+
+
+def raises(error: Exception) -> Write:
+    def write(layer: Any, keys: Any, values: Any, cache: Any, slots: Any) -> None:
+        raise error
+
+    return write
+
+
+class KeepsTheCache:
+    """A backend that keeps a view of the first cache that it writes to."""
+
+    num_kv_heads, head_size = HEADS, HEAD_SIZE
+    kept: Any = None
+
+    def do_kv_cache_update(self, layer: Any, keys: Any, values: Any, cache: Any, slots: Any) -> None:
+        self.kept = cache if self.kept is None else self.kept
+        rows(layer, keys, values, self.kept, slots)
 
 
 def page(write: Write | None, dtype: Any = torch.float32) -> str | None:
@@ -84,9 +102,32 @@ def test_elements_far_apart_are_told_apart() -> None:
     assert size(plain) != size(rotated)
 
 
-@pytest.mark.parametrize("write", [fails, None])
+ERRORS = [
+    RuntimeError("no kernel"),
+    AssertionError(),
+    KeyError("k"),
+    ImportError("no module"),
+    CompilationError("at 1:1"),
+]
+
+
+@pytest.mark.parametrize("write", [*map(raises, ERRORS), None], ids=str)
 def test_a_backend_that_cannot_be_asked_has_no_name(write: Write | None) -> None:
     assert page(write) is None
+
+
+def test_the_layer_keeps_nothing_of_the_question() -> None:
+    impl = KeepsTheCache()
+    cache = torch.zeros((NUM_BLOCKS, HEADS, BLOCK_SIZE, 2 * HEAD_SIZE))
+    assert written_page(SimpleNamespace(impl=impl), cache, cache[0].nbytes) == page(rows)
+    assert impl.kept is None
+
+
+@pytest.mark.parametrize("dtype", ["int4_per_token_head", "int8_per_token_head", "fp8_per_token_head"])
+def test_a_cache_with_scales_between_its_values_is_not_asked(dtype: str) -> None:
+    impl = KeepsTheCache()
+    cache = torch.zeros((NUM_BLOCKS, HEADS, BLOCK_SIZE, 2 * HEAD_SIZE))
+    assert written_page(SimpleNamespace(impl=impl, kv_cache_dtype=dtype), cache, cache[0].nbytes) is None
 
 
 def test_another_block_size_is_told_by_that_name() -> None:

@@ -7,6 +7,7 @@ scratch memory by the backend's own method, and the result is named by a digest.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import logging
 from collections.abc import Iterator
@@ -18,6 +19,8 @@ log = logging.getLogger(__name__)
 
 _BASE = 251
 """So many values are told apart by one written page: integers that even an 8-bit mantissa holds exactly."""
+_SCALES_PER_HEAD = "per_token_head"
+"""How vLLM's names for caches end that keep the scales of their values in a page too."""
 
 
 def written_page(layer: Any, cache: torch.Tensor, page_bytes: int) -> str | None:
@@ -26,13 +29,15 @@ def written_page(layer: Any, cache: torch.Tensor, page_bytes: int) -> str | None
     `layer` is vLLM's attention layer; `cache` [num_blocks, heads, block_size, content] its view of the KV cache, which
     is not touched; `page_bytes` the size of one of its pages.
     """
+    if str(getattr(layer, "kv_cache_dtype", "")).endswith(_SCALES_PER_HEAD):
+        return None  # what is written is a share of the greatest value beside it: the numbers are not to be read there
     try:
         digest = hashlib.sha256()
         for keys, values in _patterns(layer, cache):
             digest.update(_write(layer, cache, page_bytes, keys, values))
         return digest.hexdigest()[:12]
-    except (AttributeError, IndexError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
-        log.info("%s cannot be asked how it arranges a page: %s", type(layer).__name__, error)
+    except Exception as error:  # noqa: BLE001 - of any backend and its compiler; none of it must end vLLM's start
+        log.info("%s cannot be asked how it arranges a page: %r", type(layer).__name__, error)
         return None
 
 
@@ -60,5 +65,6 @@ def _write(layer: Any, cache: torch.Tensor, page_bytes: int, keys: torch.Tensor,
     memory = torch.zeros(num_elements, dtype=cache.dtype, device=cache.device)
     page = memory.as_strided((1, *cache.shape[1:]), (num_elements, *cache.stride()[1:]))
     slots = torch.arange(len(keys), device=cache.device)
-    layer.impl.do_kv_cache_update(layer, keys, values, page, slots)
+    impl = copy.copy(layer.impl)  # it may keep views of the first cache that it sees
+    impl.do_kv_cache_update(layer, keys, values, page, slots)
     return bytes(memory.view(torch.uint8).cpu().numpy().data)

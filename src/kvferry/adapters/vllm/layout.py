@@ -169,7 +169,7 @@ def kv_layout(
 
 def _packing(vllm_config: Any, shape: KVCacheShape, kv_caches: Mapping[str, torch.Tensor]) -> str:
     """Order of the axes; for each kind of layer the backend, its variant, the page's shape and how the backend arranges
-    a page; which layers share a block."""
+    a page; which layer is in which slot."""
     order = vllm_config.cache_config.get_resolved_kv_cache_layout()
     _require_compact_pages(order)
     layers = vllm_config.compilation_config.static_forward_context
@@ -187,11 +187,10 @@ def _arrangement(layer: Any, cache: torch.Tensor, spec: Any) -> str:
 
 
 def _grouping(shape: KVCacheShape) -> str:
-    """A name for how layers are put into groups, where there are several."""
-    if len(shape.groups) == 1:
-        return ""
+    """A name for how layers are put into groups, and for their order: a slot's number alone does not say whose KV it
+    has."""
     facts = repr([(group.layer_names, group.window) for group in shape.groups])
-    return f" {len(shape.groups)} groups {hashlib.sha256(facts.encode()).hexdigest()[:8]}"
+    return f" groups {len(shape.groups)} {hashlib.sha256(facts.encode()).hexdigest()[:8]}"
 
 
 def _kind(layer: Any, cache: torch.Tensor, block_size: int) -> str:
