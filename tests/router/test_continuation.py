@@ -20,7 +20,7 @@ from engine.server.running import running
 from kvferry.core.continuation import PROGRESS_HEADER
 from kvferry.core.errors import InvalidRequest, Unavailable
 from kvferry.core.request import EngineOutput, Request
-from router.peers import routing
+from router.peers import DECODE, Peer, failing, instances, routing
 
 TEXT = {"prompt": "Zürich 日本語", "max_tokens": 30, "stream": True, "seed": 3}
 CHAT = {"messages": [{"role": "user", "content": "naïve 🎉"}], "max_tokens": 30, "stream": True}
@@ -163,6 +163,38 @@ async def test_none_are_continued_where_that_is_turned_off() -> None:
     async with fleet(bad, good, continuations=0) as (_, url):
         assert b"instance_lost" in (await stream(url, TEXT))[-2]
     assert not good.requests
+
+
+async def joined(router: Any, *peers: Peer) -> None:
+    """They are behind the router too, and known."""
+    for peer in peers:
+        router.membership.add("decode", peer.url)
+    await router.health.look(router.services.pools)
+
+
+async def test_one_that_asked_to_be_left_alone_is_asked_once_while_the_answer_waits() -> None:
+    bad, busy = Failing(7, 9, "cut"), Peer("decode", failing(503, **{"Retry-After": "60"}), facts=DECODE)
+    async with instances(busy), fleet(bad, continuation_timeout_s=1.0) as (router, url):
+        await joined(router, busy)
+        assert b"instance_lost" in (await stream(url, TEXT))[-2]
+    assert len(busy.calls) == 1
+
+
+async def test_one_that_refuses_the_rest_is_passed_over() -> None:
+    bad, good, refuses = Failing(7, 1, "cut"), Failing(), Peer("decode", failing(404), facts=DECODE)
+    async with instances(refuses), fleet(bad, prefill=(good,)) as (router, url):
+        await joined(router, refuses)
+        assert await stream(url, TEXT) == await expected(TEXT)
+    assert len(refuses.calls) == 1
+
+
+async def test_nobody_is_asked_who_serves_another_model() -> None:
+    body = {**TEXT, "model": "test-model"}
+    bad, good, other = Failing(7, 1, "cut"), Failing(), Peer("decode", failing(404), facts=DECODE)
+    async with instances(other), fleet(bad, prefill=(good,)) as (router, url):
+        await joined(router, other)
+        assert await stream(url, body) == await expected(body)
+    assert not other.calls
 
 
 async def test_an_error_that_is_the_requests_own_is_not_tried_elsewhere() -> None:

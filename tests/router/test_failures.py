@@ -17,6 +17,8 @@ from router.peers import (
     Peer,
     answer,
     answer_late,
+    answer_when_told,
+    cut,
     failing,
     instances,
     routing,
@@ -127,3 +129,25 @@ async def holds(condition: Any) -> None:
     async with asyncio.timeout(30):
         while not condition():
             await asyncio.sleep(0.01)
+
+
+async def test_a_ticket_is_released_when_prefill_gives_the_whole_answer_in_the_end() -> None:
+    async def both(peer: Peer, request: Request, body: Any) -> Response:
+        return await (ticket if "kv_transfer_params" in body else answer)(peer, request, body)
+
+    p, d = Peer("prefill", both, facts=CONCURRENT), Peer("decode", cut, facts=DECODE)
+    async with instances(p, d), routing([p.url], [d.url], hand_off="sequential") as (_, url):
+        status = await post(url)
+        assert status == 200
+        async with asyncio.timeout(30):
+            assert await p.released.get() == p.calls[0].body["kv_transfer_params"]["transfer_id"]
+
+
+async def test_prefill_is_over_while_decode_answers() -> None:
+    p, d = Peer("prefill", ticket, facts=CONCURRENT), Peer("decode", answer_when_told, facts=DECODE)
+    async with instances(p, d), routing([p.url], [d.url], hand_off="sequential") as (router, url):
+        answered = asyncio.create_task(post(url, {**BODY, "stream": True}))
+        await d.called.wait()
+        assert [one.in_flight for one in router.services.pools] == [0, 1]
+        d.go.set()
+        assert await answered == 200

@@ -119,6 +119,27 @@ async def test_another_answer_is_not_glued_to_the_first(words: list[str]) -> Non
     assert "".join(WORDS).startswith(whole_text(events[:-1]))
 
 
+async def test_who_answers_otherwise_is_known_as_before() -> None:
+    bad, other = a_vllm(answering([1], 7, cut_after=4)), a_vllm(answering([1], 8, words=["The", " slow"]))
+    async with instances(bad, other), routing([], [bad.url, other.url]) as (router, url):
+        facts = router.services.pools.decode.instances[1].facts
+        assert "error" in (await ask(url, BODY))[-1]
+        assert router.services.pools.decode.instances[1].facts is facts
+
+
+@pytest.mark.parametrize("strange", [b"nonsense", b'{"choices":[7]}', b'{"choices":7}', b"[" * 100_000])
+async def test_a_stream_of_strange_events_that_breaks_off_ends_with_an_error(strange: bytes) -> None:
+    async def answer(peer: Peer, request: Request, body: Any) -> Response:
+        return Cut([b"data: " + strange + b"\n\n"])
+
+    bad, good = a_vllm(answer), a_vllm(answering([1], 7))
+    async with instances(bad, good), routing([], [bad.url, good.url]) as (_, url):
+        async with aiohttp.ClientSession() as session, session.post(url + "/v1/completions", json=BODY) as response:
+            text = await response.text()
+    assert "internal" not in text
+    assert text.endswith("data: [DONE]\n\n")
+
+
 async def test_an_answer_without_a_finish_reason_is_over_when_it_says_so() -> None:
     async def answer(peer: Peer, request: Request, body: Any) -> Response:
         event = b'data: {"choices":[{"index":0,"text":"one","finish_reason":null}]}\n\n'

@@ -27,6 +27,9 @@ _PREFILL_PARTS = (
 )
 """Of the prefill leg, from the stamps that P tells."""
 
+_MOST_ATTEMPTS = 64
+"""Kept in the record of one request."""
+
 
 class Candidates:
     """Of one request. Each role may be tried once, and `retries` times more."""
@@ -87,7 +90,8 @@ class Candidates:
         """It is not tried again for this request."""
         self._failed.add(instance)
         self._account.end(instance)
-        self.decision.attempts.append(Attempt(instance.role, instance.name, reason))
+        if len(self.decision.attempts) < _MOST_ATTEMPTS:
+            self.decision.attempts.append(Attempt(instance.role, instance.name, reason))
         if instance in self._legs:
             self._legs.pop(instance).end(self._chooser.decisions.now(), {}, reason)
 

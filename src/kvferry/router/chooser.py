@@ -112,17 +112,17 @@ class Chooser:
 
 
 def _serving(model: str, options: Options[Instance]) -> Options[Instance]:
-    """Without those that serve other models only, as far as is known. Where nobody is known to have it, all stay: an
-    adapter may have come since, and an instance says best that a model is not there."""
     return Options(
-        _with_model(model, options.prefills),
-        _with_model(model, options.decodes),
+        with_model(model, options.prefills),
+        with_model(model, options.decodes),
         options.may_stay_whole,
         options.can_pair,
     )
 
 
-def _with_model(model: str, instances: Iterable[Instance]) -> list[Instance]:
+def with_model(model: str, instances: Iterable[Instance]) -> list[Instance]:
+    """Without those that serve other models only, as far as is known. Where nobody is known to have it, all stay: an
+    adapter may have come since, and an instance says best that a model is not there."""
     everyone = list(instances)
     return [one for one in everyone if model in _models(one)] or everyone if model else everyone
 

@@ -119,7 +119,9 @@ class Exchange:
         self._pools, self._upstream, self._metrics = services.pools, services.upstream, services.metrics
         self._candidates = candidates
         self._tickets = Tickets(services.releases, services.pools.decode)
-        self._rescue = Rescue(services.config, services.pools, services.metrics, body, self._call_for_rescue)
+        self._rescue = Rescue(
+            services.config, services.clock, services.pools, services.metrics, body, self._call_for_rescue
+        )
         self._marks_wanted = is_stream_of_one(request.path, body) and not services.config.trust_client_tickets
         self._repeats = self._marks_wanted and services.config.continuations > 0 and repeats_itself(body)
         self._patience = Patience(services.config.busy_wait_s)
@@ -144,6 +146,7 @@ class Exchange:
 
     def passage_of(self, answer: Answer) -> EventPassage | None:
         """See `Elsewhere`."""
+        self._rescue.begun_by(answer.instance)
         if answer.is_marked:
             return Progress()
         kind = type(answer.instance.facts)
@@ -297,9 +300,10 @@ class Exchange:
                 content = await answer.read(MAX_PREFILL_ANSWER_BYTES)
             params = form.read_ticket(content)
         except (TransferError, TimeoutError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            answer.close()
             self._failed(prefill, "broken_answer")
             return PrefillFailed(f"{prefill} gave no whole answer: {error}")
+        finally:
+            answer.close()  # P's leg is over, however long D's takes
         self._candidates.prefilled(prefill, prefill_usage(content))
         if params is None:
             self._tickets.settle(form.transfer_id)
@@ -378,6 +382,8 @@ class Exchange:
             last = answer
         if last is None:
             last = await self._rescue.from_the_beginning(whole_body(self._body))
+            if last is not None:
+                self._tickets.release_all(self._request.headers)  # nobody fetches any more
         if last is None:
             raise unanswered(self._decode_lost)
         return last

@@ -135,7 +135,7 @@ class _Said:
         for part in _parts(event):
             self._cut(part, known, *had)
         self.add(whole)
-        finish = any(choice.get("finish_reason") for choice in event.get("choices") or [])
+        finish = any(choice.get("finish_reason") for choice in _choices(event))
         if finish and not self.covers(known):
             raise ValueError("it ended before what the client has")
         return finish or _says_something(event)
@@ -159,9 +159,14 @@ class _Said:
 def _parts(event: dict[str, Any]) -> list[dict[str, Any]]:
     """The objects of an event in which a choice says something."""
     found = []
-    for choice in event.get("choices") or []:
+    for choice in _choices(event):
         found += [choice, *(choice[name] for name in ("delta", "logprobs") if isinstance(choice.get(name), dict))]
     return found
+
+
+def _choices(event: dict[str, Any]) -> list[dict[str, Any]]:
+    choices = event.get("choices")
+    return [one for one in choices if isinstance(one, dict)] if isinstance(choices, list) else []
 
 
 def _says_something(event: dict[str, Any]) -> bool:
@@ -174,6 +179,6 @@ def _says_something(event: dict[str, Any]) -> bool:
 def _parsed(event: bytes) -> dict[str, Any]:
     try:
         said = json.loads(event.removeprefix(_DATA))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ProtocolError(f"an event of a stream is not JSON: {error}") from error
     return said if isinstance(said, dict) else {}

@@ -85,18 +85,28 @@ class Answer:
 
     async def relay_payload(self, response: Response, take: Callable[[bytes], bytes]) -> None:
         """Write what `take` makes of the body, of which another instance can give the rest, to a response that has
-        begun, and leave that open."""
+        begun, and leave that open. What `take` raises is not held against the instance: it has not broken off."""
         self._wait.movable = True
-        with _named(self.instance), self._noted():
-            await self._watchdog.within(self._wait, self._answer.relay_payload(response, take))
+        refused: list[BaseException] = []
+
+        def taken(payload: bytes) -> bytes:
+            try:
+                return take(payload)
+            except TransferError as error:
+                refused.append(error)
+                raise
+
+        with _named(self.instance), self._noted(refused):
+            await self._watchdog.within(self._wait, self._answer.relay_payload(response, taken))
 
     @contextmanager
-    def _noted(self) -> Iterator[None]:
+    def _noted(self, refused: Sequence[BaseException] = ()) -> Iterator[None]:
         """An instance that broke off may be another process when it is back."""
         try:
             yield
         except TransferError:
-            self.instance.failed(reachable=True)
+            if not refused:
+                self.instance.failed(reachable=True)
             raise
 
     def close(self) -> None:
