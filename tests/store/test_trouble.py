@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -21,7 +22,7 @@ from kvferry.core.errors import StoreError
 from kvferry.store import health
 from kvferry.store.base import Put
 from kvferry.store.table import find_stores
-from kvferry.store.tiers import TieredStore
+from kvferry.store.tiers import Tier, TieredStore
 from kvferry.store.upkeep import verify
 from kvferry.testing.stores import LAYOUT, block_of, fetch, is_block, name_of, names_of, read_of
 
@@ -423,3 +424,86 @@ def test_lossy_kv_is_never_taken_for_exact_in_any_tier(tmp_path: Path) -> None:
         await alike.close()
 
     run(lossy, use)
+
+
+# Calls that do not return.
+
+
+class StuckFiles:
+    """A file tier whose calls return when `release` is called, as on a mount whose server is gone."""
+
+    def __init__(self, tier: Tier) -> None:
+        self._gate, self._path_of = threading.Event(), tier.store._path  # type: ignore[attr-defined]
+        tier.store._path = self._path  # type: ignore[attr-defined]
+
+    def _path(self, *arguments: object) -> object:
+        assert self._gate.wait(60)
+        return self._path_of(*arguments)
+
+    def release(self) -> None:
+        self._gate.set()
+
+
+def test_a_look_that_never_returns_is_left_at_the_deadline(tmp_path: Path) -> None:
+    async def use(store: TieredStore) -> None:
+        first, second = store.tiers
+        await second.store.put([block_of(0)])
+        stuck = StuckFiles(first)
+        async with asyncio.timeout(30):
+            for _ in range(6):  # more than it has threads
+                assert await store.match(names_of(1)) == 1
+                await until(lambda: is_ready(first))
+        assert first.num_late >= 6
+        stuck.release()
+        await until(lambda: is_true(store.put([block_of(1)]), [Put.STORED]))
+
+    run([f"file:{tmp_path}/a?deadline_s=0.05", f"file:{tmp_path}/b"], use)
+
+
+async def is_ready(tier: Tier) -> bool:
+    return tier.health.may_be_asked
+
+
+def test_a_read_that_never_returns_marks_its_tier_at_the_deadline(tmp_path: Path) -> None:
+    """The read itself is waited for, as it has the caller's memory."""
+
+    async def use(store: TieredStore) -> None:
+        await store.put([block_of(0)])
+        stuck = StuckFiles(store.tiers[0])
+        read = asyncio.create_task(store.get([read_of(0)]))
+        await until(lambda: is_late(store.tiers[0]))
+        assert not read.done()
+        stuck.release()
+        assert await read == [False]
+
+    run([f"file:{tmp_path}?deadline_s=0.05"], use)
+
+
+async def is_late(tier: Tier) -> bool:
+    return tier.num_late == 1 and not tier.health.is_good
+
+
+def test_calls_that_fail_together_are_one_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(health, "FIRST_PAUSE_S", 1.0)
+    monkeypatch.setattr(health, "LONGEST_PAUSE_S", 1000.0)
+
+    async def use(store: TieredStore) -> None:
+        [tier] = store.tiers
+        for _ in range(20):
+            tier.failed("it is gone")
+        await until(lambda: is_ready(tier))
+
+    run([f"file:{tmp_path}"], use)
+
+
+def test_a_mistake_in_one_tier_s_code_is_that_tier_s_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def broken(*arguments: object) -> int:
+        raise ZeroDivisionError("a bug")
+
+    async def use(store: TieredStore) -> None:
+        await store.put([block_of(0)])
+        monkeypatch.setattr(store.tiers[0].store, "match", broken)
+        assert await store.match(names_of(1)) == 1
+        assert not store.tiers[0].health.is_good
+
+    run([f"memory:?num_blocks=8&name={tmp_path.name}", f"file:{tmp_path}"], use)

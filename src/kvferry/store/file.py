@@ -70,6 +70,9 @@ class FileStore(KVStore):
 
     async def open(self) -> None:
         """Make the directory. Raises `ConfigError` when that cannot be done."""
+        await self._threads.ask(self._open)
+
+    def _open(self) -> None:
         try:
             self._access.make_folder(self._folder)
             if not os.access(self._folder, os.R_OK | os.W_OK | os.X_OK):
@@ -85,7 +88,7 @@ class FileStore(KVStore):
 
     async def match(self, hashes: Sequence[BlockHash]) -> int:
         """One `stat` a block."""
-        return await self._threads.run(lambda stop: self._match(hashes, stop))
+        return await self._threads.ask(lambda: self._match(hashes))
 
     async def get(self, reads: Sequence[Read]) -> list[bool]:
         """One `preadv` a block, straight to where it is wanted where the codec is none."""
@@ -103,29 +106,29 @@ class FileStore(KVStore):
 
     async def pin(self, hashes: Sequence[BlockHash]) -> int:
         """Leave a mark beside each."""
-        return await self._threads.run(lambda stop: self._mark(hashes))
+        return await self._threads.ask(lambda: self._mark(hashes))
 
     async def unpin(self, hashes: Sequence[BlockHash]) -> int:
         """Remove the marks."""
-        return await self._threads.run(lambda stop: self._unmark(hashes))
+        return await self._threads.ask(lambda: self._unmark(hashes))
 
     async def delete(self, hashes: Sequence[BlockHash]) -> int:
         """Remove the files."""
-        return await self._threads.run(lambda stop: sum(self._remove(name) for name in hashes))
+        return await self._threads.ask(lambda: sum(self._remove(name) for name in hashes))
 
     # Notes.
 
     async def write_note(self, name: str, content: bytes, ttl_s: float) -> None:
         """A file of its own."""
-        await self._threads.run(lambda stop: self._notes.write(name, content, ttl_s))
+        await self._threads.ask(lambda: self._notes.write(name, content, ttl_s))
 
     async def read_note(self, name: str) -> bytes | None:
         """Read it, unless its time is over."""
-        return await self._threads.run(lambda stop: self._notes.read(name))
+        return await self._threads.ask(lambda: self._notes.read(name))
 
     async def remove_note(self, name: str) -> None:
         """Remove the file."""
-        await self._threads.run(lambda stop: self._notes.remove(name))
+        await self._threads.ask(lambda: self._notes.remove(name))
 
     # Insight.
 
@@ -139,7 +142,7 @@ class FileStore(KVStore):
         name = block_hash.hex()
         return f"{self._folder}/{name[:2]}/{name}{suffix}"
 
-    def _match(self, hashes: Sequence[BlockHash], stop: Stop) -> int:
+    def _match(self, hashes: Sequence[BlockHash]) -> int:
         for index, block_hash in enumerate(hashes):
             try:
                 os.stat(self._path(block_hash))  # noqa: PTH116 - a Path made of it would double the time
@@ -147,8 +150,6 @@ class FileStore(KVStore):
                 return index
             except OSError as error:
                 raise StoreError(f"cannot look into {self._folder}: {error.strerror}") from error
-            if stop.requested:
-                return index
         return len(hashes)
 
     def _get(self, read: Read) -> bool:

@@ -32,8 +32,10 @@ class Health:
         return time.monotonic() >= self._until
 
     def failed(self) -> None:
-        """It raised, or did not answer in time."""
+        """It raised, or did not answer in time. Calls that fail together are one failure."""
         self.num_failures += 1
+        if not self.may_be_asked:
+            return
         self._pause_s = min(LONGEST_PAUSE_S, self._pause_s * 2 or FIRST_PAUSE_S)
         self._until = time.monotonic() + self._pause_s
 

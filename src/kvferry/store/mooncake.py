@@ -60,16 +60,16 @@ class MooncakeStore(KVStore):
 
     async def open(self) -> None:
         """Join. Raises `StoreError` when the master is not there."""
-        await self._threads.run(self._join)
+        await self._threads.ask(self._join)
 
     async def close(self) -> None:
         """Leave, and with this instance the memory that it lent."""
-        await self._threads.run(self._leave)
+        await self._threads.ask(self._leave)
         self._threads.close()
 
     async def match(self, hashes: Sequence[BlockHash]) -> int:
         """One call."""
-        return await self._threads.run(lambda stop: self._match(hashes))
+        return await self._threads.ask(lambda: self._match(hashes))
 
     async def get(self, reads: Sequence[Read]) -> list[bool]:
         """One call a block."""
@@ -81,16 +81,16 @@ class MooncakeStore(KVStore):
 
     async def pin(self, hashes: Sequence[BlockHash]) -> int:
         """Written anew, hard-pinned: Mooncake has no other way."""
-        return await self._threads.run(lambda stop: sum(self._write_again(name, True) for name in hashes))
+        return await self._threads.ask(lambda: sum(self._write_again(name, True) for name in hashes))
 
     async def unpin(self, hashes: Sequence[BlockHash]) -> int:
         """Written anew, not pinned."""
-        return await self._threads.run(lambda stop: sum(self._write_again(name, False) for name in hashes))
+        return await self._threads.ask(lambda: sum(self._write_again(name, False) for name in hashes))
 
     async def delete(self, hashes: Sequence[BlockHash]) -> int:
         """Whoever reads them meanwhile."""
         self.note_removed(hashes)
-        return await self._threads.run(lambda stop: sum(self._remove(self._key(name)) for name in hashes))
+        return await self._threads.ask(lambda: sum(self._remove(self._key(name)) for name in hashes))
 
     # Notes: the first bytes say until when (Unix time, ms).
 
@@ -99,24 +99,24 @@ class MooncakeStore(KVStore):
         if len(content) > MAX_NOTE_BYTES:
             raise StoreError(f"a note of {len(content)} bytes, and {MAX_NOTE_BYTES} is the most")
         over = round((time.time() + ttl_s) * 1000).to_bytes(_EXPIRY_BYTES, "little")
-        code = await self._threads.run(lambda stop: self._joined.upsert(_note_key(name), over + content))
+        code = await self._threads.ask(lambda: self._joined.upsert(_note_key(name), over + content))
         if code:
             raise StoreError(f"the Mooncake master at {self.location} took no note: code {code}")
 
     async def read_note(self, name: str) -> bytes | None:
         """Unless its time is over."""
-        found: bytes = await self._threads.run(lambda stop: self._read(_note_key(name)))
+        found: bytes = await self._threads.ask(lambda: self._read(_note_key(name)))
         if len(found) < _EXPIRY_BYTES or int.from_bytes(found[:_EXPIRY_BYTES], "little") < time.time() * 1000:
             return None
         return found[_EXPIRY_BYTES : _EXPIRY_BYTES + MAX_NOTE_BYTES]
 
     async def remove_note(self, name: str) -> None:
         """Whoever reads it meanwhile."""
-        await self._threads.run(lambda stop: self._remove(_note_key(name)))
+        await self._threads.ask(lambda: self._remove(_note_key(name)))
 
     # On the thread.
 
-    def _join(self, stop: Stop) -> None:
+    def _join(self) -> None:
         if self._client is not None:
             return
         os.environ.setdefault("GLOG_minloglevel", "2")  # it reports every key that is not there
@@ -137,7 +137,7 @@ class MooncakeStore(KVStore):
             raise StoreError(f"cannot join the Mooncake Store of the master at {master}: code {code}")
         self._client = client
 
-    def _leave(self, stop: Stop) -> None:
+    def _leave(self) -> None:
         client, self._client = self._client, None
         if client is not None:
             client.close()

@@ -66,17 +66,23 @@ class Tier:
         """The answer, or `otherwise` when there is none in time."""
         if not self.health.may_be_asked:
             return otherwise
+        late = _Late(self)
         try:
             async with asyncio.timeout(self.deadline_s):
                 await self.open()
                 result = await call()
         except TimeoutError:
-            self.num_late += 1
-            self.failed(f"did not answer within {self.deadline_s:g} s")
+            late.is_now()
             return otherwise
         except KvferryError as error:
             self.failed(str(error))
             return otherwise
+        except Exception as error:
+            log.exception("store tier %s failed unexpectedly", self.name)
+            self.failed(repr(error))
+            return otherwise
+        finally:
+            late.cancel()
         if not self.health.is_good:
             log.info("store tier %s is back", self.name)
         self.health.answered()
@@ -87,6 +93,25 @@ class Tier:
         if self.health.is_good:
             log.warning("store tier %s is left alone for a while: %s", self.name, reason)
         self.health.failed()
+
+
+class _Late:
+    """Marks a tier when its deadline passes, though the call may still wait for a thread with the caller's memory."""
+
+    def __init__(self, tier: Tier) -> None:
+        self._tier, self._was = tier, False
+        self._timer = asyncio.get_running_loop().call_later(tier.deadline_s, self.is_now)
+
+    def is_now(self) -> None:
+        """It is marked once."""
+        if not self._was:
+            self._was = True
+            self._tier.num_late += 1
+            self._tier.failed(f"did not answer within {self._tier.deadline_s:g} s")
+
+    def cancel(self) -> None:
+        """The call is over."""
+        self._timer.cancel()
 
 
 class TieredStore(KVStore):
@@ -124,7 +149,10 @@ class TieredStore(KVStore):
         server that is not there yet is asked again later."""
         for tier in self.tiers:
             try:
-                await tier.open()
+                async with asyncio.timeout(tier.deadline_s):
+                    await tier.open()
+            except TimeoutError:
+                tier.failed(f"did not open within {tier.deadline_s:g} s")
             except StoreError as error:
                 tier.failed(str(error))
 
@@ -140,8 +168,9 @@ class TieredStore(KVStore):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         for tier in self.tiers:
-            with suppress(KvferryError):
-                await tier.store.close()
+            with suppress(KvferryError, TimeoutError):
+                async with asyncio.timeout(tier.deadline_s):
+                    await tier.store.close()
 
     # Blocks.
 
@@ -334,6 +363,9 @@ class TieredStore(KVStore):
                 names.append(self._dirty.get_nowait())
             try:
                 await self._flush_batch([Read(name, read.into) for name, read in zip(names, scratch, strict=False)])
+            except Exception:  # the task's outermost edge: what waits behind these is still taken down
+                log.exception("taking blocks to lower tiers failed unexpectedly")
+                self.count(unflushed_blocks=len(names))
             finally:
                 for name in names:
                     self._parents.pop(name, None)

@@ -4,6 +4,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 
 import pytest
 from kv_support import Region, make_layout
@@ -269,6 +270,29 @@ def test_layers_are_waited_for_one_by_one(region: Region, loop: TransferLoop) ->
     loader.close()
 
 
+def test_a_read_that_never_ends_does_not_hold_the_engine(region: Region, loop: TransferLoop) -> None:
+    """What comes of it afterwards is not written."""
+
+    class Stubborn(HeldStore):
+        async def _pass(self) -> None:
+            passing = asyncio.ensure_future(super()._pass())
+            while not passing.done():  # as one that waits for a thread: cancelling does not end it
+                with suppress(asyncio.CancelledError):
+                    await asyncio.shield(passing)
+
+    store = Stubborn()
+    before = region.block(0, 2)
+    loader = make_loader(store, loop, region, timeout_s=0.05)
+    step = loader.start_layerwise([LoadBlocks("r", [b"a"], [2], True)])
+    step.wait_layer(0)
+    assert step.failed() == {"r"}
+    store.gate.set()
+    until(lambda: not loader._left)
+    assert region.block(0, 2) == before
+    loader.box.take()
+    loader.close()
+
+
 # The prober.
 
 
@@ -332,6 +356,39 @@ def test_many_markers_are_waited_for_at_once(loop: TransferLoop) -> None:
     answer = prober.answer("r7")
     assert answer is not None
     assert answer.marker == marker_of("t7")
+    prober.close()
+
+
+def test_a_look_that_never_ends_is_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvferry.connectors.kv_store.prober.LOOK_S", 0.05)
+    store = HeldStore()
+    prober = make_prober(store)
+    prober.ask("r", Question([b"a"]))
+    until(lambda: prober.answer("r") is not None)
+    answer = prober.answer("r")
+    assert answer is not None
+    assert isinstance(answer.error, TransferTimeout)
+    prober.close()
+
+
+def test_a_store_that_cannot_be_asked_now_may_have_the_marker_later(loop: TransferLoop) -> None:
+    failures = iter([StoreError("not yet"), StoreError("not yet")])
+
+    class Shaky(HeldStore):
+        async def read_note(self, name: str) -> bytes | None:
+            for error in failures:
+                raise error
+            return await super().read_note(name)
+
+    store = Shaky()
+    store.gate.set()
+    loop.submit(Markers("secret").write(store, marker_of("t"))).result(20)
+    prober = make_prober(store)
+    prober.ask("r", Question([b"a"], "t", time.monotonic() + 20))
+    until(lambda: prober.answer("r") is not None)
+    answer = prober.answer("r")
+    assert answer is not None
+    assert answer.marker == marker_of("t")
     prober.close()
 
 

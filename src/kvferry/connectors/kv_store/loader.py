@@ -2,7 +2,7 @@
 
 Owns the loads under way. A load ends, in any way, only when nothing more is written to its blocks. (A read that the
 operating system does not return from, as on a hung network file system, therefore delays that end beyond the
-deadline.)
+deadline. Not so layerwise: the engine waits for those, so they are read to memory of the loader's and copied.)
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from kvferry.connectors.kv_store.plan import LoadBlocks
 from kvferry.connectors.reports import ReportBox
 from kvferry.core.errors import KvferryError, StoreError, TransferTimeout
 from kvferry.store.base import KVStore, Read
+from kvferry.store.copying import copy_bytes
 from kvferry.transport.transfer_loop import TransferLoop
 
 log = logging.getLogger(__name__)
@@ -49,6 +50,8 @@ class LayerwiseStep:
         self._changed = threading.Condition()
         self._num_ready = 0
         self._over = False
+        self.is_given_up = False
+        """On the loop: whether nothing may be written to its blocks any more."""
 
     def layer_is_ready(self) -> None:
         """One more layer of all loads is in, or given up."""
@@ -85,6 +88,8 @@ class StoreLoader:
         self._lock = threading.Lock()
         self._loads: dict[str, _Load] = {}
         self._counts: Counter[str] = Counter()
+        self._left: set[asyncio.Task[None]] = set()
+        """Reads of steps that were given up, until they end."""
 
     def start(self, load: LoadBlocks) -> None:
         """Read a request's blocks."""
@@ -147,21 +152,31 @@ class StoreLoader:
         self._end(load)
 
     async def _run_layerwise(self, step: LayerwiseStep) -> None:
+        reading = asyncio.create_task(self._read_layers(step))
         try:
-            async with asyncio.timeout(self._timeout_s):
-                for layer in range(self._num_layers):
-                    for load in step.loads:
-                        await self._read_layer(load, layer)
-                    step.layer_is_ready()
+            done, _ = await asyncio.wait({reading}, timeout=self._timeout_s)
+            if not done:
+                raise TimeoutError
+            reading.result()
         except asyncio.CancelledError:
             for load in step.loads:
                 load.error = StoreError("the engine ends")
         except Exception as error:  # noqa: BLE001 - as above
             for load in step.loads:
                 load.error = load.error or _as_ours(error)
+        step.is_given_up = True
+        if reading.cancel():  # it may be long in ending
+            self._left.add(reading)
+            reading.add_done_callback(self._left.discard)
         for load in step.loads:
             self._end(load)
         step.is_over()
+
+    async def _read_layers(self, step: LayerwiseStep) -> None:
+        for layer in range(self._num_layers):
+            for load in step.loads:
+                await self._read_layer(step, load, layer)
+            step.layer_is_ready()
 
     async def _read_blocks(self, load: _Load) -> None:
         wanted = list(zip(load.load.hashes, load.load.block_ids, strict=True))
@@ -171,15 +186,19 @@ class StoreLoader:
             reads = [Read(name, [self._view(layer, block_id) for layer in layers]) for name, block_id in part]
             _require_all(await self._store.get(reads))
 
-    async def _read_layer(self, load: _Load, layer: int) -> None:
+    async def _read_layer(self, step: LayerwiseStep, load: _Load, layer: int) -> None:
         if load.cancelled or load.error is not None:
             return
-        wanted = zip(load.load.hashes, load.load.block_ids, strict=True)
+        views = [self._view(layer, block_id) for block_id in load.load.block_ids]
+        reads = [(name, memoryview(bytearray(len(view)))) for name, view in zip(load.load.hashes, views, strict=True)]
         try:
-            reads = [(block_hash, self._view(layer, block_id)) for block_hash, block_id in wanted]
             _require_all(await self._store.get_layer(layer, reads))
         except StoreError as error:
             load.error = error
+            return
+        if not step.is_given_up:
+            for view, (_, content) in zip(views, reads, strict=True):
+                copy_bytes(view, content)
 
     def _end(self, load: _Load) -> None:
         request_id = load.load.request_id

@@ -20,6 +20,10 @@ MARKER_S = 3600.0
 _CODE_BYTES = 16
 
 
+class BadMarker(StoreError):
+    """What lies in a marker's place is none that can be believed, and will not become one."""
+
+
 class Marker(msgspec.Struct, frozen=True, kw_only=True):
     """What the producer leaves for the consumer. No `prefill_result`: the prefill was given up."""
 
@@ -48,14 +52,14 @@ class Markers:
         if note is None:
             return None
         if not hmac.compare_digest(note[:_CODE_BYTES], self._code(name, note[_CODE_BYTES:])):
-            raise StoreError(
+            raise BadMarker(
                 f"the marker of hand-off {transfer_id!r} was not written with this instance's token; start all"
                 " instances with the same KVFERRY_AUTH_TOKEN"
             )
         try:
             return msgspec.msgpack.decode(note[_CODE_BYTES:], type=Marker)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise StoreError(f"what is under {transfer_id!r} is no marker of a hand-off: {error}") from error
+            raise BadMarker(f"what is under {transfer_id!r} is no marker of a hand-off: {error}") from error
 
     async def remove(self, store: KVStore, transfer_id: str, rank: int) -> None:
         """Remove a rank's marker, if it is there."""

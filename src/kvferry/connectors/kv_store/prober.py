@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-from kvferry.connectors.kv_store.markers import Marker, Markers
+from kvferry.connectors.kv_store.markers import BadMarker, Marker, Markers
 from kvferry.core.block_hash import BlockHash
 from kvferry.core.errors import KvferryError, StoreError, TransferTimeout
 from kvferry.store.base import KVStore
@@ -25,6 +25,8 @@ log = logging.getLogger(__name__)
 MARKER_POLL_S = 0.002
 MARKER_POLL_EACH_S = 0.00025
 CLOSE_S = 10.0
+LOOK_S = 15.0
+"""For a look, beyond the wait for a marker: some stores, each within its own deadline."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,7 @@ class Prober:
         self._questions: dict[str, Future[None]] = {}
         self._answers: dict[str, Answer] = {}
         self._ahead: set[asyncio.Task[None]] = set()
+        self._trouble: StoreError | None = None
         self._loop: TransferLoop | None = None
 
     def ask(self, request_id: str, question: Question) -> None:
@@ -118,8 +121,12 @@ class Prober:
             await store.close()
 
     async def _answer(self, request_id: str, question: Question) -> None:
+        left_s = 0.0 if question.transfer_id is None else max(0.0, question.deadline - time.monotonic())
         try:
-            answer = await self._look(question)
+            async with asyncio.timeout(left_s + LOOK_S):
+                answer = await self._look(question)
+        except TimeoutError:
+            answer = Answer(error=TransferTimeout("the store did not say in time what it has"))
         except KvferryError as error:
             answer = Answer(error=error)
         except Exception as error:  # the task's outermost edge: the request must hear of it
@@ -154,12 +161,25 @@ class Prober:
             return None
         while (marker := await self._marker(transfer_id)) is None:
             if time.monotonic() >= question.deadline:
-                raise TransferTimeout(f"hand-off {transfer_id!r}: its prefill did not reach the store in time")
+                why = f"; the store: {self._trouble}" if self._trouble is not None else ""
+                raise TransferTimeout(f"hand-off {transfer_id!r}: its prefill did not reach the store in time{why}")
             await asyncio.sleep(max(MARKER_POLL_S, len(self._questions) * MARKER_POLL_EACH_S))
         return marker
 
     async def _marker(self, transfer_id: str) -> Marker | None:
-        """The first rank's marker, once all have left theirs; at once, where the producer's ranks are not as many."""
+        """The first rank's marker, once all have left theirs; at once, where the producer's ranks are not as many. A
+        store that cannot be asked now may be asked in a while, with the marker in it."""
+        try:
+            marker = await self._read_markers(transfer_id)
+        except BadMarker:
+            raise
+        except StoreError as error:
+            self._trouble = error
+            return None
+        self._trouble = None
+        return marker
+
+    async def _read_markers(self, transfer_id: str) -> Marker | None:
         first = await self._markers.read(self._stores[0], transfer_id, 0)
         if first is None or first.layout.tp_size != len(self._stores):
             return first
