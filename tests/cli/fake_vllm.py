@@ -30,7 +30,7 @@ class Server(BaseHTTPRequestHandler):
         if params.get("do_remote_decode"):
             self._answer(200, {"kv_transfer_params": TICKET})
             return
-        self._answer(200, {"arguments": sys.argv[1:], "ticket_is_p_s": params == TICKET})
+        self._answer(200, {"arguments": sys.argv[1:], "ticket_is_p_s": params.items() >= TICKET.items()})
 
     def _answer(self, status: int, body: Any) -> None:
         content = json.dumps(body).encode()

@@ -35,18 +35,21 @@ def test_serve(python: str, tmp_path: Path) -> None:
         log.open("w") as errors,
         subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True) as process,
     ):
-        assert process.stdout is not None
-        line = process.stdout.readline()
-        assert line.startswith("kvferry is up: "), log.read_text()
-        started = psutil.Process(process.pid).children(recursive=True)
-        url = line.removeprefix("kvferry is up: ").strip()
-        found = httpx.post(url + "/v1/completions", json={"model": "m", "prompt": "Hi"}, timeout=30).json()
-        assert found["ticket_is_p_s"]
-        assert found["arguments"][2:4] == ["serve", "some/model"]
-        assert found["arguments"][-2:] == ["--dtype", "x y"]
-        process.send_signal(signal.SIGINT)
-        assert process.wait(timeout=60) == 0
-        assert psutil.wait_procs(started, timeout=10)[1] == []
+        try:
+            assert process.stdout is not None
+            line = process.stdout.readline()
+            assert line.startswith("kvferry is up: "), log.read_text()
+            started = psutil.Process(process.pid).children(recursive=True)
+            url = line.removeprefix("kvferry is up: ").strip()
+            found = httpx.post(url + "/v1/completions", json={"model": "m", "prompt": "Hi"}, timeout=30).json()
+            assert found["ticket_is_p_s"]
+            assert found["arguments"][2:4] == ["serve", "some/model"]
+            assert found["arguments"][-2:] == ["--dtype", "x y"]
+            process.send_signal(signal.SIGINT)
+            assert process.wait(timeout=60) == 0
+            assert psutil.wait_procs(started, timeout=10)[1] == []
+        finally:
+            process.terminate()  # also when something was not as it should be
     assert "[prefill-1] loading weights (50%)" in log.read_text()
 
 
