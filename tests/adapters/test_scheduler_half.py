@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
-from kvferry.connectors.api import Hit
+from kvferry.connectors.api import Failed, Hit, Hold, Loaded, TransferEvent
+from kvferry.connectors.report_codec import encode_report
+from kvferry.core.errors import PeerLost
 from kvferry.core.layout import KVLayout, LayerLayout
 
 pytestmark = pytest.mark.vllm
@@ -30,6 +32,12 @@ class Side:
 
     def has_work(self) -> bool:
         return self.waits
+
+    def completed(self, report: Any) -> None:
+        pass
+
+    def finish(self, *what: Any) -> Hold:
+        return Hold(None)
 
     def allocated(self, *what: Any) -> None:
         self.allocations.append(what)
@@ -118,3 +126,42 @@ def test_a_load_without_a_block_is_refused_and_nobody_is_told_to_write(half: Any
     assert not metadata.loads
     assert view.failed
     assert half.num_failures == {"TransferError": 1}
+
+
+def report(half: Any, *events: TransferEvent) -> None:
+    from kvferry.adapters.vllm.messages import RankReport, WorkerReports
+
+    half.completed(WorkerReports([RankReport(0, encode_report(list(events)))]))
+
+
+@pytest.mark.parametrize("event", [Loaded("r"), Failed("r", PeerLost("gone"))], ids=["loaded", "failed"])
+def test_a_load_that_ended_is_not_taken_for_one_that_was_given_up(half: Any, event: TransferEvent) -> None:
+    add_request(half, Hit(16), [4, 5])
+    half.allocated(request := SimpleNamespace(request_id="r"), [[4, 5]], 16)
+    half.plan(step())
+    report(half, event)
+    assert half.plan(step()).forgotten == {"r"}
+    assert half.finish(request, [[4, 5]])[0]
+    assert not half.has_work()
+    half.check()
+
+
+def test_a_load_after_another_of_the_same_request_is_not_forgotten(half: Any) -> None:
+    view = add_request(half, Hit(16), [4, 5])
+    half.allocated(request := SimpleNamespace(request_id="r"), [[4, 5]], 16)
+    half.plan(step())
+    report(half, Loaded("r", 8))
+    view.asked = (8, Hit(8))
+    half.allocated(request, [[4, 5]], 8)
+    metadata = half.plan(step())
+    assert (metadata.loads, metadata.forgotten) == ({"r": [4, 5]}, set())
+
+
+def test_a_load_given_up_is_waited_for(half: Any) -> None:
+    add_request(half, Hit(16), [4, 5])
+    half.allocated(request := SimpleNamespace(request_id="r"), [[4, 5]], 16)
+    half.plan(step())
+    assert half.finish(request, [[4, 5]])[0]
+    report(half, Loaded("r"))
+    assert not half.plan(step()).forgotten
+    assert half.has_work()

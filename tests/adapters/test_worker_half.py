@@ -197,6 +197,18 @@ def test_an_aborted_load_is_told_as_a_load(side: Recorder) -> None:
     half.check()
 
 
+def test_what_is_held_after_a_load_is_told_as_sent(side: Recorder) -> None:
+    """Even if it is released in the very step that says that the load is over."""
+    half = make_half(side)
+    run(half, step(loads={"r": [5, 6]}))
+    side.report.append(Loaded("r"))
+    assert run(half, step()).finished_recving == {"r"}
+    side.report.append(Released("r"))
+    results = run(half, step(forgotten={"r"}))
+    assert (results.finished_recving, results.finished_sending) == (set(), {"r"})
+    half.check()
+
+
 def test_a_failed_load_of_a_step_names_its_blocks(side: Recorder) -> None:
     half = make_half(side)
     metadata = step(step_loads={"r": [7, 8]})

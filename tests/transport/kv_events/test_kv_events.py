@@ -13,6 +13,7 @@ import zmq
 from kvferry.core.clock import ManualClock
 from kvferry.core.errors import ConfigError, ProtocolError
 from kvferry.transport.kv_events.messages import (
+    END_OF_REPLAY,
     AllBlocksCleared,
     BlockRemoved,
     BlockStored,
@@ -75,6 +76,35 @@ async def test_what_was_told_before_is_told_to_who_comes_later(publisher: KVEven
         publisher.publish(stored(number))
     async with aclosing(at(publisher)) as told:
         assert await take(told, 3) == [stored(0), stored(1), stored(2)]
+
+
+def ask_again(context: zmq.Context[zmq.Socket[bytes]], where: str, first: int) -> zmq.Socket[bytes]:
+    """A caller that asks for a replay and takes nothing of it before the test reads."""
+    caller = context.socket(zmq.DEALER)
+    caller.setsockopt(zmq.RCVHWM, 1)
+    caller.setsockopt(zmq.RCVTIMEO, 60_000)
+    caller.connect(where)
+    caller.send_multipart([b"", first.to_bytes(8, "big")])
+    return caller
+
+
+def test_all_that_is_kept_is_told_to_who_reads_slowly() -> None:
+    """However far it is beyond what ZeroMQ lets wait by default, and what lies in the sockets of the system."""
+    publisher = KVEventPublisher("tcp://127.0.0.1:*", None, ManualClock(5.0), most_kept=4000)
+    context = zmq.Context()
+    try:
+        event = BlockStored(block_hashes=[b"x" * 12_000], parent_block_hash=None, token_ids=[], block_size=2)
+        for _ in range(4000):
+            publisher.publish([event])
+        slow = ask_again(context, publisher.addresses.replay_endpoint, 0)
+        assert slow.recv_multipart()[-2] == bytes(8)
+        after = ask_again(context, publisher.addresses.replay_endpoint, 4000)
+        assert after.recv_multipart()[-2] == END_OF_REPLAY, "it is answered once the first is"
+        numbers = [slow.recv_multipart()[-2] for _ in range(4000)]
+        assert numbers[-1] == END_OF_REPLAY
+    finally:
+        context.destroy(linger=0)
+        publisher.close()
 
 
 async def test_a_gap_is_filled_and_one_that_cannot_be_is_told(publisher: KVEventPublisher) -> None:

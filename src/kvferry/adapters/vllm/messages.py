@@ -31,7 +31,7 @@ class StepMetadata(KVConnectorMetadata):
     not_held: dict[str, list[int]] = field(default_factory=dict)
     """Of requests whose blocks are held: the groups that none is held of, and of which nothing will be reported."""
     forgotten: set[str] = field(default_factory=set)
-    """Requests that are over, and nothing of theirs is under way."""
+    """Requests whose load is over, or is over with them: the next that is released of them is what they held."""
 
     @property
     def has_work(self) -> bool:

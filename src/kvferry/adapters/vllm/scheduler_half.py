@@ -31,6 +31,7 @@ from kvferry.connectors.api import (
     HasStore,
     Hit,
     Hold,
+    Loaded,
     Miss,
     Pending,
     Released,
@@ -170,6 +171,7 @@ class SchedulerHalf:
             self._next.step_loads[view.request_id] = list(block_ids[0][first:last])
         elif hit.num_tokens:
             self._next.loads[view.request_id] = list(block_ids[0])
+            self._next.forgotten.discard(view.request_id)  # a load before this one
             self._loading.add(view.request_id)
 
     def _lacks_blocks(self, part: Part, block_ids: Sequence[int], num_computed_tokens: int, hit: Hit) -> bool:
@@ -260,6 +262,8 @@ class SchedulerHalf:
                 self.events.happened(rank.store)
         report = self._reports.take()
         for event in report:
+            if isinstance(event, Loaded | Failed):
+                self._load_ended(event.request_id)
             match event:
                 case Failed(request_id, error):
                     self.num_failures[type(error).__name__] += 1
@@ -270,6 +274,13 @@ class SchedulerHalf:
                     self._pins.release(request_id)
         if report:
             self.side.completed([shown for event in report for shown in self._of_parts(event)])
+
+    def _load_ended(self, name: str) -> None:
+        """On all ranks, of a request that goes on: what is released of it from now on is what it holds at its end. (Of
+        one that was given up the workers have yet to hear so.)"""
+        if name in self._loading and name in self._requests:
+            self._loading.discard(name)
+            self._next.forgotten.add(name)
 
     def _of_parts(self, event: TransferEvent) -> list[TransferEvent]:
         """What is true of a request is true of its parts."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -213,13 +213,18 @@ class WorkerHalf:
         if step is not None:
             results.finished_recving |= step.refused
             results.failed_recving |= step.refused
+        forgotten = step.forgotten if step is not None else set()
+        self._forget(name for name in forgotten if name in self._loads and self._loads[name].reported)
         if self.side is not None:
             self._sort(self._of_requests(self.side.poll(), step), results)
         if self._events is not None:
             results.rank_report.store = self._events.store_events()
-        for request_id in step.forgotten if step is not None else ():
-            self._loads.pop(request_id, None)
+        self._forget(forgotten)
         return results
+
+    def _forget(self, names: Iterable[str]) -> None:
+        for name in list(names):
+            self._loads.pop(name, None)
 
     def check(self) -> None:
         """Raise `LeakError` when something is kept of requests that are gone."""

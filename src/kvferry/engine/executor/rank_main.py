@@ -49,7 +49,8 @@ END_S = 3.0
 
 
 PROCEED_S = 5.0
-"""How long a rank that failed in a step waits to hear that no other stands in a collective that it has left."""
+"""How long a rank that failed in a step waits to hear that no other stands in a collective that it has left. So long, too,
+do they stand there before its end calls them back."""
 
 
 class _Woken:
@@ -178,11 +179,14 @@ class RankProcessMain:
         """Whether rank 0 says that all ranks have left the step, and so have made the same collectives. If it does not,
         some may stand in one that this rank never comes to, until its end breaks that."""
         end = time.monotonic() + PROCEED_S
+        is_woken = False
         try:
             while isinstance(command := self._inbox.take(max(0.0, end - time.monotonic())), _Woken):
-                pass
+                is_woken = True
         except Empty:
             return False
+        if is_woken:
+            self._inbox.wake()  # for what moved on meanwhile: nothing else may ever ask
         return isinstance(command, Proceed)
 
 

@@ -48,7 +48,10 @@ class KVEventPublisher:
         self._context = library.Context()
         try:
             self._pub, where = self._bind(library.PUB, endpoint, "--kv-events")
-            self._replay, replay_where = self._bind(library.ROUTER, replay_endpoint, "--kv-events-replay")
+            # Its default is fewer messages than a replay has, and a ROUTER drops what is beyond, the end among it.
+            self._replay, replay_where = self._bind(
+                library.ROUTER, replay_endpoint, "--kv-events-replay", most_unsent=most_kept + 1
+            )
         except BaseException:
             self._context.destroy(linger=0)
             raise
@@ -75,9 +78,11 @@ class KVEventPublisher:
         self._thread.join()
         self._context.destroy(linger=0)
 
-    def _bind(self, kind: int, endpoint: str, flag: str) -> tuple[Any, str]:
+    def _bind(self, kind: int, endpoint: str, flag: str, most_unsent: int | None = None) -> tuple[Any, str]:
         library = zmq()
         socket = self._context.socket(kind)
+        if most_unsent is not None:
+            socket.setsockopt(library.SNDHWM, most_unsent)
         try:
             socket.bind(endpoint)
         except library.ZMQError as error:

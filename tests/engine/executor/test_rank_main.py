@@ -1,0 +1,25 @@
+"""What a rank other than rank 0 does between its commands. Its process is tested with the engine's."""
+
+from __future__ import annotations
+
+from queue import SimpleQueue
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvferry.engine.executor.messages import Check, Proceed
+from kvferry.engine.executor.rank_main import RankProcessMain, _Woken
+
+
+@pytest.mark.parametrize(("answer", "may_proceed"), [(Proceed(), True), (Check(), False)])
+def test_a_transfer_that_moves_on_while_a_failed_rank_waits_is_asked_for_afterwards(
+    answer: Any, *, may_proceed: bool
+) -> None:
+    commands: SimpleQueue[Any] = SimpleQueue()
+    pipe: Any = SimpleNamespace(receive_command=commands.get)
+    main = RankProcessMain(pipe)
+    main._inbox.wake()
+    commands.put(answer)
+    assert main._may_proceed() is may_proceed
+    assert isinstance(main._inbox.take(5), _Woken)
