@@ -5,8 +5,9 @@ from kv_support import make_layout
 
 from kvferry.core.clock import ManualClock
 from kvferry.core.errors import LeakError
-from kvferry.transport.lookup_buffer.entries import MAX_REMEMBERED, Cursor, Ended, EntryBounds, EntryTable
+from kvferry.transport.lookup_buffer.entries import Cursor, Ended, EntryBounds, EntryTable
 from kvferry.transport.lookup_buffer.messages import Announced, Over, Part, Sealed
+from kvferry.transport.lookup_buffer.remembered import MAX_REMEMBERED
 from kvferry.transport.memory import BlockGeometry
 
 ALL_LAYERS = 3
@@ -234,6 +235,33 @@ def test_a_key_that_was_dropped_before_it_began_may_begin_later() -> None:
     assert table.insert("k", PART)
     table.drop("k")
     assert table.ended() == [Ended("k", "dropped")]
+
+
+def test_a_release_is_of_the_request_that_does_not_begin() -> None:
+    """Not of another with its name, that comes when the first was dropped."""
+    table = make_table()
+    table.release("k")
+    table.drop("k")
+    assert table.open("k")
+    assert table.insert("k", PART)
+    table.drop("k")
+
+
+def test_what_is_remembered_has_an_age() -> None:
+    clock = ManualClock()
+    table = make_table(clock, unsealed_s=300)
+    table.release("unwanted")
+    table.drop("dropped")
+    clock.advance(299)
+    table.release("later")
+    assert table.changes("dropped", Cursor())[0] == [Over("dropped")]
+    clock.advance(1)
+    assert table.changes("dropped", Cursor())[0] == []
+    assert table.open("unwanted")
+    assert table.insert("unwanted", PART)
+    assert table.open("later")
+    assert not table.insert("later", PART)
+    table.drop("unwanted")
 
 
 def test_why_a_key_is_over_is_said_once() -> None:

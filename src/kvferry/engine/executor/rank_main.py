@@ -49,8 +49,8 @@ END_S = 3.0
 
 
 PROCEED_S = 5.0
-"""How long a rank that failed in a step waits to hear that no other stands in a collective that it has left. So long, too,
-do they stand there before its end calls them back."""
+"""How long a rank that failed in a step waits to hear that no other stands in a collective that it has left; those that
+do stand there as long, before its end calls them back."""
 
 
 class _Woken:

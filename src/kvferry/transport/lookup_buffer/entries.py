@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -18,10 +18,9 @@ from typing import Literal
 from kvferry.core.clock import Clock
 from kvferry.core.errors import LeakError
 from kvferry.transport.lookup_buffer.messages import Announced, Change, Over, Part, Sealed
+from kvferry.transport.lookup_buffer.remembered import Remembered
 from kvferry.transport.memory import BlockGeometry
 
-MAX_REMEMBERED = 4096
-"""How many ended keys are remembered, so that who asks too late hears why at once."""
 MAX_IDS_PER_CHANGE = 2**17
 """Block ids in one change, to keep it well within a frame."""
 
@@ -51,7 +50,8 @@ class Cursor:
 
 @dataclass(frozen=True)
 class EntryBounds:
-    """Bounds of a table. `lease_s` runs from the seal or last renewal, `unsealed_s` from the last part.
+    """Bounds of a table. `lease_s` runs from the seal or last renewal, `unsealed_s` from the last part; as long
+    is remembered why a key is over, and that nobody wants one which has not begun.
 
     `gather_bytes`: parts are heard of when there are so many bytes of them, or at the seal. To be told costs the
     producer's cores, and of a little nothing is gained: it is read in no time.
@@ -88,8 +88,8 @@ class EntryTable:
         self._geometry, self._clock = geometry, clock
         self._lock = threading.Lock()
         self._entries: dict[str, _Entry] = {}
-        self._over: OrderedDict[str, EndReason] = OrderedDict()
-        self._unwanted: OrderedDict[str, None] = OrderedDict()
+        self._over = Remembered[EndReason](clock, bounds.unsealed_s)  # so that who asks too late hears why at once
+        self._unwanted = Remembered[bool](clock, bounds.unsealed_s)
         self._ended: list[Ended] = []
         self._generations = itertools.count()
         self._num_bytes = 0
@@ -115,17 +115,17 @@ class EntryTable:
         """
         self.on_key(key)
         with self._lock:
-            self._over.pop(key, None)
+            self._over.pop(key)
+            is_unwanted = self._unwanted.pop(key)  # its consumer left before it began
             if len(self._entries) >= self.bounds.max_keys or self._num_bytes >= self.bounds.capacity_bytes:
                 self._counts["full"] += 1
-                self._remember(key, "full")
+                self._over.set(key, "full")
                 accepted = False
             else:
                 assert key not in self._entries, f"{key} is open already"
                 self._entries[key] = _Entry(next(self._generations), self._unsealed_deadline())
                 accepted = True
-                if key in self._unwanted:  # its consumer left before it began
-                    del self._unwanted[key]
+                if is_unwanted:
                     self._end(key, "released")
         self._notify()
         return accepted
@@ -179,6 +179,7 @@ class EntryTable:
         waits for it, or comes later, is told "dropped" at once."""
         self.on_key(key)
         with self._lock:
+            self._unwanted.pop(key)  # that was of the request which will not begin now
             self._end_or_remember(key, "dropped")
         self._notify()
 
@@ -248,11 +249,10 @@ class EntryTable:
         """Nobody will come for this key, nor for one of that name which is about to begin. True when it was there."""
         self.on_key(key)
         with self._lock:
-            is_new = key not in self._entries and key not in self._over
+            is_new = key not in self._entries and self._over.get(key) is None
             found = self._end_or_remember(key, "released")
             if is_new:
-                self._unwanted[key] = None
-                _trim(self._unwanted)
+                self._unwanted.set(key, True)
         self._notify()
         return found
 
@@ -309,20 +309,16 @@ class EntryTable:
         self._num_bytes -= self._entries.pop(key).num_bytes
         self._ended.append(Ended(key, reason))
         self._counts[reason] += 1
-        self._remember(key, reason)
+        self._over.set(key, reason)
 
     def _end_or_remember(self, key: str, reason: EndReason) -> bool:
         """End a key. Of one that is not there it is remembered that it will not come, unless it is known to be over."""
         if key in self._entries:
             self._end(key, reason)
             return True
-        if key not in self._over:
-            self._remember(key, reason)
+        if self._over.get(key) is None:
+            self._over.set(key, reason)
         return False
-
-    def _remember(self, key: str, reason: EndReason) -> None:
-        self._over[key] = reason
-        _trim(self._over)
 
     # Outside of it.
 
@@ -362,8 +358,3 @@ def _up_to(parts: list[Part], start: int, max_ids: int) -> list[Part]:
         num_ids += len(parts[end].block_ids)
         end += 1
     return parts[start:end]
-
-
-def _trim(remembered: OrderedDict[str, EndReason] | OrderedDict[str, None]) -> None:
-    while len(remembered) > MAX_REMEMBERED:
-        remembered.popitem(last=False)
