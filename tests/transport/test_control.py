@@ -2,7 +2,7 @@ import asyncio
 import errno
 import socket
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
 from kv_support import make_layout, soon, until
@@ -15,6 +15,7 @@ from kvferry.core.errors import (
     ProtocolError,
     TransferTimeout,
 )
+from kvferry.transport import control
 from kvferry.transport.connection import Connection, translated_errors
 from kvferry.transport.control import Listener, dial
 from kvferry.transport.wire import PROTOCOL_VERSION, Challenge, Hello, Identity, Proof, Refused, Welcome, encode_frame
@@ -211,3 +212,43 @@ def test_a_socket_that_times_out_has_lost_its_peer() -> None:
         raise OSError(errno.ETIMEDOUT, "Connection timed out")  # a `TimeoutError`, as that of a deadline
     with pytest.raises(TimeoutError), translated_errors():
         raise TimeoutError
+
+
+async def is_refused(mute: socket.socket) -> bool:
+    """Whether it was closed at once; what is not is told nothing until the handshake is too late."""
+    mute.setblocking(False)
+    return await asyncio.get_running_loop().sock_recv(mute, 1) == b""
+
+
+async def test_who_does_not_say_who_they_are_keep_no_peer_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control, "MAX_STRANGERS_PER_ADDRESS", 2)
+    async with echo_listener(handshake_s=3600) as listener, AsyncExitStack() as stack:
+        mutes = [
+            stack.enter_context(
+                socket.create_connection((listener.host, listener.port), source_address=("127.0.0.2", 0))
+            )
+            for _ in range(3)
+        ]
+        assert await is_refused(mutes.pop())
+        assert listener.statistics()["refused_connections"] == 1
+        peers = [await dial(listener.host, listener.port, "echo", HERE, "secret", soon()) for _ in range(4)]
+        assert listener.statistics()["open_connections"] == 6, "who was admitted is no stranger"
+        for peer in peers:
+            await peer.close()
+        for mute in mutes:
+            mute.close()
+        await until(lambda: listener.statistics()["open_connections"] == 0)
+        assert not listener._strangers
+
+
+async def test_strangers_are_bounded_wherever_they_come_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control, "MAX_STRANGERS", 2)
+    async with echo_listener(handshake_s=3600) as listener, AsyncExitStack() as stack:
+        addresses = [("127.0.0.2", 0), ("127.0.0.3", 0), ("127.0.0.4", 0)]
+        mutes = [
+            stack.enter_context(socket.create_connection((listener.host, listener.port), source_address=address))
+            for address in addresses
+        ]
+        assert await is_refused(mutes[-1])
+        mutes[0].close()
+        await until(lambda: listener.statistics()["open_connections"] == 1)

@@ -12,7 +12,7 @@ import logging
 import socket
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager, suppress
+from contextlib import ExitStack, asynccontextmanager, suppress
 from typing import Any
 
 from kvferry.core.errors import ConfigError, KvferryError, PeerLost
@@ -27,6 +27,10 @@ Handler = Callable[[Connection], Awaitable[None]]
 """Serves one authenticated connection until it ends; raises `KvferryError` to end it."""
 
 MAX_CONNECTIONS = 1024
+"""Of peers, once they are admitted."""
+MAX_STRANGERS, MAX_STRANGERS_PER_ADDRESS = 128, 64
+"""Connections that have not said yet who they are, all and from one address: who says nothing keeps no peer out.
+Instances of one machine, or behind one translated address, may all dial at once."""
 BACKLOG = 128
 
 
@@ -53,6 +57,7 @@ class Listener:
         self._identity, self._token, self._tls, self._handshake_s = identity, token, tls, handshake_s
         self._handlers: dict[str, Handler] = {}
         self._num_open = 0
+        self._strangers: Counter[str] = Counter()
         self._counts: Counter[str] = Counter()
         self._socket = _bind(host, port, allow_strangers=bool(token))
         self.port: int = advertised_port or self._socket.getsockname()[1]
@@ -71,20 +76,35 @@ class Listener:
             async with asyncio.TaskGroup() as group:
                 while True:
                     sock, address = await _accept(loop, self._socket)
-                    if self._num_open >= MAX_CONNECTIONS:
+                    host, port = address[:2]
+                    if self._is_full(host):
                         self._counts["refused_connections"] += 1
                         sock.close()
                         continue
                     self._num_open += 1
-                    group.create_task(self._serve_one(sock, f"{address[0]}:{address[1]}"))
+                    self._strangers[host] += 1
+                    group.create_task(self._serve_one(sock, host, port))
         finally:
             self.close()
 
-    async def _serve_one(self, sock: socket.socket, where: str) -> None:
+    def _is_full(self, host: str) -> bool:
+        """For one more from there."""
+        num_strangers = self._strangers.total()
+        return (
+            self._num_open - num_strangers >= MAX_CONNECTIONS
+            or num_strangers >= MAX_STRANGERS
+            or self._strangers[host] >= MAX_STRANGERS_PER_ADDRESS
+        )
+
+    async def _serve_one(self, sock: socket.socket, host: str, port: int) -> None:
+        where = f"{host}:{port}"
         try:
-            async with closing_connection(sock) as connection:
-                purpose = await self._admit(connection)
-                await self._handlers[purpose](connection)
+            with ExitStack() as while_a_stranger:
+                while_a_stranger.callback(self._no_stranger, host)
+                async with closing_connection(sock) as connection:
+                    purpose = await self._admit(connection)
+                    while_a_stranger.close()
+                    await self._handlers[purpose](connection)
         except PeerLost:
             pass  # how connections usually end
         except KvferryError as error:
@@ -95,6 +115,11 @@ class Listener:
             log.exception("a connection from %s was ended by a mistake here", where)
         finally:
             self._num_open -= 1
+
+    def _no_stranger(self, host: str) -> None:
+        self._strangers[host] -= 1
+        if not self._strangers[host]:
+            del self._strangers[host]
 
     async def _admit(self, connection: Connection) -> str:
         deadline = asyncio.get_running_loop().time() + self._handshake_s
