@@ -14,9 +14,11 @@ import threading
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from servers import start_server
+from valkey import exceptions
 
 from kvferry.core.errors import StoreError
 from kvferry.store import health
@@ -507,3 +509,152 @@ def test_a_mistake_in_one_tier_s_code_is_that_tier_s_failure(tmp_path: Path, mon
         assert not store.tiers[0].health.is_good
 
     run([f"memory:?num_blocks=8&name={tmp_path.name}", f"file:{tmp_path}"], use)
+
+
+# Slots, servers and notes in trouble.
+
+
+def test_slots_of_a_put_that_fails_are_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def use(store: TieredStore) -> None:
+        memory = store.tiers[0].store
+        fill, take = memory._fill, memory._index.take  # type: ignore[attr-defined]
+        takes = iter(range(100))
+
+        def no_fill(*arguments: object) -> None:
+            raise StoreError("the lock could not be had")
+
+        def no_take() -> object:
+            if next(takes) % 4 == 3:
+                raise ZeroDivisionError("a policy with a bug")
+            return take()
+
+        for name, broken, right in (("_fill", no_fill, fill), ("take", no_take, take)):
+            owner = memory if name == "_fill" else memory._index  # type: ignore[attr-defined]
+            for _ in range(4):
+                setattr(owner, name, broken)
+                with pytest.raises((StoreError, ZeroDivisionError)):
+                    await memory.put([block_of(index) for index in range(4)])
+            setattr(owner, name, right)
+            assert await memory.put([block_of(index) for index in range(4)]) == [Put.STORED] * 4
+            assert await memory.put([block_of(index) for index in range(4, 8)]) == [Put.STORED] * 4
+            assert await fetch(memory, range(8)) == [True] * 8
+            await memory.delete(names_of(8))
+
+    run([f"memory:?num_blocks=8&name={tmp_path.name}"], use)
+
+
+def test_many_looks_at_once_wait_for_a_connection(tmp_path: Path) -> None:
+    socket, server = start_server(tmp_path)
+
+    async def use(store: TieredStore) -> None:
+        await store.put([block_of(0)])
+        assert await asyncio.gather(*(store.match(names_of(1)) for _ in range(200))) == [1] * 200
+        assert store.tiers[0].health.num_failures == 0
+
+    try:
+        run([f"valkey:{socket}?deadline_s=60"], use)
+    finally:
+        end(server)
+
+
+def test_a_value_of_another_type_is_a_miss_of_that_block_only(tmp_path: Path) -> None:
+    socket, server = start_server(tmp_path)
+
+    async def use(store: TieredStore) -> None:
+        tier = store.tiers[0].store
+        await store.put([block_of(index) for index in range(3)])
+        await store.delete([name_of(1)])
+        await tier._client.sadd(tier._key(name_of(1)), "not a block")  # type: ignore[attr-defined]
+        assert await store.match(names_of(3)) == 1
+        assert await fetch(store, range(3)) == [True, False, True]
+        assert await store.put([block_of(1)]) == [Put.STORED]
+        assert await fetch(store, range(3)) == [True] * 3
+        assert store.tiers[0].health.num_failures == 0
+
+    try:
+        run([f"valkey:{socket}"], use)
+    finally:
+        end(server)
+
+
+def test_what_a_killed_writer_left_on_a_bounded_server_is_evicted(tmp_path: Path) -> None:
+    """Killed after it wrote, before anybody counted it; the next who has the same block counts it."""
+    socket, server = start_server(tmp_path)
+
+    async def use(store: TieredStore) -> None:
+        unbounded = find_stores(f"valkey:{socket}")[0].make(LAYOUT)
+        await unbounded.put([block_of(0)])
+        assert await store.put([block_of(0)]) == [Put.PRESENT]
+        for index in range(1, 8):
+            await store.put([block_of(index)])
+        assert await unbounded.match(names_of(1)) == 0
+        await unbounded.close()
+
+        async def killed(*arguments: object) -> None:
+            raise asyncio.CancelledError
+
+        tier = store.tiers[0].store
+        tier._set = killed  # type: ignore[attr-defined]
+        with pytest.raises(asyncio.CancelledError):
+            await tier.put([block_of(20)])
+        assert await tier._client.zscore(tier._keys[0], name_of(20).hex()) is not None  # type: ignore[attr-defined]
+
+    try:
+        run([f"valkey:{socket}?max_bytes=20000"], use)
+    finally:
+        end(server)
+
+
+def test_a_read_on_a_server_that_may_not_write_is_a_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    socket, server = start_server(tmp_path)
+
+    async def full(*arguments: object, **more: object) -> None:
+        raise exceptions.OutOfMemoryError("OOM command not allowed when used memory > 'maxmemory'.")
+
+    async def use(store: TieredStore) -> None:
+        await store.put([block_of(0)])
+        monkeypatch.setattr(store.tiers[0].store._client, "zadd", full)  # type: ignore[attr-defined]
+        assert await fetch(store, [0]) == [True]
+
+    try:
+        run([f"valkey:{socket}?max_bytes=1MiB"], use)
+    finally:
+        end(server)
+
+
+def test_a_file_that_cannot_be_read_is_a_miss_of_that_block_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = os.open
+
+    def refuse(path: str, *arguments: int, **more: int) -> int:
+        if name_of(1).hex() in str(path):
+            raise PermissionError(13, "Permission denied")
+        return opened(path, *arguments, **more)
+
+    async def use(store: TieredStore) -> None:
+        await store.put([block_of(index) for index in range(3)])
+        monkeypatch.setattr("kvferry.store.file.os.open", refuse)
+        assert await fetch(store, range(3)) == [True, False, True]
+        assert store.tiers[0].health.num_failures == 0
+
+    run([f"file:{tmp_path}"], use)
+
+
+def test_a_note_comes_after_the_blocks_written_back_before_it(tmp_path: Path) -> None:
+    """Also those that the first tier could not take."""
+    urls = [f"memory:?num_blocks=64&name={tmp_path.name}", f"file:{tmp_path}/a", f"file:{tmp_path}/b"]
+
+    async def use(store: TieredStore) -> None:
+        await store.put([block_of(index) for index in range(20)])
+        await store.write_note("all there", b"yes", 60)
+        assert await store.tiers[2].store.match(names_of(20)) == 20
+        store.tiers[0].store.put = store.tiers[0].store.get = broken  # type: ignore[method-assign]
+        await store.put([block_of(20)])
+        await store.write_note("this too", b"yes", 60)
+        assert await store.tiers[2].store.match([name_of(20)]) == 1
+
+    async def broken(*arguments: object) -> list[Any]:
+        raise StoreError("away")
+
+    run(urls, use, write="back")

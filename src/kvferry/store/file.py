@@ -196,7 +196,7 @@ class FileStore(KVStore):
         path = self._path(block_hash)
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        except FileNotFoundError:
+        except (FileNotFoundError, PermissionError):  # a stranger's file is no block, and says nothing of the others
             self.count(missing_blocks=1)
             self._gone(block_hash)
             return False

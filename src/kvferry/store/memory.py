@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -65,6 +66,8 @@ class MemoryStore(KVStore):
         self._threads = Threads(max(1, options.threads), "kvferry-memory-store")
         self._joining = threading.Lock()
         self._arena: Arena | None = None
+        self._unsettled: deque[int] = deque()
+        """Slots that were taken for blocks that never came; given back under the next lock."""
         self._index: MemoryIndex
 
     @classmethod
@@ -236,15 +239,11 @@ class MemoryStore(KVStore):
         outcomes = [Put.DROPPED] * len(blocks)
         taken: dict[int, int] = {}
         evicted: list[BlockHash] = []
-        with self._index.locked():
-            for place, block in enumerate(blocks):
-                if (slot := self._index.find(block.block_hash)) is not None:
-                    self._index.access(slot.number)
-                    outcomes[place] = Put.PRESENT
-                elif (found := self._index.take()) is not None:
-                    taken[place] = found[0]
-                    evicted += [found[1]] if found[1] is not None else []
-        self._fill(blocks, taken, outcomes)
+        try:
+            self._take(blocks, taken, evicted, outcomes)
+            self._fill(blocks, taken, outcomes)
+        finally:
+            self._unsettled.extend(taken.values())
         self.note_removed(evicted)
         self.note_kept(block.block_hash for block, out in zip(blocks, outcomes, strict=True) if out is not Put.DROPPED)
         self.count(
@@ -255,6 +254,21 @@ class MemoryStore(KVStore):
         )
         return outcomes
 
+    def _take(
+        self, blocks: Sequence[Block], taken: dict[int, int], evicted: list[BlockHash], outcomes: list[Put]
+    ) -> None:
+        """Slots for those that are not there; a slot stays in `taken` until it is settled what is in it."""
+        with self._index.locked():
+            while self._unsettled:
+                self._index.give_back(self._unsettled.popleft())
+            for place, block in enumerate(blocks):
+                if (slot := self._index.find(block.block_hash)) is not None:
+                    self._index.access(slot.number)
+                    outcomes[place] = Put.PRESENT
+                elif (found := self._index.take()) is not None:
+                    taken[place] = found[0]
+                    evicted += [found[1]] if found[1] is not None else []
+
     def _fill(self, blocks: Sequence[Block], taken: dict[int, int], outcomes: list[Put]) -> None:
         """Copy blocks to the slots taken for them; slots are given back where that fails."""
         lengths: dict[int, int] = {}
@@ -263,7 +277,8 @@ class MemoryStore(KVStore):
                 lengths[place] = self._write(blocks[place], number)
         finally:
             with self._index.locked():
-                for place, number in taken.items():
+                for place, number in list(taken.items()):
+                    del taken[place]
                     block = blocks[place]
                     if place not in lengths or self._index.find(block.block_hash) is not None:
                         self._index.give_back(number)  # another was faster, or this batch has it twice

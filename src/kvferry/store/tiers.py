@@ -36,6 +36,8 @@ MOVING_BYTES = 256 * 2**20
 """Bytes of blocks in copies on their way between tiers, at most; beyond it nothing is promoted or prefetched."""
 MAX_DIRTY = 65536
 MOVE_BLOCKS = 16
+SETTLE_S = 30.0
+"""The longest that a note waits for blocks that were kept before it and are not in the lower tiers yet."""
 Result = TypeVar("Result")
 GAUGES = frozenset({"kept_bytes", "pinned_blocks", "moving_bytes", "dirty_blocks"}) | {
     f"tier{level}_{name}" for level in range(MAX_TIERS) for name in ("healthy", "kept_bytes", "pinned_blocks")
@@ -258,6 +260,7 @@ class TieredStore(KVStore):
     async def write_note(self, name: str, content: bytes, ttl_s: float) -> None:
         """Raises `StoreError` when it was not left."""
         tier = self._require_notes()
+        await self._settle()
         if not await tier.ask(lambda: _and_true(tier.store.write_note(name, content, ttl_s)), False):
             raise StoreError(f"store tier {tier.name} took no note")
 
@@ -371,9 +374,19 @@ class TieredStore(KVStore):
                     self._parents.pop(name, None)
                     self._dirty.task_done()
 
+    async def _settle(self) -> None:
+        """What was kept before a note is in all tiers before it, as far as they can be asked: it may speak of it."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(SETTLE_S):
+                await self._dirty.join()
+
     async def _flush_batch(self, reads: Sequence[Read]) -> None:
-        first, none = self.tiers[0], [False] * len(reads)
-        got = await first.ask(partial(first.store.get, reads), none)
+        got = [False] * len(reads)
+        for tier in self.tiers[:-1]:  # the first may have been away when they came, or have evicted them
+            rest = [read for read, there in zip(reads, got, strict=True) if not there]
+            if rest:
+                more = iter(await tier.ask(partial(tier.store.get, rest), [False] * len(rest)))
+                got = [there or next(more) for there in got]
         blocks = [
             Block(read.block_hash, read.into, self._parents.get(read.block_hash))
             for read, there in zip(reads, got, strict=True)

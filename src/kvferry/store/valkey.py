@@ -13,7 +13,7 @@ import asyncio
 import hashlib
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from kvferry.core.errors import ConfigError, MissingDependency, StoreError
 from kvferry.core.layout import KVLayout
 from kvferry.store.base import MAX_NOTE_BYTES, Block, KVStore, Put, Read, StoreFull, StoreOptions
 from kvferry.store.record import CorruptBlock
+from kvferry.store.threads import Stop, Threads
 
 try:
     import valkey.asyncio as client
@@ -106,6 +107,7 @@ class ValkeyStore(KVStore):
         place = f"kvferry:{{{layout.fingerprint()}.{options.codec}}}:"
         self._prefix = place.encode()
         self._keys = [f"{place}{name}" for name in ("index", "sizes", "pinned", "total")]
+        self._threads = Threads(2, "kvferry-valkey-codec")
         self._kept = self._client.register_script(_KEPT)
         self._forget = self._client.register_script(_GONE)
 
@@ -118,16 +120,17 @@ class ValkeyStore(KVStore):
         """Nothing: it connects when it is first used, and again whenever that is needed."""
 
     async def close(self) -> None:
-        """End every connection."""
+        """End every connection, and the threads that encode and decode."""
+        self._threads.close()
         async with self._translated():
             await self._client.aclose(close_connection_pool=True)
 
     # Blocks.
 
     async def match(self, hashes: Sequence[BlockHash]) -> int:
-        """One pipeline of EXISTS."""
-        there = await self._exist(hashes)
-        return there.index(False) if False in there else len(there)
+        """One pipeline of STRLEN."""
+        sizes = await self._sizes(hashes)
+        return sizes.index(0) if 0 in sizes else len(sizes)
 
     async def get(self, reads: Sequence[Read]) -> list[bool]:
         """One pipeline of GETRANGE for each `BATCH_BYTES`."""
@@ -138,12 +141,14 @@ class ValkeyStore(KVStore):
 
     async def put(self, blocks: Sequence[Block]) -> list[Put]:
         """What is there already is not sent."""
-        there = await self._exist([block.block_hash for block in blocks])
+        there = await self._sizes([block.block_hash for block in blocks])
         new = {block.block_hash: block for block, known in zip(blocks, there, strict=True) if not known}
         dropped: set[BlockHash] = set()
+        with suppress(StoreFull):  # who put them may have ended before they were on the list of those to be evicted
+            await self._make_room([(block.block_hash, size) for block, size in zip(blocks, there, strict=True) if size])
         for part in self._parts(list(new.values())):
             try:
-                await self._put(part)
+                dropped |= await self._put(part)
             except StoreFull as error:
                 self.warn_full(error)
                 dropped |= {block.block_hash for block in part}
@@ -195,38 +200,51 @@ class ValkeyStore(KVStore):
 
     # One batch.
 
-    async def _exist(self, hashes: Sequence[BlockHash]) -> list[bool]:
+    async def _sizes(self, hashes: Sequence[BlockHash]) -> list[int]:
+        """Of each record; 0: there is none."""
         if not hashes:
             return []
         async with self._translated(), self._client.pipeline(transaction=False) as pipeline:
             for block_hash in hashes:
-                pipeline.exists(self._key(block_hash))
-            return [bool(found) for found in await pipeline.execute()]
+                pipeline.strlen(self._key(block_hash))
+            return [found or 0 for found in _readable(await pipeline.execute(raise_on_error=False))]
 
     async def _get(self, reads: Sequence[Read]) -> list[bool]:
         async with self._translated(), self._client.pipeline(transaction=False) as pipeline:
             for read in reads:
                 # No more than a block can have: what lies there may be anybody's.
                 pipeline.getrange(self._key(read.block_hash), 0, self.records.max_record_bytes)
-            records: list[bytes] = await pipeline.execute()
-        found = [self._decode(read, record) for read, record in zip(reads, records, strict=True)]
+            records = _readable(await pipeline.execute(raise_on_error=False))
+        found = await self._threads.run(
+            lambda stop: [
+                not stop.requested and self._decode(read, record) for read, record in zip(reads, records, strict=True)
+            ]
+        )
         used = [read.block_hash for read, there in zip(reads, found, strict=True) if there]
         damaged = [
-            read.block_hash for read, record, there in zip(reads, records, found, strict=True) if record and not there
+            read.block_hash
+            for read, record, there in zip(reads, records, found, strict=True)
+            if record != b"" and not there
         ]
+        with suppress(StoreError):  # what was read was read, also where the server is full or gone since
+            await self._used(damaged, used)
+        return found
+
+    async def _used(self, damaged: Sequence[BlockHash], used: Sequence[BlockHash]) -> None:
         if damaged:
             await self.delete(damaged)
         if used and self.options.max_bytes is not None:
             async with self._translated():
                 await self._client.zadd(self._keys[0], {name.hex(): time.time() for name in used}, xx=True)
-        return found
 
-    def _decode(self, read: Read, record: bytes) -> bool:
-        if not record:
+    def _decode(self, read: Read, record: bytes | None) -> bool:
+        if record == b"":
             self.count(missing_blocks=1)
             self.note_removed([read.block_hash])
             return False
         try:
+            if record is None:
+                raise CorruptBlock("a value of another type")
             self.records.decode(memoryview(record), read.block_hash, read.into)
         except CorruptBlock:
             self.count(corrupt_blocks=1)
@@ -234,31 +252,51 @@ class ValkeyStore(KVStore):
         self.count(loaded_blocks=1, read_bytes=len(record))
         return True
 
-    async def _put(self, blocks: Sequence[Block]) -> None:
-        sizes: list[tuple[str, int]] = []
+    async def _put(self, blocks: Sequence[Block]) -> set[BlockHash]:
+        """Returns those for which there is no room. They are on the list of what to evict before they are there: who is
+        killed in between leaves nothing that is never evicted."""
+        records = await self._threads.run(lambda stop: [self._encode(block, stop) for block in blocks])
+        names = [block.block_hash for block in blocks]
         try:
-            async with self._translated(), self._client.pipeline(transaction=False) as pipeline:
-                for block in blocks:
-                    record = b"".join(self.records.encode(block.block_hash, block.layers))
-                    pipeline.set(self._key(block.block_hash), record, px=_ms(self.options.ttl_s))
-                    sizes.append((block.block_hash.hex(), len(record)))
-                await pipeline.execute()
-            await self._make_room(sizes)
+            gone = await self._make_room([(name, len(record)) for name, record in zip(names, records, strict=True)])
+            kept = {name: record for name, record in zip(names, records, strict=True) if name not in gone}
+            await self._set(kept)
         except StoreError:
             self.count(dropped_blocks=len(blocks))
+            with suppress(StoreError):
+                await self._forget_missing(names)
             raise
-        self.count(written_bytes=sum(size for _, size in sizes))
+        self.count(written_bytes=sum(map(len, kept.values())), dropped_blocks=len(blocks) - len(kept))
+        return set(names) - kept.keys()
 
-    async def _make_room(self, sizes: Sequence[tuple[str, int]]) -> None:
-        if self.options.max_bytes is None:
-            return
+    def _encode(self, block: Block, stop: Stop) -> bytes:
+        return b"" if stop.requested else b"".join(self.records.encode(block.block_hash, block.layers))
+
+    async def _set(self, records: dict[BlockHash, bytes]) -> None:
+        async with self._translated(), self._client.pipeline(transaction=False) as pipeline:
+            for name, record in records.items():
+                pipeline.set(self._key(name), record, px=_ms(self.options.ttl_s))
+            await pipeline.execute()
+
+    async def _forget_missing(self, hashes: Sequence[BlockHash]) -> None:
+        sizes = await self._sizes(hashes)
+        missing = [name.hex() for name, size in zip(hashes, sizes, strict=True) if not size]
+        if missing and self.options.max_bytes is not None:
+            async with self._translated():
+                await self._forget(keys=self._keys, args=missing)
+
+    async def _make_room(self, sizes: Sequence[tuple[BlockHash, int]]) -> set[BlockHash]:
+        """Count these as used now, and remove what is too much; returns what went."""
+        if self.options.max_bytes is None or not sizes:
+            return set()
         arguments: list[Any] = [self.options.max_bytes, self._prefix, time.time()]
         for name, size in sizes:
-            arguments += [name, size]
+            arguments += [name.hex(), size]
         async with self._translated():
-            gone = [bytes.fromhex(name.decode()) for name in await self._kept(keys=self._keys, args=arguments)]
+            gone = {bytes.fromhex(name.decode()) for name in await self._kept(keys=self._keys, args=arguments)}
         self.count(evicted_blocks=len(gone))
         self.note_removed(gone)
+        return gone
 
     async def _set_pinned(self, hashes: Sequence[BlockHash], pinned: bool) -> int:
         if not hashes:
@@ -321,15 +359,19 @@ def _pool(location: str, options: ValkeyOptions, *, tls: bool) -> Any:
         extra |= {name: path for name, path in files.items() if path}
     elif options.tls_ca or options.tls_cert or options.tls_key:
         raise ConfigError("store: tls_ca, tls_cert and tls_key are for valkeys:// and rediss://")
+    _, at, place = location.rpartition("@")
+    if at and place.startswith("/"):
+        raise ConfigError("store: no host is named; the password for a socket goes into a file (password_file)")
     location = location[2:] if location.startswith("///") else location
     scheme = "unix:" if location.startswith("/") and not location.startswith("//") else "valkeys:" if tls else "valkey:"
     url = f"{scheme}//{location}" if scheme == "unix:" else scheme + location
     if scheme != "unix:" and not location.startswith("//"):
         raise ConfigError("store: a server is named as valkey://host:port, or unix:///path/to.socket")
     try:
-        return client.ConnectionPool.from_url(
+        return client.BlockingConnectionPool.from_url(
             url,
             max_connections=MAX_CONNECTIONS,
+            timeout=None,  # a free one is waited for as long as the command may take
             socket_timeout=None,  # ours instead: within its own, Python 3.11 can lose a cancellation
             socket_connect_timeout=CONNECT_S,
             retry=Retry(NoBackoff(), 1),
@@ -337,6 +379,14 @@ def _pool(location: str, options: ValkeyOptions, *, tls: bool) -> Any:
         )
     except ValueError as error:
         raise ConfigError(f"store: {error}") from error
+
+
+def _readable(answers: Sequence[Any]) -> list[Any]:
+    """None for a key that somebody gave a value of another type: it is no block, and the others are."""
+    for answer in answers:
+        if isinstance(answer, Exception) and "WRONGTYPE" not in str(answer):
+            raise answer
+    return [None if isinstance(answer, Exception) else answer for answer in answers]
 
 
 def _note_key(name: str) -> str:
