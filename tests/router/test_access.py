@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import aiohttp
 
 from kvferry.http.config import HttpConfig
@@ -48,3 +50,26 @@ async def test_without_keys_nobody_sees_addresses() -> None:
                     assert response.status == 200
                     assert "127.0.0.1" not in text
                     assert "4711" not in text
+
+
+async def test_one_client_is_one_tenant_however_it_writes_its_key(monkeypatch: Any) -> None:
+    d = Peer("decode", answer, facts=DECODE)
+    written = ["Bearer client", "bearer client", "BEARER   client ", "Bearer  \tclient"]
+    for keys, headers in ((("client",), written), ((), [*written, "Bearer x", "Basic y"])):
+        async with (
+            instances(d),
+            routing([], [d.url], HttpConfig(api_key=keys, shutdown_grace_s=1)) as (router, url),
+            aiohttp.ClientSession() as session,
+        ):
+            tenants: set[bytes] = set()
+            turn = router.admission.turn
+            monkeypatch.setattr(
+                router.admission, "turn", lambda one, turn=turn, to=tenants: (to.add(one), turn(one))[1]
+            )
+            for header in headers:
+                async with session.post(
+                    url + "/v1/completions", json=BODY, headers={"Authorization": header}
+                ) as response:
+                    assert response.status == 200
+            assert len(tenants) == 1
+            assert not any(b"client" in one for one in tenants)

@@ -11,6 +11,7 @@ import pytest
 
 from kvferry.core.clock import ManualClock
 from kvferry.core.errors import ConfigError
+from kvferry.router import event_feeds
 from kvferry.router.app import Router
 from kvferry.router.event_feeds import parse_events_address
 from kvferry.router.instance import EventsAddress
@@ -106,6 +107,29 @@ async def test_the_events_of_vllm_are_where_a_setting_says() -> None:
             setting = f"{p.url}={where.endpoint},{where.replay_endpoint}"
             async with routing([p.url], [d.url], instance_kv_events=(setting,)) as (router, _):
                 await holds(lambda: cached(router) == {"prefill-0": 32})
+
+
+async def test_a_feed_that_ended_in_an_error_is_followed_again(monkeypatch: Any) -> None:
+    real, ended = event_feeds.follow, asyncio.Event()
+
+    async def follow(*where: Any) -> Any:
+        async for told in real(*where):
+            yield told
+            if not ended.is_set():
+                ended.set()
+                raise OverflowError("nobody thought of this")
+
+    monkeypatch.setattr(event_feeds, "follow", follow)
+    monkeypatch.setattr(event_feeds, "_PAUSE_S", 0.01)
+    with publishing() as publisher:
+        p = Peer("prefill", ticket, facts={**CONCURRENT, "kv_events": vars(publisher.addresses)})
+        d = Peer("decode", answer, facts=DECODE)
+        publisher.publish([stored(0, 1)])
+        async with instances(p, d), routing([p.url], [d.url]) as (router, _):
+            async with asyncio.timeout(60):
+                await ended.wait()
+            publisher.publish([stored(16, 2, parent=1)])
+            await holds(lambda: cached(router) == {"prefill-0": 32})
 
 
 @pytest.mark.parametrize(

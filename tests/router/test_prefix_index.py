@@ -115,3 +115,13 @@ def test_a_very_long_text_has_few_names() -> None:
     prefix = text_prefix(b"x" * 32 * 2**20, b"", 0.25)
     assert len(prefix.keys) < 5000
     assert text_prefix(b"short", b"", 0.25).keys == []
+
+
+def test_block_sizes_are_those_of_the_instances_that_are_here() -> None:
+    index = PrefixIndex()
+    for size in (1, 2, 4):
+        index.stored("a", ["x"], None, [1, 2, 3, 4], size)
+    assert index.wants_token_ids
+    assert index.match(tokens(1, 2, 3, 4)) == {"a": 4}
+    index.forget("a")
+    assert not index.wants_token_ids

@@ -67,12 +67,24 @@ class Guard:
         accepted = self._accepted[access]
         if accepted is None:
             return
-        scheme, _, key = (authorization or b"").partition(b" ")
-        if scheme.lower() != b"bearer" or not key.strip():
+        digest = _presented(authorization)
+        if digest is None:
             raise Unauthorized("This server needs a key: send the header Authorization: Bearer KEY")
-        digest = hashlib.sha256(key.strip()).digest()
         if not sum(hmac.compare_digest(digest, one) for one in accepted):
             raise Unauthorized("The key in the Authorization header is not valid")
+
+    def caller(self, authorization: bytes | None, address: str) -> bytes:
+        """Whose request for a path of `Access.KEY` it is that has passed `check`: of an accepted key, by its digest
+        however it was written; where none is asked for, of a client's address."""
+        digest = _presented(authorization)
+        is_known = digest is not None and any(digest == one for one in self._accepted[Access.KEY] or ())
+        return digest if is_known and digest is not None else address.encode()
+
+
+def _presented(authorization: bytes | None) -> bytes | None:
+    """The digest of the key in a header, None when there is none."""
+    scheme, _, key = (authorization or b"").partition(b" ")
+    return hashlib.sha256(key.strip()).digest() if scheme.lower() == b"bearer" and key.strip() else None
 
 
 def _digests(keys: Iterable[str]) -> list[bytes]:

@@ -55,6 +55,7 @@ class Router:
     health: Health
     endpoints: Endpoints
     feeds: EventFeeds
+    clients: Guard
     operators: Guard
     membership: Membership
 
@@ -129,7 +130,8 @@ class Router:
                 request_id=request.id.encode(),
                 arrived=arrived,
             )
-            async with self.admission.turn(_tenant(request)):
+            tenant = self.clients.caller(find_header(request.headers, b"authorization"), request.client)
+            async with self.admission.turn(tenant):
                 await self.endpoints.handle(client_request, response)
 
     def routes(self) -> Routes:
@@ -196,17 +198,13 @@ def build_router(
     health = Health(pools, upstream, config, clock)
     membership = Membership(config, pools, upstream)
     feeds = EventFeeds(pools, services.chooser.index, metrics, config.instance_kv_events)
-    return Router(services, admission, health, Endpoints(services), feeds, _operators(http), membership)
+    clients = Guard(http.api_keys(), http.admin_keys(), http.fleet_keys)
+    return Router(services, admission, health, Endpoints(services), feeds, clients, _operators(http), membership)
 
 
 def _operators(http: HttpConfig) -> Guard:
     """Who may see addresses: whoever has an admin key, or the fleet's own. Nobody, where there is neither."""
     return Guard(admin_keys=[*http.admin_keys(), *http.fleet_keys] or [secrets.token_hex()])
-
-
-def _tenant(request: Request) -> bytes:
-    """Whose request it is: of a key, or where there is none, of an address."""
-    return find_header(request.headers, b"authorization") or request.client.encode()
 
 
 _ENGINES: dict[type, str] = {InstanceFacts: "kvferry", VllmFacts: "vllm", SglangFacts: "sglang"}

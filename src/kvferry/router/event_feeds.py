@@ -23,6 +23,9 @@ logger = logging.getLogger(__name__)
 
 _AGAIN_S = 1.0
 
+_PAUSE_S = 5.0
+"""After which a feed that ended in an error is followed again."""
+
 
 class EventFeeds:
     """Of all instances of a router."""
@@ -65,15 +68,22 @@ class EventFeeds:
         return facts.kv_events.reachable_at(instance.host)
 
     async def _follow(self, instance: Instance, address: EventsAddress) -> None:
-        try:
-            async with aclosing(follow(address.endpoint, address.replay_endpoint)) as told:
-                async for one in told:
-                    self._take(instance, one)
-        except MissingDependency as error:
-            logger.warning("%s publishes KV events, which are not followed: %s", instance, error)
-        except Exception:
-            # The edge of this room: what one instance publishes must not end the others' feeds.
-            logger.exception("the KV events of %s are not followed any more", instance)
+        num_errors = 0
+        while True:
+            try:
+                async with aclosing(follow(address.endpoint, address.replay_endpoint)) as told:
+                    async for one in told:
+                        self._take(instance, one)
+            except MissingDependency as error:
+                logger.warning("%s publishes KV events, which are not followed: %s", instance, error)
+                return
+            except Exception:
+                # The edge of this room: what one instance publishes must not end the others' feeds, nor its own.
+                if not num_errors:
+                    logger.exception("the KV events of %s cannot be followed; the router goes on trying", instance)
+                num_errors += 1
+            self._index.cleared(instance)  # what it has told since is not known
+            await asyncio.sleep(_PAUSE_S)
 
     def _take(self, instance: Instance, told: Told) -> None:
         match told:

@@ -49,21 +49,21 @@ class PrefixIndex:
         self._max_entries = max_entries
         self._caches: dict[Any, _Cache] = {}
         self._holders: dict[int, int] = {}
-        self._block_sizes: set[int] = set()
         self._version = 0
         self._memo: tuple[Prefix | None, int, Mapping[Any, int]] = (None, 0, {})
 
     @property
     def wants_token_ids(self) -> bool:
         """Whether prompts' token ids help: some instance tells of its blocks."""
-        return bool(self._block_sizes)
+        return any(cache.block_size for cache in self._caches.values())
 
     def match(self, prefix: Prefix) -> Mapping[Any, int]:
         """How many tokens of the prompt each instance seems to have; those that have none are left out."""
         if self._memo[0] is prefix and self._memo[1] == self._version:
             return self._memo[2]
         found = self._walk(prefix.keys, prefix.ends)
-        for size in self._block_sizes if prefix.token_ids is not None else ():
+        sizes = {cache.block_size for cache in self._caches.values() if cache.block_size}
+        for size in sizes if prefix.token_ids is not None else ():
             keys = prefix.block_keys(size)
             for one, num_tokens in self._walk(keys, range(size, size * len(keys) + 1, size)).items():
                 found[one] = max(found.get(one, 0), num_tokens)
@@ -90,7 +90,6 @@ class PrefixIndex:
         if size < 1:
             return
         cache = self._cache(instance)
-        self._block_sizes.add(size)
         cache.block_size = size
         before = None if parent is None else cache.named.get(parent)
         if parent is not None and before is None:

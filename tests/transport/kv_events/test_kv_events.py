@@ -138,8 +138,8 @@ async def _heard(publisher: KVEventPublisher, told: AsyncIterator[Told]) -> None
         publisher._kept.clear()
         await asyncio.wait({waiting}, timeout=0.01)
     last = publisher._next
-    publisher.publish(stored(-1))
-    while (await anext(told)) != stored(-1):
+    publisher.publish(stored(10**6))
+    while (await anext(told)) != stored(10**6):
         pass
     assert publisher._next == last + 1
 
@@ -193,3 +193,23 @@ def test_wrong_addresses_are_named(endpoint: str) -> None:
 def test_an_address_in_use_is_named(publisher: KVEventPublisher) -> None:
     with pytest.raises(ConfigError, match="--kv-events tcp://"):
         KVEventPublisher(publisher.addresses.endpoint, None, ManualClock())
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"token_ids": [2**63]},
+        {"token_ids": [-1]},
+        {"block_size": 0},
+        {"block_size": 2**64 - 1},
+        {"medium": b"\xff"},
+        {"type": b"\xff"},
+        {"lora_name": b"\xff"},
+    ],
+)
+def test_an_event_that_is_not_understood_is_left_out(fields: dict[str, object]) -> None:
+    good = {"type": "BlockStored", "block_hashes": [1], "parent_block_hash": None, "token_ids": [1], "block_size": 1}
+    # Bytes stand for texts that are not UTF-8.
+    bad = msgspec.msgpack.encode({**good, **fields}).replace(b"\xc4\x01\xff", b"\xa1\xff")
+    payload = msgspec.msgpack.encode([1.0, [msgspec.Raw(bad), good], 0])
+    assert [type(one) for one in decode_batch(payload)] == [BlockStored]

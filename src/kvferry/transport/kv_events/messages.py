@@ -20,6 +20,8 @@ DEVICE = "GPU"
 BlockName = int | bytes
 """An instance's own name of a block."""
 
+_TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
+
 _Names = Annotated[list[BlockName], msgspec.Meta(max_length=2**20)]
 
 
@@ -28,8 +30,8 @@ class BlockStored(msgspec.Struct, tag=True, omit_defaults=True, kw_only=True):
 
     block_hashes: _Names
     parent_block_hash: BlockName | None
-    token_ids: Annotated[list[int], msgspec.Meta(max_length=2**24)]
-    block_size: int
+    token_ids: Annotated[list[_TokenId], msgspec.Meta(max_length=2**24)]
+    block_size: Annotated[int, msgspec.Meta(ge=1, lt=2**24)]
     lora_id: int | None = None
     medium: str | None = None
     lora_name: str | None = None
@@ -69,15 +71,15 @@ def encode_batch(now: float, events: list[Event]) -> bytes:
 
 
 def decode_batch(payload: bytes) -> list[Event]:
-    """Its events; those of a kind that is not known here are left out. Raises `ProtocolError`."""
+    """Its events; those that are not understood here are left out. Raises `ProtocolError`."""
     try:
         batch = _BATCH.decode(payload)
-    except (msgspec.MsgspecError, RecursionError) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise ProtocolError(f"a KV event message that cannot be read: {error}") from error
     found = []
     for raw in batch.events:
         try:
             found.append(_EVENT.decode(raw))
-        except (msgspec.MsgspecError, RecursionError):
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             continue
     return found
