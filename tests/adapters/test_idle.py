@@ -8,7 +8,7 @@ from kvferry.adapters.vllm.idle import IdlePause
 def pauses_of(steps: str, longest_s: float = 0.02) -> list[float]:
     """Of steps with work (w) and without (-)."""
     pauses: list[float] = []
-    idle = IdlePause(longest_s, pauses.append)
+    idle = IdlePause(longest_s, pauses.append).user("one")
     for step in steps:
         idle.step(has_work=step == "w")
     return pauses
@@ -32,3 +32,26 @@ def test_pauses_can_be_left_out() -> None:
 
 def test_any_number_of_empty_steps_will_do() -> None:
     assert max(pauses_of("-" * 5000)) == 0.02
+
+
+def test_several_connectors_pause_once_and_only_when_none_has_work() -> None:
+    pauses: list[float] = []
+    pause = IdlePause(sleep=pauses.append)
+    first, second = pause.user("first"), pause.user("second")
+    for _ in range(4):
+        first.step(has_work=False)
+        second.step(has_work=False)
+    assert pauses == [0.001, 0.002]
+    for _ in range(4):
+        first.step(has_work=False)
+        second.step(has_work=True)
+    assert len(pauses) == 2
+
+
+def test_there_is_no_pause_before_all_connectors_were_asked() -> None:
+    pauses: list[float] = []
+    pause = IdlePause(sleep=pauses.append)
+    first, _ = pause.user("first"), pause.user("second")
+    for _ in range(9):
+        first.step(has_work=False)
+    assert pauses == []

@@ -26,7 +26,7 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
 from kvferry.adapters.vllm import siblings
-from kvferry.adapters.vllm.idle import LONGEST_S, IdlePause
+from kvferry.adapters.vllm.idle import LONGEST_S
 from kvferry.adapters.vllm.layout import cache_shape
 from kvferry.adapters.vllm.messages import Handshake, RankReport, StepMetadata, WorkerFacts, WorkerReports
 from kvferry.adapters.vllm.metrics import KvferryPromMetrics, KvferryStats, Meter
@@ -152,7 +152,8 @@ class KvferryConnector(KVConnectorBase_V1):
         partition = Partition(self._shape.windows, self._shape.block_size)
         with_events = publishes_events(self._vllm_config)
         # With data parallelism all engines step together, so that none may hold the others up.
-        idle = IdlePause(0 if self._vllm_config.parallel_config.data_parallel_size > 1 else LONGEST_S)
+        longest_s = 0 if self._vllm_config.parallel_config.data_parallel_size > 1 else LONGEST_S
+        idle = siblings.pause_user(self._settings, longest_s)
         self._scheduler = SchedulerHalf(
             self._settings, side, facts[0].layout, partition, Pins(self._pool), with_events=with_events, idle=idle
         )

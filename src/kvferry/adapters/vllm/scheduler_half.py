@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 
 from kvferry.adapters.vllm.events import BlockEvents
-from kvferry.adapters.vllm.idle import IdlePause
+from kvferry.adapters.vllm.idle import IdlePause, PauseUser
 from kvferry.adapters.vllm.messages import StepMetadata, WorkerReports
 from kvferry.adapters.vllm.parts import BlocksOf, Part, Partition
 from kvferry.adapters.vllm.pins import Pins
@@ -82,14 +82,14 @@ class SchedulerHalf:
         pins: Pins,
         *,
         with_events: bool = False,
-        idle: IdlePause | None = None,
+        idle: PauseUser | None = None,
     ) -> None:
         self.side = side
         self.events: BlockEvents | None = None
         if with_events and isinstance(side, HasStore):
             self.events = BlockEvents(layout.block_size, layout.tp_size)
         self._settings, self._layout, self._partition, self._pins = settings, layout, partition, pins
-        self._idle = idle or IdlePause()
+        self._idle = idle or IdlePause().user("")
         self._requests: dict[str, _Request] = {}
         self._loading: set[str] = set()
         self._cancelling: set[str] = set()

@@ -5,6 +5,7 @@ Owns the lists of them, by engine, in this process.
 
 from __future__ import annotations
 
+from kvferry.adapters.vllm.idle import IdlePause, PauseUser
 from kvferry.adapters.vllm.messages import WorkerFacts
 from kvferry.adapters.vllm.settings import AdapterSettings
 from kvferry.core.errors import ConfigError
@@ -12,6 +13,7 @@ from kvferry.core.errors import ConfigError
 _hand_offs: dict[str, object] = {}
 _allocations: dict[str, object] = {}
 _workers: dict[str, dict[str, WorkerFacts]] = {}
+_pauses: dict[str, IdlePause] = {}
 
 
 def claim_hand_offs(connector: object, settings: AdapterSettings) -> None:
@@ -41,6 +43,11 @@ def worker_facts(settings: AdapterSettings) -> dict[str, WorkerFacts]:
     return dict(_workers.get(settings.transfer.engine_id, {}))
 
 
+def pause_user(settings: AdapterSettings, longest_s: float) -> PauseUser:
+    """What a scheduler half tells of its steps."""
+    return _pauses.setdefault(settings.transfer.engine_id, IdlePause(longest_s)).user(settings.key)
+
+
 def forget(connector: object, settings: AdapterSettings) -> None:
     """It is closed."""
     engine_id = settings.transfer.engine_id
@@ -48,3 +55,4 @@ def forget(connector: object, settings: AdapterSettings) -> None:
         if claims.get(engine_id) is connector:
             del claims[engine_id]
     _workers.pop(engine_id, None)
+    _pauses.pop(engine_id, None)
