@@ -10,11 +10,14 @@ import aiohttp
 import pytest
 
 from kvferry.cli import fleet
+from kvferry.core.clock import ManualClock
 from kvferry.core.errors import ConfigError
 from kvferry.http.config import HttpConfig
 from kvferry.http.keys import bearer
 from kvferry.http.listen import listen
 from kvferry.router.app import Router
+from kvferry.router.pools import Pool, Pools
+from kvferry.router.relay import Relay
 from router.peers import CONCURRENT, DECODE, Peer, answer, answer_when_told, instances, routing, ticket, unused_address
 
 BODY: dict[str, Any] = {"model": "m", "prompt": "Hello", "max_tokens": 8}
@@ -349,3 +352,37 @@ async def test_the_command_waits_for_one_that_leaves_by_itself(capsys: Any, monk
         assert await running == 200
         assert await draining == 0
     assert capsys.readouterr().out == f"decode-0 ({both.url}): drained\n"
+
+
+async def test_metrics_are_of_the_instances_that_are_here_and_may_be_given_requests() -> None:
+    async with routing([], ["http://127.0.0.1:9/one", "http://127.0.0.1:9/two"]) as (router, _):
+        pools, metrics = router.services.pools, router.services.metrics
+        first, second = pools.decode.instances
+        metrics.leg_failed(first, "lost")
+        metrics.events_heard(first, 3)
+        first.alive = second.alive = second.mute = True
+        text = metrics.expose(pools).decode()
+        assert 'kvferry_router_instance_up{instance="decode-0",role="decode"} 1.0' in text
+        assert 'kvferry_router_instance_up{instance="decode-1",role="decode"} 0.0' in text
+        assert 'kvferry_router_leg_errors_total{instance="decode-0",reason="lost",role="decode"} 1.0' in text
+        router.membership.remove("decode-0", force=True)
+        text = metrics.expose(pools).decode()
+        assert "decode-0" not in text
+        assert "decode-1" in text
+
+
+def test_addresses_are_hidden_until_long_after_the_instance_has_left() -> None:
+    clock, pools = ManualClock(), Pools(Pool("prefill", []), Pool("decode", []))
+    relay = Relay(pools, clock)
+    plain = b"see http:// or x:80 or [1]"
+    assert relay._hide(plain) == plain
+    gone = pools.decode.add("http://instance-7.example:8000")
+    assert b"instance-7" not in relay._hide(b"from http://instance-7.example:8000/x")
+    pools.retire(gone)
+    pools.forget(gone)
+    for _ in range(2):
+        assert b"instance-7" not in relay._hide(b"from http://instance-7.example:8000/x")
+    clock.advance(3600)
+    pools.decode.add("http://other.example:8000")
+    assert b"instance-7" in relay._hide(b"from http://instance-7.example:8000/x")
+    assert relay._hide(plain) == plain

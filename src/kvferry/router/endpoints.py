@@ -32,7 +32,7 @@ class Endpoints:
     def __init__(self, services: Services) -> None:
         self._services = services
         self._paths = PublicPaths(services.config.forward_path)
-        self._relay = Relay(services.pools)
+        self._relay = Relay(services.pools, services.clock)
 
     def admit(self, method: str, path: str, query: str) -> PublicPath:
         """Whether that is for clients at all, before a body is read. Raises `RequestError`."""

@@ -27,6 +27,8 @@ class Metrics:
 
     def __init__(self) -> None:
         self._registry = registry = CollectorRegistry()
+        self._counted: dict[str, set[tuple[Counter, tuple[str, ...]]]] = {}
+        """By an instance's name, the counters and labels that are there for it."""
         self._requests = Counter(
             "kvferry_router_requests", "Requests answered, by path and status.", ("path", "status"), registry=registry
         )
@@ -90,7 +92,7 @@ class Metrics:
         )
         self._in_flight = Gauge("kvferry_router_instance_in_flight", "Legs under way.", _OF_INSTANCE, registry=registry)
         self._alive = Gauge(
-            "kvferry_router_instance_up", "Whether the instance seems alive.", _OF_INSTANCE, registry=registry
+            "kvferry_router_instance_up", "Whether the instance may be given requests.", _OF_INSTANCE, registry=registry
         )
 
     def request_done(self, path: str, status: int, seconds: float) -> None:
@@ -108,7 +110,7 @@ class Metrics:
 
     def leg_failed(self, instance: Instance, reason: str) -> None:
         """A leg ended without a usable answer."""
-        self._errors.labels(instance.role, instance.name, reason).inc()
+        self._count(self._errors, instance, 1, reason)
 
     def retried(self, role: str) -> None:
         """A leg is tried again elsewhere."""
@@ -134,18 +136,29 @@ class Metrics:
 
     def events_heard(self, instance: Instance, num_events: int) -> None:
         """An instance told of its cache."""
-        self._events.labels(instance.role, instance.name).inc(num_events)
+        self._count(self._events, instance, num_events)
 
     def events_missed(self, instance: Instance, num_messages: int) -> None:
         """Some of what it told is lost."""
-        self._events_missed.labels(instance.role, instance.name).inc(num_messages)
+        self._count(self._events_missed, instance, num_messages)
 
     def expose(self, instances: Iterable[Instance]) -> bytes:
-        """Everything, in Prometheus' text form."""
-        for instance in instances:
+        """Everything, in Prometheus' text form; of `instances` only, which are those that are there."""
+        here = list(instances)
+        self._in_flight.clear()
+        self._alive.clear()
+        for instance in here:
             self._in_flight.labels(instance.role, instance.name).set(instance.in_flight)
-            self._alive.labels(instance.role, instance.name).set(instance.alive)
+            self._alive.labels(instance.role, instance.name).set(instance.usable)
+        for name in self._counted.keys() - {one.name for one in here}:
+            for counter, labels in self._counted.pop(name):
+                counter.remove(*labels)
         return generate_latest(self._registry)
+
+    def _count(self, counter: Counter, instance: Instance, number: int, *more: str) -> None:
+        labels = (instance.role, instance.name, *more)
+        self._counted.setdefault(instance.name, set()).add((counter, labels))
+        counter.labels(*labels).inc(number)
 
 
 class _PhaseSeconds(Collector):

@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator
 from typing import Protocol
 
+from kvferry.core.clock import Clock
 from kvferry.core.errors import PeerLost
 from kvferry.core.openai import SSE_DONE
 from kvferry.http.headers import RawHeaders
@@ -22,6 +23,11 @@ from kvferry.router.progress import EventPassage
 from kvferry.router.upstream import Answer
 
 logger = logging.getLogger(__name__)
+
+_REMEMBERED_S = 600.0
+"""How long a host is made unreadable after no instance is there any more: another may still tell of it."""
+
+_NOTHING = re.compile(rb"(?!)")
 
 _LONGEST_ERROR = 256 * 1024
 """Bytes of an error's body; it is read whole, to be looked through."""
@@ -40,8 +46,8 @@ class Elsewhere(Protocol):
 class Relay:
     """Sends answers to clients."""
 
-    def __init__(self, pools: Pools) -> None:
-        self._addresses = _Addresses(pools)
+    def __init__(self, pools: Pools, clock: Clock) -> None:
+        self._addresses = _Addresses(pools, clock)
 
     async def send(self, answer: Answer, response: Response, elsewhere: Elsewhere | None = None) -> bool:
         """Send an instance's answer as it comes. False when the instance broke off before the end, and `elsewhere` knew
@@ -121,20 +127,32 @@ class Relay:
 class _Addresses:
     """How instances can be named in a text: by a host, with or without scheme and port."""
 
-    def __init__(self, pools: Pools) -> None:
-        self._pools = pools
+    def __init__(self, pools: Pools, clock: Clock) -> None:
+        self._pools, self._clock = pools, clock
         self._known: list[object] = []
-        self._pattern = re.compile(b"")
+        self._hosts: set[str] = set()
+        self._left: dict[str, float] = {}
+        """Until when hosts are looked for at which no instance is any more."""
+        self._pattern = _NOTHING
 
     def pattern(self) -> re.Pattern[bytes]:
         """Finds any of them; made anew when something new is known of an instance."""
         known: list[object] = [part for instance in self._pools for part in (instance.url, instance.facts)]
         if len(known) != len(self._known) or any(a is not b for a, b in zip(known, self._known, strict=True)):
-            hosts = {host for instance in self._pools for host in _hosts(instance)}
-            names = b"|".join(re.escape(host.encode()) for host in sorted(hosts, key=len, reverse=True))
-            self._known = known
-            self._pattern = re.compile(rb"(?<![\w.:-])(?:https?://)?\[?(?:%b)\]?(?::\d+)?(?![\w-]|\.\w)" % names)
+            self._known, now = known, self._clock.monotonic()
+            hosts = {host for instance in self._pools for host in _hosts(instance) if host}
+            self._left |= dict.fromkeys(self._hosts - hosts, now + _REMEMBERED_S)
+            self._left = {host: until for host, until in self._left.items() if until > now and host not in hosts}
+            self._hosts = hosts
+            self._pattern = _finding(hosts | self._left.keys())
         return self._pattern
+
+
+def _finding(hosts: set[str]) -> re.Pattern[bytes]:
+    if not hosts:
+        return _NOTHING
+    names = b"|".join(re.escape(host.encode()) for host in sorted(hosts, key=len, reverse=True))
+    return re.compile(rb"(?<![\w.:-])(?:https?://)?\[?(?:%b)\]?(?::\d+)?(?![\w-]|\.\w)" % names)
 
 
 def _hosts(instance: Instance) -> Iterator[str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from random import Random
@@ -24,6 +25,9 @@ Leg = Literal["prefill", "decode", "whole"]
 
 _HALF_LIFE_S = 1800.0
 """After which what an instance's cache has taken in counts half."""
+
+_MOST_TURNS = 4096
+"""Instances whose last turn is remembered: more than a fleet has, so that those forgotten are gone."""
 
 
 @dataclass
@@ -162,7 +166,7 @@ class LegPolicy(Policy):
     def __init__(self, context: PolicyContext, settings: object) -> None:
         super().__init__(context, settings)
         self._turn = 0
-        self._last_turn: dict[str, int] = {}
+        self._last_turn: OrderedDict[str, int] = OrderedDict()
 
     @abstractmethod
     def score(self, asked: Asked, leg: Leg, targets: Sequence[T]) -> Sequence[float]:
@@ -189,6 +193,9 @@ class LegPolicy(Policy):
         for one in (choice.prefill, choice.decode):
             if one is not None:
                 self._last_turn[one.name] = self._turn
+                self._last_turn.move_to_end(one.name)
+        while len(self._last_turn) > _MOST_TURNS:
+            self._last_turn.popitem(last=False)
 
     def _best(self, asked: Asked, leg: Leg, targets: Sequence[T], scores: list[Scores]) -> T:
         found = self.score(asked, leg, targets)
