@@ -202,6 +202,8 @@ class ConnectorContext:
     config: KVTransferConfig
     layout: KVLayout
     auth_token: str = ""
+    saves_are_complete: bool = False
+    """Whether a device has written a layer's KV when `save_layer` is called for it: a worker side need not wait."""
 
 
 class SchedulerSide(ABC):

@@ -6,15 +6,17 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import msgspec
 import pytest
 from fake_engine import FakeEngine, FakeRequest, ProducerEngine
-from kv_support import make_layout
+from kv_support import Region, make_layout
 
 from kvferry.connectors.api import ConnectorContext, Hit, Miss, Pending
 from kvferry.connectors.p2p import worker
+from kvferry.connectors.p2p.plan import P2pPlan, Save
 from kvferry.connectors.p2p.scheduler import P2pSchedulerSide
 from kvferry.connectors.p2p.worker import P2pWorkerSide
 from kvferry.core.errors import (
@@ -603,6 +605,28 @@ def test_a_prefill_instance_killed_in_the_middle(make_engine: MakeEngine, transp
 def context(**extra: object) -> ConnectorContext:
     config = KVTransferConfig(kv_connector="P2pConnector", kv_connector_extra_config=extra)
     return ConnectorContext(config, make_layout())
+
+
+@pytest.mark.parametrize("complete", [False, True])
+def test_a_device_is_waited_for_unless_the_engine_has_done_so(
+    monkeypatch: pytest.MonkeyPatch, *, complete: bool
+) -> None:
+    """With host memory in place of a device's."""
+    waits: list[str] = []
+    monkeypatch.setattr(worker, "_device_wait", lambda device: lambda: waits.append(device))
+    side = P2pWorkerSide(replace(context(), saves_are_complete=complete))
+    region = Region(make_layout(), 4, seed=1)
+    try:
+        side.register(region.memory)
+        side.start(P2pPlan(saves=[Save("t", True, 0, [1])]))
+        for layer in range(make_layout().num_layers):
+            side.save_layer(layer)
+        side.flush()
+        assert waits == ([] if complete else ["cpu"])
+        side._table.drop("t")
+    finally:
+        side.close()
+        region.close()
 
 
 def test_device_memory_needs_a_transport_for_it() -> None:

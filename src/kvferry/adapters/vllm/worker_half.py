@@ -112,7 +112,8 @@ class WorkerHalf:
         self._segment = pool.find_segment(address)
         region = Region(address, num_bytes, self._segment.name if self._segment is not None else None)
         memory = block_memory(layout, self._shape, kv_cache_config, region, device)
-        context = ConnectorContext(self._settings.transfer, layout, self._settings.auth_token)
+        # Each layer's mark is waited for before the layer is saved.
+        context = ConnectorContext(self._settings.transfer, layout, self._settings.auth_token, saves_are_complete=True)
         side = find_connector(self._settings.transfer).build_worker_side(context)
         side.register(memory)
         if publishes_events(vllm_config) and isinstance(side, HasStoreEvents):

@@ -73,7 +73,8 @@ class P2pWorkerSide(WorkerSide):
         self._buffer = build_lookup_buffer(
             LookupBufferContext(config, settings, memory, identity, self.context.auth_token, self._table)
         )
-        self._departures = Departures(self._buffer, layout.num_layers, _device_wait(memory.device))
+        wait = None if self.context.saves_are_complete else _device_wait(memory.device)
+        self._departures = Departures(self._buffer, layout.num_layers, wait)
         self._arrivals = Arrivals(
             self._buffer, layout, settings.timeout_s, keep_lease_on_failure=config.kv_load_failure_policy == "fail"
         )
