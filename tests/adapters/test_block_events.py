@@ -9,6 +9,7 @@ import pytest
 
 from kvferry.connectors.api import StoreEvents
 from kvferry.core.errors import LeakError
+from kvferry.store.base import Changes
 
 pytestmark = pytest.mark.vllm
 
@@ -23,7 +24,7 @@ def events() -> Any:
     """Of blocks of 4 tokens, on two ranks."""
     from kvferry.adapters.vllm.events import BlockEvents
 
-    return BlockEvents("STORAGE", 4, 2)
+    return BlockEvents(4, 2)
 
 
 @pytest.fixture
@@ -40,6 +41,14 @@ def view() -> Any:
     return SimpleNamespace(request=request, block_hashes=OURS)
 
 
+def stored(*names: bytes) -> StoreEvents:
+    return StoreEvents(stored=list(names), changes=[Changes("STORAGE", list(names), [])])
+
+
+def removed(*names: bytes) -> StoreEvents:
+    return StoreEvents(changes=[Changes("STORAGE", [], list(names))])
+
+
 def published(events: Any) -> list[tuple[str, int]]:
     return [(type(event).__name__, event.block_hashes[0]) for event in events.take()]
 
@@ -47,7 +56,7 @@ def published(events: Any) -> list[tuple[str, int]]:
 def test_all_that_is_said_of_a_block(events: Any, view: Any) -> None:
     events.saving(view, OURS[:2])
     for _ in range(2):
-        events.happened(StoreEvents(stored=OURS[:2]))
+        events.happened(stored(*OURS[:2]))
     first, second = events.take()
     assert (first.parent_block_hash, second.parent_block_hash) == (None, NAMES[0])
     assert (first.token_ids, second.token_ids) == ([0, 1, 2, 3], [4, 5, 6, 7])
@@ -59,12 +68,12 @@ def test_all_that_is_said_of_a_block(events: Any, view: Any) -> None:
 
 def test_a_block_is_there_when_all_ranks_have_it(events: Any, view: Any) -> None:
     events.saving(view, OURS[1:2])
-    events.happened(StoreEvents(stored=[OURS[1]]))
+    events.happened(stored(OURS[1]))
     assert published(events) == []
     assert events.has_work()
     with pytest.raises(LeakError):
         events.check()
-    events.happened(StoreEvents(stored=[OURS[1]]))
+    events.happened(stored(OURS[1]))
     assert published(events) == [("BlockStored", NAMES[1])]
     events.check()
 
@@ -72,8 +81,8 @@ def test_a_block_is_there_when_all_ranks_have_it(events: Any, view: Any) -> None
 def test_a_block_that_one_rank_dropped_is_not_there(events: Any, view: Any) -> None:
     events.saving(view, OURS[:1])
     events.happened(StoreEvents(dropped=[OURS[0]]))
-    events.happened(StoreEvents(stored=[OURS[0]]))
-    events.happened(StoreEvents(removed=[OURS[0]]))
+    events.happened(stored(OURS[0]))
+    events.happened(removed(OURS[0]))
     assert published(events) == []
     assert not events.has_work()
 
@@ -82,27 +91,42 @@ def test_two_requests_save_the_same_block(events: Any, view: Any) -> None:
     for _ in range(2):
         events.saving(view, OURS[:1])
     for _ in range(3):
-        events.happened(StoreEvents(stored=[OURS[0]]))
+        events.happened(stored(OURS[0]))
     assert published(events) == []
-    events.happened(StoreEvents(stored=[OURS[0]]))
+    events.happened(stored(OURS[0]))
     assert published(events) == [("BlockStored", NAMES[0])]
 
 
 def test_a_block_is_gone_once(events: Any, view: Any) -> None:
     events.saving(view, OURS[:1])
     for _ in range(2):
-        events.happened(StoreEvents(stored=[OURS[0]]))
-    events.happened(StoreEvents(removed=[OURS[0], OURS[2]]))
-    events.happened(StoreEvents(removed=[OURS[0]]))
+        events.happened(stored(OURS[0]))
+    events.happened(removed(OURS[0], OURS[2]))
+    events.happened(removed(OURS[0]))
     assert published(events) == [("BlockStored", NAMES[0]), ("BlockRemoved", NAMES[0])]
+
+
+def test_a_block_is_told_of_each_medium(events: Any, view: Any) -> None:
+    events.saving(view, OURS[:1])
+    for _ in range(2):
+        events.happened(stored(OURS[0]))
+    for _ in range(2):
+        moved = [Changes("CPU", [OURS[0]], []), Changes("STORAGE", [], [OURS[0]])]
+        events.happened(StoreEvents(changes=moved))
+    assert [(type(event).__name__, event.medium) for event in events.take()] == [
+        ("BlockStored", "STORAGE"),
+        ("BlockRemoved", "STORAGE"),
+        ("BlockStored", "CPU"),
+    ]
 
 
 def test_what_is_remembered_is_bounded(events: Any, view: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from kvferry.adapters.vllm import events as module
 
-    monkeypatch.setattr(module, "MAX_PUBLISHED", 2)
-    events.saving(view, OURS)
-    for _ in range(2):
-        events.happened(StoreEvents(stored=OURS))
-    events.happened(StoreEvents(removed=OURS))
+    monkeypatch.setattr(module, "MAX_KNOWN", 2)
+    for name in OURS:
+        events.saving(view, [name])
+        for _ in range(2):
+            events.happened(stored(name))
+    events.happened(removed(*OURS))
     assert [name for kind, name in published(events) if kind == "BlockRemoved"] == NAMES[1:]
