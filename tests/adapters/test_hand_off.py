@@ -84,7 +84,7 @@ def test_pages_are_named_by_what_the_backend_writes(pair: Pair) -> None:
     """And so alike in every release that arranges them alike."""
     packing = pair.prefill.ask("packing")
     assert packing == pair.decode.ask("packing")
-    assert re.search(r" [0-9a-f]{12} groups 1 [0-9a-f]{8}$", packing), packing
+    assert re.search(r" [0-9a-f]{12} 1 groups [0-9a-f]{8}$", packing), packing
     assert "vllm-" not in packing
 
 

@@ -190,7 +190,7 @@ def _grouping(shape: KVCacheShape) -> str:
     """A name for how layers are put into groups, and for their order: a slot's number alone does not say whose KV it
     has."""
     facts = repr([(group.layer_names, group.window) for group in shape.groups])
-    return f" groups {len(shape.groups)} {hashlib.sha256(facts.encode()).hexdigest()[:8]}"
+    return f" {len(shape.groups)} groups {hashlib.sha256(facts.encode()).hexdigest()[:8]}"
 
 
 def _kind(layer: Any, cache: torch.Tensor, block_size: int) -> str:
