@@ -90,11 +90,15 @@ def test_a_block_that_one_rank_dropped_is_not_there(events: Any, view: Any) -> N
 def test_two_requests_save_the_same_block(events: Any, view: Any) -> None:
     for _ in range(2):
         events.saving(view, OURS[:1])
-    for _ in range(3):
-        events.happened(stored(OURS[0]))
+    events.happened(stored(OURS[0]))
+    events.happened(StoreEvents(stored=[OURS[0]]))  # it was there already, which changes nothing
     assert published(events) == []
     events.happened(stored(OURS[0]))
     assert published(events) == [("BlockStored", NAMES[0])]
+    assert events.has_work()
+    events.happened(StoreEvents(stored=[OURS[0]]))
+    assert published(events) == []
+    assert not events.has_work()
 
 
 def test_a_block_is_gone_once(events: Any, view: Any) -> None:
