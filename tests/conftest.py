@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from zlib import crc32
@@ -37,6 +38,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """`--full-part`; and tests marked `vllm` are skipped where vLLM is not installed."""
+    # Processes that share the tests out must have the same names for them.
+    addressed = [item.nodeid for item in items if re.search(r" at 0x[0-9a-f]{6,}", item.nodeid)]
+    if addressed:
+        raise pytest.UsageError(f"name these tests with `ids`, not by an address: {', '.join(addressed)}")
     if part := config.getoption("--full-part"):
         number, _, count = part.partition("/")
         left_out = [one for one in items if _is_full(one) and crc32(_group(one).encode()) % int(count) != int(number)]

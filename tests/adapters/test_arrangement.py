@@ -111,7 +111,9 @@ ERRORS = [
 ]
 
 
-@pytest.mark.parametrize("write", [*map(raises, ERRORS), None], ids=str)
+@pytest.mark.parametrize(
+    "write", [*map(raises, ERRORS), None], ids=[*(type(error).__name__ for error in ERRORS), "none"]
+)
 def test_a_backend_that_cannot_be_asked_has_no_name(write: Write | None) -> None:
     assert page(write) is None
 

@@ -56,6 +56,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         pytest.skip("nixl is not installed; scripts/install_vllm_cpu.sh says how")
     log = tmp_path_factory.mktemp("serve") / "serve.log"
     flags = ["--engine", "vllm", "--prefill", "1", "--decode", "1", "--port", "0", "--served-model-name", "m"]
+    flags += ["--disaggregate-from", "0"]  # the prompts are so short that most would soon stay on decode
     flags += ["--kv-transfer-config", '{"kv_connector":"NixlConnector"}']
     command = [sys.executable, "-m", "kvferry.cli.main", "serve", MODEL, *flags, "--", *VLLM_ARGUMENTS]
     with (
