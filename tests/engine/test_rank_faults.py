@@ -14,7 +14,7 @@ from kvferry.core.request import Request
 from kvferry.core.transfer_config import KVTransferConfig
 from kvferry.engine.config import EngineConfig
 from kvferry.engine.engine import Engine
-from kvferry.engine.executor import ranks
+from kvferry.engine.executor import patience
 from support import raising_connector
 from support.engines import GREEDY, Answer, run_requests
 
@@ -26,7 +26,7 @@ PROMPT = [(7 * place) % 90 + 1 for place in range(30)]
 def engine(model_maker: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
     """Of two ranks."""
     monkeypatch.setenv(raising_connector.FOLDER, str(tmp_path))
-    monkeypatch.setattr(ranks, "BEHIND_S", 1.0)
+    monkeypatch.setattr(patience, "BEHIND_S", 1.0)
     made = Engine(
         EngineConfig(
             model=str(model_maker("llama")),

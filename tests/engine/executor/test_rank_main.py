@@ -21,5 +21,5 @@ def test_a_transfer_that_moves_on_while_a_failed_rank_waits_is_asked_for_afterwa
     main = RankProcessMain(pipe)
     main._inbox.wake()
     commands.put(answer)
-    assert main._may_proceed() is may_proceed
+    assert main._may_proceed(5) is may_proceed
     assert isinstance(main._inbox.take(5), _Woken)

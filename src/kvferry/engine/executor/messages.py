@@ -58,7 +58,7 @@ class Step(_Message, frozen=True, tag=True):
 
 
 class Proceed(_Message, frozen=True, tag=True):
-    """All ranks have come out of the step in which you failed: go on. Not answered."""
+    """Rank 0 has left the step in which you failed, too: go on. Not answered."""
 
 
 class GetStatistics(_Message, frozen=True, tag=True):

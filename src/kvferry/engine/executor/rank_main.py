@@ -17,7 +17,7 @@ from queue import Empty, SimpleQueue
 from transformers.utils import logging as transformers_logging
 
 from kvferry.connectors.report_codec import encode_report
-from kvferry.core.errors import ConnectorLost, LeakError, PeerLost
+from kvferry.core.errors import ConnectorLost, LeakError, PeerLost, ProtocolError
 from kvferry.engine.executor import group
 from kvferry.engine.executor.messages import (
     Check,
@@ -38,6 +38,7 @@ from kvferry.engine.executor.messages import (
     Statistics,
     Step,
 )
+from kvferry.engine.executor.patience import patience_s
 from kvferry.engine.model.place import Place
 from kvferry.engine.worker import Worker
 from kvferry.observe.logs import follow_parent
@@ -46,11 +47,6 @@ log = logging.getLogger(__name__)
 
 END_S = 3.0
 """How long this process may take to end by itself once rank 0 is gone, or says so."""
-
-
-PROCEED_S = 5.0
-"""How long a rank that failed in a step waits to hear that no other stands in a collective that it has left; those that
-do stand there as long, before its end calls them back."""
 
 
 class _Woken:
@@ -130,7 +126,8 @@ class RankProcessMain:
             case Close() | _Gone():
                 return False
             case _:
-                assert self._worker is not None, "load comes first"
+                if self._worker is None:
+                    raise ProtocolError(f"{type(command).__name__} came before Load")
                 self._serve(command, self._worker)
         return True
 
@@ -162,6 +159,7 @@ class RankProcessMain:
                     self._pipe.send(Reported(encode_report(report)))
 
     def _step(self, step: Step, worker: Worker) -> None:
+        begun_at = time.monotonic()
         try:
             worker.step(step.inputs, step.plans, step.first_plan, step.num_late)
         except ConnectorLost:
@@ -170,15 +168,15 @@ class RankProcessMain:
             log.exception("this rank failed in a step")
             failure = f"{type(error).__name__}: {error}"
             self._pipe.send(Done(encode_report(worker.poll()), worker.num_begun, failure))
-            if not self._may_proceed():
+            if not self._may_proceed(patience_s(time.monotonic() - begun_at)):
                 raise
         else:
             self._pipe.send(Done(encode_report(worker.poll()), worker.num_begun))
 
-    def _may_proceed(self) -> bool:
-        """Whether rank 0 says that all ranks have left the step, and so have made the same collectives. If it does not,
-        some may stand in one that this rank never comes to, until its end breaks that."""
-        end = time.monotonic() + PROCEED_S
+    def _may_proceed(self, within_s: float) -> bool:
+        """Whether rank 0 says that it has left the step too, and so has made the same collectives. If it does not, it
+        may stand in one that this rank never comes to, until the end of this process breaks that."""
+        end = time.monotonic() + within_s
         is_woken = False
         try:
             while isinstance(command := self._inbox.take(max(0.0, end - time.monotonic())), _Woken):

@@ -20,7 +20,18 @@ from typing import TypeVar
 import torch
 
 from kvferry.core.errors import ConfigError, KvferryError, PeerLost, ProtocolError, RankLost, UnsupportedModel
-from kvferry.engine.executor.messages import Answer, Close, Command, Failed, Message, Pipe, Reported
+from kvferry.engine.executor.messages import (
+    Answer,
+    Close,
+    Command,
+    Done,
+    Failed,
+    Message,
+    Pipe,
+    Proceed,
+    Reported,
+    Step,
+)
 from kvferry.observe.logs import helper_environment
 
 CAUSE_S = 2.0
@@ -81,6 +92,8 @@ class RankProcess:
         self.on_report: Callable[[int, bytes], None] = lambda rank, report: None
         self._answers: SimpleQueue[Answer | None] = SimpleQueue()  # bounded: one answer a command
         self._is_ending = False
+        self._lock = threading.Lock()  # for sending, and for what follows
+        self._has_left = self._has_failed = False
         ours, theirs = socket.socketpair()
         with ours, theirs:
             self._process = _start(rank, size, theirs.fileno())
@@ -96,10 +109,20 @@ class RankProcess:
     def send(self, command: Command) -> None:
         """Raises `RankLost` when the rank is gone or does not read."""
         try:
-            self._pipe.send(command)
+            with self._lock:
+                if isinstance(command, Step):
+                    self._has_left = self._has_failed = False
+                self._pipe.send(command)
         except PeerLost as error:
             self._losses.wait(END_S)
             raise RankLost(f"rank {self.rank} takes no commands: {error}") from error
+
+    def leave_step(self) -> None:
+        """Rank 0 has left the step, with as many collectives made as any rank that failed in it: this one may go on as
+        soon as it has failed, however long others take."""
+        with self._lock:
+            self._has_left = True
+            self._proceed()
 
     def answer(self, kind: type[A], within_s: float) -> A:
         """The answer to the last command. Raises `RankLost`, or what made the rank fail."""
@@ -110,7 +133,8 @@ class RankProcess:
         if answer is None:
             self._losses.wait(END_S)
             raise RankLost(f"rank {self.rank} is gone")
-        assert isinstance(answer, kind), f"rank {self.rank} answered {answer} where {kind.__name__} was due"
+        if not isinstance(answer, kind):
+            raise RankLost(f"rank {self.rank} answered {type(answer).__name__} where {kind.__name__} was due")
         return answer
 
     def wake_waiting(self) -> None:
@@ -122,7 +146,7 @@ class RankProcess:
     def begin_end(self) -> None:
         """Ask it to end."""
         self._is_ending = True
-        with suppress(PeerLost):
+        with suppress(PeerLost), self._lock:
             self._pipe.send(Close())
 
     def end(self, deadline: float) -> None:
@@ -159,6 +183,16 @@ class RankProcess:
                 self._losses.add(1 if kind in _USER_ERRORS else CONSEQUENCE, error)
             case _:
                 self._answers.put(message)
+                if isinstance(message, Done) and message.failure:
+                    with self._lock:
+                        self._has_failed = True
+                        self._proceed()
+
+    def _proceed(self) -> None:
+        if self._has_left and self._has_failed:
+            self._has_failed = False
+            with suppress(PeerLost):  # which is noted where it is listened to
+                self._pipe.send(Proceed())
 
     def _note_end(self) -> None:
         with suppress(subprocess.TimeoutExpired):

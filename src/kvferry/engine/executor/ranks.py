@@ -45,11 +45,11 @@ from kvferry.engine.executor.messages import (
     Loaded,
     Open,
     Opened,
-    Proceed,
     Started,
     Statistics,
     Step,
 )
+from kvferry.engine.executor.patience import patience_s
 from kvferry.engine.executor.rank_process import END_S, Losses, RankProcess
 from kvferry.engine.model.loader import Progress, read_settings
 from kvferry.engine.model.place import Place
@@ -61,8 +61,6 @@ START_S = 300.0
 """How long a process may take to start; it reads torch and transformers from the disk."""
 ANSWER_S = group.STEP_S + 10.0
 """How long a rank may take to answer once rank 0 has done its own share; a step has bounds of its own."""
-BEHIND_S, LONGEST_BEHIND_S = 5.0, 30.0
-"""How much later than rank 0 another rank may fail in the same place, beside the time that rank 0 took to get there."""
 A = TypeVar("A", bound=Answer)
 log = logging.getLogger(__name__)
 
@@ -155,6 +153,7 @@ class RanksExecutor(Executor):
             if not (failures and isinstance(error, RequestFailed)):  # which is what a rank raises that only heard of it
                 raise
         else:
+            self._leave_step()
             # Waited for: what a rank's transfers say of this step must be known before the next is scheduled.
             failures = self._step_ended(plans, ANSWER_S)
         if failures:
@@ -167,10 +166,11 @@ class RanksExecutor(Executor):
         for process, one in done:
             self._reported.append((process.rank, one.report))
         plans.begun(min(self._rank0.num_begun, *(one.num_begun for _, one in done)))
-        failed = [(process, one.failure) for process, one in done if one.failure]
-        for process, _ in failed:
-            process.send(Proceed())
-        return [f"rank {process.rank}: {failure}" for process, failure in failed]
+        return [f"rank {process.rank}: {one.failure}" for process, one in done if one.failure]
+
+    def _leave_step(self) -> None:
+        for process in self._processes:
+            process.leave_step()
 
     def _require_survived(self, error: Exception, plans: PlanQueue, seconds: float) -> list[str]:
         """What failed on other ranks. Raises `RankLost` unless all have left the step in which rank 0 failed after so
@@ -182,8 +182,9 @@ class RanksExecutor(Executor):
         ahead of its collectives and cannot know.
         """
         if self.model.device.type == "cpu" and "timed out" not in str(error).lower():  # gloo's own words
+            self._leave_step()
             try:
-                return self._step_ended(plans, min(LONGEST_BEHIND_S, BEHIND_S + seconds))
+                return self._step_ended(plans, patience_s(seconds))
             except RankLost:
                 log.debug("a rank has not left the step in which rank 0 failed", exc_info=True)
         self._losses.raise_cause(of=error)

@@ -1,0 +1,77 @@
+"""What rank 0 says to a rank that fails in a step, and when. The processes here only hold the pipe."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from kvferry.core.errors import RankLost
+from kvferry.engine.executor import rank_process
+from kvferry.engine.executor.messages import Check, Checked, Close, Done, Pipe, Proceed, Statistics, Step
+from kvferry.engine.executor.rank_process import Losses, RankProcess
+
+STEP = Step(None, [], 0, 0)
+
+
+@pytest.fixture
+def rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[RankProcess, Pipe]]:
+    """As rank 0 sees it, and its end of the pipe."""
+    ends: list[Pipe] = []
+
+    def start(rank: int, size: int, pipe: int) -> subprocess.Popen[bytes]:
+        ends.append(Pipe(os.dup(pipe)))
+        return subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+
+    monkeypatch.setattr(rank_process, "_start", start)
+    process = RankProcess(1, 2, Losses())
+    yield process, ends[0]
+    process.begin_end()
+    while not isinstance(ends[0].receive_command(), Close):
+        pass
+    ends[0].close()
+    process.end(0)
+
+
+def fail(pipe: Pipe, process: RankProcess) -> None:
+    """The rank fails in the step that it was told, and rank 0 has heard of it."""
+    assert isinstance(pipe.receive_command(), Step)
+    pipe.send(Done(b"", 0, "out of cheese"))
+    assert process.answer(Done, 10).failure
+
+
+@pytest.mark.parametrize("leaves_first", [False, True])
+def test_a_rank_that_failed_proceeds_as_soon_as_rank_0_has_left_the_step(rank: Any, *, leaves_first: bool) -> None:
+    process, pipe = rank
+    for _ in range(2):
+        process.send(STEP)
+        if leaves_first:
+            process.leave_step()
+        fail(pipe, process)
+        if not leaves_first:
+            process.leave_step()
+        assert isinstance(pipe.receive_command(), Proceed)
+
+
+def test_a_rank_that_did_not_fail_is_told_nothing_and_a_failure_is_of_its_own_step(rank: Any) -> None:
+    process, pipe = rank
+    process.send(STEP)
+    process.leave_step()
+    assert isinstance(pipe.receive_command(), Step)
+    pipe.send(Done(b"", 0))
+    process.answer(Done, 10)
+    process.send(STEP)
+    fail(pipe, process)
+    process.send(Check())  # rank 0 is still in this step: nothing was said before
+    assert isinstance(pipe.receive_command(), Check)
+
+
+def test_an_answer_to_something_else_is_a_lost_rank(rank: Any) -> None:
+    process, pipe = rank
+    pipe.send(Statistics({}))
+    with pytest.raises(RankLost, match="answered Statistics where Checked was due"):
+        process.answer(Checked, 10)
