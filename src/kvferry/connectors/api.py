@@ -383,6 +383,14 @@ class HasAddressSeal(Protocol):
 
 
 @runtime_checkable
+class HasRefusals(Protocol):
+    """A scheduler side whose consumers may wait for a prefill that never begins."""
+
+    def refused(self, transfer_id: str) -> None:
+        """A prefill for another was refused before it was admitted: whoever waits for it need not."""
+
+
+@runtime_checkable
 class HasStore(Protocol):
     """A scheduler side that keeps blocks for reuse, so that others may want to hear which."""
 

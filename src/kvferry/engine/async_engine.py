@@ -128,6 +128,10 @@ class AsyncEngine:
         """End the lease of a ticket that nobody will fetch. True when there was one."""
         return await self._ask(lambda: self.engine.release(transfer_id))
 
+    def prefill_refused(self, transfer_id: str) -> None:
+        """A prefill for another instance was refused: who waits for it is told, soon. Does not wait."""
+        self._tell(lambda: self.engine.prefill_refused(transfer_id))
+
     async def statistics(self) -> EngineSnapshot:
         """A snapshot, taken between two steps."""
         return await self._ask(self.engine.statistics)

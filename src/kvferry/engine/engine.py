@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from kvferry.connectors.api import ConnectorContext, HasAddresses, SchedulerSide, TransferEvent, failures
+from kvferry.connectors.api import ConnectorContext, HasAddresses, HasRefusals, SchedulerSide, TransferEvent, failures
 from kvferry.connectors.registry import find_connector
 from kvferry.core.clock import Clock, SystemClock
-from kvferry.core.errors import ConnectorLost, InvalidRequest, LeakError, RankLost
+from kvferry.core.errors import ConnectorLost, InvalidRequest, LeakError, RankLost, RequestError
 from kvferry.core.hand_off import Consume, Produce
 from kvferry.core.request import EngineOutput, Request
 from kvferry.core.transfer_config import KVTransferConfig
@@ -85,6 +85,14 @@ class Engine:
 
     def add(self, request: Request) -> None:
         """Take a request in. Raises `RequestError` when it cannot be served."""
+        try:
+            self._add(request)
+        except RequestError:
+            if isinstance(request.hand_off, Produce):
+                self.prefill_refused(request.hand_off.transfer_id)
+            raise
+
+    def _add(self, request: Request) -> None:
         if request.hand_off is not None and self.scheduler_side is None:
             raise InvalidRequest(
                 "kv_transfer_params asks for a hand-off, but this instance has no connector;"
@@ -110,6 +118,12 @@ class Engine:
     def release(self, transfer_id: str) -> bool:
         """End the lease of a ticket that nobody will fetch. True when there was one."""
         return self.scheduler_side is not None and self.scheduler_side.release(transfer_id)
+
+    def prefill_refused(self, transfer_id: str) -> None:
+        """A prefill for another instance was refused before it came here: who waits for it is told."""
+        side = self.scheduler_side
+        if side is not None and isinstance(side, HasRefusals):
+            side.refused(transfer_id)
 
     # The step.
 

@@ -89,6 +89,15 @@ def test_a_request_that_never_ran_is_released(side: P2pSchedulerSide) -> None:
     side.check()
 
 
+def test_who_waits_for_a_prefill_that_was_refused_is_told_unless_another_makes_it(side: P2pSchedulerSide) -> None:
+    side.refused("t")
+    assert side.has_work()
+    assert side.plan(StepView()) == P2pPlan(voids=["t"])
+    saves(side, FakeRequest("r", PROMPT, Produce("t")), 0, 18)
+    side.refused("t")
+    assert not side.has_work()
+
+
 def test_what_a_plan_that_failed_was_to_announce_is_not_announced_later(
     side: P2pSchedulerSide, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -49,6 +49,7 @@ class FakeEngine:
         self.running: set[str] = set()
         self.aborted: list[str] = []
         self.leases: set[str] = set()
+        self.refused: list[str] = []
         self.leak: str | None = None
         self.ended = asyncio.Event()
 
@@ -79,6 +80,9 @@ class FakeEngine:
         known = transfer_id in self.leases
         self.leases.discard(transfer_id)
         return known
+
+    def prefill_refused(self, transfer_id: str) -> None:
+        self.refused.append(transfer_id)
 
     async def statistics(self) -> Snapshot:
         scheduler = SchedulerStatistics(num_running=len(self.running), num_held=len(self.leases), num_loading=1)

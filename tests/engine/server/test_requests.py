@@ -184,6 +184,17 @@ async def test_refusals_name_the_field(asker: Asker, fields: Any, param: str) ->
 PRODUCE = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": "t1"}
 
 
+async def test_who_waits_for_a_prefill_that_is_refused_is_told(asker: Asker) -> None:
+    for wrong in ({"max_tokens": 0}, {"prompt": [1] * 5000}, {"model": "another"}):
+        body = {"prompt": "a", "kv_transfer_params": PRODUCE, **wrong}
+        status, _ = await asker.post("/v1/completions", body)
+        assert status in (400, 404)
+    assert asker.engine.refused == ["t1"] * 3
+    await asker.refused(max_tokens=0, kv_transfer_params={"transfer_id": "t1"})
+    await asker.refused(max_tokens=0, kv_transfer_params={**PRODUCE, "transfer_id": 7})
+    assert asker.engine.refused == ["t1"] * 3
+
+
 async def test_a_prefill_makes_one_token_and_a_ticket(asker: Asker) -> None:
     fields = {"prompt": "the fox", "max_tokens": 30, "min_tokens": 3, "n": 4, "kv_transfer_params": PRODUCE}
     status, answer = await asker.post("/v1/completions", fields)

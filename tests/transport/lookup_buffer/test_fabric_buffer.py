@@ -15,7 +15,7 @@ from kvferry.transport.fabric.base import FabricContext, FabricPeer
 from kvferry.transport.fabric.shm import ShmFabric
 from kvferry.transport.fabric.table import build_fabrics
 from kvferry.transport.lookup_buffer.base import Source, Want
-from kvferry.transport.lookup_buffer.entries import Ended, EntryBounds, EntryTable
+from kvferry.transport.lookup_buffer.entries import Cursor, Ended, EntryBounds, EntryTable
 from kvferry.transport.lookup_buffer.fabric import FabricLookupBuffer
 from kvferry.transport.lookup_buffer.messages import (
     PURPOSE,
@@ -23,6 +23,7 @@ from kvferry.transport.lookup_buffer.messages import (
     FromConsumer,
     News,
     Offer,
+    Over,
     Part,
     Sealed,
     Select,
@@ -45,8 +46,9 @@ async def instance(
     token: str = "secret",
     lease_s: float = 30,
     clock: Clock | None = None,
+    engine_id: str = "engine",
 ) -> AsyncIterator[tuple[FabricLookupBuffer, Source]]:
-    identity = Identity("engine", region.memory.layout)
+    identity = Identity(engine_id, region.memory.layout)
     listener = Listener(identity, token, port=port)
     context = FabricContext(region.memory, listener, identity, token)
     buffer = FabricLookupBuffer(
@@ -174,6 +176,33 @@ async def test_a_lease_is_renewed_while_a_consumer_is_at_work(make_region: Calla
             assert producer.table.ended() == []
         gate.set()
         await fetching
+
+
+@pytest.mark.parametrize(("engine_id", "ends"), [("another", False), ("ours", True)])
+async def test_a_release_is_of_its_own_instance_where_another_reads_the_key(
+    make_region: Callable[..., Region], engine_id: str, *, ends: bool
+) -> None:
+    """As after a retry: the first consumer, which was slow, gives up what the second has begun to read."""
+    theirs, ours = make_region(seed=1), make_region()
+    async with (
+        instance(theirs, "shm") as (producer, source),
+        instance(make_region(), "shm", engine_id=engine_id) as (first, _),
+        instance(ours, "shm", engine_id="ours") as (second, _),
+    ):
+        fetching = asyncio.ensure_future(second.drop_select(Want("k", source, [0], soon())))
+        assert producer.table.open("k")
+        producer.table.insert("k", ALL)
+        await until(lambda: ours.blocks([0]) == theirs.blocks([4]))
+        await first.release("k", source, deadline=soon())
+        if ends:
+            with pytest.raises(LeaseEnded, match="released"):
+                await fetching
+        else:
+            await first.release("another", source, deadline=soon())
+            await until(lambda: producer.table.changes("another", Cursor())[0] == [Over("released")])
+            producer.table.seal("k", b"meta")
+            assert (await fetching).meta == b"meta"
+        await until(lambda: producer.table.ended() != [])
 
 
 async def test_the_fence_a_drop_while_the_consumer_reads(make_region: Callable[..., Region]) -> None:

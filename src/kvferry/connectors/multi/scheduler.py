@@ -23,6 +23,7 @@ from kvferry.connectors.api import (
     Finish,
     HasAddresses,
     HasAddressSeal,
+    HasRefusals,
     HasStore,
     Hit,
     Hold,
@@ -221,6 +222,12 @@ class MultiSchedulerSide(SchedulerSide):
     def release(self, transfer_id: str) -> bool:
         """Of the one that hands off."""
         return self._children[self._hands_off].release(transfer_id)
+
+    def refused(self, transfer_id: str) -> None:
+        """Of the one that hands off."""
+        child = self._children[self._hands_off]
+        if isinstance(child, HasRefusals):
+            child.refused(transfer_id)
 
     def reset_cache(self) -> bool:
         """All of them."""

@@ -195,9 +195,13 @@ class Offers:
         """It ended before anything was announced. A consumer may wait for it all the same, and is told; not where
         another request makes a hand-off of that name."""
         self.released(request.request_id)
-        hand_off = request.hand_off
-        if isinstance(hand_off, Produce) and self._config.produces and hand_off.transfer_id not in self._by_transfer:
-            self._work.voids.append(hand_off.transfer_id)
+        if isinstance(request.hand_off, Produce):
+            self.refused(request.hand_off.transfer_id)
+
+    def refused(self, transfer_id: str) -> None:
+        """The same of a request that was never admitted."""
+        if self._config.produces and transfer_id not in self._by_transfer:
+            self._work.voids.append(transfer_id)
 
     def keep(self, request: RequestView, block_ids: Sequence[int]) -> Finish:
         """Keep what a decode has computed for the prefill of the next turn, where there is an answer and room."""

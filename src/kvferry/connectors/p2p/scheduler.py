@@ -133,6 +133,10 @@ class P2pSchedulerSide(SchedulerSide):
         """The consumer will never come."""
         return self._offers.end(transfer_id)
 
+    def refused(self, transfer_id: str) -> None:
+        """A prefill was refused before it was admitted: who waits for it is told, with the next plan."""
+        self._offers.refused(transfer_id)
+
     # Insight.
 
     def statistics(self) -> dict[str, float]:

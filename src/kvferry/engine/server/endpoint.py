@@ -10,10 +10,12 @@ import msgspec
 from kvferry.api.fields import WARNING_HEADER, warning_of
 from kvferry.api.requests import ChatCompletionRequest, CompletionRequest, GenerationRequest
 from kvferry.core.continuation import PROGRESS_HEADER
+from kvferry.core.errors import RequestError
 from kvferry.core.openai import REQUEST_ID_HEADER, TIMELINE_HEADER, sane_request_id
 from kvferry.engine.server.assembly import Delta, joined
 from kvferry.engine.server.context import ServerContext
 from kvferry.engine.server.off_loop import OffLoop
+from kvferry.engine.server.parameters import promised_transfer_id
 from kvferry.engine.server.planning import Plan, plan_request, timeline_of
 from kvferry.engine.server.progress import ProgressMarks
 from kvferry.engine.server.prompts import echoes_of
@@ -44,7 +46,12 @@ class GenerationRoute(Generic[GenerationBody]):
         arrived = self._context.clock.wall()
         raw = await request.body.read()
         body = await decode(self._context, request, response, raw, self._body_type)
-        writer = await self._prepare(request, body, arrived)
+        try:
+            writer = await self._prepare(request, body, arrived)
+        except RequestError:
+            if (transfer_id := promised_transfer_id(body)) is not None:
+                self._context.front.prefill_refused(transfer_id)
+            raise
         off_loop = self._context.codec.off_loop
         if not body.stream:
             await _send_whole(writer, off_loop, response)

@@ -52,6 +52,9 @@ class EngineFront(Protocol):
     async def release(self, transfer_id: str) -> bool:
         """Nobody will fetch this hand-off: end its lease. True when there was one."""
 
+    def prefill_refused(self, transfer_id: str) -> None:
+        """A prefill for another instance was refused before `generate`: who waits for its KV is told."""
+
     async def statistics(self) -> EngineSnapshot:
         """Gauges now, counters since the start. Raises `Unavailable` when the engine is gone, as the others do."""
 

@@ -67,6 +67,15 @@ def hand_off_of(body: GenerationRequest, request_id: str, num_prompts: int) -> H
     return hand_off
 
 
+def promised_transfer_id(body: GenerationRequest) -> str | None:
+    """Of a prefill for another instance, under which that may wait already; None where there is none to be read."""
+    try:
+        hand_off = parse_hand_off(body.kv_transfer_params, "")
+    except InvalidRequest:
+        return None
+    return hand_off.transfer_id if isinstance(hand_off, Produce) else None
+
+
 def num_choices(body: GenerationRequest, hand_off: HandOff) -> int:
     """How many choices a prompt gets. A prefill for another instance makes one first token, whatever n is."""
     return 1 if isinstance(hand_off, Produce) else (1 if body.n is None else body.n)

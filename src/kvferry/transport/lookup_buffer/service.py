@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from kvferry.core.errors import ProtocolError
@@ -41,16 +42,19 @@ class ProducerService:
 
     def __init__(self, table: EntryTable, offer: Offer, memory: BlockMemory) -> None:
         self._table, self._offer, self._memory = table, offer, memory
+        self._sessions: set[_Session] = set()
 
     async def serve(self, connection: Connection) -> None:
         """One consumer, until it leaves. Keys it has not taken stay for the rest of their lease."""
-        session = _Session(self._table, connection, self._memory)
+        session = _Session(self._table, connection, self._memory, self._sessions)
+        self._sessions.add(session)
         self._table.listen(session.wake)
         try:
             await connection.send(self._offer)
             await run_together(session.listen(), session.tell())
         finally:
             self._table.unlisten(session.wake)
+            self._sessions.discard(session)
 
 
 @dataclass
@@ -62,8 +66,10 @@ class _Selected:
 class _Session:
     """One consumer's selections. Lives on the transfer loop, but for `wake`."""
 
-    def __init__(self, table: EntryTable, connection: Connection, memory: BlockMemory) -> None:
-        self._table, self._connection, self._memory = table, connection, memory
+    def __init__(
+        self, table: EntryTable, connection: Connection, memory: BlockMemory, sessions: Collection[_Session]
+    ) -> None:
+        self._table, self._connection, self._memory, self._sessions = table, connection, memory, sessions
         self._loop = asyncio.get_running_loop()
         self._selected: dict[int, _Selected] = {}
         self._answers: deque[TakeAnswer | VerifyAnswer] = deque()
@@ -96,7 +102,7 @@ class _Session:
                 case Renew():
                     self._renew(message)
                 case ReleaseKey():
-                    self._table.release(_checked(message.key))
+                    self._release(_checked(message.key))
 
     async def tell(self) -> None:
         """Tell the consumer what happens."""
@@ -150,6 +156,20 @@ class _Session:
             raise ProtocolError("answers are asked for faster than they are read")
         self._answers.append(answer)
         self._news.set()
+
+    def _release(self, key: str) -> None:
+        """A consumer speaks for its own instance: another that has the same ticket, as after a retry, keeps the key."""
+        if not any(one.selects(key) and one.engine_id != self.engine_id for one in self._sessions):
+            self._table.release(key)
+
+    @property
+    def engine_id(self) -> str:
+        """The consumer's."""
+        return self._connection.peer.engine_id
+
+    def selects(self, key: str) -> bool:
+        """Whether the consumer waits for this key, or reads it."""
+        return any(selected.key == key for selected in self._selected.values())
 
     def _renew(self, message: Renew) -> None:
         for select_id in message.select_ids:
