@@ -12,6 +12,7 @@ from cyclopts import Group, Parameter
 
 from kvferry.cli.flags import field_help, flags_of, nothing_said
 from kvferry.core.names import resolve
+from kvferry.core.registration import registration_key
 from kvferry.core.transfer_config import KVTransferConfig
 from kvferry.engine.config import EngineConfig
 from kvferry.engine.server.config import ServerConfig
@@ -25,6 +26,7 @@ from kvferry.fleet.transfer import InstanceRole
 from kvferry.http.config import HttpAccess, InstanceAccess
 from kvferry.http.keys import fleet_key
 from kvferry.http.limits import HttpLimits
+from kvferry.http.registrar import make_registrar
 from kvferry.models.digest_cache import DigestCache
 from kvferry.observe.logs import LogConfig, set_up_logging
 from kvferry.router.config import RouterConfig
@@ -149,6 +151,7 @@ def http_settings(listen: Listen, access: HttpAccess, limits: HttpLimits) -> dic
         "limits": limits,
         "shutdown_grace_s": listen.grace_s,
         "fleet_keys": (fleet_key(token),) if token else (),
+        "registration_key": registration_key(token),
     }
 
 
@@ -164,6 +167,15 @@ def run_engine(
     ready_fd: int | None = None,
 ) -> int:
     """Run one instance in this process, until SIGINT or SIGTERM; returns the exit code."""
+    token = os.environ.get(TOKEN_VARIABLE, "")
+    registrar = make_registrar(
+        instance.register,
+        role,
+        token,
+        scheme="http" if access.tls_cert is None else "https",
+        url=instance.advertise_url,
+        ca=instance.register_ca,
+    )
     run_instance = resolve(RUN_INSTANCE)
     with reporting(role if role != "both" else "engine", ready_fd, log) as reporter:
         code: int = run_instance(
@@ -174,6 +186,7 @@ def run_engine(
             server=ServerConfig(**http_settings(listen, access, limits)),
             on_progress=reporter.progress,
             on_ready=reporter.ready,
-            auth_token=os.environ.get(TOKEN_VARIABLE, ""),
+            auth_token=token,
+            registrar=registrar,
         )
     return code

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Literal
 
 import uvloop
@@ -17,6 +18,7 @@ from kvferry.engine.engine import Engine
 from kvferry.engine.server.config import ServerConfig
 from kvferry.engine.server.http_server import serve
 from kvferry.http.listen import authority
+from kvferry.http.registrar import RegistrarConfig
 
 log = logging.getLogger(__name__)
 
@@ -33,16 +35,18 @@ def run_instance(
     on_progress: Callable[[str, float], None] = lambda what, share: None,
     on_ready: Callable[[dict[str, Any]], None] = lambda ready: None,
     auth_token: str = "",
+    registrar: RegistrarConfig | None = None,
 ) -> int:
     """Serve one engine until SIGTERM or SIGINT; returns the exit code, 1 when the engine failed meanwhile.
 
-    `on_ready` gets {"url", "control": {"host", "port"} or None} once requests are accepted. Main thread only.
+    `on_ready` gets {"url", "control": {"host", "port"} or None} once requests are accepted; the instance is then
+    registered at the routers that `registrar` names, until the end. Main thread only.
     Raises `ConfigError` and `UnsupportedModel` for what the user can correct.
     """
     names = served_model_names or (engine.model,)
     loaded = Engine(engine, transfer, auth_token=auth_token, on_progress=on_progress)
     _freeze()
-    return uvloop.run(_serve(AsyncEngine(loaded, names, role), server, on_ready))
+    return uvloop.run(_serve(AsyncEngine(loaded, names, role), server, on_ready, registrar))
 
 
 def _freeze() -> None:
@@ -52,14 +56,23 @@ def _freeze() -> None:
     gc.freeze()
 
 
-async def _serve(front: AsyncEngine, server: ServerConfig, on_ready: Callable[[dict[str, Any]], None]) -> int:
+async def _serve(
+    front: AsyncEngine,
+    server: ServerConfig,
+    on_ready: Callable[[dict[str, Any]], None],
+    registrar: RegistrarConfig | None,
+) -> int:
+    about = front.describe()
+    if registrar is not None:
+        registrar = replace(registrar, engine_id=about["engine_id"])
+
     def listening(host: str, port: int) -> None:
-        on_ready({"url": f"{server.scheme}://{authority(host, port)}", **front.describe()})
+        on_ready({"url": f"{server.scheme}://{authority(host, port)}", **about})
 
     front.start()
     try:
         failed = asyncio.create_task(front.failed())
-        serving = asyncio.create_task(serve(front, server, on_listening=listening))
+        serving = asyncio.create_task(serve(front, server, on_listening=listening, registrar=registrar))
         await asyncio.wait([failed, serving], return_when=asyncio.FIRST_COMPLETED)
         if not serving.done():
             log.error("the engine failed; this instance ends")

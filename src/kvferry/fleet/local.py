@@ -22,6 +22,7 @@ from kvferry.fleet.vllm.instances import Place, VllmInstances
 from kvferry.fleet.vllm.ports import free_ports
 from kvferry.http.config import HttpAccess
 from kvferry.http.limits import HttpLimits
+from kvferry.http.registrar import make_registrar
 from kvferry.observe.logs import INSTANCE_VARIABLE, TEXT, LogConfig
 from kvferry.router.config import RouterConfig
 
@@ -66,6 +67,10 @@ class LocalFleet:
         """Access and limits are the router's; a vLLM server alone has its own."""
         if not self.spec.is_split:
             require_nothing_said(self.access, self.limits)
+            return
+        make_registrar(self.instance.register, "both", os.environ.get(TOKEN_VARIABLE, ""))
+        if self.instance.advertise_url is not None:
+            raise ConfigError("--advertise-url is for one instance alone, not for a fleet of several")
 
     def _plan_vllm(self, cores: CorePlan, token: str) -> FleetPlan:
         """vLLM servers, and kvferry's router before them; without a split, one server alone."""
@@ -86,7 +91,8 @@ class LocalFleet:
                 environment={TOKEN_VARIABLE: token, **self._vllm_logging()},
                 hidden=self.hidden,
             )
-            specs.append(servers.process(place, *bootstrap[index : index + 1]))
+            port = bootstrap[index] if index < len(bootstrap) else None
+            specs.append(_registered(servers.process(place, port or 0), place, self.instance, port))
         if not split:
             return FleetPlan(tuple(specs))
         return FleetPlan(tuple(specs), lambda ready: self._front(ready, cores.router, token, bootstrap))
@@ -183,7 +189,23 @@ def vllm_instance(
     """One vLLM server of a role, alone. Raises `ConfigError`."""
     servers = VllmInstances.from_settings(engine, choice, instance, splits=True)
     place = Place(role, role, 0, listen.host, listen.port, available_cores(), {})
-    return FleetPlan((servers.process(place),))
+    return FleetPlan((_registered(servers.process(place), place, instance),))
+
+
+def _registered(
+    process: ProcessSpec, place: Place, instance: InstanceSpec, bootstrap_port: int | None = None
+) -> ProcessSpec:
+    """A vLLM server that the supervisor registers at the routers that `--register` names. Raises `ConfigError`."""
+    registrar = make_registrar(
+        instance.register,
+        place.role,
+        os.environ.get(TOKEN_VARIABLE, ""),
+        url=instance.advertise_url,
+        host=place.host,
+        ca=instance.register_ca,
+        bootstrap_port=bootstrap_port,
+    )
+    return replace(process, registrar=registrar)
 
 
 def _role(index: int, num_prefill: int) -> tuple[InstanceRole, int]:

@@ -22,6 +22,7 @@ from kvferry.core.errors import ProtocolError
 from kvferry.fleet.asking import serves
 from kvferry.fleet.cpu import Cores
 from kvferry.fleet.ready import MAX_LINE_BYTES, Progress, Ready, parse_message
+from kvferry.http.registrar import RegistrarConfig
 
 READY_FLAG = "--ready-fd"
 """The flag that tells a child where to write its start messages; put behind its command."""
@@ -53,7 +54,8 @@ class ProcessSpec:
     """What to run. `environment` is added to the supervisor's own, less what is in `hidden`.
 
     `foreign` is given for a program that is not kvferry's. Its children need not end with it, so it gets a guard.
-    `tls_cert`: the certificate it is given for its https.
+    `tls_cert`: the certificate it is given for its https. `registrar`: routers at which the supervisor registers it, as
+    it does not do so itself.
     """
 
     name: str
@@ -63,6 +65,7 @@ class ProcessSpec:
     cores: Cores = ()
     foreign: Foreign | None = None
     tls_cert: Path | None = None
+    registrar: RegistrarConfig | None = None
 
     def at_port(self, port: int | None) -> ProcessSpec:
         """The same, at a port that a process of it was given before, where it takes any free one."""

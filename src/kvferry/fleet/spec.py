@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from kvferry.core.errors import ConfigError
@@ -59,6 +60,18 @@ class InstanceSpec:
     """How KV moves: vLLM's JSON, such as {"kv_connector":"SharedStorageConnector"}. Default for prefill and decode
     instances: {"kv_connector":"P2pConnector"}, each with its own kv_role. With --engine vllm, any connector that vLLM
     knows can be used, such as {"kv_connector":"NixlConnector"}."""
+
+    register: tuple[str, ...] = ()
+    """URL of a router (started with --registration) to register at; repeat it, or separate several by commas. The
+    instance says again and again that it is there, and takes its leave when it is told to end. Needs the routers'
+    KVFERRY_AUTH_TOKEN. An instance that does both phases registers for decode."""
+
+    advertise_url: str | None = None
+    """URL at which those routers reach the instance. Default: where it listens; if that is all of the machine's
+    addresses, the one that leads to the router."""
+
+    register_ca: Path | None = None
+    """Certificate authority (PEM) of routers at https:// URLs. Default: the system's authorities."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,12 +16,15 @@ import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from urllib.parse import urlsplit
 
+from kvferry.fleet.asking import serves
 from kvferry.fleet.display import Display
 from kvferry.fleet.member import Member
 from kvferry.fleet.process import Process, ProcessSpec
 from kvferry.fleet.ready import Ready
 from kvferry.fleet.restart import Again, GiveUp, RestartPolicy
+from kvferry.http.registrar import Registrar
 
 logger = logging.getLogger(__name__)
 
@@ -78,6 +81,7 @@ class LocalSupervisor:
         self._instances: list[Member] = []
         self._front: list[Member] = []
         self._end: asyncio.Future[End] | None = None
+        self._registrars: list[tuple[Registrar, asyncio.Task[None]]] = []
         self._is_up = self._hurried = False
 
     async def run(self, plan: FleetPlan) -> int:
@@ -112,9 +116,22 @@ class LocalSupervisor:
             self._conclude(NotStarted(f"cannot start a process: {error.strerror or error}"))
             return
         self._is_up = True
+        for spec in plan.instances:
+            self._register(spec, instances[spec.name].url, group)
         if plan.front is not None:
             self._display.members({name: about.url for name, about in instances.items()})
         self._display.up(next(iter(ready.values())).url)
+
+    def _register(self, spec: ProcessSpec, url: str, group: asyncio.TaskGroup) -> None:
+        """At routers, where the process does not do so itself."""
+        if spec.registrar is None:
+            return
+
+        async def answers() -> bool:
+            return await serves(url)
+
+        registrar = Registrar(spec.registrar, spec.registrar.host, urlsplit(url).port or 0, answers)
+        self._registrars.append((registrar, group.create_task(registrar.run())))
 
     async def _start_all(
         self, specs: Sequence[ProcessSpec], members: list[Member], group: asyncio.TaskGroup
@@ -214,7 +231,12 @@ class LocalSupervisor:
         return EXIT_CRASHED
 
     async def _bring_down(self) -> None:
-        """The router first, so that it can end its answers while instances still give them."""
+        """The router first, so that it can end its answers while instances still give them; other routers are told, and
+        may end theirs."""
+        grace_s = 0.0 if self._hurried else self._grace_s
+        await asyncio.gather(*(registrar.leave(grace_s) for registrar, _ in self._registrars))
+        for _, task in self._registrars:
+            task.cancel()
         for members in (self._front, self._instances):
             processes = _processes(members)
             for process in processes:

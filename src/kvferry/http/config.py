@@ -97,6 +97,9 @@ class HttpConfig(HttpAccess):
     fleet_keys: tuple[str, ...] = ()
     """Admin keys of the fleet's own processes. Unlike `admin_key`, they do not make keys mandatory for others."""
 
+    registration_key: bytes = field(default=b"", repr=False)
+    """Seals instances' registrations at routers (`core.registration`); empty without a fleet's token."""
+
     reuse_port: bool = False
     """Whether several processes listen on this port."""
 

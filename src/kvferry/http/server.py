@@ -18,6 +18,7 @@ import ssl
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from typing import Protocol
 
 from kvferry.core.errors import LeakError, Unavailable
 from kvferry.http.config import HttpConfig
@@ -240,8 +241,17 @@ class HttpServer:
             raise LeakError(f"the HTTP server still has {self.statistics()}")
 
 
+class Stoppable(Protocol):
+    """What signals end: `stop` begins the end, `abort` cuts it short."""
+
+    @property
+    def stopping(self) -> bool: ...
+    def stop(self) -> None: ...
+    def abort(self) -> None: ...
+
+
 @contextmanager
-def signals_end(server: HttpServer) -> Iterator[None]:
+def signals_end(server: Stoppable) -> Iterator[None]:
     """SIGINT and SIGTERM stop `server`, a second one aborts what runs. Main thread only."""
     loop = asyncio.get_running_loop()
 

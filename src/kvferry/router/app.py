@@ -35,6 +35,7 @@ from kvferry.router.instance import Instance, InstanceFacts, SglangFacts, VllmFa
 from kvferry.router.membership import Membership
 from kvferry.router.metrics import CONTENT_TYPE, Metrics
 from kvferry.router.pools import Pools
+from kvferry.router.registrations import Registrations
 from kvferry.router.releases import Releases
 from kvferry.router.upstream import Upstream
 
@@ -58,6 +59,7 @@ class Router:
     clients: Guard
     operators: Guard
     membership: Membership
+    registrations: Registrations
 
     async def show_health(self, request: Request, response: Response) -> None:
         """GET /health: 200 when a decode instance is alive, as of the last look; 503 otherwise."""
@@ -144,6 +146,7 @@ class Router:
                 Route("GET", INSTANCES_PATH, self.show_instances, Access.ADMIN),
                 Route("GET", "/kvferry/decisions", self.show_decisions, Access.ADMIN),
                 *Admin(self.membership, self.operators).routes(),
+                *self.registrations.routes(),
             ],
             fallback=Route("*", "*", self.serve),
         )
@@ -156,8 +159,8 @@ class Router:
             async with self.services.upstream, asyncio.TaskGroup() as group:
                 self.services.releases.open(group)
                 services = self.services
-                watched = (self.health.watch(), services.upstream.watch(), self.membership.watch(), self.feeds.watch())
-                watchers = [group.create_task(one) for one in watched]
+                watching = (self.health, services.upstream, self.membership, self.registrations, self.feeds)
+                watchers = [group.create_task(one.watch()) for one in watching]
                 try:
                     yield group
                 finally:
@@ -197,9 +200,11 @@ def build_router(
     )
     health = Health(pools, upstream, config, clock)
     membership = Membership(config, pools, upstream)
+    registrations = Registrations(config, http.registration_key, pools, upstream, clock)
     feeds = EventFeeds(pools, services.chooser.index, metrics, config.instance_kv_events)
     clients = Guard(http.api_keys(), http.admin_keys(), http.fleet_keys)
-    return Router(services, admission, health, Endpoints(services), feeds, clients, _operators(http), membership)
+    endpoints, operators = Endpoints(services), _operators(http)
+    return Router(services, admission, health, endpoints, feeds, clients, operators, membership, registrations)
 
 
 def _operators(http: HttpConfig) -> Guard:

@@ -28,6 +28,14 @@ class RouterConfig:
     """File with one instance per line: 'prefill URL' or 'decode URL'. The router follows its changes: new instances are
     added, and missing ones are drained and then removed."""
 
+    registration: bool = False
+    """Take instances that register themselves (`kvferry prefill|decode --register URL`). They and the router need the
+    same KVFERRY_AUTH_TOKEN. The router then also starts without any instance."""
+
+    registration_lease_s: float = 15.0
+    """Seconds that a registered instance is kept without hearing of it; it says three times as often that it is
+    there."""
+
     hand_off: HandOffMode = "auto"
     """When D is called: sequential, after P has answered; concurrent, at the same time; auto, concurrent between
     instances of kvferry's that offer it. Between vLLM servers with kvferry's connectors, usage has no number of cached

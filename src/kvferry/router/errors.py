@@ -55,3 +55,11 @@ class BadAnswer(RequestError):
 
 class Silent(PeerLost):
     """The instance was given up: nothing came for longer than its limit, and nothing told that it works."""
+
+
+class RegistrationRefused(RequestError):
+    """403: this router takes no registrations."""
+
+    status = 403
+    kind = "invalid_request_error"
+    code = "registration_refused"

@@ -188,7 +188,9 @@ class Membership:
         Raises `ConfigError`."""
         self._applied_text = text
         wanted = _parse(text, path)
-        if not self._config.decode_url and not any(role == "decode" for role, _ in wanted.values()):
+        config = self._config
+        has_decode = config.decode_url or config.registration or any(role == "decode" for role, _ in wanted.values())
+        if not has_decode:
             raise ConfigError(f"{path} names no decode instance; a router needs at least one ('decode URL')")
         if not wanted:
             raise ConfigError(f"{path} names no instance; remove them by `kvferry fleet drain` if that is meant")

@@ -77,9 +77,10 @@ class Pools:
     @classmethod
     def from_config(cls, config: RouterConfig, clock: Clock | None = None) -> Pools:
         """Raises `ConfigError` when there is no decode instance or an address is wrong."""
-        if not config.decode_url and config.instances_file is None:
+        if not config.decode_url and config.instances_file is None and not config.registration:
             raise ConfigError(
-                "the router needs at least one decode instance; name it with --decode-url http://host:port"
+                "the router needs at least one decode instance; name it with --decode-url http://host:port, or let"
+                " instances register themselves with --registration"
             )
         return cls(
             prefill=Pool("prefill", config.prefill_url, config.bootstrap_port, clock),

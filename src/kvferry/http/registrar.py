@@ -1,0 +1,304 @@
+"""An instance's side of registration: tells each router that it is there, again and again, until it leaves.
+
+Owns what each router last said. A router that cannot be reached, or was started anew, is told as soon as it answers;
+none keeps another waiting.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import socket
+import time
+from collections.abc import Awaitable, Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from kvferry.core.errors import ConfigError, KvferryError, ProtocolError
+from kvferry.core.registration import REGISTER_PATH, Announcement, Registered, Role, State, registration_key, seal
+from kvferry.http.client import HttpClient
+from kvferry.http.listen import authority
+from kvferry.http.origin import Origin
+from kvferry.http.server import HttpServer, OnListening
+from kvferry.http.tls import client_context
+
+logger = logging.getLogger(__name__)
+
+_ASK_S = 10.0
+_LONGEST_ANSWER = 64 * 1024
+_FIRST_WAIT_S = 0.25
+_MOST_WAIT_S = 3.0
+"""Bounds of the wait before a router that did not answer is told again; it doubles with each."""
+_LOOK_S = 0.25
+"""How often a router is asked, in the end, whether the instance is drained."""
+_RENEWALS_PER_LEASE = 3
+_LAST_WORD_S = 1.0
+_JSON = (b"content-type", b"application/json")
+_WILDCARDS = frozenset({"0.0.0.0", "::", ""})
+
+
+@dataclass(frozen=True, kw_only=True)
+class RegistrarConfig:
+    """Which routers are told, and what. `url` None: made of the host and port that the server listens on. `host` is for
+    a supervisor that registers a server of somebody else's: what that listens on."""
+
+    routers: tuple[str, ...]
+    role: Role
+    key: bytes
+    scheme: str = "http"
+    url: str | None = None
+    ca: Path | None = None
+    host: str = ""
+    engine_id: str = ""
+    bootstrap_port: int | None = None
+
+    def __post_init__(self) -> None:
+        for router in self.routers:
+            Origin.parse(router.rstrip("/"), "--register")
+        if not self.key:
+            raise ConfigError(
+                "--register needs KVFERRY_AUTH_TOKEN in the environment, the same as the routers': it authenticates"
+                " registrations"
+            )
+
+
+def make_registrar(
+    routers: Iterable[str],
+    role: Literal["prefill", "decode", "both"],
+    token: str,
+    *,
+    scheme: str = "http",
+    url: str | None = None,
+    host: str = "",
+    ca: Path | None = None,
+    bootstrap_port: int | None = None,
+) -> RegistrarConfig | None:
+    """What flags say; None where no router is named. Each item may name several routers, separated by commas. An
+    instance that does both phases registers for decode, as decode instances can do both. Raises `ConfigError`."""
+    named = tuple(one.strip() for item in routers for one in item.split(",") if one.strip())
+    if not named:
+        return None
+    return RegistrarConfig(
+        routers=named,
+        role="prefill" if role == "prefill" else "decode",
+        key=registration_key(token),
+        scheme=scheme,
+        url=url,
+        host=host,
+        ca=ca,
+        bootstrap_port=bootstrap_port,
+    )
+
+
+class Registrar:
+    """Of one instance that listens on `host` and `port`. `serves` says whether it answers just now: while it does not,
+    leases are not renewed. `run` it beside the server; `leave` before the process ends."""
+
+    def __init__(
+        self, config: RegistrarConfig, host: str, port: int, serves: Callable[[], Awaitable[bool]] | None = None
+    ) -> None:
+        self._config, self._host, self._port, self._serves = config, host, port, serves
+        self._process, self._number = secrets.token_hex(16), 0
+        self._state: State = "up"
+        self._changed, self._done = asyncio.Event(), asyncio.Event()
+
+    async def run(self) -> None:
+        """Tell all routers, until `leave` has been called and is done. Raises `ConfigError` for a file that cannot be
+        used."""
+        config = self._config
+        tls = client_context(config.ca) if any(one.startswith("https") for one in config.routers) else None
+        try:
+            async with HttpClient(tls=tls) as client, asyncio.TaskGroup() as group:
+                for router in config.routers:
+                    group.create_task(self._keep(client, Origin.parse(router.rstrip("/"))))
+        finally:
+            self._done.set()
+
+    async def leave(self, within_s: float) -> bool:
+        """Have no more requests sent here; wait until the routers say that nothing runs here any more, or are gone
+        themselves, then be forgotten. False when that takes longer than `within_s`; they are told all the same."""
+        self._change("draining")
+        if await self._done_within(within_s):
+            return True
+        self._change("gone")
+        await self._done_within(_LAST_WORD_S)
+        return False
+
+    def _change(self, state: State) -> None:
+        self._state = state
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+    async def _done_within(self, seconds: float) -> bool:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._done.wait()
+        return self._done.is_set()
+
+    async def _keep(self, client: HttpClient, origin: Origin) -> None:
+        """Tell one router, as often as it takes."""
+        router = _Router(origin)
+        while True:
+            state: State = "gone" if router.drained else self._state
+            changed = self._changed
+            pause_s = await self._tell(client, router, state)
+            if state == "gone" or (state == "draining" and router.lost):
+                return
+            if not (router.drained and state == "draining"):
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(pause_s if state == "up" else _LOOK_S):
+                        await changed.wait()
+
+    async def _tell(self, client: HttpClient, router: _Router, state: State) -> float:
+        """Tell it once; how long to wait before the next time."""
+        try:
+            if state == "up" and self._serves is not None and not await self._serves():
+                raise ProtocolError("the instance does not answer just now")
+            answer = await self._ask(client, router, state)
+            if answer.unknown_router:  # it was started anew, or this is the first word
+                answer = await self._ask(client, router, state)
+            return router.heard(answer, self._config.role)
+        except KvferryError as error:
+            return router.failed(error)
+
+    async def _ask(self, client: HttpClient, router: _Router, state: State) -> Registered:
+        config = self._config
+        self._number = max(self._number + 1, time.time_ns())
+        announcement = Announcement(
+            router=router.name,
+            process=self._process,
+            number=self._number,
+            url=config.url or self._url_for(router.origin),
+            role=config.role,
+            state=state,
+            engine_id=config.engine_id,
+            bootstrap_port=config.bootstrap_port,
+        )
+        status, _, content = await client.ask(
+            router.origin,
+            "POST",
+            REGISTER_PATH,
+            timeout_s=_ASK_S,
+            headers=[_JSON],
+            body=seal(config.key, announcement),
+            max_bytes=_LONGEST_ANSWER,
+        )
+        if status not in (200, 409):
+            raise ProtocolError(f"it answered {status}: {_complaint(content)}")
+        try:
+            answer = msgspec.json.decode(content, type=Registered)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise ProtocolError(f"it answered {status}: {_complaint(content)}") from error
+        router.name = answer.router
+        return answer
+
+    def _url_for(self, router: Origin) -> str:
+        """Where that router reaches this process, which may listen on all of the machine's addresses."""
+        host = self._host if self._host not in _WILDCARDS else _own_address(router)
+        return f"{self._config.scheme}://{authority(host, self._port)}"
+
+
+class RegisteredServer:
+    """A server that routers know of: told to stop, it first takes its leave of them, and serves on until nothing runs
+    here or its grace is over. With no `config` it is just the server."""
+
+    def __init__(
+        self, server: HttpServer, config: RegistrarConfig | None, serves: Callable[[], Awaitable[bool]] | None = None
+    ) -> None:
+        self._server, self._config, self._serves = server, config, serves
+        self._registrar: Registrar | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self._leaving = False
+
+    async def run(self, on_listening: OnListening | None = None) -> None:
+        """As the server's."""
+
+        def listening(host: str, port: int) -> None:
+            if on_listening is not None:
+                on_listening(host, port)
+            if self._config is not None:
+                self._registrar = Registrar(self._config, host, port, self._serves)
+                self._tasks.append(asyncio.create_task(self._registrar.run()))
+
+        try:
+            await self._server.run(listening)
+        finally:
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    @property
+    def stopping(self) -> bool:
+        """Whether the end has begun."""
+        return self._leaving or self._server.stopping
+
+    def stop(self) -> None:
+        """Begin the end."""
+        if self._registrar is None:
+            self._server.stop()
+        elif not self._leaving:
+            self._leaving = True
+            self._tasks.append(asyncio.create_task(self._leave(self._registrar)))
+
+    def abort(self) -> None:
+        """End running requests now."""
+        self._server.abort()
+
+    async def _leave(self, registrar: Registrar) -> None:
+        drained = await registrar.leave(self._server.config.shutdown_grace_s)
+        (self._server.stop if drained else self._server.abort)()
+
+
+class _Router:
+    """One router, and what it last said."""
+
+    def __init__(self, origin: Origin) -> None:
+        self.origin = origin
+        self.name = ""
+        """What the router calls itself; empty until it has answered."""
+        self.drained = False
+        self.lost = False
+        """Whether it did not answer, or refused, when it was last told."""
+        self._trouble: str | None = ""
+        self._wait_s = _FIRST_WAIT_S
+
+    def heard(self, answer: Registered, role: Role) -> float:
+        """It answered; seconds until it should be told again."""
+        self.lost, self.drained = False, answer.state == "drained"
+        if self._trouble is not None:
+            logger.info("registered at %s for %s", self.origin, role)
+        self._trouble, self._wait_s = None, _FIRST_WAIT_S
+        return answer.lease_s / _RENEWALS_PER_LEASE
+
+    def failed(self, error: KvferryError) -> float:
+        """It did not, or refused; likewise."""
+        self.lost = True
+        if str(error) != self._trouble:
+            logger.warning("not registered at %s: %s", self.origin, error)
+        self._trouble = str(error)
+        self._wait_s = min(2 * self._wait_s, _MOST_WAIT_S)
+        return self._wait_s
+
+
+def _complaint(content: bytes) -> str:
+    """What an answer that is none says, in its error envelope if it has one."""
+    try:
+        return str(msgspec.json.decode(content)["error"]["message"])[:500]
+    except (msgspec.MsgspecError, UnicodeDecodeError, KeyError, TypeError, IndexError):
+        return content[:200].decode(errors="replace")
+
+
+def _own_address(peer: Origin) -> str:
+    """This machine's address on the way to a peer. Nothing is sent. Raises `ConfigError`."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(peer.host, peer.port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(address)
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise ConfigError(f"no way to {peer}: {error.strerror or error}; say --advertise-url") from error

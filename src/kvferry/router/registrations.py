@@ -1,0 +1,267 @@
+"""Instances that register themselves: they are there for as long as they say so.
+
+Owns their leases, and which messages were used. Who may register is who knows the fleet's token; what is registered is
+asked itself before it gets requests. Another instance, or none, at the address that a message names is refused.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from dataclasses import dataclass
+from typing import Literal
+
+import msgspec
+
+from kvferry.core.clock import Clock
+from kvferry.core.errors import (
+    AuthenticationFailed,
+    ConfigError,
+    InvalidRequest,
+    LeaseEnded,
+    ProtocolError,
+    QueueFull,
+    TransferError,
+)
+from kvferry.core.openai import BodyTooLarge
+from kvferry.core.registration import LONGEST_MESSAGE, REGISTER_PATH, SKEW_S, Announcement, Registered, unseal
+from kvferry.http.errors import Unauthorized
+from kvferry.http.keys import Access
+from kvferry.http.request import Request
+from kvferry.http.response import Response
+from kvferry.http.routes import Route
+from kvferry.router.config import RouterConfig
+from kvferry.router.errors import InstanceConflict, RegistrationRefused
+from kvferry.router.facts import ask_about
+from kvferry.router.instance import (
+    BOOTSTRAP_PORT,
+    Absent,
+    Facts,
+    Instance,
+    InstanceFacts,
+    SglangFacts,
+    Unasked,
+    normalise_url,
+)
+from kvferry.router.pools import Pools
+from kvferry.router.upstream import Upstream
+
+logger = logging.getLogger(__name__)
+
+_Doing = Literal["serving", "draining", "drained", "gone"]
+
+MAX_REGISTERED = 4096
+_LOOK_S = 0.5
+_STOOD_STILL_S = 2.0
+"""When this process itself stood still for so long, instances could not be heard: it is not their leases that end."""
+
+
+@dataclass
+class Lease:
+    """Of the process that registered a URL; `until` on the router's monotonic clock."""
+
+    process: str
+    until: float
+
+
+class Registrations:
+    """The route for instances, and the end of their leases. Changes `Pools`."""
+
+    def __init__(self, config: RouterConfig, key: bytes, pools: Pools, upstream: Upstream, clock: Clock) -> None:
+        self._config, self._key, self._pools, self._upstream, self._clock = config, key, pools, upstream, clock
+        self.router = secrets.token_hex(16)
+        """This router process, as messages name it."""
+        self.leases: dict[str, Lease] = {}
+        self._used: dict[str, tuple[int, float]] = {}
+        """By URL, the last message's number, and when it came."""
+        self._asking: set[str] = set()
+
+    def routes(self) -> list[Route]:
+        """To be served beside the router's own. The seal is the key, so none is asked for."""
+        return [Route("POST", REGISTER_PATH, self.register, Access.OPEN)]
+
+    async def register(self, request: Request, response: Response) -> None:
+        """POST /kvferry/instances/register: an instance is there, will be gone soon, or is gone."""
+        self._require_wanted()
+        announcement = self._open(await request.body.read(_Bound()))
+        url = _url(announcement)
+        if announcement.router != self.router:
+            self._answer(response, Registered(router=self.router, lease_s=self._lease_s, unknown_router=True), 409)
+            return
+        self._use(url, announcement.number)
+        match announcement.state:
+            case "up":
+                state = await self._up(url, announcement)
+            case "draining":
+                state = self._draining(url, announcement)
+            case "gone":
+                state = self._gone(url, announcement)
+        self._answer(response, Registered(router=self.router, lease_s=self._lease_s, state=state))
+
+    async def watch(self) -> None:
+        """End leases that were not renewed; runs until it is cancelled."""
+        before = self._clock.monotonic()
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            now = self._clock.monotonic()
+            self.look(now, missed_s=now - before if now - before > _STOOD_STILL_S else 0.0)
+            before = now
+
+    def look(self, now: float, missed_s: float = 0.0) -> None:
+        """Whose lease is over at `now` is drained, and forgotten then. `missed_s`: for so long nobody was heard."""
+        for url, lease in list(self.leases.items()):
+            lease.until += missed_s
+            if lease.until <= now:
+                del self.leases[url]
+                self._retire(url, "has not been heard of")
+        for url, (_, came) in list(self._used.items()):
+            if url not in self.leases and now - came > 2 * SKEW_S:  # older messages are refused for their age
+                del self._used[url]
+
+    # A message.
+
+    def _require_wanted(self) -> None:
+        if not self._config.registration:
+            raise RegistrationRefused("this router takes no registrations; start it with --registration")
+        if not self._key:
+            raise RegistrationRefused("this router has no KVFERRY_AUTH_TOKEN, by which instances could be known")
+
+    def _open(self, message: bytes) -> Announcement:
+        try:
+            return unseal(self._key, message, self._clock.wall())
+        except (AuthenticationFailed, LeaseEnded) as error:
+            raise Unauthorized(str(error)) from error
+        except ProtocolError as error:
+            raise InvalidRequest(str(error)) from error
+
+    def _use(self, url: str, number: int) -> None:
+        last, _ = self._used.get(url, (0, 0.0))
+        if number <= last:
+            raise Unauthorized("the registration was used before, or came later than a newer one")
+        if url not in self._used and len(self._used) >= MAX_REGISTERED:
+            raise QueueFull(f"{MAX_REGISTERED} instances are registered here, which is the most")
+        self._used[url] = number, self._clock.monotonic()
+
+    async def _up(self, url: str, said: Announcement) -> _Doing:
+        lease, here = self.leases.get(url), self._here(url)
+        if lease is not None and lease.process == said.process:
+            lease.until = self._clock.monotonic() + self._lease_s
+            if here is None:  # the lease goes on, so that its process stays out
+                raise InstanceConflict(
+                    f"an operator removed {url}; start the instance anew, or add it by `kvferry fleet add`"
+                )
+            return _doing(here)
+        if here is not None and lease is None:
+            return _doing(here)  # named by flags, a file or an operator: it needs no lease
+        facts = await self._ask(url, said)
+        self.leases[url] = Lease(said.process, self._clock.monotonic() + self._lease_s)
+        return self._admit(url, said, facts)
+
+    def _admit(self, url: str, said: Announcement, facts: Facts) -> _Doing:
+        """Of a process that is new, with what it said when it was asked."""
+        here = self._here(url)
+        if here is not None and not here.draining and here.role != said.role:
+            self._retire(url, f"registers for {said.role}")
+            here = None
+        if here is None:
+            here = self._pools.pool(said.role).add(url, said.bootstrap_port or BOOTSTRAP_PORT)
+            logger.warning("%s (%s) has registered", here, here.url)
+        here.facts, here.alive = facts, True
+        return _doing(here)
+
+    def _draining(self, url: str, said: Announcement) -> _Doing:
+        lease = self.leases.get(url)
+        if lease is None or lease.process != said.process:
+            return "drained"
+        lease.until = self._clock.monotonic() + self._lease_s
+        self._retire(url, "will be gone")
+        return "draining" if any(one.url == url and not one.drained for one in self._pools) else "drained"
+
+    def _gone(self, url: str, said: Announcement) -> _Doing:
+        lease = self.leases.get(url)
+        if lease is not None and lease.process == said.process:
+            del self.leases[url]
+            self._retire(url, "is gone")
+        return "gone"
+
+    # Instances.
+
+    def _here(self, url: str) -> Instance | None:
+        """The instance at this URL, less those that only end there."""
+        return next((one for one in self._pools if one.url == url and not one.leaves_by_itself), None)
+
+    def _retire(self, url: str, why: str) -> None:
+        for one in [one for one in self._pools if one.url == url and not one.leaves_by_itself]:
+            one.leaves_by_itself = True
+            logger.warning("%s (%s) %s: it is drained and removed", one, one.url, why)
+            self._pools.retire(one)
+
+    async def _ask(self, url: str, said: Announcement) -> Facts:
+        """What the instance says of itself. Raises `InstanceConflict` when it is not what the message says."""
+        if url in self._asking:
+            raise InstanceConflict(f"{url} is being asked already")
+        self._asking.add(url)
+        instance = Instance(said.role, url, said.bootstrap_port or BOOTSTRAP_PORT, name=f"the instance at {url}")
+        timeout_s = self._config.health_timeout_s
+        try:
+            status, _ = await self._upstream.ask(instance, "GET", "/health", timeout_s)
+            facts = await ask_about(instance, self._upstream, self._config.protocol, timeout_s)
+        except TransferError as error:
+            raise InstanceConflict(f"{error}; if it is reached elsewhere, say so by --advertise-url") from error
+        finally:
+            self._asking.discard(url)
+            if not any(one.origin == instance.origin for one in self._pools):
+                self._upstream.forget(instance)
+        if status != 200 or isinstance(facts, Unasked):
+            raise InstanceConflict(f"{instance} does not serve yet (GET /health: {status})")
+        complaint = _mismatch(facts, said)
+        if complaint is not None:
+            raise InstanceConflict(f"{instance} {complaint}")
+        return facts
+
+    @property
+    def _lease_s(self) -> float:
+        return self._config.registration_lease_s
+
+    def _answer(self, response: Response, answer: Registered, status: int = 200) -> None:
+        response.send_json(msgspec.json.encode(answer), status)
+
+
+def _doing(instance: Instance) -> _Doing:
+    if not instance.draining:
+        return "serving"
+    return "drained" if instance.drained else "draining"
+
+
+def _url(said: Announcement) -> str:
+    try:
+        return normalise_url(said.url)
+    except ConfigError as error:
+        raise InvalidRequest(str(error), param="url") from error
+
+
+class _Bound:
+    """Refuses a body that is longer than any message, while it comes."""
+
+    def __init__(self) -> None:
+        self._num_bytes = 0
+
+    def __call__(self, num_bytes: int) -> None:
+        self._num_bytes += num_bytes
+        if self._num_bytes > LONGEST_MESSAGE:
+            raise BodyTooLarge(f"a registration has at most {LONGEST_MESSAGE} bytes")
+
+
+def _mismatch(facts: Facts, said: Announcement) -> str | None:
+    """What is wrong with an instance that registers as `said`; None: nothing."""
+    match facts:
+        case Absent():
+            return "is no server of kvferry, vLLM or SGLang"
+        case InstanceFacts(role=role) if role not in ("both", said.role):
+            return f"was started as a {role} instance, not for {said.role}"
+        case InstanceFacts(engine_id=engine_id) if said.engine_id and engine_id != said.engine_id:
+            return "is another instance than the one that registers; does --advertise-url name the right one?"
+        case SglangFacts(mode=mode) if mode not in ("null", said.role):
+            return f"was started for {mode}, not for {said.role}"
+    return None

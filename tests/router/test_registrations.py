@@ -1,0 +1,377 @@
+"""Instances that register themselves at routers: who is let in, for how long, and what ends it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any
+
+import aiohttp
+import msgspec
+import pytest
+
+from kvferry.core.errors import ConfigError
+from kvferry.core.registration import REGISTER_PATH, Announcement, registration_key, seal
+from kvferry.http.config import HttpConfig
+from kvferry.http.registrar import Registrar, RegistrarConfig, make_registrar
+from kvferry.router.app import Router
+from kvferry.router.config import RouterConfig
+from kvferry.router.instance import Unasked
+from kvferry.router.pools import Pools
+from router.peers import (
+    CONCURRENT,
+    DECODE,
+    Peer,
+    answer,
+    answer_when_told,
+    instances,
+    routing,
+    ticket,
+    unused_address,
+)
+from router.test_membership import KEY, change, holds, post
+
+TOKEN = "fleet"
+SEALING = registration_key(TOKEN)
+HTTP = HttpConfig(shutdown_grace_s=1, admin_key=(KEY,), registration_key=SEALING)
+SOON = {"health_interval_s": 0.05, "registration": True, "registration_lease_s": 60.0}
+
+
+def a_decode(answering: Any = answer, **more: Any) -> Peer:
+    return Peer("decode", answering, facts=DECODE, **more)
+
+
+def a_prefill() -> Peer:
+    return Peer("prefill", ticket, facts=CONCURRENT)
+
+
+def registrar(router: str, peer: Peer, **more: Any) -> Registrar:
+    role = "prefill" if peer.role == "prefill" else "decode"
+    config = RegistrarConfig(routers=tuple(router.split(",")), role=role, key=SEALING, url=peer.url)
+    return Registrar(replace(config, **more), "127.0.0.1", 1)
+
+
+@asynccontextmanager
+async def registering(*registrars: Registrar) -> AsyncIterator[list[asyncio.Task[None]]]:
+    tasks = [asyncio.create_task(one.run()) for one in registrars]
+    try:
+        yield tasks
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def urls(router: Router) -> list[str]:
+    return [one.url for one in router.services.pools if not one.draining]
+
+
+class Sender:
+    """Says to a router what it is told to, sealed or not."""
+
+    def __init__(self, router: Router, url: str) -> None:
+        self.router, self.url, self.number = router, url, time.time_ns()
+
+    def message(self, peer: Peer, key: bytes = SEALING, **more: Any) -> bytes:
+        self.number += 1
+        fields = {"router": self.router.registrations.router, "process": "a", "number": self.number}
+        fields |= {"url": peer.url, "role": peer.role, **more}
+        return seal(key, msgspec.convert(fields, Announcement))
+
+    async def send(self, message: bytes) -> tuple[int, dict[str, Any]]:
+        async with (
+            aiohttp.ClientSession() as session,
+            session.post(self.url + REGISTER_PATH, data=message) as response,
+        ):
+            return response.status, await response.json()
+
+    async def say(self, peer: Peer, **more: Any) -> tuple[int, dict[str, Any]]:
+        return await self.send(self.message(peer, **more))
+
+
+@asynccontextmanager
+async def a_router(*peers: Peer, http: HttpConfig = HTTP, **settings: Any) -> AsyncIterator[tuple[Router, Sender]]:
+    async with instances(*peers), routing([], [], http, **{**SOON, **settings}) as (router, url):
+        yield router, Sender(router, url)
+
+
+async def test_instances_come_by_themselves_serve_and_take_their_leave() -> None:
+    p, d = a_prefill(), a_decode()
+    async with instances(p, d), routing([], [], HTTP, disaggregate_from="0", **SOON) as (router, url):
+        assert await post(url) == 503
+        leaving, staying = registrar(url, p), registrar(url, d)
+        async with registering(leaving, staying):
+            await holds(lambda: len(urls(router)) == 2)
+            assert [one.role for one in router.services.pools] == ["prefill", "decode"]
+            assert await post(url) == 200
+            assert (len(p.calls), len(d.calls)) == (1, 1)
+            assert await leaving.leave(within_s=30)
+            await holds(lambda: [one.url for one in router.services.pools] == [d.url])
+            assert await post(url) == 200
+            assert len(p.calls) == 1
+
+
+async def test_one_instance_at_several_routers() -> None:
+    d = a_decode()
+    async with (
+        instances(d),
+        routing([], [], HTTP, **SOON) as (first, first_url),
+        routing([], [], HTTP, **SOON) as (second, second_url),
+        unused_address() as nobody,
+    ):
+        leaving = registrar(f"{nobody},{first_url},{second_url}", d)
+        async with registering(leaving):
+            await holds(lambda: urls(first) == urls(second) == [d.url])
+            assert [await post(one) for one in (first_url, second_url)] == [200, 200]
+            assert await leaving.leave(within_s=30)  # a router that is not there does not hold it up
+            await holds(lambda: not [*first.services.pools, *second.services.pools])
+
+
+async def test_after_a_router_was_started_anew_its_instances_are_back() -> None:
+    d = a_decode()
+    async with instances(d):
+        async with routing([], [], HTTP, **{**SOON, "registration_lease_s": 0.3}) as (router, url):
+            port = int(url.rpartition(":")[2])
+            telling = registrar(url, d)
+            task = asyncio.create_task(telling.run())
+            await holds(lambda: urls(router) == [d.url])
+        from kvferry.http.lifecycle import Lifecycle
+        from kvferry.http.server import HttpServer
+        from kvferry.router.app import build_router
+
+        again = build_router(RouterConfig(registration=True, health_interval_s=3600), replace(HTTP, port=port))
+        server = HttpServer(again.routes(), replace(HTTP, port=port), Lifecycle("router"))
+        async with again.running():
+            serving = asyncio.create_task(server.run())
+            await holds(lambda: urls(again) == [d.url])
+            assert await post(url) == 200
+            server.stop()
+            await serving
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_who_is_not_heard_of_is_removed_and_may_come_back() -> None:
+    d = a_decode()
+    async with a_router(d) as (router, sender):
+        assert (await sender.say(d))[0] == 200
+        now = router.services.clock.monotonic()
+        router.registrations.look(now + 59)
+        assert urls(router) == [d.url]
+        router.registrations.look(now + 100, missed_s=100)  # the router itself stood still
+        assert urls(router) == [d.url]
+        router.registrations.look(now + 200)
+        assert urls(router) == []
+        await holds(lambda: not list(router.services.pools))
+        assert (await sender.say(d))[1]["state"] == "serving"
+        assert urls(router) == [d.url]
+
+
+async def test_a_running_answer_is_finished_when_the_lease_ends() -> None:
+    d = a_decode(answer_when_told)
+    async with a_router(d) as (router, sender):
+        await sender.say(d)
+        running = asyncio.create_task(post(sender.url, stream=True))
+        await d.called.wait()
+        router.registrations.look(router.services.clock.monotonic() + 100)
+        (leaving,) = router.services.pools
+        assert leaving.draining
+        assert (await sender.say(d, process="a", state="draining"))[1]["state"] == "drained"  # it has no lease any more
+        d.go.set()
+        assert await running == 200
+        await holds(lambda: not list(router.services.pools))
+
+
+async def test_taking_its_leave_waits_for_what_runs() -> None:
+    d, other = a_decode(answer_when_told), a_decode()
+    async with a_router(d, other) as (router, sender):
+        telling = registrar(sender.url, d)
+        async with registering(telling):
+            await holds(lambda: urls(router) == [d.url])
+            running = asyncio.create_task(post(sender.url, stream=True))
+            await d.called.wait()
+            leaving = asyncio.create_task(telling.leave(within_s=30))
+            await holds(lambda: not urls(router))
+            assert not leaving.done()
+            d.go.set()
+            assert await running == 200
+            assert await leaving
+
+
+async def test_a_leave_does_not_wait_for_ever() -> None:
+    d = a_decode(answer_when_told)
+    async with a_router(d) as (router, sender):
+        telling = registrar(sender.url, d)
+        async with registering(telling):
+            await holds(lambda: urls(router) == [d.url])
+            running = asyncio.create_task(post(sender.url, stream=True))
+            await d.called.wait()
+            assert not await telling.leave(within_s=0.05)
+            assert not router.registrations.leases
+            d.go.set()
+            assert await running == 200
+
+
+# Who is refused.
+
+
+async def test_forged_messages_are_refused() -> None:
+    d = a_decode()
+    async with a_router(d) as (router, sender):
+        for key in (registration_key("other"), b"guess"):
+            status, told = await sender.send(sender.message(d, key))
+            assert (status, told["error"]["code"]) == (401, "invalid_api_key")
+        message = sender.message(d)
+        assert (await sender.send(message.replace(b'"decode"', b'"prefill"')))[0] == 401
+        assert (await sender.send(b"{}"))[0] == 400
+        assert (await sender.send(b"x" * 20_000))[0] == 413
+        assert not list(router.services.pools)
+        assert not d.num_asked  # nor is anybody asked on a stranger's word
+
+
+async def test_a_message_is_good_for_once() -> None:
+    d = a_decode()
+    async with a_router(d) as (router, sender):
+        first = sender.message(d)
+        assert (await sender.send(first))[0] == 200
+        assert (await sender.send(first))[0] == 401
+        assert (await sender.say(d, state="gone"))[1]["state"] == "gone"
+        assert (await sender.send(first))[0] == 401
+        await holds(lambda: not list(router.services.pools))
+
+
+async def test_a_message_is_for_one_router_process_only() -> None:
+    d = a_decode()
+    async with a_router(d) as (router, sender):
+        status, told = await sender.say(d, router="the one before")
+        assert (status, told["unknown_router"], told["router"]) == (409, True, router.registrations.router)
+        assert not list(router.services.pools)
+
+
+async def test_an_old_message_is_refused() -> None:
+    d = a_decode()
+    async with a_router(d) as (_, sender):
+        status, told = await sender.say(d, number=time.time_ns() - 120 * 10**9)
+        assert status == 401
+        assert "clocks" in told["error"]["message"]
+
+
+async def test_what_registers_must_be_there_and_be_what_it_says() -> None:
+    d, sick, other = a_decode(), a_decode(healthy=False), Peer("decode", answer)
+    async with a_router(d, sick, other) as (router, sender), unused_address() as nobody:
+        for said, what in (
+            ({"url": nobody}, "cannot be reached"),
+            ({"url": sick.url}, "does not serve yet"),
+            ({"url": other.url}, "no server of"),
+            ({"role": "prefill"}, "started as a decode instance"),
+            ({"engine_id": "another"}, "another instance"),
+            ({"url": "ftp://x"}, "not an instance's URL"),
+        ):
+            status, told = await sender.say(d, **said)
+            assert status == (400 if "ftp" in str(said) else 409)
+            assert what in told["error"]["message"]
+        assert not list(router.services.pools)
+        assert (await sender.say(d, engine_id="engine-d"))[0] == 200
+        assert not isinstance(router.services.pools.decode.instances[0].facts, Unasked)
+
+
+async def test_a_vllm_server_may_register_for_either_role() -> None:
+    one, two = Peer("prefill", answer, vllm="0.32.0"), Peer("decode", answer, vllm="0.32.0")
+    async with a_router(one, two) as (router, sender):
+        assert [(await sender.say(peer))[0] for peer in (one, two)] == [200, 200]
+        assert [peer.role for peer in router.services.pools] == ["prefill", "decode"]
+
+
+async def test_registration_is_off_unless_asked_for_and_needs_the_token() -> None:
+    d = a_decode()
+    for http, more in ((HTTP, {"registration": False}), (replace(HTTP, registration_key=b""), {})):
+        async with (
+            instances(d),
+            routing([], [d.url], http, **{**SOON, **more}) as (router, url),
+        ):
+            status, told = await Sender(router, url).say(d)
+            assert (status, told["error"]["code"]) == (403, "registration_refused")
+    with pytest.raises(ConfigError, match="--registration"):
+        Pools.from_config(RouterConfig())
+
+
+# Operators.
+
+
+async def test_what_operators_say_stands_while_the_process_lives() -> None:
+    d, other = a_decode(), a_decode()
+    async with a_router(d, other) as (router, sender):
+        await sender.say(d)
+        assert (await change(sender.url, "drain", instance=d.url))[0] == 200
+        assert (await sender.say(d))[1]["state"] in ("draining", "drained")
+        assert urls(router) == []
+        assert (await change(sender.url, "remove", instance=d.url, force=True))[0] == 200
+        status, told = await sender.say(d)
+        assert (status, told["error"]["code"]) == (409, "instance_conflict")
+        assert "operator" in told["error"]["message"]
+        assert (await sender.say(d, process="started anew"))[1]["state"] == "serving"
+        assert urls(router) == [d.url]
+
+
+async def test_another_role_is_kept() -> None:
+    both = Peer("decode", answer, facts={**DECODE, "role": "both"})
+    async with a_router(both) as (router, sender):
+        await sender.say(both)
+        assert (await change(sender.url, "role", instance=both.url, role="prefill"))[0] == 200
+        await sender.say(both)
+        assert [one.role for one in router.services.pools if not one.draining] == ["prefill"]
+        await sender.say(both, process="started anew")
+        assert [one.role for one in router.services.pools if not one.draining] == ["decode"]
+
+
+async def test_who_was_named_by_flags_needs_no_lease() -> None:
+    d = a_decode()
+    async with instances(d), routing([], [d.url], HTTP, **SOON) as (router, url):
+        sender = Sender(router, url)
+        assert (await sender.say(d))[0] == 200
+        assert (await sender.say(d, state="gone"))[0] == 200
+        router.registrations.look(router.services.clock.monotonic() + 1000)
+        assert urls(router) == [d.url]
+
+
+# The instance's side.
+
+
+def test_settings_of_the_instance() -> None:
+    assert make_registrar((), "decode", "") is None
+    with pytest.raises(ConfigError, match="KVFERRY_AUTH_TOKEN"):
+        make_registrar(("http://127.0.0.1:1",), "decode", "")
+    with pytest.raises(ConfigError, match="--register"):
+        make_registrar(("127.0.0.1",), "decode", TOKEN)
+    config = make_registrar(("http://a:1,http://b:2", "http://c:3"), "both", TOKEN)
+    assert config is not None
+    assert config.routers == ("http://a:1", "http://b:2", "http://c:3")
+    assert config.role == "decode"
+
+
+async def test_one_that_listens_everywhere_names_the_address_towards_the_router() -> None:
+    d = a_decode()
+    async with instances(d), routing([], [], HTTP, **SOON) as (router, url):
+        port = int(d.url.rpartition(":")[2])
+        config = RegistrarConfig(routers=(url,), role="decode", key=SEALING)
+        async with registering(Registrar(config, "0.0.0.0", port)):
+            await holds(lambda: urls(router) == [d.url])
+
+
+async def test_while_it_does_not_answer_its_lease_is_not_renewed() -> None:
+    d, serves = a_decode(), True
+
+    async def answers() -> bool:
+        return serves
+
+    async with instances(d), routing([], [], HTTP, **{**SOON, "registration_lease_s": 0.2}) as (router, url):
+        config = RegistrarConfig(routers=(url,), role="decode", key=SEALING, url=d.url)
+        async with registering(Registrar(config, "", 0, answers)):
+            await holds(lambda: urls(router) == [d.url])
+            serves = False
+            await holds(lambda: not urls(router))
+            serves = True
+            await holds(lambda: urls(router) == [d.url])
