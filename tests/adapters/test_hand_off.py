@@ -48,12 +48,16 @@ def plain(start_vllm: VllmMaker) -> VllmProcess:
     return start_vllm(None)
 
 
-@pytest.fixture(scope="module", params=[*BUILTIN, "SharedStorageConnector layerwise"])
+@pytest.fixture(scope="module", params=[*BUILTIN, "SharedStorageConnector layerwise", "KVStoreConnector valkey"])
 def pair(
     request: pytest.FixtureRequest, start_vllm: VllmMaker, plain: VllmProcess, tmp_path_factory: pytest.TempPathFactory
 ) -> Pair:
-    name, _, load = request.param.partition(" ")
+    name, _, way = request.param.partition(" ")
+    load = way if way == "layerwise" else ""
     extra = extra_of(name, tmp_path_factory.mktemp("store"))
+    if way == "valkey":
+        pytest.importorskip("valkey")
+        extra = {"store": request.getfixturevalue("valkey_of_the_run").url}
     prefill = start_vllm(connector("Kvferry" + name, "kv_producer", **extra), **TWO_EACH)
     loading = {"load": load} if load else {}
     decode = start_vllm(

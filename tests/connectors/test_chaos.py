@@ -30,11 +30,8 @@ CONNECTORS = {
 }
 # Other media under the same connector: one seed each, since their libraries take long to start and end.
 MEDIA = {
-    "valkey": ("P2pConnector", {"lookup_buffer": "valkey", "lease_s": 0.1, "timeout_s": 1.0}),
-    "valkey-small": (
-        "P2pConnector",
-        {"lookup_buffer": "valkey", "lease_s": 0.1, "timeout_s": 1.0, "buffer_size": 5_000.0},
-    ),
+    "valkey": ("KVStoreConnector", {"timeout_s": 1.0}),
+    "valkey-bounded": ("KVStoreConnector", {"timeout_s": 1.0}),
     "nixl": ("NixlConnector", {"lease_s": 0.1, "timeout_s": 1.0}),
     "mooncake": ("MooncakeConnector", {"lease_s": 0.1, "timeout_s": 1.0}),
 }
@@ -181,7 +178,8 @@ def test_whatever_happens_over_other_media(
     require_library(name)
     connector, options = MEDIA[name]
     if name.startswith("valkey"):
-        options = {**options, "valkey_url": request.getfixturevalue("valkey_url")}
+        bound = "?max_bytes=20000" if name == "valkey-bounded" else ""
+        options = {**options, "store": request.getfixturevalue("valkey_url") + bound}
     suffer(make_engine, tmp_path, connector, options, seed=0)
 
 

@@ -30,7 +30,7 @@ MEDIA: dict[str, tuple[str, dict[str, Any]]] = {
     "shm": ("P2pConnector", {"transport": "shm"}),
     "tcp": ("P2pConnector", {"transport": "tcp"}),
     "gloo": ("P2pConnector", {"transport": "gloo"}),
-    "valkey": ("P2pConnector", {"lookup_buffer": "valkey"}),
+    "valkey": ("KVStoreConnector", {}),
     "nixl": ("NixlConnector", {}),
     "mooncake": ("MooncakeConnector", {}),
     "shared-storage": ("SharedStorageConnector", {}),
@@ -92,10 +92,10 @@ def require_hand_off_exact(
     folder: Path,
 ) -> None:
     connector, extra = MEDIA[medium]
-    if medium in ("gloo", "nixl", "mooncake", "valkey"):
+    if medium in ("gloo", "nixl", "mooncake"):
         require_library(medium)
     if medium == "valkey":
-        extra = {**extra, "valkey_url": request.getfixturevalue("valkey_url")}
+        extra = {**extra, "store": request.getfixturevalue("valkey_url")}
     if connector == "SharedStorageConnector":
         extra = {**extra, "shared_storage_path": str(folder)}
     model, prompts, expected = alone["of"](architecture)

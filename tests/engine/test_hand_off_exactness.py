@@ -25,7 +25,7 @@ MEDIA: dict[str, tuple[str, dict[str, Any]]] = {
     "nixl": ("NixlConnector", {}),
     "mooncake": ("MooncakeConnector", {}),
     "gloo": ("P2pConnector", {"transport": "gloo"}),
-    "valkey": ("P2pConnector", {"lookup_buffer": "valkey"}),
+    "valkey": ("KVStoreConnector", {}),
 }
 NUM_MEDIA_PROMPTS = 40
 PATIENT = {"timeout_s": 300.0}
@@ -81,7 +81,7 @@ def test_other_media(medium: str, form: str, alone: dict[str, Any], request: pyt
     require_library(medium)
     connector, extra = MEDIA[medium]
     if medium == "valkey":
-        extra = {**extra, "valkey_url": request.getfixturevalue("valkey_url")}
+        extra = {**extra, "store": request.getfixturevalue("valkey_url")}
     prompts = alone["prompts"][:NUM_MEDIA_PROMPTS]
     settings = {"block_size": 16, "max_num_batched_tokens": 40}
     with pair_of(alone["model"], connector, extra=extra, prefill=settings, decode={"block_size": 16}) as pair:

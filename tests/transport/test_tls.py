@@ -352,11 +352,6 @@ def test_a_medium_with_channels_of_its_own_is_refused(options: dict[str, str], t
     check(transport=transport, tls_control_only=True, **options)
 
 
-def test_valkey_has_its_own_tls(options: dict[str, str]) -> None:
-    with pytest.raises(ConfigError, match="valkeys://"):
-        check(lookup_buffer="valkey", valkey_url="valkey://127.0.0.1:1", **options)
-
-
 def test_which_media_tls_covers() -> None:
     assert {name for name in FABRICS.table if fabric_class(name).under_tls} == {"shm", "tcp", "cuda_ipc"}
     assert {name for name in PIPES.table if pipe_class(name).under_tls} == set()

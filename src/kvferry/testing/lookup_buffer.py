@@ -34,11 +34,10 @@ BOUNDS = EntryBounds(lease_s=30, unsealed_s=60, max_keys=4)
 
 
 class LookupBufferContract:
-    """`lookup_buffer`: as in a configuration. `taken`: how a key ends for its producer that a consumer has taken."""
+    """`lookup_buffer`: as in a configuration."""
 
     pytestmark = pytest.mark.asyncio
     lookup_buffer: ClassVar[str]
-    taken: ClassVar[EndReason] = "taken"
 
     @classmethod
     def options(cls) -> dict[str, Any]:
@@ -68,14 +67,14 @@ class LookupBufferContract:
         taken = await ends.fetch("k", [7, 8, 0])
         assert (taken.meta, taken.num_bytes) == (b"meta", 3 * ends.theirs.memory.layout.block_bytes)
         assert ends.ours.blocks([7, 8, 0]) == ends.theirs.blocks([4, 2, 9])
-        await ends.until_ended("k", ends.taken)
+        await ends.until_ended("k", "taken")
 
     async def test_the_meta_is_known_with_the_seal(self, ends: Ends) -> None:
         known: list[bytes] = []
         ends.produce("k", [4])
         await ends.consumer.drop_select(Want("k", ends.source, [7], soon(), on_sealed=known.append))
         assert known == [b"meta"]
-        await ends.until_ended("k", ends.taken)
+        await ends.until_ended("k", "taken")
 
     async def test_by_key_not_by_order(self, ends: Ends) -> None:
         for key, block in [("a", 1), ("b", 2), ("c", 3)]:
@@ -110,7 +109,7 @@ class LookupBufferContract:
     async def test_all_blocks_are_here_already(self, ends: Ends) -> None:
         ends.produce("k", [4, 5])
         assert (await ends.fetch("k", [7, 8], skip_blocks=2)).num_bytes == 0
-        await ends.until_ended("k", ends.taken)
+        await ends.until_ended("k", "taken")
 
     async def test_a_reset_begins_again(self, ends: Ends) -> None:
         fetching = ends.fetch("k", [0, 1])
@@ -189,7 +188,7 @@ class LookupBufferContract:
     async def test_a_release_ends_the_lease_at_once(self, ends: Ends) -> None:
         ends.produce("k", [4])
         await ends.consumer.release("k", ends.source, deadline=soon())
-        await ends.until_ended("k", "released", ends.taken)
+        await ends.until_ended("k", "released", "taken")
         with pytest.raises(LeaseEnded, match="released"):
             await ends.fetch("k", [0])
 
@@ -265,7 +264,6 @@ class Ends:
 
     def __init__(self, contract: LookupBufferContract) -> None:
         self._contract = contract
-        self.taken = contract.taken
         self.clock = ManualClock()
         self._regions: list[Region] = []
         self._stack = AsyncExitStack()

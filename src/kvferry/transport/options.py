@@ -21,14 +21,11 @@ class TransportOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Options of another package's fabric or pipe, which gets them as they are."""
 
     lookup_buffer: str = "fabric"
-    """Where P offers its blocks. `fabric`: in its KV cache, from which D reads them. `valkey`: P copies them to a
-    Valkey or Redis server, and D reads them there. Or another package's, by name or as `package.module:Class`."""
+    """Where P offers its blocks. `fabric`: in its KV cache, from which D reads them. Or another package's, by name or
+    as `package.module:Class`."""
 
     lookup_buffer_options: dict[str, Any] = {}
     """Options of another package's lookup buffer, which gets them as they are."""
-
-    valkey_url: str = ""
-    """The server of `lookup_buffer` `valkey`, such as `valkey://127.0.0.1:6379` or `unix:///run/valkey.sock`."""
 
     checksum: bool | None = None
     """Compare a digest of what D read with a digest of what P has. Not set: only for TCP."""

@@ -109,7 +109,7 @@ def block(name: bytes, num_bytes: int = 100) -> Block:
 
 def marker_of(transfer_id: str) -> Marker:
     result = PrefillResult(first_token=1, seed=2)
-    return Marker(transfer_id=transfer_id, layout=LAYOUT, num_tokens=3, prefill_result=result)
+    return Marker(transfer_id=transfer_id, layout=LAYOUT, num_tokens=3, digest="d", prefill_result=result)
 
 
 # The writer.

@@ -40,12 +40,10 @@ PROMPT = list(range(100, 119))
 TOKEN = "secret"
 
 
-@pytest.fixture(params=["shm", "tcp", "gloo", "valkey"])
+@pytest.fixture(params=["shm", "tcp", "gloo"])
 def pair(request: pytest.FixtureRequest, make_engine: MakeEngine) -> tuple[FakeEngine, FakeEngine]:
     """P and D."""
     extra = {"transport": request.param}
-    if request.param == "valkey":
-        extra = {"lookup_buffer": "valkey", "valkey_url": request.getfixturevalue("valkey_url")}
     return (
         make_engine("P2pConnector", "kv_producer", **extra),
         make_engine("P2pConnector", "kv_consumer", **extra),

@@ -1,6 +1,5 @@
 """From a configuration to a lookup buffer, or to an error that says what to change."""
 
-import sys
 from collections.abc import Callable
 from importlib.metadata import EntryPoint, EntryPoints
 
@@ -13,7 +12,7 @@ from kvferry.connectors.api import ConnectorContext
 from kvferry.connectors.p2p.options import options_of
 from kvferry.connectors.p2p.scheduler import P2pSchedulerSide
 from kvferry.connectors.registry import find_connector
-from kvferry.core.errors import ConfigError, MissingDependency, UnknownName
+from kvferry.core.errors import ConfigError, UnknownName
 from kvferry.core.names import ExtensionPoint
 from kvferry.core.transfer_config import KVTransferConfig
 from kvferry.transport.fabric.base import Fabric
@@ -21,7 +20,6 @@ from kvferry.transport.fabric.table import FABRICS
 from kvferry.transport.lookup_buffer.base import LookupBuffer, LookupBufferContext
 from kvferry.transport.lookup_buffer.build import LOOKUP_BUFFERS, build_lookup_buffer
 from kvferry.transport.lookup_buffer.fabric import FabricLookupBuffer
-from kvferry.transport.lookup_buffer.valkey.buffer import ValkeyLookupBuffer
 from kvferry.transport.pipe.base import PipeKind
 from kvferry.transport.pipe.table import PIPES
 from kvferry.transport.wire import Identity
@@ -58,23 +56,15 @@ def test_what_is_asked_for(make_region: MakeRegion, extra: dict[str, object], na
     assert isinstance(buffer, FabricLookupBuffer)
     assert [fabric.name for fabric in buffer._fabrics] == names
     assert buffer.address()["port"] > 0
-    assert buffer.needs_address
-
-
-def test_a_server_needs_no_address(make_region: MakeRegion) -> None:
-    extra = {"lookup_buffer": "valkey", "valkey_url": "valkey://127.0.0.1:1"}
-    buffer = build(make_region(), **extra)
-    assert type(buffer) is ValkeyLookupBuffer
-    assert not buffer.needs_address
 
 
 @pytest.mark.parametrize(
     ("extra", "error", "words"),
     [
         ({"transport": "glo"}, UnknownName, "did you mean 'gloo'"),
-        ({"lookup_buffer": "valky"}, UnknownName, "did you mean 'valkey'"),
+        ({"lookup_buffer": "fabrik"}, UnknownName, "did you mean 'fabric'"),
         ({"lookup_buffer": "kvferry.core.errors:ConfigError"}, ConfigError, "must be a kvferry LookupBuffer"),
-        ({"lookup_buffer": "valkey"}, ConfigError, "valkey_url"),
+        ({"lookup_buffer": "valkey"}, ConfigError, "KVStoreConnector.*valkey://host"),
         ({"transport": "no_such_module:Pipe"}, ConfigError, "no_such_module"),
         ({"transport": "kvferry.core.errors:ConfigError"}, ConfigError, "must be a kvferry PipeKind"),
     ],
@@ -84,14 +74,6 @@ def test_what_cannot_be_had(
 ) -> None:
     with pytest.raises(error, match=words):
         build(make_region(), **extra)
-
-
-def test_a_server_without_its_package(make_region: MakeRegion, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in sys.modules if name.startswith("kvferry.transport.lookup_buffer.valkey")]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "valkey", None)
-    with pytest.raises(MissingDependency, match=r"kvferry\[valkey\]"):
-        build(make_region(), lookup_buffer="valkey", valkey_url="valkey://127.0.0.1:1")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")

@@ -272,10 +272,10 @@ def test_why_a_key_is_over_is_said_once() -> None:
     assert table.changes("k", Cursor())[0] == [Over("taken")]
 
 
-def test_end_and_release() -> None:
+def test_a_released_key_is_not_taken() -> None:
     table, generation = sealed_table(ManualClock())
     assert table.release("k")
-    assert not table.end("k")
+    assert not table.release("k")
     assert not table.take("k", generation)
     assert table.ended() == [Ended("k", "released")]
 

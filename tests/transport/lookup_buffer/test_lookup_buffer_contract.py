@@ -56,17 +56,3 @@ class TestGloo(FabricContract):
 
 class TestExamplePipe(FabricContract):
     transport = KINDS["example"]
-
-
-class TestValkey(LookupBufferContract):
-    lookup_buffer = "valkey"
-    taken = "stored"
-    url: str
-
-    @pytest.fixture(autouse=True)
-    def _server(self, valkey_url: str) -> None:
-        type(self).url = valkey_url
-
-    @classmethod
-    def options(cls) -> dict[str, Any]:
-        return {"valkey_url": cls.url}

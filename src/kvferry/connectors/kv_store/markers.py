@@ -1,13 +1,19 @@
 """Markers: notes in a store that say a hand-off's blocks are there.
 
 Each rank of the producer leaves one, in its own share of the store, when all blocks of a prompt are there; the consumer
-waits for all of them, and removes them once used. Those that nobody came for end by time. A marker is signed with the
-fleet's token, since what lies in a store may be anybody's.
+waits for all of them, and removes them once used. Those that nobody came for end by time.
+
+What lies in a store may be anybody's, and put back later: a marker is signed with the fleet's token under its transfer
+id, and says until when it holds and of which prompt it is. So whoever finds one too late, or under an id that was used
+before, has no KV or first token of another prompt. That two take the same hand-off does no harm: blocks under a hash
+never change, and both have the same first token.
 """
 
 from __future__ import annotations
 
 import hmac
+import time
+from collections.abc import Callable
 
 import msgspec
 
@@ -17,6 +23,8 @@ from kvferry.core.layout import KVLayout
 from kvferry.store.base import KVStore
 
 MARKER_S = 3600.0
+SKEW_S = 60.0
+"""How much the clocks of two machines may differ."""
 _CODE_BYTES = 16
 
 
@@ -25,28 +33,33 @@ class BadMarker(StoreError):
 
 
 class Marker(msgspec.Struct, frozen=True, kw_only=True):
-    """What the producer leaves for the consumer. No `prefill_result`: the prefill was given up."""
+    """What the producer leaves for the consumer. No `prefill_result`: the prefill was given up.
+
+    `digest`: of the prompt's tokens. `expires_s`: since the epoch, of the producer's clock; set when it is written.
+    """
 
     transfer_id: str
     layout: KVLayout
     num_tokens: int
+    digest: str
+    expires_s: float = 0.0
     prefill_result: PrefillResult | None = None
 
 
 class Markers:
     """Writes and reads them. Every method raises `StoreError` when the store cannot be asked."""
 
-    def __init__(self, token: str) -> None:
-        self._key = token.encode()
+    def __init__(self, token: str, clock: Callable[[], float] = time.time) -> None:
+        self._key, self._clock = token.encode(), clock
 
     async def write(self, store: KVStore, marker: Marker) -> None:
         """Leave a marker, instead of one that may be there."""
         name = _name(marker.transfer_id, marker.layout.tp_rank)
-        body = msgspec.msgpack.encode(marker)
+        body = msgspec.msgpack.encode(msgspec.structs.replace(marker, expires_s=self._clock() + MARKER_S))
         await store.write_note(name, self._code(name, body) + body, MARKER_S)
 
     async def read(self, store: KVStore, transfer_id: str, rank: int) -> Marker | None:
-        """A rank's marker, or None when there is none yet."""
+        """A rank's marker, or None when there is none yet, or one whose time is over."""
         name = _name(transfer_id, rank)
         note = await store.read_note(name)
         if note is None:
@@ -57,9 +70,10 @@ class Markers:
                 " instances with the same KVFERRY_AUTH_TOKEN"
             )
         try:
-            return msgspec.msgpack.decode(note[_CODE_BYTES:], type=Marker)
+            marker = msgspec.msgpack.decode(note[_CODE_BYTES:], type=Marker)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise BadMarker(f"what is under {transfer_id!r} is no marker of a hand-off: {error}") from error
+        return marker if self._clock() <= marker.expires_s + SKEW_S else None
 
     async def remove(self, store: KVStore, transfer_id: str, rank: int) -> None:
         """Remove a rank's marker, if it is there."""

@@ -181,9 +181,13 @@ class KVStoreSchedulerSide(SchedulerSide):
             return None
         if marker.prefill_result is None:
             return LeaseEnded(f"the prefill of hand-off {marker.transfer_id!r} was given up")
-        num_tokens = len(request.prompt_token_ids)
-        if marker.num_tokens != num_tokens:
-            return ProtocolError(f"the hand-off is of {marker.num_tokens} prompt tokens, this request has {num_tokens}")
+        tokens = request.prompt_token_ids
+        if marker.num_tokens != len(tokens):
+            return ProtocolError(
+                f"the hand-off is of {marker.num_tokens} prompt tokens, this request has {len(tokens)}"
+            )
+        if prefix_digests(tokens, [len(tokens)])[0][1] != marker.digest:
+            return ProtocolError("the hand-off is of other tokens: the prompt must be the same on both instances")
         try:
             self._layout.require_same(marker.layout)
         except LayoutMismatch as error:
@@ -302,8 +306,15 @@ class KVStoreSchedulerSide(SchedulerSide):
     def _hand_off(self, request: RequestView, transfer_id: str) -> Finish:
         """Leave a marker: of the result, or that there will be none."""
         num_tokens, result = len(request.prompt_token_ids), request.prefill_result
+        prefixes = prefix_digests(request.prompt_token_ids, [num_tokens])
         self._work.marks.append(
-            Marker(transfer_id=transfer_id, layout=self._layout, num_tokens=num_tokens, prefill_result=result)
+            Marker(
+                transfer_id=transfer_id,
+                layout=self._layout,
+                num_tokens=num_tokens,
+                digest=prefixes[0][1],
+                prefill_result=result,
+            )
         )
         if result is None:
             return Release()
@@ -315,7 +326,7 @@ class KVStoreSchedulerSide(SchedulerSide):
             remote_engine_id=self._config.engine_id,
             remote_request_id=request.request_id,
             remote_num_tokens=num_tokens,
-            remote_prefixes=prefix_digests(request.prompt_token_ids, [num_tokens]),
+            remote_prefixes=prefixes,
             tp_size=self._layout.tp_size,
             prefill_result=result,
         )

@@ -11,12 +11,10 @@ from dataclasses import dataclass
 from enum import Enum
 
 from kvferry.connectors.api import ConnectorContext, Hit, Match, Miss, RequestView
-from kvferry.connectors.p2p.options import P2pOptions
 from kvferry.connectors.p2p.plan import Load, P2pPlan, Wait
 from kvferry.core.errors import ConfigError, KvferryError, LayoutMismatch, ProtocolError
 from kvferry.core.hand_off import Consume, Produce, Ticket
 from kvferry.core.ticket_seal import TicketSealer
-from kvferry.transport.lookup_buffer.build import lookup_buffer_class
 
 
 class _State(Enum):
@@ -37,9 +35,9 @@ class _Fetch:
 class Fetches:
     """See the module."""
 
-    def __init__(self, context: ConnectorContext, work: P2pPlan, sealer: TicketSealer, settings: P2pOptions) -> None:
+    def __init__(self, context: ConnectorContext, work: P2pPlan, sealer: TicketSealer) -> None:
         self._config, self._layout, self._work = context.config, context.layout, work
-        self._needs_address, self._sealer = lookup_buffer_class(settings).needs_address, sealer
+        self._sealer = sealer
         self._fetches: dict[str, _Fetch] = {}
         self._cancelled: set[str] = set()
         self.num_begun = 0
@@ -72,15 +70,15 @@ class Fetches:
     def refusal(self, request: RequestView) -> KvferryError | None:
         """Why what its ticket says is not believed, if so."""
         ticket = ticket_of(request)
-        return None if ticket is None else self._sealer.refusal(ticket, connects=self._needs_address)
+        return None if ticket is None else self._sealer.refusal(ticket)
 
     def _refusal(self, ticket: Ticket) -> KvferryError | None:
         """Why this ticket cannot be used here, if so."""
         if not self._config.consumes:
             return ConfigError("this instance has kv_role kv_producer: it fetches no hand-offs")
-        if (error := self._sealer.refusal(ticket, connects=self._needs_address)) is not None:
+        if (error := self._sealer.refusal(ticket)) is not None:
             return error
-        if self._needs_address and any(not host or not 0 < port < 2**16 for host, port in ticket.addresses):
+        if any(not host or not 0 < port < 2**16 for host, port in ticket.addresses):
             return ProtocolError("the ticket does not say where the KV is (remote_host, remote_port)")
         if ticket.tp_size < 1 or max(ticket.tp_size, self._layout.tp_size) % min(ticket.tp_size, self._layout.tp_size):
             return LayoutMismatch("tp_size", self._layout.tp_size, ticket.tp_size)

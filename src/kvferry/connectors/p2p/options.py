@@ -6,6 +6,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
+from kvferry.core.errors import ConfigError
 from kvferry.core.options import read_options
 from kvferry.core.transfer_config import KVTransferConfig
 from kvferry.transport.lookup_buffer.build import check_lookup_buffer
@@ -37,7 +38,17 @@ class P2pOptions(TransportOptions, frozen=True, kw_only=True, forbid_unknown_fie
 
 def options_of(config: KVTransferConfig) -> P2pOptions:
     """Raises `ConfigError` that names the key."""
+    extra = config.kv_connector_extra_config
+    if extra.get("lookup_buffer") == "valkey" or "valkey_url" in extra:
+        raise ConfigError(_THROUGH_A_SERVER)
     return read_options(P2pOptions, config.kv_connector_extra_config)
+
+
+_THROUGH_A_SERVER = (
+    "kv_connector_extra_config: there is no lookup_buffer valkey and no valkey_url; instances hand off through a Valkey"
+    ' or Redis server by a store: {"kv_connector": "KVStoreConnector", "kv_connector_extra_config":'
+    ' {"store": "valkey://host:6379"}}'
+)
 
 
 def check(config: KVTransferConfig) -> None:

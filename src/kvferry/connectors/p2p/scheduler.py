@@ -52,7 +52,7 @@ class P2pSchedulerSide(SchedulerSide):
         self._keeps_all = settings.bidirectional_kv_xfer
         self._work = P2pPlan()
         self._offers = Offers(context, self._work, sealer, settings)
-        self._fetches = Fetches(context, self._work, sealer, settings)
+        self._fetches = Fetches(context, self._work, sealer)
 
     def set_addresses(self, addresses: Sequence[dict[str, Any]]) -> None:
         """Where this instance's ranks listen."""

@@ -35,7 +35,7 @@ class P2pWorkerSide(WorkerSide):
     """See the module. What can be set is in `P2pOptions`."""
 
     plan_type = P2pPlan
-    gauges = frozenset({"num_loading", "num_keys", "held_bytes", "stored_bytes", "open_connections"})
+    gauges = frozenset({"num_loading", "num_keys", "held_bytes", "open_connections"})
 
     def __init__(self, context: ConnectorContext) -> None:
         super().__init__(context)

@@ -15,7 +15,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from kvferry.core.errors import ConfigError, LeakError
 from kvferry.core.layout import KVLayout
@@ -93,9 +93,6 @@ class LookupBuffer(ABC):
 
     All that waits runs on the instance's `TransferLoop`.
     """
-
-    needs_address: ClassVar[bool] = True
-    """Whether a consumer must know where its producer is."""
 
     def __init__(self, table: EntryTable) -> None:
         self.table = table

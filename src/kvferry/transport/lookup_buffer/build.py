@@ -8,10 +8,7 @@ from kvferry.transport.options import TransportOptions
 
 LOOKUP_BUFFERS = ExtensionPoint(
     "lookup_buffer",
-    {
-        "fabric": "kvferry.transport.lookup_buffer.fabric:FabricLookupBuffer",
-        "valkey": "kvferry.transport.lookup_buffer.valkey.buffer:ValkeyLookupBuffer",
-    },
+    {"fabric": "kvferry.transport.lookup_buffer.fabric:FabricLookupBuffer"},
     "kvferry.lookup_buffers",
 )
 

@@ -25,9 +25,8 @@ MAX_IDS_PER_CHANGE = 2**17
 """Block ids in one change, to keep it well within a frame."""
 
 
-EndReason = Literal["taken", "stored", "released", "expired", "dropped", "full"]
-"""How a key ends: a consumer has it; a server keeps it for one; nobody wants it; its lease was over; the producer
-withdrew it; no room for it."""
+EndReason = Literal["taken", "released", "expired", "dropped", "full"]
+"""How a key ends: a consumer has it; nobody wants it; its lease was over; the producer withdrew it; no room for it."""
 
 
 @dataclass(frozen=True)
@@ -81,8 +80,6 @@ class EntryTable:
 
     def __init__(self, geometry: BlockGeometry, clock: Clock, bounds: EntryBounds) -> None:
         self.bounds = bounds
-        self.on_key: Callable[[str], None] = lambda key: None
-        """Called before a key begins, is refused, or is said to be over, perhaps before it began."""
         self.on_end: Callable[[], None] = lambda: None
         """Called when `ended` has something to say."""
         self._geometry, self._clock = geometry, clock
@@ -113,7 +110,6 @@ class EntryTable:
         bound (keys, and bytes of blocks held) is looked at here only: a key once begun may always grow, since
         its blocks are pinned in the KV cache whether they are announced or not.
         """
-        self.on_key(key)
         with self._lock:
             self._over.pop(key)
             is_unwanted = self._unwanted.pop(key)  # its consumer left before it began
@@ -177,7 +173,6 @@ class EntryTable:
     def drop(self, key: str) -> None:
         """Withdraw a key. After this returns no take is acknowledged any more. Of a key that was never opened, who
         waits for it, or comes later, is told "dropped" at once."""
-        self.on_key(key)
         with self._lock:
             self._unwanted.pop(key)  # that was of the request which will not begin now
             self._end_or_remember(key, "dropped")
@@ -219,24 +214,6 @@ class EntryTable:
         self._notify()
         return held
 
-    def store(self, key: str, generation: int) -> bool:
-        """The fence of a producer that has copied all parts of this generation elsewhere: whether they stood until
-        now. If so, the key ends as stored, and its blocks are free."""
-        with self._lock:
-            self._expire()
-            entry = self._entries.get(key)
-            held = entry is not None and entry.meta is not None and entry.generation == generation
-            if held:
-                self._end(key, "stored")
-        self._notify()
-        return held
-
-    def lease_of(self, key: str) -> float:
-        """How long the key's lease is, s."""
-        with self._lock:
-            entry = self._entries.get(key)
-            return self.bounds.lease_s if entry is None or entry.lease_s is None else entry.lease_s
-
     def renew(self, key: str) -> None:
         """A consumer is at work on this key: its lease begins anew."""
         with self._lock:
@@ -247,7 +224,6 @@ class EntryTable:
 
     def release(self, key: str) -> bool:
         """Nobody will come for this key, nor for one of that name which is about to begin. True when it was there."""
-        self.on_key(key)
         with self._lock:
             is_new = key not in self._entries and self._over.get(key) is None
             found = self._end_or_remember(key, "released")
@@ -255,10 +231,6 @@ class EntryTable:
                 self._unwanted.set(key, True)
         self._notify()
         return found
-
-    def end(self, key: str, reason: EndReason = "released") -> bool:
-        """End a key, if it is there."""
-        return self._end_if_open(key, reason)
 
     # Time.
 
@@ -321,15 +293,6 @@ class EntryTable:
         return False
 
     # Outside of it.
-
-    def _end_if_open(self, key: str, reason: EndReason) -> bool:
-        with self._lock:
-            found = key in self._entries
-            if found:
-                self._end(key, reason)
-        if found:
-            self._notify()
-        return found
 
     def _notify(self) -> None:
         for listener in self._listeners:
