@@ -25,7 +25,7 @@ from kvferry.store import health
 from kvferry.store.base import Put
 from kvferry.store.table import find_stores
 from kvferry.store.tiers import Tier, TieredStore
-from kvferry.store.upkeep import verify
+from kvferry.store.upkeep import export, import_, verify
 from kvferry.testing.stores import LAYOUT, block_of, fetch, is_block, name_of, names_of, read_of
 
 WRITER = """
@@ -658,3 +658,24 @@ def test_a_note_comes_after_the_blocks_written_back_before_it(tmp_path: Path) ->
         raise StoreError("away")
 
     run(urls, use, write="back")
+
+
+def test_a_block_written_with_another_codec_is_a_miss_and_stays(tmp_path: Path) -> None:
+    async def put_and_look() -> None:
+        plain, coded = (find_stores(f"file:{tmp_path}{query}")[0].make(LAYOUT) for query in ("", "?codec=lossless"))
+        for store, other in ((plain, coded), (coded, plain)):
+            await store.open()
+            assert await store.put([block_of(0)]) == [Put.STORED]
+            assert await fetch(other, [1]) == [False]
+        assert await fetch(plain, [0]) == await fetch(coded, [0]) == [True]
+        await plain.close()
+        await coded.close()
+
+    asyncio.run(put_and_look())
+    found = verify(tmp_path)
+    assert (found.num_blocks, found.removed) == (2, {})
+    with (tmp_path / "kv.tar").open("wb") as archive:
+        assert export(tmp_path, archive) == 2
+    with (tmp_path / "kv.tar").open("rb") as archive:
+        assert import_(tmp_path / "other", archive) == (2, 0)
+    assert verify(tmp_path / "other").num_blocks == 2

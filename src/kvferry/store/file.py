@@ -1,4 +1,5 @@
 """KV blocks as files: `file:/path` keeps `/path/<layout fingerprint>/<first byte>/<block hash>.kv`, one file a block.
+With a codec the first folder is `<layout fingerprint>.<codec>`.
 
 Shared by all processes that use the directory; there is no lock and no index. A file appears by rename, complete, so a
 crash leaves no half block, only a temporary file that the next process sweeps. An empty `<block hash>.pin` beside it
@@ -19,13 +20,14 @@ import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
+from urllib.parse import unquote
 
 from kvferry.core.block_hash import BlockHash
 from kvferry.core.errors import ConfigError, StoreError
 from kvferry.core.layout import KVLayout
 from kvferry.store.access import ACCESS
 from kvferry.store.base import Block, KVStore, Put, Read, StoreFull, StoreOptions
-from kvferry.store.file_room import PIN_SUFFIX, SUFFIX, FileRoom
+from kvferry.store.file_room import PIN_SUFFIX, SUFFIX, FileRoom, folder_name
 from kvferry.store.files import NoteFiles, remove_file, touch_descriptor, touch_path, write_file
 from kvferry.store.record import CorruptBlock, Header, read_exactly
 from kvferry.store.threads import Stop, Threads
@@ -55,7 +57,7 @@ class FileStore(KVStore):
     def __init__(self, location: str, options: FileOptions, layout: KVLayout) -> None:
         super().__init__(location, options, layout)
         self.root = _path_of(location)
-        self._folder = self.root / layout.fingerprint()
+        self._folder = self.root / folder_name(layout.fingerprint(), self.records.codec.name)
         self._access = ACCESS[options.access]
         self._notes = NoteFiles(self.root / "notes", self._access)
         self._threads = Threads(max(1, options.threads), "kvferry-file-store")
@@ -287,4 +289,4 @@ def _path_of(location: str) -> Path:
     path = location.removeprefix("//") if location.startswith("///") else location
     if not path or path.startswith("//"):
         raise ConfigError(f"store file:{location}: give a directory, as in file:/var/lib/kvferry")
-    return Path(path).expanduser()
+    return Path(unquote(path)).expanduser()

@@ -16,8 +16,15 @@ from kvferry.store.eviction.table import make_eviction_policy
 from kvferry.store.files import TEMPORARY_SUFFIX, is_stale, remove_file
 
 SUFFIX, PIN_SUFFIX = ".kv", ".pin"
+PLAIN = "none"
 FREED_SHARE = 0.1
 LOOK_SHARE = 1 / 32
+
+
+def folder_name(fingerprint: str, codec: str) -> str:
+    """Where under the root the blocks of a layout are, written down with this codec. Those of another codec
+    are not looked at: they are no damaged blocks of this one."""
+    return fingerprint if codec == PLAIN else f"{fingerprint}.{codec}"
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from typing import IO
 
 from kvferry.core.errors import ConfigError, StoreError
 from kvferry.store.access import OWNER, Access
-from kvferry.store.file_room import PIN_SUFFIX, SUFFIX
+from kvferry.store.file_room import PIN_SUFFIX, SUFFIX, folder_name
 from kvferry.store.files import TEMPORARY_SUFFIX, is_stale, remove_file, write_file
 from kvferry.store.record import CorruptBlock, Label, read_label, verify_record
 
@@ -30,6 +30,7 @@ class Entry:
 
     path: Path
     fingerprint: str
+    """Of the layout, and behind a dot the codec, where there is one."""
     num_bytes: int
     used_s: float
     is_pinned: bool
@@ -127,7 +128,7 @@ def _require_right(entry: Entry) -> None:
     if entry.num_bytes > MAX_RECORD_BYTES:
         raise CorruptBlock("it is longer than any block")
     label = verify_record(memoryview(entry.path.read_bytes()))
-    if label.fingerprint != entry.fingerprint or label.block_hash.hex() != entry.name:
+    if folder_name(label.fingerprint, label.codec) != entry.fingerprint or label.block_hash.hex() != entry.name:
         raise CorruptBlock("it is another block, or of another layout, than its path says")
 
 
@@ -204,5 +205,7 @@ def _path_for(root: Path, content: bytes) -> tuple[Path, bytes] | None:
         return None
     if len(label.fingerprint) != 32 or not all(letter in "0123456789abcdef" for letter in label.fingerprint):
         return None
+    if not label.codec.replace("_", "").isalnum():
+        return None
     name = label.block_hash.hex()
-    return root / label.fingerprint / name[:2] / f"{name}{SUFFIX}", content
+    return root / folder_name(label.fingerprint, label.codec) / name[:2] / f"{name}{SUFFIX}", content

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fake_engine import FakeEngine, FakeRequest, ProducerEngine, lay_out
@@ -21,6 +22,7 @@ from kvferry.connectors.api import (
     StoreEvents,
 )
 from kvferry.connectors.kv_store.scheduler import KVStoreSchedulerSide
+from kvferry.connectors.kv_store.settings import StoreSettings
 from kvferry.connectors.kv_store.worker import KVStoreWorkerSide
 from kvferry.core.block_hash import extend_hashes, root_hash
 from kvferry.core.errors import (
@@ -376,6 +378,23 @@ def test_a_prefill_that_is_aborted_is_not_waited_for(make: MakeEngine) -> None:
     assert isinstance(decode.error, LeaseEnded)
 
 
+def test_a_prefill_aborted_while_it_loads_is_not_waited_for(make: MakeEngine) -> None:
+    before = make("kv_producer")
+    before.run(produced(PROMPT, "before"))
+    settle(before)
+    producer, consumer = make("kv_producer"), make("kv_consumer")
+    decode = consumer.add(consumed(PROMPT, early_ticket()))
+    consumer.step()
+    producer.worker._loader.start = lambda load: None  # as one that is still under way
+    prefill = producer.add(produced(PROMPT))
+    producer.run_until(lambda: prefill.state == "loading")
+    producer.step()
+    producer.abort(prefill)
+    producer.run_until(lambda: not producer.held)
+    consumer.run_until(lambda: decode.state == "done")
+    assert isinstance(decode.error, LeaseEnded)
+
+
 def test_another_prompt_or_layout_behind_the_ticket(make: MakeEngine, make_engine: MakeEngine, tmp_path: Path) -> None:
     producer, consumer = make("kv_producer"), make("kv_consumer")
     producer.run(produced(PROMPT))
@@ -526,3 +545,11 @@ def test_nobody_else_may_read_what_prompts_said(
     found = [root.parent, root, *root.rglob("*")]
     assert {path.suffix for path in found} >= {".kv", ".note"}
     assert not [path for path in found if path.stat().st_mode & beyond]
+
+
+@pytest.mark.parametrize("name", ["a b", "100%", "what?", "%20", "a#b", "ä"])
+def test_a_directory_may_have_any_name(tmp_path: Path, name: str) -> None:
+    settings = StoreSettings(shared_storage_path=str(tmp_path / name))
+    [spec] = settings.specs()
+    store: Any = spec.make(make_layout())
+    assert store.root == tmp_path / name

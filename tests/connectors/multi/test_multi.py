@@ -103,6 +103,18 @@ def test_one_that_is_lost_takes_no_request_along(make: MakeEngine, tmp_path: Pat
     assert engine.worker._lost == {0}
 
 
+def test_an_instance_whose_hand_offs_are_lost_ends(make: MakeEngine, tmp_path: Path) -> None:
+    engine = make("kv_both", storage(tmp_path), HAND_OFF)
+
+    def poll() -> list[Any]:
+        raise ConnectorLost("gone")
+
+    right, engine.worker._children[1].poll = engine.worker._children[1].poll, poll
+    with pytest.raises(ConnectorLost):
+        engine.worker.poll()
+    engine.worker._children[1].poll = right
+
+
 def test_one_that_stumbles_in_the_scheduler_is_left_out(make: MakeEngine, tmp_path: Path) -> None:
     engine = make("kv_both", storage(tmp_path / "a"), storage(tmp_path / "b"))
     engine.run(FakeRequest("a", PROMPT))

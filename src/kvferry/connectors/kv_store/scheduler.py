@@ -289,6 +289,8 @@ class KVStoreSchedulerSide(SchedulerSide):
             self._used_by.pop(request.request_id, None)
             self._work.cancels.append(request.request_id)
             self._cancelled.add(request.request_id)
+            if isinstance(request.hand_off, Produce) and self._refusal(request) is None:
+                return Hold(self._hand_off(request, request.hand_off.transfer_id).ticket)  # nobody is to wait for it
             return Hold(None)
         if isinstance(request.hand_off, Produce) and self._refusal(request) is None:
             return self._hand_off(request, request.hand_off.transfer_id)

@@ -27,7 +27,7 @@ from kvferry.connectors.api import (
 from kvferry.connectors.multi.plan import MultiPlan
 from kvferry.connectors.multi.settings import MAX_CHILDREN, read_children
 from kvferry.connectors.registry import BUILTIN
-from kvferry.core.errors import ConfigError, LeakError, TransferError
+from kvferry.core.errors import ConfigError, ConnectorLost, LeakError, TransferError
 from kvferry.transport.memory import BlockMemory
 
 log = logging.getLogger(__name__)
@@ -57,6 +57,8 @@ class MultiWorkerSide(WorkerSide):
         self._children = [spec.build_worker_side(own) for spec, own in read_children(context)]
         if context.layout.tp_size > 1 and any(child.plan_type is None for child in self._children):
             raise ConfigError("one of the connectors of MultiConnector works on one rank only")
+        reachable = (index for index, child in enumerate(self._children) if isinstance(child, HasAddress))
+        self._hands_off = next(reachable, None)
         self._lost: set[int] = set()
         self._loads: dict[str, int] = {}
         self._holds: dict[str, set[int]] = {}
@@ -215,7 +217,9 @@ class MultiWorkerSide(WorkerSide):
             return otherwise
         try:
             return call(self._children[index])
-        except Exception:
+        except Exception as error:
+            if isinstance(error, ConnectorLost) and index == self._hands_off:
+                raise  # an instance that can hand nothing off is of no use to the fleet, which starts another
             log.exception("connector %d of several is lost; the others go on without it", index)
             self._lose(index)
             return otherwise
