@@ -18,6 +18,7 @@ from rich.table import Table
 from kvferry.core.errors import ConfigError
 from kvferry.core.units import format_bytes
 from kvferry.store import upkeep
+from kvferry.store.file_room import path_of
 
 Folder = Annotated[
     Path, Parameter(help="The store: its directory, or file:/directory.", converter=lambda _, t: _path(t[0].value))
@@ -120,10 +121,9 @@ def add_to(cache: App) -> None:
 
 def _path(text: str) -> Path:
     scheme, colon, rest = text.partition(":")
-    if colon and scheme in ("memory", "valkey", "valkeys", "redis", "rediss", "unix"):
+    if colon and scheme in ("memory", "valkey", "valkeys", "redis", "rediss", "unix", "mooncake"):
         raise ConfigError(f"kvferry cache looks after file stores, and {scheme}: is another kind")
-    path = rest.partition("?")[0] if scheme == "file" and colon else text
-    return Path(path.removeprefix("//") if path.startswith("///") else path).expanduser()
+    return path_of(rest.partition("?")[0]) if scheme == "file" and colon else Path(text).expanduser()
 
 
 def _checked(prefix: str) -> str:

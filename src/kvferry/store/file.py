@@ -20,14 +20,13 @@ import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
-from urllib.parse import unquote
 
 from kvferry.core.block_hash import BlockHash
 from kvferry.core.errors import ConfigError, StoreError
 from kvferry.core.layout import KVLayout
 from kvferry.store.access import ACCESS
 from kvferry.store.base import Block, KVStore, Put, Read, StoreFull, StoreOptions
-from kvferry.store.file_room import PIN_SUFFIX, SUFFIX, FileRoom, folder_name
+from kvferry.store.file_room import PIN_SUFFIX, SUFFIX, FileRoom, folder_name, path_of
 from kvferry.store.files import NoteFiles, remove_file, touch_descriptor, touch_path, write_file
 from kvferry.store.record import CorruptBlock, Header, read_exactly
 from kvferry.store.threads import Stop, Threads
@@ -56,7 +55,7 @@ class FileStore(KVStore):
 
     def __init__(self, location: str, options: FileOptions, layout: KVLayout) -> None:
         super().__init__(location, options, layout)
-        self.root = _path_of(location)
+        self.root = path_of(location)
         self._folder = self.root / folder_name(layout.fingerprint(), self.records.codec.name)
         self._access = ACCESS[options.access]
         self._notes = NoteFiles(self.root / "notes", self._access)
@@ -66,7 +65,7 @@ class FileStore(KVStore):
     @classmethod
     def check(cls, location: str, options: Any) -> None:
         """A path, that is no file."""
-        path = _path_of(location)
+        path = path_of(location)
         if path.exists() and not path.is_dir():
             raise ConfigError(f"store file:{location}: {path} is not a directory")
 
@@ -283,10 +282,3 @@ class FileStore(KVStore):
         for name in hashes:
             remove_file(self._path(name, PIN_SUFFIX))
         return sum(Path(self._path(name)).exists() for name in hashes)
-
-
-def _path_of(location: str) -> Path:
-    path = location.removeprefix("//") if location.startswith("///") else location
-    if not path or path.startswith("//"):
-        raise ConfigError(f"store file:{location}: give a directory, as in file:/var/lib/kvferry")
-    return Path(unquote(path)).expanduser()

@@ -11,7 +11,9 @@ from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import unquote
 
+from kvferry.core.errors import ConfigError
 from kvferry.store.eviction.table import make_eviction_policy
 from kvferry.store.files import TEMPORARY_SUFFIX, is_stale, remove_file
 
@@ -25,6 +27,14 @@ def folder_name(fingerprint: str, codec: str) -> str:
     """Where under the root the blocks of a layout are, written down with this codec. Those of another codec
     are not looked at: they are no damaged blocks of this one."""
     return fingerprint if codec == PLAIN else f"{fingerprint}.{codec}"
+
+
+def path_of(location: str) -> Path:
+    """The directory that `file:<location>` names, percent-decoded. Raises `ConfigError` when there can be none."""
+    path = unquote(location.removeprefix("//") if location.startswith("///") else location, errors="surrogateescape")
+    if not path or path.startswith("//") or "\0" in path:
+        raise ConfigError(f"store file:{location}: give a directory, as in file:/var/lib/kvferry")
+    return Path(path).expanduser()
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
 """What people do with a file store while nobody, or anybody, uses it: look, verify, pin, remove, take out, bring in.
 
 Knows the directory and the form of a record, and needs no model: what a record must say of itself follows from where it
-lies, `<layout fingerprint>/<first byte>/<block hash>.kv`. Every function may run beside instances that use the store.
+lies, `<layout fingerprint>[.<codec>]/<first byte>/<block hash>.kv`. Every function may run beside instances that use the
+store.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import IO
 
 from kvferry.core.errors import ConfigError, StoreError
 from kvferry.store.access import OWNER, Access
+from kvferry.store.codecs.base import NAME
 from kvferry.store.file_room import PIN_SUFFIX, SUFFIX, folder_name
 from kvferry.store.files import TEMPORARY_SUFFIX, is_stale, remove_file, write_file
 from kvferry.store.record import CorruptBlock, Label, read_label, verify_record
@@ -205,7 +207,7 @@ def _path_for(root: Path, content: bytes) -> tuple[Path, bytes] | None:
         return None
     if len(label.fingerprint) != 32 or not all(letter in "0123456789abcdef" for letter in label.fingerprint):
         return None
-    if not label.codec.replace("_", "").isalnum():
+    if not NAME.fullmatch(label.codec):
         return None
     name = label.block_hash.hex()
     return root / folder_name(label.fingerprint, label.codec) / name[:2] / f"{name}{SUFFIX}", content

@@ -86,7 +86,7 @@ class StoreSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         if self.shared_storage_path:
             room = _bytes(self.max_bytes, "max_bytes") or None
             rest = {"max_bytes": room, "fsync": "true" if self.fsync else None, "access": self.access}
-            return _url("file:" + quote(self.shared_storage_path, safe="/~:@"), chosen | rest)
+            return _url("file:" + quote(self.shared_storage_path, safe="/~:@", errors="surrogateescape"), chosen | rest)
         if self.num_cpu_blocks is not None:
             return _url("memory:", chosen | {"num_blocks": self._num_engine_blocks(engine_block_size)})
         if self.cpu_bytes_to_use is not None:

@@ -6,12 +6,14 @@ given to decode has been verified by checksum, yet whoever wrote it may mean ill
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from typing import ClassVar
 
 from kvferry.core.layout import KVLayout
 
-MAX_NAME_BYTES = 16
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,15}")
+"""Of a codec: it is in the header of each block, and in names of folders and keys."""
 
 
 class CodecError(Exception):
@@ -22,7 +24,7 @@ class Codec(ABC):
     """Encodes and decodes the spans of one layout. Safe for several threads."""
 
     name: ClassVar[str]
-    """What users say, and what a stored block's header says: ASCII, at most 16 bytes."""
+    """What users say, and what a stored block's header says, as `NAME` allows."""
 
     lossless: ClassVar[bool]
     """Whether decoding gives the same bits. A lossy codec is used only where it is asked for by name."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from kvferry.core.errors import ConfigError
 from kvferry.core.layout import KVLayout
 from kvferry.core.names import ExtensionPoint
-from kvferry.store.codecs.base import Codec
+from kvferry.store.codecs.base import NAME, Codec
 
 BUILTIN = {
     "none": "kvferry.store.codecs.none:NoCodec",
@@ -20,6 +21,8 @@ DEFAULT = "none"
 def codec_class(name: str) -> type[Codec]:
     """The codec of that name. Raises `UnknownName` with the nearest one, or `ConfigError` for what is no codec."""
     found: type[Codec] = EXTENSIONS.find(name, Codec)
+    if not NAME.fullmatch(found.name):
+        raise ConfigError(f"codec {name}: its own name is {found.name!r}, and must be of at most 16 letters and digits")
     return found
 
 
