@@ -1,8 +1,8 @@
 """What people do with a file store while nobody, or anybody, uses it: look, verify, pin, remove, take out, bring in.
 
 Knows the directory and the form of a record, and needs no model: what a record must say of itself follows from where it
-lies, `<layout fingerprint>[.<codec>]/<first byte>/<block hash>.kv`. Every function may run beside instances that use the
-store.
+lies, `<layout fingerprint>[.<codec>]/<first byte>/<block hash>.kv`. Every function may run beside instances that use
+the store.
 """
 
 from __future__ import annotations

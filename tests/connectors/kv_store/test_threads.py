@@ -11,7 +11,7 @@ from kv_support import Region, make_layout
 
 from kvferry.connectors.api import Loaded, Released, StoreEvents, failures
 from kvferry.connectors.kv_store.loader import StoreLoader
-from kvferry.connectors.kv_store.markers import Marker, Markers
+from kvferry.connectors.kv_store.markers import MARKER_S, Marker, Markers
 from kvferry.connectors.kv_store.plan import LoadBlocks
 from kvferry.connectors.kv_store.prober import Prober, Question
 from kvferry.connectors.kv_store.writer import StoreWriter
@@ -109,14 +109,16 @@ def block(name: bytes, num_bytes: int = 100) -> Block:
 
 def marker_of(transfer_id: str) -> Marker:
     result = PrefillResult(first_token=1, seed=2)
-    return Marker(transfer_id=transfer_id, layout=LAYOUT, num_tokens=3, digest="d", prefill_result=result)
+    return Marker(
+        transfer_id=transfer_id, layout=LAYOUT, num_tokens=3, digest="d", expires_s=MARKER_S, prefill_result=result
+    )
 
 
 # The writer.
 
 
 def make_writer(store: KVStore, loop: TransferLoop, capacity: float = 1e6, **options: float) -> StoreWriter:
-    return StoreWriter(store, loop, Markers("secret"), capacity, **options)
+    return StoreWriter(store, loop, Markers("secret", lambda: 0.0), capacity, **options)
 
 
 def test_markers_come_after_the_blocks_before_them(loop: TransferLoop) -> None:
@@ -129,7 +131,7 @@ def test_markers_come_after_the_blocks_before_them(loop: TransferLoop) -> None:
     store.gate.set()
     until(writer.is_empty)
     assert store.put_before_note == [b"a"]
-    assert loop.submit(Markers("secret").read(store, "t", 0)).result(20) == marker_of("t")
+    assert loop.submit(Markers("secret", lambda: 0.0).read(store, "t", 0)).result(20) == marker_of("t")
     writer.close()
 
 
@@ -297,7 +299,7 @@ def test_a_read_that_never_ends_does_not_hold_the_engine(region: Region, loop: T
 
 
 def make_prober(store: KVStore) -> Prober:
-    return Prober(lambda: [store], Markers("secret"))
+    return Prober(lambda: [store], Markers("secret", lambda: 0.0))
 
 
 def test_a_slow_store_holds_up_nobody() -> None:
@@ -351,7 +353,7 @@ def test_many_markers_are_waited_for_at_once(loop: TransferLoop) -> None:
     for index in range(20):
         prober.ask(f"r{index}", Question([b"a"], f"t{index}", deadline))
     for index in reversed(range(20)):
-        loop.submit(Markers("secret").write(store, marker_of(f"t{index}"))).result(20)
+        loop.submit(Markers("secret", lambda: 0.0).write(store, marker_of(f"t{index}"))).result(20)
     until(lambda: all(prober.answer(f"r{index}") is not None for index in range(20)))
     answer = prober.answer("r7")
     assert answer is not None
@@ -382,7 +384,7 @@ def test_a_store_that_cannot_be_asked_now_may_have_the_marker_later(loop: Transf
 
     store = Shaky()
     store.gate.set()
-    loop.submit(Markers("secret").write(store, marker_of("t"))).result(20)
+    loop.submit(Markers("secret", lambda: 0.0).write(store, marker_of("t"))).result(20)
     prober = make_prober(store)
     prober.ask("r", Question([b"a"], "t", time.monotonic() + 20))
     until(lambda: prober.answer("r") is not None)
@@ -397,12 +399,12 @@ def test_a_store_that_cannot_be_asked_now_may_have_the_marker_later(loop: Transf
 
 def test_a_marker_is_believed_only_under_its_name_and_token(loop: TransferLoop) -> None:
     store = HeldStore()
-    loop.submit(Markers("secret").write(store, marker_of("a"))).result(20)
+    loop.submit(Markers("secret", lambda: 0.0).write(store, marker_of("a"))).result(20)
     store.notes["b.0"] = store.notes["a.0"]
-    for markers, name in ((Markers("secret"), "b"), (Markers("another"), "a")):
+    for markers, name in ((Markers("secret", lambda: 0.0), "b"), (Markers("another"), "a")):
         with pytest.raises(StoreError, match="token"):
             loop.submit(markers.read(store, name, 0)).result(20)
-    assert loop.submit(Markers("secret").read(store, "a", 0)).result(20) == marker_of("a")
+    assert loop.submit(Markers("secret", lambda: 0.0).read(store, "a", 0)).result(20) == marker_of("a")
 
 
 def test_questions_at_the_same_time_open_a_store_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -414,7 +416,9 @@ def test_questions_at_the_same_time_open_a_store_once(monkeypatch: pytest.Monkey
         return made[-1]
 
     monkeypatch.setattr("kvferry.store.memory.Arena", make)
-    prober = Prober(lambda: [TieredStore(find_stores("memory:6MiB?name=probed"), LAYOUT)], Markers("secret"))
+    prober = Prober(
+        lambda: [TieredStore(find_stores("memory:6MiB?name=probed"), LAYOUT)], Markers("secret", lambda: 0.0)
+    )
     for index in range(8):
         prober.ask(f"r{index}", Question([b"a" * 32]))
     until(lambda: all(prober.answer(f"r{index}") is not None for index in range(8)))

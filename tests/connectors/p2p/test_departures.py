@@ -99,7 +99,7 @@ def test_blocks_of_a_request_that_is_over_are_announced_at_once() -> None:
     departures.start(P2pPlan(keeps=[Keep("t", "r", [3, 4], b"meta", 480.0)]))
     changes, _ = node.table.changes("t", Cursor())
     assert [type(change) for change in changes] == [Announced, Sealed]
-    assert node.table.lease_of("t") == 480.0
+    assert node.table._entries["t"].lease_s == 480.0
     node.buffer.end("t")
     assert departures.released() == {"r"}
     node.close()
