@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import socket
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +15,15 @@ import pytest
 
 from cli.test_main import TORCH_BLOCKED
 from kvferry.cli.checks import check_before_start
+from kvferry.cli.flags import complete, flags_of
 from kvferry.core.errors import ConfigError
 from kvferry.engine.config import EngineConfig
+from kvferry.fleet.restart import RestartPolicy
 from kvferry.fleet.spec import EngineChoice, FleetSpec, Listen
 from kvferry.fleet.transfer import check_transfer
 from kvferry.http.config import HttpAccess
+from kvferry.http.limits import HttpLimits
+from kvferry.router.config import RouterConfig
 
 TINY = "kvferry/tiny-python"
 
@@ -32,7 +38,7 @@ def test_what_is_right_passes() -> None:
     check(host="localhost")
 
 
-@pytest.mark.parametrize("host", ["nowhere.invalid", "192.0.2.1", "not an address"])
+@pytest.mark.parametrize("host", ["nowhere.invalid", "192.0.2.1", "not an address", "a..b", "x" * 300])
 def test_an_address_that_is_not_this_machines(host: str) -> None:
     with pytest.raises(ConfigError, match="--host"):
         check(host=host)
@@ -50,6 +56,44 @@ def test_a_port_in_use(taken: int) -> None:
     fleet = FleetSpec(prefill=1, instance_ports=taken - 1)
     with pytest.raises(ConfigError, match="another --instance-ports"):
         check_before_start(EngineConfig(model=TINY), EngineChoice(), Listen(port=0), HttpAccess(), fleet)
+
+
+def test_instances_and_the_router_do_not_get_one_port(taken: int) -> None:
+    fleet = FleetSpec(prefill=1, decode=2, instance_ports=taken - 2)
+    with pytest.raises(ConfigError, match=f"gives an instance port {taken - 1}, which is the --port of all"):
+        check_before_start(EngineConfig(model=TINY), EngineChoice(), Listen(port=taken - 1), HttpAccess(), fleet)
+
+
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        ({"policy": "prefx"}, "did you mean 'prefix'"),
+        ({"policy_option": ("pressure=much",)}, "--policy-option of cost"),
+        ({"policy_option": ("presure=1",)}, "did you mean 'pressure'"),
+    ],
+)
+def test_policies_of_the_router(said: dict[str, Any], told: str) -> None:
+    router = RouterConfig(**said)
+    with pytest.raises(ConfigError, match=told):
+        check_before_start(EngineConfig(model=TINY), EngineChoice(), Listen(port=0), HttpAccess(), router=router)
+
+
+def test_addresses_for_kv_events() -> None:
+    with pytest.raises(ConfigError, match="--kv-events 'nowhere' is not an address"):
+        EngineConfig(model=TINY, kv_events="nowhere")
+    with pytest.raises(ConfigError, match="--kv-events-replay 'x' is not an address"):
+        EngineConfig(model=TINY, kv_events="tcp://127.0.0.1:*", kv_events_replay="x")
+    engine, fleet = EngineConfig(model=TINY, kv_events="tcp://127.0.0.1:5557"), FleetSpec(prefill=1)
+    with pytest.raises(ConfigError, match=r"several instances cannot share one address; give port \*"):
+        check_before_start(engine, EngineChoice(), Listen(port=0), HttpAccess(), fleet)
+
+
+@pytest.mark.parametrize("config", [Listen, RouterConfig, RestartPolicy, HttpLimits])
+def test_no_number_is_nan(config: Any) -> None:
+    for one in fields(config):
+        if isinstance(one.default, float):
+            with pytest.raises(ConfigError, match=f"--{one.name.replace('_', '-')} must be a number, got nan"):
+                complete(config, flags_of(config)(**{one.name: math.nan}))
 
 
 def test_a_port_whose_last_connections_are_still_closing_is_free() -> None:

@@ -16,7 +16,15 @@ from kvferry.connectors.api import (
 )
 from kvferry.connectors.ranks import RankReports
 from kvferry.connectors.report_codec import decode_report, encode_report
-from kvferry.core.errors import KvferryError, LayoutMismatch, LeakError, LeaseEnded, PeerLost, ProtocolError
+from kvferry.core.errors import (
+    KvferryError,
+    LayoutMismatch,
+    LeakError,
+    LeaseEnded,
+    PeerLost,
+    ProtocolError,
+    TransferError,
+)
 from kvferry.core.hand_off import PrefillResult
 
 RESULT = PrefillResult(first_token=4, seed=1)
@@ -151,3 +159,10 @@ def test_a_report_survives_its_encoding() -> None:
 def test_bytes_that_no_rank_sends(encoded: bytes) -> None:
     with pytest.raises(ProtocolError, match="report"):
         decode_report(encoded)
+
+
+def test_a_load_that_a_strangers_connector_ends_with_any_error_is_a_transfer_error() -> None:
+    [event] = decode_report(encode_report([Failed("r", ValueError("out of cheese"))]))  # type: ignore[arg-type]
+    assert isinstance(event, Failed)
+    assert type(event.error) is TransferError
+    assert "ValueError: out of cheese" in str(event.error)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import random
 
+import pytest
+
+from kvferry.core.errors import LeakError
 from kvferry.router.prefix_index import PrefixIndex
 from kvferry.router.prompt import Prefix, text_prefix
 
@@ -23,6 +26,18 @@ def test_what_was_served_is_found_as_far_as_prompts_begin_alike() -> None:
     assert index.match(blocks(1, 2, 4)) == {"a": 200, "b": 100}
     assert index.match(blocks(9)) == {}
     index.check()
+
+
+def test_halves_that_disagree_are_told_of_whatever_python_makes_of_asserts() -> None:
+    index = PrefixIndex()
+    index.served("a", blocks(1, 2))
+    index._holders[7] = 1
+    with pytest.raises(LeakError, match="3 prefixes have holders, who have 2"):
+        index.check()
+    del index._holders[7]
+    index._caches["a"].num_tokens += 50
+    with pytest.raises(LeakError, match="250 tokens are counted, 200 are held"):
+        index.check()
 
 
 def test_within_an_instances_capacity_the_oldest_goes_and_of_a_prompt_its_end() -> None:

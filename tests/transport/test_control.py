@@ -188,6 +188,12 @@ def test_strangers_are_kept_out() -> None:
     listener.close()
 
 
+@pytest.mark.parametrize("host", ["a..b", "nowhere.invalid", "x" * 300])
+def test_a_host_that_cannot_be_is_a_config_error(host: str) -> None:
+    with pytest.raises(ConfigError, match="cannot listen on kv_ip"):
+        Listener(HERE, "secret", host)
+
+
 def test_a_port_in_use_is_a_config_error() -> None:
     listener = Listener(HERE, "")
     with pytest.raises(ConfigError, match=f"kv_port {listener.port}"):

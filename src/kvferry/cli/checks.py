@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kvferry.core.errors import ConfigError
 from kvferry.engine.config import EngineConfig
 from kvferry.fleet.listening import require_free
 from kvferry.fleet.local import LOOPBACK
@@ -9,18 +10,44 @@ from kvferry.fleet.spec import EngineChoice, FleetSpec, Listen
 from kvferry.http.config import HttpAccess
 from kvferry.models.catalog import resolve
 from kvferry.models.hub import require_on_hub
+from kvferry.router.config import RouterConfig
+from kvferry.router.policies.table import find_policy, read_settings
+from kvferry.transport.kv_events.sockets import zmq
 
 
 def check_before_start(
-    engine: EngineConfig, choice: EngineChoice, listen: Listen, access: HttpAccess, fleet: FleetSpec | None = None
+    engine: EngineConfig,
+    choice: EngineChoice,
+    listen: Listen,
+    access: HttpAccess,
+    fleet: FleetSpec | None = None,
+    router: RouterConfig | None = None,
 ) -> None:
     """Raises `ConfigError`. Whoever starts under a supervisor need not: the supervisor has asked."""
     access.check_files()
     require_free(listen.host, listen.port)
     if fleet is not None and fleet.instance_ports is not None:
-        for index in range(fleet.num_prefill + fleet.num_decode):
-            require_free(LOOPBACK, fleet.instance_port(index), "--instance-ports")
+        _require_free_ports(fleet, listen)
+    if router is not None:
+        read_settings(router.policy, find_policy(router.policy), router.policy_option)
+    if engine.kv_events is not None:
+        zmq()
+        if fleet is not None and fleet.is_split and not engine.kv_events.endswith(":*"):
+            raise ConfigError(
+                f"--kv-events {engine.kv_events}: several instances cannot share one address; give port *"
+            )
     if choice.engine == "kvferry":
         source = resolve(engine.model)
         if isinstance(source, str):
             require_on_hub(source)
+
+
+def _require_free_ports(fleet: FleetSpec, listen: Listen) -> None:
+    for index in range(fleet.num_prefill + fleet.num_decode):
+        port = fleet.instance_port(index)
+        if port == listen.port:
+            raise ConfigError(
+                f"--instance-ports {fleet.instance_ports} gives an instance port {port}, which is the --port of all;"
+                " choose another"
+            )
+        require_free(LOOPBACK, port, "--instance-ports")

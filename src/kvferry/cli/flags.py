@@ -5,12 +5,15 @@ from __future__ import annotations
 
 import ast
 import inspect
+import math
 import textwrap
 from collections.abc import Iterable
 from dataclasses import MISSING, Field, asdict, field, fields, make_dataclass
 from typing import Annotated, Any, TypeVar, get_type_hints
 
 from cyclopts import Parameter
+
+from kvferry.core.errors import ConfigError
 
 T = TypeVar("T")
 
@@ -59,7 +62,11 @@ def nothing_said(flags: type[T]) -> T:
 
 def complete(config: type[T], flags: Any, **more: Any) -> T:
     """The settings that the flags say, with the fields that were left out. Raises `ConfigError`."""
-    return config(**asdict(flags), **more)
+    said = asdict(flags)
+    for name, value in said.items():
+        if isinstance(value, float) and math.isnan(value):  # which no bound refuses, as it compares with nothing
+            raise ConfigError(f"--{name.replace('_', '-')} must be a number, got nan")
+    return config(**said, **more)
 
 
 def _parameter(one: Field[Any], text: str) -> Parameter:

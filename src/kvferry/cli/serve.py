@@ -101,7 +101,7 @@ def serve(
     if said.spec.is_split or said.choice.engine == "vllm":
         plan = said.plan()
         if ready_fd is None:
-            check_before_start(said.engine, said.choice, said.listen, said.access, said.spec)
+            check_before_start(said.engine, said.choice, said.listen, said.access, said.spec, said.router)
         return run_fleet(plan, said.listen, ready_fd, said.log, policy)
     return _serve_one(said, ready_fd)
 

@@ -9,6 +9,7 @@ import msgspec
 
 from kvferry.connectors.api import TransferEvent, TransferReport
 from kvferry.core.errors import KvferryError, ProtocolError, TransferError
+from kvferry.transport.tasks import translated
 
 
 class _Error(msgspec.Struct, frozen=True, array_like=True):
@@ -33,8 +34,9 @@ def decode_report(encoded: bytes) -> TransferReport:
 
 
 def _pack(error: Any) -> _Error:
-    """Called by msgspec for the one thing in a report that it does not know, an error."""
-    assert isinstance(error, KvferryError)
+    """Called by msgspec for the one thing in a report that it does not know, an error: of the tree, or what else a
+    connector of another package says that went wrong."""
+    error = translated(error)
     return _Error(type(error).__name__, str(error), {name: str(fact) for name, fact in vars(error).items()})
 
 

@@ -11,6 +11,7 @@ from typing import Literal
 
 from kvferry.core.errors import ConfigError
 from kvferry.core.units import parse_bytes
+from kvferry.transport.kv_events.sockets import require_endpoint
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda"]
@@ -88,6 +89,10 @@ class EngineConfig:
                 raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
         if self.kv_events_replay is not None and self.kv_events is None:
             raise ConfigError("--kv-events-replay needs --kv-events")
+        if self.kv_events is not None:
+            require_endpoint(self.kv_events, "--kv-events")
+        if self.kv_events_replay is not None:
+            require_endpoint(self.kv_events_replay, "--kv-events-replay")
         if self.kv_cache_memory is not None and parse_bytes(self.kv_cache_memory, "--kv-cache-memory") < 1:
             raise ConfigError("--kv-cache-memory must be more than 0 bytes")
         if self.max_num_batched_tokens < self.max_num_seqs:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kvferry.connectors.api import ConnectorContext, HasAddress, StepPlan, TransferReport, WorkerSide
 from kvferry.connectors.registry import find_connector
-from kvferry.core.errors import ConfigError, ConnectorLost, RequestFailed
+from kvferry.core.errors import ConnectorLost, RequestFailed
 from kvferry.core.layout import KVLayout
 from kvferry.core.transfer_config import KVTransferConfig
 from kvferry.core.units import parse_bytes
@@ -46,7 +46,7 @@ class Worker:
             tp_size=place.size,
             tp_rank=place.rank,
         )
-        self.max_model_len = _max_model_len(config, self.model)
+        self.max_model_len = self.model.max_position if config.max_model_len is None else config.max_model_len
         self._is_one_by_one = config.batch_invariant and place.agree(bool(self.model.company), self.model.device)
         self._kv_cache: KVCache | None = None
         self._side: WorkerSide | None = None
@@ -203,13 +203,3 @@ def _of_rank(transfer: KVTransferConfig, rank: int) -> KVTransferConfig:
     if not transfer.kv_port:
         return transfer
     return msgspec.structs.replace(transfer, kv_port=transfer.kv_port + rank)
-
-
-def _max_model_len(config: EngineConfig, model: LoadedModel) -> int:
-    if config.max_model_len is None:
-        return model.max_position
-    if not 2 <= config.max_model_len <= model.max_position:
-        raise ConfigError(
-            f"--max-model-len {config.max_model_len} is not between 2 and the model's own limit, {model.max_position}"
-        )
-    return config.max_model_len

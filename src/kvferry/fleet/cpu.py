@@ -57,11 +57,13 @@ def parse_cores(text: str, available: Sequence[int]) -> Cores:
         match = _RANGE.fullmatch(part.strip())
         if match is None:
             raise ConfigError(f"--cores: {part.strip()!r} is not a core or a range; write it as 0-3,8")
-        cores.update(range(int(match[1]), int(match[2] or match[1]) + 1))
-    foreign = sorted(cores - set(available))
-    if foreign or not cores:
-        allowed = ", ".join(map(str, available))
-        raise ConfigError(f"--cores {text}: {foreign or 'no core'} cannot be used; this process may use {allowed}")
+        named = range(int(match[1]), int(match[2] or match[1]) + 1)
+        foreign = next((core for core in named if core not in available), None)
+        if foreign is not None or not named:
+            allowed = ", ".join(map(str, available))
+            refused = "no core" if foreign is None else f"core {foreign}"
+            raise ConfigError(f"--cores {text}: {refused} cannot be used; this process may use {allowed}")
+        cores.update(named)
     return tuple(sorted(cores))
 
 

@@ -15,8 +15,9 @@ def require_free(host: str, port: int, flag: str = "--port") -> None:
         with socket.socket(family, kind, protocol) as one:
             one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do
             one.bind(address)
-    except socket.gaierror as error:
-        raise ConfigError(f"--host {host} is not an address: {error.strerror}") from error
+    except (socket.gaierror, UnicodeError) as error:  # UnicodeError: no host can have such a name
+        reason = getattr(error, "strerror", None) or str(error)
+        raise ConfigError(f"--host {host} is not an address: {reason}; 127.0.0.1 is this machine's own") from error
     except OSError as error:
         raise ConfigError(
             f"cannot listen on {host}:{port}: {error.strerror}; choose another {flag}, or another --host"

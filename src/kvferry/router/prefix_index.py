@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvferry.core.errors import LeakError
 from kvferry.router.prompt import Prefix, chain_blocks
 
 DEFAULT_CAPACITY_TOKENS = 1_000_000
@@ -137,13 +138,15 @@ class PrefixIndex:
         return IndexStatistics(sum(len(one.keys) for one in self._caches.values()), len(self._holders))
 
     def check(self) -> None:
-        """Assert that both halves agree."""
+        """Raise `LeakError` unless both halves agree."""
         held: dict[int, int] = {}
         for cache in self._caches.values():
             for key in cache.keys:
                 held[key] = held.get(key, 0) | cache.bit
-            assert abs(cache.num_tokens - sum(cache.keys.values())) < 1 + 1e-6 * cache.num_tokens
-        assert held == self._holders
+            if abs(cache.num_tokens - sum(cache.keys.values())) >= 1 + 1e-6 * cache.num_tokens:
+                raise LeakError(f"{cache.num_tokens:g} tokens are counted, {sum(cache.keys.values()):g} are held")
+        if held != self._holders:
+            raise LeakError(f"{len(self._holders)} prefixes have holders, who have {len(held)}")
 
     def _walk(self, keys: Sequence[int], ends: Sequence[float]) -> dict[Any, int]:
         """Key by key, until nobody is left who has it."""

@@ -212,7 +212,7 @@ def _bind(host: str, port: int, *, allow_strangers: bool) -> socket.socket:
                 " shared token; set KVFERRY_AUTH_TOKEN in the environment of all of them, or bind to 127.0.0.1"
             )
         listening = socket.create_server(address[:2], family=family, backlog=BACKLOG)
-    except (OSError, OverflowError) as error:
+    except (OSError, OverflowError, UnicodeError) as error:  # UnicodeError: no host can have such a name
         raise ConfigError(f"cannot listen on kv_ip {host}, kv_port {port}: {error}") from error
     listening.setblocking(False)
     return listening

@@ -61,7 +61,8 @@ class WorkerReports(KVConnectorWorkerMetadata):
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReports:
         """Both."""
-        assert isinstance(other, WorkerReports)
+        if not isinstance(other, WorkerReports):
+            raise TypeError(f"reports of kvferry's workers cannot be joined with a {type(other).__name__}")
         return WorkerReports([*self.ranks, *other.ranks])
 
 

@@ -23,10 +23,12 @@ class Pins:
         self._blocks: dict[str, list[Any]] = {}
 
     def hold(self, request_id: str, block_ids: Iterable[int]) -> None:
-        """These stay until `release`. They are the request's now."""
+        """These stay until `release`. They are the request's now: raises `LeakError` where vLLM has given one back, as
+        what lies in it may be anything."""
         self.release(request_id)
         blocks = [self._pool.blocks[block_id] for block_id in block_ids]
-        assert not any(block.is_null for block in blocks), "a window's block was given back too early"
+        if any(block.is_null for block in blocks):
+            raise LeakError(f"vLLM gave back a block of a window of request {request_id} too early")
         self._pool.touch(blocks)
         self._blocks[request_id] = blocks
 

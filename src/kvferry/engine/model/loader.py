@@ -75,8 +75,14 @@ def read_settings(config: EngineConfig, place: Place) -> ModelSettings:
         values = AutoConfig.from_pretrained(source, trust_remote_code=config.trust_remote_code)
         model_class = _model_class(values, config)
     require_supported(values, model_class)
+    _require_length(config.max_model_len, values.get_text_config().max_position_embeddings)
     require_divisible(values, model_class, place.size)
     return ModelSettings(source, values, model_class)
+
+
+def _require_length(wanted: int | None, limit: int) -> None:
+    if wanted is not None and not 2 <= wanted <= limit:
+        raise ConfigError(f"--max-model-len {wanted} is not between 2 and the model's own limit, {limit}")
 
 
 def load_model(
