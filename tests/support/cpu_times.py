@@ -1,14 +1,17 @@
 """What tests cost in CPU time, their child processes included: `pytest -p support.cpu_times …` ends with a list.
 
 Wall time says little on a busy machine. A child counts where it is waited for, so that of a shared instance counts for
-the test in which it ends. Fixtures count for the test that makes them.
+the test in which it ends; commands run by `support.warm` are not counted. Fixtures count for the test that makes them.
+Works in the processes of pytest-xdist too. `KVFERRY_CPU_TIMES=FILE` writes all of it there, a line for each test.
 """
 
 from __future__ import annotations
 
+import os
 import resource
 from collections import Counter
 from collections.abc import Generator
+from pathlib import Path
 
 import pytest
 
@@ -21,13 +24,28 @@ def _cpu_s() -> float:
     return sum(usage.ru_utime + usage.ru_stime for usage in usages)
 
 
+class _Meter:
+    last_s = 0.0
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    before = _cpu_s()
-    try:
-        return (yield)
-    finally:
-        _spent[item.nodeid] += _cpu_s() - before  # type: ignore[assignment]
+    _Meter.last_s = _cpu_s()
+    return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Of each of a test's three phases; the report goes to whoever writes the summary."""
+    report = yield
+    now_s = _cpu_s()
+    report.cpu_s = now_s - _Meter.last_s  # type: ignore[attr-defined]
+    _Meter.last_s = now_s
+    return report
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    _spent[report.nodeid] += getattr(report, "cpu_s", 0.0)  # type: ignore[assignment]
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
@@ -37,3 +55,5 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         files[name.partition("::")[0]] += spent
     for name, spent in [*files.most_common(NUM_SHOWN), *_spent.most_common(NUM_SHOWN)]:
         terminalreporter.write_line(f"{spent:8.1f}  {name}")
+    if path := os.environ.get("KVFERRY_CPU_TIMES"):
+        Path(path).write_text("".join(f"{spent:.3f}\t{name}\n" for name, spent in _spent.most_common()))

@@ -16,6 +16,8 @@ from typing import Any
 
 import httpx
 
+from support.warm import Child, ForkedCommand
+
 START_S = 120.0
 AUTH_TOKEN = "test-token"
 
@@ -23,7 +25,7 @@ AUTH_TOKEN = "test-token"
 class KvferryProcess:
     """One running `kvferry` command that serves at `url`."""
 
-    def __init__(self, process: subprocess.Popen[bytes], log: Path, about: dict[str, Any]) -> None:
+    def __init__(self, process: Child, log: Path, about: dict[str, Any]) -> None:
         self._process, self._log = process, log
         self.url: str = about["url"]
         self.about = about
@@ -122,10 +124,7 @@ def begun(
     ready_read, ready_write = os.pipe()
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "KVFERRY_AUTH_TOKEN": AUTH_TOKEN}
     environment |= {"KVFERRY_DISAGGREGATE_FROM": "0", **(more or {})}  # Short prompts are handed off too.
-    command = [sys.executable, "-m", "kvferry.cli.main", arguments[0], f"--port={port}", f"--ready-fd={ready_write}"]
-    command += arguments[1:]
-    with log.open("wb") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=output, env=environment, pass_fds=(ready_write,))
+    process = _start((arguments[0], f"--port={port}", *arguments[1:]), environment, log, ready_write)
     os.close(ready_write)
     running: list[KvferryProcess] = []
 
@@ -144,7 +143,15 @@ def begun(
             process.wait(timeout=30)
 
 
-def _wait_ready(descriptor: int, process: subprocess.Popen[bytes], log: Path, start_s: float) -> dict[str, Any]:
+def _start(arguments: tuple[str, ...], environment: dict[str, str], log: Path, ready_write: int) -> Child:
+    if "--" not in arguments:
+        return ForkedCommand(arguments, environment, log, ready_write)
+    command = [sys.executable, "-m", "kvferry.cli.main", arguments[0], f"--ready-fd={ready_write}", *arguments[1:]]
+    with log.open("wb") as output:
+        return subprocess.Popen(command, stdout=output, stderr=output, env=environment, pass_fds=(ready_write,))
+
+
+def _wait_ready(descriptor: int, process: Child, log: Path, start_s: float) -> dict[str, Any]:
     deadline, received = time.monotonic() + start_s, b""
     with selectors.DefaultSelector() as selector:
         selector.register(descriptor, selectors.EVENT_READ)
@@ -158,7 +165,7 @@ def _wait_ready(descriptor: int, process: subprocess.Popen[bytes], log: Path, st
             if not piece:
                 break
     process.kill()
-    raise AssertionError(f"{process.args!r} did not begin to serve:\n{log.read_text(errors='replace')[-3000:]}")
+    raise AssertionError(f"{log.stem} did not begin to serve:\n{log.read_text(errors='replace')[-3000:]}")
 
 
 class Cluster:

@@ -1,0 +1,16 @@
+"""What `support.warm` imports before it forks: what an instance and a router import, and the tests' usual model."""
+
+from __future__ import annotations
+
+import gc
+
+import transformers.models.llama.modeling_llama  # noqa: F401
+
+import kvferry.cli.main
+import kvferry.connectors.kv_store
+import kvferry.connectors.p2p
+import kvferry.engine.launch
+import kvferry.router.server  # noqa: F401
+
+gc.collect()
+gc.freeze()  # so that a collection in a child does not copy what they share
