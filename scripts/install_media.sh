@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Install NIXL and the Mooncake Transfer Engine into an environment, for the tests and the benchmark of their transports.
+# Install NIXL, the Mooncake Transfer Engine and LMCache's server into an environment, for tests and benchmarks.
 # Usage: scripts/install_media.sh ENVIRONMENT
 # Without dependencies: what they ask for beyond kvferry's own is CUDA, which a machine without a GPU has no use for.
 set -euo pipefail
@@ -15,4 +15,5 @@ if ! dpkg --status "${libraries[@]}" > /dev/null 2>&1; then
 	fi
 fi
 "$environment/bin/pip" install --quiet --disable-pip-version-check --no-deps \
-	nixl==1.5.1 nixl-cu12==1.5.1 mooncake-transfer-engine-non-cuda==0.3.13.post1
+	nixl==1.5.1 nixl-cu12==1.5.1 mooncake-transfer-engine-non-cuda==0.3.13.post1 \
+	lmcache==0.5.6 numba==0.68.1 llvmlite==0.50.0 py-cpuinfo nvtx cachetools

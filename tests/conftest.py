@@ -10,6 +10,7 @@ from zlib import crc32
 
 import pytest
 
+from support.lmcache_server import LMCacheServer, is_installed
 from support.valkey_server import BINARIES, ValkeyServer, server_binary
 
 ModelMaker = Callable[..., Path]
@@ -81,3 +82,13 @@ def valkey_url(valkey_of_the_run: ValkeyServer) -> str:
     """The address of a server that is empty."""
     valkey_of_the_run.say("FLUSHALL")
     return valkey_of_the_run.url
+
+
+@pytest.fixture(scope="session")
+def lmcache_port() -> Iterator[int]:
+    """Of one LMCache server for all tests that need no more of it than that it is there."""
+    if not is_installed():
+        pytest.skip("needs LMCache; scripts/install_media.sh installs it")
+    server = LMCacheServer()
+    yield server.port
+    server.close()

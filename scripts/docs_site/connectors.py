@@ -65,7 +65,7 @@ def _rows(kind: type[Any]) -> Iterator[list[str]]:
     helps = {name: text for base in _structs(kind) for name, text in field_help(base).items()}
     for one in msgspec.structs.fields(kind):
         default = "required" if one.required else default_text(_default(one))
-        yield [code(one.name), type_text(one.type), default, helps[one.name]]
+        yield [code(one.encode_name), type_text(one.type), default, helps[one.name]]
 
 
 def _structs(kind: type[Any]) -> Iterator[type[Any]]:

@@ -37,6 +37,8 @@ def extra_of(name: str, folder: Path) -> dict[str, Any]:
             return {"shared_storage_path": str(folder)}
         case "KVStoreConnector":
             return {"store": [f"memory:64MiB?name={folder.name}", f"file:{folder}"]}
+        case "LMCacheConnector":
+            return {"lmcache.max_local_cpu_size": 0.0625}
         case "MultiConnector":
             host = {"kv_connector": "OffloadingConnector", "kv_connector_extra_config": {"cpu_bytes_to_use": "64MiB"}}
             return {"connectors": [{"kv_connector": "P2pConnector"}, host]}
@@ -48,7 +50,11 @@ def plain(start_vllm: VllmMaker) -> VllmProcess:
     return start_vllm(None)
 
 
-@pytest.fixture(scope="module", params=[*BUILTIN, "SharedStorageConnector layerwise", "KVStoreConnector valkey"])
+NAMES = [name for name in BUILTIN if name != "LMCacheConnectorV1"]
+"""That one is `LMCacheConnector`, as LMCache itself calls it."""
+
+
+@pytest.fixture(scope="module", params=[*NAMES, "SharedStorageConnector layerwise", "KVStoreConnector valkey"])
 def pair(
     request: pytest.FixtureRequest, start_vllm: VllmMaker, plain: VllmProcess, tmp_path_factory: pytest.TempPathFactory
 ) -> Pair:

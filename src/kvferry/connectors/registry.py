@@ -85,6 +85,7 @@ KV_STORE = ConnectorSpec(
     options="kvferry.connectors.kv_store.settings:StoreSettings",
     lossy="kvferry.connectors.kv_store.settings:lossy_names",
 )
+LMCACHE = replace(KV_STORE, options="kvferry.connectors.kv_store.lmcache_settings:LMCacheSettings")
 BUILTIN: dict[str, ConnectorSpec] = {
     "P2pConnector": P2P,
     "P2pNcclConnector": replace(P2P, defaults={"transport": "nccl"}),
@@ -93,6 +94,8 @@ BUILTIN: dict[str, ConnectorSpec] = {
     "KVStoreConnector": KV_STORE,
     "SharedStorageConnector": KV_STORE,
     "OffloadingConnector": replace(KV_STORE, defaults={"cpu_bytes_to_use": "1GiB"}),
+    "LMCacheConnector": LMCACHE,
+    "LMCacheConnectorV1": LMCACHE,
     "MultiConnector": ConnectorSpec(
         "kvferry.connectors.multi.scheduler:MultiSchedulerSide",
         "kvferry.connectors.multi.worker:MultiWorkerSide",

@@ -1,7 +1,7 @@
 """Options that a user writes as JSON, read into a frozen `msgspec.Struct`.
 
-The fields are the keys, their annotations the types, their defaults the defaults, and the docstring under each field is
-its meaning in the configuration reference.
+The fields are the keys (under the `name` that `msgspec.field` gives some), their annotations the types, their defaults
+the defaults, and the docstring under each field is its meaning in the configuration reference.
 """
 
 from __future__ import annotations
@@ -25,14 +25,15 @@ def read_options(kind: type[Options], given: Mapping[str, Any], where: str = EXT
     Raises `ConfigError` that names the key: one that is unknown (with the nearest known one), one whose value is of
     another type, or one that is missing.
     """
-    fields = {one.name: one for one in msgspec.structs.fields(kind)}
+    fields = {one.encode_name: one for one in msgspec.structs.fields(kind)}
     for key in given:
         if key not in fields:
             raise ConfigError(unknown_key(f"{where}.{key}", key, fields))
     for name, one in fields.items():
         if one.required and name not in given:
             raise ConfigError(f"{where}.{name} is required")
-    return kind(**{key: _value(f"{where}.{key}", value, fields[key].type) for key, value in given.items()})
+    values = {key: _value(f"{where}.{key}", value, fields[key].type) for key, value in given.items()}
+    return kind(**{fields[key].name: value for key, value in values.items()})
 
 
 def _value(where: str, value: Any, wanted: Any) -> Any:

@@ -23,6 +23,7 @@ BUILTIN = {
     "valkey": VALKEY,
     "valkeys": "kvferry.store.valkey:TlsValkeyStore",
     "unix": VALKEY,
+    "lmcache": "kvferry.store.lmcache:LMCacheStore",
     "mooncake": "kvferry.store.mooncake:MooncakeStore",
     "redis": VALKEY,
     "rediss": "kvferry.store.valkey:TlsValkeyStore",

@@ -9,8 +9,10 @@ from urllib.parse import quote, urlencode
 import msgspec
 
 from kvferry.connectors.api import ConnectorContext
+from kvferry.connectors.registry import BUILTIN, KV_STORE
 from kvferry.core.errors import ConfigError, UnknownName
 from kvferry.core.layout import KVLayout
+from kvferry.core.names import resolve
 from kvferry.core.options import read_options
 from kvferry.core.transfer_config import KVTransferConfig
 from kvferry.core.units import parse_bytes
@@ -86,11 +88,13 @@ class StoreSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         if self.shared_storage_path:
             room = _bytes(self.max_bytes, "max_bytes") or None
             rest = {"max_bytes": room, "fsync": "true" if self.fsync else None, "access": self.access}
-            return _url("file:" + quote(self.shared_storage_path, safe="/~:@", errors="surrogateescape"), chosen | rest)
+            return store_url(
+                "file:" + quote(self.shared_storage_path, safe="/~:@", errors="surrogateescape"), chosen | rest
+            )
         if self.num_cpu_blocks is not None:
-            return _url("memory:", chosen | {"num_blocks": self._num_engine_blocks(engine_block_size)})
+            return store_url("memory:", chosen | {"num_blocks": self._num_engine_blocks(engine_block_size)})
         if self.cpu_bytes_to_use is not None:
-            return _url(f"memory:{_bytes(self.cpu_bytes_to_use, 'cpu_bytes_to_use')}", chosen)
+            return store_url(f"memory:{_bytes(self.cpu_bytes_to_use, 'cpu_bytes_to_use')}", chosen)
         raise ConfigError(
             "kv_connector_extra_config.store is missing: name a store, such as memory:4GiB, file:/path or"
             " valkey://host:port, or a list of them, the fastest first"
@@ -131,12 +135,19 @@ def lossy_names(config: KVTransferConfig) -> list[str]:
     return lossy_codecs(_read(config).specs())
 
 
+def settings_class(connector: str) -> type[StoreSettings]:
+    """What is read for a connector of this name: the struct that the registry has for it."""
+    spec = BUILTIN.get(connector, KV_STORE)
+    found: type[StoreSettings] = resolve(spec.options)
+    return found
+
+
 def _read(config: KVTransferConfig) -> StoreSettings:
     given = config.kv_connector_extra_config
     for key, names in _CHOICES.items():
         if given.get(key, names[0]) not in names:
             raise UnknownName(f"kv_connector_extra_config.{key}", str(given[key]), names)
-    settings = read_options(StoreSettings, given)
+    settings: StoreSettings = read_options(settings_class(config.kv_connector), given)
     if config.kv_connector == "SharedStorageConnector" and not (settings.shared_storage_path or settings.store):
         raise ConfigError(
             "SharedStorageConnector needs kv_connector_extra_config.shared_storage_path: a directory that all"
@@ -157,6 +168,7 @@ def _bytes(size: int | str, key: str) -> int:
     return found
 
 
-def _url(address: str, options: dict[str, Any]) -> str:
+def store_url(address: str, options: dict[str, Any]) -> str:
+    """With those options that are set."""
     given = {name: value for name, value in options.items() if value is not None}
     return f"{address}?{urlencode(given)}" if given else address

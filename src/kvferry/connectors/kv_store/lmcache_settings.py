@@ -1,0 +1,73 @@
+"""What a user sets for `LMCacheConnector`: LMCache's own words for its tiers, read as stores of kvferry's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from urllib.parse import quote
+
+import msgspec
+
+from kvferry.connectors.kv_store.settings import StoreSettings, store_url
+from kvferry.core.errors import ConfigError
+
+GIB = 2**30
+_SCHEMES = {"lm": "lmcache", "mooncakestore": "mooncake"}
+"""LMCache's schemes of `remote_url` that have another name here; those of the same name are taken as they are."""
+_SAME = ("lmcache", "redis", "rediss", "valkey", "valkeys", "unix", "mooncake")
+_EXTRA = "kv_connector_extra_config"
+
+
+class LMCacheSettings(StoreSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`kv_connector_extra_config` of `LMCacheConnector`. Memory comes first, then the disk, then the server."""
+
+    local_cpu: bool = msgspec.field(default=True, name="lmcache.local_cpu")
+    """Whether host memory is the first tier."""
+
+    max_local_cpu_size: float = msgspec.field(default=5.0, name="lmcache.max_local_cpu_size")
+    """Its size in GiB."""
+
+    local_disk: str = msgspec.field(default="", name="lmcache.local_disk")
+    """A directory that is the next tier, with or without `file://` before it."""
+
+    max_local_disk_size: float = msgspec.field(default=0.0, name="lmcache.max_local_disk_size")
+    """Its largest size in GiB; needed with `lmcache.local_disk`."""
+
+    remote_url: str = msgspec.field(default="", name="lmcache.remote_url")
+    """A server that is the last tier: `lm://host:port` (`lmcache_server`), `redis://`, `rediss://`, `valkey://`,
+    `mooncakestore://`."""
+
+    chunk_size: int = msgspec.field(default=0, name="lmcache.chunk_size")
+    """Without effect: KV is kept in blocks of the engine's size."""
+
+    def _urls(self, engine_block_size: int) -> str | Sequence[str]:
+        if self.store is not None or self.shared_storage_path or self.num_cpu_blocks is not None:
+            return super()._urls(engine_block_size)
+        chosen = {"eviction": self.eviction_policy, "codec": self.codec}
+        tiers = []
+        if self.local_cpu:
+            size = _gib(self.max_local_cpu_size, "lmcache.max_local_cpu_size")
+            tiers.append(store_url(f"memory:{size}", chosen))
+        if self.local_disk:
+            size = _gib(self.max_local_disk_size, "lmcache.max_local_disk_size")
+            path = quote(self.local_disk.removeprefix("file://"), safe="/~:@")
+            tiers.append(store_url(f"file:{path}", chosen | {"max_bytes": size}))
+        if self.remote_url:
+            tiers.append(store_url(_server(self.remote_url), {"codec": self.codec}))
+        if not tiers:
+            raise ConfigError(f"{_EXTRA}: nothing is left to keep KV in; set lmcache.local_cpu or lmcache.remote_url")
+        return tiers
+
+
+def _gib(size: float, key: str) -> int:
+    if not 0 < size < 2**30:
+        raise ConfigError(f"{_EXTRA}.{key} must be greater than 0 (GiB), got {size:g}")
+    return int(size * GIB)
+
+
+def _server(url: str) -> str:
+    scheme, colon, rest = url.partition("://")
+    name = _SCHEMES.get(scheme, scheme)
+    if not colon or name not in _SAME:
+        known = ", ".join(f"{one}://" for one in (*_SCHEMES, *_SAME))
+        raise ConfigError(f"{_EXTRA}.lmcache.remote_url: {scheme!r} is no server that is known here; known: {known}")
+    return f"{name}://{rest}"

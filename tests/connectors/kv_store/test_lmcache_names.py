@@ -1,0 +1,67 @@
+"""LMCache's own words, as tiers of kvferry's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvferry.connectors.kv_store import settings
+from kvferry.connectors.registry import find_connector
+from kvferry.core.errors import ConfigError
+from kvferry.core.transfer_config import KVTransferConfig
+
+
+def tiers(**extra: Any) -> list[str]:
+    config = KVTransferConfig(
+        kv_connector="LMCacheConnectorV1",
+        kv_connector_extra_config={name.replace("__", "."): value for name, value in extra.items()},
+    )
+    find_connector(config).check(config)
+    return [str(spec.url) for spec in settings._read(config).specs()]
+
+
+@pytest.mark.parametrize(
+    ("extra", "found"),
+    [
+        ({}, ["memory:5368709120"]),
+        ({"lmcache__max_local_cpu_size": 0.5, "lmcache__chunk_size": 256}, ["memory:536870912"]),
+        ({"lmcache__local_cpu": False, "lmcache__remote_url": "lm://kv:65432"}, ["lmcache://kv:65432"]),
+        (
+            {"lmcache__remote_url": "redis://kv:6379", "eviction_policy": "s3fifo", "codec": "lossless"},
+            ["memory:5368709120?eviction=s3fifo&codec=lossless", "redis://kv:6379?codec=lossless"],
+        ),
+        (
+            {"lmcache__local_disk": "file:///kv a/", "lmcache__max_local_disk_size": 2},
+            ["memory:5368709120", "file:/kv%20a/?max_bytes=2147483648"],
+        ),
+        ({"store": "lmcache://kv:1"}, ["lmcache://kv:1"]),
+    ],
+)
+def test_what_lmcache_s_settings_mean(extra: dict[str, Any], found: list[str]) -> None:
+    assert tiers(**extra) == found
+
+
+@pytest.mark.parametrize(
+    ("extra", "told"),
+    [
+        ({"lmcache__local_cpu": False}, "nothing is left"),
+        ({"lmcache__max_local_cpu_size": 0}, "max_local_cpu_size must be greater than 0"),
+        ({"lmcache__local_disk": "/kv"}, "max_local_disk_size must be greater than 0"),
+        ({"lmcache__remote_url": "s3://bucket"}, "'s3' is no server that is known here"),
+        ({"lmcache__remote_url": "kv:65432"}, "no server that is known"),
+        ({"lmcache__remote_ur": "lm://kv:1"}, "did you mean 'lmcache.remote_url'"),
+        ({"lmcache__local_cpu": "perhaps"}, "lmcache.local_cpu"),
+    ],
+)
+def test_what_cannot_be_is_told(extra: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        tiers(**extra)
+
+
+def test_the_words_are_of_this_name_only() -> None:
+    config = KVTransferConfig(
+        kv_connector="KVStoreConnector", kv_connector_extra_config={"store": "memory:1MiB", "lmcache.local_cpu": True}
+    )
+    with pytest.raises(ConfigError, match="not a known key"):
+        find_connector(config).check(config)

@@ -1,0 +1,274 @@
+"""The store on a server of LMCache's: the real one, also broken off, hung and killed, and one that lies."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import struct
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, suppress
+from itertools import pairwise
+
+import pytest
+
+from kvferry.core.errors import ConfigError, StoreError
+from kvferry.store.base import Put
+from kvferry.store.lmcache import LMCacheStore, Place, _Found
+from kvferry.store.lmcache_client import DamagedValue, LMCacheClient, _request
+from kvferry.store.table import find_store, find_stores
+from kvferry.store.tiers import TieredStore
+from kvferry.testing.stores import LAYOUT, StoreContract, block_of, fetch, name_of, names_of
+from support.lmcache_server import LMCacheServer, is_installed
+
+
+@pytest.fixture(scope="session")
+def port(lmcache_port: int) -> int:
+    """Of a server that nobody ends."""
+    return lmcache_port
+
+
+class TestLMCache(StoreContract):
+    url = "lmcache://127.0.0.1:{port}?max_bytes=64MiB"
+
+    @pytest.fixture(autouse=True, scope="class")
+    @classmethod
+    def _server(cls, port: int) -> Iterator[None]:
+        written = cls.url
+        cls.url = written.replace("{port}", str(port))
+        yield
+        cls.url = written
+
+
+del StoreContract
+
+
+@asynccontextmanager
+async def store_at(port: int, query: str = "") -> AsyncIterator[LMCacheStore]:
+    """A store whose places nobody else has: its `max_bytes` names them."""
+    store = find_store(f"lmcache://127.0.0.1:{port}{query}").make(LAYOUT)
+    assert isinstance(store, LMCacheStore)
+    try:
+        yield store
+    finally:
+        await store.close()
+
+
+async def until(condition: Callable[[], Awaitable[bool]]) -> None:
+    async with asyncio.timeout(60):
+        while True:
+            with suppress(StoreError):  # a store whose only tier is left alone for a while
+                if await condition():
+                    return
+            await asyncio.sleep(0.05)
+
+
+async def test_what_the_server_keeps_is_bounded(port: int) -> None:
+    """Whoever writes: it has no more places than fit, and what is put last is there."""
+    async with store_at(port, "?max_bytes=120000") as first, store_at(port, "?max_bytes=120000") as second:
+        num_places = first._num_sets * first._ways
+        assert num_places * first.records.max_record_bytes <= 120_000
+        for number, store in enumerate([first, second] * 40):
+            assert await store.put([block_of(2 * number), block_of(2 * number + 1)]) == [Put.STORED] * 2
+        there = [await first.match([name_of(index)]) for index in range(160)]
+        assert there[-2:] == [1, 1]
+        assert sum(there) <= num_places
+        assert first.statistics()["evicted_blocks"] > 0
+        assert await fetch(second, range(160)) == [bool(one) for one in there]
+
+
+async def test_what_is_pinned_stays_and_the_rest_is_dropped(port: int) -> None:
+    async with store_at(port, "?max_bytes=20001") as store:
+        assert store._num_sets == 1
+        names = names_of(store._ways)
+        await store.put([block_of(index) for index in range(store._ways)])
+        assert await store.pin(names) == store._ways
+        assert await store.put([block_of(50)]) == [Put.DROPPED]
+        assert await store.unpin([names[1]]) == 1
+        assert await store.put([block_of(50)]) == [Put.STORED]
+        assert await fetch(store, range(store._ways)) == [index != 1 for index in range(store._ways)]
+        await store.delete([*names, name_of(50)])
+
+
+async def test_of_one_set_the_block_used_longest_ago_goes(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvferry.store.lmcache.TOUCH_S", 0.0)
+    async with store_at(port, "?max_bytes=20002") as store:
+        for index in range(store._ways):
+            await store.put([block_of(index)])
+        assert await fetch(store, [0]) == [True]
+        await store.put([block_of(60)])
+        assert await fetch(store, range(store._ways)) == [index != 1 for index in range(store._ways)]
+
+
+async def test_a_put_that_broke_off_is_a_miss_and_its_place_is_of_use_again(port: int) -> None:
+    """The server keeps the length of what never came, and ends each connection that asks for it."""
+    async with store_at(port, "?max_bytes=20003") as store:
+        await store.put([block_of(0), block_of(1)])
+        [at] = [store._find(await store._read_sets([name_of(0)]), name_of(0))]
+        assert at is not None
+        with socket.create_connection(("127.0.0.1", port)) as writer:
+            writer.sendall(_request(1, store._place_key(at), 5000) + b"half of it")
+        client = LMCacheClient("127.0.0.1", port)
+
+        async def is_damaged() -> bool:
+            [found] = await client.get([store._place_key(at)], 10_000)
+            return isinstance(found, DamagedValue)
+
+        await until(is_damaged)
+        await client.close()
+        assert await fetch(store, [1, 0, 1]) == [True, False, True]
+        assert store.statistics()["corrupt_blocks"] == 1
+        assert await store.put([block_of(0)]) == [Put.STORED]
+        assert await fetch(store, [0]) == [True]
+
+
+async def test_a_place_that_another_block_has_is_a_miss(port: int) -> None:
+    """As when two instances changed an index at once."""
+    async with store_at(port, "?max_bytes=20004") as store:
+        await store.put([block_of(0), block_of(1)])
+        sets = await store._read_sets([name_of(0)])
+        sets[0] = [Place(name_of(1), place.used_s) if place.block_hash else place for place in sets[0]]
+        sets[0][0] = Place(name_of(7), 1.0)
+        await store._client.put(store._index_values(sets))
+        assert await fetch(store, [7]) == [False]
+        assert store.statistics().get("corrupt_blocks", 0.0) == 0
+        assert await store.match([name_of(7)]) == 0
+
+
+@pytest.mark.parametrize("spoilt", [b"", b"x", b"\0" * 200, b"\xff" * 5000])
+async def test_what_cannot_be_read_is_not_there(port: int, spoilt: bytes) -> None:
+    async with store_at(port, "?max_bytes=20005") as store:
+        await store.put([block_of(0)])
+        at = store._find(await store._read_sets([name_of(0)]), name_of(0))
+        assert at is not None
+        await store._client.put([(store._place_key(at), spoilt)])
+        assert await fetch(store, [0]) == [False]
+        await store.put([block_of(0)])
+        await store._client.put([(store._index_key(0), spoilt[:4096])])
+        assert await store.match([name_of(0)]) == 0
+        assert await store.put([block_of(0)]) == [Put.STORED]
+        assert await fetch(store, [0]) == [True]
+
+
+async def test_notes_in_one_place_are_not_taken_for_one_another(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvferry.store.lmcache.NUM_NOTE_PLACES", 1)
+    async with store_at(port) as store:
+        await store.write_note("a", b"one", 60.0)
+        await store.write_note("b", b"two", 60.0)
+        assert [await store.read_note(name) for name in "ab"] == [None, b"two"]
+        await store.remove_note("a")
+        assert await store.read_note("b") == b"two"
+        await store.write_note("c", b"three", -1.0)
+        assert await store.read_note("c") is None
+        with pytest.raises(StoreError, match="the most"):
+            await store.write_note("d", bytes(2**17), 60.0)
+
+
+def test_every_place_has_a_key_of_its_own() -> None:
+    """That LMCache can read: five parts, a hexadecimal number in the fourth."""
+    store = find_store("lmcache://h:1?max_bytes=1MiB&codec=lossless").make(LAYOUT)
+    assert isinstance(store, LMCacheStore)
+    places = [_Found(number, way) for number in range(store._num_sets) for way in range(store._ways)]
+    keys = sorted([store._place_key(at) for at in places] + [store._index_key(n) for n in range(store._num_sets)])
+    assert all(one != other for one, other in pairwise(keys))
+    for key in keys:
+        model, world_size, worker, number, dtype = key.split("@")
+        assert len(key) <= 150
+        assert (model.isascii(), world_size, dtype) == (True, "1", "uint8")
+        assert (int(worker) <= 8, int(number, 16) < store._num_sets) == (True, True)
+
+
+@pytest.mark.parametrize(
+    "url", ["lmcache:", "lmcache://", "lmcache://h", "lmcache:h:1", "lmcache://h:0", "lmcache://h:99999"]
+)
+def test_an_address_that_cannot_be_one(url: str) -> None:
+    with pytest.raises(ConfigError, match="lmcache"):
+        find_store(url)
+
+
+# A server that lies.
+
+OK = struct.pack("<9i", 200, 0, 4, 6, 0, 0, 0, 0, 0)
+
+
+@asynccontextmanager
+async def lying(answers: Sequence[bytes]) -> AsyncIterator[int]:
+    """Whatever is asked, these are the answers, and then nothing is said."""
+    writers = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writers.append(writer)
+        for answer in answers:
+            await reader.read(65536)
+            writer.write(answer)
+        await reader.read()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    yield server.sockets[0].getsockname()[1]
+    for writer in writers:
+        writer.close()
+    server.close()
+
+
+@pytest.mark.parametrize("length", [2**31 - 1, 10**6, -1, -(2**31)])
+async def test_a_length_that_cannot_be_is_not_believed(length: int) -> None:
+    async with lying([struct.pack("<9i", 200, length, 4, 6, 0, 0, 0, 0, 0)]) as port, store_at(port) as store:
+        with pytest.raises(StoreError, match="announces"):
+            await store.match(names_of(1))
+
+
+@pytest.mark.parametrize("answer", [b"\xff" * 36, struct.pack("<9i", 0, 0, 0, 0, 0, 0, 0, 0, 0), OK])
+async def test_answers_of_no_sense_are_misses(answer: bytes) -> None:
+    async with lying([answer]) as port, store_at(port) as store:
+        with suppress(StoreError):
+            assert await store.match(names_of(1)) == 0
+
+
+async def test_a_server_that_says_nothing_is_not_waited_for() -> None:
+    async with lying([]) as port:
+        [spec] = find_stores(f"lmcache://127.0.0.1:{port}?deadline_s=0.2")
+        store = TieredStore([spec], LAYOUT)
+        await store.open()
+        assert await store.match(names_of(3)) == 0
+        with pytest.raises(StoreError, match="no tier of the store can be asked"):
+            await store.put([block_of(0)])
+        await store.close()
+
+
+async def test_no_server() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]
+    async with store_at(port) as store:
+        for call in (store.match(names_of(1)), store.put([block_of(0)]), store.read_note("a")):
+            with pytest.raises(StoreError, match="cannot reach the LMCache server"):
+                await call
+
+
+@pytest.mark.full
+async def test_a_server_that_hangs_is_killed_and_comes_back_empty() -> None:
+    if not is_installed():
+        pytest.skip("needs LMCache; scripts/install_media.sh installs it")
+    server = LMCacheServer()
+    store = TieredStore(find_stores(f"lmcache://127.0.0.1:{server.port}?deadline_s=0.5"), LAYOUT)
+
+    async def has_it() -> bool:
+        return await fetch(store, [0]) == [True]
+
+    async def takes_it() -> bool:
+        return await store.put([block_of(0)]) == [Put.STORED]
+
+    try:
+        await until(takes_it)
+        server.pause()
+        assert await fetch(store, [0]) == [False]
+        assert store.statistics()["tier0_healthy"] == 0
+        server.resume()
+        await until(has_it)
+        server.kill()
+        assert await fetch(store, [0]) == [False]
+        assert store.statistics()["tier0_healthy"] == 0
+        server.start()
+        await until(takes_it)
+        await until(has_it)
+    finally:
+        await store.close()
+        server.close()
