@@ -155,3 +155,69 @@ def test_a_shard_that_is_not_there_is_told(tmp_path: Path) -> None:
     shards[1].unlink()
     with pytest.raises(ConfigError, match=shards[1].name):
         load(folder)
+
+
+# Files that contradict each other.
+
+
+def split(folder: Path, change: Callable[[dict[str, Any]], Any] = lambda index: None) -> None:
+    """Into two files, with an index that `change` may spoil."""
+    tensors = load_file(folder / WEIGHTS)
+    (folder / WEIGHTS).unlink()
+    weight_map = {name: f"part-{number % 2}.safetensors" for number, name in enumerate(sorted(tensors))}
+    for part in set(weight_map.values()):
+        own = {name: tensor for name, tensor in tensors.items() if weight_map[name] == part}
+        save_file(own, folder / part, metadata={"format": "pt"})
+    index: dict[str, Any] = {"metadata": {}, "weight_map": weight_map}
+    change(index)
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def twice(folder: Path, factor: float) -> None:
+    """The final norm, which is in the one file, is in the other too."""
+    split(folder)
+    norm = "model.norm.weight"
+    parts = {name: load_file(folder / name) for name in ("part-0.safetensors", "part-1.safetensors")}
+    [weight] = [tensors[norm] for tensors in parts.values() if norm in tensors]
+    for name, tensors in parts.items():
+        if norm not in tensors:
+            save_file(tensors | {norm: weight * factor}, folder / name, metadata={"format": "pt"})
+
+
+def test_a_weight_that_two_files_have_is_refused_unless_it_is_the_same(folder: Path) -> None:
+    twice(folder, 2.0)
+    text = refusal_of(folder)
+    assert "model.norm.weight is in part-0.safetensors and in part-1.safetensors" in text
+    assert "with other values" in text
+
+
+def test_a_weight_that_two_files_have_alike_is_loaded(folder: Path) -> None:
+    twice(folder, 1.0)
+    load(folder)
+
+
+@pytest.mark.parametrize("name", ["nowhere.safetensors", "../model/part-0.safetensors", "/etc/passwd"])
+def test_a_file_that_is_not_beside_its_index_is_named(folder: Path, name: str) -> None:
+    split(folder, lambda index: index["weight_map"].update({"model.norm.weight": name}))
+    assert f"names {name!r}, and there is no such file" in refusal_of(folder)
+
+
+@pytest.mark.parametrize("index", [[], {}, {"weight_map": []}, {"weight_map": {"a": 1}}])
+def test_an_index_that_is_none_is_told(folder: Path, index: Any) -> None:
+    split(folder)
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert "does not say which weights are in which file" in refusal_of(folder)
+
+
+@pytest.mark.parametrize(("kind", "name"), [(torch.int8, "I8"), (torch.uint8, "U8"), (torch.complex64, "C64")])
+def test_weights_that_are_no_floating_point_numbers_are_refused(folder: Path, kind: torch.dtype, name: str) -> None:
+    tensor = "model.layers.1.mlp.up_proj.weight"
+    change_weights(folder, lambda tensors: tensors.update({tensor: tensors[tensor].to(kind)}))
+    assert f"{tensor} in {WEIGHTS} of {str(folder)!r} is stored as {name}" in refusal_of(folder)
+
+
+@pytest.mark.parametrize("keep", [0, 7, 100, -1])
+def test_a_file_that_ends_early_is_named(folder: Path, keep: int) -> None:
+    path = folder / WEIGHTS
+    path.write_bytes(path.read_bytes()[:keep])
+    assert f"{str(path)!r} cannot be read" in refusal_of(folder)

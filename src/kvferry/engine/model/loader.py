@@ -24,10 +24,11 @@ from kvferry.engine.model.company import company_matters
 from kvferry.engine.model.place import Place
 from kvferry.engine.model.rope import install_rope, trained_context
 from kvferry.engine.model.self_check import self_check
+from kvferry.engine.model.stored import require_sound
 from kvferry.engine.model.support import require_divisible, require_supported
 from kvferry.engine.ops.transform import optimize
 from kvferry.models.catalog import resolve
-from kvferry.models.checkpoint import checkpoint_name
+from kvferry.models.checkpoint import checkpoint_name, checkpoint_place
 
 logger = logging.getLogger(__name__)
 
@@ -67,6 +68,11 @@ class ModelSettings:
     values: Any
     model_class: type[Any]
 
+    @property
+    def quantized(self) -> bool:
+        """Whether it says what weights that are no floating-point numbers mean."""
+        return getattr(self.values, "quantization_config", None) is not None
+
 
 def read_settings(config: EngineConfig, place: Place) -> ModelSettings:
     """Raises `ConfigError` when the checkpoint cannot be read, `UnsupportedModel` when it will not run here."""
@@ -95,6 +101,8 @@ def load_model(
     place = place or Place()
     device = place.choose_device(config.device)
     found = read_settings(config, place)
+    if isinstance(found.source, Path):
+        require_sound(found.source, quantized=found.quantized)
     options = {"trust_remote_code": config.trust_remote_code}
     with _reading(config.model):
         register_attention()
@@ -110,6 +118,8 @@ def load_model(
                 **place.load_options(),
             )
             require_complete(weights, config.model)
+            if not isinstance(found.source, Path) and (folder := checkpoint_place(found.source)) is not None:
+                require_sound(folder, quantized=found.quantized)
         tokenizer = AutoTokenizer.from_pretrained(found.source, **options)
     module = module.to(device).eval().requires_grad_(False)
     on_progress("checking the model", 1.0)

@@ -1,0 +1,77 @@
+"""What the safetensors files of a checkpoint hold, read from their headers before any weight is.
+
+transformers takes one of two tensors of the same name without a word, and makes floating-point numbers of integers that
+another library packed; what is missing or does not fit is found when the weights are loaded (`checkpoint`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from kvferry.core.errors import ConfigError
+
+WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+_FLOATS = ("F", "BF")
+"""How the names of floating-point formats begin; the others are integers, booleans and complex numbers."""
+
+
+def require_sound(folder: Path, *, quantized: bool) -> None:
+    """Raise `ConfigError` where the files contradict each other or what a model's weights are. `quantized`: the
+    configuration says what integers mean. Nothing is said of a checkpoint in another form."""
+    where: dict[str, str] = {}
+    for name in _files(folder):
+        for tensor, number_format in _tensors(folder / name):
+            if tensor in where and not _same(tensor, folder / where[tensor], folder / name):
+                raise ConfigError(
+                    f"{tensor} is in {where[tensor]} and in {name} of {str(folder)!r}, with other values; delete the"
+                    " file that is not of this checkpoint"
+                )
+            if tensor.endswith("weight") and not quantized and not number_format.startswith(_FLOATS):
+                raise ConfigError(
+                    f"{tensor} in {name} of {str(folder)!r} is stored as {number_format}, and config.json has no"
+                    " quantization_config that says what this means; give a checkpoint in floating point"
+                )
+            where[tensor] = name
+
+
+def _files(folder: Path) -> list[str]:
+    """Those that transformers reads."""
+    if (folder / WHOLE).is_file():
+        return [WHOLE]
+    index = folder / INDEX
+    if not index.is_file():
+        return []
+    names = sorted(set(_weight_map(index).values()))
+    lost = [name for name in names if "/" in name or not (folder / name).is_file()]
+    if lost:
+        raise ConfigError(f"{str(index)!r} names {lost[0]!r}, and there is no such file beside it; copy all its files")
+    return names
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    try:
+        found: Any = json.loads(index.read_bytes())["weight_map"]
+        if not all(isinstance(name, str) for name in found.values()):
+            raise TypeError("a file's name is text")
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise ConfigError(f"{str(index)!r} does not say which weights are in which file: {error!r}") from error
+    return dict(found)
+
+
+def _tensors(path: Path) -> Iterator[tuple[str, str]]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield from [(name, str(file.get_slice(name).get_dtype())) for name in file.keys()]  # noqa: SIM118 - no dict
+    except (SafetensorError, OSError) as error:
+        raise ConfigError(f"{str(path)!r} cannot be read: {error}; copy or download it again") from error
+
+
+def _same(tensor: str, one: Path, other: Path) -> bool:
+    with safe_open(one, framework="pt") as left, safe_open(other, framework="pt") as right:
+        return bool(torch.equal(left.get_tensor(tensor), right.get_tensor(tensor)))
