@@ -355,6 +355,7 @@ async def routing(
         server.check()
         assert router.services.upstream.num_waits == 0
     router.admission.check()
+    router.turns.check()
     for instance in router.services.pools:
         load = instance.load
         assert instance.in_flight == load.num_prefills == load.num_decodes == 0

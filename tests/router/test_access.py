@@ -62,9 +62,9 @@ async def test_one_client_is_one_tenant_however_it_writes_its_key(monkeypatch: A
             aiohttp.ClientSession() as session,
         ):
             tenants: set[bytes] = set()
-            turn = router.admission.turn
+            turn = router.turns.take
             monkeypatch.setattr(
-                router.admission, "turn", lambda one, turn=turn, to=tenants: (to.add(one), turn(one))[1]
+                router.turns, "take", lambda one, priority, turn=turn, to=tenants: (to.add(one.key), turn(one))[1]
             )
             for header in headers:
                 async with session.post(

@@ -407,7 +407,7 @@ async def test_who_waits_is_served_in_turn_or_told_to_come_back() -> None:
         first = group.create_task(session.post(url + "/v1/completions", json=BODY).__aenter__())
         await d.called.wait()
         second = group.create_task(session.post(url + "/v1/completions", json=BODY).__aenter__())
-        while not router.admission.num_waiting:
+        while not router.turns.num_waiting:
             await asyncio.sleep(0)
         async with session.post(url + "/v1/completions", json=BODY) as response:
             assert response.status == 429

@@ -24,8 +24,10 @@ class Member:
         *,
         transport: str = "auto",
         lease_s: float = 1.0,
+        stores: tuple[str, ...] = (),
         more: tuple[str, ...] = (),
     ) -> None:
+        """With `stores` (URLs), what it computes is also kept there, and read from there."""
         self.role, self.folder, self.link = role, folder, link
         extra: dict[str, Any] = {"lease_s": lease_s, "timeout_s": 2.0, "transport": transport, "checksum": True}
         if link is not None:
@@ -35,6 +37,10 @@ class Member:
             "kv_port": link.upstream_port if link is not None else 0,
             "kv_connector_extra_config": extra,
         }
+        if stores:
+            kept = {"kv_connector": "KVStoreConnector", "kv_connector_extra_config": {"store": list(stores)}}
+            both = {"connectors": [transfer, kept]}
+            transfer = {"kv_connector": "MultiConnector", "kv_connector_extra_config": both}
         self._arguments = (
             role,
             str(model),

@@ -110,10 +110,11 @@ class DeadlineExceeded(RequestError):
 
 
 class QueueFull(RequestError):
-    """The waiting queue is at its bound."""
+    """The waiting queue is at its bound. `retry_after_s`: when it is worth another try."""
 
     status = 429
     kind = "rate_limit_error"
+    retry_after_s = 1
 
 
 class RequestFailed(RequestError):
@@ -137,10 +138,11 @@ class HandOffFailed(RequestError):
 
 
 class Unavailable(RequestError):
-    """Nothing is there to serve the request now."""
+    """Nothing is there to serve the request now. `retry_after_s`: when it is worth another try."""
 
     status = 503
     kind = "unavailable_error"
+    retry_after_s = 1
 
 
 class LayoutMismatch(KvferryError):

@@ -26,7 +26,7 @@ TIMELINE_HEADER = "X-Kvferry-Timeline"
 RETRY_AFTER_HEADER = "Retry-After"
 
 RETRY_AFTER_S = 1
-"""What a client that meets a full queue, or a server that is ending, is told to wait, in seconds."""
+"""What an instance that is full, and does not say so itself, is taken to ask for, in seconds."""
 
 MAX_BODY_BYTES = 16 * 1024 * 1024
 """The largest request body that is read unless told otherwise."""
@@ -114,7 +114,7 @@ def error_headers(error: RequestError) -> dict[str, str]:
     """The headers that go with `error_envelope`."""
     headers = {"Content-Type": "application/json"}
     if isinstance(error, (QueueFull, Unavailable)):
-        headers[RETRY_AFTER_HEADER] = str(RETRY_AFTER_S)
+        headers[RETRY_AFTER_HEADER] = str(error.retry_after_s)
     return headers
 
 

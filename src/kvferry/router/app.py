@@ -14,7 +14,7 @@ import msgspec
 
 from kvferry.api.openapi import OPENAPI_PATH, OPERATIONS, openapi_document
 from kvferry.core.clock import Clock, SystemClock
-from kvferry.core.errors import InvalidRequest, RequestError
+from kvferry.core.errors import InvalidRequest, QueueFull, RequestError
 from kvferry.core.openai import internal_error
 from kvferry.http.config import HttpConfig, InstanceAccess
 from kvferry.http.headers import find_header
@@ -24,6 +24,7 @@ from kvferry.http.response import Response
 from kvferry.http.routes import Route, Routes
 from kvferry.router.admin import INSTANCES_PATH, Admin, view_of_state
 from kvferry.router.admission import Admission
+from kvferry.router.body import RequestBody
 from kvferry.router.chooser import Chooser
 from kvferry.router.config import RouterConfig
 from kvferry.router.endpoints import Endpoints
@@ -34,9 +35,12 @@ from kvferry.router.health import Health
 from kvferry.router.instance import Instance, InstanceFacts, SglangFacts, VllmFacts
 from kvferry.router.membership import Membership
 from kvferry.router.metrics import CONTENT_TYPE, Metrics
+from kvferry.router.paths import PROMPT_FIELDS
 from kvferry.router.pools import Pools
 from kvferry.router.registrations import Registrations
 from kvferry.router.releases import Releases
+from kvferry.router.tenants import Charge, Tenant, Tenants, count_tokens, priority_of
+from kvferry.router.turns import Turns
 from kvferry.router.upstream import Upstream
 
 logger = logging.getLogger(__name__)
@@ -53,6 +57,8 @@ class Router:
 
     services: Services
     admission: Admission
+    tenants: Tenants
+    turns: Turns
     health: Health
     endpoints: Endpoints
     feeds: EventFeeds
@@ -119,7 +125,7 @@ class Router:
 
     async def _serve(self, request: Request, response: Response, path: str, query: str) -> None:
         arrived = self.services.clock.wall()
-        self.endpoints.admit(request.method, path, query)
+        public = self.endpoints.admit(request.method, path, query)
         with self.admission.hold(request.client) as slot:
             body = await request.body.read(slot.grow)
             slot.whole()
@@ -132,9 +138,23 @@ class Router:
                 request_id=request.id.encode(),
                 arrived=arrived,
             )
-            tenant = self.clients.caller(find_header(request.headers, b"authorization"), request.client)
-            async with self.admission.turn(tenant):
-                await self.endpoints.handle(client_request, response)
+            parsed = self.endpoints.read(client_request, public)
+            caller = self.clients.caller(find_header(request.headers, b"authorization"), request.client)
+            tenant = self.tenants.find(caller, request.headers, parsed)
+            charge = self._charge(tenant, path, parsed)
+            try:
+                async with self.turns.take(tenant, priority_of(parsed)):
+                    await self.endpoints.handle(client_request, parsed, response)
+            except QueueFull:
+                charge.give_back()
+                raise
+
+    def _charge(self, tenant: Tenant, path: str, body: RequestBody | bytes | None) -> Charge:
+        """Of a request, by its tenant's rates. Raises `OverLimit`."""
+        num_tokens = 0.0
+        if tenant.tokens is not None:
+            num_tokens = count_tokens(body, PROMPT_FIELDS.get(path), self.services.chooser.estimates.bytes_per_token)
+        return self.tenants.charge(tenant, num_tokens)
 
     def routes(self) -> Routes:
         """What a server serves."""
@@ -191,20 +211,28 @@ def build_router(
         metrics=metrics,
         chooser=Chooser(config, clock),
     )
-    admission = Admission(
-        config.max_in_flight,
-        config.max_buffered_bytes,
-        config.max_waiting,
-        config.waiting_timeout_s,
-        least_unfinished_bytes=config.max_body_bytes,
-    )
+    admission = Admission(config.max_buffered_bytes, least_unfinished_bytes=config.max_body_bytes)
+    turns = Turns(config.max_in_flight, config.max_waiting, config.waiting_timeout_s)
+    tenants = Tenants.from_config(config, clock)
     health = Health(pools, upstream, config, clock)
     membership = Membership(config, pools, upstream)
     registrations = Registrations(config, http.registration_key, pools, upstream, clock)
     feeds = EventFeeds(pools, services.chooser.index, metrics, config.instance_kv_events)
     clients = Guard(http.api_keys(), http.admin_keys(), http.fleet_keys)
     endpoints, operators = Endpoints(services), _operators(http)
-    return Router(services, admission, health, endpoints, feeds, clients, operators, membership, registrations)
+    return Router(
+        services=services,
+        admission=admission,
+        tenants=tenants,
+        turns=turns,
+        health=health,
+        endpoints=endpoints,
+        feeds=feeds,
+        clients=clients,
+        operators=operators,
+        membership=membership,
+        registrations=registrations,
+    )
 
 
 def _operators(http: HttpConfig) -> Guard:

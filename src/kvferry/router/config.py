@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Literal
@@ -96,8 +97,7 @@ class RouterConfig:
     `Retry-After` says. After that, the client gets that answer. 0: at once."""
 
     max_in_flight: int = 2048
-    """Most requests that are served at the same time; further ones wait, and tenants (API keys, or addresses) take
-    turns."""
+    """Most requests that are served at the same time; further ones wait, and tenants take turns."""
 
     max_waiting: int = 1024
     """Most requests that wait; a further one is answered with 429, or the latest one of the tenant that has the most
@@ -105,6 +105,27 @@ class RouterConfig:
 
     waiting_timeout_s: float = 30.0
     """Seconds that a request may wait to be served; it is then answered with 429."""
+
+    tenant_by: str = "key"
+    """What tells tenants apart: key (the API key, or the address where no keys are asked for), user (the `user` field
+    of the body) or header:NAME. The last two are what clients say, so only for clients that you trust; without them
+    the key counts."""
+
+    tenant_requests_per_minute: float = 0.0
+    """Requests a minute that a tenant may make; 0: any number. A further one is answered with 429."""
+
+    tenant_tokens_per_minute: float = 0.0
+    """Tokens a minute that a tenant may ask for, likewise: of prompts, about, and the longest answers that requests
+    allow (max_tokens; 1024 for a chat that does not say)."""
+
+    tenant_max_in_flight: int = 0
+    """Requests of a tenant that are served at the same time; further ones wait without holding up other tenants. 0: as
+    many as of all."""
+
+    tenants_file: Path | None = None
+    """TOML file with limits of single tenants: a table for each, with weight (its share of turns when requests wait,
+    1), requests_per_minute, tokens_per_minute, max_in_flight and api_key (a list of its keys). Where tenants are told
+    apart by a name, the table has this name."""
 
     max_body: str = "32MiB"
     """Longest request body; a longer one is answered with 413."""
@@ -165,6 +186,11 @@ class RouterConfig:
             raise ConfigError(f"--retries must not be negative, got {self.retries}")
         if self.continuations < 0:
             raise ConfigError(f"--continuations must not be negative, got {self.continuations}")
+        for name in ("tenant_requests_per_minute", "tenant_tokens_per_minute", "tenant_max_in_flight"):
+            if not 0 <= getattr(self, name) < float("inf"):
+                raise ConfigError(f"--{name.replace('_', '-')} must not be negative, got {getattr(self, name)}")
+        if self.tenant_by not in ("key", "user") and not re.fullmatch(r"header:[A-Za-z0-9_-]+", self.tenant_by):
+            raise ConfigError(f"--tenant-by must be key, user or header:NAME, got {self.tenant_by!r}")
         if self.max_waiting < 0:
             raise ConfigError(f"--max-waiting must not be negative, got {self.max_waiting}")
         for path in self.forward_path:

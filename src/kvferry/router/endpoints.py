@@ -40,17 +40,16 @@ class Endpoints:
             raise InvalidRequest("the query of the URL must be percent-encoded ASCII")
         return self._paths.find(method, path)
 
-    async def handle(self, request: ClientRequest, response: Response) -> None:
-        """Answer it. Raises `RequestError` before anything was answered."""
-        public = self.admit(request.method, request.path, request.query)
-        body = self._read(request, public)
+    async def handle(self, request: ClientRequest, body: RequestBody | bytes | None, response: Response) -> None:
+        """Answer what has been read. Raises `RequestError` before anything was answered."""
         if request.path in PROMPT_FIELDS and isinstance(body, RequestBody):
             await self._complete(request, body, response)
         else:
             await self._forward(request, body, response)
 
-    def _read(self, request: ClientRequest, public: PublicPath) -> RequestBody | bytes | None:
-        """The body, checked: JSON, whatever the client calls it. Raises `InvalidRequest` and `UnsupportedBody`."""
+    def read(self, request: ClientRequest, public: PublicPath) -> RequestBody | bytes | None:
+        """The body, checked: JSON, whatever the client calls it; `public` as `admit` found it. Raises `InvalidRequest`
+        and `UnsupportedBody`."""
         if request.method in _READS and not request.body:
             return None
         encoding = find_header(request.headers, b"content-encoding")

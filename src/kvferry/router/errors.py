@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvferry.core.errors import PeerLost, RequestError
+from kvferry.core.errors import PeerLost, QueueFull, RequestError
 
 
 class UnsupportedBody(RequestError):
@@ -63,3 +63,13 @@ class RegistrationRefused(RequestError):
     status = 403
     kind = "invalid_request_error"
     code = "registration_refused"
+
+
+class OverLimit(QueueFull):
+    """429: a tenant has used what it may for now."""
+
+    code = "rate_limit_exceeded"
+
+    def __init__(self, message: str, retry_after_s: int) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s

@@ -1,0 +1,212 @@
+"""Whose request it is, and what each tenant may have: shares, requests and tokens a minute, requests at a time.
+
+A tenant is an API key, or an address where no keys are asked for; by `--tenant-by` also what clients write into `user`
+or a header. Owns what each has used of its rates.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+
+from kvferry.core.clock import Clock
+from kvferry.core.errors import ConfigError
+from kvferry.http.headers import RawHeaders, find_header
+from kvferry.router.body import RequestBody
+from kvferry.router.config import RouterConfig
+from kvferry.router.errors import OverLimit
+
+MOST_TENANTS = 20_000
+"""Whose rates are remembered; who has used least recently what he may is forgotten first, and begins anew."""
+
+_MINUTE_S = 60.0
+_LONGEST_NAME = 256
+_UNSAID_TOKENS = {"prompt": 16, "messages": 1024}
+"""What counts as the answer's length of a request that does not limit it: of a completion, what the API has as its
+default."""
+
+Rate = Annotated[float, msgspec.Meta(ge=0)]
+
+
+class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Of one tenant; 0: no limit. `weight`: its share among those that wait. `api_key`: keys of this tenant."""
+
+    weight: Annotated[float, msgspec.Meta(gt=0, le=1e6)] = 1.0
+    requests_per_minute: Rate = 0.0
+    tokens_per_minute: Rate = 0.0
+    max_in_flight: Annotated[int, msgspec.Meta(ge=0)] = 0
+    api_key: list[str] = []
+
+
+class Bucket:
+    """Holds what may be used within a minute, and fills up steadily."""
+
+    __slots__ = ("_level", "_most", "_since")
+
+    def __init__(self, per_minute: float, now: float) -> None:
+        self._most = self._level = per_minute
+        self._since = now
+
+    def lacking_s(self, amount: float, now: float) -> float:
+        """Seconds until `amount` may be taken; 0: now. More than there ever is may be taken when it is full."""
+        self._level = min(self._most, self._level + (now - self._since) * self._most / _MINUTE_S)
+        self._since = now
+        missing = min(amount, self._most) - self._level
+        return max(0.0, missing * _MINUTE_S / self._most)
+
+    def take(self, amount: float) -> None:
+        """After `lacking_s`; a negative amount is given back."""
+        self._level = min(self._most, self._level - amount)
+
+
+@dataclass(slots=True)
+class Tenant:
+    """One of them. `requests` and `tokens` None: not limited."""
+
+    key: bytes
+    limits: Limits
+    requests: Bucket | None = None
+    tokens: Bucket | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Charge:
+    """What a request was charged."""
+
+    tenant: Tenant
+    tokens: float = 0.0
+
+    def give_back(self) -> None:
+        """The request was refused for reasons that are not its tenant's."""
+        if self.tenant.requests is not None:
+            self.tenant.requests.take(-1)
+        if self.tenant.tokens is not None:
+            self.tenant.tokens.take(-self.tokens)
+
+
+@dataclass
+class Tenants:
+    """All of a router's."""
+
+    clock: Clock
+    limits: Limits
+    named: Mapping[bytes, Limits] = field(default_factory=dict)
+    """By what `find` makes of a name or a key."""
+    by: str = "key"
+    _known: dict[bytes, Tenant] = field(default_factory=dict)
+
+    @classmethod
+    def from_config(cls, config: RouterConfig, clock: Clock) -> Tenants:
+        """Raises `ConfigError` for a file that cannot be used."""
+        limits = Limits(
+            requests_per_minute=config.tenant_requests_per_minute,
+            tokens_per_minute=config.tenant_tokens_per_minute,
+            max_in_flight=config.tenant_max_in_flight,
+        )
+        named = {} if config.tenants_file is None else read_tenants(config.tenants_file, limits)
+        return cls(clock, limits, named, config.tenant_by)
+
+    def find(self, caller: bytes, headers: RawHeaders, body: RequestBody | bytes | None) -> Tenant:
+        """Whose request that is. `caller`: the digest of an accepted key, or an address."""
+        key = caller
+        if self.by != "key":
+            key = self._said(headers, body) or caller
+        tenant = self._known.get(key)
+        return tenant if tenant is not None else self._new(key)
+
+    def _said(self, headers: RawHeaders, body: RequestBody | bytes | None) -> bytes | None:
+        if self.by == "user":
+            user = body.get("user") if isinstance(body, RequestBody) else None
+            return _name(user) if isinstance(user, str) and user else None
+        said = find_header(headers, self.by.partition(":")[2].lower().encode())
+        return _name(said.decode("latin-1")) if said else None
+
+    def _new(self, key: bytes) -> Tenant:
+        limits, now = self.named.get(key, self.limits), self.clock.monotonic()
+        if len(self._known) >= MOST_TENANTS:
+            del self._known[next(iter(self._known))]
+        tenant = Tenant(
+            key,
+            limits,
+            Bucket(limits.requests_per_minute, now) if limits.requests_per_minute else None,
+            Bucket(limits.tokens_per_minute, now) if limits.tokens_per_minute else None,
+        )
+        self._known[key] = tenant
+        return tenant
+
+    def charge(self, tenant: Tenant, num_tokens: float) -> Charge:
+        """One request of so many tokens. Raises `OverLimit`, and takes nothing then."""
+        now = self.clock.monotonic()
+        self._known[tenant.key] = self._known.pop(tenant.key, tenant)
+        for bucket, amount, what in ((tenant.requests, 1.0, "requests"), (tenant.tokens, num_tokens, "tokens")):
+            wait_s = 0.0 if bucket is None else bucket.lacking_s(amount, now)
+            if wait_s > 0:
+                per_minute = getattr(tenant.limits, f"{what}_per_minute")
+                raise OverLimit(
+                    f"the limit of {per_minute:g} {what} a minute is reached; try again in {math.ceil(wait_s)} s",
+                    math.ceil(wait_s),
+                )
+        if tenant.requests is not None:
+            tenant.requests.take(1.0)
+        if tenant.tokens is not None:
+            tenant.tokens.take(num_tokens)
+        return Charge(tenant, num_tokens)
+
+
+def count_tokens(body: RequestBody | bytes | None, prompt_field: str | None, bytes_per_token: float) -> float:
+    """What a request counts for: its prompt, about, and the longest answer that it allows. Nothing of the prompt is
+    read but its length."""
+    if prompt_field is None or not isinstance(body, RequestBody):
+        return 0.0
+    prompt = body.raw(prompt_field)
+    in_prompt = prompt.count(b",") + 1 if prompt[:1] == b"[" and prompt_field == "prompt" else 0
+    limit, number = body.get("max_completion_tokens") or body.get("max_tokens"), body.get("n")
+    answer = limit if isinstance(limit, int) and limit > 0 else _UNSAID_TOKENS[prompt_field]
+    times = number if isinstance(number, int) and number > 1 else 1
+    return (in_prompt or len(prompt) / bytes_per_token) + min(answer, 10**7) * min(times, 10**3)
+
+
+def priority_of(body: RequestBody | bytes | None) -> int:
+    """vLLM's: what is lower comes first. An instance refuses what is no number."""
+    found = body.get("priority") if isinstance(body, RequestBody) else None
+    return found if isinstance(found, int) and not isinstance(found, bool) else 0
+
+
+def read_tenants(path: Path, limits: Limits) -> dict[bytes, Limits]:
+    """A TOML file with a table for each tenant: what it does not say is as in `limits`. Raises `ConfigError`."""
+    try:
+        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"--tenants-file {path}: {getattr(error, 'strerror', None) or error}") from error
+    found: dict[bytes, Limits] = {}
+    for name, table in tables.items():
+        own = _read_table(path, name, table, limits)
+        for key in (_name(name), *map(_digest, own.api_key)):
+            if key in found:
+                raise ConfigError(f"--tenants-file {path}: a key of [{name}] is another tenant's too")
+            found[key] = own
+    return found
+
+
+def _read_table(path: Path, name: str, table: Any, limits: Limits) -> Limits:
+    try:
+        given = msgspec.convert(table, dict[str, Any])
+        return msgspec.convert({**msgspec.structs.asdict(limits), **given}, Limits)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"--tenants-file {path}, [{name}]: {error}") from error
+
+
+def _name(name: str) -> bytes:
+    """Told apart from keys and addresses."""
+    return b"name " + name[:_LONGEST_NAME].encode("utf-8", "replace")
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode()).digest()

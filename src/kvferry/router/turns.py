@@ -1,0 +1,186 @@
+"""Who is served next, when more is asked for than is done at once. Owns the places, and the lines of those who wait.
+
+Tenants share by their weights: who sends a thousand requests makes others wait for one of them, not for all. Within a
+tenant, lower `priority` comes first, then who came first; nobody gains on another tenant by it. A tenant that has as
+many requests under way as it may waits for one of its own to end, and holds up nobody else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+from bisect import insort
+from itertools import count
+from types import TracebackType
+
+from kvferry.core.errors import LeakError, QueueFull
+from kvferry.router.tenants import Limits, Tenant
+
+_Waiting = tuple[int, int, "asyncio.Future[None]"]
+"""Priority, order of arrival, and what is set when it is its turn."""
+
+_MOST_LEFT = 64
+
+NOBODY = Tenant(b"", Limits())
+
+
+class _Line:
+    """Those of one tenant who wait, best first. `at`: how much the tenant has had, over its weight; `listed`: whether
+    it is among those whose turn it may be."""
+
+    __slots__ = ("at", "listed", "tenant", "waiting")
+
+    def __init__(self, tenant: Tenant, at: float) -> None:
+        self.tenant, self.at, self.listed = tenant, at, False
+        self.waiting: list[_Waiting] = []
+
+    @property
+    def greed(self) -> float:
+        """How many wait, over the tenant's weight."""
+        return len(self.waiting) / self.tenant.limits.weight
+
+
+class Turn:
+    """One request's place among those under way; an asynchronous context manager."""
+
+    __slots__ = ("_priority", "_tenant", "_turns")
+
+    def __init__(self, turns: Turns, tenant: Tenant, priority: int) -> None:
+        self._turns, self._tenant, self._priority = turns, tenant, priority
+
+    async def __aenter__(self) -> None:
+        await self._turns.begin(self._tenant, self._priority)
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._turns.end(self._tenant)
+
+
+class Turns:
+    """At most `max_requests` are under way, at most `max_waiting` wait, and none longer than `wait_s`. When too many
+    wait, the tenant with the most waiting (for its weight) loses the last of them."""
+
+    def __init__(self, max_requests: int, max_waiting: int = 0, wait_s: float = 0.0) -> None:
+        self._max_requests, self._max_waiting, self._wait_s = max_requests, max_waiting, wait_s
+        self.num_requests = self.num_waiting = 0
+        """How many are under way, and wait."""
+        self._running: dict[bytes, int] = {}
+        """Of tenants with a limit of their own, those under way."""
+        self._lines: dict[bytes, _Line] = {}
+        self._next: list[tuple[float, int, _Line]] = []
+        """A heap of the lines whose turn it may be."""
+        self._order = count()
+        self._at = 0.0
+        """The share that was served last; who begins to wait begins here."""
+
+    def take(self, tenant: Tenant = NOBODY, priority: int = 0) -> Turn:
+        """A place, after a wait where there is none free. Entering raises `QueueFull`."""
+        return Turn(self, tenant, priority)
+
+    async def begin(self, tenant: Tenant, priority: int) -> None:
+        """For `Turn`, as is `end`."""
+        if self.num_requests < self._max_requests and not self._next and self._may_run(tenant):
+            self._start(tenant)
+            return
+        turn = self._enqueue(tenant, priority)
+        self._start_next()  # where places are free, but those listed for them have left
+        try:
+            async with asyncio.timeout(self._wait_s):
+                await turn[2]
+        except TimeoutError as error:
+            self._leave(tenant, turn)
+            raise QueueFull(f"the request waited {self._wait_s:g} s for its turn; try again later") from error
+        except asyncio.CancelledError:
+            self._leave(tenant, turn)
+            raise
+
+    def end(self, tenant: Tenant) -> None:
+        """A request is done."""
+        self.num_requests -= 1
+        if tenant.limits.max_in_flight:
+            left = self._running[tenant.key] - 1
+            if left:
+                self._running[tenant.key] = left
+            else:
+                del self._running[tenant.key]
+            self._list(self._lines.get(tenant.key))
+        if self._next:
+            self._start_next()
+
+    def _may_run(self, tenant: Tenant) -> bool:
+        most = tenant.limits.max_in_flight
+        return not most or self._running.get(tenant.key, 0) < most
+
+    def _start(self, tenant: Tenant) -> None:
+        self.num_requests += 1
+        if tenant.limits.max_in_flight:
+            self._running[tenant.key] = self._running.get(tenant.key, 0) + 1
+
+    # Waiting.
+
+    def _enqueue(self, tenant: Tenant, priority: int) -> _Waiting:
+        line = self._lines.get(tenant.key)
+        if line is None:
+            line = self._lines[tenant.key] = _Line(tenant, self._at)
+        turn: _Waiting = priority, next(self._order), asyncio.get_running_loop().create_future()
+        insort(line.waiting, turn)
+        self.num_waiting += 1
+        if self.num_waiting > self._max_waiting:
+            self._refuse_one(line, turn)
+        self._list(line)
+        return turn
+
+    def _refuse_one(self, own: _Line, turn: _Waiting) -> None:
+        """Too many wait. Raises `QueueFull` when the newcomer has to go."""
+        num_others = self.num_waiting - 1
+        full = QueueFull(f"{self.num_requests} requests are under way and {num_others} wait; try again later")
+        greediest = max(self._lines.values(), key=lambda line: (line.greed, line is own))
+        last = greediest.waiting[-1]
+        self._take_out(greediest, last)
+        if last is turn:
+            raise full
+        last[2].set_exception(full)
+
+    def _list(self, line: _Line | None) -> None:
+        """A line whose turn it may be from now on is among the next."""
+        if line is None or not line.waiting or line.listed or not self._may_run(line.tenant):
+            return
+        line.listed = True
+        heapq.heappush(self._next, (line.at, next(self._order), line))
+        if len(self._next) > 2 * len(self._lines) + _MOST_LEFT:  # of those who left before it was their turn
+            self._next = [one for one in self._next if one[2].waiting]
+            heapq.heapify(self._next)
+
+    def _start_next(self) -> None:
+        while self._next and self.num_requests < self._max_requests:
+            at, _, line = heapq.heappop(self._next)
+            line.listed = False
+            if not line.waiting or not self._may_run(line.tenant):
+                continue
+            self._at, turn = max(self._at, at), line.waiting[0]
+            line.at = at + 1 / line.tenant.limits.weight
+            self._take_out(line, turn)
+            self._list(line)
+            if not turn[2].done():
+                self._start(line.tenant)
+                turn[2].set_result(None)
+
+    def _take_out(self, line: _Line, turn: _Waiting) -> None:
+        line.waiting.remove(turn)
+        self.num_waiting -= 1
+        if not line.waiting:
+            self._lines.pop(line.tenant.key, None)
+
+    def _leave(self, tenant: Tenant, turn: _Waiting) -> None:
+        """Whose turn it became in the very moment that it left, passes it on."""
+        line = self._lines.get(tenant.key)
+        if line is not None and turn in line.waiting:
+            self._take_out(line, turn)
+        elif turn[2].done() and not turn[2].cancelled() and turn[2].exception() is None:
+            self.end(tenant)
+
+    def check(self) -> None:
+        """Raise `LeakError` when a place is still taken though no request is under way."""
+        if self.num_requests or self.num_waiting or self._lines or self._running:
+            raise LeakError(f"{self.num_requests} places and {self.num_waiting} turns were never given back")

@@ -1,0 +1,213 @@
+"""Whose request it is, and what a tenant may have."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from kvferry.core.clock import ManualClock
+from kvferry.core.errors import ConfigError
+from kvferry.http.config import HttpConfig
+from kvferry.router import tenants as module
+from kvferry.router.body import RequestBody
+from kvferry.router.config import RouterConfig
+from kvferry.router.errors import OverLimit
+from kvferry.router.tenants import Bucket, Limits, Tenants, count_tokens, priority_of, read_tenants
+from router.peers import CONCURRENT, DECODE, Peer, answer, answer_when_told, instances, routing, ticket
+
+BODY: dict[str, Any] = {"model": "m", "prompt": "Hello", "max_tokens": 8}
+
+
+def body(**fields: Any) -> RequestBody:
+    return RequestBody.parse(json.dumps(fields).encode())
+
+
+async def post(url: str, headers: dict[str, str] | None = None, **fields: Any) -> tuple[int, str | None]:
+    async with (
+        aiohttp.ClientSession(headers=headers) as session,
+        session.post(url + "/v1/completions", json={**BODY, **fields}) as response,
+    ):
+        await response.read()
+        return response.status, response.headers.get("Retry-After")
+
+
+# Rates.
+
+
+def test_a_bucket_fills_up_steadily_and_not_beyond_a_minute() -> None:
+    bucket = Bucket(60, now=0)
+    assert bucket.lacking_s(60, 0) == 0
+    bucket.take(60)
+    assert bucket.lacking_s(1, 0) == pytest.approx(1)
+    assert bucket.lacking_s(30, 10) == pytest.approx(20)
+    assert bucket.lacking_s(60, 1000) == 0
+    bucket.take(1)
+    assert bucket.lacking_s(60, 1000) == pytest.approx(1)
+
+
+def test_what_is_more_than_a_minute_has_is_let_through_by_a_full_bucket_and_paid_for() -> None:
+    bucket = Bucket(60, now=0)
+    assert bucket.lacking_s(600, 0) == 0
+    bucket.take(600)
+    assert bucket.lacking_s(1, 0) == pytest.approx(541)
+
+
+def test_each_tenant_has_its_own() -> None:
+    clock = ManualClock()
+    tenants = Tenants(clock, Limits(requests_per_minute=2, tokens_per_minute=100))
+    one, two = (tenants.find(name, [], None) for name in (b"one", b"two"))
+    for _ in range(2):
+        tenants.charge(one, 10)
+    with pytest.raises(OverLimit, match="2 requests a minute") as refused:
+        tenants.charge(one, 10)
+    assert refused.value.retry_after_s == 30
+    tenants.charge(two, 90)
+    with pytest.raises(OverLimit, match="100 tokens a minute") as refused:
+        tenants.charge(two, 20)
+    assert refused.value.retry_after_s == 6
+    tenants.charge(two, 10).give_back()
+    tenants.charge(two, 10)  # what was refused, or given back, was not counted
+    clock.advance(60)
+    tenants.charge(one, 100)
+
+
+def test_no_number_of_tenants_fills_the_memory(monkeypatch: Any) -> None:
+    monkeypatch.setattr(module, "MOST_TENANTS", 3)
+    tenants = Tenants(ManualClock(), Limits(requests_per_minute=1))
+    busy = tenants.find(b"busy", [], None)
+    tenants.charge(busy, 0)
+    for number in range(100):
+        with pytest.raises(OverLimit):
+            tenants.charge(tenants.find(b"busy", [], None), 0)
+        tenants.find(b"%d" % number, [], None)
+    assert len(tenants._known) == 3
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"prompt": "x" * 38, "max_tokens": 8}, 18),
+        ({"prompt": [1, 2, 3], "max_tokens": 8}, 11),
+        ({"prompt": [1, 2, 3]}, 19),
+        ({"prompt": [1, 2, 3], "max_tokens": 8, "n": 3}, 27),
+        ({"prompt": [1], "max_tokens": -8}, 17),
+        ({"prompt": [1], "max_tokens": "many", "n": "all"}, 17),
+        ({"prompt": [1], "max_tokens": 10**30, "n": 10**30}, 10**10 + 1),
+        ({}, 16),
+    ],
+)
+def test_tokens_are_the_prompt_and_the_longest_answer(fields: dict[str, Any], expected: float) -> None:
+    assert count_tokens(body(**fields), "prompt", 4.0) == expected
+
+
+def test_tokens_of_chats_and_of_what_is_no_prompt() -> None:
+    assert count_tokens(body(messages=[]), "messages", 4.0) == 1024.5
+    assert count_tokens(body(messages=[], max_completion_tokens=5, max_tokens=7), "messages", 4.0) == 5.5
+    assert count_tokens(b"form", None, 4.0) == count_tokens(None, "prompt", 4.0) == 0
+
+
+def test_priorities() -> None:
+    found = [priority_of(body(priority=one)) for one in (3, -3, None, "1", 1.5, True)]
+    assert found == [3, -3, 0, 0, 0, 0]
+    assert priority_of(None) == priority_of(b"form") == 0
+
+
+# Who is who.
+
+
+def test_a_name_is_a_tenant_where_clients_are_trusted_with_that() -> None:
+    headers = [(b"x-team", b"red")]
+    by_key, by_user, by_team = (
+        Tenants.from_config(RouterConfig(tenant_by=by), ManualClock()) for by in ("key", "user", "header:X-Team")
+    )
+    asked = body(user="blue")
+    assert by_key.find(b"key", headers, asked).key == b"key"
+    assert by_user.find(b"key", headers, asked).key == b"name blue"
+    assert by_user.find(b"key", headers, body(user=5)).key == b"key"
+    assert by_team.find(b"key", headers, asked).key == b"name red"
+    assert by_team.find(b"key", [], asked).key == b"key"
+    assert len(by_user.find(b"key", [], body(user="x" * 10**6)).key) < 1000
+
+
+def test_single_tenants_have_limits_of_their_own(tmp_path: Path) -> None:
+    file = tmp_path / "tenants.toml"
+    file.write_text('[acme]\napi_key = ["k1", "k2"]\nweight = 4\n[guests]\nrequests_per_minute = 1.5\n')
+    found = read_tenants(file, Limits(tokens_per_minute=7))
+    assert len(found) == 4
+    assert {(one.weight, one.requests_per_minute, one.tokens_per_minute) for one in found.values()} == {
+        (4, 0, 7),
+        (1, 1.5, 7),
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("[acme", "tenants.toml"),
+        ("[acme]\nwheight = 1", r"\[acme\].*wheight"),
+        ("[acme]\nweight = 0", r"\[acme\]"),
+        ("acme = 3", r"\[acme\]"),
+        ('[a]\napi_key = ["k"]\n[b]\napi_key = ["k"]', "another tenant's"),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_an_error_that_says_where(tmp_path: Path, text: str, complaint: str) -> None:
+    file = tmp_path / "tenants.toml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=complaint):
+        read_tenants(file, Limits())
+    with pytest.raises(ConfigError, match="No such file"):
+        read_tenants(tmp_path / "nowhere", Limits())
+
+
+@pytest.mark.parametrize("wrong", [{"tenant_by": "ip"}, {"tenant_max_in_flight": -1}, {"tenant_by": "header:"}])
+def test_settings_are_checked(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="--tenant-"):
+        RouterConfig(**wrong)
+
+
+# At the router.
+
+
+async def test_who_asks_too_often_is_told_when_to_come_back() -> None:
+    d = Peer("decode", answer, facts=DECODE)
+    http = HttpConfig(api_key=("one", "two"), shutdown_grace_s=1)
+    async with instances(d), routing([], [d.url], http, tenant_requests_per_minute=2) as (_, url):
+        one, two = ({"Authorization": f"Bearer {key}"} for key in ("one", "two"))
+        assert [(await post(url, one))[0] for _ in range(2)] == [200, 200]
+        status, retry_after = await post(url, one)
+        assert (status, 25 <= int(retry_after or 0) <= 30) == (429, True)
+        assert (await post(url, two))[0] == 200
+        assert len(d.calls) == 3
+
+
+async def test_a_limit_of_tokens_counts_what_is_asked_for() -> None:
+    d = Peer("decode", answer, facts=DECODE)
+    async with instances(d), routing([], [d.url], tenant_tokens_per_minute=100) as (_, url):
+        assert (await post(url, prompt=[1] * 50, max_tokens=40))[0] == 200
+        assert (await post(url, prompt=[1] * 50, max_tokens=40))[0] == 429
+        assert (await post(url, prompt=[1], max_tokens=5))[0] == 200
+
+
+async def test_a_tenant_with_all_it_may_have_holds_up_no_other() -> None:
+    d = Peer("decode", answer_when_told, facts=DECODE)
+    settings = {"tenant_max_in_flight": 1, "tenant_by": "user"}
+    async with instances(d), routing([], [d.url], **settings) as (router, url):
+        asked = [asyncio.create_task(post(url, stream=True, user=user)) for user in ("a", "a", "b")]
+        async with asyncio.timeout(30):
+            while len(d.calls) < 2 or not router.turns.num_waiting:
+                await asyncio.sleep(0.01)
+        assert sorted(call.body["user"] for call in d.calls) == ["a", "b"]
+        d.go.set()
+        assert [status for status, _ in await asyncio.gather(*asked)] == [200] * 3
+
+
+async def test_the_priority_goes_to_both_instances() -> None:
+    p, d = Peer("prefill", ticket, facts=CONCURRENT), Peer("decode", answer, facts=DECODE)
+    async with instances(p, d), routing([p.url], [d.url], disaggregate_from="0") as (_, url):
+        assert (await post(url, priority=-7))[0] == 200
+    assert [one.calls[0].body["priority"] for one in (p, d)] == [-7, -7]

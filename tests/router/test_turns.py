@@ -1,0 +1,181 @@
+"""Whose turn it is, when more is asked for than is done at once."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import pytest
+
+from kvferry.core.errors import QueueFull
+from kvferry.router.tenants import Limits, Tenant
+from kvferry.router.turns import Turns
+
+
+class Crowd:
+    """Requests of several tenants; `order` is that in which they had their turns."""
+
+    def __init__(self, turns: Turns, **limits: Limits) -> None:
+        self.turns, self.order = turns, list[str]()
+        self.refused = list[str]()
+        self.go = asyncio.Event()
+        self.tasks = list[asyncio.Task[None]]()
+        self.tenants = {name: Tenant(name.encode(), limits.get(name, Limits())) for name in "abcd"}
+
+    async def ask(self, name: str, priority: int = 0) -> asyncio.Task[None]:
+        """One request, of the tenant that is its first letter; returns when it has its turn, or waits."""
+        task = asyncio.create_task(self._run(name, priority))
+        self.tasks.append(task)
+        await asyncio.sleep(0)
+        return task
+
+    async def _run(self, name: str, priority: int) -> None:
+        try:
+            async with self.turns.take(self.tenants[name[0]], priority):
+                self.order.append(name)
+                await self.go.wait()
+        except QueueFull:
+            self.refused.append(name)
+
+    async def end(self) -> None:
+        """All have their turn, one after the other."""
+        self.go.set()
+        await asyncio.gather(*self.tasks, return_exceptions=True)
+        self.turns.check()
+
+
+async def test_tenants_have_turns_in_rotation() -> None:
+    crowd = Crowd(Turns(1, max_waiting=100, wait_s=60))
+    for name in ("a0", "a1", "a2", "a3", "b0", "b1", "c0"):
+        await crowd.ask(name)
+    await crowd.end()
+    assert crowd.order == ["a0", "a1", "b0", "c0", "a2", "b1", "a3"]
+
+
+async def test_when_too_many_wait_it_is_the_greediest_who_is_refused() -> None:
+    crowd = Crowd(Turns(1, max_waiting=4, wait_s=60))
+    for name in ("a0", "a1", "a2", "a3", "a4", "b0", "c0", "b1", "b2", "a5"):
+        await crowd.ask(name)
+    assert sorted(crowd.refused) == ["a3", "a4", "a5", "b1", "b2"]
+    await crowd.end()
+    assert crowd.order[:4] == ["a0", "a1", "b0", "c0"]
+
+
+async def test_one_tenant_alone_is_refused_when_its_line_is_full() -> None:
+    crowd = Crowd(Turns(1, max_waiting=2, wait_s=60))
+    for name in ("a0", "a1", "a2", "a3"):
+        await crowd.ask(name)
+    assert crowd.refused == ["a3"]
+    await crowd.end()
+
+
+async def test_without_a_line_nobody_waits() -> None:
+    crowd = Crowd(Turns(1, max_waiting=0))
+    await crowd.ask("a0")
+    with pytest.raises(QueueFull):
+        async with crowd.turns.take(crowd.tenants["b"]):
+            pass
+    await crowd.end()
+
+
+async def test_whoever_leaves_at_whatever_moment_keeps_no_turn() -> None:
+    dice = random.Random(5)
+    crowd = Crowd(Turns(3, max_waiting=8, wait_s=60))
+    for number in range(300):
+        task = await crowd.ask(f"{dice.choice('abcd')}{number}")
+        if dice.random() < 0.5:
+            dice.choice([task, dice.choice(crowd.tasks)]).cancel()
+        if dice.random() < 0.3:
+            crowd.go.set()
+            await asyncio.sleep(0)
+            crowd.go.clear()
+        assert crowd.turns.num_requests <= 3
+        assert crowd.turns.num_waiting <= 8
+    await crowd.end()
+
+
+async def test_a_wait_has_its_end() -> None:
+    crowd = Crowd(Turns(1, max_waiting=3, wait_s=0.01))
+    await crowd.ask("a0")
+    waiting = await crowd.ask("b0")
+    await waiting
+    assert crowd.refused == ["b0"]
+    await crowd.end()
+
+
+async def test_within_a_tenant_what_is_lower_comes_first() -> None:
+    crowd = Crowd(Turns(1, max_waiting=100, wait_s=60))
+    for name, priority in (("a0", 0), ("a1", 5), ("a2", 0), ("a3", -1), ("a4", 0), ("b0", 9)):
+        await crowd.ask(name, priority)
+    await crowd.end()
+    assert crowd.order == ["a0", "a3", "b0", "a2", "a4", "a1"]  # b's 9 is no worse than a's
+
+
+async def test_when_too_many_wait_it_is_the_least_urgent_of_the_greediest_who_is_refused() -> None:
+    crowd = Crowd(Turns(1, max_waiting=3, wait_s=60))
+    for name, priority in (("a0", 0), ("a1", 5), ("a2", 0), ("a3", 1), ("a4", -1), ("a5", 7), ("b0", 9)):
+        await crowd.ask(name, priority)
+    await crowd.end()
+    assert crowd.refused == ["a1", "a5", "a3"]
+    assert crowd.order == ["a0", "a4", "b0", "a2"]
+
+
+async def test_shares_are_by_weight() -> None:
+    crowd = Crowd(Turns(1, max_waiting=1000, wait_s=60), a=Limits(weight=3))
+    for number in range(40):
+        for name in "ab":
+            await crowd.ask(f"{name}{number}")
+    await crowd.end()
+    assert sum(name[0] == "a" for name in crowd.order[1:33]) == 24
+    assert len(crowd.order) == 80
+
+
+async def test_who_may_have_few_at_a_time_waits_for_his_own_and_holds_up_nobody() -> None:
+    crowd = Crowd(Turns(10, max_waiting=100, wait_s=60), a=Limits(max_in_flight=2))
+    for name in ("a0", "a1", "a2", "a3", "b0", "b1"):
+        await crowd.ask(name)
+    assert crowd.order == ["a0", "a1", "b0", "b1"]
+    crowd.tasks[4].cancel()  # b0: its place is none of a's
+    await asyncio.sleep(0)
+    assert crowd.turns.num_waiting == 2
+    crowd.tasks[0].cancel()
+    async with asyncio.timeout(30):
+        while "a2" not in crowd.order:
+            await asyncio.sleep(0)
+    assert "a3" not in crowd.order
+    await crowd.end()
+    assert "a3" in crowd.order
+
+
+async def test_those_who_left_their_lines_block_nobody() -> None:
+    turns = Turns(1, max_waiting=1000, wait_s=60)
+    crowd = Crowd(turns)
+    await crowd.ask("a0")
+    for number in range(500):
+        (await crowd.ask(f"{'bcd'[number % 3]}{number}")).cancel()
+        await asyncio.sleep(0)
+    assert not turns.num_waiting
+    assert len(turns._next) < 200
+    crowd.tasks[0].cancel()
+    await asyncio.sleep(0)
+    await crowd.ask("b")
+    assert crowd.order == ["a0", "b"]
+    await crowd.end()
+
+
+async def test_whoever_leaves_among_limits_and_priorities_keeps_no_turn() -> None:
+    dice = random.Random(6)
+    limits = {"a": Limits(max_in_flight=1), "b": Limits(max_in_flight=2, weight=0.5), "c": Limits(weight=7)}
+    crowd = Crowd(Turns(4, max_waiting=9, wait_s=60), **limits)
+    for number in range(600):
+        task = await crowd.ask(f"{dice.choice('abcd')}{number}", dice.randrange(-2, 3))
+        if dice.random() < 0.5:
+            dice.choice([task, dice.choice(crowd.tasks)]).cancel()
+        if dice.random() < 0.3:
+            crowd.go.set()
+            await asyncio.sleep(0)
+            crowd.go.clear()
+        assert crowd.turns.num_requests <= 4
+        assert crowd.turns.num_waiting <= 9
+    await crowd.end()
+    assert crowd.turns.num_requests == 0
