@@ -443,7 +443,7 @@ async def test_who_answers_for_its_health_and_nothing_else_is_not_asked() -> Non
     "point",
     [
         "endpoints.make_plan",
-        "endpoints.Endpoints._read",
+        "endpoints.Endpoints.read",
         "exchange.choose_form",
         "exchange.prefill_body",
         "exchange.decode_body",
