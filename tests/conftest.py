@@ -9,9 +9,14 @@ from pathlib import Path
 from zlib import crc32
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from support.lmcache_server import LMCacheServer, is_installed
 from support.valkey_server import BINARIES, ValkeyServer, server_binary
+
+# How fast this machine is at the moment is not what a test is about.
+settings.register_profile("kvferry", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("kvferry")
 
 ModelMaker = Callable[..., Path]
 

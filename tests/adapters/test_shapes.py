@@ -38,7 +38,7 @@ def mamba() -> Any:
     return MambaSpec(block_size=32, shapes=((4, 4),), dtypes=(torch.float32,))
 
 
-def shape_of(*specs: Any, several: bool = True, **group: Any) -> Any:
+def shape_of(*specs: Any, several: bool = True, sleep_mode: bool = False, **group: Any) -> Any:
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 
     from kvferry.adapters.vllm.layout import cache_shape
@@ -46,9 +46,8 @@ def shape_of(*specs: Any, several: bool = True, **group: Any) -> Any:
     groups = [
         KVCacheGroupSpec([f"layer.{index}.a", f"layer.{index}.b"], spec, **group) for index, spec in enumerate(specs)
     ]
-    vllm_config = SimpleNamespace(
-        parallel_config=SimpleNamespace(), model_config=SimpleNamespace(max_model_len=MAX_MODEL_LEN)
-    )
+    model_config = SimpleNamespace(max_model_len=MAX_MODEL_LEN, enable_sleep_mode=sleep_mode)
+    vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(), model_config=model_config)
     return cache_shape(vllm_config, KVCacheConfig(10, [], groups), several=several)
 
 
@@ -87,6 +86,15 @@ def test_what_cannot_be_moved_names_the_way_out(specs: Any) -> None:
 def test_groups_for_speculative_decoding() -> None:
     with pytest.raises(ConfigError, match=f"speculative.*{FLAG}"):
         shape_of(full(), window(), is_eagle_group=True)
+
+
+def test_sleep_mode_is_refused() -> None:
+    """It would unmap memory that other instances read."""
+    from kvferry.adapters.vllm import KvferryP2pConnector
+
+    with pytest.raises(ConfigError, match="--enable-sleep-mode"):
+        shape_of(full(), sleep_mode=True)
+    assert not KvferryP2pConnector.supports_sleep_mode(None)
 
 
 def test_only_what_hands_off_declares_it() -> None:

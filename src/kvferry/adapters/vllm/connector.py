@@ -67,6 +67,11 @@ class KvferryConnector(KVConnectorBase_V1):
         if find_connector(self._settings.transfer).worker_class().plan_type is None and tp_size > 1:
             raise ConfigError(f"{self.connector_name} works on one rank only, and this vLLM has {tp_size}")
 
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: object) -> bool:
+        """vLLM 0.33 asks it first of all; with 0.32, `cache_shape` refuses sleep mode."""
+        return False
+
     # Worker: the KV cache.
 
     def get_mem_pool_context(self) -> AbstractContextManager[Any] | None:

@@ -76,6 +76,11 @@ def cache_shape(vllm_config: Any, kv_cache_config: KVCacheConfig, *, several: bo
     `several`: the connector can do with several groups.
     """
     _require_plain_parallelism(vllm_config.parallel_config)
+    if vllm_config.model_config.enable_sleep_mode:
+        raise ConfigError(
+            "sleep mode takes the KV cache's memory away, which other instances may be reading; start vLLM without"
+            " --enable-sleep-mode"
+        )
     groups = kv_cache_config.kv_cache_groups
     max_model_len = vllm_config.model_config.max_model_len
     if len(groups) == 1:
@@ -106,12 +111,13 @@ def _shape_of(group: KVCacheGroupSpec, window: int | None = None) -> GroupShape:
 
 def _one_of_several(group: KVCacheGroupSpec, max_model_len: int) -> GroupShape:
     spec = group.kv_cache_spec
-    special = group.is_eagle_group or group.host_resident or not group.enable_kv_transfer
+    is_draft = group.is_eagle_group or getattr(spec, "is_draft", False)  # vLLM 0.33 tells by the latter
+    special = is_draft or group.host_resident or not group.enable_kv_transfer
     if not special and type(spec) is FullAttentionSpec:
         return _shape_of(group)
     if not special and type(spec) is SlidingWindowSpec and spec.sliding_window > 1 and not spec.extra_retained_tokens:
         return _shape_of(group, spec.sliding_window if spec.sliding_window < max_model_len else None)
-    kind = f"{type(spec).__name__}{', for speculative decoding' if group.is_eagle_group else ''}"
+    kind = f"{type(spec).__name__}{', for speculative decoding' if is_draft else ''}"
     raise ConfigError(
         f"layer {group.layer_names[0]} and others keep KV in a group of their own ({kind}), and beside full attention"
         f" kvferry moves plain sliding windows only; {NEEDS_ONE_GROUP} (models with recurrent layers cannot be handed"

@@ -11,7 +11,7 @@ from kvferry.core.errors import ConfigError, MissingDependency
 
 log = logging.getLogger(__name__)
 
-TESTED = {"0.32": "0.32.0, CPU build"}
+TESTED = {"0.32": "0.32.0, CPU build", "0.33": "the Python of 0.33.0 over the compiled parts of 0.32.0's CPU build"}
 """Release line → what was run."""
 OVERRIDE = environment.ALLOW_UNTESTED_VLLM
 
