@@ -8,7 +8,8 @@ from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from docs_site.tables import code, table
-from kvferry.observe.metrics import EngineMetrics, EngineStatistics
+from kvferry.engine.statistics import EngineSnapshot
+from kvferry.observe.metrics import EngineMetrics
 from kvferry.router.metrics import Metrics
 
 HEAD = """# Metrics
@@ -31,7 +32,7 @@ def page() -> str:
 
 def engine() -> list[Metric]:
     """Of an engine that has answered nothing yet."""
-    text, _ = EngineMetrics("model").exposition(EngineStatistics())
+    text, _ = EngineMetrics("model").exposition(EngineSnapshot())
     return _families(text)
 
 

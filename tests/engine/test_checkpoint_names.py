@@ -51,7 +51,7 @@ def test_the_store_of_one_has_nothing_for_the_other(models: tuple[Path, Path], t
         engine = engine_of(model, tmp_path / "shared")
         assert engine.model.fingerprint == checkpoint_name(model, dtype="float32")
         answers[model] = [answer.tokens for answer in run_prompts(engine, prompts, GREEDY)]
-        hits.append(engine.statistics().scheduler.num_external_hits)
+        hits.append(engine.statistics().external.num_external_hits)
         engine.close()
         assert answers[model] == alone[model]
     assert hits[:2] == [0, 0]

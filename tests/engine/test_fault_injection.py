@@ -26,6 +26,7 @@ from support.pairs import Pair, pair_of
 from support.tickets import early_ticket
 
 SCHEDULER = "kvferry.engine.scheduler:Scheduler."
+EXTERNAL = "kvferry.engine.external_kv:ExternalKV."
 POOL = "kvferry.engine.block_pool:BlockPool."
 LOCAL = "kvferry.engine.executor.local:"
 P2P = "kvferry.connectors.p2p."
@@ -37,12 +38,10 @@ ALONE = [
         SCHEDULER + name
         for name in [
             "_begin",
-            "_promised_result",
             "_adopt",
             "_try_admission",
             "_match",
             "_reserve",
-            "_begin_load",
             "_start_running",
             "_give_chunk",
             "_advance",
@@ -51,11 +50,13 @@ ALONE = [
             "_end_of",
             "_loaded",
             "_expire",
-            "parting",
+            "plan_between_steps",
             "schedule",
             "transferred",
         ]
     ),
+    *(EXTERNAL + name for name in ("promised_result", "arrived", "match", "begin_load", "end_load", "finish")),
+    *(EXTERNAL + name for name in ("plan_between_steps", "released", "completed")),
     *(POOL + name for name in ("match", "acquire", "allocate", "publish", "num_free_after_acquiring")),
     "kvferry.engine.sequence:Sequence.hashes",
     "kvferry.engine.sequence:Sequence.num_blocks_for",
@@ -80,8 +81,8 @@ ALONE = [
 ]
 TOGETHER = [
     # A step's, or a connection's, with all that are in it.
-    SCHEDULER + "_plan",
-    SCHEDULER + "_view",
+    EXTERNAL + "plan",
+    EXTERNAL + "_view",
     SCHEDULER + "update",
     LOCAL + "choose_logit_rows",
     LOCAL + "lay_out",

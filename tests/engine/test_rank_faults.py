@@ -57,7 +57,7 @@ def run(engine: Engine, name: str) -> tuple[Answer, Answer]:
     made = request(f"{name}-made", Produce(name))
     [first] = run_requests(engine, [made]).values()
     engine.release(name)
-    while engine.has_work or engine.scheduler.statistics().num_held:
+    while engine.has_work or engine.scheduler.external.statistics().num_held:
         engine.step()
     [second] = run_requests(engine, [request(f"{name}-plain")]).values()
     engine.check()

@@ -36,7 +36,9 @@ from kvferry.core.request import EngineOutput, Request
 from kvferry.core.sampling import SamplingParams
 from kvferry.core.transfer_config import KVTransferConfig
 from kvferry.engine.block_pool import BlockPool
-from kvferry.engine.scheduler import Sampled, Scheduler, SchedulerLimits, Step
+from kvferry.engine.limits import SchedulerLimits
+from kvferry.engine.scheduler import Scheduler
+from kvferry.engine.step import Sampled, Step
 
 BLOCK = 4
 
@@ -473,12 +475,12 @@ def test_a_prefill_that_is_over_is_planned_for_at_once() -> None:
     connector = ScriptedConnector(finish=Hold(None))
     bench = Bench(connector=connector)
     bench.add("a", [1, 2, 3], max_tokens=1)
-    bench.scheduler.parting()
+    bench.scheduler.plan_between_steps()
     assert connector.num_plans == 0
     bench.step()
-    bench.scheduler.parting()
+    bench.scheduler.plan_between_steps()
     assert connector.num_plans == 2
-    bench.scheduler.parting()
+    bench.scheduler.plan_between_steps()
     assert connector.num_plans == 2
     bench.step([Released("a")])
     bench.scheduler.check()
@@ -513,7 +515,7 @@ def test_a_failed_load_is_recomputed(result: PrefillResult | None) -> None:
     bench.step([Failed("a", LeaseEnded("gone"))])
     bench.run()
     assert bench.tokens("a") == expected_answer(list(range(10)), 4)
-    assert bench.scheduler.statistics().num_load_failures == {"LeaseEnded": 1}
+    assert bench.scheduler.external.statistics().num_load_failures == {"LeaseEnded": 1}
     bench.scheduler.check()
 
 

@@ -107,7 +107,7 @@ def test_what_is_reused_is_what_was_computed(
         require_same(alone["seeded"], run_prompts(second, alone["prompts"], SEEDED))
         with closing(engine_of(alone["model"], connector, extra)) as third:
             require_same(alone["greedy"], run_prompts(third, alone["prompts"], GREEDY))
-            figures = third.statistics().scheduler
+            figures = third.statistics().external
             assert figures.num_external_hits > 0, "nothing came from the store"
 
 

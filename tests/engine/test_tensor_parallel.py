@@ -147,7 +147,7 @@ def test_hand_offs_between_one_rank_and_two(prefill: int, decode: int, family: s
         require_same(expected[GREEDY.temperature], pair.run(prompts, GREEDY, "sequential"))
         require_same(expected[SEEDED.temperature], pair.run(prompts, SEEDED, "concurrent"))
         pair.settle()
-        loads = pair.decode.statistics().scheduler
+        loads = pair.decode.statistics().external
         assert loads.num_load_failures == {}
         assert loads.num_external_hits > 0.5 * sum(map(len, prompts))  # the KV came, it was not recomputed
 
@@ -166,7 +166,7 @@ def test_a_ticket_that_forgets_ranks_is_refused_and_recomputed(
     ) as pair:
         monkeypatch.setattr(pair.prefill, "addresses", pair.prefill.addresses[:1])
         require_same(expected, pair.run(prompts, GREEDY, "concurrent"))
-        assert pair.decode.statistics().scheduler.num_load_failures == {"AuthenticationFailed": len(prompts)}
+        assert pair.decode.statistics().external.num_load_failures == {"AuthenticationFailed": len(prompts)}
 
 
 def test_two_ranks_share_a_kv_store(model_maker: Any, tmp_path: Path) -> None:
@@ -186,7 +186,7 @@ def test_two_ranks_share_a_kv_store(model_maker: Any, tmp_path: Path) -> None:
             prompts = random_prompts(8, one.model.vocab_size, longest=70, block_size=8, seed=9)
             answers.append(run_prompts(one, prompts, GREEDY))
             one.check()
-            statistics = one.statistics().scheduler
+            statistics = one.statistics().external
             hits.append((statistics.num_external_hits, statistics.num_load_failures))
         finally:
             one.close()

@@ -18,7 +18,8 @@ from typing import Any, TypeVar
 from kvferry.connectors.api import HasAddressSeal
 from kvferry.core.errors import KvferryError, Unavailable
 from kvferry.core.request import EngineOutput, Request
-from kvferry.engine.engine import Engine, EngineSnapshot
+from kvferry.engine.engine import Engine
+from kvferry.engine.statistics import EngineSnapshot
 
 log = logging.getLogger(__name__)
 Answer = TypeVar("Answer")

@@ -14,16 +14,22 @@ from dataclasses import dataclass
 from kvferry.core.block_hash import BlockHash
 from kvferry.core.errors import LeakError
 from kvferry.engine.kv_events import BlockEvents
+from kvferry.observe.figures import computed_gauge, counter, gauge
 
 
 @dataclass(frozen=True)
 class BlockPoolStatistics:
     """Block counts now, and counters since the start."""
 
-    num_blocks: int
-    num_free: int
-    num_cached: int
-    num_evicted: int
+    num_blocks: int = gauge("kvferry:num_kv_blocks", "Blocks of the KV cache.")
+    num_free: int = 0
+    num_cached: int = gauge("kvferry:num_cached_kv_blocks", "Blocks that the prefix cache can find.")
+    num_evicted: int = counter("kvferry:num_evicted_kv_blocks", "Cached blocks whose place was needed.")
+
+    @computed_gauge("vllm:kv_cache_usage_perc", "Part of the KV cache in use, from 0 to 1.")
+    def usage(self) -> float:
+        """Blocks that a request has, or that are held, of all."""
+        return (self.num_blocks - self.num_free) / self.num_blocks if self.num_blocks else 0.0
 
 
 class BlockPool:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 import msgspec
 
@@ -20,13 +19,16 @@ from kvferry.core.errors import ConnectorLost, InvalidRequest, LeakError, RankLo
 from kvferry.core.hand_off import Consume, Produce
 from kvferry.core.request import EngineOutput, Request
 from kvferry.core.transfer_config import KVTransferConfig
-from kvferry.engine.block_pool import BlockPool, BlockPoolStatistics
+from kvferry.engine.block_pool import BlockPool
 from kvferry.engine.config import EngineConfig
 from kvferry.engine.executor.base import PlanQueue, StepResult
 from kvferry.engine.executor.build import build_executor
 from kvferry.engine.kv_events import BlockEvents
+from kvferry.engine.limits import SchedulerLimits
 from kvferry.engine.model.loader import Progress
-from kvferry.engine.scheduler import Chunk, Scheduler, SchedulerLimits, SchedulerStatistics
+from kvferry.engine.scheduler import Scheduler
+from kvferry.engine.statistics import EngineSnapshot
+from kvferry.engine.step import Chunk
 from kvferry.transport.kv_events.publisher import KVEventPublisher
 
 log = logging.getLogger(__name__)
@@ -34,17 +36,6 @@ MOST_FAILED_STEPS = 8
 """Failed steps in a row that no single request caused: the error of the next one ends the engine."""
 MOST_PLANS = 64
 """That could not be begun; then the connector will never hear of its requests again."""
-
-
-@dataclass(frozen=True)
-class EngineSnapshot:
-    """What an engine reports about itself."""
-
-    scheduler: SchedulerStatistics
-    blocks: BlockPoolStatistics
-    num_steps: int
-    connector: dict[str, float] = field(default_factory=dict)
-    connector_gauges: frozenset[str] = frozenset()
 
 
 class Engine:
@@ -159,7 +150,7 @@ class Engine:
         except Exception as error:  # noqa: BLE001 - as in `_execute`
             self.scheduler.fail_step(step.chunks, error)
         self._transferred()
-        if (plan := self.scheduler.parting()) is not None:
+        if (plan := self.scheduler.plan_between_steps()) is not None:
             self._plans.begin_step(plan)
             self._execute([])
             self._transferred()
@@ -222,7 +213,12 @@ class Engine:
         connector = self.scheduler_side.statistics() if self.scheduler_side is not None else {}
         connector = connector | self.executor.statistics()
         return EngineSnapshot(
-            self.scheduler.statistics(), self.pool.statistics(), self._num_steps, connector, self._connector_gauges()
+            scheduler=self.scheduler.statistics(),
+            external=self.scheduler.external.statistics(),
+            blocks=self.pool.statistics(),
+            num_steps=self._num_steps,
+            connector=connector,
+            connector_gauges=self._connector_gauges(),
         )
 
     def _connector_gauges(self) -> frozenset[str]:

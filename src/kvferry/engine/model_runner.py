@@ -16,8 +16,8 @@ from kvferry.engine.model.attention import LayerHooks, PagedContext, attention_c
 from kvferry.engine.model.loader import LoadedModel
 from kvferry.engine.ops.batch import AttentionBatch
 from kvferry.engine.sampler import sample, token_logprobs
-from kvferry.engine.scheduler import Chunk, Sampled
 from kvferry.engine.sequence import Sequence
+from kvferry.engine.step import Chunk, Sampled
 
 log = logging.getLogger(__name__)
 

@@ -17,8 +17,8 @@ from torch import Tensor
 from kvferry.core.errors import InvalidRequest, LogitsNotFinite
 from kvferry.core.hand_off import TokenLogprobs
 from kvferry.core.sampling import SamplingParams, uniform_draw
-from kvferry.engine.scheduler import Sampled
 from kvferry.engine.sequence import Sequence
+from kvferry.engine.step import Sampled
 
 LEAST_TEMPERATURE = 1e-300
 """Below it float64 itself rounds to zero; any two different logits are infinitely far apart long before."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence as Tokens
 from enum import Enum
 
 from kvferry.core.block_hash import BlockHash, extend_hashes, root_hash
-from kvferry.core.hand_off import Consume, HandOff, PrefillResult, Produce, TokenLogprobs
+from kvferry.core.hand_off import Consume, HandOff, PrefillResult, Produce, Ticket, TokenLogprobs
 from kvferry.core.request import FinishReason, Request
 
 
@@ -46,8 +46,8 @@ class Sequence:
         self.num_published_blocks = 0
         self.num_restarts = 0
         self.seed = request.sampling.seed or 0
-        self.connector_asked_out = False
-        """The connector has had its say (or its load failed): compute what is missing here."""
+        self.is_load_settled = False
+        """Nothing (more) will be loaded through the connector: what is missing is computed here."""
         self.load_target = 0
         """While LOADING: how many tokens will have their KV once it has come."""
         self.layerwise_base: int | None = None
@@ -108,6 +108,15 @@ class Sequence:
     def is_long_at(self, num_tokens: int) -> bool:
         """The same for a sequence of `num_tokens`."""
         return self._trained_context is not None and num_tokens > self._trained_context
+
+    def can_use_offered(self, num_tokens: int | None = None) -> bool:
+        """Whether KV that the other side of a hand-off computed for `num_tokens` (None: for as many as its ticket says)
+        is what this sequence needs: both within the trained context, or both beyond."""
+        match self.hand_off:
+            case Consume(ticket=ticket) | Produce(source=Ticket() as ticket):
+                offered = num_tokens or ticket.remote_num_tokens or self.num_prompt_tokens
+                return self.is_long_at(offered) == self.is_long
+        return True
 
     @property
     def num_output_tokens(self) -> int:

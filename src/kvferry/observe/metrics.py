@@ -1,18 +1,19 @@
 """Prometheus metrics of one engine.
 
-Names are vLLM's wherever the meaning is the same, so that dashboards and autoscalers made for vLLM work; what only
-kvferry has begins with `kvferry:`. Two sources: `EngineStatistics`, asked for at each scrape, and the requests as the
-server sees them, observed as they go. Prometheus adds `_total` to the counters' names.
+Two sources: the statistics of the engine's parts, asked for at each scrape, which declare their metrics where they are
+counted (`observe.figures`); and the requests as the server sees them, observed as they go. Names are vLLM's wherever
+the meaning is the same, so that dashboards and autoscalers made for vLLM work; what only kvferry has begins with
+`kvferry:`. Prometheus adds `_total` to the counters' names.
 """
 
 from __future__ import annotations
 
 import re
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from itertools import accumulate
+from typing import Any, Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.exposition import choose_encoder
@@ -26,7 +27,7 @@ from prometheus_client.registry import Collector
 
 from kvferry.core.clock import Clock
 from kvferry.core.timeline import Timeline
-from kvferry.observe.figures import split_figure
+from kvferry.observe.figures import Figure, figures_of, split_figure
 
 LATENCY_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240)
 FIRST_TOKEN_BUCKETS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
@@ -55,29 +56,16 @@ TOKENS_BUCKETS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 2
 FINISHED_REASONS = ("stop", "length", "abort", "error")
 
 
-@dataclass
-class EngineStatistics:
-    """An engine's gauges now and its counters since the start. Prefix cache figures are in tokens."""
+class ConnectorFigures(Protocol):
+    """A statistics dataclass that `figures_of` can read, with the connector's own figures beside it."""
 
-    num_requests_running: int = 0
-    num_requests_waiting: int = 0
-    num_requests_loading: int = 0
-    """Waiting for their KV, with blocks reserved."""
-    num_hand_offs_held: int = 0
-    """Prefilled here, and not yet fetched."""
-    num_blocks: int = 0
-    num_used_blocks: int = 0
-    num_steps: int = 0
-    num_preemptions: int = 0
-    num_prefix_queries: int = 0
-    num_prefix_hits: int = 0
-    num_external_hits: int = 0
-    num_load_failures: dict[str, int] = field(default_factory=dict)
-    """By the name of the error."""
-    num_recomputed: int = 0
-    connector: dict[str, float] = field(default_factory=dict)
-    """The connector's own figures, both sides, by name: counters, but for those that `connector_gauges` names."""
-    connector_gauges: frozenset[str] = frozenset()
+    @property
+    def connector(self) -> Mapping[str, float]:
+        """Both sides' figures by name: counters, but for those that `connector_gauges` names."""
+
+    @property
+    def connector_gauges(self) -> frozenset[str]:
+        """Names in `connector` that are gauges."""
 
 
 class EngineMetrics:
@@ -170,7 +158,7 @@ class EngineMetrics:
             if seconds is not None and not (decodes_only and start.startswith("prefill")):
                 histogram.observe(max(seconds, 0.0))
 
-    def exposition(self, statistics: EngineStatistics | None, accept: str = "") -> tuple[bytes, str]:
+    def exposition(self, statistics: ConnectorFigures | None, accept: str = "") -> tuple[bytes, str]:
         """The answer to a scrape that accepts `accept`, and its content type. None: the engine cannot be asked."""
         self._statistics.now = statistics
         encoder, content_type = choose_encoder(accept)
@@ -252,71 +240,32 @@ _SPANS = (
 )
 """Histograms of a request's phases: name, documentation, and the stamps between which the phase lies."""
 
-_GAUGES = (
-    ("vllm:num_requests_running", "Requests being computed.", "num_requests_running"),
-    ("kvferry:num_requests_loading", "Requests waiting for their KV.", "num_requests_loading"),
-    ("kvferry:num_hand_offs_held", "Hand-offs prefilled here and not yet fetched.", "num_hand_offs_held"),
-    ("kvferry:num_kv_blocks", "Blocks of the KV cache.", "num_blocks"),
-)
-_COUNTERS = (
-    ("vllm:num_preemptions", "Requests that had to give their blocks up.", "num_preemptions"),
-    ("vllm:prefix_cache_queries", "Tokens looked for in the prefix cache.", "num_prefix_queries"),
-    ("vllm:prefix_cache_hits", "Tokens found in the prefix cache.", "num_prefix_hits"),
-    ("vllm:external_prefix_cache_hits", "Tokens found through the connector.", "num_external_hits"),
-    (
-        "kvferry:num_recomputed",
-        "Requests that grew beyond the trained context and were computed anew.",
-        "num_recomputed",
-    ),
-    ("kvferry:engine_steps", "Steps of the engine.", "num_steps"),
-)
-"""Metrics that are a field of `EngineStatistics`: name, documentation, field."""
-
 
 class StatisticsCollector(Collector):
-    """Turns `EngineStatistics` into metrics at each scrape, for which `now` is set."""
+    """Turns an engine's statistics into metrics at each scrape, for which `now` is set."""
 
     def __init__(self, labels: dict[str, str]) -> None:
         self._labels = labels
-        self.now: EngineStatistics | None = None
+        self.now: ConnectorFigures | None = None
 
     def collect(self) -> Iterator[Metric]:
         """The engine's figures now."""
-        now = self.now
-        if now is None:
+        if self.now is None:
             return
-        for name, documentation, figure in _GAUGES:
-            yield self._filled(GaugeMetricFamily(name, documentation, labels=self._names()), getattr(now, figure))
-        for name, documentation, figure in _COUNTERS:
-            yield self._filled(CounterMetricFamily(name, documentation, labels=self._names()), getattr(now, figure))
-        yield from self._waiting(now)
-        yield from self._cache(now)
-        yield from self._hand_offs(now)
+        for figure, value in figures_of(self.now):
+            yield self._metric(figure, value)
+        yield from self._connector(self.now)
 
-    def _waiting(self, now: EngineStatistics) -> Iterator[Metric]:
-        """As in vLLM, requests that wait for their KV are waiting too."""
-        waiting = now.num_requests_waiting + now.num_requests_loading
-        documentation = "Requests that wait."
-        yield self._filled(GaugeMetricFamily("vllm:num_requests_waiting", documentation, labels=self._names()), waiting)
-        reasons = GaugeMetricFamily("vllm:num_requests_waiting_by_reason", documentation, labels=self._names("reason"))
-        self._filled(reasons, now.num_requests_waiting, "capacity")
-        yield self._filled(reasons, now.num_requests_loading, "deferred")
+    def _metric(self, figure: Figure, value: Any) -> Metric:
+        kind = CounterMetricFamily if figure.is_counter else GaugeMetricFamily
+        if not figure.label:
+            return self._filled(kind(figure.name, figure.documentation, labels=self._names()), value)
+        family = kind(figure.name, figure.documentation, labels=self._names(figure.label))
+        for label, number in value.items():
+            self._filled(family, number, label)
+        return family
 
-    def _cache(self, now: EngineStatistics) -> Iterator[Metric]:
-        usage = now.num_used_blocks / now.num_blocks if now.num_blocks else 0.0
-        documentation = "Part of the KV cache in use, from 0 to 1."
-        yield self._filled(GaugeMetricFamily("vllm:kv_cache_usage_perc", documentation, labels=self._names()), usage)
-
-    def _hand_offs(self, now: EngineStatistics) -> Iterator[Metric]:
-        failures = CounterMetricFamily(
-            "kvferry:kv_load_failures", "KV that could not be loaded, by error.", labels=self._names("kind")
-        )
-        for kind, number in now.num_load_failures.items():
-            self._filled(failures, number, kind)
-        yield failures
-        yield from self._connector(now)
-
-    def _connector(self, now: EngineStatistics) -> Iterator[Metric]:
+    def _connector(self, now: ConnectorFigures) -> Iterator[Metric]:
         """A metric for each name; the kinds of error and the media at names' ends are its label `kind`."""
         families: dict[str, Metric] = {}
         for figure, value in now.connector.items():

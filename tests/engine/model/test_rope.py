@@ -75,7 +75,7 @@ def test_a_hand_off_across_the_border_is_computed_anew(connector: str, form: str
         for _ in range(2):
             assert [answer.tokens for answer in pair.run(prompts, GREEDY, form)] == expected
         pair.settle()
-        assert pair.decode.statistics().scheduler.num_load_failures == {}
+        assert pair.decode.statistics().external.num_load_failures == {}
 
 
 def test_the_cosines_of_one_are_those_of_it_alone(model: Path) -> None:

@@ -18,20 +18,11 @@ from kvferry.core.hand_off import PrefillResult, Produce, Ticket, TokenLogprobs
 from kvferry.core.request import EngineOutput, Request
 from kvferry.core.sampling import uniform_draw
 from kvferry.engine.block_pool import BlockPoolStatistics
+from kvferry.engine.external_kv import ExternalKVStatistics
 from kvferry.engine.scheduler import SchedulerStatistics
+from kvferry.engine.statistics import EngineSnapshot
 
 NUM_CANDIDATES = 20
-
-
-@dataclass
-class Snapshot:
-    """What `EngineSnapshot` has, without the torch that its module brings."""
-
-    scheduler: SchedulerStatistics
-    blocks: BlockPoolStatistics
-    num_steps: int = 0
-    connector: dict[str, float] = field(default_factory=dict)
-    connector_gauges: frozenset[str] = frozenset()
 
 
 class FakeEngine:
@@ -84,10 +75,14 @@ class FakeEngine:
     def prefill_refused(self, transfer_id: str) -> None:
         self.refused.append(transfer_id)
 
-    async def statistics(self) -> Snapshot:
-        scheduler = SchedulerStatistics(num_running=len(self.running), num_held=len(self.leases), num_loading=1)
-        scheduler.num_load_failures = {"PeerLost": 2}
-        return Snapshot(scheduler, BlockPoolStatistics(100, 75, 0, 0), 7, {"bytes sent": 12.0})
+    async def statistics(self) -> EngineSnapshot:
+        return EngineSnapshot(
+            SchedulerStatistics(num_running=len(self.running)),
+            ExternalKVStatistics(num_held=len(self.leases), num_loading=1, num_load_failures={"PeerLost": 2}),
+            BlockPoolStatistics(100, 75, 0, 0),
+            num_steps=7,
+            connector={"bytes sent": 12.0},
+        )
 
     async def check(self) -> None:
         if self.leak is not None:

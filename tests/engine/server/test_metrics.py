@@ -3,28 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvferry.core.clock import ManualClock
 from kvferry.core.timeline import Timeline
-from kvferry.observe.metrics import EngineMetrics, EngineStatistics
+from kvferry.engine.block_pool import BlockPoolStatistics
+from kvferry.engine.external_kv import ExternalKVStatistics
+from kvferry.engine.scheduler import SchedulerStatistics
+from kvferry.engine.statistics import EngineSnapshot
+from kvferry.observe.figures import counter
+from kvferry.observe.metrics import EngineMetrics
 
-STATISTICS = EngineStatistics(
-    num_requests_running=2,
-    num_requests_waiting=3,
-    num_requests_loading=1,
-    num_hand_offs_held=4,
-    num_blocks=100,
-    num_used_blocks=25,
+STATISTICS = EngineSnapshot(
+    SchedulerStatistics(
+        num_running=2, num_waiting=3, num_preemptions=5, num_recomputed=7, num_prefix_queries=64, num_prefix_hits=32
+    ),
+    ExternalKVStatistics(num_loading=1, num_held=4, num_external_hits=16, num_load_failures={"PeerLost": 2}),
+    BlockPoolStatistics(num_blocks=100, num_free=75, num_cached=30, num_evicted=8),
     num_steps=9,
-    num_preemptions=5,
-    num_prefix_queries=64,
-    num_prefix_hits=32,
-    num_external_hits=16,
-    num_load_failures={"PeerLost": 2},
-    num_recomputed=7,
     connector={
         "bytes sent": 12.0,
         "taken_bytes_shm": 5.0,
@@ -36,7 +35,7 @@ STATISTICS = EngineStatistics(
 )
 
 
-def scrape(metrics: EngineMetrics, statistics: EngineStatistics | None = STATISTICS) -> dict[str, float]:
+def scrape(metrics: EngineMetrics, statistics: EngineSnapshot | None = STATISTICS) -> dict[str, float]:
     """Samples by name and by the labels that are not on all of them."""
     text = metrics.exposition(statistics)[0].decode()
     found = {}
@@ -67,6 +66,15 @@ def test_the_engines_figures_have_vllms_names() -> None:
     assert found["kvferry:connector_taken_bytes_total[tcp]"] == 6
     assert found["kvferry:connector_failed_total[LeaseEnded]"] == 1
     assert found["kvferry:connector_num_loading[]"] == 3
+
+
+def test_a_new_figure_is_one_edit() -> None:
+    @dataclass
+    class WithOneMore(SchedulerStatistics):
+        num_naps: int = counter("kvferry:naps", "Naps taken.")
+
+    found = scrape(EngineMetrics("m"), EngineSnapshot(WithOneMore(num_naps=3)))
+    assert found["kvferry:naps_total"] == 3
 
 
 def test_an_engine_that_cannot_be_asked_leaves_the_requests() -> None:

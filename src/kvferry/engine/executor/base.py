@@ -11,7 +11,7 @@ from typing import Any
 from kvferry.connectors.api import StepPlan, TransferReport
 from kvferry.core.layout import KVLayout
 from kvferry.engine.model.loader import LoadedModel
-from kvferry.engine.scheduler import Chunk, Sampled
+from kvferry.engine.step import Chunk, Sampled
 
 
 @dataclass(frozen=True)

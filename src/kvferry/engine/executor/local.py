@@ -10,7 +10,7 @@ from kvferry.engine.executor.base import Executor, PlanQueue, StepResult
 from kvferry.engine.model.loader import Progress
 from kvferry.engine.model.place import Place
 from kvferry.engine.model_runner import Drawn, choose_logit_rows, draw, lay_out
-from kvferry.engine.scheduler import Chunk
+from kvferry.engine.step import Chunk
 from kvferry.engine.worker import Worker
 
 

@@ -54,7 +54,7 @@ from kvferry.engine.executor.rank_process import END_S, Losses, RankProcess
 from kvferry.engine.model.loader import Progress, read_settings
 from kvferry.engine.model.place import Place
 from kvferry.engine.model_runner import Drawn, LogitRows, choose_logit_rows, draw, lay_out
-from kvferry.engine.scheduler import Chunk
+from kvferry.engine.step import Chunk
 from kvferry.engine.worker import Worker
 
 START_S = 300.0

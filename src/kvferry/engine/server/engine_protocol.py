@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from kvferry.core.request import EngineOutput, Request
-
-if TYPE_CHECKING:  # the server imports without torch
-    from kvferry.engine.engine import EngineSnapshot
+from kvferry.engine.statistics import EngineSnapshot
 
 
 class EngineFront(Protocol):

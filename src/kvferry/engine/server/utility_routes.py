@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import msgspec
 
 import kvferry
@@ -17,8 +19,8 @@ from kvferry.api.requests import (
 from kvferry.core.errors import InvalidRequest, LeakError, RequestError, Unavailable
 from kvferry.engine.server.context import ServerContext
 from kvferry.engine.server.endpoint import Body, decode
-from kvferry.engine.server.engine_statistics import engine_statistics
 from kvferry.engine.server.prompts import require_encodable, require_known_tokens
+from kvferry.engine.statistics import EngineSnapshot
 from kvferry.http.keys import Access
 from kvferry.http.request import Request
 from kvferry.http.response import Response
@@ -117,10 +119,9 @@ class UtilityRoutes:
 
     async def metrics(self, request: Request, response: Response) -> None:
         """What Prometheus scrapes."""
-        try:
-            statistics = engine_statistics(await self._context.front.statistics())
-        except Unavailable:
-            statistics = None
+        statistics: EngineSnapshot | None = None
+        with suppress(Unavailable):
+            statistics = await self._context.front.statistics()
         content, content_type = self._context.metrics.exposition(statistics, request.header("accept") or "")
         response.send(200, content, [(b"content-type", content_type.encode())])
 

@@ -1,0 +1,47 @@
+"""The bounds of a scheduler, and which requests they rule out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvferry.core.errors import InvalidRequest
+from kvferry.core.request import Request
+
+
+@dataclass(frozen=True)
+class SchedulerLimits:
+    """Bounds of a scheduler, in tokens and sequences. `trained_context`: a sequence that grows beyond it is computed
+    again, since the model then computes all of its KV differently; None: there is no such length."""
+
+    block_size: int
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_waiting: int
+    vocab_size: int = 2**31
+    eos_token_ids: frozenset[int] = frozenset()
+    fail_on_lost_hand_off: bool = False
+    trained_context: int | None = None
+
+    def require_runnable(self, request: Request, capacity: int) -> None:
+        """Raise `InvalidRequest` when a request can never run, however long it waits. `capacity`: of the KV cache, in
+        tokens."""
+        num_prompt = len(request.prompt_token_ids)
+        if num_prompt == 0:
+            raise InvalidRequest("the prompt is empty", param="prompt")
+        if num_prompt >= self.max_model_len:
+            raise InvalidRequest(
+                f"This model's maximum context length is {self.max_model_len} tokens; the prompt has {num_prompt}"
+                " and leaves no room for an answer",
+                param="prompt",
+            )
+        num_answer = len(request.answer_token_ids)
+        if num_answer and (num_answer >= request.sampling.max_tokens or num_prompt + num_answer >= self.max_model_len):
+            raise InvalidRequest(f"the answer is complete with the {num_answer} tokens that it has", param="max_tokens")
+        longest = min(num_prompt + request.sampling.max_tokens, self.max_model_len)
+        if longest > capacity:
+            raise InvalidRequest(
+                f"prompt and answer may reach {longest} tokens, the KV cache holds {capacity};"
+                " ask for less, or serve with a larger --kv-cache-memory",
+                param="max_tokens",
+            )

@@ -1,0 +1,44 @@
+"""One step of the engine, as scheduler, executor and sampler pass it on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvferry.connectors.api import StepPlan
+from kvferry.core.hand_off import TokenLogprobs
+from kvferry.engine.sequence import Sequence
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Tokens `[start, start + num_tokens)` of one sequence."""
+
+    sequence: Sequence
+    start: int
+    num_tokens: int
+
+    @property
+    def samples(self) -> bool:
+        """Whether the next token is sampled after this chunk: it reaches the last known token."""
+        return self.start + self.num_tokens == len(self.sequence.tokens)
+
+
+@dataclass(frozen=True)
+class Step:
+    """What the model runner does next. `plan` is for the connector's worker sides."""
+
+    chunks: list[Chunk]
+    plan: StepPlan = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens computed in this step."""
+        return sum(chunk.num_tokens for chunk in self.chunks)
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """The next token of one sequence; `logprobs` where it asked for them."""
+
+    token_id: int
+    logprobs: TokenLogprobs | None = None
