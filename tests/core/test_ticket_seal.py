@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from kvferry.core.clock import ManualClock
 from kvferry.core.errors import AuthenticationFailed, InvalidRequest, LeaseEnded, ProtocolError
 from kvferry.core.hand_off import Consume, PrefillResult, Ticket, TokenLogprobs, parse_hand_off
 from kvferry.core.ticket_seal import SKEW_S, TicketSealer
@@ -50,12 +51,12 @@ def test_an_address_alone_is_enough_where_nothing_else_is_said() -> None:
 
 
 def test_it_holds_for_its_lease() -> None:
-    now = [1000.0]
-    sealer = TicketSealer("ours", lambda: now[0])
+    clock = ManualClock(1000.0)
+    sealer = TicketSealer("ours", clock)
     ticket = sealer.seal(make_ticket(), 30.0)
-    now[0] += 30.0 + SKEW_S
+    clock.advance(30.0 + SKEW_S)
     assert sealer.refusal(ticket) is None
-    now[0] += 1.0
+    clock.advance(1.0)
     assert isinstance(sealer.refusal(ticket), LeaseEnded)
 
 

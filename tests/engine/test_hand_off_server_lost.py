@@ -31,7 +31,7 @@ def test_the_server_is_killed_on_the_way(model_maker: Any, form: str, monkeypatc
             kill_after(pair, 6, server, monkeypatch)
             require_same(expected, pair.run(prompts, GREEDY, form))
             assert server.process.poll() is not None
-            assert sum(pair.decode.statistics().scheduler.num_load_failures.values()) > 0
+            assert sum(pair.decode.statistics().external.num_load_failures.values()) > 0
             server.start()
             require_same(expected, pair.run(prompts, GREEDY, form))
             pair.settle()

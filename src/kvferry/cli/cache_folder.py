@@ -6,7 +6,6 @@ All work on a directory, with or without instances that use it, and need neither
 from __future__ import annotations
 
 import sys
-import time
 from pathlib import Path
 from typing import Annotated
 
@@ -15,6 +14,7 @@ from cyclopts import App, Parameter
 from rich.console import Console
 from rich.table import Table
 
+from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.core.errors import ConfigError
 from kvferry.core.units import format_bytes
 from kvferry.store import upkeep
@@ -152,7 +152,7 @@ def _console() -> Console:
 
 
 def _ago(then_s: float) -> str:
-    seconds = max(0.0, time.time() - then_s)
+    seconds = max(0.0, SYSTEM_CLOCK.wall() - then_s)
     for unit, length_s in (("d", 86400.0), ("h", 3600.0), ("min", 60.0)):
         if seconds >= length_s:
             return f"{seconds / length_s:.0f} {unit} ago"

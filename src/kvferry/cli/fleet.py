@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from cyclopts import App, Parameter
 
+from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.core.errors import ConfigError, KvferryError
 from kvferry.fleet.local import TOKEN_VARIABLE
 from kvferry.http.client import HttpClient
@@ -90,9 +91,9 @@ def drain(
 ) -> int:
     """Give an instance no new requests. With --wait-s, wait until nothing runs there and nothing is kept for others;
     exit code 1 when that takes longer."""
-    deadline = time.monotonic() + wait_s
+    deadline = SYSTEM_CLOCK.monotonic() + wait_s
     answer = ask(where, "POST", f"{_PATH}/drain", {"instance": instance})
-    while not answer["drained"] and time.monotonic() < deadline:
+    while not answer["drained"] and SYSTEM_CLOCK.monotonic() < deadline:
         time.sleep(_LOOK_AGAIN_S)
         try:
             answer = ask(where, "POST", f"{_PATH}/drain", {"instance": answer["name"]})

@@ -23,6 +23,7 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 import msgspec
 
 from kvferry.core.block_hash import BlockHash
+from kvferry.core.clock import SYSTEM_CLOCK, Clock
 from kvferry.core.errors import KvferryError
 from kvferry.core.hand_off import HandOff, PrefillResult
 from kvferry.core.layout import KVLayout
@@ -202,6 +203,8 @@ class ConnectorContext:
     config: KVTransferConfig
     layout: KVLayout
     auth_token: str = ""
+    clock: Clock = SYSTEM_CLOCK
+    """The engine's; whatever a scheduler side decides by time it decides by this."""
     saves_are_complete: bool = False
     """Whether a device has written a layer's KV when `save_layer` is called for it: a worker side need not wait."""
 

@@ -1,4 +1,10 @@
-"""Time, as an object, so that tests and simulations can own it."""
+"""Time, as an object, so that tests and simulations can own it.
+
+Nothing else in kvferry reads the machine's clock: what has deadlines, ages or stamps of its own takes a `Clock`.
+`SYSTEM_CLOCK` is the default, and what is used where the wait itself is the machine's (a lock between processes, the
+exit of a child). Deadlines that are given to asyncio are on the running loop's clock (`loop.time()`), because asyncio
+compares them with it.
+"""
 
 from __future__ import annotations
 
@@ -26,6 +32,10 @@ class SystemClock:
     def wall(self) -> float:
         """`time.time`."""
         return time.time()
+
+
+SYSTEM_CLOCK: Clock = SystemClock()
+"""The machine's own time, for all who are not given another clock."""
 
 
 class ManualClock:

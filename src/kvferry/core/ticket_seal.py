@@ -17,12 +17,11 @@ from __future__ import annotations
 import hashlib
 import hmac
 import ipaddress
-import time
-from collections.abc import Callable
 from typing import Any
 
 import msgspec
 
+from kvferry.core.clock import SYSTEM_CLOCK, Clock
 from kvferry.core.errors import AuthenticationFailed, KvferryError, LeaseEnded, ProtocolError
 from kvferry.core.hand_off import Ticket
 
@@ -32,9 +31,9 @@ _HINT = "start all instances with the same KVFERRY_AUTH_TOKEN"
 
 
 class TicketSealer:
-    """Seals and judges tickets with one token. Knows no connection; `clock` gives seconds since the epoch."""
+    """Seals and judges tickets with one token. Knows no connection."""
 
-    def __init__(self, token: str, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, token: str, clock: Clock = SYSTEM_CLOCK) -> None:
         self._key = hmac.digest(token.encode(), b"kvferry tickets", "sha256") if token else b""
         self._clock = clock
 
@@ -44,7 +43,7 @@ class TicketSealer:
 
     def seal(self, ticket: Ticket, lease_s: float) -> Ticket:
         """The ticket with both seals; it holds for `lease_s`."""
-        expires = int(self._clock() + lease_s + SKEW_S)
+        expires = int(self._clock.wall() + lease_s + SKEW_S)
         sealed = msgspec.structs.replace(ticket, remote_address_seal=self.address_seal(ticket))
         if self._key:
             sealed.remote_seal = f"{expires}.{self._digest('ticket', [expires, _content_of(ticket)])}"
@@ -65,7 +64,7 @@ class TicketSealer:
             return AuthenticationFailed(f"the ticket is not sealed by an instance of this fleet; {_HINT}")
         if not _same(digest, self._digest("ticket", [int(expires), _content_of(ticket)])):
             return AuthenticationFailed(f"the ticket is not as an instance of this fleet has sealed it; {_HINT}")
-        if self._clock() > int(expires):
+        if self._clock.wall() > int(expires):
             return LeaseEnded(f"the ticket of hand-off {ticket.transfer_id!r} is too old")
         return None
 

@@ -258,7 +258,9 @@ class Engine:
         )
 
     def _build_scheduler_side(self, transfer: KVTransferConfig, auth_token: str) -> SchedulerSide:
-        side = find_connector(transfer).build_scheduler_side(ConnectorContext(transfer, self.layout, auth_token))
+        side = find_connector(transfer).build_scheduler_side(
+            ConnectorContext(transfer, self.layout, auth_token, self.clock)
+        )
         if self.addresses and isinstance(side, HasAddresses):
             side.set_addresses(self.addresses)
         return side

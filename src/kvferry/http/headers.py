@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Mapping
 from email.utils import formatdate
 from http import HTTPStatus
+
+from kvferry.core.clock import SYSTEM_CLOCK
 
 RawHeaders = list[tuple[bytes, bytes]]
 """In order, duplicates kept, names in lower case."""
@@ -56,7 +57,7 @@ class HttpDate:
 
     def header(self) -> tuple[bytes, bytes]:
         """As of now."""
-        now = int(time.time())
+        now = int(SYSTEM_CLOCK.wall())
         if now != self._second:
             self._second, self._header = now, (b"date", formatdate(now, usegmt=True).encode())
         return self._header

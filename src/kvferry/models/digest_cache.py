@@ -21,6 +21,7 @@ import msgspec
 
 from kvferry.core import environment
 from kvferry.core.cache_places import lasting_places
+from kvferry.core.clock import SYSTEM_CLOCK
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +53,7 @@ class FileState(NamedTuple):
     def is_settled(self) -> bool:
         """Whether the file is still in this state, and so long that a change would tell by its times."""
         try:
-            age_ns = time.time_ns() - max(self.modified_ns, self.changed_ns)
+            age_ns = SYSTEM_CLOCK.wall() * 1e9 - max(self.modified_ns, self.changed_ns)
             return age_ns > SETTLED_S * 1e9 and FileState.of(Path(self.path)) == self
         except OSError:
             return False
@@ -143,8 +144,8 @@ def _lock(path: Path) -> Iterator[None]:
     """Held until the block ends, or not at all where another holds it for too long. Raises `OSError`."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
-        deadline = time.monotonic() + LOCK_WAIT_S
-        while not _try_lock(descriptor) and time.monotonic() < deadline:
+        deadline = SYSTEM_CLOCK.monotonic() + LOCK_WAIT_S
+        while not _try_lock(descriptor) and SYSTEM_CLOCK.monotonic() < deadline:
             time.sleep(0.05)
         yield
     finally:

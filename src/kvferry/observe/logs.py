@@ -22,6 +22,7 @@ from typing import Any, Literal
 import msgspec
 
 from kvferry.core import environment
+from kvferry.core.clock import SYSTEM_CLOCK
 
 INSTANCE_VARIABLE = environment.INSTANCE_NAME
 """Set by a supervisor for its children: what they are called in its fleet."""
@@ -86,7 +87,7 @@ def logging_request(request_id: str) -> Iterator[None]:
 
 def json_line(instance: str, message: str, level: str = "info", at: float | None = None, **more: Any) -> str:
     """One line of the JSON form; `at` in seconds since the epoch, now when not given."""
-    head = {"time": _stamp(time.time() if at is None else at, "T") + "Z", "level": level, "instance": instance}
+    head = {"time": _stamp(SYSTEM_CLOCK.wall() if at is None else at, "T") + "Z", "level": level, "instance": instance}
     return msgspec.json.encode({**head, **more, "message": message}).decode()
 
 

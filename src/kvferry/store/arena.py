@@ -23,6 +23,7 @@ from pathlib import Path
 
 import psutil
 
+from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.core.errors import ConfigError, StoreError
 
 LOCK_S = 2.0
@@ -94,9 +95,9 @@ class Arena:
     def _meeting(self) -> Iterator[list[tuple[int, int]]]:
         """The members (process, descriptor) that are there, with nobody else joining meanwhile; may be appended to."""
         with _open_members(self._path) as file:
-            deadline = time.monotonic() + LOCK_S
+            deadline = SYSTEM_CLOCK.monotonic() + LOCK_S
             while not _try_lock(file.fileno()):
-                if time.monotonic() > deadline:
+                if SYSTEM_CLOCK.monotonic() > deadline:
                     raise ConfigError(f"{self._path} is locked by another process")
                 time.sleep(LOCK_POLL_S)
             members = [(int(pid), int(number)) for pid, number in map(str.split, file.read().splitlines())]
@@ -124,9 +125,9 @@ class Arena:
         return descriptor
 
     def _lock(self) -> None:
-        deadline = time.monotonic() + LOCK_S
+        deadline = SYSTEM_CLOCK.monotonic() + LOCK_S
         while not _try_lock(self._descriptor):
-            if time.monotonic() > deadline:
+            if SYSTEM_CLOCK.monotonic() > deadline:
                 raise StoreError("another process does not let go of the memory store's lock")
             time.sleep(LOCK_POLL_S)
 

@@ -10,7 +10,6 @@ What comes out of a store was perhaps written by a stranger: `record` says what 
 from __future__ import annotations
 
 import logging
-import time
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -22,6 +21,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from kvferry.core.block_hash import BlockHash
+from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.core.errors import StoreError
 from kvferry.core.layout import KVLayout
 from kvferry.store.codecs.table import make_codec
@@ -186,7 +186,7 @@ class KVStore(ABC):
 
     def warn_full(self, error: Exception) -> None:
         """Say that there is no room, now and then; any thread."""
-        now = time.monotonic()
+        now = SYSTEM_CLOCK.monotonic()
         if now - self._last_warning > WARN_EVERY_S:
             self._last_warning = now
             log.warning("blocks are not kept: %s", error)

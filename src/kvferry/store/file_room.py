@@ -6,13 +6,13 @@ Owns the eviction policy of one process and what it knows of the directory. Any 
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import unquote
 
+from kvferry.core.clock import SYSTEM_CLOCK, Clock
 from kvferry.core.errors import ConfigError
 from kvferry.store.eviction.table import make_eviction_policy
 from kvferry.store.files import TEMPORARY_SUFFIX, is_stale, remove_file
@@ -55,7 +55,10 @@ class Removed:
 class FileRoom:
     """See the module. Paths are those of blocks; `block_bytes`: about the size of one."""
 
-    def __init__(self, root: Path, max_bytes: int | None, eviction: str, block_bytes: int) -> None:
+    def __init__(
+        self, root: Path, max_bytes: int | None, eviction: str, block_bytes: int, clock: Clock = SYSTEM_CLOCK
+    ) -> None:
+        self._clock = clock
         self._root, self._max_bytes = root, max_bytes
         self._policy = make_eviction_policy(eviction, max(1, (max_bytes or 1) // block_bytes))
         self._lock, self._look_lock = threading.Lock(), threading.Lock()
@@ -72,7 +75,7 @@ class FileRoom:
         """A block was used."""
         if self._max_bytes is not None:
             with self._lock:
-                self._policy.access(path, time.monotonic())
+                self._policy.access(path, self._clock.monotonic())
 
     def removed(self, path: str) -> None:
         """A block is gone."""
@@ -90,7 +93,7 @@ class FileRoom:
         """A block is new; makes room, when it is time for it."""
         with self._lock:
             if self._max_bytes is not None and self._num_stored is not None:  # else what was there before comes first
-                self._policy.insert(path, time.monotonic(), parent)
+                self._policy.insert(path, self._clock.monotonic(), parent)
             self._num_unseen += num_bytes
             due = self._look_is_due()
         return self._look() if due else Removed()
@@ -113,7 +116,7 @@ class FileRoom:
     def _look(self) -> Removed:
         """Count what is there, and remove what is too much and what a crash left."""
         with self._look_lock:
-            began_s = time.time()
+            began_s = SYSTEM_CLOCK.wall()  # compared with the times of files
             files, pinned = self._scan()
             with self._lock:
                 self._num_unseen = 0
@@ -133,13 +136,13 @@ class FileRoom:
             return
         for file in sorted(files.values(), key=lambda file: file.modified_s):
             if file.path not in self._policy:
-                self._policy.insert(file.path, time.monotonic())
+                self._policy.insert(file.path, self._clock.monotonic())
             elif file.modified_s > self._last_look_s > 0:
-                self._policy.access(file.path, time.monotonic())
+                self._policy.access(file.path, self._clock.monotonic())
         for path in pinned - self._pinned:
             self._policy.pin(path)
         for path in self._pinned - pinned:
-            self._policy.unpin(path, time.monotonic())
+            self._policy.unpin(path, self._clock.monotonic())
         self._pinned = pinned
 
     def _evict(self, files: dict[str, _File], total: int) -> tuple[int, int]:
@@ -148,7 +151,7 @@ class FileRoom:
         num_evicted = 0
         while total > self._max_bytes * (1 - FREED_SHARE):
             with self._lock:
-                victim = self._policy.evict(time.monotonic())
+                victim = self._policy.evict(self._clock.monotonic())
             if not isinstance(victim, str):
                 break
             num_evicted += remove_file(victim)

@@ -6,12 +6,12 @@ import hashlib
 import os
 import secrets
 import socket
-import time
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
+from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.core.errors import StoreError
 from kvferry.store.access import Access
 from kvferry.store.base import MAX_NOTE_BYTES
@@ -55,13 +55,13 @@ def is_stale(path: Path, modified_s: float) -> bool:
     machine, pid = path.name.split(".")[-4:-2] if path.name.count(".") >= 4 else ("", "")
     if machine == _machine() and pid.isdigit():
         return not Path(f"/proc/{pid}").exists()
-    return time.time() - modified_s > STALE_TEMPORARY_S
+    return SYSTEM_CLOCK.wall() - modified_s > STALE_TEMPORARY_S
 
 
 def touch_descriptor(descriptor: int) -> None:
     """Renew an open file's time of use, if it is old."""
     with suppress(OSError):  # a store that may only be read has no say in what is evicted
-        if time.time() - os.fstat(descriptor).st_mtime > TOUCH_S:
+        if SYSTEM_CLOCK.wall() - os.fstat(descriptor).st_mtime > TOUCH_S:
             os.utime(descriptor)
 
 
@@ -96,7 +96,7 @@ class NoteFiles:
         """Leave a note, in place of one that is there. Raises `StoreError`."""
         if len(content) > MAX_NOTE_BYTES:
             raise StoreError(f"a note of {len(content)} bytes, and {MAX_NOTE_BYTES} is the most")
-        over = round((time.time() + ttl_s) * 1000).to_bytes(_EXPIRY_BYTES, "little")
+        over = round((SYSTEM_CLOCK.wall() + ttl_s) * 1000).to_bytes(_EXPIRY_BYTES, "little")
         try:
             self._access.make_folder(self._folder)
             write_file(str(self._path(name)), [memoryview(over + content)], self._access)
@@ -137,7 +137,7 @@ class NoteFiles:
             path.unlink()
 
     def _sweep_now_and_then(self) -> None:
-        now = time.monotonic()
+        now = SYSTEM_CLOCK.monotonic()
         if now - self._last_sweep > SWEEP_NOTES_S:
             self._last_sweep = now
             self.sweep()
@@ -148,7 +148,7 @@ class NoteFiles:
 
 
 def _is_over(note: bytes) -> bool:
-    return len(note) < _EXPIRY_BYTES or int.from_bytes(note[:_EXPIRY_BYTES], "little") < time.time() * 1000
+    return len(note) < _EXPIRY_BYTES or int.from_bytes(note[:_EXPIRY_BYTES], "little") < SYSTEM_CLOCK.wall() * 1000
 
 
 @cache

@@ -6,7 +6,7 @@ needed, since the next call after the pause is the trial.
 
 from __future__ import annotations
 
-import time
+from kvferry.core.clock import SYSTEM_CLOCK, Clock
 
 FIRST_PAUSE_S = 0.5
 LONGEST_PAUSE_S = 30.0
@@ -15,7 +15,8 @@ LONGEST_PAUSE_S = 30.0
 class Health:
     """Of one tier, on one event loop."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Clock = SYSTEM_CLOCK) -> None:
+        self._clock = clock
         self.num_failures = 0
         """Since the beginning."""
         self._pause_s = 0.0
@@ -29,7 +30,7 @@ class Health:
     @property
     def may_be_asked(self) -> bool:
         """Whether it is good, or its pause is over."""
-        return time.monotonic() >= self._until
+        return self._clock.monotonic() >= self._until
 
     def failed(self) -> None:
         """It raised, or did not answer in time. Calls that fail together are one failure."""
@@ -37,7 +38,7 @@ class Health:
         if not self.may_be_asked:
             return
         self._pause_s = min(LONGEST_PAUSE_S, self._pause_s * 2 or FIRST_PAUSE_S)
-        self._until = time.monotonic() + self._pause_s
+        self._until = self._clock.monotonic() + self._pause_s
 
     def answered(self) -> None:
         """It is well."""

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ import msgspec
 import xxhash
 
 from kvferry.core.block_hash import BlockHash
+from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.core.errors import ConfigError, StoreError
 from kvferry.core.layout import KVLayout
 from kvferry.store.base import MAX_NOTE_BYTES, Block, KVStore, Put, Read, StoreFull, StoreOptions
@@ -146,7 +146,7 @@ class LMCacheStore(KVStore):
         """In place of one that is there."""
         if len(content) > MAX_NOTE_BYTES:
             raise StoreError(f"a note of {len(content)} bytes, and {MAX_NOTE_BYTES} is the most")
-        until = round((time.time() + ttl_s) * 1000).to_bytes(8, "little")
+        until = round((SYSTEM_CLOCK.wall() + ttl_s) * 1000).to_bytes(8, "little")
         key, digest = _note_place(name)
         await self._client.put([(key, until + digest + content)])
 
@@ -156,7 +156,7 @@ class LMCacheStore(KVStore):
         [found] = await self._client.get([key], 40 + MAX_NOTE_BYTES)
         if not isinstance(found, bytes) or found[8:40] != digest:
             return None
-        return found[40:] if int.from_bytes(found[:8], "little") >= time.time() * 1000 else None
+        return found[40:] if int.from_bytes(found[:8], "little") >= SYSTEM_CLOCK.wall() * 1000 else None
 
     async def remove_note(self, name: str) -> None:
         """Its place is empty then."""
@@ -213,7 +213,7 @@ class LMCacheStore(KVStore):
             await self._change(hashes, lambda place: Place(), empties=True)
 
     async def _touch(self, hashes: Sequence[BlockHash], sets: dict[int, list[Place]]) -> None:
-        now = time.time()
+        now = SYSTEM_CLOCK.wall()
         places = {name: self._find(sets, name) for name in hashes}
         old = [
             name for name, at in places.items() if at is not None and now - sets[at.set_number][at.way].used_s > TOUCH_S
@@ -251,7 +251,7 @@ class LMCacheStore(KVStore):
 
     def _make_room(self, places: list[Place], block_hash: BlockHash, gone: set[BlockHash]) -> tuple[Put, int]:
         """The block's way in its set, which is its own now."""
-        now = time.time()
+        now = SYSTEM_CLOCK.wall()
         for way, place in enumerate(places):
             if place.block_hash == block_hash:
                 places[way] = msgspec.structs.replace(place, used_s=now)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import threading
-import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -17,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from kvferry.core.block_hash import BlockHash
+from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.core.errors import ConfigError, StoreError
 from kvferry.core.layout import KVLayout
 from kvferry.core.units import parse_bytes
@@ -157,7 +157,7 @@ class MemoryStore(KVStore):
         """In place of one of that name, of one that is over, or of the one that is over first."""
         if len(content) > NOTE_BYTES:
             raise StoreError(f"a note of {len(content)} bytes, and {NOTE_BYTES} is the most")
-        await self._threads.run(lambda stop: self._write_note(_note_name(name), content, time.time() + ttl_s))
+        await self._threads.run(lambda stop: self._write_note(_note_name(name), content, SYSTEM_CLOCK.wall() + ttl_s))
 
     async def read_note(self, name: str) -> bytes | None:
         """A copy."""
@@ -326,7 +326,7 @@ class MemoryStore(KVStore):
     def _read_note(self, name: bytes) -> bytes | None:
         with self._index.locked():
             place = self._note_place(name)
-            if place is None or self._notes["over_s"][place] < time.time():
+            if place is None or self._notes["over_s"][place] < SYSTEM_CLOCK.wall():
                 return None
             content: bytes = self._notes["content"][place].tobytes()
             return content[: int(self._notes["length"][place])]

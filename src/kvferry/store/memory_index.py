@@ -15,7 +15,6 @@ too late for the journal, or after a holder of the lock died at work, reads the 
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from pathlib import Path
 import numpy as np
 
 from kvferry.core.block_hash import BlockHash
+from kvferry.core.clock import SYSTEM_CLOCK, Clock
 from kvferry.store.arena import RESERVED_BYTES, Arena
 from kvferry.store.eviction.base import EvictionPolicy
 from kvferry.store.eviction.table import make_eviction_policy
@@ -70,7 +70,8 @@ class Slot:
 class MemoryIndex:
     """See the module. All methods but `locked` only within `locked`."""
 
-    def __init__(self, arena: Arena, num_slots: int, eviction: str) -> None:
+    def __init__(self, arena: Arena, num_slots: int, eviction: str, clock: Clock = SYSTEM_CLOCK) -> None:
+        self._clock = clock
         self._arena, self._num_slots, self._eviction = arena, num_slots, eviction
         self._counters = np.frombuffer(arena.buffer, "<u8", 8, RESERVED_BYTES)
         self._slots = np.frombuffer(arena.buffer, _SLOT, num_slots, HEADER_BYTES)
@@ -116,7 +117,7 @@ class MemoryIndex:
 
     def access(self, number: int) -> None:
         """The block there was used."""
-        self._policy.access(self._what[number], time.monotonic())
+        self._policy.access(self._what[number], self._clock.monotonic())
         self._tell(_ACCESSED, number)
 
     def take(self) -> tuple[int, BlockHash | None] | None:
@@ -126,7 +127,7 @@ class MemoryIndex:
         if self._free:
             number, _ = self._free.popitem()
             return self._begin(number), None
-        victim = self._policy.evict(time.monotonic())
+        victim = self._policy.evict(self._clock.monotonic())
         if not isinstance(victim, bytes):
             return None
         number = self._where.pop(victim)
@@ -175,7 +176,7 @@ class MemoryIndex:
         if pinned:
             self._policy.pin(block_hash)
         else:
-            self._policy.unpin(block_hash, time.monotonic())
+            self._policy.unpin(block_hash, self._clock.monotonic())
 
     # The others.
 
@@ -199,7 +200,7 @@ class MemoryIndex:
         if kind in (_ACCESSED, _PINNED, _UNPINNED):
             known = self._what.get(number)
             if known is not None and kind == _ACCESSED:
-                self._policy.access(known, time.monotonic())
+                self._policy.access(known, self._clock.monotonic())
             elif known is not None:
                 self._follow_pin(known, kind == _PINNED)
             return
@@ -223,7 +224,7 @@ class MemoryIndex:
         if block_hash in self._where:
             self._drop(self._where[block_hash])
         self._where[block_hash], self._what[number] = number, block_hash
-        self._policy.insert(block_hash, time.monotonic(), None if parent == _NO_PARENT else parent)
+        self._policy.insert(block_hash, self._clock.monotonic(), None if parent == _NO_PARENT else parent)
 
     def _read_table(self) -> None:
         self._policy = make_eviction_policy(self._eviction, self._num_slots)

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import hashlib
 import os
-import time
 from collections.abc import Sequence
 from typing import Any, Literal
 
 from kvferry.core.block_hash import BlockHash
+from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.core.dependencies import require_library
 from kvferry.core.errors import ConfigError, StoreError
 from kvferry.core.layout import KVLayout
@@ -98,7 +98,7 @@ class MooncakeStore(KVStore):
         """In place of one that is there."""
         if len(content) > MAX_NOTE_BYTES:
             raise StoreError(f"a note of {len(content)} bytes, and {MAX_NOTE_BYTES} is the most")
-        over = round((time.time() + ttl_s) * 1000).to_bytes(_EXPIRY_BYTES, "little")
+        over = round((SYSTEM_CLOCK.wall() + ttl_s) * 1000).to_bytes(_EXPIRY_BYTES, "little")
         code = await self._threads.ask(lambda: self._joined.upsert(_note_key(name), over + content))
         if code:
             raise StoreError(f"the Mooncake master at {self.location} took no note: code {code}")
@@ -106,7 +106,7 @@ class MooncakeStore(KVStore):
     async def read_note(self, name: str) -> bytes | None:
         """Unless its time is over."""
         found: bytes = await self._threads.ask(lambda: self._read(_note_key(name)))
-        if len(found) < _EXPIRY_BYTES or int.from_bytes(found[:_EXPIRY_BYTES], "little") < time.time() * 1000:
+        if len(found) < _EXPIRY_BYTES or int.from_bytes(found[:_EXPIRY_BYTES], "little") < SYSTEM_CLOCK.wall() * 1000:
             return None
         return found[_EXPIRY_BYTES : _EXPIRY_BYTES + MAX_NOTE_BYTES]
 

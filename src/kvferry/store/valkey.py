@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from kvferry.core.block_hash import BlockHash
+from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.core.errors import ConfigError, MissingDependency, StoreError
 from kvferry.core.layout import KVLayout
 from kvferry.store.base import MAX_NOTE_BYTES, Block, KVStore, Put, Read, StoreFull, StoreOptions
@@ -235,7 +235,7 @@ class ValkeyStore(KVStore):
             await self.delete(damaged)
         if used and self.options.max_bytes is not None:
             async with self._translated():
-                await self._client.zadd(self._keys[0], {name.hex(): time.time() for name in used}, xx=True)
+                await self._client.zadd(self._keys[0], {name.hex(): SYSTEM_CLOCK.wall() for name in used}, xx=True)
 
     def _decode(self, read: Read, record: bytes | None) -> bool:
         if record == b"":
@@ -289,7 +289,7 @@ class ValkeyStore(KVStore):
         """Count these as used now, and remove what is too much; returns what went."""
         if self.options.max_bytes is None or not sizes:
             return set()
-        arguments: list[Any] = [self.options.max_bytes, self._prefix, time.time()]
+        arguments: list[Any] = [self.options.max_bytes, self._prefix, SYSTEM_CLOCK.wall()]
         for name, size in sizes:
             arguments += [name.hex(), size]
         async with self._translated():

@@ -9,13 +9,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 
 from kvferry.connectors.kv_store.markers import BadMarker, Marker, Markers
 from kvferry.core.block_hash import BlockHash
+from kvferry.core.clock import SYSTEM_CLOCK, Clock
 from kvferry.core.errors import KvferryError, StoreError, TransferTimeout
 from kvferry.store.base import KVStore
 from kvferry.transport.transfer_loop import TransferLoop
@@ -51,15 +51,21 @@ class Answer:
     num_present: int = 0
     marker: Marker | None = None
     error: KvferryError | None = None
-    at: float = field(default_factory=time.monotonic)
+    at: float = 0.0
 
 
 class Prober:
     """Used by the engine's thread; answers come from its own. `stores`: makes one a rank, in rank order."""
 
     def __init__(
-        self, make_stores: Callable[[], Sequence[KVStore]], markers: Markers, *, prefetches: bool = True
+        self,
+        make_stores: Callable[[], Sequence[KVStore]],
+        markers: Markers,
+        *,
+        prefetches: bool = True,
+        clock: Clock = SYSTEM_CLOCK,
     ) -> None:
+        self._clock = clock
         self._make_stores, self._markers, self._prefetches = make_stores, markers, prefetches
         self._stores: Sequence[KVStore] = ()
         self._lock = threading.Lock()
@@ -121,7 +127,7 @@ class Prober:
             await store.close()
 
     async def _answer(self, request_id: str, question: Question) -> None:
-        left_s = 0.0 if question.transfer_id is None else max(0.0, question.deadline - time.monotonic())
+        left_s = 0.0 if question.transfer_id is None else max(0.0, question.deadline - self._clock.monotonic())
         try:
             async with asyncio.timeout(left_s + LOOK_S):
                 answer = await self._look(question)
@@ -134,7 +140,7 @@ class Prober:
             answer = Answer(error=StoreError(f"looking into the store failed: {error!r}"))
         with self._lock:
             if self._questions.pop(request_id, None) is not None:
-                self._answers[request_id] = answer
+                self._answers[request_id] = replace(answer, at=self._clock.monotonic())
 
     async def _look(self, question: Question) -> Answer:
         """A block is there when every rank has its share."""
@@ -160,7 +166,7 @@ class Prober:
         if transfer_id is None:
             return None
         while (marker := await self._marker(transfer_id)) is None:
-            if time.monotonic() >= question.deadline:
+            if self._clock.monotonic() >= question.deadline:
                 why = f"; the store: {self._trouble}" if self._trouble is not None else ""
                 raise TransferTimeout(f"hand-off {transfer_id!r}: its prefill did not reach the store in time{why}")
             await asyncio.sleep(max(MARKER_POLL_S, len(self._questions) * MARKER_POLL_EACH_S))

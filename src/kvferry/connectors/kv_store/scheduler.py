@@ -10,7 +10,6 @@ waits for the marker, loads them, and computes the few tokens of a partly filled
 from __future__ import annotations
 
 import logging
-import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -81,13 +80,15 @@ class KVStoreSchedulerSide(SchedulerSide):
 
     def __init__(self, context: ConnectorContext) -> None:
         super().__init__(context)
-        self._settings = read_settings(context)
+        self._settings, self._clock = read_settings(context), context.clock
         self._config, self._layout = context.config, context.layout
-        self._prober = Prober(self._stores, Markers(context.auth_token), prefetches=self._settings.prefetch)
+        self._prober = Prober(
+            self._stores, Markers(context.auth_token), prefetches=self._settings.prefetch, clock=context.clock
+        )
         specs = self._settings.specs(context.layout.block_size)
         self._layerwise = self._settings.load == "layerwise" and all(spec.kind.has_layers for spec in specs)
         self._is_shared = any(spec.kind.is_shared for spec in specs)
-        self._sealer = TicketSealer(context.auth_token)
+        self._sealer = TicketSealer(context.auth_token, context.clock)
         self._work = _Work()
         self._known: dict[str, _Known] = {}
         self._cancelled: set[str] = set()
@@ -122,7 +123,7 @@ class KVStoreSchedulerSide(SchedulerSide):
         if self._needs_nothing(request, num_computed_tokens):
             return Miss()
         answer = self._prober.answer(request.request_id)
-        if answer is not None and answer.marker is None and time.monotonic() - answer.at > STALE_S:
+        if answer is not None and answer.marker is None and self._clock.monotonic() - answer.at > STALE_S:
             self._prober.forget(request.request_id)
             answer = None
         if answer is None:
@@ -158,7 +159,7 @@ class KVStoreSchedulerSide(SchedulerSide):
             return
         hand_off = request.hand_off
         transfer_id = hand_off.ticket.transfer_id if isinstance(hand_off, Consume) else None
-        deadline = time.monotonic() + self._settings.timeout_s
+        deadline = self._clock.monotonic() + self._settings.timeout_s
         self._prober.ask(request.request_id, Question(tuple(request.block_hashes), transfer_id, deadline))
 
     def _judge(self, request: RequestView, answer: Answer, num_computed_tokens: int) -> Match:

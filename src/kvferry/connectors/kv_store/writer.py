@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-import time
 from collections import Counter, deque
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -18,6 +17,7 @@ from dataclasses import dataclass
 
 from kvferry.connectors.kv_store.markers import Marker, Markers
 from kvferry.connectors.reports import StoreEventBox
+from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.core.errors import KvferryError
 from kvferry.store.base import Block, KVStore, Put
 from kvferry.transport.transfer_loop import TransferLoop
@@ -102,9 +102,11 @@ class StoreWriter:
 
     def close(self) -> None:
         """Write what waits, within a bound."""
-        deadline = time.monotonic() + CLOSE_S
+        deadline = SYSTEM_CLOCK.monotonic() + CLOSE_S
         with self._changed:
-            if not self._changed.wait_for(lambda: not self._jobs and not self._working, deadline - time.monotonic()):
+            if not self._changed.wait_for(
+                lambda: not self._jobs and not self._working, deadline - SYSTEM_CLOCK.monotonic()
+            ):
                 log.warning("the store does not answer; %d blocks and markers were not written", len(self._jobs))
         self._running.cancel()
 
@@ -177,7 +179,7 @@ class StoreWriter:
 
     def _warn(self, error: KvferryError) -> None:
         """Say it, but not for every block of a full disk."""
-        now = time.monotonic()
+        now = SYSTEM_CLOCK.monotonic()
         if now - self._last_warning > WARN_EVERY_S:
             self._last_warning = now
             log.warning("not saved: %s", error)

@@ -13,7 +13,6 @@ Owns which of them loads for which request, and who of them still keeps the bloc
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar
@@ -96,6 +95,7 @@ class MultiSchedulerSide(SchedulerSide):
 
     def __init__(self, context: ConnectorContext) -> None:
         super().__init__(context)
+        self._clock = context.clock
         self._children = [spec.build_scheduler_side(own) for spec, own in read_children(context)]
         reachable = (index for index, child in enumerate(self._children) if isinstance(child, HasAddresses))
         self._hands_off = next(reachable, 0)
@@ -142,7 +142,7 @@ class MultiSchedulerSide(SchedulerSide):
         """Without a hit those that still look are waited for, within their own deadlines."""
         if not has_hit:
             return True
-        now = time.monotonic()
+        now = self._clock.monotonic()
         return now - self._answered_at.setdefault(request.request_id, now) < PATIENCE_S
 
     def _choose(self, request: RequestView, index: int, hit: Hit) -> Hit:

@@ -43,7 +43,7 @@ class P2pSchedulerSide(SchedulerSide):
 
     def __init__(self, context: ConnectorContext) -> None:
         super().__init__(context)
-        settings, sealer = options_of(context.config), TicketSealer(context.auth_token)
+        settings, sealer = options_of(context.config), TicketSealer(context.auth_token, context.clock)
         if not context.auth_token:
             log.warning(
                 "without KVFERRY_AUTH_TOKEN any client can make a ticket; only those of this machine's loopback"

@@ -10,13 +10,13 @@ import os
 import signal
 import sys
 import threading
-import time
 from contextlib import suppress
 from queue import Empty, SimpleQueue
 
 from transformers.utils import logging as transformers_logging
 
 from kvferry.connectors.report_codec import encode_report
+from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.core.errors import ConnectorLost, LeakError, PeerLost, ProtocolError
 from kvferry.engine.executor import group
 from kvferry.engine.executor.messages import (
@@ -159,7 +159,7 @@ class RankProcessMain:
                     self._pipe.send(Reported(encode_report(report)))
 
     def _step(self, step: Step, worker: Worker) -> None:
-        begun_at = time.monotonic()
+        begun_at = SYSTEM_CLOCK.monotonic()
         try:
             worker.step(step.inputs, step.plans, step.first_plan, step.num_late)
         except ConnectorLost:
@@ -168,7 +168,7 @@ class RankProcessMain:
             log.exception("this rank failed in a step")
             failure = f"{type(error).__name__}: {error}"
             self._pipe.send(Done(encode_report(worker.poll()), worker.num_begun, failure))
-            if not self._may_proceed(patience_s(time.monotonic() - begun_at)):
+            if not self._may_proceed(patience_s(SYSTEM_CLOCK.monotonic() - begun_at)):
                 raise
         else:
             self._pipe.send(Done(encode_report(worker.poll()), worker.num_begun))
@@ -176,10 +176,10 @@ class RankProcessMain:
     def _may_proceed(self, within_s: float) -> bool:
         """Whether rank 0 says that it has left the step too, and so has made the same collectives. If it does not, it
         may stand in one that this rank never comes to, until the end of this process breaks that."""
-        end = time.monotonic() + within_s
+        end = SYSTEM_CLOCK.monotonic() + within_s
         is_woken = False
         try:
-            while isinstance(command := self._inbox.take(max(0.0, end - time.monotonic())), _Woken):
+            while isinstance(command := self._inbox.take(max(0.0, end - SYSTEM_CLOCK.monotonic())), _Woken):
                 is_woken = True
         except Empty:
             return False

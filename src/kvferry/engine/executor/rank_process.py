@@ -11,7 +11,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from queue import Empty, SimpleQueue
@@ -19,6 +18,7 @@ from typing import TypeVar
 
 import torch
 
+from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.core.errors import ConfigError, KvferryError, PeerLost, ProtocolError, RankLost, UnsupportedModel
 from kvferry.engine.executor.messages import (
     Answer,
@@ -152,7 +152,7 @@ class RankProcess:
     def end(self, deadline: float) -> None:
         """Wait until it has ended, or end it."""
         try:
-            self._process.wait(max(0.1, deadline - time.monotonic()))
+            self._process.wait(max(0.1, deadline - SYSTEM_CLOCK.monotonic()))
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()

@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib.util
 import logging
 import tempfile
-import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,6 +20,7 @@ from kvferry.connectors.api import TransferReport
 from kvferry.connectors.ranks import RankReports
 from kvferry.connectors.registry import find_connector
 from kvferry.connectors.report_codec import decode_report
+from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.core.errors import (
     ConfigError,
     ConnectorLost,
@@ -142,14 +142,14 @@ class RanksExecutor(Executor):
 
     def _step(self, step: Step, plans: PlanQueue, rows: LogitRows) -> Drawn:
         self._tell(step)
-        begun_at = time.monotonic()
+        begun_at = SYSTEM_CLOCK.monotonic()
         try:
             logits = self._rank0.step(step.inputs, plans.waiting, plans.first, plans.num_late)
             drawn = Drawn() if logits is None else draw(logits, rows, self.model.eos_token_ids)
         except (RankLost, ConnectorLost):
             raise
         except Exception as error:
-            failures = self._require_survived(error, plans, time.monotonic() - begun_at)
+            failures = self._require_survived(error, plans, SYSTEM_CLOCK.monotonic() - begun_at)
             if not (failures and isinstance(error, RequestFailed)):  # which is what a rank raises that only heard of it
                 raise
         else:
@@ -234,7 +234,7 @@ class RanksExecutor(Executor):
             worker.close()
             group.leave()  # also breaks a step that others may still be in
         # A rank that has opened nothing has nothing to put away, and may be deaf for long while it starts.
-        deadline = time.monotonic() + (END_S if self._is_open else 0.0)
+        deadline = SYSTEM_CLOCK.monotonic() + (END_S if self._is_open else 0.0)
         for process in processes:
             process.end(deadline)
 
@@ -250,8 +250,8 @@ class RanksExecutor(Executor):
             process.send(command)
 
     def _gather(self, kind: type[A], within_s: float) -> list[A]:
-        deadline = time.monotonic() + within_s
-        return [process.answer(kind, max(0.1, deadline - time.monotonic())) for process in self._processes]
+        deadline = SYSTEM_CLOCK.monotonic() + within_s
+        return [process.answer(kind, max(0.1, deadline - SYSTEM_CLOCK.monotonic())) for process in self._processes]
 
     @contextmanager
     def _losses_explained(self) -> Iterator[None]:

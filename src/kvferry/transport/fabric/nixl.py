@@ -18,7 +18,6 @@ import binascii
 import ctypes
 import logging
 import secrets
-import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from typing import Any
 
 import msgspec
 
+from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.core.errors import KvferryError, PeerLost, ProtocolError
 from kvferry.transport.connection import limited_to
 from kvferry.transport.fabric.base import Fabric, FabricContext, FabricPeer
@@ -245,9 +245,9 @@ class NixlPeer(FabricPeer):
 
     def _goes_through(self, handle: Handle) -> bool:
         """Whether it is done, or will be while it is asked."""
-        until = time.perf_counter() + ASK_S
+        until = SYSTEM_CLOCK.monotonic() + ASK_S
         while not self._agent.is_done(handle):
-            if time.perf_counter() >= until:
+            if SYSTEM_CLOCK.monotonic() >= until:
                 return False
         return True
 

@@ -24,6 +24,7 @@ from typing import Any
 
 import numpy as np
 
+from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.core.errors import ConfigError, MissingDependency, PeerLost, ProtocolError
 from kvferry.transport.fabric.pieces import Pieces
 
@@ -168,10 +169,10 @@ def _one_at_a_time() -> Iterator[None]:
     """Agents that start in two processes at once can hang: one after the other, on this machine."""
     path = Path(tempfile.gettempdir()) / f"kvferry-nixl-{os.getuid()}.lock"
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    deadline = time.monotonic() + START_S
+    deadline = SYSTEM_CLOCK.monotonic() + START_S
     try:
         while not _locked(descriptor):
-            if time.monotonic() >= deadline:
+            if SYSTEM_CLOCK.monotonic() >= deadline:
                 raise ConfigError(f"another process has been starting NIXL for {START_S:g} s and holds {path}")
             time.sleep(0.01)
         yield

@@ -15,6 +15,8 @@ import weakref
 from collections.abc import Callable
 from typing import TypeVar
 
+from kvferry.core.clock import SYSTEM_CLOCK
+
 Result = TypeVar("Result")
 EXIT_S = 15.0
 _busy: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
@@ -22,8 +24,8 @@ _busy: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 @atexit.register
 def _wait_for_calls() -> None:
-    deadline = time.monotonic() + EXIT_S
-    while _busy and time.monotonic() < deadline:
+    deadline = SYSTEM_CLOCK.monotonic() + EXIT_S
+    while _busy and SYSTEM_CLOCK.monotonic() < deadline:
         time.sleep(0.01)
 
 

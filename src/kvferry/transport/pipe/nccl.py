@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.core.errors import ConfigError
 from kvferry.transport.pipe.base import PipeSettings
 from kvferry.transport.pipe.process_group import RECEIVER, SENDER, ProcessGroupPipe
@@ -56,9 +57,9 @@ class NcclPipe(ProcessGroupPipe):
 
     def _wait(self, work: Any, timeout_s: float) -> None:
         """Polled, since NCCL's own wait only orders streams."""
-        deadline = time.monotonic() + timeout_s
+        deadline = SYSTEM_CLOCK.monotonic() + timeout_s
         while not work.is_completed():
-            if time.monotonic() >= deadline:
+            if SYSTEM_CLOCK.monotonic() >= deadline:
                 raise RuntimeError("timed out waiting for NCCL")
             time.sleep(POLL_S)
         work.wait()
