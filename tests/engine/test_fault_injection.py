@@ -55,7 +55,7 @@ ALONE = [
             "transferred",
         ]
     ),
-    *(EXTERNAL + name for name in ("promised_result", "arrived", "match", "begin_load", "end_load", "finish")),
+    *(EXTERNAL + name for name in ("promised_result", "arrived", "match", "begin_load", "end_load")),
     *(EXTERNAL + name for name in ("plan_between_steps", "released", "completed")),
     *(POOL + name for name in ("match", "acquire", "allocate", "publish", "num_free_after_acquiring")),
     "kvferry.engine.sequence:Sequence.hashes",
