@@ -11,6 +11,7 @@ from typing import Literal
 
 from kvferry.core.errors import ConfigError
 from kvferry.core.units import parse_bytes
+from kvferry.engine.model.patch import require_known_patches
 from kvferry.transport.kv_events.sockets import require_endpoint
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
@@ -69,6 +70,11 @@ class EngineConfig:
     no cost. Where a model, a device or a missing compiler leaves matrix products to PyTorch, every token is computed by
     itself, which takes several times as long."""
 
+    model_patch: tuple[str, ...] = ()
+    """Patches of the loaded model, in this order: a name, or module:Class of your own package, with options behind a
+    question mark (my_patch?min_rows=16). The model must compute the same with each. Default: cpu_kernels, kvferry's
+    kernels for CPUs; name it too if you want to keep it beside others."""
+
     num_threads: int | None = None
     """CPU threads of the model on all ranks together. Default: OMP_NUM_THREADS, or all cores that this process may
     use."""
@@ -87,6 +93,7 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+        require_known_patches(self.model_patch)
         if self.kv_events_replay is not None and self.kv_events is None:
             raise ConfigError("--kv-events-replay needs --kv-events")
         if self.kv_events is not None:

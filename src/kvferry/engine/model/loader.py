@@ -21,12 +21,13 @@ from kvferry.engine.config import EngineConfig
 from kvferry.engine.model.attention import ATTENTION_NAME, probe_layers, register_attention
 from kvferry.engine.model.checkpoint import require_complete
 from kvferry.engine.model.company import company_matters
+from kvferry.engine.model.patch import DEFAULT_PATCHES
+from kvferry.engine.model.patching import apply_patches
 from kvferry.engine.model.place import Place
 from kvferry.engine.model.rope import install_rope, trained_context
 from kvferry.engine.model.self_check import self_check
 from kvferry.engine.model.stored import require_sound
 from kvferry.engine.model.support import require_divisible, require_supported
-from kvferry.engine.ops.transform import optimize
 from kvferry.models.catalog import resolve
 from kvferry.models.checkpoint import checkpoint_name, checkpoint_place
 
@@ -128,9 +129,8 @@ def load_model(
         install_rope(module, border)
         probed = probe_layers(module, device, place)
         self_check(module, probed, device, border)
-    if device.type == "cpu":
-        on_progress("preparing for this CPU", 1.0)
-        optimize(module)
+    on_progress("patching the model", 1.0)
+    apply_patches(module, config.model_patch or DEFAULT_PATCHES)
     with _running(module):
         company = company_matters(module, probed, device)
     _tell_company(company, config.batch_invariant)

@@ -135,11 +135,12 @@ def record(model: nn.Module) -> tuple[Tensor, dict[nn.Module, Record]]:
 
 def run(model: Any) -> Tensor:
     """Logits of some tokens."""
-    vocabulary = model.get_input_embeddings().num_embeddings
-    ids = torch.arange(1, NUM_TOKENS + 1)[None] * 7919 % vocabulary
+    embeddings = model.get_input_embeddings()
+    device = embeddings.weight.device
+    ids = torch.arange(1, NUM_TOKENS + 1, device=device)[None] * 7919 % embeddings.num_embeddings
     # Spread over all positions: what a family does differently may begin far out (a scale that grows with position).
     last = getattr(model.config.get_text_config(), "max_position_embeddings", NUM_TOKENS + 3) - 1
-    positions = torch.linspace(min(3, last), last, NUM_TOKENS).long()[None]
+    positions = torch.linspace(min(3, last), last, NUM_TOKENS, device=device).long()[None]
     logits: Tensor = model(input_ids=ids, position_ids=positions, use_cache=False).logits
     return logits
 

@@ -1,0 +1,82 @@
+"""Applies patches to a loaded model, and refuses what changes more than rounding.
+
+A few tokens are computed before and after each patch: the queries, keys and values that reach the attention function,
+and the logits, must be the same within rounding. A patch that breaks a model is found here, and not by its users.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from kvferry.core.errors import KvferryError, UnsupportedModel
+from kvferry.engine.model.patch import FLAG, make_patch
+from kvferry.engine.ops.transform import FINAL_TOLERANCE, AttentionRecord, recorded_attention, run
+
+log = logging.getLogger(__name__)
+
+TOLERANCE = {**FINAL_TOLERANCE, torch.float16: 0.1}
+"""Largest difference, relative to the whole tensor, that is taken for rounding."""
+
+
+@dataclass(frozen=True)
+class _Trace:
+    """Logits [1, tokens, vocab], and what the attention function was called with, in order."""
+
+    logits: Tensor
+    attention: list[AttentionRecord]
+
+
+def apply_patches(model: nn.Module, names: Sequence[str]) -> None:
+    """Apply patches in this order. All ranks call it together.
+
+    Raises `UnsupportedModel` when a patch fails, or when the model does not compute the same with it; `ConfigError` for
+    a name or an option that is wrong.
+    """
+    patches = [(name, make_patch(name)) for name in names]
+    with torch.inference_mode():
+        for name, patch in patches:
+            before = None if patch.verifies_itself else _trace(model)
+            try:
+                count = patch.apply(model)
+            except KvferryError:
+                raise
+            except Exception as error:
+                raise UnsupportedModel(
+                    f"{FLAG} {name} failed on {type(model).__name__}: {error!r}; start without it"
+                ) from error
+            if before is not None:
+                _require_same(name, before, _trace(model))
+            log.info("%s %s: %d modules", FLAG, name, count)
+
+
+def _trace(model: nn.Module) -> _Trace:
+    with recorded_attention(model) as calls:
+        return _Trace(run(model), list(calls.values()))
+
+
+def _require_same(name: str, before: _Trace, after: _Trace) -> None:
+    if len(after.attention) != len(before.attention):
+        raise UnsupportedModel(
+            f"{FLAG} {name}: the attention function was called by {len(before.attention)} modules before, and by"
+            f" {len(after.attention)} with the patch; KV of the others would be missing"
+        )
+    for layer, (old, new) in enumerate(zip(before.attention, after.attention, strict=True)):
+        for what, one, other in zip(("queries", "keys", "values"), old.tensors, new.tensors, strict=True):
+            _require_close(f"{FLAG} {name} changes the {what} of layer {layer}", one, other)
+    _require_close(f"{FLAG} {name} changes the logits", before.logits, after.logits)
+
+
+def _require_close(what: str, before: Tensor, after: Tensor) -> None:
+    if before.shape != after.shape or before.dtype != after.dtype:
+        raise UnsupportedModel(
+            f"{what}: they were {before.dtype} {list(before.shape)}, and are {after.dtype} {list(after.shape)}"
+        )
+    limit = TOLERANCE[before.dtype]
+    difference = float((after.double() - before.double()).norm() / before.double().norm().clamp_min(1e-30))
+    if not difference <= limit:
+        raise UnsupportedModel(f"{what} by {difference:.2g} of their size; rounding is at most {limit:g}")
