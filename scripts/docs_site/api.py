@@ -34,9 +34,12 @@ PAGES = {
         "Contract suites",
         "What every implementation of an interface must do, as classes for pytest that another package subclasses.",
         (
+            "kvferry.testing.connector",
             "kvferry.testing.fabric",
             "kvferry.testing.pipe",
             "kvferry.testing.lookup_buffer",
+            "kvferry.testing.model_patch",
+            "kvferry.testing.policy",
             "kvferry.testing.stores",
         ),
     ),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvferry.router.disaggregation import FEWEST_HAND_OFFS
-from router.policies.support import Fleet, prompt
+from kvferry.testing.policy import Fleet, prompt
 
 LONG = prompt(*range(500, 580))
 

@@ -2,58 +2,24 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 
 from kvferry.core.errors import ConfigError, UnknownName
 from kvferry.router.policies import base
 from kvferry.router.policies.base import Asked, Choice, LegPolicy, Options, Policy, PolicyContext
 from kvferry.router.policies.table import POLICIES, find_policy, make_policy, policy_names, read_settings
-from router.policies.support import Fleet, One, prompt
+from kvferry.testing.policy import Fleet, One, PolicyContract, prompt
 
 
-@pytest.mark.parametrize("name", sorted(POLICIES))
-def test_every_policy_plans_both_legs_among_who_is_there(name: str) -> None:
-    fleet, chance = Fleet(name, 3, 3), random.Random(4)
-    for number in range(300):
-        prefills = chance.sample(fleet.prefills, chance.randrange(4))
-        decodes = chance.sample(fleet.decodes, 1 + chance.randrange(3))
-        asked = prompt(0, *range(number, number + chance.randrange(5)), session=chance.choice([None, "a", "b"]))
-        choice = fleet.choose(asked, Options(prefills, decodes))
-        assert choice.decode in decodes
-        assert choice.prefill in prefills if prefills else choice.prefill is None
-        assert choice.reason == ("split" if prefills else "no_prefill")
-        fleet.clock.advance(1)
-    fleet.index.check()
+@pytest.fixture(params=sorted(POLICIES))
+def name(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
 
 
-@pytest.mark.parametrize("name", sorted(POLICIES))
-def test_no_policy_forms_a_pair_that_cannot_be(name: str) -> None:
-    """Only instances of the same number can read each other's KV."""
-    fleet = Fleet(name, 3, 3)
-
-    def alike(prefill: One, decode: One) -> bool:
-        return prefill.name[-1] == decode.name[-1]
-
-    for number in range(60):
-        choice = fleet.choose(prompt(0, number), Options(fleet.prefills, fleet.decodes, can_pair=alike))
-        assert choice.prefill is not None
-        assert alike(choice.prefill, choice.decode)
-    lonely = Options(fleet.prefills[:1], fleet.decodes[1:], can_pair=alike)
-    choice = fleet.choose(prompt(0, 1), lonely)
-    assert (choice.prefill, choice.reason) == (None, "no_pair")
-
-
-@pytest.mark.parametrize("name", sorted(POLICIES))
-def test_no_policy_sends_everything_to_who_saw_the_shared_first_block_first(name: str) -> None:
-    fleet = Fleet(name, 4, 4)
-    for number in range(400):
-        fleet.choose(prompt(0, *range(10 + number * 20, 20 + number * 20)))
-        fleet.clock.advance(1)
-    for leg in ("prefill", "decode"):
-        counts = [fleet.chosen[f"{leg}-{number}"] for number in range(4)]
-        assert max(counts) <= 2 * sum(counts) / 4, counts
+class TestEvery(PolicyContract):
+    @pytest.fixture(autouse=True)
+    def _set(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(type(self), "policy", name, raising=False)
 
 
 def test_round_robin_gives_everyone_a_turn_and_skips_nobody() -> None:

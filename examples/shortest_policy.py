@@ -1,0 +1,38 @@
+"""A router policy of one's own: each leg goes to the instance with the fewest tokens before it.
+
+    PYTHONPATH=examples kvferry router … --policy shortest_policy:Shortest --policy-option decode_tokens=300
+
+`test_shortest_policy.py` runs the contract suite on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from kvferry.router.policies.base import Asked, Leg, LegPolicy, PolicyContext, Target
+
+T = TypeVar("T", bound=Target)
+
+
+@dataclass(frozen=True)
+class ShortestSettings:
+    """What `--policy-option` may set."""
+
+    decode_tokens: int = 500
+    """As how many tokens of prefill an answer counts that an instance is writing."""
+
+
+class Shortest(LegPolicy):
+    """Knows only what an instance has to do, not what is in its cache."""
+
+    Settings = ShortestSettings
+
+    def __init__(self, context: PolicyContext, settings: ShortestSettings) -> None:
+        super().__init__(context, settings)
+        self._decode_tokens = settings.decode_tokens
+
+    def score(self, asked: Asked, leg: Leg, targets: Sequence[T]) -> Sequence[float]:
+        """Tokens before this request, on each."""
+        return [one.load.prefill_tokens + one.load.num_decodes * self._decode_tokens for one in targets]

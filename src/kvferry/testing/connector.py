@@ -1,0 +1,241 @@
+"""What every connector must do, between two real engines with a small model. In a package that brings one:
+
+    from kvferry.testing.connector import ConnectorContract
+
+    class TestMyConnector(ConnectorContract):
+        connector = "my_package.my_module:MyConnector"
+
+        def extra(self, folder):
+            return {"path": str(folder)}
+
+Both engines are in the test's process and compute on the CPU. Needs pytest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+from kvferry.connectors.registry import find_connector
+from kvferry.core.clock import SYSTEM_CLOCK
+from kvferry.core.errors import ConfigError, LeakError
+from kvferry.core.hand_off import HandOff, Produce, parse_hand_off
+from kvferry.core.request import EngineOutput, Request
+from kvferry.core.sampling import SamplingParams
+from kvferry.core.transfer_config import KVTransferConfig
+from kvferry.engine.config import EngineConfig
+from kvferry.engine.engine import Engine
+from kvferry.models.random_model import make_random_model
+
+BLOCK_SIZE = 4
+GREEDY = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
+ONE_TOKEN = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
+PROMPT = [5 + 3 * number for number in range(30)]
+OTHER_PROMPT = [7 + 5 * number for number in range(30)]
+DEADLINE_S = 60.0
+
+
+class EnginePair:
+    """A P and a D joined by a connector, stepped in turn, and one engine without a connector to compare with."""
+
+    def __init__(self, model: Path, connector: str, extra: dict[str, Any]) -> None:
+        self._engines: list[Engine] = []
+        try:
+            for role in ("kv_producer", "kv_consumer", None):
+                config = None
+                if role is not None:
+                    config = KVTransferConfig(
+                        kv_connector=connector,
+                        kv_role=role,
+                        engine_id=role,
+                        kv_connector_extra_config=extra,
+                    )
+                self._engines.append(Engine(_engine_config(model), config, auth_token="contract"))
+        except BaseException:
+            self.close()
+            raise
+        self.prefill, self.decode, self.alone = self._engines
+        self.outputs: dict[str, list[EngineOutput]] = {}
+        self._figures: dict[tuple[int, str], float] = {}
+
+    def add(self, engine: Engine, name: str, prompt: list[int], hand_off: HandOff = None) -> None:
+        """A request; a prefill for another instance generates one token."""
+        sampling = ONE_TOKEN if isinstance(hand_off, Produce) else GREEDY
+        self.outputs[name] = []
+        engine.add(Request(request_id=name, prompt_token_ids=list(prompt), sampling=sampling, hand_off=hand_off))
+
+    def finish(self, name: str) -> EngineOutput:
+        """Step until this request has its answer; returns its end."""
+        self.step_until(lambda: any(output.finish_reason for output in self.outputs[name]), f"request {name} to end")
+        return self.outputs[name][-1]
+
+    def tokens(self, name: str) -> list[int]:
+        """The answer so far."""
+        return [token for output in self.outputs[name] for token in output.token_ids]
+
+    def prefilled(self, transfer_id: str, prompt: list[int]) -> dict[str, Any]:
+        """Have P prefill a prompt for D; returns the ticket."""
+        self.add(self.prefill, f"p-{transfer_id}", prompt, Produce(transfer_id))
+        ticket = self.finish(f"p-{transfer_id}").kv_transfer_params
+        assert ticket is not None, "the answer of a prefill for another instance has a ticket"
+        return ticket
+
+    def decoded(self, name: str, prompt: list[int], ticket: dict[str, Any] | None) -> EngineOutput:
+        """Have D answer with a ticket."""
+        self.add(self.decode, name, prompt, parse_hand_off(ticket, name))
+        return self.finish(name)
+
+    def expected(self, prompt: list[int]) -> list[int]:
+        """What one engine alone answers."""
+        name = f"alone-{len(self.outputs)}"
+        self.add(self.alone, name, prompt)
+        self.finish(name)
+        return self.tokens(name)
+
+    def step_until(self, condition: Callable[[], bool], what: str) -> None:
+        """Step all engines. Fails when it takes longer than a deadline that no healthy connector comes near."""
+        deadline = SYSTEM_CLOCK.monotonic() + DEADLINE_S
+        while not condition():
+            assert SYSTEM_CLOCK.monotonic() < deadline, f"waited {DEADLINE_S:g} s for {what}"
+            for engine in self._engines:
+                for output in engine.step():
+                    self.outputs[output.request_id].append(output)
+            self._require_that_counters_grow()
+
+    def settle(self) -> None:
+        """Step until nothing is kept; the leak is named when that does not come about."""
+        leak = ""
+
+        def is_clean() -> bool:
+            nonlocal leak
+            try:
+                for engine in self._engines:
+                    if not engine.scheduler.is_empty:
+                        raise LeakError("a request, or blocks held for a peer")
+                    engine.check()
+            except LeakError as error:
+                leak = str(error)
+                return False
+            return True
+
+        try:
+            self.step_until(is_clean, "the engines to give everything back")
+        except AssertionError as error:
+            raise AssertionError(f"{error}: {leak}") from None
+
+    def close(self) -> None:
+        """End the engines."""
+        for engine in self._engines:
+            engine.close()
+
+    def _require_that_counters_grow(self) -> None:
+        for number, engine in enumerate(self._engines):
+            snapshot = engine.statistics()
+            for name, value in snapshot.connector.items():
+                before, self._figures[number, name] = self._figures.get((number, name), 0.0), value
+                is_gauge = name in snapshot.connector_gauges
+                assert is_gauge or value >= before, f"{name} fell from {before} to {value}; add it to `gauges`"
+
+
+class ConnectorContract:
+    """Set `connector` in a subclass; `extra` gives its `kv_connector_extra_config`."""
+
+    connector: ClassVar[str]
+
+    def extra(self, folder: Path) -> dict[str, Any]:
+        """The options of both sides. `folder` is an empty directory of this test."""
+        return {}
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def model(cls, tmp_path_factory: pytest.TempPathFactory) -> Path:
+        """A small model with random weights."""
+        return make_random_model(tmp_path_factory.mktemp("model"))
+
+    @pytest.fixture
+    def pair(self, model: Path, tmp_path: Path) -> Iterator[EnginePair]:
+        """P and D, which have given everything back when the test is over."""
+        folder = tmp_path / "connector"
+        folder.mkdir()
+        pair = EnginePair(model, self.connector, self.extra(folder))
+        try:
+            yield pair
+            pair.settle()
+        finally:
+            pair.close()
+
+    def test_the_kv_of_a_hand_off_is_loaded_and_the_answer_is_the_same(self, pair: EnginePair) -> None:
+        """Not computed again on D: most of the prompt came through the connector."""
+        for number, prompt in enumerate((PROMPT, OTHER_PROMPT, PROMPT[:5], PROMPT)):
+            hits = pair.decode.statistics().external.num_external_hits
+            end = pair.decoded(f"d{number}", prompt, pair.prefilled(f"t{number}", prompt))
+            assert end.finish_reason == "length", end
+            assert pair.tokens(f"d{number}") == pair.expected(prompt)
+            if number < 2:
+                assert pair.decode.statistics().external.num_external_hits - hits > len(prompt) // 2
+        assert pair.decode.statistics().external.num_load_failures == {}
+
+    def test_several_hand_offs_at_once(self, pair: EnginePair) -> None:
+        """Prefilled in one step, fetched in one step."""
+        prompts = {f"m{number}": [number + 2, *PROMPT[number:]] for number in range(4)}
+        tickets = {name: pair.prefilled(name, prompt) for name, prompt in prompts.items()}
+        for name, prompt in prompts.items():
+            pair.add(pair.decode, name, prompt, parse_hand_off(tickets[name], name))
+        for name, prompt in prompts.items():
+            assert pair.finish(name).finish_reason == "length"
+            assert pair.tokens(name) == pair.expected(prompt)
+
+    def test_a_ticket_of_another_prompt_never_gives_wrong_tokens(self, pair: EnginePair) -> None:
+        """The KV is of other tokens: it is refused, and the prompt computed here."""
+        pair.decoded("d", OTHER_PROMPT, pair.prefilled("t", PROMPT))
+        assert pair.tokens("d") == pair.expected(OTHER_PROMPT)
+        pair.prefill.release("t")
+
+    def test_a_ticket_that_is_used_twice(self, pair: EnginePair) -> None:
+        """Whatever the second one gets, its answer is right."""
+        ticket = pair.prefilled("t", PROMPT)
+        for name in ("first", "second"):
+            pair.decoded(name, PROMPT, ticket)
+            assert pair.tokens(name) == pair.expected(PROMPT)
+
+    def test_a_hand_off_that_nobody_fetches_can_be_released(self, pair: EnginePair) -> None:
+        """By the router, when the client has left."""
+        pair.prefilled("t", PROMPT)
+        pair.prefill.release("t")  # False of a connector that keeps nothing at P
+        pair.settle()
+        assert pair.prefill.release("t") is False, "there is nothing left to release"
+
+    def test_a_request_that_is_aborted_while_its_kv_comes(self, pair: EnginePair) -> None:
+        """Its blocks go back to the pool once nothing writes to them any more."""
+        ticket = pair.prefilled("t", PROMPT)
+        pair.add(pair.decode, "gone", PROMPT, parse_hand_off(ticket, "gone"))
+        pair.outputs["gone"] += pair.decode.step()
+        pair.decode.abort("gone")
+        pair.prefill.release("t")
+        assert pair.finish("gone").finish_reason in ("abort", "length")
+        pair.decoded("next", PROMPT, pair.prefilled("t2", PROMPT))
+        assert pair.tokens("next") == pair.expected(PROMPT)
+
+    def test_an_unknown_option_is_an_error_before_anything_is_started(self, tmp_path: Path) -> None:
+        """`ConnectorSpec.options` names the class that is checked against."""
+        extra = {**self.extra(tmp_path), "no_such_option": 1}
+        config = KVTransferConfig(kv_connector=self.connector, kv_connector_extra_config=extra)
+        with pytest.raises(ConfigError, match="no_such_option"):
+            find_connector(config).check(config)
+
+
+def _engine_config(model: Path) -> EngineConfig:
+    return EngineConfig(
+        model=str(model),
+        device="cpu",
+        dtype="float32",
+        num_threads=1,
+        block_size=BLOCK_SIZE,
+        max_num_batched_tokens=16,
+        max_num_seqs=8,
+        kv_cache_memory="8MiB",
+        prefix_caching=False,
+    )

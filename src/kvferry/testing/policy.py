@@ -1,0 +1,141 @@
+"""What every router policy must do, and a fleet without processes to try one on. In a package that brings one:
+
+    from kvferry.testing.policy import PolicyContract
+
+    class TestMyPolicy(PolicyContract):
+        policy = "my_package.my_module:MyPolicy"
+        options = ("weight=2",)
+
+Nothing is started and no time passes: the clock is moved by hand. Needs pytest.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import pytest
+
+from kvferry.core.clock import ManualClock
+from kvferry.core.errors import ConfigError
+from kvferry.router.cost import Estimates
+from kvferry.router.disaggregation import Threshold
+from kvferry.router.policies.base import Asked, Choice, Load, Options, Policy, PolicyContext
+from kvferry.router.policies.table import find_policy, make_policy, read_settings
+from kvferry.router.prefix_index import PrefixIndex
+from kvferry.router.prompt import Prefix
+
+
+@dataclass(eq=False)
+class One:
+    """An instance, as a policy sees it."""
+
+    name: str
+    load: Load = field(default_factory=Load)
+
+
+def prompt(*keys: int, session: str | None = None) -> Asked:
+    """What is asked of a policy: a prompt of blocks of 100 tokens, each named by a key."""
+    ends = [100.0 * (place + 1) for place in range(len(keys))]
+    return Asked(num_tokens=100 * len(keys), session=session, prefix=Prefix(keys, ends))
+
+
+class Fleet:
+    """Some P, some D, a policy, and requests that take no time. `fixed`: the threshold of conditional
+    disaggregation, in tokens."""
+
+    def __init__(
+        self, policy: str, num_prefill: int = 2, num_decode: int = 2, *options: str, fixed: int | None = 0
+    ) -> None:
+        self.clock, self.index, self.estimates = ManualClock(), PrefixIndex(), Estimates()
+        self.threshold = Threshold(self.estimates, self.index, fixed)
+        context = PolicyContext(self.clock, random.Random(1), self.index, self.estimates, self.threshold)
+        self.policy: Policy = make_policy(policy, context, options)
+        self.prefills = [One(f"prefill-{number}") for number in range(num_prefill)]
+        self.decodes = [One(f"decode-{number}") for number in range(num_decode)]
+        self.chosen: Counter[str] = Counter()
+
+    def choose(self, asked: Asked, options: Options[One] | None = None) -> Choice[One]:
+        """Have the policy choose, and note what it chose as the router does."""
+        choice = self.policy.choose(asked, options or Options(self.prefills, self.decodes))
+        cached = self.index.match(asked.prefix)
+        for one in (choice.prefill, choice.decode):
+            if one is not None:
+                self.index.served(one, asked.prefix)
+                self.chosen[one.name] += 1
+        for one in (choice.prefill, choice.decode):
+            if one is not None:
+                one.load.note_taken(asked.num_tokens - cached.get(one, 0), self.clock.now)
+        self.policy.placed(asked, choice)
+        return choice
+
+
+class PolicyContract:
+    """Set `policy` in a subclass, and `options` as after `--policy-option`."""
+
+    policy: ClassVar[str]
+    options: ClassVar[tuple[str, ...]] = ()
+    spreads: ClassVar[bool] = True
+    """Whether requests that share only their first block are to be spread over idle instances. False: not promised."""
+
+    def fleet(self, num_prefill: int, num_decode: int) -> Fleet:
+        """Instances to choose among."""
+        return Fleet(self.policy, num_prefill, num_decode, *self.options)
+
+    def test_both_legs_are_planned_among_those_that_are_there(self) -> None:
+        """Instances come and go; without a prefill instance, a decode instance does both."""
+        fleet, chance = self.fleet(3, 3), random.Random(4)
+        for number in range(300):
+            prefills = chance.sample(fleet.prefills, chance.randrange(4))
+            decodes = chance.sample(fleet.decodes, 1 + chance.randrange(3))
+            asked = prompt(0, *range(number, number + chance.randrange(5)), session=chance.choice([None, "a", "b"]))
+            choice = fleet.choose(asked, Options(prefills, decodes))
+            assert choice.decode in decodes
+            assert choice.prefill in prefills if prefills else choice.prefill is None
+            assert choice.reason == ("split" if prefills else "no_prefill")
+            fleet.clock.advance(1)
+        fleet.index.check()
+
+    def test_only_instances_that_can_be_paired_are(self) -> None:
+        """Here only instances of the same number can read each other's KV."""
+        fleet = self.fleet(3, 3)
+
+        def can_pair(prefill: One, decode: One) -> bool:
+            return prefill.name[-1] == decode.name[-1]
+
+        for number in range(60):
+            choice = fleet.choose(prompt(0, number), Options(fleet.prefills, fleet.decodes, can_pair=can_pair))
+            assert choice.prefill is not None
+            assert can_pair(choice.prefill, choice.decode)
+        apart = Options(fleet.prefills[:1], fleet.decodes[1:], can_pair=can_pair)
+        choice = fleet.choose(prompt(0, 1), apart)
+        assert (choice.prefill, choice.reason) == (None, "no_pair")
+
+    def test_a_shared_first_block_does_not_send_everything_to_one_instance(self) -> None:
+        """As a system prompt that all requests have."""
+        if not self.spreads:
+            pytest.skip("not promised by this policy")
+        fleet = self.fleet(4, 4)
+        for number in range(400):
+            fleet.choose(prompt(0, *range(10 + number * 20, 20 + number * 20)))
+            fleet.clock.advance(1)
+        for leg in ("prefill", "decode"):
+            counts = [fleet.chosen[f"{leg}-{number}"] for number in range(4)]
+            assert max(counts) <= 2 * sum(counts) / 4, counts
+
+    def test_choosing_changes_nothing(self) -> None:
+        """The router may ask and then not follow: only `placed` tells that it did."""
+        fleet = self.fleet(2, 2)
+        options = Options(fleet.prefills, fleet.decodes)
+        before = [repr(one.load) for one in fleet.prefills]
+        for number in range(20):
+            fleet.policy.choose(prompt(number), options)
+        assert [repr(one.load) for one in fleet.prefills] == before
+        assert (options.prefills, options.decodes) == (fleet.prefills, fleet.decodes)
+
+    def test_an_unknown_option_is_an_error(self) -> None:
+        """Of which the user hears when the router starts."""
+        with pytest.raises(ConfigError, match="no_such_option"):
+            read_settings(self.policy, find_policy(self.policy), ["no_such_option=1"])

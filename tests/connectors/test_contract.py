@@ -1,0 +1,33 @@
+"""kvferry's own connectors do what is asked of everybody's."""
+
+from pathlib import Path
+from typing import Any
+
+from kvferry.testing.connector import ConnectorContract
+
+
+class TestP2p(ConnectorContract):
+    connector = "P2pConnector"
+
+
+class TestP2pOverTcp(ConnectorContract):
+    connector = "P2pConnector"
+
+    def extra(self, folder: Path) -> dict[str, Any]:
+        return {"transport": "tcp"}
+
+
+class TestSharedStorage(ConnectorContract):
+    connector = "SharedStorageConnector"
+
+    def extra(self, folder: Path) -> dict[str, Any]:
+        return {"shared_storage_path": str(folder)}
+
+
+class TestMulti(ConnectorContract):
+    connector = "MultiConnector"
+
+    def extra(self, folder: Path) -> dict[str, Any]:
+        store = {"kv_connector": "SharedStorageConnector"}
+        store["kv_connector_extra_config"] = {"shared_storage_path": str(folder)}  # type: ignore[assignment]
+        return {"connectors": [{"kv_connector": "P2pConnector"}, store]}
