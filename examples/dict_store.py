@@ -1,7 +1,8 @@
 """A KV store of one's own: blocks in a dictionary of the process, the least recently used evicted first.
 
     PYTHONPATH=examples kvferry serve MODEL --kv-transfer-config \\
-      '{"kv_connector": "KVStoreConnector", "kv_connector_extra_config": {"store": "dict_store:DictStore?max_blocks=99"}}'
+      '{"kv_connector": "KVStoreConnector",
+        "kv_connector_extra_config": {"store": "dict_store:DictStore?max_blocks=1000"}}'
 
 It is meant to be read. `test_dict_store.py` runs the contract suite on it.
 """
