@@ -12,7 +12,6 @@ never change, and both have the same first token.
 from __future__ import annotations
 
 import hmac
-import time
 from collections.abc import Callable
 
 import msgspec
