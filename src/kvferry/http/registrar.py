@@ -10,7 +10,6 @@ import asyncio
 import logging
 import secrets
 import socket
-import time
 from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from typing import Literal
 
 import msgspec
 
+from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.core.errors import ConfigError, KvferryError, ProtocolError
 from kvferry.core.registration import REGISTER_PATH, Announcement, Registered, Role, State, registration_key, seal
 from kvferry.http.client import HttpClient
@@ -168,7 +168,7 @@ class Registrar:
 
     async def _ask(self, client: HttpClient, router: _Router, state: State) -> Registered:
         config = self._config
-        self._number = max(self._number + 1, time.time_ns())
+        self._number = max(self._number + 1, int(SYSTEM_CLOCK.wall() * 1e9))
         announcement = Announcement(
             router=router.name,
             process=self._process,

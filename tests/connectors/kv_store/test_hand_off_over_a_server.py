@@ -10,6 +10,7 @@ import pytest
 from fake_engine import FakeEngine, FakeRequest
 
 from kvferry.connectors.kv_store.markers import MARKER_S, SKEW_S, BadMarker, Marker, Markers
+from kvferry.core.clock import ManualClock
 from kvferry.core.errors import LeaseEnded, ProtocolError, StoreError, TransferTimeout
 from kvferry.core.hand_off import Consume, Produce, Ticket, parse_hand_off
 from kvferry.store.table import find_store
@@ -158,7 +159,7 @@ def test_a_marker_whose_time_is_over_is_none(make: Make, server: ValkeyServer) -
     loop.start()
 
     def read(at_s: float) -> Marker | None:
-        found = Markers("secret", lambda: at_s).read(store, "t", 0)
+        found = Markers("secret", ManualClock(at_s)).read(store, "t", 0)
         marker: Marker | None = loop.submit(found).result(20)
         return marker
 

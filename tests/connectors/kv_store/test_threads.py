@@ -15,6 +15,7 @@ from kvferry.connectors.kv_store.markers import MARKER_S, Marker, Markers
 from kvferry.connectors.kv_store.plan import LoadBlocks
 from kvferry.connectors.kv_store.prober import Prober, Question
 from kvferry.connectors.kv_store.writer import StoreWriter
+from kvferry.core.clock import ManualClock
 from kvferry.core.errors import StoreError, TransferTimeout
 from kvferry.core.hand_off import PrefillResult
 from kvferry.store.arena import Arena
@@ -118,7 +119,7 @@ def marker_of(transfer_id: str) -> Marker:
 
 
 def make_writer(store: KVStore, loop: TransferLoop, capacity: float = 1e6, **options: float) -> StoreWriter:
-    return StoreWriter(store, loop, Markers("secret", lambda: 0.0), capacity, **options)
+    return StoreWriter(store, loop, Markers("secret", ManualClock()), capacity, **options)
 
 
 def test_markers_come_after_the_blocks_before_them(loop: TransferLoop) -> None:
@@ -131,7 +132,7 @@ def test_markers_come_after_the_blocks_before_them(loop: TransferLoop) -> None:
     store.gate.set()
     until(writer.is_empty)
     assert store.put_before_note == [b"a"]
-    assert loop.submit(Markers("secret", lambda: 0.0).read(store, "t", 0)).result(20) == marker_of("t")
+    assert loop.submit(Markers("secret", ManualClock()).read(store, "t", 0)).result(20) == marker_of("t")
     writer.close()
 
 
@@ -299,7 +300,7 @@ def test_a_read_that_never_ends_does_not_hold_the_engine(region: Region, loop: T
 
 
 def make_prober(store: KVStore) -> Prober:
-    return Prober(lambda: [store], Markers("secret", lambda: 0.0))
+    return Prober(lambda: [store], Markers("secret", ManualClock()))
 
 
 def test_a_slow_store_holds_up_nobody() -> None:
@@ -353,7 +354,7 @@ def test_many_markers_are_waited_for_at_once(loop: TransferLoop) -> None:
     for index in range(20):
         prober.ask(f"r{index}", Question([b"a"], f"t{index}", deadline))
     for index in reversed(range(20)):
-        loop.submit(Markers("secret", lambda: 0.0).write(store, marker_of(f"t{index}"))).result(20)
+        loop.submit(Markers("secret", ManualClock()).write(store, marker_of(f"t{index}"))).result(20)
     until(lambda: all(prober.answer(f"r{index}") is not None for index in range(20)))
     answer = prober.answer("r7")
     assert answer is not None
@@ -384,7 +385,7 @@ def test_a_store_that_cannot_be_asked_now_may_have_the_marker_later(loop: Transf
 
     store = Shaky()
     store.gate.set()
-    loop.submit(Markers("secret", lambda: 0.0).write(store, marker_of("t"))).result(20)
+    loop.submit(Markers("secret", ManualClock()).write(store, marker_of("t"))).result(20)
     prober = make_prober(store)
     prober.ask("r", Question([b"a"], "t", time.monotonic() + 20))
     until(lambda: prober.answer("r") is not None)
@@ -399,12 +400,12 @@ def test_a_store_that_cannot_be_asked_now_may_have_the_marker_later(loop: Transf
 
 def test_a_marker_is_believed_only_under_its_name_and_token(loop: TransferLoop) -> None:
     store = HeldStore()
-    loop.submit(Markers("secret", lambda: 0.0).write(store, marker_of("a"))).result(20)
+    loop.submit(Markers("secret", ManualClock()).write(store, marker_of("a"))).result(20)
     store.notes["b.0"] = store.notes["a.0"]
-    for markers, name in ((Markers("secret", lambda: 0.0), "b"), (Markers("another"), "a")):
+    for markers, name in ((Markers("secret", ManualClock()), "b"), (Markers("another"), "a")):
         with pytest.raises(StoreError, match="token"):
             loop.submit(markers.read(store, name, 0)).result(20)
-    assert loop.submit(Markers("secret", lambda: 0.0).read(store, "a", 0)).result(20) == marker_of("a")
+    assert loop.submit(Markers("secret", ManualClock()).read(store, "a", 0)).result(20) == marker_of("a")
 
 
 def test_questions_at_the_same_time_open_a_store_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -417,7 +418,7 @@ def test_questions_at_the_same_time_open_a_store_once(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr("kvferry.store.memory.Arena", make)
     prober = Prober(
-        lambda: [TieredStore(find_stores("memory:6MiB?name=probed"), LAYOUT)], Markers("secret", lambda: 0.0)
+        lambda: [TieredStore(find_stores("memory:6MiB?name=probed"), LAYOUT)], Markers("secret", ManualClock())
     )
     for index in range(8):
         prober.ask(f"r{index}", Question([b"a" * 32]))

@@ -12,10 +12,10 @@ never change, and both have the same first token.
 from __future__ import annotations
 
 import hmac
-from collections.abc import Callable
 
 import msgspec
 
+from kvferry.core.clock import SYSTEM_CLOCK, Clock
 from kvferry.core.errors import StoreError
 from kvferry.core.hand_off import PrefillResult
 from kvferry.core.layout import KVLayout
@@ -48,13 +48,13 @@ class Marker(msgspec.Struct, frozen=True, kw_only=True):
 class Markers:
     """Writes and reads them. Every method raises `StoreError` when the store cannot be asked."""
 
-    def __init__(self, token: str, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, token: str, clock: Clock = SYSTEM_CLOCK) -> None:
         self._key, self._clock = token.encode(), clock
 
     async def write(self, store: KVStore, marker: Marker) -> None:
         """Leave a marker, instead of one that may be there."""
         name = _name(marker.transfer_id, marker.layout.tp_rank)
-        body = msgspec.msgpack.encode(msgspec.structs.replace(marker, expires_s=self._clock() + MARKER_S))
+        body = msgspec.msgpack.encode(msgspec.structs.replace(marker, expires_s=self._clock.wall() + MARKER_S))
         await store.write_note(name, self._code(name, body) + body, MARKER_S)
 
     async def read(self, store: KVStore, transfer_id: str, rank: int) -> Marker | None:
@@ -72,7 +72,7 @@ class Markers:
             marker = msgspec.msgpack.decode(note[_CODE_BYTES:], type=Marker)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise BadMarker(f"what is under {transfer_id!r} is no marker of a hand-off: {error}") from error
-        return marker if self._clock() <= marker.expires_s + SKEW_S else None
+        return marker if self._clock.wall() <= marker.expires_s + SKEW_S else None
 
     async def remove(self, store: KVStore, transfer_id: str, rank: int) -> None:
         """Remove a rank's marker, if it is there."""

@@ -83,7 +83,10 @@ class KVStoreSchedulerSide(SchedulerSide):
         self._settings, self._clock = read_settings(context), context.clock
         self._config, self._layout = context.config, context.layout
         self._prober = Prober(
-            self._stores, Markers(context.auth_token), prefetches=self._settings.prefetch, clock=context.clock
+            self._stores,
+            Markers(context.auth_token, context.clock),
+            prefetches=self._settings.prefetch,
+            clock=context.clock,
         )
         specs = self._settings.specs(context.layout.block_size)
         self._layerwise = self._settings.load == "layerwise" and all(spec.kind.has_layers for spec in specs)

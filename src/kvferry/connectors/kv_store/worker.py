@@ -60,7 +60,7 @@ class KVStoreWorkerSide(WorkerSide):
         self._writer = StoreWriter(
             self._store,
             self._loop,
-            Markers(self.context.auth_token),
+            Markers(self.context.auth_token, self.context.clock),
             config.kv_buffer_size,
             longest_wait_s=LONGEST_WAIT_S if config.kv_role == "kv_producer" else 0.0,
         )
