@@ -23,7 +23,7 @@ TORCH_FREE = [
     "kvferry.store.trace.comparison",
     "kvferry.engine.block_pool",
     "kvferry.engine.config",
-    "kvferry.engine.model.patch",
+    "kvferry.engine.model.patch_names",
     "kvferry.engine.scheduler",
     "kvferry.engine.statistics",
     "kvferry.engine.sequence",

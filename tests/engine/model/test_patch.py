@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM
 
 from kvferry.core.errors import ConfigError, UnknownName, UnsupportedModel
 from kvferry.engine.config import EngineConfig
-from kvferry.engine.model.patch import MODEL_PATCHES, ModelPatch, make_patch
+from kvferry.engine.model.patch import ModelPatch, make_patch
+from kvferry.engine.model.patch_names import MODEL_PATCHES
 from kvferry.engine.model.patching import apply_patches
 from kvferry.engine.ops.cpu_kernels import CpuKernels
 from kvferry.engine.ops.native import library

@@ -21,7 +21,7 @@ from kvferry.engine.config import EngineConfig
 from kvferry.engine.model.attention import ATTENTION_NAME, probe_layers, register_attention
 from kvferry.engine.model.checkpoint import require_complete
 from kvferry.engine.model.company import company_matters
-from kvferry.engine.model.patch import DEFAULT_PATCHES
+from kvferry.engine.model.patch_names import DEFAULT_PATCHES
 from kvferry.engine.model.patching import apply_patches
 from kvferry.engine.model.place import Place
 from kvferry.engine.model.rope import install_rope, trained_context

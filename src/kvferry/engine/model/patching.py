@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from kvferry.core.errors import KvferryError, UnsupportedModel
-from kvferry.engine.model.patch import FLAG, make_patch
+from kvferry.engine.model.patch import make_patch
+from kvferry.engine.model.patch_names import FLAG
 from kvferry.engine.ops.transform import FINAL_TOLERANCE, AttentionRecord, recorded_attention, run
 
 log = logging.getLogger(__name__)
