@@ -40,6 +40,13 @@ def model_maker(tmp_path_factory: pytest.TempPathFactory) -> ModelMaker:
 def pytest_addoption(parser: pytest.Parser) -> None:
     help_text = "of the tests marked full, run the K-th of N parts (K from 0), chosen by name; all others as selected"
     parser.addoption("--full-part", metavar="K/N", help=help_text)
+    parser.addoption("--files-with", metavar="WORD", help="import only test files in which this stands")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """`--files-with`: to import all files takes longer than most tests."""
+    word = config.getoption("--files-with")
+    return True if word and collection_path.suffix == ".py" and word not in collection_path.read_text() else None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -137,7 +137,7 @@ import sys
 from pathlib import Path
 from test_batch_invariance import GREEDY, engine_of, one_at_a_time, require_equal
 from support.engines import run_prompts
-prompts, expected, _ = one_at_a_time(Path(sys.argv[1]), 10, GREEDY, batch_invariant=True)
+prompts, expected, _ = one_at_a_time(Path(sys.argv[1]), int(sys.argv[2]), GREEDY, batch_invariant=True)
 for settings in ({}, {"max_num_batched_tokens": 16}):
     with engine_of(Path(sys.argv[1]), batch_invariant=True, **settings) as engine:
         assert "PyTorch computes" in engine.model.company
@@ -146,11 +146,12 @@ print("the same")
 """
 
 
+@pytest.mark.parametrize("num_prompts", [4, pytest.param(10, marks=pytest.mark.full)])
 @pytest.mark.parametrize("architecture", ["llama", "qwen3_moe"])
-def test_without_kernels_the_flag_sees_to_it(architecture: str, model_maker: Any) -> None:
+def test_without_kernels_the_flag_sees_to_it(architecture: str, num_prompts: int, model_maker: Any) -> None:
     paths = [str(Path(__file__).parent), str(Path(__file__).parents[1]), *sys.path]
     done = subprocess.run(
-        [sys.executable, "-c", WITHOUT_KERNELS, str(model_maker(architecture))],
+        [sys.executable, "-c", WITHOUT_KERNELS, str(model_maker(architecture)), str(num_prompts)],
         env={**os.environ, "KVFERRY_NATIVE": "0", "PYTHONPATH": os.pathsep.join(paths)},
         capture_output=True,
         text=True,

@@ -114,6 +114,7 @@ def require_hand_off_exact(
 
 
 @pytest.mark.processes
+@pytest.mark.usefixtures("warm_ranks")
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 def test_nor_does_one_between_instances_of_two_ranks(transport: str, model_maker: Any) -> None:
     """One instance is both, since a process is a rank of one instance only; without a prefix cache it fetches all."""

@@ -13,7 +13,8 @@ from support.engines import GREEDY, SEEDED, generate_greedy, random_prompts, req
 from support.libraries import require_library
 from support.pairs import pair_of
 
-NUM_PROMPTS = 500
+NUM_PROMPTS, MANY_PROMPTS = 100, 500
+"""In one run; the second under `make test-all`."""
 CONNECTORS: dict[str, tuple[str, dict[str, Any]]] = {
     "p2p-shm": ("P2pConnector", {"transport": "shm"}),
     "p2p-tcp": ("P2pConnector", {"transport": "tcp"}),
@@ -31,7 +32,14 @@ NUM_MEDIA_PROMPTS = 40
 PATIENT = {"timeout_s": 300.0}
 """Concurrent loads wait for P's turn; that a busy machine is slow to come to it is no failure here."""
 # (block size, tokens a step on P): chunks below, at and above a block, and prompts several blocks past a chunk.
-SHAPES = [(16, 40), pytest.param((8, 16), marks=pytest.mark.full), pytest.param((32, 32), marks=pytest.mark.full)]
+SHAPES = [(16, 40), (8, 16), (32, 32)]
+RUNS = [
+    pytest.param((16, 40), "alone", id="block16-chunk40"),
+    *(
+        pytest.param(shape, "alone_many", id=f"block{shape[0]}-chunk{shape[1]}-many", marks=pytest.mark.full)
+        for shape in SHAPES
+    ),
+]
 
 
 def connector_of(name: str, folder: Path) -> tuple[str, dict[str, Any]]:
@@ -44,20 +52,30 @@ def connector_of(name: str, folder: Path) -> tuple[str, dict[str, Any]]:
 @pytest.fixture(scope="module")
 def alone(model_maker: Any) -> dict[str, Any]:
     """What one engine answers, by sampling, with the prompts."""
-    model = model_maker("llama")
+    return answers_of_one(model_maker("llama"), NUM_PROMPTS)
+
+
+@pytest.fixture(scope="module")
+def alone_many(model_maker: Any) -> dict[str, Any]:
+    """The same of many."""
+    return answers_of_one(model_maker("llama"), MANY_PROMPTS)
+
+
+def answers_of_one(model: Path, num_prompts: int) -> dict[str, Any]:
     engine = Engine(EngineConfig(model=str(model), dtype="float32", device="cpu", kv_cache_memory="64MiB"))
-    prompts = random_prompts(NUM_PROMPTS, engine.model.vocab_size, longest=110, block_size=8, seed=9)
+    prompts = random_prompts(num_prompts, engine.model.vocab_size, longest=110, block_size=8, seed=9)
     answers = {"greedy": run_prompts(engine, prompts, GREEDY), "seeded": run_prompts(engine, prompts, SEEDED)}
     engine.close()
     return {"model": model, "prompts": prompts, **answers}
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"block{shape[0]}-chunk{shape[1]}")
+@pytest.mark.parametrize(("shape", "answers"), RUNS)
 @pytest.mark.parametrize("form", ["sequential", "concurrent"])
 @pytest.mark.parametrize("connector", CONNECTORS)
 def test_hand_off_equals_one_engine(
-    connector: str, form: str, shape: tuple[int, int], alone: dict[str, Any], tmp_path: Path
+    connector: str, form: str, shape: tuple[int, int], answers: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
+    alone: dict[str, Any] = request.getfixturevalue(answers)
     name, extra = connector_of(connector, tmp_path)
     block_size, chunk = shape
     with pair_of(

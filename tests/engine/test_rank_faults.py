@@ -18,7 +18,7 @@ from kvferry.engine.executor import patience
 from support import raising_connector
 from support.engines import GREEDY, Answer, run_requests
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("warm_ranks")]
 PROMPT = [(7 * place) % 90 + 1 for place in range(30)]
 
 

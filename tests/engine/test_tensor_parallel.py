@@ -18,7 +18,7 @@ from kvferry.engine.engine import Engine
 from support.engines import GREEDY, SEEDED, random_prompts, require_same, run_prompts, run_requests
 from support.pairs import pair_of
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("warm_ranks")]
 
 FAMILIES = {
     "llama": "split",

@@ -16,7 +16,7 @@ from typing import Any
 
 import httpx
 
-from support.warm import Child, ForkedCommand
+from support.warm import Child, run_command
 
 START_S = 120.0
 AUTH_TOKEN = "test-token"
@@ -145,7 +145,7 @@ def begun(
 
 def _start(arguments: tuple[str, ...], environment: dict[str, str], log: Path, ready_write: int) -> Child:
     if "--" not in arguments:
-        return ForkedCommand(arguments, environment, log, ready_write)
+        return run_command(arguments, environment, log, ready_write)
     command = [sys.executable, "-m", "kvferry.cli.main", arguments[0], f"--ready-fd={ready_write}", *arguments[1:]]
     with log.open("wb") as output:
         return subprocess.Popen(command, stdout=output, stderr=output, env=environment, pass_fds=(ready_write,))

@@ -1,8 +1,8 @@
-"""Runs `kvferry` commands in processes forked from one that has imported torch and transformers already.
+"""Runs `kvferry` commands and ranks in processes forked from one that has imported torch and transformers already.
 
 An instance spends five of its six seconds of CPU time on those imports, and a test run starts over a hundred. What is
-forked has everything else of its own: descriptors, environment, signals, exit code. How a command starts from nothing
-is tested where that matters: `kvferry serve`, the demo, and the commands of the README.
+forked has everything else of its own: descriptors, environment, signals, exit code. How processes start from nothing
+is tested where that matters: `kvferry serve`, the demo, the commands of the README, and the loss of ranks.
 """
 
 from __future__ import annotations
@@ -12,25 +12,30 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
-from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
-_MODULE = "support.warm_imports"
+_IMPORTS = "support.warm_imports"
 
 
 class Child(Protocol):
-    """The part of `subprocess.Popen` that tests use."""
+    """The part of `subprocess.Popen` that is used."""
 
-    pid: int
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+
+    @property
+    def returncode(self) -> int | None:
+        """Its exit code, minus the number of the signal that ended it; None while it is not known to have ended."""
 
     def poll(self) -> int | None:
-        """Its exit code, minus the number of the signal that ended it; None while it runs."""
+        """`returncode`, looked up now."""
 
     def wait(self, timeout: float | None = None) -> int:
         """Its exit code. Raises `subprocess.TimeoutExpired`."""
@@ -42,19 +47,23 @@ class Child(Protocol):
         """SIGKILL."""
 
 
-class ForkedCommand:
-    """One `kvferry` command under way; a `Child`."""
+class Forked:
+    """A process under way; a `Child`. It calls `target(descriptor, *arguments)` with a `descriptor` of its own that is
+    a copy of the given one."""
 
-    def __init__(self, arguments: Sequence[str], environment: Mapping[str, str], log: Path, ready_write: int) -> None:
-        """`--ready-fd` is added to `arguments`, with the child's own number for it."""
-        self._arguments = arguments
-        with Connection(os.dup(ready_write), readable=False) as ready:
-            self._process: BaseProcess = _context().Process(
-                target=_run, args=(list(arguments), dict(environment), str(log), ready), daemon=True
-            )
+    def __init__(self, target: Callable[..., None], descriptor: int, *arguments: Any) -> None:
+        with Connection(os.dup(descriptor)) as copied:
+            self._process = _context().Process(target=_call, args=(target, copied, *arguments), daemon=True)
             self._process.start()
+
+    @property
+    def pid(self) -> int:
         assert self._process.pid is not None
-        self.pid = self._process.pid
+        return self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
 
     def poll(self) -> int | None:
         return self._process.exitcode
@@ -62,7 +71,7 @@ class ForkedCommand:
     def wait(self, timeout: float | None = None) -> int:
         self._process.join(timeout)
         if self._process.exitcode is None:
-            raise subprocess.TimeoutExpired(list(self._arguments), timeout or 0.0)
+            raise subprocess.TimeoutExpired(str(self._process), timeout or 0.0)
         return self._process.exitcode
 
     def send_signal(self, sig: int) -> None:
@@ -74,25 +83,57 @@ class ForkedCommand:
         self.send_signal(signal.SIGKILL)
 
 
+def run_command(arguments: Sequence[str], environment: Mapping[str, str], log: Path, ready_write: int) -> Forked:
+    """`kvferry ARGUMENTS --ready-fd=…`; what it says is in `log`."""
+    return Forked(_run_command, ready_write, list(arguments), dict(environment), str(log))
+
+
+def run_rank(rank: int, size: int, pipe: int) -> Forked:
+    """In place of `rank_process._start`."""
+    return Forked(_run_rank, pipe, {**os.environ, "OMP_NUM_THREADS": "1"})
+
+
 @cache
 def _context() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([_MODULE])
+    context.set_forkserver_preload([_IMPORTS])
     return context
 
 
-def _run(arguments: list[str], environment: dict[str, str], log: str, ready: Connection) -> None:
-    """In the child: what `python -m kvferry.cli.main` does."""
-    from kvferry.cli.main import main
+# In the child.
+
+
+def _call(target: Callable[..., None], copied: Connection, *arguments: Any) -> None:
+    descriptor = os.dup(copied.fileno())
+    copied.close()
+    target(descriptor, *arguments)
+
+
+def _take_environment(environment: dict[str, str]) -> None:
+    import torch
 
     os.environ.clear()
     os.environ.update(environment)
+    torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))  # which torch has read before
+
+
+def _run_command(ready_fd: int, arguments: list[str], environment: dict[str, str], log: str) -> None:
+    """What `python -m kvferry.cli.main` does."""
+    from kvferry.cli.main import main
+
+    _take_environment(environment)
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
     for standard in (1, 2):
         os.dup2(output, standard)
     os.close(output)
-    ready_fd = os.dup(ready.fileno())
-    ready.close()
     command = [arguments[0], f"--ready-fd={ready_fd}", *arguments[1:]]
     sys.argv = ["kvferry", *command]
     sys.exit(main(command))
+
+
+def _run_rank(pipe: int, environment: dict[str, str]) -> None:
+    """What `python -m kvferry.engine.executor.rank_main` does."""
+    from kvferry.engine.executor.rank_main import main
+
+    _take_environment(environment)
+    os._exit(main(pipe))

@@ -9,6 +9,7 @@ import transformers.models.llama.modeling_llama  # noqa: F401
 import kvferry.cli.main
 import kvferry.connectors.kv_store
 import kvferry.connectors.p2p
+import kvferry.engine.executor.rank_main
 import kvferry.engine.launch
 import kvferry.router.server  # noqa: F401
 
