@@ -127,7 +127,7 @@ def test_the_only_d_dies_in_the_middle_of_an_answer(started: Cluster) -> None:
     started.prefill[0].require_clean()
 
 
-@pytest.fixture(scope="module", params=["sequential", "concurrent"])
+@pytest.fixture(scope="module", params=[pytest.param("sequential", marks=pytest.mark.full), "concurrent"])
 def slow(
     request: pytest.FixtureRequest, model_maker: Any, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Cluster]:

@@ -34,8 +34,15 @@ def is_alive(started: Cluster, name: str) -> bool:
     return next(bool(one["alive"]) for one in instances if one["name"] == name)
 
 
-@pytest.mark.parametrize("hand_off", ["sequential", "concurrent"])
-@pytest.mark.parametrize("role", ["prefill", "decode"])
+@pytest.mark.parametrize(
+    ("role", "hand_off"),
+    [
+        ("prefill", "sequential"),
+        ("decode", "concurrent"),
+        pytest.param("prefill", "concurrent", marks=pytest.mark.full),
+        pytest.param("decode", "sequential", marks=pytest.mark.full),
+    ],
+)
 def test_others_answer_and_it_is_taken_back(role: str, hand_off: str, model_maker: Any, tmp_path: Path) -> None:
     numbers = {f"num_{role}": 2}
     with cluster(
