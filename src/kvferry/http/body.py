@@ -11,6 +11,9 @@ from kvferry.core.openai import BodyTooLarge
 BUFFERED_BYTES = 256 * 1024
 """What is kept for a handler that does not read, before the client is made to wait."""
 
+SMALL_BYTES, JOINED_BYTES = 1024, 64 * 1024
+"""Shorter pieces are joined up to this much: a body that comes in chunks of a byte would take 40 times its length."""
+
 
 class Body:
     """Filled by the connection, read once by the handler: by `read`, or piece by piece.
@@ -24,7 +27,7 @@ class Body:
         self.num_bytes = 0
         self._max_bytes = max_bytes
         self._on_read = on_read
-        self._pieces: deque[bytes] = deque()
+        self._pieces: deque[bytes | bytearray] = deque()
         self._buffered = 0
         self._error: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
@@ -46,7 +49,7 @@ class Body:
         if self._error is not None:
             raise self._error
         pieces, self._pieces, self._buffered = self._pieces, deque(), 0
-        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+        return bytes(pieces[0]) if len(pieces) == 1 else b"".join(pieces)
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
         """The body as it comes. A slow reader holds the client up; nothing is kept beyond `BUFFERED_BYTES`."""
@@ -55,7 +58,7 @@ class Body:
                 piece = self._pieces.popleft()
                 self._buffered -= len(piece)
                 self._on_read()
-                yield piece
+                yield bytes(piece)
             elif self._error is not None:
                 raise self._error
             elif self.complete:
@@ -97,10 +100,19 @@ class Body:
             except Exception as error:  # noqa: BLE001 - the reader's own refusal, raised in the reader
                 self.fail(error)
                 return
-        self._pieces.append(piece)
+        self._keep(piece)
         self._buffered += len(piece)
         if not self._whole:
             self._wake()
+
+    def _keep(self, piece: bytes) -> None:
+        last = self._pieces[-1] if self._pieces else b""
+        if len(piece) >= SMALL_BYTES:
+            self._pieces.append(piece)
+        elif isinstance(last, bytearray) and len(last) < JOINED_BYTES:
+            last += piece
+        else:
+            self._pieces.append(bytearray(piece))
 
     def end(self) -> None:
         """It is complete."""
