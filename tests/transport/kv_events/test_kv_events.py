@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator, Iterator
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 
 import msgspec
 import pytest
@@ -22,6 +23,7 @@ from kvferry.transport.kv_events.messages import (
     encode_batch,
 )
 from kvferry.transport.kv_events.publisher import KVEventPublisher
+from kvferry.transport.kv_events.replays import MOST_CALLERS, STALL_S
 from kvferry.transport.kv_events.subscriber import Missed, Restarted, Told, follow
 
 
@@ -105,6 +107,56 @@ def test_all_that_is_kept_is_told_to_who_reads_slowly() -> None:
     finally:
         context.destroy(linger=0)
         publisher.close()
+
+
+def test_callers_that_never_read_keep_nobody_waiting_and_are_given_up() -> None:
+    clock = ManualClock()
+    publisher = KVEventPublisher("tcp://127.0.0.1:*", None, clock, most_kept=2000)
+    context = zmq.Context()
+    try:
+        event = BlockStored(block_hashes=[b"x" * 12_000], parent_block_hash=None, token_ids=[], block_size=2)
+        for _ in range(2000):
+            publisher.publish([event])
+        silent = [ask_again(context, publisher.addresses.replay_endpoint, 0) for _ in range(MOST_CALLERS)]
+        for one in silent:
+            one.poll(60_000)
+        late = ask_again(context, publisher.addresses.replay_endpoint, 1999)
+        assert not late.poll(300), "there are too many"
+        clock.advance(STALL_S)
+        while not late.poll(100):
+            late.send_multipart([b"", (1999).to_bytes(8, "big")])
+        assert late.recv_multipart()[-2] == (1999).to_bytes(8, "big")
+        assert late.recv_multipart()[-2] == END_OF_REPLAY
+    finally:
+        context.destroy(linger=0)
+        publisher.close()
+
+
+def stranger(where: str, kind: bytes) -> socket.socket:
+    """A connection that speaks ZeroMQ's protocol, up to its first message."""
+    host, _, port = where.removeprefix("tcp://").rpartition(":")
+    one = socket.create_connection((host, int(port)), timeout=60)
+    ready = b"\x05READY\x0bSocket-Type" + len(kind).to_bytes(4, "big") + kind
+    one.sendall(b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(16 + 32) + b"\x04" + bytes([len(ready)]) + ready)
+    return one
+
+
+@pytest.mark.parametrize("kind", [b"SUB", b"DEALER"])
+def test_who_would_say_too_much_is_cut_off(publisher: KVEventPublisher, kind: bytes) -> None:
+    where = publisher.addresses.endpoint if kind == b"SUB" else publisher.addresses.replay_endpoint
+    with stranger(where, kind) as loud:
+        heard = b""
+        while b"Socket-Type" not in heard:
+            heard += loud.recv(1)
+        loud.sendall(b"\x02" + (2**40).to_bytes(8, "big") + bytes(100))
+        with suppress(ConnectionResetError):
+            while loud.recv(65536):
+                pass
+    publisher.publish(stored(1))
+    context = zmq.Context()
+    other = ask_again(context, publisher.addresses.replay_endpoint, 0)
+    assert other.recv_multipart()[-2] == bytes(8)
+    context.destroy(linger=0)
 
 
 async def test_a_gap_is_filled_and_one_that_cannot_be_is_told(publisher: KVEventPublisher) -> None:

@@ -14,12 +14,16 @@ from typing import Any
 
 from kvferry.core.clock import Clock
 from kvferry.core.errors import ConfigError
-from kvferry.transport.kv_events.messages import END_OF_REPLAY, Event, encode_batch
+from kvferry.transport.kv_events.messages import Event, encode_batch
+from kvferry.transport.kv_events.replays import MOST_UNSENT, Replays
 from kvferry.transport.kv_events.sockets import require_endpoint, zmq
 
 logger = logging.getLogger(__name__)
 
-_POLL_MS = 200
+_POLL_MS, _PAUSE_MS = 200, 2
+"""Between two looks for a call; the shorter while a caller has yet to take some of its replay."""
+_MOST_HEARD_BYTES = 1024
+"""Of one frame: callers have 8 bytes to say, followers the beginnings of topics."""
 _MOST_KEPT_BYTES = 64 * 2**20
 
 
@@ -48,10 +52,7 @@ class KVEventPublisher:
         self._context = library.Context()
         try:
             self._pub, where = self._bind(library.PUB, endpoint, "--kv-events")
-            # Its default is fewer messages than a replay has, and a ROUTER drops what is beyond, the end among it.
-            self._replay, replay_where = self._bind(
-                library.ROUTER, replay_endpoint, "--kv-events-replay", most_unsent=most_kept + 1
-            )
+            self._replay, replay_where = self._bind(library.ROUTER, replay_endpoint, "--kv-events-replay")
         except BaseException:
             self._context.destroy(linger=0)
             raise
@@ -78,11 +79,14 @@ class KVEventPublisher:
         self._thread.join()
         self._context.destroy(linger=0)
 
-    def _bind(self, kind: int, endpoint: str, flag: str, most_unsent: int | None = None) -> tuple[Any, str]:
+    def _bind(self, kind: int, endpoint: str, flag: str) -> tuple[Any, str]:
         library = zmq()
         socket = self._context.socket(kind)
-        if most_unsent is not None:
-            socket.setsockopt(library.SNDHWM, most_unsent)
+        socket.setsockopt(library.MAXMSGSIZE, _MOST_HEARD_BYTES)
+        if kind == library.ROUTER:
+            socket.setsockopt(library.SNDHWM, MOST_UNSENT)
+            socket.setsockopt(library.RCVHWM, MOST_UNSENT)
+            socket.setsockopt(library.ROUTER_MANDATORY, 1)  # to be told who is gone or full, instead of losing messages
         try:
             socket.bind(endpoint)
         except library.ZMQError as error:
@@ -90,20 +94,20 @@ class KVEventPublisher:
         return socket, socket.getsockopt_string(library.LAST_ENDPOINT)
 
     def _serve_replays(self) -> None:
+        replays = Replays(self._replay, self._clock)
         while not self._closing.is_set():
             try:
-                if self._replay.poll(_POLL_MS):
-                    self._serve_replay(self._replay.recv_multipart())
+                if self._replay.poll(_PAUSE_MS if replays else _POLL_MS):
+                    self._begin_replay(replays, self._replay.recv_multipart())
+                replays.go_on()
             except Exception:
                 # The edge of this thread: one odd request must not end replays for everyone.
                 logger.exception("a replay of KV events failed")
 
-    def _serve_replay(self, frames: list[bytes]) -> None:
+    def _begin_replay(self, replays: Replays, frames: list[bytes]) -> None:
         if len(frames) != 3 or len(frames[2]) != 8:
             return
         caller, _, first = frames
         with self._lock:
             kept = [one for one in self._kept if one[0] >= int.from_bytes(first, "big")]
-        for number, payload in kept:
-            self._replay.send_multipart((caller, b"", b"", number.to_bytes(8, "big"), payload))
-        self._replay.send_multipart((caller, b"", b"", END_OF_REPLAY, b""))
+        replays.begin(caller, kept)
