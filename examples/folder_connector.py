@@ -62,7 +62,7 @@ class FolderPlan(msgspec.Struct):
     loads: list[Blocks] = []
 
 
-class FolderSchedulerSide(SchedulerSide):
+class FolderSchedulerSide(SchedulerSide[FolderPlan]):
     """Beside the scheduler."""
 
     def __init__(self, context: ConnectorContext) -> None:
@@ -124,7 +124,7 @@ class FolderSchedulerSide(SchedulerSide):
             raise LeakError("the folder connector still has loads of requests that are gone")
 
 
-class FolderWorkerSide(WorkerSide):
+class FolderWorkerSide(WorkerSide[FolderPlan]):
     """Beside the KV cache of each rank."""
 
     plan_type = FolderPlan

@@ -18,7 +18,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import Any, ClassVar, Generic, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 import msgspec
 
@@ -134,9 +134,12 @@ class StepView:
     preempted: Sequence[RequestView] = ()
 
 
-StepPlan = Any
-"""A connector's own message from its scheduler side to its worker sides: a `msgspec.Struct`, or None for nothing
-to do. The engine only carries it."""
+StepPlan: TypeAlias = msgspec.Struct
+"""A connector's own message from its scheduler side to its worker sides. The engine only carries it."""
+Plan = TypeVar("Plan", bound=msgspec.Struct)
+"""One connector's class of plans: `class MySide(SchedulerSide[MyPlan])`."""
+Wake: TypeAlias = Callable[[], None]
+"""Called from any thread when `poll` has something new; does not block, and may be called more often than needed."""
 
 
 # What happened on the worker side, of one request each.
@@ -209,7 +212,7 @@ class ConnectorContext:
     """Whether a device has written a layer's KV when `save_layer` is called for it: a worker side need not wait."""
 
 
-class SchedulerSide(ABC):
+class SchedulerSide(ABC, Generic[Plan]):
     """Bookkeeping beside the scheduler. One per engine; called from the engine's thread only; never blocks.
 
     None of these methods should raise, except `check`. What the engine does if one raises by mistake:
@@ -254,7 +257,7 @@ class SchedulerSide(ABC):
         first `num_computed_tokens` tokens. The load is to be part of the next plan."""
 
     @abstractmethod
-    def plan(self, step: StepView) -> StepPlan:
+    def plan(self, step: StepView) -> Plan | None:
         """What the worker sides are to do in this step; None for nothing."""
 
     @abstractmethod
@@ -290,7 +293,7 @@ class SchedulerSide(ABC):
         """Release everything. Called once, last."""
 
 
-class WorkerSide(ABC):
+class WorkerSide(ABC, Generic[Plan]):
     """Moves bytes. One per rank, beside the KV cache; all but `wait_layer` return without waiting for a transfer.
 
     A transfer that fails is reported by `poll`, not raised. What the engine does if a method raises by mistake:
@@ -317,12 +320,12 @@ class WorkerSide(ABC):
     def register(self, memory: BlockMemory) -> None:
         """The KV cache of this rank. Called once, before any plan."""
 
-    def withdraw(self, plan: StepPlan) -> None:
+    def withdraw(self, plan: Plan) -> None:
         """Withdraw what was announced of blocks that no longer belong to their request. Called with each plan, before
         `start`, and before such blocks are written to."""
 
     @abstractmethod
-    def start(self, plan: StepPlan) -> None:
+    def start(self, plan: Plan) -> None:
         """Begin what the plan asks for, before the model runs."""
 
     def wait_layer(self, layer: int) -> None:
@@ -345,7 +348,7 @@ class WorkerSide(ABC):
         """What has happened since the last call. Raises `ConnectorLost` if no transfer can ever finish again, which
         ends the engine. After another exception it is called again later, and must then report the same."""
 
-    def on_report(self, wake: Callable[[], None]) -> None:
+    def on_report(self, wake: Wake) -> None:
         """Call `wake` whenever `poll` has something new to report. It may be called from any thread, and does not
         block."""
 
@@ -397,7 +400,7 @@ class HasRefusals(Protocol):
 class HasStore(Protocol):
     """A scheduler side that keeps blocks for reuse, so that others may want to hear which."""
 
-    def saves(self, plan: StepPlan) -> Sequence[tuple[str, Sequence[BlockHash]]]:
+    def saves(self, plan: StepPlan | None) -> Sequence[tuple[str, Sequence[BlockHash]]]:
         """Of a plan: the blocks that it wants kept, which follow one another in the prompt, by request id."""
 
 

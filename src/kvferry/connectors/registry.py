@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from kvferry.connectors.api import ConnectorContext, SchedulerSide, WorkerSide
+from kvferry.connectors.api import ConnectorContext, SchedulerSide, StepPlan, WorkerSide
 from kvferry.core.names import ExtensionPoint, resolve
 from kvferry.core.options import read_options
 from kvferry.core.transfer_config import KVTransferConfig
@@ -34,22 +34,22 @@ class ConnectorSpec:
     """Of a connector that keeps KV under its block hash: a function of a `KVTransferConfig` that names the lossy codecs
     with which it does, as `package.module:function`."""
 
-    def build_scheduler_side(self, context: ConnectorContext) -> SchedulerSide:
+    def build_scheduler_side(self, context: ConnectorContext) -> SchedulerSide[StepPlan]:
         """The scheduler side, new."""
         return self.scheduler_class()(self._completed(context))
 
-    def build_worker_side(self, context: ConnectorContext) -> WorkerSide:
+    def build_worker_side(self, context: ConnectorContext) -> WorkerSide[StepPlan]:
         """The worker side, new."""
         return self.worker_class()(self._completed(context))
 
-    def scheduler_class(self) -> type[SchedulerSide]:
+    def scheduler_class(self) -> type[SchedulerSide[StepPlan]]:
         """The class of the scheduler side."""
-        found: type[SchedulerSide] = resolve(self.scheduler_side)
+        found: type[SchedulerSide[StepPlan]] = resolve(self.scheduler_side)
         return found
 
-    def worker_class(self) -> type[WorkerSide]:
+    def worker_class(self) -> type[WorkerSide[StepPlan]]:
         """The class of the worker side."""
-        found: type[WorkerSide] = resolve(self.worker_side)
+        found: type[WorkerSide[StepPlan]] = resolve(self.worker_side)
         return found
 
     def check(self, config: KVTransferConfig) -> None:

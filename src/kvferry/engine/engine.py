@@ -12,7 +12,15 @@ from collections.abc import Callable
 
 import msgspec
 
-from kvferry.connectors.api import ConnectorContext, HasAddresses, HasRefusals, SchedulerSide, TransferEvent, failures
+from kvferry.connectors.api import (
+    ConnectorContext,
+    HasAddresses,
+    HasRefusals,
+    SchedulerSide,
+    StepPlan,
+    TransferEvent,
+    failures,
+)
 from kvferry.connectors.registry import find_connector
 from kvferry.core.clock import Clock, SystemClock
 from kvferry.core.errors import ConnectorLost, InvalidRequest, LeakError, RankLost, RequestError
@@ -55,7 +63,7 @@ class Engine:
         self.executor = build_executor(config, transfer, auth_token, on_progress)
         self.model, self.layout = self.executor.model, self.executor.layout
         self.max_model_len, self.addresses = self.executor.max_model_len, self.executor.addresses
-        self.scheduler_side: SchedulerSide | None = None
+        self.scheduler_side: SchedulerSide[StepPlan] | None = None
         self.events: BlockEvents | None = None
         try:
             if transfer is not None:
@@ -257,7 +265,7 @@ class Engine:
             fail_on_lost_hand_off=bool(self.transfer and self.transfer.kv_load_failure_policy == "fail"),
         )
 
-    def _build_scheduler_side(self, transfer: KVTransferConfig, auth_token: str) -> SchedulerSide:
+    def _build_scheduler_side(self, transfer: KVTransferConfig, auth_token: str) -> SchedulerSide[StepPlan]:
         side = find_connector(transfer).build_scheduler_side(
             ConnectorContext(transfer, self.layout, auth_token, self.clock)
         )

@@ -54,7 +54,7 @@ class ExternalKV:
     """
 
     def __init__(
-        self, connector: SchedulerSide | None, pool: BlockPool, clock: Clock, *, fail_on_lost_hand_off: bool
+        self, connector: SchedulerSide[StepPlan] | None, pool: BlockPool, clock: Clock, *, fail_on_lost_hand_off: bool
     ) -> None:
         self._connector = connector
         self._pool = pool
@@ -191,7 +191,7 @@ class ExternalKV:
         return answer.ticket
 
     @staticmethod
-    def _ask_finish(connector: SchedulerSide, sequence: Sequence, blocks: tuple[int, ...]) -> Finish:
+    def _ask_finish(connector: SchedulerSide[StepPlan], sequence: Sequence, blocks: tuple[int, ...]) -> Finish:
         """Who keeps the blocks. If the connector raises twice, the blocks are never used again, since somebody may
         still read or write them."""
         try:

@@ -78,7 +78,7 @@ class Scheduler:
         pool: BlockPool,
         model_fingerprint: str,
         clock: Clock,
-        connector: SchedulerSide | None = None,
+        connector: SchedulerSide[StepPlan] | None = None,
     ) -> None:
         self.limits = limits
         self.pool = pool

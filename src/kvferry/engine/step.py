@@ -28,7 +28,7 @@ class Step:
     """What the model runner does next. `plan` is for the connector's worker sides."""
 
     chunks: list[Chunk]
-    plan: StepPlan = None
+    plan: StepPlan | None = None
 
     @property
     def num_tokens(self) -> int:

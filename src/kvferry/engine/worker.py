@@ -49,7 +49,7 @@ class Worker:
         self.max_model_len = self.model.max_position if config.max_model_len is None else config.max_model_len
         self._is_one_by_one = config.batch_invariant and place.agree(bool(self.model.company), self.model.device)
         self._kv_cache: KVCache | None = None
-        self._side: WorkerSide | None = None
+        self._side: WorkerSide[StepPlan] | None = None
         self.num_begun = 0
         """Plans that this rank has begun, since the start."""
         self._stumbled = self._is_begun = False

@@ -19,7 +19,7 @@ from kvferry.core.layout import KVLayout
 class StepMetadata(KVConnectorMetadata):
     """Scheduler → every worker, with each step."""
 
-    plan: StepPlan
+    plan: StepPlan | None
     computes: bool
     """Whether the model runs in this step."""
     loads: dict[str, list[int]] = field(default_factory=dict)

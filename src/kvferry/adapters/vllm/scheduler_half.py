@@ -76,7 +76,7 @@ class SchedulerHalf:
     def __init__(
         self,
         settings: AdapterSettings,
-        side: SchedulerSide,
+        side: SchedulerSide[StepPlan],
         layout: KVLayout,
         partition: Partition,
         pins: Pins,
@@ -226,7 +226,7 @@ class SchedulerHalf:
         self._idle.step(has_work=bool(self._requests) or metadata.has_work or self.side.has_work())
         return metadata
 
-    def _expect_events(self, plan: StepPlan) -> None:
+    def _expect_events(self, plan: StepPlan | None) -> None:
         """Of what the plan wants stored."""
         if self.events is not None and isinstance(self.side, HasStore):
             for name, hashes in self.side.saves(plan):

@@ -37,6 +37,7 @@ from kvferry.connectors.api import (
     Loaded,
     Prefilled,
     Released,
+    StepPlan,
     TransferEvent,
     TransferReport,
     WorkerSide,
@@ -96,7 +97,7 @@ class WorkerHalf:
         self._device: Device = Host()
         self._segment: pool.PooledSegment | None = None
         self._events: HasStoreEvents | None = None
-        self.side: WorkerSide | None = None
+        self.side: WorkerSide[StepPlan] | None = None
         self.facts: WorkerFacts
 
     # Life.
@@ -191,7 +192,7 @@ class WorkerHalf:
             self._save_rest(self._progress_of(step), self.side)
         self.side.flush()
 
-    def _save_rest(self, progress: _Progress, side: WorkerSide) -> None:
+    def _save_rest(self, progress: _Progress, side: WorkerSide[StepPlan]) -> None:
         """In the order in which the device comes to them."""
         ended = self._device.mark()
         for slot in range(self._num_slots):

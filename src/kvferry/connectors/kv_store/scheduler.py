@@ -75,7 +75,7 @@ class _Work:
         return any(vars(self).values())
 
 
-class KVStoreSchedulerSide(SchedulerSide):
+class KVStoreSchedulerSide(SchedulerSide[StorePlan]):
     """See the module."""
 
     def __init__(self, context: ConnectorContext) -> None:

@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 OPEN_S, CLOSE_S = 60.0, 15.0
 
 
-class KVStoreWorkerSide(WorkerSide):
+class KVStoreWorkerSide(WorkerSide[StorePlan]):
     """See the module, and `settings` for what can be set. `kv_buffer_size` bounds the copies that wait for the disk."""
 
     plan_type = StorePlan

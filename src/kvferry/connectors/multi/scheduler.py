@@ -77,7 +77,7 @@ class _WithoutHandOff:
         return self._request.prefill_result
 
 
-class MultiSchedulerSide(SchedulerSide):
+class MultiSchedulerSide(SchedulerSide[MultiPlan]):
     """See the module."""
 
     gauges = frozenset(

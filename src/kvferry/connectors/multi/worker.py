@@ -20,6 +20,7 @@ from kvferry.connectors.api import (
     HasStoreEvents,
     Loaded,
     Released,
+    StepPlan,
     StoreEvents,
     TransferReport,
     WorkerSide,
@@ -35,7 +36,7 @@ log = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 
-class MultiWorkerSide(WorkerSide):
+class MultiWorkerSide(WorkerSide[MultiPlan]):
     """See the module."""
 
     plan_type = MultiPlan
@@ -207,11 +208,11 @@ class MultiWorkerSide(WorkerSide):
 
     # One that is lost.
 
-    def _all(self, call: Callable[[WorkerSide], None]) -> None:
+    def _all(self, call: Callable[[WorkerSide[StepPlan]], None]) -> None:
         for index in range(len(self._children)):
             self._try(index, call, None)
 
-    def _try(self, index: int, call: Callable[[WorkerSide], Result], otherwise: Result) -> Result:
+    def _try(self, index: int, call: Callable[[WorkerSide[StepPlan]], Result], otherwise: Result) -> Result:
         """What one of them says, unless it is lost; when it raises, it is."""
         if index in self._lost:
             return otherwise
@@ -249,9 +250,9 @@ class _ReachableWorkerSide(MultiWorkerSide):
         return next(child.address() for child in self._children if isinstance(child, HasAddress))
 
 
-def _withdraw(part: Any, child: WorkerSide) -> None:
+def _withdraw(part: Any, child: WorkerSide[StepPlan]) -> None:
     child.withdraw(part)
 
 
-def _start(part: Any, child: WorkerSide) -> None:
+def _start(part: Any, child: WorkerSide[StepPlan]) -> None:
     child.start(part)

@@ -35,7 +35,7 @@ from kvferry.core.ticket_seal import TicketSealer
 log = logging.getLogger(__name__)
 
 
-class P2pSchedulerSide(SchedulerSide):
+class P2pSchedulerSide(SchedulerSide[P2pPlan]):
     """See the module. `P2pOptions` says what can be set."""
 
     takes_parts = True

@@ -31,7 +31,7 @@ GATHER_BYTES = 2 * 2**20
 """KV of a hand-off that its consumer is told of at once: a layer, or several small ones together."""
 
 
-class P2pWorkerSide(WorkerSide):
+class P2pWorkerSide(WorkerSide[P2pPlan]):
     """See the module. What can be set is in `P2pOptions`."""
 
     plan_type = P2pPlan

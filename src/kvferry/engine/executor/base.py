@@ -35,7 +35,7 @@ class PlanQueue:
         self.first = self.num_late = 0
         self.waiting: deque[StepPlan] = deque()
 
-    def begin_step(self, plan: StepPlan) -> None:
+    def begin_step(self, plan: StepPlan | None) -> None:
         """All that wait are late. `plan` is the new step's; None: it has none."""
         self.num_late = len(self.waiting)
         if plan is not None:
