@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import uuid
 
 import msgspec
 
@@ -16,6 +15,7 @@ from kvferry.core.errors import (
     Unavailable,
     UnknownModel,
 )
+from kvferry.core.secret_hex import secret_hex
 
 REQUEST_ID_HEADER = "X-Request-Id"
 """Names a request in every log and on every leg; honoured from the client and sent back."""
@@ -132,4 +132,4 @@ def sane_request_id(wanted: str | None) -> str:
     """`wanted` when it is fit for logs, headers and URLs; a new id otherwise."""
     if wanted is not None and _SANE_REQUEST_ID.fullmatch(wanted):
         return wanted
-    return uuid.uuid4().hex
+    return secret_hex()

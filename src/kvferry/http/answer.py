@@ -33,10 +33,17 @@ class Answer:
         self.status = connection.status
         self.headers: RawHeaders = connection.headers
         self._connection, self._pool = connection, pool
-        self._decode = _decoder(connection)
+        self._decoder: _Decoder | None = None
         self._closed = self._done = False
         if connection.kind == "none":
             self._done = True
+
+    @property
+    def _decode(self) -> _Decoder:
+        """Made when it is first needed: most answers pass as they are."""
+        if self._decoder is None:
+            self._decoder = _decoder(self._connection)
+        return self._decoder
 
     @property
     def complete(self) -> bool:
@@ -73,6 +80,34 @@ class Answer:
         if not self._done:
             await self.ready()
         return not self._done
+
+    def read_now(self, max_bytes: int) -> bytes | None:
+        """As `read`, where all of a body that has a length is here already; else None, and nothing was read. Raises
+        `ProtocolError` only."""
+        connection = self._connection
+        if connection.kind != "length" or connection.num_buffered < connection.length or self._done:
+            return None
+        if connection.num_buffered > connection.length:
+            raise ProtocolError("an instance sends more than its answer")
+        if connection.length > max_bytes:
+            raise ProtocolError(f"an answer is longer than {max_bytes} bytes")
+        body = connection.take()
+        self._done = True
+        self._give_back()
+        return body
+
+    def relay_now(self, response: Response, mask: Mask | None = None) -> bool:
+        """As `relay`, where all of a body that has a length is here already and passes as it is; else False, and
+        nothing was passed on."""
+        connection = self._connection
+        whole = connection.kind == "length" and connection.num_buffered == connection.length
+        if not whole or self._done or response.framing is not Framing.LENGTH:
+            return False
+        body = connection.take()
+        self._done = True
+        self._give_back()
+        response.end(body if mask is None else mask(body))
+        return True
 
     async def read(self, max_bytes: int) -> bytes:
         """The whole body. Raises `ProtocolError` when it is longer than `max_bytes`."""

@@ -181,6 +181,11 @@ class ClientConnection(asyncio.Protocol):
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     @property
+    def num_buffered(self) -> int:
+        """Bytes that `take` would give."""
+        return self._buffered
+
+    @property
     def has_body_bytes(self) -> bool:
         """Whether `take` would give something."""
         return bool(self._pieces)

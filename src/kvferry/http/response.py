@@ -197,7 +197,8 @@ class Response:
             self._transmit(data)
         else:
             self.write(data)
-            self._transmit(b"")
+            if self._head:
+                self._transmit(b"")
         self._finish()
 
     def end_framed(self, data: bytes) -> None:

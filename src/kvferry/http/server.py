@@ -24,7 +24,7 @@ from kvferry.core.errors import LeakError, Unavailable
 from kvferry.http.config import HttpConfig
 from kvferry.http.connection import ServerConnection
 from kvferry.http.errors import Unauthorized
-from kvferry.http.headers import HttpDate
+from kvferry.http.headers import HttpDate, find_header
 from kvferry.http.keys import Access, Guard, Side
 from kvferry.http.lifecycle import Lifecycle
 from kvferry.http.listen import listen
@@ -169,7 +169,7 @@ class HttpServer:
         self._num_served += 1
         self.lifecycle.require_accepting()
         route = self._routes.find(request)
-        authorization = next((value for name, value in request.headers if name == b"authorization"), None)
+        authorization = find_header(request.headers, b"authorization")
         if self.config.tls_client_ca is not None and not certified and route.access is not Access.OPEN:
             raise Unauthorized("This server needs a client certificate")
         self._guard.check(route.access, side, authorization, f"{request.method} {request.path}")

@@ -13,9 +13,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from contextvars import ContextVar, Token
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -75,14 +73,20 @@ def follow_parent() -> None:
     set_up_logging(LogConfig(log_level="warning", log_format="json" if is_json else "text"))
 
 
-@contextmanager
-def logging_request(request_id: str) -> Iterator[None]:
+class logging_request:  # noqa: N801 - used as a statement, as a function with `contextmanager` would be, for a third
     """Lines logged inside carry the id of this request."""
-    token = _request_id.set(request_id)
-    try:
-        yield
-    finally:
-        _request_id.reset(token)
+
+    __slots__ = ("_id", "_token")
+
+    def __init__(self, request_id: str) -> None:
+        self._id = request_id
+        self._token: Token[str]
+
+    def __enter__(self) -> None:
+        self._token = _request_id.set(self._id)
+
+    def __exit__(self, *error: object) -> None:
+        _request_id.reset(self._token)
 
 
 def json_line(instance: str, message: str, level: str = "info", at: float | None = None, **more: Any) -> str:

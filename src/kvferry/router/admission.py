@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+from types import TracebackType
+from typing import Self
 
 from kvferry.core.errors import LeakError, QueueFull
 
 
 class Slot:
-    """One admitted request's share."""
+    """One admitted request's share; a context manager."""
+
+    __slots__ = ("_admission", "_client", "_num_unfinished", "num_bytes")
 
     def __init__(self, admission: Admission, client: str) -> None:
         self._admission, self._client = admission, client
         self.num_bytes = self._num_unfinished = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.whole()
+        self._admission.num_bytes -= self.num_bytes
 
     def grow(self, num_bytes: int) -> None:
         """The request holds `num_bytes` more, of a body that is not whole yet. Raises `QueueFull` when that is too much
@@ -50,15 +61,9 @@ class Admission:
         self.unfinished: Counter[str] = Counter()
         """Bytes of bodies that are not whole, by client address."""
 
-    @contextmanager
-    def hold(self, client: str = "") -> Iterator[Slot]:
+    def hold(self, client: str = "") -> Slot:
         """What a request's body takes, from its first byte until the request is answered."""
-        slot = Slot(self, client)
-        try:
-            yield slot
-        finally:
-            slot.whole()
-            self.num_bytes -= slot.num_bytes
+        return Slot(self, client)
 
     def check(self) -> None:
         """Raise `LeakError` when bytes are still held though no request is under way."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any, Never
 
 import msgspec
@@ -21,11 +21,14 @@ _ADDRESS_FIELDS = frozenset({"bootstrap_host", "bootstrap_port", "bootstrap_room
 """The same in SGLang's form. Common words, so they are meant only at the top of a body."""
 
 _SMALL = (bool, int, float)
-"""Values that are kept as they were read; what else is asked for is read once more."""
+_SHORT = 256
+"""Numbers and strings of fewer characters are kept as they were read; what else is asked for is read once more."""
 
 _MOST_LEVELS = 64
 _FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_ANYTHING = msgspec.json.Decoder()
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+_NAME_END = re.compile(rb'"[ \t\r\n]*:')
 
 
 class RequestBody:
@@ -46,7 +49,7 @@ class RequestBody:
         for name in TICKET_FIELDS & fields.keys():
             if bytes(fields[name])[:1] not in (b"{", b"n"):
                 raise InvalidRequest(f"{name} must be an object or null", param=name)
-        body = cls(fields, data, {name: one for name, one in value.items() if isinstance(one, _SMALL)})
+        body = cls(fields, data, {name: one for name, one in value.items() if _is_small(one)})
         return body if trust_tickets else body._without(TICKET_FIELDS | _ADDRESS_FIELDS)
 
     def __contains__(self, field: str) -> bool:
@@ -79,8 +82,33 @@ class RequestBody:
 
 def _require_json(data: bytes, refused_within: Iterable[str]) -> dict[str, Any]:
     """The object. Raises `InvalidRequest` unless `data` is a JSON object that can be read in one way only."""
+    found = _read_quickly(data, frozenset(refused_within))
+    return _read_strictly(data, frozenset(refused_within)) if found is None else found
+
+
+def _is_small(value: Any) -> bool:
+    return isinstance(value, _SMALL) or (isinstance(value, str) and len(value) < _SHORT)
+
+
+def _read_quickly(data: bytes, refused_within: frozenset[str]) -> dict[str, Any] | None:
+    """The object, by a parser in C that keeps the last of two fields of one name. There were none if there are as many
+    names as there is text that may end one. None: this cannot tell, or it is no good; `_read_strictly` says why.
+    Raises `InvalidRequest` for what `_look_through` refuses."""
     try:
-        value = json.loads(data.decode(), object_pairs_hook=_object, parse_constant=_refuse_constant)
+        if not data.isascii():
+            data.decode()
+        value = _ANYTHING.decode(data)
+    except (UnicodeDecodeError, msgspec.MsgspecError, RecursionError):
+        return None
+    if not isinstance(value, dict) or (b"\\u" in data and _SURROGATE.search(data)):
+        return None
+    num_names = len(value) + _look_through(value, refused_within)
+    return value if num_names == len(_NAME_END.findall(data)) else None
+
+
+def _read_strictly(data: bytes, refused_within: frozenset[str]) -> dict[str, Any]:
+    try:
+        value = _STRICT.decode(data.decode())
         if _SURROGATE.search(data):
             json.dumps(value, ensure_ascii=False).encode()
     except UnicodeDecodeError as error:
@@ -93,7 +121,7 @@ def _require_json(data: bytes, refused_within: Iterable[str]) -> dict[str, Any]:
         raise InvalidRequest(f"the request body is not valid JSON: {error}") from error
     if not isinstance(value, dict):
         raise InvalidRequest("the request body must be a JSON object")
-    _look_through(value, frozenset(refused_within))
+    _look_through(value, refused_within)
     return value
 
 
@@ -113,18 +141,27 @@ def _refuse_constant(name: str) -> Never:
     raise ValueError(f"{name} is not a JSON number")
 
 
-def _look_through(body: dict[str, Any], refused: frozenset[str]) -> None:
-    """Level by level, so that no depth exhausts the stack."""
-    level: list[Any] = list(_containers(body.values()))
+_STRICT = json.JSONDecoder(object_pairs_hook=_object, parse_constant=_refuse_constant)
+
+
+def _look_through(body: dict[str, Any], refused: frozenset[str]) -> int:
+    """Level by level, so that no depth exhausts the stack; how many names there are below the top."""
+    level, num_names = _containers(body.values()), 0
     for _ in range(_MOST_LEVELS):
         if not level:
-            return
+            return num_names
+        below: list[Any] = []
         for one in level:
-            if isinstance(one, dict) and not refused.isdisjoint(one):
-                raise InvalidRequest(f"{min(refused & one.keys())} is not for clients", param=min(refused & one.keys()))
-        level = [inner for one in level for inner in _containers(one.values() if isinstance(one, dict) else one)]
+            if isinstance(one, dict):
+                num_names += len(one)
+                if not refused.isdisjoint(one):
+                    name = min(refused & one.keys())
+                    raise InvalidRequest(f"{name} is not for clients", param=name)
+                one = one.values()
+            below += _containers(one)
+        level = below
     raise InvalidRequest(_TOO_DEEP)
 
 
-def _containers(values: Iterable[Any]) -> Iterator[Any]:
-    return (one for one in values if isinstance(one, dict | list))
+def _containers(values: Iterable[Any]) -> list[Any]:
+    return [one for one in values if isinstance(one, (dict, list))]

@@ -49,8 +49,8 @@ class Chooser:
         """What a policy sees of a POST to one of `PROMPT_FIELDS`."""
         text = body.raw(PROMPT_FIELDS[path])
         model, limit = body.get("model"), body.get("max_completion_tokens") or body.get("max_tokens")
-        num_tokens, token_ids = len(text) / self.estimates.bytes_per_token, None
-        if is_token_ids(text):
+        num_tokens, token_ids, are_ids = len(text) / self.estimates.bytes_per_token, None, is_token_ids(text)
+        if are_ids:
             num_tokens = text.count(b",") + 1.0
             if self.index.wants_token_ids and not body.raw("cache_salt"):
                 token_ids = read_token_ids(text)
@@ -58,7 +58,7 @@ class Chooser:
         return Asked(
             model=model if isinstance(model, str) else "",
             num_tokens=int(num_tokens),
-            num_bytes=0 if is_token_ids(text) else len(text),
+            num_bytes=0 if are_ids else len(text),
             max_tokens=limit if isinstance(limit, int) else None,
             streams=body.get("stream") is True,
             session=self._session(body, headers),
@@ -124,9 +124,8 @@ def with_model(model: str, instances: Iterable[Instance]) -> list[Instance]:
     """Without those that serve other models only, as far as is known. Where nobody is known to have it, all stay: an
     adapter may have come since, and an instance says best that a model is not there."""
     everyone = list(instances)
-    return [one for one in everyone if model in _models(one)] or everyone if model else everyone
+    return [one for one in everyone if model in _models(one.facts)] or everyone if model else everyone
 
 
-def _models(instance: Instance) -> list[str]:
-    facts = instance.facts
-    return facts.model_names if isinstance(facts, InstanceFacts | VllmFacts | SglangFacts) else []
+def _models(facts: Facts) -> list[str]:
+    return facts.model_names if isinstance(facts, (InstanceFacts, VllmFacts, SglangFacts)) else []

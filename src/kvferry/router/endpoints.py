@@ -36,7 +36,7 @@ class Endpoints:
 
     def admit(self, method: str, path: str, query: str) -> PublicPath:
         """Whether that is for clients at all, before a body is read. Raises `RequestError`."""
-        if any(not 32 < ord(character) < 127 for character in query):
+        if query and any(not 32 < ord(character) < 127 for character in query):
             raise InvalidRequest("the query of the URL must be percent-encoded ASCII")
         return self._paths.find(method, path)
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import secrets
-from dataclasses import dataclass
 from enum import Enum
+from random import getrandbits
 from typing import Any
 
 import msgspec
@@ -43,8 +42,7 @@ def verdict(status: int) -> Verdict:
 # What comes of a prefill leg.
 
 
-@dataclass(frozen=True)
-class Prefilled:
+class Prefilled(msgspec.Struct, frozen=True):
     """P has the KV ready. `params` is the ticket as P wrote it; None: P keeps nothing for another instance. `origin`:
     where that came from, if it says so."""
 
@@ -53,15 +51,13 @@ class Prefilled:
     origin: KVSource | None
 
 
-@dataclass(frozen=True)
-class Refused:
+class Refused(msgspec.Struct, frozen=True):
     """P says the request is wrong; its answer is the client's."""
 
     answer: Answer
 
 
-@dataclass(frozen=True)
-class PrefillFailed:
+class PrefillFailed(msgspec.Struct, frozen=True):
     """P did not do it, and that is not the client's fault. `by_decode`: but D's, whom it met."""
 
     reason: str
@@ -101,10 +97,13 @@ class _PrefillAnswer(msgspec.Struct):
     kv_transfer_params: _Params | None = None
 
 
+_ANSWER = msgspec.json.Decoder(_PrefillAnswer)
+
+
 def prefill_usage(answer: bytes) -> PrefillUsage:
     """From P's answer, whatever else is in it."""
     try:
-        found = msgspec.json.decode(answer, type=_PrefillAnswer)
+        found = _ANSWER.decode(answer)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return PrefillUsage()
     usage, params = found.usage or _Usage(), found.kv_transfer_params
@@ -115,7 +114,7 @@ def prefill_usage(answer: bytes) -> PrefillUsage:
 
 def shared_seed(body: RequestBody) -> dict[str, int]:
     """The seed field both legs get when the client gave none, so that D goes on as P began; empty when it did."""
-    return {} if body.get("seed") is not None else {"seed": secrets.randbits(63)}
+    return {} if body.get("seed") is not None else {"seed": getrandbits(63)}
 
 
 def is_stream_of_one(path: str, body: RequestBody) -> bool:
@@ -182,10 +181,13 @@ class _Ticket(msgspec.Struct):
     """A key of kvferry's P2P connectors only."""
 
 
+_TICKET = msgspec.json.Decoder(_Ticket)
+
+
 def ticket_origin(params: msgspec.Raw) -> KVSource | None:
     """Where a ticket comes from, None when it does not say; without a port when nobody can ask there early."""
     try:
-        ticket = msgspec.json.decode(params, type=_Ticket)
+        ticket = _TICKET.decode(params)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None
     port = (ticket.remote_port or 0) if ticket.remote_prefixes is not None else 0

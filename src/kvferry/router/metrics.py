@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from itertools import accumulate
+from typing import TypeVar, cast
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
@@ -22,6 +23,9 @@ _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100
 _OF_INSTANCE = ("role", "instance")
 
 
+M = TypeVar("M", Counter, Histogram)
+
+
 class Metrics:
     """What the router counts, as verbs."""
 
@@ -29,6 +33,7 @@ class Metrics:
         self._registry = registry = CollectorRegistry()
         self._counted: dict[str, set[tuple[Counter, tuple[str, ...]]]] = {}
         """By an instance's name, the counters and labels that are there for it."""
+        self._children: dict[tuple[object, ...], Counter | Histogram] = {}
         self._requests = Counter(
             "kvferry_router_requests", "Requests answered, by path and status.", ("path", "status"), registry=registry
         )
@@ -97,8 +102,9 @@ class Metrics:
 
     def request_done(self, path: str, status: int, seconds: float) -> None:
         """A client has its answer, or has left."""
-        self._requests.labels(_bounded(path), str(status)).inc()
-        self._seconds.labels(_bounded(path)).observe(seconds)
+        path = _bounded(path)
+        self._child(self._requests, path, str(status)).inc()
+        self._child(self._seconds, path).observe(seconds)
 
     def first_byte(self, path: str, seconds: float) -> None:
         """An answer's first body byte went out."""
@@ -106,7 +112,7 @@ class Metrics:
 
     def served(self, kind: str, reason: str = "") -> None:
         """A way to serve a request was taken: `sequential`, `concurrent`, `whole` (and why) or `local`."""
-        self._hand_offs.labels(kind, reason).inc()
+        self._child(self._hand_offs, kind, reason).inc()
 
     def leg_failed(self, instance: Instance, reason: str) -> None:
         """A leg ended without a usable answer."""
@@ -154,6 +160,14 @@ class Metrics:
             for counter, labels in self._counted.pop(name):
                 counter.remove(*labels)
         return generate_latest(self._registry)
+
+    def _child(self, metric: M, *labels: str) -> M:
+        """As `metric.labels`, which checks and converts them each time. Not for what is ever removed."""
+        key = (metric, *labels)
+        child = self._children.get(key)
+        if child is None:
+            child = self._children[key] = metric.labels(*labels)
+        return cast(M, child)
 
     def _count(self, counter: Counter, instance: Instance, number: int, *more: str) -> None:
         labels = (instance.role, instance.name, *more)

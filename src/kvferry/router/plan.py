@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import msgspec
 
 from kvferry.router.body import RequestBody
 from kvferry.router.instance import InstanceFacts
@@ -10,13 +10,11 @@ from kvferry.router.paths import PROMPT_FIELDS
 from kvferry.router.pools import Pools
 
 
-@dataclass(frozen=True)
-class Split:
+class Split(msgspec.Struct, frozen=True):
     """A prefill leg and a decode leg."""
 
 
-@dataclass(frozen=True)
-class Whole:
+class Whole(msgspec.Struct, frozen=True):
     """Both phases on one decode instance. `reason` is a short label for metrics."""
 
     reason: str

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import uuid
 from dataclasses import dataclass
 
 import msgspec
 
+from kvferry.core.secret_hex import secret_hex
 from kvferry.http.headers import RawHeaders
 from kvferry.router.instance import Absent, Instance, SglangFacts, VllmFacts
 from kvferry.router.pools import Pool
@@ -32,7 +32,7 @@ class Tickets:
 
     def open(self, prefill: Instance) -> str:
         """A new transfer id, for which `prefill` may hold blocks from now on."""
-        transfer_id = uuid.uuid4().hex
+        transfer_id = secret_hex()
         self._held[transfer_id] = _Held(prefill)
         prefill.num_tickets += 1
         return transfer_id

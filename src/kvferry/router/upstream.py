@@ -73,14 +73,21 @@ class Answer:
         """Whether its events say how far the answer has come (`core.continuation`)."""
         return self.status == 200 and self.is_event_stream and find_header(self.headers, PROGRESS) is not None
 
+    def read_now(self, max_bytes: int) -> bytes | None:
+        """As `read`, where all of the body is here; None: wait for it."""
+        with _Named(self.instance):
+            return self._answer.read_now(max_bytes)
+
     async def read(self, max_bytes: int) -> bytes:
         """The whole body. Raises `PeerLost` when it is longer than `max_bytes`, too."""
-        with _named(self.instance):
+        with _Named(self.instance):
             return await self._watchdog.within(self._wait, self._answer.read(max_bytes))
 
     async def relay(self, response: Response, mask: Callable[[bytes], bytes] | None = None) -> None:
         """Pass the body on to a response that has begun, and end it. `mask` may change bytes, not how many they are."""
-        with _named(self.instance), self._noted():
+        if self._answer.relay_now(response, mask):
+            return
+        with _Named(self.instance), self._noted():
             await self._watchdog.within(self._wait, self._answer.relay(response, mask))
 
     async def relay_payload(self, response: Response, take: Callable[[bytes], bytes]) -> None:
@@ -96,7 +103,7 @@ class Answer:
                 refused.append(error)
                 raise
 
-        with _named(self.instance), self._noted(refused):
+        with _Named(self.instance), self._noted(refused):
             await self._watchdog.within(self._wait, self._answer.relay_payload(response, taken))
 
     @contextmanager
@@ -162,7 +169,7 @@ class Upstream:
             headers = [*(one for one in headers if one[0] != b"authorization"), bearer(self._key)]
         leg = _LegCount(instance)
         try:
-            with _named(instance):
+            with _Named(instance):
                 answer = await self._watchdog.within(wait, self._send(instance, method, target, headers, body))
         except PeerLost as error:
             leg.end()
@@ -242,15 +249,25 @@ class _LegCount:
             self._instance = None
 
 
-@contextmanager
-def _named(instance: Instance) -> Iterator[None]:
-    """Translate what the HTTP room raises into errors that name the instance by its name."""
-    try:
-        yield
-    except Silent:
-        instance.mute = True
-        raise
-    except (Unreachable, AnswerTimeout) as error:  # Only connecting has a deadline of that room's own.
-        raise Unreachable(f"{instance} cannot be reached: {error}") from error
-    except (TransferError, ValueError) as error:
-        raise PeerLost(f"{instance} gave no whole answer: {error}") from error
+class _Named:
+    """Translates what the HTTP room raises into errors that name the instance by its name."""
+
+    __slots__ = ("_instance",)
+
+    def __init__(self, instance: Instance) -> None:
+        self._instance = instance
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            return
+        if isinstance(error, Silent):
+            self._instance.mute = True
+        elif isinstance(error, Unreachable | AnswerTimeout):  # Only connecting has a deadline of that room's own.
+            raise Unreachable(f"{self._instance} cannot be reached: {error}") from error
+        elif isinstance(error, TransferError | ValueError):
+            raise PeerLost(f"{self._instance} gave no whole answer: {error}") from error

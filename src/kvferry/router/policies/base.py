@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from random import Random
 from typing import ClassVar, Generic, Literal, Protocol, TypeVar
 
+import msgspec
+
 from kvferry.core.clock import Clock
 from kvferry.router.cost import Estimates
 from kvferry.router.prefix_index import PrefixIndex
@@ -65,8 +67,7 @@ class Target(Protocol):
 T = TypeVar("T", bound=Target)
 
 
-@dataclass(frozen=True)
-class Asked:
+class Asked(msgspec.Struct, frozen=True):
     """What a policy sees of a request. `num_tokens` of the prompt is an estimate where the prompt is text."""
 
     model: str = ""
@@ -84,8 +85,7 @@ def _always(prefill: object, decode: object) -> bool:
     return True
 
 
-@dataclass(frozen=True)
-class Options(Generic[T]):
+class Options(msgspec.Struct, Generic[T], frozen=True):
     """Who may serve a request now. `decodes` is never empty. Without `prefills` one decode instance does everything;
     with them it may, unless the prompt has been computed already (`may_stay_whole` False)."""
 
@@ -96,15 +96,15 @@ class Options(Generic[T]):
 
     def pairs_with(self, prefill: T) -> list[T]:
         """The decode instances that can read its KV."""
-        return [one for one in self.decodes if self.can_pair(prefill, one)]
+        can_pair = self.can_pair
+        return [one for one in self.decodes if can_pair(prefill, one)]
 
 
 Scores = tuple[Leg, Sequence[Target], Sequence[float]]
 """Of some candidates for a leg."""
 
 
-@dataclass(frozen=True)
-class Choice(Generic[T]):
+class Choice(msgspec.Struct, Generic[T], frozen=True):
     """Where a request goes. `prefill` None: to `decode` alone. `reason`: why it is split, or not. `scores`: what the
     policy thought of each candidate, lower is better."""
 
@@ -175,7 +175,7 @@ class LegPolicy(Policy):
     def choose(self, asked: Asked, options: Options[T]) -> Choice[T]:
         """See `Policy`."""
         scores: list[Scores] = []
-        prefills = [one for one in options.prefills if any(options.can_pair(one, other) for other in options.decodes)]
+        prefills = [one for one in options.prefills if options.pairs_with(one)]
         if not prefills:
             why = "no_pair" if options.prefills else "no_prefill"
             return Choice(self._best(asked, "whole", options.decodes, scores), None, why, scores)
@@ -200,6 +200,8 @@ class LegPolicy(Policy):
     def _best(self, asked: Asked, leg: Leg, targets: Sequence[T], scores: list[Scores]) -> T:
         found = self.score(asked, leg, targets)
         scores.append((leg, targets, found))
+        if len(targets) == 1:
+            return targets[0]
         least = min(found)
         best = [one for one, value in zip(targets, found, strict=True) if value == least]
         return best[0] if len(best) == 1 else min(best, key=lambda one: self._last_turn.get(one.name, 0))

@@ -7,8 +7,9 @@ more: everyone behind waits for it, and the blocks it makes push others out.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from kvferry.router.policies.base import Asked, Leg, LegPolicy, PolicyContext, T, Target
 
@@ -36,21 +37,30 @@ class Cost(LegPolicy):
 
     def score(self, asked: Asked, leg: Leg, targets: Sequence[T]) -> Sequence[float]:
         """Seconds of the leg, and of what it costs others."""
-        cached = self.context.index.match(asked.prefix)
+        cached, weights = self.context.index.match(asked.prefix), self._settings
+        if len(targets) == 1:
+            return [self._cost(leg, targets[0], (1.0 + weights.others) * self._uncached(asked, cached, targets[0]))]
         now = self.context.clock.monotonic()
         recent = [one.load.recent_tokens(now) for one in targets]
         least = min(recent)
         return [
             self._cost(
-                leg, one, max(0, asked.num_tokens - cached.get(one, 0)), self._settings.pressure * (taken - least)
+                leg,
+                one,
+                (1.0 + weights.others) * self._uncached(asked, cached, one) + weights.pressure * (taken - least),
             )
             for one, taken in zip(targets, recent, strict=True)
         ]
 
-    def _cost(self, leg: Leg, target: Target, uncached: int, pressure: float) -> float:
+    @staticmethod
+    def _uncached(asked: Asked, cached: Mapping[Any, int], target: Target) -> int:
+        return max(0, asked.num_tokens - cached.get(target, 0))
+
+    def _cost(self, leg: Leg, target: Target, num_tokens: float) -> float:
+        """`num_tokens`: the leg's own and what they stand for."""
         estimates, load = self.context.estimates, target.load
         token_s = estimates.token_s(target.name)
         # Decode has to fetch what prefill has to compute.
         work_s = estimates.hand_off.slope if leg == "decode" else token_s
-        seconds = token_s * load.prefill_tokens + work_s * ((1.0 + self._settings.others) * uncached + pressure)
+        seconds = token_s * load.prefill_tokens + work_s * num_tokens
         return seconds if leg == "prefill" else seconds + estimates.company_s(load.num_decodes + load.num_prefills)

@@ -5,7 +5,6 @@ One file beside this one makes the form of each protocol.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -13,8 +12,7 @@ import msgspec
 from kvferry.http.headers import RawHeaders
 
 
-@dataclass(frozen=True, kw_only=True)
-class Form:
+class Form(msgspec.Struct, frozen=True, kw_only=True):
     """One hand-off. `produce` and `early` are `kv_transfer_params` for P and for D."""
 
     protocol: str
@@ -30,13 +28,13 @@ class Form:
     """The ticket is fields at the top of D's body, and good for one P and one D: it is void when either fails."""
     shares_seed: bool = False
     """P's token is the client's first, so both legs must draw with one seed. Otherwise D draws it."""
-    prefill_fields: dict[str, Any] = field(default_factory=dict)
+    prefill_fields: dict[str, Any] = msgspec.field(default_factory=dict)
     prefill_without: tuple[str, ...] = ()
-    prefill_headers: RawHeaders = field(default_factory=list)
+    prefill_headers: RawHeaders = msgspec.field(default_factory=list)
 
     def read_ticket(self, answer: bytes) -> msgspec.Raw | None:
         """D's ticket from P's answer, None when there is none. Raises `msgspec.MsgspecError` on what is no object."""
-        params = msgspec.json.decode(answer, type=_PrefillAnswer).kv_transfer_params
+        params = _ANSWER.decode(answer).kv_transfer_params
         if self.early_is_all:
             return msgspec.Raw(msgspec.json.encode(self.early))
         return None if bytes(params) in (b"null", b"{}") else params
@@ -44,3 +42,6 @@ class Form:
 
 class _PrefillAnswer(msgspec.Struct):
     kv_transfer_params: msgspec.Raw = msgspec.Raw(b"null")
+
+
+_ANSWER = msgspec.json.Decoder(_PrefillAnswer)
