@@ -97,7 +97,7 @@ class HttpClient:
         `AnswerTimeout` when it was not in time, `ProtocolError` when it does not speak HTTP.
         """
         pool = self._pool(origin)
-        data = self._message(origin, method, target, headers, body)
+        data = self._message(pool, method, target, headers, body)
         connection = pool.take_free() or await pool.take(deadlines.connect_s)
         reused = connection.num_requests > 0
         try:
@@ -154,11 +154,11 @@ class HttpClient:
             raise
 
     def _message(
-        self, origin: Origin, method: str, target: str, headers: RawHeaders, body: bytes | None
+        self, pool: Pool, method: str, target: str, headers: RawHeaders, body: bytes | None
     ) -> tuple[bytes, ...]:
         sent = list(headers)
         if find_header(sent, b"host") is None:
-            sent.insert(0, (b"host", origin.authority.encode()))
+            sent.insert(0, (b"host", pool.authority))
         if (body is not None or method in _WITH_BODY) and find_header(sent, b"content-length") is None:
             sent.append((b"content-length", b"%d" % len(body or b"")))
         head = request_head(method, target, sent)

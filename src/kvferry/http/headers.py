@@ -43,8 +43,9 @@ def request_head(method: str, target: str, headers: Iterable[tuple[bytes, bytes]
 
 def _with_blank_line(line: bytes, headers: Iterable[tuple[bytes, bytes]]) -> bytes:
     lines = [b"%b: %b\r\n" % header for header in headers]
-    head = b"".join((line, *lines, b"\r\n"))
-    if head.count(b"\n") != len(lines) + 2 or head.count(b"\r") != len(lines) + 2 or b"\0" in head:
+    head = line + b"".join(lines) + b"\r\n"
+    most = len(lines) + 2
+    if head.count(b"\n") != most or head.count(b"\r") != most or b"\0" in head:
         raise ValueError("a header holds a line break or a NUL")
     return head
 

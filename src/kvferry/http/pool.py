@@ -22,6 +22,7 @@ class Pool:
     def __init__(self, origin: Origin, name: str, most: int, idle_s: float, context: ssl.SSLContext | None) -> None:
         self._origin, self._name, self._most, self._idle_s = origin, name, most, idle_s
         self._context = context
+        self.authority = origin.authority.encode()
         self._loop = asyncio.get_running_loop()
         self._free: deque[ClientConnection] = deque()  # the freshest last
         self._open: set[ClientConnection] = set()

@@ -26,6 +26,7 @@ _SHORT = 256
 
 _MOST_LEVELS = 64
 _FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_ENCODER = msgspec.json.Encoder()
 _ANYTHING = msgspec.json.Decoder()
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _NAME_END = re.compile(rb'"[ \t\r\n]*:')
@@ -46,7 +47,7 @@ class RequestBody:
         """
         value = _require_json(data, () if trust_tickets else TICKET_FIELDS)
         fields = _FIELDS.decode(data)
-        for name in TICKET_FIELDS & fields.keys():
+        for name in fields.keys() & TICKET_FIELDS:
             if bytes(fields[name])[:1] not in (b"{", b"n"):
                 raise InvalidRequest(f"{name} must be an object or null", param=name)
         body = cls(fields, data, {name: one for name, one in value.items() if _is_small(one)})
@@ -70,10 +71,10 @@ class RequestBody:
     def encode(self, *, without: Iterable[str] = (), **replaced: Any) -> bytes:
         """The body with some fields left out and others set. The client's own bytes when that changes nothing."""
         body = self._without(without)
-        return msgspec.json.encode({**body._fields, **replaced}) if replaced else body._original
+        return _ENCODER.encode({**body._fields, **replaced}) if replaced else body._original
 
     def _without(self, names: Iterable[str]) -> RequestBody:
-        dropped = self._fields.keys() & set(names)
+        dropped = self._fields.keys() & names
         if not dropped:
             return self
         kept = {name: value for name, value in self._fields.items() if name not in dropped}

@@ -27,7 +27,12 @@ class Line:
     def __post_init__(self) -> None:
         self._w = self._x = self._y = self._xx = self._xy = 0.0
         for x in (0.0, self.reach):
-            self._sum(x, self.base + self.slope * x, 1.0)
+            y = self.base + self.slope * x
+            self._w += 1.0
+            self._x += x
+            self._y += y
+            self._xx += x * x
+            self._xy += x * y
 
     def at(self, x: float) -> float:
         """What is expected."""
@@ -39,22 +44,18 @@ class Line:
         if self.num_measured >= 8:
             y = min(y, 10.0 * self.at(x) + 1e-3)
         self.num_measured += 1
-        for name in ("_w", "_x", "_y", "_xx", "_xy"):
-            setattr(self, name, getattr(self, name) * self.forget)
-        self._sum(x, y, 1.0)
+        forget = self.forget
+        self._w = self._w * forget + 1.0
+        self._x = self._x * forget + x
+        self._y = self._y * forget + y
+        self._xx = self._xx * forget + x * x
+        self._xy = self._xy * forget + x * y
         spread = self._w * self._xx - self._x * self._x
         slope = (self._w * self._xy - self._x * self._y) / spread if spread > 1e-9 * self._w * self._xx else self.slope
         if self._y - max(0.0, slope) * self._x < 0:  # Through the origin.
             slope = self._xy / self._xx if self._xx else 0.0
         self.slope = max(0.0, slope)
         self.base = max(0.0, (self._y - self.slope * self._x) / self._w)
-
-    def _sum(self, x: float, y: float, weight: float) -> None:
-        self._w += weight
-        self._x += weight * x
-        self._y += weight * y
-        self._xx += weight * x * x
-        self._xy += weight * x * y
 
 
 class Estimates:

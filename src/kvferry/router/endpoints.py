@@ -5,7 +5,6 @@ Only what was read whole and strictly goes on, to a path that is known to be for
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator
 
 from kvferry.core.errors import InvalidRequest, PeerLost, RequestError
@@ -63,21 +62,20 @@ class Endpoints:
         """POST /v1/completions and /v1/chat/completions: plan the legs, call them, relay the answer."""
         candidates, plan = self._choose(request, body)
         delivered = False
-        async with asyncio.TaskGroup() as group:
-            exchange = Exchange(self._services, request, body, group, candidates)
-            try:
-                answer = await exchange.serve(plan)
-                candidates.answered(answer.instance)
-                if find_header(request.headers, TIMING_WANTED) is not None:
-                    response.add_header(SERVER_TIMING, candidates.decision.timings.server_timing())
-                delivered = await self._relay.send(answer, response, exchange) and answer.status < 400
-                if delivered:
-                    await exchange.delivered()
-            except RequestError as error:
-                response.fail(error)
-            finally:
-                candidates.close(response.num_bytes if delivered else 0)
-                exchange.close()
+        exchange = Exchange(self._services, request, body, candidates)
+        try:
+            answer = await exchange.serve(plan)
+            candidates.answered(answer.instance)
+            if find_header(request.headers, TIMING_WANTED) is not None:
+                response.add_header(SERVER_TIMING, candidates.decision.timings.server_timing())
+            delivered = await self._relay.send(answer, response, exchange) and answer.status < 400
+            if delivered:
+                await exchange.delivered()
+        except RequestError as error:
+            response.fail(error)
+        finally:
+            candidates.close(response.num_bytes if delivered else 0)
+            await exchange.close()
 
     def _choose(self, request: ClientRequest, body: RequestBody) -> tuple[Candidates, Plan]:
         services = self._services

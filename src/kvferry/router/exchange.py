@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,6 +69,8 @@ _LONGEST_BUSY_S = 60.0
 _LATE_PREFILL_S = 5.0
 """How long P's answer may come after the client has all of D's."""
 
+_ENCODER = msgspec.json.Encoder()
+
 _NOT_COMPRESSED = [(b"accept-encoding", b"identity")]
 """For answers that the router reads itself."""
 
@@ -111,10 +113,9 @@ class Exchange:
         services: Services,
         request: ClientRequest,
         body: RequestBody,
-        group: asyncio.TaskGroup,
         candidates: Candidates,
     ) -> None:
-        self._services, self._request, self._body, self._group = services, request, body, group
+        self._services, self._request, self._body = services, request, body
         self._pools, self._upstream, self._metrics = services.pools, services.upstream, services.metrics
         self._candidates = candidates
         self._tickets = Tickets(services.releases, services.pools.decode)
@@ -125,7 +126,7 @@ class Exchange:
         self._repeats = self._marks_wanted and services.config.continuations > 0 and repeats_itself(body)
         self._patience = Patience(services.config.busy_wait_s)
         self._seed = shared_seed(body)
-        self._timeline = msgspec.json.encode(Timeline(arrived=request.arrived, routed=services.clock.wall()))
+        self._timeline = _ENCODER.encode(Timeline(arrived=request.arrived, routed=services.clock.wall()))
         self._decode_lost: PeerLost | None = None
         self._answers: list[Answer] = []
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -166,13 +167,20 @@ class Exchange:
             self._candidates.continued(answer.instance)
         return answer
 
-    def close(self) -> None:
-        """Cut what is still open, and have P release what nobody fetched. Does not block."""
-        for task in self._tasks:
+    async def close(self) -> None:
+        """Cut what is still open, have P release what nobody fetched, and see the legs' tasks to their ends, which is a
+        matter of moments: all is done at once, even if this is cancelled. Raises what a leg should never have raised.
+        """
+        left = [task for task in self._tasks if not task.done()]
+        for task in left:
             task.cancel()
         for answer in self._answers:
             answer.close()
         self._tickets.release_all(self._request.headers)
+        await _ended(left)
+        for task in self._tasks:
+            if not task.cancelled():
+                task.result()
 
     # The order of the legs.
 
@@ -447,13 +455,27 @@ class Exchange:
 
     def _start(self, leg: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         """Run a leg beside others; it is cancelled when the exchange ends."""
-        task = self._group.create_task(leg)
+        task = asyncio.get_running_loop().create_task(leg)
         self._tasks.add(task)
         return task
 
     async def _cancel(self, leg: asyncio.Task[Any]) -> None:
         leg.cancel()
         await asyncio.wait({leg})
+
+
+async def _ended(tasks: Sequence[asyncio.Task[Any]]) -> None:
+    """All of them, which have been cancelled, are done. Whoever cancels this too waits for them all the same."""
+    cancelled: asyncio.CancelledError | None = None
+    left = set(tasks)
+    while left:
+        try:
+            _, left = await asyncio.wait(left)
+        except asyncio.CancelledError as error:
+            cancelled = error
+            left = {task for task in left if not task.done()}
+    if cancelled is not None:
+        raise cancelled
 
 
 async def _either(*tasks: asyncio.Task[Any]) -> None:

@@ -28,6 +28,8 @@ _OF_THE_MESSAGE = frozenset([b"host", b"content-length", b"content-encoding", b"
 _OF_THE_ROUTER = frozenset([b"x-data-parallel-rank", b"forwarded", b"via"])
 """What tells an instance where the request goes, or came from: not a client's to say."""
 
+_NOT_FOR_INSTANCES = _OF_THE_MESSAGE | _OF_THE_ROUTER
+
 _OF_THE_SERVER = frozenset(
     b"date server via alt-svc location content-location refresh link x-upstream x-served-by x-backend-server".split()
 ) | {PROGRESS}
@@ -42,17 +44,24 @@ def content_type(headers: Iterable[tuple[bytes, bytes]]) -> bytes | None:
 
 def for_instance(headers: RawHeaders, own: RawHeaders) -> RawHeaders:
     """A client's headers as an instance gets them: end-to-end ones untouched, then the router's own."""
-    dropped = _OF_THE_MESSAGE | _OF_THE_ROUTER | {name for name, _ in own}
-    kept = [(n, v) for n, v in _end_to_end(headers) if n not in dropped and not n.startswith(OWN_PREFIX)]
+    ours = {name for name, _ in own}
+    kept = [
+        one
+        for one in _end_to_end(headers)
+        if one[0] not in _NOT_FOR_INSTANCES and one[0] not in ours and not one[0].startswith(OWN_PREFIX)
+    ]
     return kept + own
 
 
 def for_client(headers: RawHeaders) -> RawHeaders:
     """An instance's headers as the client gets them."""
-    return [(name, value) for name, value in _end_to_end(headers) if name not in _OF_THE_SERVER]
+    return [one for one in _end_to_end(headers) if one[0] not in _OF_THE_SERVER]
 
 
 def _end_to_end(headers: RawHeaders) -> RawHeaders:
     """Without the headers that concern one connection only (RFC 9110, 7.6.1)."""
+    kept = [one for one in headers if one[0] not in _HOP_BY_HOP]
+    if len(kept) == len(headers):
+        return kept
     named = {token.strip().lower() for name, value in headers if name == b"connection" for token in value.split(b",")}
-    return [(name, value) for name, value in headers if name not in _HOP_BY_HOP and name not in named]
+    return [one for one in kept if one[0] not in named]

@@ -140,6 +140,7 @@ class Instance:
         parts = urlsplit(self.url)
         self.origin = Origin.parse(f"{parts.scheme}://{parts.netloc}")
         self.base_path = parts.path
+        self._host = parts.hostname or ""
         self.name = name or f"{role} instance"
         """What clients, metrics and logs call it; says no address."""
         self.bootstrap_port = bootstrap_port
@@ -176,7 +177,7 @@ class Instance:
     @property
     def host(self) -> str:
         """The host of its address."""
-        return urlsplit(self.url).hostname or ""
+        return self._host
 
     def failed(self, *, reachable: bool) -> None:
         """A leg broke: what was known may be of a process that is gone."""

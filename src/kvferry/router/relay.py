@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Iterator
+from operator import is_
 from typing import Protocol
 
 from kvferry.core.clock import Clock
@@ -113,8 +114,8 @@ class Relay:
         response.send(answer.status, self._hide(body), headers)
 
     def _headers(self, answer: Answer) -> RawHeaders:
-        hidden = self._addresses.pattern()
-        return [(name, value) for name, value in for_client(answer.headers) if not hidden.search(value)]
+        names_one = self._addresses.pattern().search
+        return [one for one in for_client(answer.headers) if not names_one(one[1])]
 
     def _mask(self, piece: bytes) -> bytes:
         return self._hide(piece) if b'"error"' in piece else piece
@@ -137,8 +138,10 @@ class _Addresses:
 
     def pattern(self) -> re.Pattern[bytes]:
         """Finds any of them; made anew when something new is known of an instance."""
-        known: list[object] = [part for instance in self._pools for part in (instance.url, instance.facts)]
-        if len(known) != len(self._known) or any(a is not b for a, b in zip(known, self._known, strict=True)):
+        known: list[object] = []
+        for instance in self._pools:
+            known += (instance.url, instance.facts)
+        if len(known) != len(self._known) or not all(map(is_, known, self._known)):
             self._known, now = known, self._clock.monotonic()
             hosts = {host for instance in self._pools for host in _hosts(instance) if host}
             self._left |= dict.fromkeys(self._hosts - hosts, now + _REMEMBERED_S)

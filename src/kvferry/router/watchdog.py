@@ -11,8 +11,9 @@ import asyncio
 import logging
 import re
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from typing import Any, TypeVar
+
+import msgspec
 
 from kvferry.core.clock import Clock
 from kvferry.core.errors import TransferError
@@ -34,8 +35,7 @@ AskForMetrics = Callable[[Instance, float], Awaitable[bytes]]
 T = TypeVar("T")
 
 
-@dataclass(eq=False)
-class Wait:
+class Wait(msgspec.Struct, eq=False):
     """One leg that waits for bytes; seconds. `silence_s`: how long without a sign of work; `total_s`: in any case.
 
     `movable`: another instance can give what is yet to come, so that one that seems dead is not waited for.
