@@ -23,7 +23,8 @@
     │   ├── PeerLost             the connection broke
     │   ├── TransferTimeout      the deadline passed first
     │   ├── ChecksumMismatch     what came is not what was sent
-    │   └── LeaseEnded           the producer no longer keeps the blocks
+    │   ├── LeaseEnded           the producer no longer keeps the blocks
+    │   └── ChildLost            one of several connectors is lost, and its loads with it
     ├── StoreError               bytes at rest: the store cannot be read or written
     └── LeakError                `check()` found something that should have been given back
 
@@ -155,6 +156,10 @@ class LayoutMismatch(KvferryError):
 
 class TransferError(KvferryError):
     """Bytes did not arrive."""
+
+
+class ChildLost(TransferError):
+    """One of several connectors has raised and is closed; the others go on."""
 
 
 class ProtocolError(TransferError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,9 @@ from fake_engine import FakeEngine, FakeRequest
 from kv_support import make_layout
 
 from kvferry.connectors.api import HasAddress, Miss
+from kvferry.connectors.multi.settings import child_configs
 from kvferry.connectors.registry import find_connector
-from kvferry.core.errors import ConfigError, ConnectorLost, StoreError
+from kvferry.core.errors import ConfigError, ConnectorLost, LeakError, StoreError
 from kvferry.core.hand_off import Consume, Produce, parse_hand_off
 from kvferry.core.transfer_config import KVTransferConfig
 
@@ -101,6 +103,66 @@ def test_one_that_is_lost_takes_no_request_along(make: MakeEngine, tmp_path: Pat
     request = engine.run(FakeRequest("c", PROMPT))
     engine.require_right(request)
     assert engine.worker._lost == {0}
+
+
+def test_one_that_is_lost_is_not_asked_any_more(make: MakeEngine, tmp_path: Path) -> None:
+    engine = make("kv_both", storage(tmp_path / "a"), storage(tmp_path / "b"))
+    engine.run(FakeRequest("a", PROMPT))
+    settle(engine, 0)
+    settle(engine, 1)
+
+    def poll() -> list[Any]:
+        raise StoreError("gone")
+
+    engine.worker._children[0].poll = poll
+    engine.require_right(engine.run(FakeRequest("b", PROMPT)))
+
+    def asked(*arguments: Any) -> None:
+        raise AssertionError("it is lost")
+
+    engine.scheduler._children[0].match = engine.scheduler._children[0].arrived = asked
+    request = engine.run(FakeRequest("c", PROMPT))
+    assert (request.error, request.num_computed_here) == (None, 3), "the other had it"
+    engine.require_right(request)
+
+
+def test_one_that_is_long_in_closing_holds_nobody_up(make: MakeEngine, tmp_path: Path) -> None:
+    """But for the blocks that it may still write to."""
+    engine = make("kv_both", storage(tmp_path / "a"), storage(tmp_path / "b"))
+    engine.run(FakeRequest("a", PROMPT))
+    settle(engine, 0)
+    settle(engine, 1)
+    lost, may_end = engine.worker._children[0], threading.Event()
+    close, start = lost.close, lost.start
+
+    def close_late() -> None:
+        assert may_end.wait(60)
+        close()
+
+    def begin_and_stumble(plan: Any) -> None:
+        start(plan)
+        raise StoreError("gone")
+
+    lost.close, lost.start = close_late, begin_and_stumble
+    request = engine.add(FakeRequest("b", PROMPT))
+    engine.run_until(lambda: engine.worker._lost == {0})
+    other = engine.run(FakeRequest("c", [*PROMPT[:4], *range(200, 220)]))
+    engine.require_right(other)
+    assert request.state == "loading"
+    with pytest.raises(LeakError, match="not closed yet"):
+        engine.worker.check()
+    may_end.set()
+    engine.run_until(lambda: request.state == "done")
+    engine.require_right(request)
+
+
+def test_roles_that_are_said_are_kept() -> None:
+    whole = {"kv_connector": "MultiConnector", "kv_role": "kv_consumer"}
+    parts = [HAND_OFF, storage(Path("/x")), storage(Path("/y"), kv_role="kv_producer")]
+    config = KVTransferConfig(**whole, kv_connector_extra_config={"connectors": parts})
+    assert [child.kv_role for child in child_configs(config)] == ["kv_consumer", "kv_both", "kv_producer"]
+    config = KVTransferConfig(**whole, kv_connector_extra_config={"connectors": parts[1:2] * 2})
+    assert [child.kv_role for child in child_configs(config)] == ["kv_consumer", "kv_both"]
 
 
 def test_an_instance_whose_hand_offs_are_lost_ends(make: MakeEngine, tmp_path: Path) -> None:

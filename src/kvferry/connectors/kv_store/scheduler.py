@@ -257,9 +257,14 @@ class KVStoreSchedulerSide(SchedulerSide[StorePlan]):
             self._work.saves.append(SaveBlocks(request.request_id, list(hashes), list(block_ids), parent))
 
     def _unasked(self, chunk: ScheduledChunk) -> _Known:
-        """Of a request that the prober was not asked about: what the own prefix cache had was saved when computed."""
-        produces = isinstance(chunk.request.hand_off, Produce)
-        return _Known(0 if produces else chunk.start // self._layout.block_size)
+        """Of a request for which the store's answer was not looked at. Where it was not asked, what the own prefix
+        cache had was saved when computed; where it was, another connector was quicker, and brought what nobody saved.
+        """
+        name = chunk.request.request_id
+        if (answer := self._prober.answer(name)) is not None:
+            return _Known(answer.num_present)
+        new = isinstance(chunk.request.hand_off, Produce) or self._prober.is_asked(name)
+        return _Known(0 if new else chunk.start // self._layout.block_size)
 
     def completed(self, report: TransferReport) -> None:
         """Loads that ended, blocks that are free again."""

@@ -7,7 +7,8 @@ Owns which of them loads for which request, and who of them still keeps the bloc
 * The one that has the most loads; of those that have as much, the first. A hand-off that can be had is had: with it
   comes the first token. One that is still looking is waited for `PATIENCE_S` when another has an answer.
 * All save.
-* One that raises is left out of that request (scheduler side), or of all from then on (worker side).
+* One that raises is left out of that request (scheduler side), or of all from then on (worker side), which the first
+  load that it should have done tells the scheduler side: it is not asked any more.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any, TypeVar
 
 from kvferry.connectors.api import (
     ConnectorContext,
+    Failed,
     Finish,
     HasAddresses,
     HasAddressSeal,
@@ -38,10 +40,10 @@ from kvferry.connectors.api import (
     TransferReport,
 )
 from kvferry.connectors.multi.plan import MultiPlan
-from kvferry.connectors.multi.settings import MAX_CHILDREN, read_children
-from kvferry.connectors.registry import BUILTIN
+from kvferry.connectors.multi.settings import child_gauges, read_children
+from kvferry.connectors.registry import ConnectorSpec
 from kvferry.core.block_hash import BlockHash
-from kvferry.core.errors import KvferryError, LeakError
+from kvferry.core.errors import ChildLost, KvferryError, LeakError
 from kvferry.core.hand_off import HandOff, PrefillResult
 
 log = logging.getLogger(__name__)
@@ -80,13 +82,7 @@ class _WithoutHandOff:
 class MultiSchedulerSide(SchedulerSide[MultiPlan]):
     """See the module."""
 
-    gauges = frozenset(
-        f"{index}_{name}"
-        for spec in BUILTIN.values()
-        if "connectors.multi" not in spec.scheduler_side
-        for name in spec.scheduler_class().gauges
-        for index in range(MAX_CHILDREN)
-    )
+    gauges = child_gauges(ConnectorSpec.scheduler_class)
 
     def __new__(cls, context: ConnectorContext) -> MultiSchedulerSide:
         """One with addresses where one of the connectors has them."""
@@ -104,13 +100,15 @@ class MultiSchedulerSide(SchedulerSide[MultiPlan]):
         self._holds: dict[str, list[int]] = {}
         self._held: set[str] = set()
         self._answered_at: dict[str, float] = {}
+        self._lost: set[int] = set()
 
     # Admission.
 
     def arrived(self, request: RequestView) -> None:
         """All are told."""
         for index, child in enumerate(self._children):
-            self._try(index, partial(child.arrived, self._seen(index, request)), None)
+            if index not in self._lost:
+                self._try(index, partial(child.arrived, self._seen(index, request)), None)
 
     def refusal(self, request: RequestView) -> KvferryError | None:
         """Of the one that takes part in hand-offs."""
@@ -135,6 +133,8 @@ class MultiSchedulerSide(SchedulerSide[MultiPlan]):
 
     def _match(self, index: int, request: RequestView, num_computed_tokens: int) -> Match:
         nothing: Match = Miss()
+        if index in self._lost:
+            return nothing
         match = self._children[index].match
         return self._try(index, partial(match, self._seen(index, request), num_computed_tokens), nothing)
 
@@ -192,6 +192,9 @@ class MultiSchedulerSide(SchedulerSide[MultiPlan]):
 
     def completed(self, report: TransferReport) -> None:
         """Loads are told to the one that loaded, all else to all."""
+        for event in report:
+            if isinstance(event, Failed) and isinstance(event.error, ChildLost):
+                self._is_lost(self._chosen.get(event.request_id))
         for index, child in enumerate(self._children):
             part = [
                 event
@@ -203,6 +206,11 @@ class MultiSchedulerSide(SchedulerSide[MultiPlan]):
         for event in report:
             if isinstance(event, Released):
                 self._held.discard(event.request_id)
+
+    def _is_lost(self, index: int | None) -> None:
+        if index is not None and index not in self._lost:
+            log.warning("connector %d of several is lost, and is not asked any more", index)
+            self._lost.add(index)
 
     # The end of a request.
 

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import msgspec
 
-from kvferry.connectors.api import ConnectorContext
-from kvferry.connectors.registry import ConnectorSpec, find_connector
+from kvferry.connectors.api import ConnectorContext, SchedulerSide, WorkerSide
+from kvferry.connectors.registry import BUILTIN, ConnectorSpec, find_connector
 from kvferry.core.errors import ConfigError
 from kvferry.core.options import read_options, unknown_key
 from kvferry.core.transfer_config import KVTransferConfig
 
 MAX_CHILDREN = 8
+_SELF = "MultiConnector"
 _OWN = frozenset({"kv_connector", "kv_connector_extra_config", "kv_connector_module_path"})
 
 
@@ -21,10 +23,17 @@ class MultiOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """`kv_connector_extra_config` of `MultiConnector`."""
 
     connectors: list[dict[str, Any]]
-    """Configurations of the connectors, in order. What one leaves out (`kv_role`, `kv_buffer_size`) is as outside."""
+    """Configurations of the connectors, in order. What one leaves out (`kv_buffer_size`) is as outside. So is `kv_role`
+    of the one that hands off; the caches beside it are `kv_both`, and so save and load on P and on D."""
 
     hand_off_lossy: bool = False
     """Whether KV computed on what a lossy codec gave may be handed to instances that named none."""
+
+
+def child_gauges(side: Callable[[ConnectorSpec], type[SchedulerSide | WorkerSide]]) -> frozenset[str]:
+    """The gauges of every connector that can be one of several, on this side of it, with the numbers before them."""
+    sides = [side(spec) for spec in BUILTIN.values() if spec is not BUILTIN[_SELF]]
+    return frozenset(f"{index}_{name}" for one in sides for name in one.gauges for index in range(MAX_CHILDREN))
 
 
 def read_children(context: ConnectorContext) -> list[tuple[ConnectorSpec, ConnectorContext]]:
@@ -66,7 +75,19 @@ def child_configs(config: KVTransferConfig) -> list[KVTransferConfig]:
     listed = read_options(MultiOptions, config.kv_connector_extra_config).connectors
     if not 1 <= len(listed) <= MAX_CHILDREN:
         raise ConfigError(f"kv_connector_extra_config.connectors must list 1 to {MAX_CHILDREN} connectors")
-    return [_child(config, given, index) for index, given in enumerate(listed)]
+    children = [_child(config, given, index) for index, given in enumerate(listed)]
+    hands_off = _handing_off(children)
+    return [
+        child
+        if index == hands_off or "kv_role" in listed[index] or not find_connector(child).lossy
+        else msgspec.structs.replace(child, kv_role="kv_both")
+        for index, child in enumerate(children)
+    ]
+
+
+def _handing_off(children: list[KVTransferConfig]) -> int:
+    """Which of them takes part in hand-offs: the first that is no cache, or else the first."""
+    return next((index for index, child in enumerate(children) if not find_connector(child).lossy), 0)
 
 
 def _child(config: KVTransferConfig, given: dict[str, Any], index: int) -> KVTransferConfig:
@@ -75,7 +96,7 @@ def _child(config: KVTransferConfig, given: dict[str, Any], index: int) -> KVTra
     for key in given:
         if key not in known:
             raise ConfigError(unknown_key(f"{where}.{key}", key, known))
-    if given.get("kv_connector") == "MultiConnector":
+    if given.get("kv_connector") == _SELF:
         raise ConfigError(f"{where}: a MultiConnector cannot be part of another")
     inherited = {name: getattr(config, name) for name in known if name not in _OWN}
     try:

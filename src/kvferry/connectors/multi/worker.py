@@ -1,12 +1,13 @@
 """Several connectors beside one KV cache, as one.
 
-Owns what each of them is doing for which request, as far as that must be known when one of them is lost: from then on
-its loads have failed, what it kept is free, and the others go on.
+Owns what each of them is doing for which request, as far as that must be known when one of them is lost: once it is
+closed its loads have failed, what it kept is free, and the others go on.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar
@@ -26,13 +27,15 @@ from kvferry.connectors.api import (
     WorkerSide,
 )
 from kvferry.connectors.multi.plan import MultiPlan
-from kvferry.connectors.multi.settings import MAX_CHILDREN, read_children
-from kvferry.connectors.registry import BUILTIN
-from kvferry.core.errors import ConfigError, ConnectorLost, LeakError, TransferError
+from kvferry.connectors.multi.settings import child_gauges, read_children
+from kvferry.connectors.registry import ConnectorSpec
+from kvferry.core.errors import ChildLost, ConfigError, ConnectorLost, LeakError
 from kvferry.transport.memory import BlockMemory
 
 log = logging.getLogger(__name__)
 
+CLOSE_S = 60.0
+"""At the end, for one that was lost and is still being closed."""
 Result = TypeVar("Result")
 
 
@@ -40,13 +43,7 @@ class MultiWorkerSide(WorkerSide[MultiPlan]):
     """See the module."""
 
     plan_type = MultiPlan
-    gauges = frozenset(
-        f"{index}_{name}"
-        for spec in BUILTIN.values()
-        if "connectors.multi" not in spec.worker_side
-        for name in spec.worker_class().gauges
-        for index in range(MAX_CHILDREN)
-    )
+    gauges = child_gauges(ConnectorSpec.worker_class)
 
     def __new__(cls, context: ConnectorContext) -> MultiWorkerSide:
         """One with an address where one of the connectors has one."""
@@ -61,6 +58,11 @@ class MultiWorkerSide(WorkerSide[MultiPlan]):
         reachable = (index for index, child in enumerate(self._children) if isinstance(child, HasAddress))
         self._hands_off = next(reachable, None)
         self._lost: set[int] = set()
+        self._closing: dict[int, threading.Thread] = {}
+        """Those that are lost, until nothing of them touches blocks any more."""
+        self._closed: set[int] = set()
+        """Those that have got there; written by their threads."""
+        self._wake: Callable[[], None] = lambda: None
         self._loads: dict[str, int] = {}
         self._holds: dict[str, set[int]] = {}
         self._early: dict[str, set[int]] = {}
@@ -81,11 +83,17 @@ class MultiWorkerSide(WorkerSide[MultiPlan]):
 
     def close(self) -> None:
         """All of them, whatever one says."""
-        for index, child in enumerate(self._children):
-            try:
-                child.close()
-            except Exception:
-                log.exception("connector %d of several does not let itself be closed", index)
+        for index in range(len(self._children)):
+            if index in self._closing:
+                self._closing[index].join(CLOSE_S)
+            else:
+                self._close(index)
+
+    def _close(self, index: int) -> None:
+        try:
+            self._children[index].close()
+        except Exception:
+            log.exception("connector %d of several does not let itself be closed", index)
 
     # Steps.
 
@@ -100,7 +108,7 @@ class MultiWorkerSide(WorkerSide[MultiPlan]):
             return
         self._loads |= plan.loads
         for request_id, keepers in plan.holds.items():
-            left = set(keepers) - self._early.pop(request_id, set()) - self._lost
+            left = set(keepers) - self._early.pop(request_id, set()) - (self._lost - self._closing.keys())
             self._hold(request_id, left)
         for request_id, index in plan.loads.items():
             if index in self._lost:
@@ -138,6 +146,8 @@ class MultiWorkerSide(WorkerSide[MultiPlan]):
 
     def poll(self) -> TransferReport:
         """Of all. Blocks are released when none of them keeps them any more."""
+        for index in [index for index in self._closing if index in self._closed]:
+            self._is_closed(index)
         for index in range(len(self._children)):
             nothing: TransferReport = []
             for event in self._try(index, lambda child: child.poll(), nothing):
@@ -167,7 +177,8 @@ class MultiWorkerSide(WorkerSide[MultiPlan]):
             self._reports.append(Released(request_id))
 
     def on_report(self, wake: Callable[[], None]) -> None:
-        """From any of them."""
+        """From any of them, and when one that was lost is closed."""
+        self._wake = wake
         for child in self._children:
             child.on_report(wake)
 
@@ -203,6 +214,8 @@ class MultiWorkerSide(WorkerSide[MultiPlan]):
         for index, child in enumerate(self._children):
             if index not in self._lost:
                 child.check()
+        if self._closing:
+            raise LeakError(f"connectors {sorted(self._closing)} of several are lost and not closed yet")
         if self._holds or self._reports or self._early:
             raise LeakError(f"several connectors still keep {[*self._holds, *self._early][:8]}")
 
@@ -226,12 +239,21 @@ class MultiWorkerSide(WorkerSide[MultiPlan]):
             return otherwise
 
     def _lose(self, index: int) -> None:
-        """It is closed, so that nothing of it touches blocks; its loads will not come, and it keeps nothing more."""
+        """It is closed, which may take a while, so on a thread of its own: the others go on meanwhile."""
         self._lost.add(index)
-        try:
-            self._children[index].close()
-        except Exception:
-            log.exception("connector %d of several does not let itself be closed", index)
+        self._closing[index] = threading.Thread(
+            target=self._close_lost, args=(index,), name=f"kvferry-close-{index}", daemon=True
+        )
+        self._closing[index].start()
+
+    def _close_lost(self, index: int) -> None:
+        self._close(index)
+        self._closed.add(index)
+        self._wake()
+
+    def _is_closed(self, index: int) -> None:
+        """Nothing of it touches blocks any more: its loads will not come, and it keeps nothing more."""
+        self._closing.pop(index).join()
         for request_id in [name for name, loader in self._loads.items() if loader == index]:
             self._give_up(request_id, index)
         for request_id in [name for name, keepers in self._holds.items() if index in keepers]:
@@ -239,7 +261,7 @@ class MultiWorkerSide(WorkerSide[MultiPlan]):
 
     def _give_up(self, request_id: str, index: int) -> None:
         del self._loads[request_id]
-        self._reports.append(Failed(request_id, TransferError(f"connector {index} of several is lost")))
+        self._reports.append(Failed(request_id, ChildLost(f"connector {index} of several is lost")))
 
 
 class _ReachableWorkerSide(MultiWorkerSide):
