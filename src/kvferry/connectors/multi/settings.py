@@ -30,7 +30,7 @@ class MultiOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Whether KV computed on what a lossy codec gave may be handed to instances that named none."""
 
 
-def child_gauges(side: Callable[[ConnectorSpec], type[SchedulerSide | WorkerSide]]) -> frozenset[str]:
+def child_gauges(side: Callable[[ConnectorSpec], type[SchedulerSide[Any] | WorkerSide[Any]]]) -> frozenset[str]:
     """The gauges of every connector that can be one of several, on this side of it, with the numbers before them."""
     sides = [side(spec) for spec in BUILTIN.values() if spec is not BUILTIN[_SELF]]
     return frozenset(f"{index}_{name}" for one in sides for name in one.gauges for index in range(MAX_CHILDREN))
