@@ -74,3 +74,10 @@ class ValkeyServer:
         self.resume()
         self.kill()
         self._folder.cleanup()
+
+
+def free_port() -> int:
+    """Of the loopback interface, that nobody listens on now."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port: int = free.getsockname()[1]
+        return port

@@ -355,8 +355,7 @@ def _pool(location: str, options: ValkeyOptions, *, tls: bool) -> Any:
         except OSError as error:
             raise ConfigError(f"store: cannot read password_file {options.password_file}: {error.strerror}") from error
     if tls:
-        files = {"ssl_ca_certs": options.tls_ca, "ssl_certfile": options.tls_cert, "ssl_keyfile": options.tls_key}
-        extra |= {name: path for name, path in files.items() if path}
+        extra |= _tls_files(options) | {"ssl_check_hostname": True}  # else any certificate of the authority would do
     elif options.tls_ca or options.tls_cert or options.tls_key:
         raise ConfigError("store: tls_ca, tls_cert and tls_key are for valkeys:// and rediss://")
     _, at, place = location.rpartition("@")
@@ -379,6 +378,19 @@ def _pool(location: str, options: ValkeyOptions, *, tls: bool) -> Any:
         )
     except ValueError as error:
         raise ConfigError(f"store: {error}") from error
+
+
+def _tls_files(options: ValkeyOptions) -> dict[str, str]:
+    """As the client calls them. Raises `ConfigError` for what it would pass over."""
+    for name in ("tls_ca", "tls_cert", "tls_key"):
+        path = getattr(options, name)
+        if path and not Path(path).is_file():
+            raise ConfigError(f"store: {name} {path}: there is no such file")
+    if options.tls_key and not options.tls_cert:
+        raise ConfigError("store: tls_key needs tls_cert, the certificate that it belongs to")
+    key = options.tls_key or options.tls_cert  # which may have both in it
+    files = {"ssl_ca_certs": options.tls_ca, "ssl_certfile": options.tls_cert, "ssl_keyfile": key}
+    return {name: path for name, path in files.items() if path}
 
 
 def _readable(answers: Sequence[Any]) -> list[Any]:
