@@ -148,7 +148,7 @@ def test_who_would_say_too_much_is_cut_off(publisher: KVEventPublisher, kind: by
         heard = b""
         while b"Socket-Type" not in heard:
             heard += loud.recv(1)
-        loud.sendall(b"\x02" + (2**40).to_bytes(8, "big") + bytes(100))
+        loud.sendall(b"\x02" + (2**28).to_bytes(8, "big") + bytes(100))
         with suppress(ConnectionResetError):
             while loud.recv(65536):
                 pass
