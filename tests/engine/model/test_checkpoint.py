@@ -221,3 +221,14 @@ def test_a_file_that_ends_early_is_named(folder: Path, keep: int) -> None:
     path = folder / WEIGHTS
     path.write_bytes(path.read_bytes()[:keep])
     assert f"{str(path)!r} cannot be read" in refusal_of(folder)
+
+
+def test_a_model_without_room_for_an_answer_is_refused(folder: Path) -> None:
+    change_config(folder, max_position_embeddings=1)
+    with pytest.raises(KvferryError, match=r"max_position_embeddings .* is 1"):
+        load(folder)
+
+
+def test_what_transformers_says_of_a_configuration_is_told_to_the_end(folder: Path) -> None:
+    change_config(folder, num_attention_heads=3)
+    assert "validate_architecture': ValueError: The hidden size (64)" in refusal_of(folder)

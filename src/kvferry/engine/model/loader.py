@@ -88,6 +88,8 @@ def read_settings(config: EngineConfig, place: Place) -> ModelSettings:
 
 
 def _require_length(wanted: int | None, limit: int) -> None:
+    if limit < 2:
+        raise UnsupportedModel(f"max_position_embeddings in config.json is {limit}: no token of an answer has a place")
     if wanted is not None and not 2 <= wanted <= limit:
         raise ConfigError(f"--max-model-len {wanted} is not between 2 and the model's own limit, {limit}")
 
@@ -207,7 +209,8 @@ def _running(module: nn.Module) -> Iterator[None]:
 
 
 def _first_line(error: Exception) -> str:
-    text = str(error).strip().split("\n")[0]
+    lines = [line.strip() for line in str(error).strip().split("\n") if line.strip()] or [""]
+    text = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
     return text if isinstance(error, OSError | ValueError) and text else f"{type(error).__name__}: {text}"
 
 
