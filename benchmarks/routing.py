@@ -27,7 +27,7 @@ from kvferry.core.clock import ManualClock
 from kvferry.router.account import Account
 from kvferry.router.cost import Estimates
 from kvferry.router.disaggregation import Threshold
-from kvferry.router.policies.base import Asked, Load, Options, PolicyContext
+from kvferry.router.policies.base import Asked, InstanceLoad, Options, PolicyContext
 from kvferry.router.policies.table import POLICIES, make_policy
 from kvferry.router.prefix_index import PrefixIndex
 from kvferry.router.prompt import Prefix
@@ -109,7 +109,7 @@ class Server:
 
     name: str
     cache: BlockCache
-    load: Load = field(default_factory=Load)
+    load: InstanceLoad = field(default_factory=InstanceLoad)
     free_at: float = 0.0
     uncached: int = 0
     windows: dict[int, int] = field(default_factory=dict)

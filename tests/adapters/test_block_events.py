@@ -22,9 +22,9 @@ NAMES = [int.from_bytes(name[-8:]) for name in THEIRS]
 @pytest.fixture
 def events() -> Any:
     """Of blocks of 4 tokens, on two ranks."""
-    from kvferry.adapters.vllm.events import BlockEvents
+    from kvferry.adapters.vllm.events import VllmBlockEvents
 
-    return BlockEvents(4, 2)
+    return VllmBlockEvents(4, 2)
 
 
 @pytest.fixture

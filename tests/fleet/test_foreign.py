@@ -16,7 +16,7 @@ import pytest
 from fleet.recording import RecordingDisplay
 from kvferry.fleet.asking import serves
 from kvferry.fleet.process import Foreign, ProcessSpec
-from kvferry.fleet.ready import Progress
+from kvferry.fleet.ready import StartProgress
 from kvferry.fleet.restart import RestartPolicy
 from kvferry.fleet.supervisor import DEFAULT_POLICY, FleetPlan, LocalSupervisor
 from kvferry.fleet.vllm.ports import free_ports
@@ -44,7 +44,7 @@ http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 """
 """Leaves a child behind when it ends."""
 
-STEPS = ((re.compile("half of it"), Progress(0.5, "loading")),)
+STEPS = ((re.compile("half of it"), StartProgress(0.5, "loading")),)
 
 
 def foreign() -> ProcessSpec:

@@ -11,7 +11,7 @@ from kvferry.engine.config import EngineConfig
 from kvferry.fleet.arguments import to_arguments
 from kvferry.fleet.local import LocalFleet, variable_name
 from kvferry.fleet.process import ProcessSpec
-from kvferry.fleet.ready import Ready
+from kvferry.fleet.ready import InstanceReady
 from kvferry.fleet.spec import FleetSpec, InstanceSpec, Listen
 from kvferry.router.config import RouterConfig
 
@@ -40,7 +40,7 @@ def test_instances_are_on_loopback_with_ports_of_their_own_and_the_router_where_
         assert {"--host=127.0.0.1", "--port=0", "--grace-s=2.0", "--block-size=16"} <= set(spec.command)
         assert [one for one in spec.command if "served" in one] == ["--served-model-name=a", "--served-model-name=b"]
     assert plan.front is not None
-    router = plan.front({spec.name: Ready(f"http://{spec.name}:1") for spec in plan.instances})
+    router = plan.front({spec.name: InstanceReady(f"http://{spec.name}:1") for spec in plan.instances})
     assert {"--host=0.0.0.0", "--port=9000", "--hand-off=sequential"} <= set(router.command)
     assert [one for one in router.command if "url" in one] == [
         "--prefill-url=http://prefill-0:1",

@@ -10,7 +10,7 @@ from pathlib import Path
 from fleet.children import child
 from kvferry.fleet import launcher
 from kvferry.fleet.process import Process, ProcessSpec
-from kvferry.fleet.ready import MAX_LINE_BYTES, Progress
+from kvferry.fleet.ready import MAX_LINE_BYTES, StartProgress
 
 TALKING = """
 print("one")
@@ -31,13 +31,13 @@ def descriptors() -> set[str]:
 
 async def test_what_it_says_is_passed_on() -> None:
     lines: list[str] = []
-    progress: list[Progress] = []
+    progress: list[StartProgress] = []
     process = await Process.start(child("talker", TALKING))
     await process.watch(lines.append, progress.append)
     assert process.gone.is_set()
     assert process.returncode == 3
     assert (await process.ready).url == "http://here:1"
-    assert progress == [Progress(0.25, "loading")]
+    assert progress == [StartProgress(0.25, "loading")]
     assert lines[:2] == ["one", "two"]
     assert "".join(lines[2:]) == "x" * 200000 + "no end of line"
     assert max(map(len, lines)) <= 2 * MAX_LINE_BYTES

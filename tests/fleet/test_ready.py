@@ -7,7 +7,7 @@ import os
 import pytest
 
 from kvferry.core.errors import ProtocolError
-from kvferry.fleet.ready import Control, Progress, Ready, ReadyWriter, parse_message
+from kvferry.fleet.ready import Control, InstanceReady, ReadyWriter, StartProgress, parse_message
 
 
 def test_what_is_written_is_what_is_read() -> None:
@@ -19,9 +19,9 @@ def test_what_is_written_is_what_is_read() -> None:
     os.close(write)
     with os.fdopen(read, "rb") as lines:
         assert [parse_message(line) for line in lines] == [
-            Progress(0.4, "loading weights"),
-            Ready("http://a:1", Control("h", 2)),
-            Ready("http://a:1"),
+            StartProgress(0.4, "loading weights"),
+            InstanceReady("http://a:1", Control("h", 2)),
+            InstanceReady("http://a:1"),
         ]
 
 

@@ -30,7 +30,7 @@ from fleet.children import (
 )
 from fleet.recording import RecordingDisplay
 from kvferry.fleet.process import ProcessSpec
-from kvferry.fleet.ready import Ready
+from kvferry.fleet.ready import InstanceReady
 from kvferry.fleet.restart import RestartPolicy
 from kvferry.fleet.supervisor import FleetPlan, LocalSupervisor
 
@@ -42,7 +42,7 @@ async def run(plan: FleetPlan, display: RecordingDisplay, grace_s: float = 10.0)
 
 
 def two(front: bool = True) -> FleetPlan:
-    def make_front(ready: Mapping[str, Ready]) -> ProcessSpec:
+    def make_front(ready: Mapping[str, InstanceReady]) -> ProcessSpec:
         return child("router", GOOD, "router", ",".join(about.url for about in ready.values()))
 
     instances = (child("prefill-0", GOOD, "P", "http://p:1"), child("decode-0", GOOD, "D", "http://d:1"))

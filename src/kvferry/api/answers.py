@@ -108,7 +108,7 @@ class ChatChunkChoice(msgspec.Struct, kw_only=True, omit_defaults=True):
     token_ids: list[int] | None = None
 
 
-class Answer(msgspec.Struct, kw_only=True, omit_defaults=True):
+class ApiAnswer(msgspec.Struct, kw_only=True, omit_defaults=True):
     """What all answers and chunks begin and end with. `timeline` has the stamps of the request's phases."""
 
     id: str
@@ -122,19 +122,19 @@ class Answer(msgspec.Struct, kw_only=True, omit_defaults=True):
     timeline: dict[str, float] | None = None
 
 
-class Completion(Answer, kw_only=True):
+class Completion(ApiAnswer, kw_only=True):
     """A completion, or a chunk of one."""
 
     choices: list[CompletionChoice]
 
 
-class ChatCompletion(Answer, kw_only=True):
+class ChatCompletion(ApiAnswer, kw_only=True):
     """A chat completion."""
 
     choices: list[ChatChoice]
 
 
-class ChatCompletionChunk(Answer, kw_only=True):
+class ChatCompletionChunk(ApiAnswer, kw_only=True):
     """A chunk of a chat completion."""
 
     choices: list[ChatChunkChoice]

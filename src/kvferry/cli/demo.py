@@ -27,10 +27,10 @@ from kvferry.engine.config import EngineConfig
 from kvferry.fleet.display import Display, make_display
 from kvferry.fleet.local import LocalFleet, plain_instance
 from kvferry.fleet.process import ProcessSpec
-from kvferry.fleet.ready import Ready
+from kvferry.fleet.ready import InstanceReady
 from kvferry.fleet.spec import FleetSpec, InstanceSpec, Listen
 from kvferry.fleet.supervisor import FleetPlan, LocalSupervisor
-from kvferry.http.answer import Answer as HttpAnswer
+from kvferry.http.answer import Answer
 from kvferry.http.client import Deadlines, HttpClient
 from kvferry.http.origin import Origin
 from kvferry.models.digest_cache import DigestCache
@@ -66,7 +66,7 @@ class Piece:
 
 
 @dataclass
-class Answer:
+class DemoAnswer:
     """What an endpoint said."""
 
     token_ids: list[int]
@@ -137,7 +137,7 @@ def _next_step(model: str) -> Text:
 
 
 def _with_plain_instance(plan: FleetPlan, fleet: LocalFleet) -> FleetPlan:
-    def front(ready: Mapping[str, Ready]) -> ProcessSpec:
+    def front(ready: Mapping[str, InstanceReady]) -> ProcessSpec:
         assert plan.front is not None
         return plan.front(ready)
 
@@ -217,7 +217,7 @@ class Endpoint:
             return msgspec.json.decode(await answer.read(_LONGEST_ANSWER))
 
     @asynccontextmanager
-    async def posting(self, path: str, body: dict[str, Any]) -> AsyncIterator[HttpAnswer]:
+    async def posting(self, path: str, body: dict[str, Any]) -> AsyncIterator[Answer]:
         """An answer as it comes. Raises as `post`."""
         origin = Origin.parse(self.url)
         encoded, headers = msgspec.json.encode(body), [(b"content-type", b"application/json")]
@@ -240,7 +240,7 @@ async def _cut(endpoint: Endpoint, name: str, num_tokens: int) -> Piece:
     return Piece(name, token_ids, "\n".join(shown["prompt"].splitlines()[-SHOWN_LINES:]))
 
 
-async def _show(endpoint: Endpoint, piece: Piece, console: Console, printing: Printing) -> Answer:
+async def _show(endpoint: Endpoint, piece: Piece, console: Console, printing: Printing) -> DemoAnswer:
     """Ask, and print the answer as it comes, after the last lines of its prompt."""
     console.print(f"[bold]{piece.name}[/bold], {len(piece.token_ids)} tokens …")
     with printing():
@@ -250,7 +250,7 @@ async def _show(endpoint: Endpoint, piece: Piece, console: Console, printing: Pr
     return answer
 
 
-async def _ask(endpoint: Endpoint, piece: Piece, on_text: Any = lambda text: None) -> Answer:
+async def _ask(endpoint: Endpoint, piece: Piece, on_text: Any = lambda text: None) -> DemoAnswer:
     body = {
         "prompt": piece.token_ids,
         "max_tokens": NUM_TOKENS,
@@ -261,7 +261,7 @@ async def _ask(endpoint: Endpoint, piece: Piece, on_text: Any = lambda text: Non
         "return_token_ids": True,
         "return_timeline": True,
     }
-    answer, rest = Answer([], "", Timeline()), b""
+    answer, rest = DemoAnswer([], "", Timeline()), b""
     async with endpoint.posting("/v1/completions", body) as coming:
         async for chunk in coming.chunks():
             *lines, rest = (rest + chunk).split(b"\n")
@@ -271,7 +271,7 @@ async def _ask(endpoint: Endpoint, piece: Piece, on_text: Any = lambda text: Non
     return answer
 
 
-def _take(answer: Answer, event: dict[str, Any], on_text: Any) -> None:
+def _take(answer: DemoAnswer, event: dict[str, Any], on_text: Any) -> None:
     if "error" in event:
         raise Unavailable(event["error"]["message"])
     if event.get("timeline"):
@@ -285,7 +285,7 @@ def _take(answer: Answer, event: dict[str, Any], on_text: Any) -> None:
 # What it shows.
 
 
-def _times(pieces: Sequence[Piece], answers: Sequence[Answer]) -> Table:
+def _times(pieces: Sequence[Piece], answers: Sequence[DemoAnswer]) -> Table:
     table = Table(box=None, pad_edge=False, title="Where each request's time went, in ms", title_justify="left")
     table.add_column("prompt", no_wrap=True)
     for name in ("queue", "prefill", "transfer", "first token", "decode"):
@@ -324,7 +324,9 @@ def _legend() -> Text:
     return legend
 
 
-def _compare(pieces: Sequence[Piece], found: Sequence[Answer], plain: Sequence[Answer], console: Console) -> int:
+def _compare(
+    pieces: Sequence[Piece], found: Sequence[DemoAnswer], plain: Sequence[DemoAnswer], console: Console
+) -> int:
     differing = [
         piece.name for piece, one, other in zip(pieces, found, plain, strict=True) if one.token_ids != other.token_ids
     ]

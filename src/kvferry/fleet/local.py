@@ -14,11 +14,11 @@ from kvferry.engine.config import EngineConfig
 from kvferry.fleet.arguments import flag_name, to_arguments
 from kvferry.fleet.cpu import CorePlan, Cores, available_cores, parse_cores, plan_cores, thread_variables
 from kvferry.fleet.process import ProcessSpec
-from kvferry.fleet.ready import Ready
+from kvferry.fleet.ready import InstanceReady
 from kvferry.fleet.spec import EngineChoice, FleetSpec, InstanceSpec, Listen
 from kvferry.fleet.supervisor import FleetPlan
 from kvferry.fleet.transfer import DEFAULT, InstanceRole, transfer_for_member
-from kvferry.fleet.vllm.instances import Place, VllmInstances
+from kvferry.fleet.vllm.instances import InstancePlace, VllmInstances
 from kvferry.fleet.vllm.ports import free_ports
 from kvferry.http.config import HttpAccess
 from kvferry.http.limits import HttpLimits
@@ -81,7 +81,7 @@ class LocalFleet:
         specs = []
         for index, own in enumerate(cores.instances):
             role, number = _role(index, self.spec.num_prefill) if split else ("both", 0)
-            place = Place(
+            place = InstancePlace(
                 role=role,
                 name=f"{role}-{number}" if split else "engine",
                 index=index,
@@ -130,7 +130,7 @@ class LocalFleet:
         )
 
     def _front(
-        self, ready: Mapping[str, Ready], cores: Cores, token: str, bootstrap: tuple[int, ...] = ()
+        self, ready: Mapping[str, InstanceReady], cores: Cores, token: str, bootstrap: tuple[int, ...] = ()
     ) -> ProcessSpec:
         urls = {
             role: tuple(about.url for name, about in ready.items() if name.startswith(f"{role}-"))
@@ -188,12 +188,12 @@ def vllm_instance(
 ) -> FleetPlan:
     """One vLLM server of a role, alone. Raises `ConfigError`."""
     servers = VllmInstances.from_settings(engine, choice, instance, splits=True)
-    place = Place(role, role, 0, listen.host, listen.port, available_cores(), {})
+    place = InstancePlace(role, role, 0, listen.host, listen.port, available_cores(), {})
     return FleetPlan((_registered(servers.process(place), place, instance),))
 
 
 def _registered(
-    process: ProcessSpec, place: Place, instance: InstanceSpec, bootstrap_port: int | None = None
+    process: ProcessSpec, place: InstancePlace, instance: InstanceSpec, bootstrap_port: int | None = None
 ) -> ProcessSpec:
     """A vLLM server that the supervisor registers at the routers that `--register` names. Raises `ConfigError`."""
     registrar = make_registrar(

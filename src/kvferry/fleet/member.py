@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 from kvferry.fleet.asking import certificate_in, serves
 from kvferry.fleet.process import Process, ProcessSpec
-from kvferry.fleet.ready import Ready
+from kvferry.fleet.ready import InstanceReady
 from kvferry.fleet.restart import Again, GiveUp, RestartPolicy, Restarts
 
 logger = logging.getLogger(__name__)
@@ -30,7 +30,7 @@ class Member:
         self.process: Process | None = None
         """None before the first start."""
         self._policy, self._restarts = policy, Restarts(policy)
-        self._ready: Ready | None = None
+        self._ready: InstanceReady | None = None
         self._ready_at: float | None = None
         self._certificate: bytes | None = None
 
@@ -79,6 +79,6 @@ class Member:
         logger.warning("%s has not answered GET /health for %.0f s; killing it", self.name, silent_s)
         process.kill()
 
-    def _on_ready(self, ready: asyncio.Future[Ready]) -> None:
+    def _on_ready(self, ready: asyncio.Future[InstanceReady]) -> None:
         if not ready.cancelled():
             self._ready, self._ready_at = ready.result(), asyncio.get_running_loop().time()

@@ -21,7 +21,7 @@ from pathlib import Path
 from kvferry.core.errors import ProtocolError
 from kvferry.fleet.asking import serves
 from kvferry.fleet.cpu import Cores
-from kvferry.fleet.ready import MAX_LINE_BYTES, Progress, Ready, parse_message
+from kvferry.fleet.ready import MAX_LINE_BYTES, InstanceReady, StartProgress, parse_message
 from kvferry.http.registrar import RegistrarConfig
 
 READY_FLAG = "--ready-fd"
@@ -42,9 +42,9 @@ class Foreign:
     """
 
     url: str
-    steps: tuple[tuple[re.Pattern[str], Progress], ...] = ()
+    steps: tuple[tuple[re.Pattern[str], StartProgress], ...] = ()
 
-    def progress_of(self, line: str) -> Progress | None:
+    def progress_of(self, line: str) -> StartProgress | None:
         """How far a line of its log says it is."""
         return next((progress for pattern, progress in self.steps if pattern.search(line)), None)
 
@@ -90,7 +90,7 @@ class Process:
         messages: _Pipe,
     ) -> None:
         self.spec, self.pid = spec, process.pid
-        self.ready: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
+        self.ready: asyncio.Future[InstanceReady] = asyncio.get_running_loop().create_future()
         self.gone = asyncio.Event()
         self.last_lines: deque[str] = deque(maxlen=_NUM_LAST_LINES)
         self._process, self._log, self._messages = process, log, messages
@@ -130,7 +130,7 @@ class Process:
         """Exit code; minus the signal's number when a signal ended it; None while it runs."""
         return self._process.returncode
 
-    async def watch(self, on_line: Callable[[str], None], on_progress: Callable[[Progress], None]) -> None:
+    async def watch(self, on_line: Callable[[str], None], on_progress: Callable[[StartProgress], None]) -> None:
         """Pass on what the child says until it has ended and all its group with it."""
         try:
             async with asyncio.TaskGroup() as group:
@@ -170,7 +170,7 @@ class Process:
             with suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
 
-    async def _read_log(self, on_line: Callable[[str], None], on_progress: Callable[[Progress], None]) -> None:
+    async def _read_log(self, on_line: Callable[[str], None], on_progress: Callable[[StartProgress], None]) -> None:
         foreign = self.spec.foreign
         async for line in self._log.lines():
             text = line.decode(errors="replace").rstrip()
@@ -184,20 +184,20 @@ class Process:
         """Ask again and again whether it serves; nobody tells."""
         while self.returncode is None:
             if await serves(foreign.url) and not self.ready.done():
-                self.ready.set_result(Ready(foreign.url))
+                self.ready.set_result(InstanceReady(foreign.url))
                 return
             with suppress(TimeoutError):
                 async with asyncio.timeout(_ASK_EVERY_S):
                     await self._process.wait()
 
-    async def _read_messages(self, on_progress: Callable[[Progress], None]) -> None:
+    async def _read_messages(self, on_progress: Callable[[StartProgress], None]) -> None:
         async for line in self._messages.lines():
             try:
                 message = parse_message(line)
             except ProtocolError as error:
                 self.last_lines.append(str(error))
                 continue
-            if isinstance(message, Progress):
+            if isinstance(message, StartProgress):
                 on_progress(message)
             elif not self.ready.done():
                 self.ready.set_result(message)

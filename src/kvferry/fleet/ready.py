@@ -26,21 +26,21 @@ class Control(msgspec.Struct, frozen=True):
     port: int
 
 
-class Ready(msgspec.Struct, frozen=True):
+class InstanceReady(msgspec.Struct, frozen=True):
     """The child answers requests at `url`."""
 
     url: str
     control: Control | None = None
 
 
-class Progress(msgspec.Struct, frozen=True):
+class StartProgress(msgspec.Struct, frozen=True):
     """How far the child is with starting: `progress` of 1."""
 
     progress: float
     what: str = ""
 
 
-Message = Ready | Progress
+Message = InstanceReady | StartProgress
 
 
 class ReadyWriter:
@@ -66,7 +66,7 @@ def parse_message(line: bytes) -> Message:
     """Raises `ProtocolError` when the line is no message."""
     try:
         fields = msgspec.json.decode(line, type=dict[str, msgspec.Raw])
-        kind: type[Message] = Ready if "url" in fields else Progress
+        kind: type[Message] = InstanceReady if "url" in fields else StartProgress
         return msgspec.json.decode(line, type=kind)
     except msgspec.MsgspecError as error:
         raise ProtocolError(f"a child's start message is not understood: {error}") from error

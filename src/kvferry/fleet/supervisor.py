@@ -22,7 +22,7 @@ from kvferry.fleet.asking import serves
 from kvferry.fleet.display import Display
 from kvferry.fleet.member import Member
 from kvferry.fleet.process import Process, ProcessSpec
-from kvferry.fleet.ready import Ready
+from kvferry.fleet.ready import InstanceReady
 from kvferry.fleet.restart import Again, GiveUp, RestartPolicy
 from kvferry.http.registrar import Registrar
 
@@ -37,7 +37,7 @@ ERROR_PREFIX = "kvferry: error: "
 
 DEFAULT_POLICY = RestartPolicy()
 
-MakeFront = Callable[[Mapping[str, Ready]], ProcessSpec]
+MakeFront = Callable[[Mapping[str, InstanceReady]], ProcessSpec]
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class FleetPlan:
 
 
 @dataclass(frozen=True)
-class Asked:
+class EndAsked:
     """The end was asked for, by this signal, or by whoever runs the supervisor."""
 
     number: int | None = None
@@ -70,7 +70,7 @@ class NotStarted:
     reason: str
 
 
-End = Asked | Crashed | NotStarted
+End = EndAsked | Crashed | NotStarted
 
 
 class LocalSupervisor:
@@ -93,7 +93,7 @@ class LocalSupervisor:
                 try:
                     code = self._report(await self._end)
                 finally:
-                    self._conclude(Asked())  # Where something failed here: nothing is to be started again.
+                    self._conclude(EndAsked())  # Where something failed here: nothing is to be started again.
                     starting.cancel()
                     await asyncio.wait([starting])
                     await self._bring_down()
@@ -103,7 +103,7 @@ class LocalSupervisor:
     def stop(self) -> None:
         """End everything, as SIGTERM does. Call it from the loop that `run` is on."""
         if self._end is not None:
-            self._conclude(Asked())
+            self._conclude(EndAsked())
 
     # The beginning.
 
@@ -135,7 +135,7 @@ class LocalSupervisor:
 
     async def _start_all(
         self, specs: Sequence[ProcessSpec], members: list[Member], group: asyncio.TaskGroup
-    ) -> dict[str, Ready]:
+    ) -> dict[str, InstanceReady]:
         """Start them side by side; returns when all serve. One that ends instead concludes the fleet."""
         self._display.starting([spec.name for spec in specs])
         processes = []
@@ -208,7 +208,7 @@ class LocalSupervisor:
 
     def _report(self, end: End) -> int:
         match end:
-            case Asked(number):
+            case EndAsked(number):
                 by = f"{signal.Signals(number).name}: " if number is not None else ""
                 self._display.note(f"{by}ending everything")
                 return 0
@@ -265,7 +265,7 @@ class LocalSupervisor:
     def _on_signal(self, number: int) -> None:
         assert self._end is not None
         if not self._end.done():
-            self._conclude(Asked(number))
+            self._conclude(EndAsked(number))
         elif number == signal.SIGINT and not self._hurried:
             self._hurried = True
             self._display.note("killing everything")

@@ -11,7 +11,7 @@ from kvferry.core.errors import ConfigError
 from kvferry.core.hand_off import RankAddress
 from kvferry.core.layout import KVLayout
 from kvferry.http.origin import Origin
-from kvferry.router.policies.base import Load
+from kvferry.router.policies.base import InstanceLoad
 
 LegRole = Literal["prefill", "decode"]
 
@@ -161,7 +161,7 @@ class Instance:
         self.busy_until = 0.0
         """Until when it has asked to be left alone (`Retry-After`), on the same clock."""
         self.facts: Facts = Unasked()
-        self.load = Load()
+        self.load = InstanceLoad()
         """What the router has given it to do."""
 
     @property

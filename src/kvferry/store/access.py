@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 @dataclass(frozen=True)
-class Access:
+class FileAccess:
     """Modes of files and folders; the umask may take more away."""
 
     file_mode: int
@@ -20,6 +20,6 @@ class Access:
             path.mkdir(self.folder_mode, exist_ok=True)
 
 
-OWNER, GROUP = Access(0o600, 0o700), Access(0o660, 0o770)
+OWNER, GROUP = FileAccess(0o600, 0o700), FileAccess(0o660, 0o770)
 ACCESS = {"owner": OWNER, "group": GROUP}
 """By what a user calls them."""

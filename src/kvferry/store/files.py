@@ -13,7 +13,7 @@ from pathlib import Path
 
 from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.core.errors import StoreError
-from kvferry.store.access import Access
+from kvferry.store.access import FileAccess
 from kvferry.store.base import MAX_NOTE_BYTES
 from kvferry.store.record import write_all
 
@@ -26,7 +26,7 @@ _EXPIRY_BYTES = 8
 SWEEP_NOTES_S = 60.0
 
 
-def write_file(path: str, views: Sequence[memoryview], access: Access, *, fsync: bool = False) -> None:
+def write_file(path: str, views: Sequence[memoryview], access: FileAccess, *, fsync: bool = False) -> None:
     """Write a temporary file beside the final one and rename it. May raise `OSError`; then nothing is left."""
     temporary = f"{path}.{_machine()}.{os.getpid()}.{secrets.token_hex(4)}{TEMPORARY_SUFFIX}"
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
@@ -88,7 +88,7 @@ def remove_file(path: str) -> bool:
 class NoteFiles:
     """Notes, one a file: 8 bytes of when it is over (Unix time, ms), then what it says. Swept when that has passed."""
 
-    def __init__(self, folder: Path, access: Access) -> None:
+    def __init__(self, folder: Path, access: FileAccess) -> None:
         self._folder, self._access = folder, access
         self._last_sweep = 0.0
 

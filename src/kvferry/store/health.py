@@ -12,7 +12,7 @@ FIRST_PAUSE_S = 0.5
 LONGEST_PAUSE_S = 30.0
 
 
-class Health:
+class TierHealth:
     """Of one tier, on one event loop."""
 
     def __init__(self, clock: Clock = SYSTEM_CLOCK) -> None:

@@ -23,7 +23,7 @@ from kvferry.core.units import parse_bytes
 from kvferry.store.arena import Arena
 from kvferry.store.base import Block, KVStore, Put, Read, StoreOptions
 from kvferry.store.copying import copy_bytes
-from kvferry.store.memory_index import MemoryIndex, Slot, table_bytes
+from kvferry.store.memory_index import ArenaSlot, MemoryIndex, table_bytes
 from kvferry.store.record import CorruptBlock
 from kvferry.store.threads import Stop, Threads
 
@@ -176,7 +176,7 @@ class MemoryStore(KVStore):
                     return count
         return len(hashes)
 
-    def _find(self, hashes: Sequence[BlockHash]) -> list[Slot | None]:
+    def _find(self, hashes: Sequence[BlockHash]) -> list[ArenaSlot | None]:
         with self._index.locked():
             slots = [self._index.find(block_hash) for block_hash in hashes]
             for slot in slots:
@@ -194,7 +194,7 @@ class MemoryStore(KVStore):
             for read, slot in zip(reads, slots, strict=True)
         ]
 
-    def _read(self, read: Read, slot: Slot) -> bool:
+    def _read(self, read: Read, slot: ArenaSlot) -> bool:
         try:
             self.records.decode(self._record(slot), read.block_hash, read.into)
         except CorruptBlock:
@@ -210,7 +210,7 @@ class MemoryStore(KVStore):
             for (block_hash, into), slot in zip(reads, slots, strict=True)
         ]
 
-    def _read_layer(self, layer: int, block_hash: BlockHash, into: memoryview, slot: Slot) -> bool:
+    def _read_layer(self, layer: int, block_hash: BlockHash, into: memoryview, slot: ArenaSlot) -> bool:
         record = self._record(slot)
         try:
             header = self.records.header(record[: self.records.header_bytes], block_hash)
@@ -221,7 +221,7 @@ class MemoryStore(KVStore):
         self.count(read_bytes=len(into))
         return True
 
-    def _not_right(self, block_hash: BlockHash, slot: Slot) -> None:
+    def _not_right(self, block_hash: BlockHash, slot: ArenaSlot) -> None:
         """It was evicted while it was read; or it is damaged, and now removed."""
         with self._index.locked():
             damaged = self._index.find(block_hash) == slot
@@ -304,7 +304,7 @@ class MemoryStore(KVStore):
         with self._index.locked():
             return sum(self._index.remove(block_hash) for block_hash in hashes)
 
-    def _record(self, slot: Slot) -> memoryview:
+    def _record(self, slot: ArenaSlot) -> memoryview:
         return self._view(slot.number, min(slot.length, self._slot_bytes))
 
     def _view(self, number: int, length: int) -> memoryview:

@@ -60,7 +60,7 @@ def _num_journalled(num_slots: int) -> int:
 
 
 @dataclass(frozen=True)
-class Slot:
+class ArenaSlot:
     """Where a block lies, and how long its record is."""
 
     number: int
@@ -100,10 +100,10 @@ class MemoryIndex:
 
     # Questions.
 
-    def find(self, block_hash: BlockHash) -> Slot | None:
+    def find(self, block_hash: BlockHash) -> ArenaSlot | None:
         """Where a block is."""
         number = self._where.get(block_hash)
-        return None if number is None else Slot(number, int(self._slots["length"][number]))
+        return None if number is None else ArenaSlot(number, int(self._slots["length"][number]))
 
     def num_kept(self) -> int:
         """Blocks."""

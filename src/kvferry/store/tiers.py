@@ -26,7 +26,7 @@ from kvferry.core.block_hash import BlockHash
 from kvferry.core.errors import KvferryError, StoreError
 from kvferry.core.layout import KVLayout
 from kvferry.store.base import Block, Changes, KVStore, Put, Read, StoreOptions
-from kvferry.store.health import Health
+from kvferry.store.health import TierHealth
 from kvferry.store.table import MAX_TIERS, StoreSpec, layout_kept_by
 
 log = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ class Tier:
     name: str
     store: KVStore
     deadline_s: float
-    health: Health = field(default_factory=Health)
+    health: TierHealth = field(default_factory=TierHealth)
     opening: asyncio.Lock = field(default_factory=asyncio.Lock)
     is_open: bool = False
     num_late: int = 0

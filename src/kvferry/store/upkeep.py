@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import IO
 
 from kvferry.core.errors import ConfigError, StoreError
-from kvferry.store.access import OWNER, Access
+from kvferry.store.access import OWNER, FileAccess
 from kvferry.store.codecs.base import NAME
 from kvferry.store.file_room import PIN_SUFFIX, SUFFIX, folder_name
 from kvferry.store.files import TEMPORARY_SUFFIX, is_stale, remove_file, write_file
@@ -144,7 +144,7 @@ def _sweep(root: Path) -> int:
     return count
 
 
-def set_pinned(root: Path, prefix: str, pinned: bool, access: Access = OWNER) -> int:
+def set_pinned(root: Path, prefix: str, pinned: bool, access: FileAccess = OWNER) -> int:
     """Pin or unpin the blocks whose hash begins so; returns how many there are."""
     count = 0
     for entry in entries(root, prefix):
@@ -179,7 +179,7 @@ def export(root: Path, file: IO[bytes], prefix: str = "") -> int:
     return count
 
 
-def import_(root: Path, file: IO[bytes], access: Access = OWNER) -> tuple[int, int]:
+def import_(root: Path, file: IO[bytes], access: FileAccess = OWNER) -> tuple[int, int]:
     """Take blocks from such an archive; returns how many were taken and how many refused.
 
     The archive may be a stranger's: only what verifies is written, to the path that the block itself names.

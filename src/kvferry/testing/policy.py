@@ -22,7 +22,7 @@ from kvferry.core.clock import ManualClock
 from kvferry.core.errors import ConfigError
 from kvferry.router.cost import Estimates
 from kvferry.router.disaggregation import Threshold
-from kvferry.router.policies.base import Asked, Choice, Load, Options, Policy, PolicyContext
+from kvferry.router.policies.base import Asked, Choice, InstanceLoad, Options, Policy, PolicyContext
 from kvferry.router.policies.table import find_policy, make_policy, read_settings
 from kvferry.router.prefix_index import PrefixIndex
 from kvferry.router.prompt import Prefix
@@ -33,7 +33,7 @@ class One:
     """An instance, as a policy sees it."""
 
     name: str
-    load: Load = field(default_factory=Load)
+    load: InstanceLoad = field(default_factory=InstanceLoad)
 
 
 def prompt(*keys: int, session: str | None = None) -> Asked:

@@ -13,7 +13,7 @@ from kvferry.connectors.api import Loaded, Released, StoreEvents, failures
 from kvferry.connectors.kv_store.loader import StoreLoader
 from kvferry.connectors.kv_store.markers import MARKER_S, Marker, Markers
 from kvferry.connectors.kv_store.plan import LoadBlocks
-from kvferry.connectors.kv_store.prober import Prober, Question
+from kvferry.connectors.kv_store.prober import Prober, StoreQuestion
 from kvferry.connectors.kv_store.writer import StoreWriter
 from kvferry.core.clock import ManualClock
 from kvferry.core.errors import StoreError, TransferTimeout
@@ -306,7 +306,7 @@ def make_prober(store: KVStore) -> Prober:
 def test_a_slow_store_holds_up_nobody() -> None:
     store = HeldStore()
     prober = make_prober(store)
-    prober.ask("r", Question([b"a", b"b"]))
+    prober.ask("r", StoreQuestion([b"a", b"b"]))
     assert store.asked.wait(20)
     assert prober.answer("r") is None
     store.gate.set()
@@ -322,11 +322,11 @@ def test_a_slow_store_holds_up_nobody() -> None:
 def test_an_answer_nobody_waits_for_any_more_is_not_kept() -> None:
     store = HeldStore()
     prober = make_prober(store)
-    prober.ask("r", Question([b"a"]))
+    prober.ask("r", StoreQuestion([b"a"]))
     assert store.asked.wait(20)
     prober.forget("r")
     store.gate.set()
-    prober.ask("s", Question([b"a"]))
+    prober.ask("s", StoreQuestion([b"a"]))
     until(lambda: prober.answer("s") is not None)
     assert prober.num_kept() == 1
     prober.close()
@@ -338,7 +338,7 @@ def test_a_store_that_fails_is_an_answer(error: Exception) -> None:
     store.error = error
     store.gate.set()
     prober = make_prober(store)
-    prober.ask("r", Question([b"a"]))
+    prober.ask("r", StoreQuestion([b"a"]))
     until(lambda: prober.answer("r") is not None)
     answer = prober.answer("r")
     assert answer is not None
@@ -352,7 +352,7 @@ def test_many_markers_are_waited_for_at_once(loop: TransferLoop) -> None:
     prober = make_prober(store)
     deadline = time.monotonic() + 20
     for index in range(20):
-        prober.ask(f"r{index}", Question([b"a"], f"t{index}", deadline))
+        prober.ask(f"r{index}", StoreQuestion([b"a"], f"t{index}", deadline))
     for index in reversed(range(20)):
         loop.submit(Markers("secret", ManualClock()).write(store, marker_of(f"t{index}"))).result(20)
     until(lambda: all(prober.answer(f"r{index}") is not None for index in range(20)))
@@ -366,7 +366,7 @@ def test_a_look_that_never_ends_is_an_answer(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("kvferry.connectors.kv_store.prober.LOOK_S", 0.05)
     store = HeldStore()
     prober = make_prober(store)
-    prober.ask("r", Question([b"a"]))
+    prober.ask("r", StoreQuestion([b"a"]))
     until(lambda: prober.answer("r") is not None)
     answer = prober.answer("r")
     assert answer is not None
@@ -387,7 +387,7 @@ def test_a_store_that_cannot_be_asked_now_may_have_the_marker_later(loop: Transf
     store.gate.set()
     loop.submit(Markers("secret", ManualClock()).write(store, marker_of("t"))).result(20)
     prober = make_prober(store)
-    prober.ask("r", Question([b"a"], "t", time.monotonic() + 20))
+    prober.ask("r", StoreQuestion([b"a"], "t", time.monotonic() + 20))
     until(lambda: prober.answer("r") is not None)
     answer = prober.answer("r")
     assert answer is not None
@@ -421,7 +421,7 @@ def test_questions_at_the_same_time_open_a_store_once(monkeypatch: pytest.Monkey
         lambda: [TieredStore(find_stores("memory:6MiB?name=probed"), LAYOUT)], Markers("secret", ManualClock())
     )
     for index in range(8):
-        prober.ask(f"r{index}", Question([b"a" * 32]))
+        prober.ask(f"r{index}", StoreQuestion([b"a" * 32]))
     until(lambda: all(prober.answer(f"r{index}") is not None for index in range(8)))
     prober.close()
     assert [arena.is_closed for arena in made] == [True]

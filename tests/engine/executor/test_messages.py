@@ -11,14 +11,25 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvferry.connectors.p2p.plan import Load as FetchLoad
-from kvferry.connectors.p2p.plan import P2pPlan
+from kvferry.connectors.p2p.plan import Load, P2pPlan
 from kvferry.core.errors import PeerLost, ProtocolError
 from kvferry.core.hand_off import PrefillResult, Ticket, TokenLogprobs
 from kvferry.core.transfer_config import KVTransferConfig
 from kvferry.engine.config import EngineConfig
 from kvferry.engine.executor import messages
-from kvferry.engine.executor.messages import Check, Close, Done, Failed, Load, Loaded, Open, Opened, Pipe, Proceed, Step
+from kvferry.engine.executor.messages import (
+    Check,
+    Close,
+    Done,
+    LoadModel,
+    ModelLoaded,
+    OpenCache,
+    Opened,
+    Pipe,
+    Proceed,
+    RankFailed,
+    RankStep,
+)
 from kvferry.engine.model_runner import StepInputs
 
 
@@ -32,7 +43,7 @@ def ends() -> Iterator[tuple[Pipe, Pipe]]:
 
 
 COMMANDS = [
-    Load(
+    LoadModel(
         1,
         2,
         "/tmp/x",
@@ -40,9 +51,9 @@ COMMANDS = [
         KVTransferConfig(kv_connector="P2pConnector", kv_connector_extra_config={"lease_s": 3.5, "list": [1, "a"]}),
         "secret",
     ),
-    Open(7),
-    Step(StepInputs([1, 2], [2], [5], [5], [[0, 9]], [1]), [b"late", b"plan"], 7, 1),
-    Step(None, [], 0, 0),
+    OpenCache(7),
+    RankStep(StepInputs([1, 2], [2], [5], [5], [[0, 9]], [1]), [b"late", b"plan"], 7, 1),
+    RankStep(None, [], 0, 0),
     Proceed(),
     Check(),
     Close(),
@@ -56,7 +67,7 @@ def test_commands_arrive_as_they_were(command: Any, ends: tuple[Pipe, Pipe]) -> 
 
 
 @pytest.mark.parametrize(
-    "message", [Loaded("f", 3), Opened(None), Opened({"port": 5}), Done(b"x", 4, "why"), Failed("E", "why")]
+    "message", [ModelLoaded("f", 3), Opened(None), Opened({"port": 5}), Done(b"x", 4, "why"), RankFailed("E", "why")]
 )
 def test_messages_arrive_as_they_were(message: Any, ends: tuple[Pipe, Pipe]) -> None:
     ends[0].send(message)
@@ -65,7 +76,7 @@ def test_messages_arrive_as_they_were(message: Any, ends: tuple[Pipe, Pipe]) -> 
 
 def test_a_plan_arrives_as_it_was() -> None:
     result = PrefillResult(first_token=3, seed=2**62, logprobs=TokenLogprobs(3, -0.5, 1, {3: -0.5, 9: -2.0}))
-    plan = P2pPlan(loads=[FetchLoad("r", Ticket(transfer_id="t", prefill_result=result), [1, 2], 0, 9, list(range(9)))])
+    plan = P2pPlan(loads=[Load("r", Ticket(transfer_id="t", prefill_result=result), [1, 2], 0, 9, list(range(9)))])
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(plan), type=P2pPlan) == plan
 
 

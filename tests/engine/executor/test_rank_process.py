@@ -12,10 +12,10 @@ import pytest
 
 from kvferry.core.errors import RankLost
 from kvferry.engine.executor import rank_process
-from kvferry.engine.executor.messages import Check, Checked, Close, Done, Pipe, Proceed, Statistics, Step
+from kvferry.engine.executor.messages import Check, Checked, Close, Done, Pipe, Proceed, RankStep, Statistics
 from kvferry.engine.executor.rank_process import Losses, RankProcess
 
-STEP = Step(None, [], 0, 0)
+STEP = RankStep(None, [], 0, 0)
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[RankProcess, Pipe]]:
 
 def fail(pipe: Pipe, process: RankProcess) -> None:
     """The rank fails in the step that it was told, and rank 0 has heard of it."""
-    assert isinstance(pipe.receive_command(), Step)
+    assert isinstance(pipe.receive_command(), RankStep)
     pipe.send(Done(b"", 0, "out of cheese"))
     assert process.answer(Done, 10).failure
 
@@ -61,7 +61,7 @@ def test_a_rank_that_did_not_fail_is_told_nothing_and_a_failure_is_of_its_own_st
     process, pipe = rank
     process.send(STEP)
     process.leave_step()
-    assert isinstance(pipe.receive_command(), Step)
+    assert isinstance(pipe.receive_command(), RankStep)
     pipe.send(Done(b"", 0))
     process.answer(Done, 10)
     process.send(STEP)

@@ -14,7 +14,7 @@ from kvferry.core.errors import ConfigError
 from kvferry.engine.config import EngineConfig
 from kvferry.fleet.local import LocalFleet
 from kvferry.fleet.process import Foreign, ProcessSpec
-from kvferry.fleet.ready import Ready
+from kvferry.fleet.ready import InstanceReady
 from kvferry.fleet.spec import EngineChoice, FleetSpec, InstanceSpec, Listen
 from kvferry.fleet.vllm import instances
 from kvferry.fleet.vllm.environment import VllmEnvironment, find_vllm
@@ -77,7 +77,7 @@ def test_each_server_has_a_role_and_ports_and_cores_of_its_own() -> None:
 def test_the_router_is_told_where_they_are() -> None:
     plan = fleet().plan()
     assert plan.front is not None
-    router = plan.front({spec.name: Ready(f"http://{spec.name}:1") for spec in plan.instances})
+    router = plan.front({spec.name: InstanceReady(f"http://{spec.name}:1") for spec in plan.instances})
     assert {"--host=127.0.0.2", "--port=9000", "--protocol=auto"} <= set(router.command)
     assert not any(one.startswith("--bootstrap-port") for one in router.command)
 
@@ -136,7 +136,7 @@ def test_mooncakes_bootstrap_servers_have_ports_that_the_router_knows() -> None:
     ports = [spec.environment.get("VLLM_MOONCAKE_BOOTSTRAP_PORT") for spec in plan.instances]
     assert ports[2] is None
     assert plan.front is not None
-    router = plan.front({spec.name: Ready(f"http://{spec.name}:1") for spec in plan.instances})
+    router = plan.front({spec.name: InstanceReady(f"http://{spec.name}:1") for spec in plan.instances})
     assert [one for one in router.command if "bootstrap" in one] == [f"--bootstrap-port={port}" for port in ports[:2]]
 
 

@@ -133,7 +133,7 @@ def test_all_names_are_found_and_others_told_of_the_nearest() -> None:
     with pytest.raises(UnknownName, match="did you mean 'least_loaded'"):
         find_policy("least_load")
     with pytest.raises(ConfigError, match="must be a kvferry Policy"):
-        find_policy("kvferry.router.policies.base:Load")
+        find_policy("kvferry.router.policies.base:InstanceLoad")
 
 
 def test_options_are_checked() -> None:

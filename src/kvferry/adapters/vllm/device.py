@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 
 
-class Mark(Protocol):
+class DeviceMark(Protocol):
     """A place in the order of the device's work."""
 
     def wait(self) -> None:
@@ -24,7 +24,7 @@ class Device(Protocol):
     runs_behind: bool
     """Whether work is only queued when a call returns."""
 
-    def mark(self) -> Mark:
+    def mark(self) -> DeviceMark:
         """Now, in the stream that this thread queues work in."""
 
 
@@ -38,7 +38,7 @@ class Host:
 
     runs_behind = False
 
-    def mark(self) -> Mark:
+    def mark(self) -> DeviceMark:
         """Always reached."""
         return _Done()
 
@@ -51,7 +51,7 @@ class Accelerator:
     def __init__(self, device: str) -> None:
         self._device = torch.device(device)
 
-    def mark(self) -> Mark:
+    def mark(self) -> DeviceMark:
         """An event in the current stream, which is that of the micro-batch where vLLM runs several."""
         event = torch.Event(self._device, blocking=True)
         event.record(torch.accelerator.current_stream(self._device))

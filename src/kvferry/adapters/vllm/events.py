@@ -39,7 +39,7 @@ class _Known:
     published: set[str] = field(default_factory=set)
 
 
-class BlockEvents:
+class VllmBlockEvents:
     """Counts what the ranks report of each block, and makes vLLM's events of it. Used from vLLM's scheduler thread
     only."""
 

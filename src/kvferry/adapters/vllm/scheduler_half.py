@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from kvferry.adapters.vllm.events import BlockEvents
+from kvferry.adapters.vllm.events import VllmBlockEvents
 from kvferry.adapters.vllm.idle import IdlePause, PauseUser
 from kvferry.adapters.vllm.messages import StepMetadata, WorkerReports
 from kvferry.adapters.vllm.parts import BlocksOf, Part, Partition
@@ -85,9 +85,9 @@ class SchedulerHalf:
         idle: PauseUser | None = None,
     ) -> None:
         self.side = side
-        self.events: BlockEvents | None = None
+        self.events: VllmBlockEvents | None = None
         if with_events and isinstance(side, HasStore):
-            self.events = BlockEvents(layout.block_size, layout.tp_size)
+            self.events = VllmBlockEvents(layout.block_size, layout.tp_size)
         self._settings, self._layout, self._partition, self._pins = settings, layout, partition, pins
         self._idle = idle or IdlePause().user("")
         self._requests: dict[str, _Request] = {}

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from kvferry.adapters.vllm import pool
-from kvferry.adapters.vllm.device import Device, Host, Mark, device_of
+from kvferry.adapters.vllm.device import Device, DeviceMark, Host, device_of
 from kvferry.adapters.vllm.fingerprint import model_fingerprint
 from kvferry.adapters.vllm.layout import KVCacheShape, allocation, block_memory, kv_layout
 from kvferry.adapters.vllm.messages import RankReport, StepMetadata, WorkerFacts
@@ -75,10 +75,10 @@ class _Progress:
     """How far a step is."""
 
     step: StepMetadata
-    begun: Mark
+    begun: DeviceMark
     """All work of the steps before was queued before it."""
     started: bool = False
-    marks: defaultdict[int, list[Mark]] = field(default_factory=lambda: defaultdict(list))
+    marks: defaultdict[int, list[DeviceMark]] = field(default_factory=lambda: defaultdict(list))
     """By slot, of its layers that were computed; several of a layer, where vLLM runs a step in micro-batches."""
 
 

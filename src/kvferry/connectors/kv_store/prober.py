@@ -30,7 +30,7 @@ LOOK_S = 15.0
 
 
 @dataclass(frozen=True)
-class Question:
+class StoreQuestion:
     """How many of these blocks, from the first on, are there? `transfer_id`: wait for its marker first.
 
     `deadline` is monotonic, s.
@@ -42,7 +42,7 @@ class Question:
 
 
 @dataclass(frozen=True)
-class Answer:
+class StoreAnswer:
     """`num_present` blocks are there; `marker` is the hand-off's. `error`: the store, or the marker, did not answer.
 
     `at`: when it was so; monotonic, s.
@@ -70,12 +70,12 @@ class Prober:
         self._stores: Sequence[KVStore] = ()
         self._lock = threading.Lock()
         self._questions: dict[str, Future[None]] = {}
-        self._answers: dict[str, Answer] = {}
+        self._answers: dict[str, StoreAnswer] = {}
         self._ahead: set[asyncio.Task[None]] = set()
         self._trouble: StoreError | None = None
         self._loop: TransferLoop | None = None
 
-    def ask(self, request_id: str, question: Question) -> None:
+    def ask(self, request_id: str, question: StoreQuestion) -> None:
         """Look, soon."""
         if self._loop is None:
             self._stores = self._make_stores()
@@ -89,7 +89,7 @@ class Prober:
         with self._lock:
             return request_id in self._questions
 
-    def answer(self, request_id: str) -> Answer | None:
+    def answer(self, request_id: str) -> StoreAnswer | None:
         """The answer, when there is one; it stays until forgotten."""
         with self._lock:
             return self._answers.get(request_id)
@@ -126,23 +126,23 @@ class Prober:
         for store in self._stores:
             await store.close()
 
-    async def _answer(self, request_id: str, question: Question) -> None:
+    async def _answer(self, request_id: str, question: StoreQuestion) -> None:
         left_s = 0.0 if question.transfer_id is None else max(0.0, question.deadline - self._clock.monotonic())
         try:
             async with asyncio.timeout(left_s + LOOK_S):
                 answer = await self._look(question)
         except TimeoutError:
-            answer = Answer(error=TransferTimeout("the store did not say in time what it has"))
+            answer = StoreAnswer(error=TransferTimeout("the store did not say in time what it has"))
         except KvferryError as error:
-            answer = Answer(error=error)
+            answer = StoreAnswer(error=error)
         except Exception as error:  # the task's outermost edge: the request must hear of it
             log.exception("looking into the store failed unexpectedly")
-            answer = Answer(error=StoreError(f"looking into the store failed: {error!r}"))
+            answer = StoreAnswer(error=StoreError(f"looking into the store failed: {error!r}"))
         with self._lock:
             if self._questions.pop(request_id, None) is not None:
                 self._answers[request_id] = replace(answer, at=self._clock.monotonic())
 
-    async def _look(self, question: Question) -> Answer:
+    async def _look(self, question: StoreQuestion) -> StoreAnswer:
         """A block is there when every rank has its share."""
         for store in self._stores:
             await store.open()
@@ -152,7 +152,7 @@ class Prober:
             hashes = hashes[: await store.match(hashes)]
         if self._prefetches and hashes:
             self._prefetch(hashes)
-        return Answer(len(hashes), marker)
+        return StoreAnswer(len(hashes), marker)
 
     def _prefetch(self, hashes: Sequence[BlockHash]) -> None:
         """Begin to bring the blocks near, while the request still waits for its turn."""
@@ -161,7 +161,7 @@ class Prober:
             self._ahead.add(task)
             task.add_done_callback(self._ahead.discard)
 
-    async def _wait_for_marker(self, question: Question) -> Marker | None:
+    async def _wait_for_marker(self, question: StoreQuestion) -> Marker | None:
         transfer_id = question.transfer_id
         if transfer_id is None:
             return None

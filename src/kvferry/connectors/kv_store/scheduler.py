@@ -34,7 +34,7 @@ from kvferry.connectors.api import (
 )
 from kvferry.connectors.kv_store.markers import MARKER_S, Marker, Markers
 from kvferry.connectors.kv_store.plan import LoadBlocks, SaveBlocks, StorePlan
-from kvferry.connectors.kv_store.prober import Answer, Prober, Question
+from kvferry.connectors.kv_store.prober import Prober, StoreAnswer, StoreQuestion
 from kvferry.connectors.kv_store.settings import read_settings
 from kvferry.core.block_hash import BlockHash
 from kvferry.core.errors import ConfigError, KvferryError, LayoutMismatch, LeakError, LeaseEnded, ProtocolError
@@ -163,9 +163,9 @@ class KVStoreSchedulerSide(SchedulerSide[StorePlan]):
         hand_off = request.hand_off
         transfer_id = hand_off.ticket.transfer_id if isinstance(hand_off, Consume) else None
         deadline = self._clock.monotonic() + self._settings.timeout_s
-        self._prober.ask(request.request_id, Question(tuple(request.block_hashes), transfer_id, deadline))
+        self._prober.ask(request.request_id, StoreQuestion(tuple(request.block_hashes), transfer_id, deadline))
 
-    def _judge(self, request: RequestView, answer: Answer, num_computed_tokens: int) -> Match:
+    def _judge(self, request: RequestView, answer: StoreAnswer, num_computed_tokens: int) -> Match:
         self._known.setdefault(request.request_id, _Known()).num_kept = answer.num_present
         promised = isinstance(request.hand_off, Consume)
         error = answer.error or self._mistrust(request, answer.marker)
@@ -198,7 +198,7 @@ class KVStoreSchedulerSide(SchedulerSide[StorePlan]):
             return error
         return None
 
-    def _result_to_bring(self, request: RequestView, answer: Answer) -> PrefillResult | None:
+    def _result_to_bring(self, request: RequestView, answer: StoreAnswer) -> PrefillResult | None:
         """The marker's result, where the ticket did not bring it."""
         wanted = isinstance(request.hand_off, Consume) and request.prefill_result is None
         return answer.marker.prefill_result if wanted and answer.marker is not None else None

@@ -1,6 +1,6 @@
 """What rank 0 and the other ranks of an instance say to each other, and the pipe they say it through.
 
-Rank 0 commands, and each command but `Proceed` and `Close` is answered as it says. `Reported` and `Failed` come
+Rank 0 commands, and each command but `Proceed` and `Close` is answered as it says. `Reported` and `RankFailed` come
 unasked. The pipe is a socket pair that the child inherits, so nobody else can reach it.
 """
 
@@ -30,8 +30,9 @@ class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
 # From rank 0.
 
 
-class Load(_Message, frozen=True, tag=True):
-    """The first: load this share of the model. Answered by `Started` and, in its time, by `Loaded`. Holds the token."""
+class LoadModel(_Message, frozen=True, tag=True):
+    """The first: load this share of the model. Answered by `Started` and, when it is loaded, by `ModelLoaded`. Holds
+    the token."""
 
     rank: int
     size: int
@@ -41,13 +42,13 @@ class Load(_Message, frozen=True, tag=True):
     auth_token: str
 
 
-class Open(_Message, frozen=True, tag=True):
+class OpenCache(_Message, frozen=True, tag=True):
     """Make a KV cache and join the connector. Answered by `Opened`."""
 
     num_blocks: int
 
 
-class Step(_Message, frozen=True, tag=True):
+class RankStep(_Message, frozen=True, tag=True):
     """Begin the plans, compute the inputs. Answered by `Done`. Plans are the connector's own, encoded; `first_plan`
     and `num_late` as in `PlanQueue`."""
 
@@ -73,7 +74,7 @@ class Close(_Message, frozen=True, tag=True):
     """Give everything back, and end."""
 
 
-Command = Load | Open | Step | Proceed | GetStatistics | Check | Close
+Command = LoadModel | OpenCache | RankStep | Proceed | GetStatistics | Check | Close
 
 
 # From the other ranks.
@@ -83,7 +84,7 @@ class Started(_Message, frozen=True, tag=True):
     """The process is up, and about to meet the others."""
 
 
-class Loaded(_Message, frozen=True, tag=True):
+class ModelLoaded(_Message, frozen=True, tag=True):
     """The model is there, and this many KV blocks may be."""
 
     fingerprint: str
@@ -123,15 +124,15 @@ class Reported(_Message, frozen=True, tag=True):
     report: bytes
 
 
-class Failed(_Message, frozen=True, tag=True):
+class RankFailed(_Message, frozen=True, tag=True):
     """This rank ends, and why; `kind` is the error's class."""
 
     kind: str
     message: str
 
 
-Answer = Started | Loaded | Opened | Done | Statistics | Checked
-Message = Answer | Reported | Failed
+Answer = Started | ModelLoaded | Opened | Done | Statistics | Checked
+Message = Answer | Reported | RankFailed
 
 _commands, _messages = msgspec.msgpack.Decoder(Command), msgspec.msgpack.Decoder(Message)
 

@@ -25,18 +25,18 @@ from kvferry.engine.executor.messages import (
     Close,
     Command,
     Done,
-    Failed,
     GetStatistics,
-    Load,
-    Loaded,
-    Open,
+    LoadModel,
+    ModelLoaded,
+    OpenCache,
     Opened,
     Pipe,
     Proceed,
+    RankFailed,
+    RankStep,
     Reported,
     Started,
     Statistics,
-    Step,
 )
 from kvferry.engine.executor.patience import patience_s
 from kvferry.engine.model.place import Place
@@ -99,7 +99,7 @@ class RankProcessMain:
     def __init__(self, pipe: Pipe) -> None:
         self._pipe, self._inbox = pipe, Inbox(pipe)
         self._worker: Worker | None = None
-        self._load: Load | None = None
+        self._load: LoadModel | None = None
 
     def run(self) -> int:
         """Until rank 0 says so, or is gone, or something breaks here; returns the exit code."""
@@ -112,7 +112,7 @@ class RankProcessMain:
         except Exception as error:
             log.debug("this rank ends", exc_info=True)
             with suppress(PeerLost):
-                self._pipe.send(Failed(type(error).__name__, str(error) or repr(error)))
+                self._pipe.send(RankFailed(type(error).__name__, str(error) or repr(error)))
             return 1
         finally:
             if self._worker is not None:
@@ -121,17 +121,17 @@ class RankProcessMain:
     def _obey(self, command: Command | _Woken | _Gone) -> bool:
         """False: it was the last."""
         match command:
-            case Load():
+            case LoadModel():
                 self._begin(command)
             case Close() | _Gone():
                 return False
             case _:
                 if self._worker is None:
-                    raise ProtocolError(f"{type(command).__name__} came before Load")
+                    raise ProtocolError(f"{type(command).__name__} came before LoadModel")
                 self._serve(command, self._worker)
         return True
 
-    def _begin(self, load: Load) -> None:
+    def _begin(self, load: LoadModel) -> None:
         self._load = load
         follow_parent()
         transformers_logging.set_verbosity_error()  # rank 0 says it already
@@ -139,16 +139,16 @@ class RankProcessMain:
         self._pipe.send(Started())
         with group.meeting(place, place.choose_device(load.config.device), load.store):
             self._worker = Worker(load.config, place, lambda what, share: None)
-        self._pipe.send(Loaded(self._worker.model.fingerprint, self._worker.max_num_blocks()))
+        self._pipe.send(ModelLoaded(self._worker.model.fingerprint, self._worker.max_num_blocks()))
 
-    def _serve(self, command: Open | Step | Proceed | GetStatistics | Check | _Woken, worker: Worker) -> None:
+    def _serve(self, command: OpenCache | RankStep | Proceed | GetStatistics | Check | _Woken, worker: Worker) -> None:
         match command:
-            case Open(num_blocks):
+            case OpenCache(num_blocks):
                 assert self._load is not None
                 address = worker.open(num_blocks, self._load.transfer, self._load.auth_token)
                 worker.on_report(self._inbox.wake)
                 self._pipe.send(Opened(address))
-            case Step():
+            case RankStep():
                 self._step(command, worker)
             case GetStatistics():
                 self._pipe.send(Statistics(worker.statistics()))
@@ -158,7 +158,7 @@ class RankProcessMain:
                 if report := worker.poll():
                     self._pipe.send(Reported(encode_report(report)))
 
-    def _step(self, step: Step, worker: Worker) -> None:
+    def _step(self, step: RankStep, worker: Worker) -> None:
         begun_at = SYSTEM_CLOCK.monotonic()
         try:
             worker.step(step.inputs, step.plans, step.first_plan, step.num_late)

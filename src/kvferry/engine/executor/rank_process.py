@@ -25,12 +25,12 @@ from kvferry.engine.executor.messages import (
     Close,
     Command,
     Done,
-    Failed,
     Message,
     Pipe,
     Proceed,
+    RankFailed,
+    RankStep,
     Reported,
-    Step,
 )
 from kvferry.observe.logs import helper_environment
 
@@ -110,7 +110,7 @@ class RankProcess:
         """Raises `RankLost` when the rank is gone or does not read."""
         try:
             with self._lock:
-                if isinstance(command, Step):
+                if isinstance(command, RankStep):
                     self._has_left = self._has_failed = False
                 self._pipe.send(command)
         except PeerLost as error:
@@ -174,7 +174,7 @@ class RankProcess:
         match message:
             case Reported(report):
                 self.on_report(self.rank, report)
-            case Failed(kind, text):
+            case RankFailed(kind, text):
                 error: KvferryError
                 if kind in _USER_ERRORS:
                     error = _USER_ERRORS[kind](text)

@@ -41,13 +41,13 @@ from kvferry.engine.executor.messages import (
     Command,
     Done,
     GetStatistics,
-    Load,
-    Loaded,
-    Open,
+    LoadModel,
+    ModelLoaded,
+    OpenCache,
     Opened,
+    RankStep,
     Started,
     Statistics,
-    Step,
 )
 from kvferry.engine.executor.patience import patience_s
 from kvferry.engine.executor.rank_process import END_S, Losses, RankProcess
@@ -101,7 +101,7 @@ class RanksExecutor(Executor):
             process = RankProcess(rank, place.size, self._losses)
             process.on_report = self._rank_reports
             self._processes.append(process)
-            process.send(Load(rank, place.size, store, config, transfer, auth_token))
+            process.send(LoadModel(rank, place.size, store, config, transfer, auth_token))
 
     def _load(self, config: EngineConfig, place: Place, store: str, on_progress: Progress) -> None:
         with self._losses_explained():
@@ -110,7 +110,7 @@ class RanksExecutor(Executor):
             with group.meeting(place, place.choose_device(config.device), store):
                 self._worker = Worker(config, place, on_progress)
             on_progress("waiting for the other ranks", 1.0)
-            loaded = self._gather(Loaded, group.LOADING_S)
+            loaded = self._gather(ModelLoaded, group.LOADING_S)
         self.model, self.layout = self._worker.model, self._worker.layout
         self.max_model_len = self._worker.max_model_len
         if any(one.fingerprint != self.model.fingerprint for one in loaded):
@@ -119,7 +119,7 @@ class RanksExecutor(Executor):
 
     def _open(self, transfer: KVTransferConfig | None, auth_token: str) -> None:
         self._is_open = True
-        self._tell(Open(self.num_blocks))
+        self._tell(OpenCache(self.num_blocks))
         with self._losses_explained():
             ours = self._rank0.open(self.num_blocks, transfer, auth_token)
             found = [ours, *(opened.address for opened in self._gather(Opened, ANSWER_S))]
@@ -135,12 +135,12 @@ class RanksExecutor(Executor):
     def execute(self, chunks: Sequence[Chunk], plans: PlanQueue) -> StepResult:
         rows = choose_logit_rows(chunks)
         inputs = lay_out(chunks, rows.places) if chunks else None
-        step = Step(inputs, [msgspec.msgpack.encode(plan) for plan in plans.waiting], plans.first, plans.num_late)
+        step = RankStep(inputs, [msgspec.msgpack.encode(plan) for plan in plans.waiting], plans.first, plans.num_late)
         self._losses.require_none()  # up to here nobody else knows of the step
         drawn = self._step(step, plans, rows) if chunks or step.plans else Drawn()
         return StepResult(drawn.sampled, self._take_report(), drawn.failed)
 
-    def _step(self, step: Step, plans: PlanQueue, rows: LogitRows) -> Drawn:
+    def _step(self, step: RankStep, plans: PlanQueue, rows: LogitRows) -> Drawn:
         self._tell(step)
         begun_at = SYSTEM_CLOCK.monotonic()
         try:

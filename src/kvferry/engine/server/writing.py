@@ -101,18 +101,18 @@ class AnswerWriter(ABC):
         self._continuous_usage = bool(options and options.include_usage and options.continuous_usage_stats)
 
     @abstractmethod
-    def events(self, delta: Delta) -> list[answers.Answer]:
+    def events(self, delta: Delta) -> list[answers.ApiAnswer]:
         """The chunks that `delta` is worth; none when there is nothing to tell yet."""
 
     @abstractmethod
-    def whole(self, choices: Sequence[Delta]) -> answers.Answer:
+    def whole(self, choices: Sequence[Delta]) -> answers.ApiAnswer:
         """The answer in one piece."""
 
     @abstractmethod
-    def _chunk(self, choices: list[Any], **fields: Any) -> answers.Answer:
+    def _chunk(self, choices: list[Any], **fields: Any) -> answers.ApiAnswer:
         """A chunk of this route's kind."""
 
-    def last_events(self) -> list[answers.Answer]:
+    def last_events(self) -> list[answers.ApiAnswer]:
         """What comes after all choices have ended."""
         if not self._include_usage:
             return []
@@ -157,19 +157,19 @@ class CompletionWriter(AnswerWriter):
         self._num_logprobs = body.logprobs
         self._echoes = echoes
 
-    def events(self, delta: Delta) -> list[answers.Answer]:
+    def events(self, delta: Delta) -> list[answers.ApiAnswer]:
         """One chunk, or none."""
         choice = self._choice(delta)
         if not (choice.text or self._worth_sending(delta, choice.logprobs)):
             return []
         return [self._chunk([choice], **self._fields(delta))]
 
-    def whole(self, choices: Sequence[Delta]) -> answers.Answer:
+    def whole(self, choices: Sequence[Delta]) -> answers.ApiAnswer:
         """The completions in the order of their indices."""
         written = [self._choice(delta) for delta in choices]
         return self._chunk(written, usage=self.generation.usage(), **self._closing_fields())
 
-    def _chunk(self, choices: list[Any], **fields: Any) -> answers.Answer:
+    def _chunk(self, choices: list[Any], **fields: Any) -> answers.ApiAnswer:
         return answers.Completion(object="text_completion", choices=choices, **self._head, **fields)
 
     def _choice(self, delta: Delta) -> answers.CompletionChoice:
@@ -213,7 +213,7 @@ class ChatWriter(AnswerWriter):
         super().__init__(body, plan, texts, **head)
         self._num_logprobs = num_logprobs(body)
 
-    def events(self, delta: Delta) -> list[answers.Answer]:
+    def events(self, delta: Delta) -> list[answers.ApiAnswer]:
         """A choice's first chunk says whose words follow."""
         chunks = [self._opening(delta)] if delta.first else []
         logprobs = self._choice_logprobs(delta)
@@ -229,7 +229,7 @@ class ChatWriter(AnswerWriter):
         )
         return [*chunks, self._chunk([choice], **self._fields(delta))]
 
-    def whole(self, choices: Sequence[Delta]) -> answers.Answer:
+    def whole(self, choices: Sequence[Delta]) -> answers.ApiAnswer:
         """The answers in the order of their indices."""
         return answers.ChatCompletion(
             object="chat.completion",
@@ -241,10 +241,10 @@ class ChatWriter(AnswerWriter):
             **self._closing_fields(),
         )
 
-    def _chunk(self, choices: list[Any], **fields: Any) -> answers.Answer:
+    def _chunk(self, choices: list[Any], **fields: Any) -> answers.ApiAnswer:
         return answers.ChatCompletionChunk(object="chat.completion.chunk", choices=choices, **self._head, **fields)
 
-    def _opening(self, delta: Delta) -> answers.Answer:
+    def _opening(self, delta: Delta) -> answers.ApiAnswer:
         choice = answers.ChatChunkChoice(
             index=delta.index,
             delta=answers.ChatMessage(role=_ROLE, content=""),

@@ -32,7 +32,7 @@ _BIND = "VLLM_CPU_OMP_THREADS_BIND"
 
 
 @dataclass(frozen=True)
-class Place:
+class InstancePlace:
     """Where one instance runs, and what it is in the fleet. `index` counts all instances."""
 
     role: InstanceRole
@@ -80,7 +80,7 @@ class VllmInstances:
         """Whether prefill instances have a Mooncake bootstrap server."""
         return self.transfer is not None and has_mooncake(self.transfer)
 
-    def process(self, place: Place, bootstrap_port: int = 0) -> ProcessSpec:
+    def process(self, place: InstancePlace, bootstrap_port: int = 0) -> ProcessSpec:
         """One vLLM server. Each gets ports of its own for what vLLM would put at a fixed one."""
         port = place.port or free_ports(1, place.host)[0]
         host = f"[{place.host}]" if ":" in place.host else place.host
@@ -93,7 +93,7 @@ class VllmInstances:
             foreign=Foreign(f"http://{_reachable(host)}:{port}", START),
         )
 
-    def _command(self, place: Place) -> list[str]:
+    def _command(self, place: InstancePlace) -> list[str]:
         command = [self.found.python, "-m", "vllm.entrypoints.cli.main", "serve", self.model]
         command += ["--served-model-name", *self.names, "--host", place.host, "--port", str(place.port)]
         # The answer's usage then says how many prompt tokens were cached; the log is not told of every look at health.
@@ -105,7 +105,7 @@ class VllmInstances:
             command += cpu_memory_arguments(self.arguments, self.number)
         return command + list(self.arguments)
 
-    def _environment(self, place: Place, bootstrap_port: int) -> dict[str, str]:
+    def _environment(self, place: InstancePlace, bootstrap_port: int) -> dict[str, str]:
         own = thread_variables(place.cores) | device_variables(place.index, self.number)
         if place.cores and _BIND not in os.environ and not self._has_several_workers:
             own[_BIND] = ",".join(map(str, place.cores))

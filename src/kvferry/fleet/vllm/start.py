@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 
-from kvferry.fleet.ready import Progress
+from kvferry.fleet.ready import StartProgress
 
 START = tuple(
-    (re.compile(pattern), Progress(fraction, what))
+    (re.compile(pattern), StartProgress(fraction, what))
     for pattern, fraction, what in (
         (r"non-default args", 0.10, "reading the model's configuration"),
         (r"Initializing a V1 LLM engine", 0.30, "starting the engine"),

@@ -33,7 +33,7 @@ _MOST_TURNS = 4096
 
 
 @dataclass
-class Load:
+class InstanceLoad:
     """What the router has given one instance to do. Written by the requests' `Placement`s, or by a simulator."""
 
     prefill_tokens: float = 0.0
@@ -60,7 +60,7 @@ class Target(Protocol):
         """Unique within the router."""
 
     @property
-    def load(self) -> Load:
+    def load(self) -> InstanceLoad:
         """What it has to do."""
 
 
