@@ -27,7 +27,7 @@ TORCH_FREE = [
     "kvferry.engine.scheduler",
     "kvferry.engine.statistics",
     "kvferry.engine.sequence",
-    "kvferry.engine.server.http_server",
+    "kvferry.engine.server.app",
     "kvferry.models.catalog",
     "kvferry.router.app",
     "kvferry.fleet.local",

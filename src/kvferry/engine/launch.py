@@ -15,8 +15,8 @@ from kvferry.core.transfer_config import KVTransferConfig
 from kvferry.engine.async_engine import AsyncEngine
 from kvferry.engine.config import EngineConfig
 from kvferry.engine.engine import Engine
+from kvferry.engine.server.app import serve
 from kvferry.engine.server.config import ServerConfig
-from kvferry.engine.server.http_server import serve
 from kvferry.http.listen import authority
 from kvferry.http.registrar import RegistrarConfig
 

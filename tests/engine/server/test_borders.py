@@ -9,7 +9,7 @@ BLOCKED = """
 import sys
 for name in ("torch", "transformers", "safetensors"):
     sys.modules[name] = None
-import kvferry.engine.server.http_server
+import kvferry.engine.server.app
 """
 
 

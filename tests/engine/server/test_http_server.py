@@ -107,7 +107,7 @@ async def until_refused(client: aiohttp.ClientSession) -> None:
 PROGRAM = """
 import asyncio, sys
 from kvferry.engine.server.config import ServerConfig
-from kvferry.engine.server.http_server import serve
+from kvferry.engine.server.app import serve
 sys.path.insert(0, {folder!r})
 from tests.engine.server.conftest import make_tokenizer
 from tests.engine.server.fake_engine import DeterministicEngine

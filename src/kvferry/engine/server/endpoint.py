@@ -17,9 +17,8 @@ from kvferry.engine.server.context import ServerContext
 from kvferry.engine.server.off_loop import OffLoop
 from kvferry.engine.server.parameters import promised_transfer_id
 from kvferry.engine.server.planning import Plan, plan_request, timeline_of
-from kvferry.engine.server.progress import ProgressMarks
 from kvferry.engine.server.prompts import echoes_of
-from kvferry.engine.server.streaming import EventStream
+from kvferry.engine.server.streaming import EventStream, ProgressMarks
 from kvferry.engine.server.text_codec import THREAD_ABOVE_TOKENS
 from kvferry.engine.server.writing import AnswerWriter, ChatWriter, CompletionWriter
 from kvferry.http.request import Request
