@@ -40,11 +40,13 @@ QUIET = {
 
 @dataclass(frozen=True)
 class Server:
-    """What is to be started. `transfer` None: a plain instance."""
+    """What is to be started. `transfer` None: a plain instance. `arguments` are vLLM's, `flags` kvferry's."""
 
     role: str
     transfer: dict[str, Any] | None = None
     arguments: tuple[str, ...] = ()
+    flags: tuple[str, ...] = ()
+    port: int = 0
 
 
 def vllm_environment() -> dict[str, str]:
@@ -66,11 +68,12 @@ def vllm_servers(folder: Path, **wanted: Server) -> Iterator[dict[str, KvferryPr
 @contextmanager
 def _begun(server: Server, log: Path, core: int) -> Iterator[Callable[[], KvferryProcess]]:
     transfer = [] if server.transfer is None else [f"--kv-transfer-config={json.dumps(server.transfer)}"]
-    arguments = [server.role, MODEL, "--engine=vllm", "--served-model-name=m", *transfer]
+    arguments = [server.role, MODEL, "--engine=vllm", "--served-model-name=m", *transfer, *server.flags]
     everything = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {core})  # inherited
     try:
-        with begun(*arguments, "--", *VLLM_ARGUMENTS, *server.arguments, log=log, start_s=START_S, more=QUIET) as ready:
+        more = (*VLLM_ARGUMENTS, *server.arguments)
+        with begun(*arguments, "--", *more, log=log, port=server.port, start_s=START_S, more=QUIET) as ready:
             os.sched_setaffinity(0, everything)
             yield ready
     finally:

@@ -35,6 +35,7 @@ from kvferry.router.health import Health
 from kvferry.router.instance import Instance, InstanceFacts, SglangFacts, VllmFacts
 from kvferry.router.membership import Membership
 from kvferry.router.metrics import CONTENT_TYPE, Metrics
+from kvferry.router.next_turn import NextTurns
 from kvferry.router.paths import PROMPT_FIELDS
 from kvferry.router.pools import Pools
 from kvferry.router.registrations import Registrations
@@ -181,6 +182,8 @@ class Router:
                 services = self.services
                 watching = (self.health, services.upstream, self.membership, self.registrations, self.feeds)
                 watchers = [group.create_task(one.watch()) for one in watching]
+                if services.next_turns is not None:
+                    watchers.append(group.create_task(services.next_turns.watch()))
                 try:
                     yield group
                 finally:
@@ -202,12 +205,14 @@ def build_router(
     clock = clock or SystemClock()
     pools = Pools.from_config(config, clock)
     upstream, metrics = Upstream(config, clock, access, http.fleet_keys), Metrics()
+    releases = Releases(upstream, metrics, config.release_timeout_s)
     services = Services(
         config=config,
         clock=clock,
         pools=pools,
         upstream=upstream,
-        releases=Releases(upstream, metrics, config.release_timeout_s),
+        releases=releases,
+        next_turns=NextTurns(pools, clock, releases) if config.keep_for_next_turn else None,
         metrics=metrics,
         chooser=Chooser(config, clock),
     )

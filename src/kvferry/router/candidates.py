@@ -55,6 +55,11 @@ class Candidates:
         self._span = span
         self._legs: dict[Instance, Span] = {}
 
+    @property
+    def session(self) -> str | None:
+        """The conversation that the client names, if it does; of one model."""
+        return f"{self._asked.model} {self._asked.session}" if self._asked.session else None
+
     def plan(self, wanted: Plan) -> Plan:
         """Have the policy choose, as far as the request leaves the choice, and say what it chose."""
         prefills = self._pools.prefill.alive() if isinstance(wanted, Split) else []

@@ -38,6 +38,7 @@ from kvferry.router.legs import (
     Refused,
     Verdict,
     decode_body,
+    is_of_one,
     is_stream_of_one,
     prefill_body,
     prefill_usage,
@@ -48,6 +49,7 @@ from kvferry.router.legs import (
     whole_body,
 )
 from kvferry.router.metrics import Metrics
+from kvferry.router.next_turn import NextTurns
 from kvferry.router.patience import Patience, retry_after_s
 from kvferry.router.plan import Plan, Split
 from kvferry.router.pools import Pools
@@ -103,6 +105,8 @@ class Services:
     releases: Releases
     metrics: Metrics
     chooser: Chooser
+    next_turns: NextTurns | None = None
+    """With --keep-for-next-turn."""
 
 
 class Exchange:
@@ -124,9 +128,11 @@ class Exchange:
         )
         self._marks_wanted = is_stream_of_one(request.path, body) and not services.config.trust_client_tickets
         self._repeats = self._marks_wanted and services.config.continuations > 0 and repeats_itself(body)
+        self._session = None if services.next_turns is None else candidates.session
         self._patience = Patience(services.config.busy_wait_s)
         self._seed = shared_seed(body)
         self._timeline = _ENCODER.encode(Timeline(arrived=request.arrived, routed=services.clock.wall()))
+        self._keeps = False
         self._decode_lost: PeerLost | None = None
         self._answers: list[Answer] = []
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -136,6 +142,8 @@ class Exchange:
         if isinstance(plan, Split):
             return await self._split()
         self._metrics.served("whole", plan.reason)
+        if self._services.next_turns is not None and self._session is not None:
+            self._services.next_turns.drop(self._session)
         return await self._whole()
 
     async def delivered(self) -> None:
@@ -154,6 +162,19 @@ class Exchange:
         if self._repeats and answer.is_event_stream and answer.status == 200 and kind in (VllmFacts, SglangFacts):
             return Replay(kind)
         return None
+
+    @property
+    def brings_ticket(self) -> bool:
+        """See `Elsewhere`."""
+        return self._keeps
+
+    def take_ticket(self, answer: Answer, content: bytes, *, events: bool) -> bytes:
+        """See `Elsewhere`."""
+        turns, session = self._services.next_turns, self._session
+        if turns is None or session is None:
+            return content
+        take = turns.take_from_events if events else turns.take_from_body
+        return take(session, answer.instance, content)
 
     async def continued(self, passage: EventPassage, lost: Answer) -> Answer | None:
         """See `Elsewhere`."""
@@ -285,7 +306,7 @@ class Exchange:
     # The prefill leg.
 
     async def _prefill(self, prefill: Instance, form: Form) -> PrefillOutcome:
-        body = prefill_body(self._body, form, self._seed_for(form))
+        body = prefill_body(self._body, form, self._seed_for(form), self._kept_for(prefill, form))
         wait = self._upstream.wait_for(prefill, body)
         try:
             answer = await self._call(prefill, body, wait, _NOT_COMPRESSED + form.prefill_headers)
@@ -344,7 +365,22 @@ class Exchange:
 
     def _decode_body(self, params: Any, form: Form) -> bytes:
         returns = self._services.config.trust_client_tickets
-        return decode_body(self._body, params, self._seed_for(form), form, returns_ticket=returns)
+        self._keeps = not returns and self._may_keep(form)
+        return decode_body(self._body, params, self._seed_for(form), form, returns_ticket=returns, keeps=self._keeps)
+
+    def _may_keep(self, form: Form) -> bool:
+        """Whether D is to keep its blocks for the next turn: where its ticket can be taken off the answer again."""
+        return (
+            self._session is not None
+            and form.shares_seed
+            and is_of_one(self._request.path, self._body)
+            and all(isinstance(one.facts, InstanceFacts) for one in self._pools.decode.instances)
+        )
+
+    def _kept_for(self, prefill: Instance, form: Form) -> dict[str, Any]:
+        """From where P fetches the turns before; the first that is tried, as it can be fetched once."""
+        turns = self._services.next_turns
+        return turns.take(self._session, prefill) if turns and self._session and form.shares_seed else {}
 
     async def _decode_with_ticket(self, prefill: Instance, outcome: Prefilled, last: Answer | None = None) -> Answer:
         if outcome.params is None:

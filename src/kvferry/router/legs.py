@@ -119,9 +119,14 @@ def shared_seed(body: RequestBody) -> dict[str, int]:
 
 def is_stream_of_one(path: str, body: RequestBody) -> bool:
     """Whether the answer is a stream of one choice."""
+    return body.get("stream") is True and is_of_one(path, body)
+
+
+def is_of_one(path: str, body: RequestBody) -> bool:
+    """Whether the answer has one choice."""
     several = any(body.get(field) not in (None, 1) for field in ("n", "best_of"))
     batch = path == "/v1/completions" and is_batch(body.raw("prompt"))
-    return body.get("stream") is True and not (several or batch or body.get("use_beam_search"))
+    return not (several or batch or body.get("use_beam_search"))
 
 
 def repeats_itself(body: RequestBody) -> bool:
@@ -129,8 +134,9 @@ def repeats_itself(body: RequestBody) -> bool:
     return body.get("temperature") == 0 or body.get("seed") is not None
 
 
-def prefill_body(body: RequestBody, form: Form, seed: dict[str, int]) -> bytes:
-    """The prefill leg's body: one token, in one piece, and the KV kept for another instance.
+def prefill_body(body: RequestBody, form: Form, seed: dict[str, int], kept: dict[str, Any] | None = None) -> bytes:
+    """The prefill leg's body: one token, in one piece, and the KV kept for another instance. `kept`: from where P
+    fetches what that has of the turns before.
 
     SGLang's P makes one token of whatever it is asked for, and wants to be asked for the same as D.
     """
@@ -142,28 +148,30 @@ def prefill_body(body: RequestBody, form: Form, seed: dict[str, int]) -> bytes:
     min_tokens = body.get("min_tokens")
     if isinstance(min_tokens, int):
         fields["min_tokens"] = min(min_tokens, 1)
-    fields[HAND_OFF_FIELD] = form.produce
+    fields[HAND_OFF_FIELD] = {**form.produce, **kept, "transfer_id": form.transfer_id} if kept else form.produce
     return body.encode(without=("stream_options", "best_of", *form.prefill_without), **fields)
 
 
-def decode_body(body: RequestBody, params: Any, seed: dict[str, int], form: Form, *, returns_ticket: bool) -> bytes:
+def decode_body(
+    body: RequestBody, params: Any, seed: dict[str, int], form: Form, *, returns_ticket: bool, keeps: bool = False
+) -> bytes:
     """The decode leg's body, with a ticket: the client's own, and the seed that P's token is drawn with.
 
-    Unless `returns_ticket`, D is to keep nothing for another turn: its own ticket, with its addresses, would reach the
-    client.
+    Unless `returns_ticket`, D keeps something for another turn only if the router takes its ticket off the answer
+    (`keeps`): with its addresses, it would reach the client.
     """
     if form.meets_in_a_room and form.early is not None:
         return body.encode(**{**form.early, **seed})
-    return body.encode(**{HAND_OFF_FIELD: params if returns_ticket else _without_return(params), **seed})
+    return body.encode(**{HAND_OFF_FIELD: params if returns_ticket else _with_keeping(params, keeps), **seed})
 
 
-def _without_return(params: Any) -> Any:
+def _with_keeping(params: Any, keeps: bool) -> Any:
     if isinstance(params, msgspec.Raw):
         try:
             params = msgspec.json.decode(params, type=dict[str, msgspec.Raw])
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):  # D will say what is wrong with it
             return params
-    return {**params, "keep_for_next_turn": False}
+    return {**params, "keep_for_next_turn": keeps}
 
 
 def whole_body(body: RequestBody) -> bytes:

@@ -34,6 +34,10 @@ _LONGEST_ERROR = 256 * 1024
 """Bytes of an error's body; it is read whole, to be looked through."""
 
 
+_LONGEST_READ = 64 * 2**20
+"""Of a whole answer that is read for the ticket in it."""
+
+
 class Elsewhere(Protocol):
     """Who knows of other instances."""
 
@@ -42,6 +46,13 @@ class Elsewhere(Protocol):
 
     async def continued(self, passage: EventPassage, lost: Answer) -> Answer | None:
         """The rest of an answer whose instance was lost; None: there is nobody to give it."""
+
+    @property
+    def brings_ticket(self) -> bool:
+        """Whether an answer's end may bring a ticket for the next turn, which is not the client's."""
+
+    def take_ticket(self, answer: Answer, content: bytes, *, events: bool) -> bytes:
+        """A whole answer, or the last `events` of a stream, without that."""
 
 
 class Relay:
@@ -66,6 +77,9 @@ class Relay:
         passage = None if elsewhere is None else elsewhere.passage_of(answer)
         if elsewhere is not None and passage is not None:
             return await self._send_events(answer, response, passage, elsewhere)
+        if elsewhere is not None and elsewhere.brings_ticket and answer.status == 200 and not answer.is_event_stream:
+            await self._send_read(answer, response, elsewhere)
+            return True
         response.start(answer.status, self._headers(answer))
         try:
             await answer.relay(response, self._mask if answer.is_event_stream else None)
@@ -88,7 +102,7 @@ class Relay:
             except PeerLost as error:
                 lost = error
             if (closing := passage.closing) is not None:
-                response.end(closing)
+                response.end(elsewhere.take_ticket(now, closing, events=True) if elsewhere.brings_ticket else closing)
                 return True
             logger.warning("request %s: %s", response.request.id, lost)
             told, before = passage.error, now
@@ -104,6 +118,15 @@ class Relay:
             response.end(self._hide(told) + SSE_DONE)
         else:
             response.fail(_told(lost))
+
+    async def _send_read(self, answer: Answer, response: Response, elsewhere: Elsewhere) -> None:
+        """A whole answer that is read first."""
+        try:
+            body = await answer.read(_LONGEST_READ)
+        except PeerLost as error:
+            raise InstanceLost(f"{answer.instance} broke off within its answer") from error
+        headers = [header for header in self._headers(answer) if header[0] != b"content-length"]
+        response.send(answer.status, elsewhere.take_ticket(answer, body, events=False), headers)
 
     async def _send_error(self, answer: Answer, response: Response) -> None:
         try:

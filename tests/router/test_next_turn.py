@@ -1,0 +1,182 @@
+"""What D keeps of a conversation goes to P with its next turn, and never to a client."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import aiohttp
+import pytest
+from starlette.responses import JSONResponse, Response, StreamingResponse
+
+from router.peers import CONCURRENT, DECODE, Peer, answer, instances, routing, ticket
+
+SETTINGS: dict[str, Any] = {"keep_for_next_turn": True, "disaggregate_from": "0", "hand_off": "sequential"}
+BODY: dict[str, Any] = {"model": "m", "prompt": "Hello", "max_tokens": 8}
+
+
+def kept(peer: Peer) -> dict[str, Any]:
+    """D's ticket."""
+    return {
+        "do_remote_decode": True,
+        "remote_transfer_id": f"kept-{len(peer.calls)}",
+        "remote_engine_id": "engine-d",
+        "remote_host": "10.9.8.7",
+        "remote_port": 4711,
+        "remote_prefixes": [[3, "a" * 32]],
+    }
+
+
+async def keeping(peer: Peer, request: Any, body: Any) -> Response:
+    """D: keeps its blocks if it is asked to, and says so at the end."""
+    wanted = body.get("kv_transfer_params", {}).get("keep_for_next_turn")
+    told = {"kv_transfer_params": kept(peer) if wanted else None}
+    choice = {"index": 0, "text": "done", "finish_reason": "stop"}
+    if not body.get("stream"):
+        return JSONResponse({"choices": [choice], **told})
+    begun = b': {"tokens":[1],"seed":1,"created":1}\ndata: {"choices":[{"index":0,"text":"one"}]}\n\n'
+    last = b': {"tokens":[2],"last":true}\ndata: ' + json.dumps({"choices": [choice], **told}).encode() + b"\n\n"
+    usage = b"data: " + json.dumps({"choices": [], "usage": {"total_tokens": 3}, **told}).encode() + b"\n\n"
+    events = iter([begun, last, usage, b"data: [DONE]\n\n"])
+    return StreamingResponse(events, media_type="text/event-stream", headers={"X-Kvferry-Progress": "1"})
+
+
+@asynccontextmanager
+async def fleet(answering: Any = keeping, num_prefill: int = 1, **settings: Any) -> AsyncIterator[Any]:
+    ps = [Peer("prefill", ticket, facts={**CONCURRENT, "engine_id": f"p{one}"}) for one in range(num_prefill)]
+    d = Peer("decode", answering, facts=DECODE)
+    async with (
+        instances(*ps, d),
+        routing([one.url for one in ps], [d.url], **{**SETTINGS, **settings}) as (router, url),
+    ):
+        yield router, url, ps, d
+
+
+async def post(url: str, session: str | None = "a", **fields: Any) -> bytes:
+    headers = {} if session is None else {"X-Session-Id": session}
+    async with (
+        aiohttp.ClientSession(headers=headers) as client,
+        client.post(url + "/v1/completions", json={**BODY, **fields}) as response,
+    ):
+        assert response.status == 200
+        return await response.read()
+
+
+def told(peer: Peer, number: int = -1) -> dict[str, Any]:
+    params: dict[str, Any] = peer.calls[number].body["kv_transfer_params"]
+    return params
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_the_next_turn_brings_the_ticket_of_the_last(stream: bool) -> None:
+    async with fleet() as (_, url, (p,), d):
+        for number in range(3):
+            content = await post(url, stream=stream)
+            assert b"done" in content
+            assert b"10.9.8.7" not in content
+            assert b"kept" not in content
+            assert told(d)["keep_for_next_turn"] is True
+            asked = told(p)
+            assert asked["do_remote_decode"] is True
+            assert asked["transfer_id"] == told(d)["transfer_id"]
+            assert asked.get("remote_transfer_id") == (f"kept-{number}" if number else None)
+            assert asked["remote_host"] == ("10.9.8.7" if number else None)
+        if stream:
+            assert content.endswith(b"data: [DONE]\n\n")
+            assert b'"total_tokens":3' in content.replace(b" ", b"")
+
+
+async def test_conversations_and_models_do_not_meet() -> None:
+    async with fleet() as (_, url, (p,), d):
+        await post(url, "a")
+        await post(url, "b")
+        assert "remote_transfer_id" not in told(p)
+        await post(url, "a", user="b")
+        assert told(p)["remote_transfer_id"] == "kept-1"
+        await post(url, None)
+        assert "remote_transfer_id" not in told(p)
+        assert told(d)["keep_for_next_turn"] is False  # nobody could say which turn is the next
+
+
+@pytest.mark.parametrize("fields", [{"n": 2}, {"prompt": ["a", "b"]}, {"best_of": 2}])
+async def test_what_cannot_be_taken_off_again_is_not_asked_for(fields: dict[str, Any]) -> None:
+    async with fleet() as (_, url, _ps, d):
+        await post(url, **fields)
+        if "keep_for_next_turn" in d.calls[-1].body.get("kv_transfer_params", {}):
+            assert told(d)["keep_for_next_turn"] is False
+
+
+async def test_it_is_off_unless_asked_for() -> None:
+    async with fleet(keep_for_next_turn=False) as (_, url, _ps, d):
+        await post(url)
+        assert told(d)["keep_for_next_turn"] is False
+
+
+async def test_a_ticket_is_good_for_once() -> None:
+    async def failing_once(peer: Peer, request: Any, body: Any) -> Response:
+        if peer.go.is_set():
+            peer.go.clear()
+            return JSONResponse({"error": {"message": "broken"}}, status_code=500)
+        return await ticket(peer, request, body)
+
+    async with fleet(num_prefill=2) as (_, url, ps, _d):
+        await post(url)
+        for one in ps:
+            one.answering = failing_once
+            one.go.set()
+        first = next(one for one in ps if not one.calls)  # by turns
+        next(one for one in ps if one is not first).go.clear()
+        await post(url)
+        assert told(first)["remote_transfer_id"] == "kept-1"
+        assert "remote_transfer_id" not in told(next(one for one in ps if one is not first))
+
+
+async def test_what_is_of_no_use_is_released() -> None:
+    async with fleet() as (router, url, (p,), d):
+        turns = router.services.next_turns
+        await post(url, "a")
+        await post(url, "b")
+        router.services.pools.prefill.instances[0].draining = True  # the next turn is D's alone
+        await post(url, "a")
+        assert len(p.calls) == 2
+        async with asyncio.timeout(30):
+            assert await d.released.get() == "kept-1"
+        router.services.pools.retire(router.services.pools.decode.instances[0])
+        turns.look()
+        async with asyncio.timeout(30):
+            assert await d.released.get() == "kept-2"
+        assert not turns._kept
+
+
+async def test_what_another_process_kept_is_forgotten() -> None:
+    async with fleet() as (router, url, (p,), d):
+        await post(url)
+        d.facts = {**DECODE, "engine_id": "another"}
+        (instance,) = router.services.pools.decode.instances
+        instance.failed(reachable=True)
+        await router.health.look([instance])
+        await post(url)
+        assert "remote_transfer_id" not in told(p)
+        assert d.released.empty()
+
+
+@pytest.mark.parametrize(
+    "nonsense",
+    [b"{", b'{"remote_transfer_id":1}', b'{"kv_transfer_params":{"remote_transfer_id":7}}', b'["remote_transfer_id"]'],
+)
+async def test_nonsense_is_passed_on_or_left_out_but_breaks_nothing(nonsense: bytes) -> None:
+    async def answering(peer: Peer, request: Any, body: Any) -> Response:
+        return Response(nonsense, media_type="application/json")
+
+    async with fleet(answering) as (router, url, _ps, _d):
+        await post(url)
+        assert not router.services.next_turns._kept
+
+
+async def test_an_answer_that_brings_none_is_as_it_was() -> None:
+    async with fleet(answer) as (router, url, _ps, _d):
+        assert json.loads(await post(url)) == {"choices": [{"text": "done"}], "usage": {"total_tokens": 3}}
+        assert not router.services.next_turns._kept
