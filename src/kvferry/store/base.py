@@ -147,6 +147,10 @@ class KVStore(ABC):
     async def prefetch(self, hashes: Sequence[BlockHash]) -> None:
         """These will be read soon. Default: nothing could be done ahead."""
 
+    async def finish(self, hashes: Sequence[BlockHash], num_output_tokens: int) -> None:
+        """The request whose prompt these blocks are has its whole answer: a hint for what to evict, which is told only
+        where `hears_finishes`. Default: it is of no use here."""
+
     async def close(self) -> None:
         """Give everything back. What is stored stays."""
 

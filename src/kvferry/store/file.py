@@ -117,6 +117,10 @@ class FileStore(KVStore):
         """Remove the files."""
         return await self._threads.ask(lambda: sum(self._remove(name) for name in hashes))
 
+    async def finish(self, hashes: Sequence[BlockHash], num_output_tokens: int) -> None:
+        """For the policy of this process."""
+        await self._threads.ask(lambda: self._room.finished([self._path(name) for name in hashes], num_output_tokens))
+
     # Notes.
 
     async def write_note(self, name: str, content: bytes, ttl_s: float) -> None:

@@ -6,7 +6,7 @@ Owns the eviction policy of one process and what it knows of the directory. Any 
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,6 +76,12 @@ class FileRoom:
         if self._max_bytes is not None:
             with self._lock:
                 self._policy.access(path, self._clock.monotonic())
+
+    def finished(self, paths: Sequence[str], num_output_tokens: int) -> None:
+        """The request whose prompt these blocks are has its whole answer."""
+        if self._max_bytes is not None:
+            with self._lock:
+                self._policy.finish(paths, num_output_tokens, self._clock.monotonic())
 
     def removed(self, path: str) -> None:
         """A block is gone."""

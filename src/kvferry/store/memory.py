@@ -143,6 +143,10 @@ class MemoryStore(KVStore):
         """Free their slots."""
         return await self._threads.run(lambda stop: self._delete(hashes))
 
+    async def finish(self, hashes: Sequence[BlockHash], num_output_tokens: int) -> None:
+        """One turn of the lock: all who share the arena hear of it."""
+        await self._threads.ask(lambda: self._finish(hashes, num_output_tokens))
+
     def statistics(self) -> dict[str, float]:
         """Counters of this process, and what the arena holds as far as this process knows."""
         found = super().statistics()
@@ -303,6 +307,12 @@ class MemoryStore(KVStore):
         self.note_removed(hashes)
         with self._index.locked():
             return sum(self._index.remove(block_hash) for block_hash in hashes)
+
+    def _finish(self, hashes: Sequence[BlockHash], num_output_tokens: int) -> None:
+        with self._index.locked():
+            for block_hash in hashes:
+                if (slot := self._index.find(block_hash)) is not None:
+                    self._index.finish(slot.number, num_output_tokens)
 
     def _record(self, slot: ArenaSlot) -> memoryview:
         return self._view(slot.number, min(slot.length, self._slot_bytes))

@@ -44,7 +44,10 @@ _SLOT = np.dtype(
 )
 _EVENT = np.dtype([("kind", "<u4"), ("slot", "<u4")])
 _FREE, _WRITING, _READY = 0, 1, 2
-_ADDED, _TAKEN, _FREED, _ACCESSED, _PINNED, _UNPINNED = 1, 2, 3, 4, 5, 6
+_ADDED, _TAKEN, _FREED, _ACCESSED, _PINNED, _UNPINNED, _FINISHED = 1, 2, 3, 4, 5, 6, 7
+_KIND_BITS = 8
+"""Of an event's kind; above them is what else it says."""
+MAX_TOLD = 2**24 - 1
 _NO_PARENT = bytes(32)
 _EPOCH, _NUM_EVENTS, _ORDER = 0, 1, 2
 HEADER_BYTES = 4096
@@ -78,6 +81,8 @@ class MemoryIndex:
         events_at = HEADER_BYTES + num_slots * _SLOT.itemsize
         self._events = np.frombuffer(arena.buffer, _EVENT, _num_journalled(num_slots), events_at)
         self._policy: EvictionPolicy
+        self._spare: EvictionPolicy | None = None
+        """For when the table must be read: made, and its module imported, before the lock is taken."""
         self._where: dict[BlockHash, int] = {}
         self._what: dict[int, BlockHash] = {}
         self._free: dict[int, None] = {}
@@ -91,6 +96,7 @@ class MemoryIndex:
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Alone, and knowing all that others did. Raises `StoreError`."""
+        self._spare = self._spare or make_eviction_policy(self._eviction, self._num_slots)
         with self._arena.locked() as broken:
             if broken:
                 self._repair()
@@ -119,6 +125,12 @@ class MemoryIndex:
         """The block there was used."""
         self._policy.access(self._what[number], self._clock.monotonic())
         self._tell(_ACCESSED, number)
+
+    def finish(self, number: int, num_output_tokens: int) -> None:
+        """A request that has the block there has its whole answer."""
+        told = min(num_output_tokens, MAX_TOLD)
+        self._policy.finish([self._what[number]], told, self._clock.monotonic())
+        self._tell(_FINISHED | told << _KIND_BITS, number)
 
     def take(self) -> tuple[int, BlockHash | None] | None:
         """A slot to write to, and the block that had to go for it. None: all are pinned, or being written."""
@@ -191,18 +203,15 @@ class MemoryIndex:
             self._read_table()
         else:
             for index in range(self._num_read, count):
-                kind, number = self._events[index % len(self._events)].tolist()
-                self._apply(kind, number)
+                event, number = self._events[index % len(self._events)].tolist()
+                self._apply(event % 2**_KIND_BITS, number, event >> _KIND_BITS)
         self._num_read = count
 
-    def _apply(self, kind: int, number: int) -> None:
+    def _apply(self, kind: int, number: int, told: int) -> None:
         """What another did. The slot may have changed again since, which later events tell."""
-        if kind in (_ACCESSED, _PINNED, _UNPINNED):
-            known = self._what.get(number)
-            if known is not None and kind == _ACCESSED:
-                self._policy.access(known, self._clock.monotonic())
-            elif known is not None:
-                self._follow_pin(known, kind == _PINNED)
+        if kind in (_ACCESSED, _PINNED, _UNPINNED, _FINISHED):
+            if (known := self._what.get(number)) is not None:
+                self._follow(kind, known, told)
             return
         self._drop(number)
         state = int(self._slots["state"][number])
@@ -210,6 +219,15 @@ class MemoryIndex:
             self._add(number)
         elif state == _FREE:
             self._free[number] = None
+
+    def _follow(self, kind: int, known: BlockHash, told: int) -> None:
+        now = self._clock.monotonic()
+        if kind == _ACCESSED:
+            self._policy.access(known, now)
+        elif kind == _FINISHED:
+            self._policy.finish([known], told, now)
+        else:
+            self._follow_pin(known, kind == _PINNED)
 
     def _drop(self, number: int) -> None:
         self._free.pop(number, None)
@@ -227,7 +245,8 @@ class MemoryIndex:
         self._policy.insert(block_hash, self._clock.monotonic(), None if parent == _NO_PARENT else parent)
 
     def _read_table(self) -> None:
-        self._policy = make_eviction_policy(self._eviction, self._num_slots)
+        assert self._spare is not None
+        self._policy, self._spare = self._spare, None
         self._where, self._what = {}, {}
         states = self._slots["state"]
         self._free = dict.fromkeys(np.flatnonzero(states == _FREE).tolist())

@@ -13,6 +13,7 @@ from kvferry.core.layout import KVLayout
 from kvferry.core.names import ExtensionPoint
 from kvferry.store.base import KVStore, StoreOptions
 from kvferry.store.codecs.table import codec_class
+from kvferry.store.eviction.base import EvictionPolicy
 from kvferry.store.eviction.table import eviction_class
 from kvferry.store.url import StoreUrl, parse_store_url, read_options
 
@@ -39,6 +40,12 @@ class StoreSpec:
     url: StoreUrl
     kind: type[KVStore]
     options: StoreOptions
+
+    @property
+    def hears_finishes(self) -> bool:
+        """Whether the store's eviction policy learns from the ends of requests."""
+        eviction = getattr(self.options, "eviction", None)
+        return eviction is not None and eviction_class(eviction).finish is not EvictionPolicy.finish
 
     def make(self, layout: KVLayout) -> KVStore:
         """The store of one layout; `open` it."""

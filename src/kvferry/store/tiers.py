@@ -122,6 +122,7 @@ class TieredStore(KVStore):
     def __init__(self, specs: Sequence[StoreSpec], layout: KVLayout, write: WritePolicy = "through") -> None:
         assert specs, "a store without tiers"
         super().__init__("", StoreOptions(), layout)
+        self._specs = list(specs)
         kept = layout_kept_by(specs, layout)
         self.tiers = [
             Tier(f"{index} ({spec.url.scheme})", spec.make(kept), spec.options.deadline_s)
@@ -254,6 +255,12 @@ class TieredStore(KVStore):
                 continue
             with self._move(missing):
                 await self._bring(missing, 1, 0)
+
+    async def finish(self, hashes: Sequence[BlockHash], num_output_tokens: int) -> None:
+        """To all tiers whose policies learn from it."""
+        for tier, spec in zip(self.tiers, self._specs, strict=True):
+            if spec.hears_finishes:
+                await tier.ask(partial(_finish, tier.store, hashes, num_output_tokens), False)
 
     # Notes.
 
@@ -456,6 +463,11 @@ def _joined(outcomes: Sequence[Put]) -> Put:
         if outcome in outcomes:
             return outcome
     return Put.DROPPED
+
+
+async def _finish(store: KVStore, hashes: Sequence[BlockHash], num_output_tokens: int) -> bool:
+    await store.finish(hashes, num_output_tokens)
+    return True
 
 
 async def _and_true(call: Awaitable[object]) -> bool:

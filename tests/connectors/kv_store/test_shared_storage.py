@@ -36,6 +36,7 @@ from kvferry.core.errors import (
 from kvferry.core.hand_off import Consume, Produce, Ticket, parse_hand_off
 from kvferry.core.transfer_config import KVTransferConfig
 from kvferry.store.base import Changes, Read
+from kvferry.store.eviction.reuse import UNKNOWN_OUTPUT
 from kvferry.store.file import FileOptions, FileStore
 from kvferry.transport.memory import BlockMemory
 
@@ -553,3 +554,15 @@ def test_a_directory_may_have_any_name(tmp_path: Path, name: str) -> None:
     [spec] = settings.specs()
     store: Any = spec.make(make_layout())
     assert store.root == tmp_path / name
+
+
+def test_the_store_hears_how_long_answers_were(make_engine: MakeEngine, tmp_path: Path) -> None:
+    url = f"memory:?num_blocks=64&eviction=reuse&name={tmp_path.name}"
+    engine = make_engine("KVStoreConnector", store=url)
+    engine.run(FakeRequest("a", PROMPT))
+    assert not engine.scheduler.has_work(), "no step is made for a hint"
+    engine.run(FakeRequest("b", [5, *PROMPT]))
+    settle(engine)
+    policy = engine.worker._store.tiers[0].store._index._policy
+    outputs = {group.run.output for group in policy._kept.values()}
+    assert outputs == {0, UNKNOWN_OUTPUT}, "of the first it is known, the second has only ended"

@@ -28,6 +28,13 @@ class LoadBlocks(msgspec.Struct, frozen=True, array_like=True):
     prefill_result: PrefillResult | None = None
 
 
+class FinishedRequest(msgspec.Struct, frozen=True, array_like=True):
+    """The request whose prompt these blocks are has its whole answer: a hint for what the store is to evict."""
+
+    hashes: list[BlockHash]
+    num_output_tokens: int
+
+
 class StorePlan(msgspec.Struct, frozen=True):
     """One step's work. `marks` go out after all blocks saved before; `forgets` are transfer ids that were used."""
 
@@ -36,3 +43,4 @@ class StorePlan(msgspec.Struct, frozen=True):
     saves: list[SaveBlocks] = []
     marks: list[Marker] = []
     forgets: list[str] = []
+    finished: list[FinishedRequest] = []

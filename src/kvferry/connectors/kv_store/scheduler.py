@@ -18,6 +18,7 @@ from kvferry.connectors.api import (
     ConnectorContext,
     Failed,
     Finish,
+    HasAnswer,
     Hit,
     Hold,
     Loaded,
@@ -33,7 +34,7 @@ from kvferry.connectors.api import (
     TransferReport,
 )
 from kvferry.connectors.kv_store.markers import MARKER_S, Marker, Markers
-from kvferry.connectors.kv_store.plan import LoadBlocks, SaveBlocks, StorePlan
+from kvferry.connectors.kv_store.plan import FinishedRequest, LoadBlocks, SaveBlocks, StorePlan
 from kvferry.connectors.kv_store.prober import Prober, StoreAnswer, StoreQuestion
 from kvferry.connectors.kv_store.settings import read_settings
 from kvferry.core.block_hash import BlockHash
@@ -46,6 +47,8 @@ from kvferry.store.base import KVStore
 log = logging.getLogger(__name__)
 
 MAX_REMEMBERED_MARKS = 4096
+MAX_FINISHED = 256
+"""Hints that wait for a plan; more are dropped."""
 STALE_S = 5.0
 """An answer of the store's that is older is asked for again before it is acted on."""
 
@@ -70,9 +73,11 @@ class _Work:
     saves: list[SaveBlocks] = field(default_factory=list)
     marks: list[Marker] = field(default_factory=list)
     forgets: list[str] = field(default_factory=list)
+    finished: list[FinishedRequest] = field(default_factory=list)
 
     def __bool__(self) -> bool:
-        return any(vars(self).values())
+        """Whether a plan is wanted for it: hints go with the next one that is."""
+        return any(value for name, value in vars(self).items() if name != "finished")
 
 
 class KVStoreSchedulerSide(SchedulerSide[StorePlan]):
@@ -90,6 +95,7 @@ class KVStoreSchedulerSide(SchedulerSide[StorePlan]):
         )
         specs = self._settings.specs(context.layout.block_size)
         self._layerwise = self._settings.load == "layerwise" and all(spec.kind.has_layers for spec in specs)
+        self._tells_finishes = any(spec.hears_finishes for spec in specs)
         self._is_shared = any(spec.kind.is_shared for spec in specs)
         self._sealer = TicketSealer(context.auth_token, context.clock)
         self._work = _Work()
@@ -230,7 +236,7 @@ class KVStoreSchedulerSide(SchedulerSide[StorePlan]):
         if self._config.produces:
             for chunk in step.chunks:
                 self._save(chunk)
-        if not self._work:
+        if not (self._work or (self._work.finished and step.chunks)):
             return None
         work, self._work = self._work, _Work()
         for load in work.loads:
@@ -293,6 +299,7 @@ class KVStoreSchedulerSide(SchedulerSide[StorePlan]):
     def finish(self, request: RequestView, block_ids: Sequence[int]) -> Finish:
         """Blocks stay only while a load still writes to them: what is saved was copied."""
         self._prober.forget(request.request_id)
+        self._tell_finish(request)
         known = self._known.pop(request.request_id, None)
         if known is not None and known.loading and not self._take_back(request):
             self._used_by.pop(request.request_id, None)
@@ -304,6 +311,14 @@ class KVStoreSchedulerSide(SchedulerSide[StorePlan]):
         if isinstance(request.hand_off, Produce) and self._refusal(request) is None:
             return self._hand_off(request, request.hand_off.transfer_id)
         return Release()
+
+    def _tell_finish(self, request: RequestView) -> None:
+        """How long the answer was. A prefill's is another's to give."""
+        if not self._tells_finishes or isinstance(request.hand_off, Produce) or not isinstance(request, HasAnswer):
+            return
+        if request.finish_reason in ("stop", "length") and len(self._work.finished) < MAX_FINISHED:
+            num_output_tokens = max(0, len(request.tokens) - len(request.prompt_token_ids))
+            self._work.finished.append(FinishedRequest(list(request.block_hashes), num_output_tokens))
 
     def _take_back(self, request: RequestView) -> bool:
         """Undo a load that no plan has carried yet. False: it has begun."""

@@ -101,6 +101,8 @@ class KVStoreWorkerSide(WorkerSide[StorePlan]):
         self._saves = list(plan.saves)
         for marker in plan.marks:
             self._writer.mark(msgspec.structs.replace(marker, layout=self.context.layout))
+        for finished in plan.finished:
+            self._writer.finished(finished)
         for transfer_id in plan.forgets:
             self._writer.forget(transfer_id, self.context.layout.tp_rank)
 

@@ -16,6 +16,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 
 from kvferry.connectors.kv_store.markers import Marker, Markers
+from kvferry.connectors.kv_store.plan import FinishedRequest
 from kvferry.connectors.reports import StoreEventBox
 from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.core.errors import KvferryError
@@ -36,7 +37,9 @@ class _Forget:
     rank: int
 
 
-_Job = Block | Marker | _Forget
+_Job = Block | Marker | FinishedRequest | _Forget
+MAX_FINISHED_BEHIND = 1024
+"""Jobs that may wait when one more of these hints comes; beyond, it is dropped."""
 
 
 class StoreWriter:
@@ -84,6 +87,13 @@ class StoreWriter:
     def mark(self, marker: Marker) -> None:
         """Write a marker, after all blocks put before."""
         self._add(marker)
+
+    def finished(self, request: FinishedRequest) -> None:
+        """Tell the store, after all blocks put before."""
+        with self._changed:
+            if len(self._jobs) >= MAX_FINISHED_BEHIND:
+                return
+        self._add(request)
 
     def forget(self, transfer_id: str, rank: int) -> None:
         """Remove a rank's marker."""
@@ -161,6 +171,8 @@ class StoreWriter:
         match jobs[0]:
             case Marker() as marker:
                 await self._markers.write(self._store, marker)
+            case FinishedRequest() as finished:
+                await self._store.finish(finished.hashes, finished.num_output_tokens)
             case _Forget() as forget:
                 await self._markers.remove(self._store, forget.transfer_id, forget.rank)
             case _:

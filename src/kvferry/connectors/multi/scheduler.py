@@ -24,6 +24,7 @@ from kvferry.connectors.api import (
     Finish,
     HasAddresses,
     HasAddressSeal,
+    HasAnswer,
     HasRefusals,
     HasStore,
     Hit,
@@ -44,7 +45,7 @@ from kvferry.connectors.multi.settings import child_gauges, read_children
 from kvferry.connectors.registry import ConnectorSpec
 from kvferry.core.block_hash import BlockHash
 from kvferry.core.errors import ChildLost, KvferryError, LeakError
-from kvferry.core.hand_off import HandOff, PrefillResult
+from kvferry.core.hand_off import HandOff, PrefillResult, Produce
 
 log = logging.getLogger(__name__)
 
@@ -77,6 +78,26 @@ class _WithoutHandOff:
     @property
     def prefill_result(self) -> PrefillResult | None:
         return self._request.prefill_result
+
+
+class _AnsweredWithoutHandOff(_WithoutHandOff):
+    """The same of a request that is answered here (`HasAnswer`), not of one that only prefills."""
+
+    _request: Any
+
+    @property
+    def tokens(self) -> Sequence[int]:
+        tokens: Sequence[int] = self._request.tokens
+        return tokens
+
+    @property
+    def num_computed_tokens(self) -> int:
+        return int(self._request.num_computed_tokens)
+
+    @property
+    def finish_reason(self) -> str | None:
+        reason: str | None = self._request.finish_reason
+        return reason
 
 
 class MultiSchedulerSide(SchedulerSide[MultiPlan]):
@@ -267,7 +288,8 @@ class MultiSchedulerSide(SchedulerSide[MultiPlan]):
     def _seen(self, index: int, request: RequestView) -> RequestView:
         if index == self._hands_off or request.hand_off is None:
             return request
-        return _WithoutHandOff(request)
+        answered = isinstance(request, HasAnswer) and not isinstance(request.hand_off, Produce)
+        return _AnsweredWithoutHandOff(request) if answered else _WithoutHandOff(request)
 
     def _try(self, index: int, call: Callable[[], Result], otherwise: Result) -> Result:
         """What one of them says; its mistakes are not the others'."""
