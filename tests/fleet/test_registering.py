@@ -1,0 +1,83 @@
+"""Programs of somebody else's are registered at routers by the supervisor that started them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from dataclasses import replace
+from typing import Any
+
+import psutil
+import pytest
+
+from fleet.recording import RecordingDisplay
+from fleet.test_foreign import foreign, up
+from kvferry.core.errors import ConfigError
+from kvferry.core.registration import registration_key
+from kvferry.engine.config import EngineConfig
+from kvferry.fleet.local import TOKEN_VARIABLE, LocalFleet
+from kvferry.fleet.restart import RestartPolicy
+from kvferry.fleet.spec import FleetSpec, InstanceSpec, Listen
+from kvferry.http.config import HttpConfig
+from kvferry.http.registrar import make_registrar
+from kvferry.router.config import RouterConfig
+from router.peers import routing
+from router.test_membership import holds
+
+TOKEN = "fleet"
+HTTP = HttpConfig(shutdown_grace_s=1, registration_key=registration_key(TOKEN))
+SETTINGS: dict[str, Any] = {"registration": True, "protocol": "nixl", "health_interval_s": 0.05}
+"""The program answers anything: with this protocol it is not asked what it is."""
+
+
+async def test_it_is_there_while_it_serves_and_takes_its_leave() -> None:
+    display, spec = RecordingDisplay(), foreign()
+    async with routing([], [], HTTP, registration_lease_s=1.0, **SETTINGS) as (router, url):
+        registrar = make_registrar((url,), "prefill", TOKEN, host="127.0.0.1", bootstrap_port=7)
+        task = await up(display, replace(spec, registrar=registrar), RestartPolicy(max_restarts=3))
+        await holds(lambda: [one.role for one in router.services.pools] == ["prefill"])
+        (instance,) = router.services.pools
+        assert spec.foreign is not None
+        assert (instance.url, instance.bootstrap_port) == (spec.foreign.url, 7)
+
+        (program,) = [one for one in psutil.Process().children(recursive=True) if one.ppid() != os.getpid()][:1]
+        program.send_signal(signal.SIGSTOP)  # it stands still, though its supervisor does not
+        await holds(lambda: not [one for one in router.services.pools if not one.draining])
+        program.send_signal(signal.SIGCONT)
+        await holds(lambda: bool([one for one in router.services.pools if not one.draining]))
+
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert await task == 0
+        assert not [one for one in router.services.pools if not one.draining]
+        await holds(lambda: not list(router.services.pools))
+
+
+async def test_a_router_that_is_not_there_keeps_nothing_from_ending() -> None:
+    display = RecordingDisplay()
+    registrar = make_registrar(("http://127.0.0.1:9",), "decode", TOKEN, host="127.0.0.1")
+    task = await up(display, replace(foreign(), registrar=registrar))
+    os.kill(os.getpid(), signal.SIGTERM)
+    async with asyncio.timeout(30):
+        assert await task == 0
+
+
+@pytest.mark.parametrize(
+    ("instance", "token", "complaint"),
+    [
+        ({"register": ("http://127.0.0.1:9",)}, "", "KVFERRY_AUTH_TOKEN"),
+        ({"register": ("nowhere",)}, TOKEN, "--register"),
+        ({"register": ("http://127.0.0.1:9",), "advertise_url": "http://a:1"}, TOKEN, "--advertise-url"),
+    ],
+)
+def test_settings_of_a_fleet(instance: dict[str, Any], token: str, complaint: str, monkeypatch: Any) -> None:
+    monkeypatch.setenv(TOKEN_VARIABLE, token)
+    said = LocalFleet(
+        spec=FleetSpec(prefill=1),
+        engine=EngineConfig(model="kvferry/tiny-python"),
+        instance=InstanceSpec(**instance),
+        router=RouterConfig(),
+        listen=Listen(),
+    )
+    with pytest.raises(ConfigError, match=complaint):
+        said.plan()
