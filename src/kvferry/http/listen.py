@@ -9,9 +9,10 @@ from kvferry.core.errors import ConfigError
 BACKLOG = 2048
 
 
-def listen(host: str, port: int, *, reuse_port: bool = False) -> socket.socket:
+def listen(host: str, port: int, *, reuse_port: bool = False, accepting: bool = True) -> socket.socket:
     """A listening TCP socket; port 0 takes any free one. `reuse_port`: several processes may listen on one port, and
-    the kernel spreads connections among them. Raises `ConfigError` with the reason."""
+    the kernel spreads connections among them. Not `accepting`: it only holds the port for others. Raises `ConfigError`
+    with the reason."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # The protocol is named because asyncio sets TCP_NODELAY only on connections whose socket says that it is TCP.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
@@ -24,7 +25,8 @@ def listen(host: str, port: int, *, reuse_port: bool = False) -> socket.socket:
         if family == socket.AF_INET6:
             listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
         listener.bind((host, port))
-        listener.listen(BACKLOG)
+        if accepting:
+            listener.listen(BACKLOG)
         listener.setblocking(False)
     except (OSError, UnicodeError) as error:
         listener.close()

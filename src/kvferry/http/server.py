@@ -104,7 +104,10 @@ class HttpServer:
             return [(listen(config.host, config.port, reuse_port=config.reuse_port), "all")]
         public = listen(config.host, config.port, reuse_port=config.reuse_port)
         try:
-            return [(public, "public"), (listen(config.admin_host, config.admin_port), "admin")]
+            return [
+                (public, "public"),
+                (listen(config.admin_host, config.admin_port, reuse_port=config.reuse_port), "admin"),
+            ]
         except BaseException:
             public.close()
             raise

@@ -67,10 +67,14 @@ def helper_environment(name: str) -> dict[str, str]:
     return {_HELPER_VARIABLE: name, _HELPER_FORMAT_VARIABLE: "json" if is_json else "text"}
 
 
+def log_format_of_parent() -> Literal["text", "json"]:
+    """In a helper process: the form in which its parent logs."""
+    return "json" if os.environ.get(_HELPER_FORMAT_VARIABLE) == "json" else "text"
+
+
 def follow_parent() -> None:
     """Log in a helper process as its parent does, but warnings only: the parent tells the rest."""
-    is_json = os.environ.get(_HELPER_FORMAT_VARIABLE) == "json"
-    set_up_logging(LogConfig(log_level="warning", log_format="json" if is_json else "text"))
+    set_up_logging(LogConfig(log_level="warning", log_format=log_format_of_parent()))
 
 
 class logging_request:  # noqa: N801 - used as a statement, as a function with `contextmanager` would be, for a third

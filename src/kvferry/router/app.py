@@ -52,6 +52,17 @@ CLIENT_GONE = 499
 """The status under which a request is counted whose client left before the answer began (nginx's number)."""
 
 
+DECISIONS_PATH = "/kvferry/decisions"
+
+
+def wanted_decisions(request: Request) -> int:
+    """How many. Raises `InvalidRequest`."""
+    limit = parse_qs(request.query, max_num_fields=16).get("limit", ["100"])[0]
+    if not limit.isdecimal() or len(limit) > 9:
+        raise InvalidRequest("limit must be a number of requests, as in ?limit=100", param="limit")
+    return int(limit)
+
+
 @dataclass(frozen=True)
 class Router:
     """The parts of one router."""
@@ -77,13 +88,21 @@ class Router:
 
     async def show_metrics(self, request: Request, response: Response) -> None:
         """GET /metrics: the router's own; with ?instances=all those of all instances too."""
-        services = self.services
-        wanted = parse_qs(request.target.partition("?")[2], max_num_fields=16)
-        services.metrics.choice(services.chooser.threshold.tokens, services.chooser.index.statistics())
-        text = services.metrics.expose(services.pools)
-        if wanted.get("instances") == ["all"]:
-            text += await fleet_metrics(services.pools, services.upstream, services.config.health_timeout_s)
+        text = self.metrics_text() + await self.instances_metrics(request)
         response.send(200, text, [(b"content-type", CONTENT_TYPE.encode())])
+
+    def metrics_text(self) -> bytes:
+        """The router's own, in Prometheus' text form."""
+        services = self.services
+        services.metrics.choice(services.chooser.threshold.tokens, services.chooser.index.statistics())
+        return services.metrics.expose(services.pools)
+
+    async def instances_metrics(self, request: Request) -> bytes:
+        """Those of all instances, if they are asked for."""
+        services = self.services
+        if parse_qs(request.query, max_num_fields=16).get("instances") != ["all"]:
+            return b""
+        return await fleet_metrics(services.pools, services.upstream, services.config.health_timeout_s)
 
     async def show_instances(self, request: Request, response: Response) -> None:
         """GET /kvferry/instances: all instances; with an operator's key, their addresses and what they say too."""
@@ -96,10 +115,7 @@ class Router:
 
     async def show_decisions(self, request: Request, response: Response) -> None:
         """GET /kvferry/decisions?limit=100: where the last requests went, why, and when; the newest first."""
-        limit = parse_qs(request.target.partition("?")[2], max_num_fields=16).get("limit", ["100"])[0]
-        if not limit.isdecimal() or len(limit) > 9:
-            raise InvalidRequest("limit must be a number of requests, as in ?limit=100", param="limit")
-        response.send_json(self.services.chooser.decisions.encode(int(limit)))
+        response.send_json(self.services.chooser.decisions.encode(wanted_decisions(request)))
 
     async def show_api(self, request: Request, response: Response) -> None:
         """GET /openapi.json: what clients may ask of kvferry's engine here; vLLM describes itself."""
@@ -157,30 +173,36 @@ class Router:
             num_tokens = count_tokens(body, PROMPT_FIELDS.get(path), self.services.chooser.estimates.bytes_per_token)
         return self.tenants.charge(tenant, num_tokens)
 
+    def table(self) -> list[Route]:
+        """What is not for the instances."""
+        return [
+            Route("GET", "/health", self.show_health, Access.OPEN),
+            Route("GET", OPENAPI_PATH, self.show_api, Access.OPEN),
+            Route("GET", "/metrics", self.show_metrics, Access.ADMIN),
+            Route("GET", INSTANCES_PATH, self.show_instances, Access.ADMIN),
+            Route("GET", DECISIONS_PATH, self.show_decisions, Access.ADMIN),
+            *Admin(self.membership, self.operators).routes(),
+            *self.registrations.routes(),
+        ]
+
+    def fallback(self) -> Route:
+        """All else."""
+        return Route("*", "*", self.serve)
+
     def routes(self) -> Routes:
         """What a server serves."""
-        return Routes(
-            [
-                Route("GET", "/health", self.show_health, Access.OPEN),
-                Route("GET", OPENAPI_PATH, self.show_api, Access.OPEN),
-                Route("GET", "/metrics", self.show_metrics, Access.ADMIN),
-                Route("GET", INSTANCES_PATH, self.show_instances, Access.ADMIN),
-                Route("GET", "/kvferry/decisions", self.show_decisions, Access.ADMIN),
-                *Admin(self.membership, self.operators).routes(),
-                *self.registrations.routes(),
-            ],
-            fallback=Route("*", "*", self.serve),
-        )
+        return Routes(self.table(), fallback=self.fallback())
 
     @asynccontextmanager
-    async def running(self) -> AsyncIterator[asyncio.TaskGroup]:
+    async def running(self, *, leads: bool = True) -> AsyncIterator[asyncio.TaskGroup]:
         """Connections to instances, the look-out for their health, releases under way, and whatever else is begun in
-        the task group."""
+        the task group. Unless it `leads`, another process decides which instances there are."""
         try:
             async with self.services.upstream, asyncio.TaskGroup() as group:
                 self.services.releases.open(group)
                 services = self.services
-                watching = (self.health, services.upstream, self.membership, self.registrations, self.feeds)
+                members = (self.membership, self.registrations) if leads else ()
+                watching = (self.health, services.upstream, self.feeds, *members)
                 watchers = [group.create_task(one.watch()) for one in watching]
                 if services.next_turns is not None:
                     watchers.append(group.create_task(services.next_turns.watch()))
@@ -253,7 +275,7 @@ def _view(instance: Instance) -> dict[str, object]:
         "name": instance.name,
         "role": instance.role,
         "alive": instance.usable,
-        "in_flight": instance.in_flight,
+        "in_flight": instance.in_flight + instance.in_flight_elsewhere,
         **view_of_state(instance),
         "engine": _ENGINES.get(type(instance.facts)),
     }

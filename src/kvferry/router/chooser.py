@@ -5,7 +5,7 @@ Owns what all requests share: the policy, the index of prefixes, the estimates, 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from random import Random
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -23,7 +23,7 @@ from kvferry.router.paths import PROMPT_FIELDS
 from kvferry.router.policies.base import Asked, Choice, Options, PolicyContext
 from kvferry.router.policies.table import make_policy
 from kvferry.router.prefix_index import PrefixIndex
-from kvferry.router.prompt import is_token_ids, read_token_ids, text_prefix
+from kvferry.router.prompt import Prefix, is_token_ids, read_token_ids, text_prefix
 
 _LONGEST_SESSION = 256
 _BEFORE_THE_PROMPT = ("model", "cache_salt", "tools", "chat_template", "chat_template_kwargs", "documents", "functions")
@@ -43,6 +43,8 @@ class Chooser:
         self.decisions = Decisions(config.max_decisions, clock)
         self._known: WeakKeyDictionary[Instance, Facts] = WeakKeyDictionary()
         self.tracer = make_tracer(config.otlp_traces_endpoint, "kvferry-router")
+        self.on_placed: Callable[[Asked, Choice[Instance]], None] | None = None
+        """Told of each choice."""
         self._session_header = config.session_header.lower().encode()
 
     def read(self, path: str, body: RequestBody, headers: RawHeaders) -> Asked:
@@ -92,7 +94,17 @@ class Chooser:
             if one is not None:
                 self.index.served(one, asked.prefix)
         self.policy.placed(asked, choice)
+        if self.on_placed is not None:
+            self.on_placed(asked, choice)
         return choice
+
+    def placed_elsewhere(self, prefix: Prefix, session: str | None, prefill: Instance | None, decode: Instance) -> None:
+        """Another process of this router has chosen."""
+        asked = Asked(session=session, prefix=prefix)
+        for one in (prefill, decode):
+            if one is not None:
+                self.index.served(one, asked.prefix)
+        self.policy.placed(asked, Choice(decode, prefill))
 
     def _note_facts(self, instance: Instance, facts: Facts) -> None:
         """Something new is known of it: it may be another process, with an empty cache."""

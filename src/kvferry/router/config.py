@@ -88,6 +88,10 @@ class RouterConfig:
     max_decisions: int = 512
     """Number of requests that /kvferry/decisions shows."""
 
+    workers: int = 1
+    """Number of router processes that serve the port together; each takes one core at most. What may be under way, wait
+    and be held in memory is divided among them."""
+
     retries: int = 1
     """Number of other instances to try after one has failed a request, for prefill and for decode."""
 
@@ -188,6 +192,8 @@ class RouterConfig:
                 raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(self, name)}")
         if self.disaggregate_from != "auto" and not self.disaggregate_from.isdecimal():
             raise ConfigError(f"--disaggregate-from must be auto or a number of tokens, got {self.disaggregate_from!r}")
+        if not 1 <= self.workers <= 256:
+            raise ConfigError(f"--workers must be between 1 and 256, got {self.workers}")
         if self.retries < 0:
             raise ConfigError(f"--retries must not be negative, got {self.retries}")
         if self.continuations < 0:

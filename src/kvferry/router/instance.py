@@ -156,6 +156,8 @@ class Instance:
         self.num_tickets = 0
         """Hand-offs of the router's requests for which it may keep blocks."""
         self.in_flight = 0
+        self.in_flight_elsewhere = self.tickets_elsewhere = 0
+        """The same of the router's other worker processes, as they said last."""
         self.last_sign = 0.0
         """When it last showed that it works, on the router's monotonic clock: bytes of an answer, or steps made."""
         self.busy_until = 0.0
@@ -173,6 +175,11 @@ class Instance:
     def usable(self) -> bool:
         """Whether it may be chosen while there is no better one."""
         return self.alive and not self.mute and not self.draining
+
+    @property
+    def is_held(self) -> bool:
+        """Whether a request of the router's runs there, or may still fetch from it."""
+        return bool(self.in_flight or self.num_tickets or self.in_flight_elsewhere or self.tickets_elsewhere)
 
     @property
     def host(self) -> str:

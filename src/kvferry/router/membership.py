@@ -75,7 +75,7 @@ class Membership:
         if not force and not instance.drained:
             raise InstanceConflict(f"{instance} is not drained; drain it first and wait, or remove it by force")
         self._pools.retire(instance)
-        self._forget(instance)
+        self.forget(instance)
         return instance
 
     def change_role(self, named: str, role: LegRole) -> Instance:
@@ -125,14 +125,14 @@ class Membership:
             logger.exception("whether %s is drained could not be seen", instance)
 
     async def _look_at(self, instance: Instance) -> None:
-        drained = await self._is_idle(instance) and not (instance.in_flight or instance.num_tickets)
+        drained = await self._is_idle(instance) and not instance.is_held
         if instance not in self._pools.leaving:
             return  # it was removed meanwhile
         if drained and not instance.drained:
             logger.warning("%s (%s) is drained: nothing runs there, and nothing is kept", instance, instance.url)
         instance.drained = drained
         if drained and instance.leaves_by_itself:
-            self._forget(instance)
+            self.forget(instance)
 
     async def _is_idle(self, instance: Instance) -> bool:
         """By the router's count, and by the process's own word, which knows of other routers too.
@@ -142,8 +142,8 @@ class Membership:
         """
         same = [one for one in self._pools if one.url == instance.url]
         if not all(one.draining for one in same):
-            return not (instance.in_flight or instance.num_tickets)
-        if any(one.in_flight or one.num_tickets for one in same):
+            return not instance.is_held
+        if any(one.is_held for one in same):
             return False
         try:
             status, text = await self._upstream.ask(instance, "GET", "/metrics", self._config.health_timeout_s)
@@ -153,7 +153,8 @@ class Membership:
             return not instance.alive
         return status == 404 or (status == 200 and not any(map(_is_some, _BUSY.findall(text))))
 
-    def _forget(self, instance: Instance) -> None:
+    def forget(self, instance: Instance) -> None:
+        """One that has been retired: it is gone."""
         self._pools.forget(instance)
         if not any(one.origin == instance.origin for one in self._pools):
             self._upstream.forget(instance)

@@ -26,10 +26,13 @@ class Pool:
                 raise ConfigError(f"--{role}-url {normalise_url(url)} is given twice")
             self.add(url, *bootstrap_ports[index : index + 1])
 
-    def add(self, url: str, bootstrap_port: int = BOOTSTRAP_PORT) -> Instance:
-        """One more, with a name that none had before. Raises `ConfigError`."""
-        instance = Instance(self.role, url, bootstrap_port, name=f"{self.role}-{self._num_named}")
-        self._num_named += 1
+    def add(self, url: str, bootstrap_port: int = BOOTSTRAP_PORT, *, name: str = "") -> Instance:
+        """One more, with a name that none had before, or the one that another process has given it. Raises
+        `ConfigError`."""
+        name = name or f"{self.role}-{self._num_named}"
+        instance = Instance(self.role, url, bootstrap_port, name=name)
+        number = name.rpartition("-")[2]
+        self._num_named = max(self._num_named, int(number) if number.isdecimal() else 0) + 1
         self.instances.append(instance)
         return instance
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,6 +16,7 @@ from kvferry.http.listen import authority
 from kvferry.http.server import HttpServer, signals_end
 from kvferry.router.app import build_router
 from kvferry.router.config import RouterConfig
+from kvferry.router.workers import Workers
 
 _GC_THRESHOLDS = (20_000, 20, 50)
 
@@ -28,15 +30,18 @@ def run_router(
 ) -> int:
     """Serve until SIGINT or SIGTERM; returns the exit code.
 
-    `on_ready` is called with {"url": …} when requests are answered. At the end, requests under way have the grace that
+    `on_ready` is called with {"url": …} when requests are answered, by all of `workers`, whose process ids are there
+    too where there are several. At the end, requests under way have the grace that
     `http` gives them. Raises `ConfigError` when the address cannot be had, a file not be read, or the instances named
     make no router.
     """
     http = replace(http, max_body_bytes=config.max_body_bytes)
+    if config.workers > 1:
+        return asyncio.run(Workers(config, http, access or InstanceAccess(), on_ready).run())
     return uvloop.run(_serve(config, http, access, on_ready))
 
 
-def _spare_the_collector() -> None:
+def spare_the_collector() -> None:
     """What is here now stays for good, and requests leave no cycles worth looking for after every few hundred objects:
     without this some percent of the processor time go into looking."""
     gc.collect()
@@ -48,7 +53,7 @@ async def _serve(
     config: RouterConfig, http: HttpConfig, access: InstanceAccess | None, on_ready: Callable[[dict[str, Any]], None]
 ) -> int:
     router = build_router(config, http, access)
-    _spare_the_collector()
+    spare_the_collector()
     server = HttpServer(router.routes(), http, Lifecycle("router"))
 
     async def announce(port: int) -> None:

@@ -111,7 +111,8 @@ class Tenants:
             max_in_flight=config.tenant_max_in_flight,
         )
         named = {} if config.tenants_file is None else read_tenants(config.tenants_file, limits)
-        return cls(clock, limits, named, config.tenant_by)
+        shares = {key: _share(one, config.workers) for key, one in named.items()}
+        return cls(clock, _share(limits, config.workers), shares, config.tenant_by)
 
     def find(self, caller: bytes, headers: RawHeaders, body: RequestBody | bytes | None) -> Tenant:
         """Whose request that is. `caller`: the digest of an accepted key, or an address."""
@@ -193,6 +194,16 @@ def read_tenants(path: Path, limits: Limits) -> dict[bytes, Limits]:
                 raise ConfigError(f"--tenants-file {path}: a key of [{name}] is another tenant's too")
             found[key] = own
     return found
+
+
+def _share(limits: Limits, num_workers: int) -> Limits:
+    """What one of several processes of a router lets a tenant have: the kernel spreads its connections among them."""
+    return msgspec.structs.replace(
+        limits,
+        requests_per_minute=limits.requests_per_minute / num_workers,
+        tokens_per_minute=limits.tokens_per_minute / num_workers,
+        max_in_flight=math.ceil(limits.max_in_flight / num_workers),
+    )
 
 
 def _read_table(path: Path, name: str, table: Any, limits: Limits) -> Limits:

@@ -1,0 +1,130 @@
+"""What a router's worker processes and their parent tell each other: one JSON line each, over a socket pair.
+
+Only processes that the parent has started have an end of it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from kvferry.http.config import HttpConfig, InstanceAccess
+from kvferry.router.config import RouterConfig
+from kvferry.router.instance import LegRole
+
+LONGEST_LINE = 64 * 2**20
+
+
+class Member(msgspec.Struct, frozen=True):
+    """One instance, as the first worker has it."""
+
+    name: str
+    role: LegRole
+    url: str
+    bootstrap_port: int
+    draining: bool = False
+    drained: bool = False
+
+
+class Counts(msgspec.Struct, frozen=True, array_like=True):
+    """What one worker has given one instance to do: requests and hand-offs, and what policies count (`Load`)."""
+
+    in_flight: int = 0
+    num_tickets: int = 0
+    prefill_tokens: float = 0.0
+    num_prefills: int = 0
+    num_decodes: int = 0
+
+
+class Placed(msgspec.Struct, frozen=True, array_like=True):
+    """Where a worker has sent a request: the names of its prompt's beginnings, of its session, and of the instances."""
+
+    keys: list[int]
+    ends: list[float]
+    session: str | None
+    prefill: str | None
+    decode: str
+
+
+class Begin(msgspec.Struct, frozen=True, tag=True):
+    """To a new worker: all it needs. `members`: as they were when its predecessor was lost."""
+
+    number: int
+    secret: str
+    log_level: str
+    router: RouterConfig
+    http: HttpConfig
+    access: InstanceAccess
+    members: list[Member] | None = None
+
+
+class Ready(msgspec.Struct, frozen=True, tag=True):
+    """Of a worker that serves. `port`: of its own, on loopback, for the other workers."""
+
+    port: int
+
+
+class Failed(msgspec.Struct, frozen=True, tag=True):
+    """Of a worker that cannot serve, by a mistake in its settings."""
+
+    reason: str
+
+
+class Report(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
+    """Of a worker, again and again; passed on to all others. `counts` by instance; `members`: the first worker's, when
+    they have changed. `number` is set by the parent."""
+
+    number: int = 0
+    counts: dict[str, Counts] = {}
+    placed: list[Placed] = []
+    members: list[Member] | None = None
+
+
+class Peers(msgspec.Struct, frozen=True, tag=True):
+    """To all workers: the ports of those that serve, by number."""
+
+    ports: dict[int, int]
+
+
+class Follow(msgspec.Struct, frozen=True, tag=True):
+    """To a worker other than the first: have these members."""
+
+    members: list[Member]
+
+
+class Stop(msgspec.Struct, frozen=True, tag=True):
+    """To all workers: end, now or when what runs is done."""
+
+    now: bool = False
+
+
+ToParent = Ready | Failed | Report
+ToWorker = Begin | Report | Follow | Peers | Stop
+
+
+def to_line(message: ToParent | ToWorker) -> bytes:
+    """With its end."""
+    return _ENCODER.encode(message) + b"\n"
+
+
+def from_parent(line: bytes) -> ToWorker:
+    """Raises `msgspec.MsgspecError`, of which there is no cause but a mistake of ours."""
+    return _TO_WORKER.decode(line)
+
+
+def from_worker(line: bytes) -> ToParent:
+    """As `from_parent`."""
+    return _TO_PARENT.decode(line)
+
+
+def _path(kind: type, value: Any) -> Any:
+    if kind is Path:
+        return Path(value)
+    raise NotImplementedError(kind)
+
+
+_ENCODER = msgspec.json.Encoder(enc_hook=str)
+_TO_WORKER: msgspec.json.Decoder[ToWorker] = msgspec.json.Decoder(ToWorker, dec_hook=_path)
+_TO_PARENT: msgspec.json.Decoder[ToParent] = msgspec.json.Decoder(ToParent)

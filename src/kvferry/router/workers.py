@@ -1,0 +1,258 @@
+"""Several router processes on one port: the kernel spreads connections among them.
+
+The parent, here, serves nothing. It starts the workers, passes on what they tell each other, starts those anew that
+die or stand still, and has all of them end. Owns their processes and what was last said of the members.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from math import ceil
+from typing import Any
+
+from kvferry.core.errors import ConfigError
+from kvferry.http.config import HttpConfig, InstanceAccess
+from kvferry.http.listen import authority, listen
+from kvferry.observe.logs import helper_environment
+from kvferry.router.config import RouterConfig
+from kvferry.router.worker_messages import (
+    LONGEST_LINE,
+    Begin,
+    Failed,
+    Follow,
+    Member,
+    Peers,
+    Ready,
+    Report,
+    Stop,
+    ToWorker,
+    from_worker,
+    to_line,
+)
+
+logger = logging.getLogger(__name__)
+
+_LEAST_PAUSE_S, _MOST_PAUSE_S = 0.2, 10.0
+_LIVED_LONG_S = 60.0
+_SILENT_S = 30.0
+"""A worker reports every second; one that has been silent for so long stands still, and is ended for another."""
+_CLOSE_S = 15.0
+"""What a worker is given beyond the grace of its requests."""
+
+
+@dataclass(eq=False)
+class _Worker:
+    number: int
+    process: subprocess.Popen[bytes]
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+    begun: float
+    heard: float
+    port: int | None = None
+
+    def tell(self, message: ToWorker) -> None:
+        """It may be gone."""
+        if not self.writer.is_closing():
+            self.writer.write(to_line(message))
+
+
+def divided(config: RouterConfig) -> RouterConfig:
+    """One worker's share of what bounds the whole."""
+    num = config.workers
+    return replace(
+        config,
+        max_in_flight=ceil(config.max_in_flight / num),
+        max_waiting=ceil(config.max_waiting / num),
+        max_buffered=str(max(config.max_body_bytes, config.max_buffered_bytes // num)),
+    )
+
+
+@dataclass
+class Workers:
+    """Runs `config.workers` of them until told to end."""
+
+    config: RouterConfig
+    http: HttpConfig
+    access: InstanceAccess
+    on_ready: Callable[[dict[str, Any]], None]
+    _secret: str = field(default_factory=secrets.token_hex)
+    _running: dict[int, _Worker] = field(default_factory=dict)
+    _members: list[Member] | None = None
+    _told_ready: bool = False
+    _failed: str = ""
+    _ending: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def run(self) -> int:
+        """Until SIGINT or SIGTERM; a second one ends what runs. Raises `ConfigError` as a single router does."""
+        self._require_divisible()
+        held = [listen(self.http.host, self.http.port, reuse_port=True, accepting=False)]
+        try:
+            self.http = replace(self.http, port=held[0].getsockname()[1], reuse_port=True)
+            if self.http.admin_port is not None:
+                held.append(listen(self.http.admin_host, self.http.admin_port, reuse_port=True, accepting=False))
+                self.http = replace(self.http, admin_port=held[1].getsockname()[1])
+            with _signals(self._stop):
+                async with asyncio.TaskGroup() as group:
+                    for number in range(self.config.workers):
+                        group.create_task(self._keep(number))
+                    group.create_task(self._watch())
+        finally:
+            for one in held:
+                one.close()
+        if self._failed:
+            raise ConfigError(self._failed)
+        return 0
+
+    def _require_divisible(self) -> None:
+        if self.config.registration:
+            raise ConfigError("--workers and --registration do not go together yet; leave one of them out")
+
+    def _stop(self) -> None:
+        now = self._ending.is_set()
+        self._ending.set()
+        for worker in self._running.values():
+            worker.tell(Stop(now=now))
+
+    async def _keep(self, number: int) -> None:
+        """One worker after the other, until the end."""
+        pause_s = _LEAST_PAUSE_S
+        while not self._ending.is_set():
+            worker = await self._start(number)
+            try:
+                await self._listen_to(worker)
+            finally:
+                self._running.pop(number, None)
+                await self._reap(worker)
+            if self._ending.is_set():
+                return
+            lived_s = asyncio.get_running_loop().time() - worker.begun
+            pause_s = _LEAST_PAUSE_S if lived_s > _LIVED_LONG_S else min(2 * pause_s, _MOST_PAUSE_S)
+            logger.error("worker %d is lost (%s); another is started", number, worker.process.returncode)
+            self._forget(number)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(pause_s):
+                    await self._ending.wait()
+
+    async def _start(self, number: int) -> _Worker:
+        process, ours = _spawned(number)
+        reader, writer = await asyncio.open_connection(sock=ours, limit=LONGEST_LINE)
+        now = asyncio.get_running_loop().time()
+        worker = self._running[number] = _Worker(number, process, reader, writer, now, now)
+        level = logging.getLevelName(logging.getLogger().getEffectiveLevel()).lower()
+        worker.tell(Begin(number, self._secret, level, divided(self.config), self.http, self.access, self._members))
+        if self._ending.is_set():
+            worker.tell(Stop())
+        return worker
+
+    async def _listen_to(self, worker: _Worker) -> None:
+        while line := await _line(worker.reader):
+            worker.heard = asyncio.get_running_loop().time()
+            match from_worker(line):
+                case Ready(port):
+                    worker.port = port
+                    self._tell_peers()
+                    self._tell_ready()
+                case Failed(reason):
+                    self._failed = self._failed or reason
+                    self._stop()
+                case Report() as report:
+                    self._pass_on(worker.number, report)
+
+    def _pass_on(self, number: int, report: Report) -> None:
+        if report.members is not None:
+            self._members = report.members
+        said = Report(number, report.counts, report.placed, report.members)
+        for other in self._running.values():
+            if other.number != number and other.port is not None:
+                other.tell(said)
+
+    def _forget(self, number: int) -> None:
+        """What it had given instances to do is over."""
+        self._tell_peers()
+        for other in self._running.values():
+            other.tell(Report(number))
+
+    def _tell_peers(self) -> None:
+        ports = {one.number: one.port for one in self._running.values() if one.port is not None}
+        for worker in self._running.values():
+            worker.tell(Peers(ports))
+            if self._members is not None and worker.number:
+                worker.tell(Follow(self._members))
+
+    def _tell_ready(self) -> None:
+        ready = [one for one in self._running.values() if one.port is not None]
+        if not self._told_ready and len(ready) == self.config.workers:
+            self._told_ready = True
+            url = f"{self.http.scheme}://{authority(self.http.host, self.http.port)}"
+            self.on_ready({"url": url, "workers": [one.process.pid for one in ready]})
+
+    async def _watch(self) -> None:
+        """End who stands still; runs until the end."""
+        while not self._ending.is_set():
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_SILENT_S / 10):
+                    await self._ending.wait()
+            now = asyncio.get_running_loop().time()
+            for worker in self._running.values():
+                if now - worker.heard > _SILENT_S:
+                    logger.error("worker %d has stood still for %d s and is ended", worker.number, _SILENT_S)
+                    worker.process.kill()
+
+    async def _reap(self, worker: _Worker) -> None:
+        """Its end of the socket is closed: it is gone, or will be at once."""
+        worker.writer.close()
+        waiting = asyncio.create_task(asyncio.to_thread(worker.process.wait))
+        await asyncio.wait([waiting], timeout=_CLOSE_S)
+        if not waiting.done():
+            worker.process.kill()
+        await waiting
+
+
+def _spawned(number: int) -> tuple[subprocess.Popen[bytes], socket.socket]:
+    """A worker's process, and our end of the socket pair."""
+    ours, theirs = socket.socketpair()
+    try:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "kvferry.router.worker", str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            env={**os.environ, **helper_environment(f"worker {number}")},
+        )
+    except BaseException:
+        ours.close()
+        raise
+    finally:
+        theirs.close()
+    return process, ours
+
+
+async def _line(reader: asyncio.StreamReader) -> bytes:
+    """The next one; empty at the end."""
+    try:
+        return await reader.readline()
+    except OSError:
+        return b""
+
+
+class _signals:  # noqa: N801 - used as a statement
+    """SIGINT and SIGTERM call `stop`."""
+
+    def __init__(self, stop: Callable[[], None]) -> None:
+        self._stop = stop
+
+    def __enter__(self) -> None:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, self._stop)
+
+    def __exit__(self, *error: object) -> None:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().remove_signal_handler(number)

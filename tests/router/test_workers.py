@@ -1,0 +1,236 @@
+"""Several router processes on one port, and several routers before the same instances."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from asyncio.subprocess import PIPE, Process
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import aiohttp
+import psutil
+import pytest
+
+from router.peers import CONCURRENT, DECODE, Peer, answer, answer_when_told, event, instances, routing, ticket
+
+SERVE = """
+import json, sys
+from kvferry.http.config import HttpConfig
+from kvferry.router.config import RouterConfig
+from kvferry.router.server import run_router
+
+def tell(about):
+    print(json.dumps(about), flush=True)
+
+prefill, decode, settings = json.loads(sys.argv[1])
+config = RouterConfig(prefill_url=tuple(prefill), decode_url=tuple(decode), **settings)
+sys.exit(run_router(config, HttpConfig(port=0, admin_key=("operator",)), on_ready=tell))
+"""
+
+BODY: dict[str, Any] = {"model": "m", "prompt": "Hello"}
+OPERATOR = {"Authorization": "Bearer operator"}
+
+
+class Workers:
+    """A router with several of them, as a process of its own."""
+
+    def __init__(self, process: Process, url: str, pids: list[int]) -> None:
+        self.process, self.url, self.pids = process, url, pids
+
+    def worker_of(self, session_port: int) -> int:
+        """The process that has the other end of a client's connection."""
+        for pid in self.now():
+            for one in psutil.Process(pid).net_connections("tcp"):
+                if one.raddr and one.raddr.port == session_port:
+                    return pid
+        raise AssertionError("nobody has this connection")
+
+    def now(self) -> list[int]:
+        """The workers' process ids."""
+        return [one.pid for one in psutil.Process(self.process.pid).children()]
+
+    async def ask(self, method: str, path: str, body: Any = None) -> tuple[int, bytes]:
+        """An operator's request, over a connection of its own."""
+        async with aiohttp.ClientSession(headers=OPERATOR) as session:
+            async with session.request(method, self.url + path, json=body) as response:
+                return response.status, await response.read()
+
+    async def names(self) -> list[str]:
+        """Of all instances."""
+        _, body = await self.ask("GET", "/kvferry/instances")
+        return sorted(one["name"] for one in json.loads(body)["instances"])
+
+
+@asynccontextmanager
+async def workers(prefill: list[str], decode: list[str], num: int = 2, **settings: Any) -> AsyncIterator[Workers]:
+    said = json.dumps([prefill, decode, {"workers": num, **settings}])
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", SERVE, said, stdout=PIPE)
+    assert process.stdout is not None
+    try:
+        about = json.loads(await process.stdout.readline())
+        yield Workers(process, about["url"], about["workers"])
+    finally:
+        if process.returncode is None:
+            process.terminate()
+        assert await process.wait() in (0, -signal.SIGKILL)
+
+
+async def until(done: Callable[[], Any]) -> None:
+    """The test's own time limit ends it."""
+    while True:
+        found = done()
+        if await found if asyncio.iscoroutine(found) else found:
+            return
+        await asyncio.sleep(0.05)
+
+
+async def complete(router: Workers, **more: Any) -> int:
+    async with aiohttp.ClientSession() as session:
+        async with session.post(router.url + "/v1/completions", json={**BODY, **more}) as response:
+            await response.read()
+            return response.status
+
+
+async def test_figures_and_decisions_are_those_of_all_workers() -> None:
+    p, d = Peer("prefill", ticket, facts=CONCURRENT), Peer("decode", answer, facts=DECODE)
+    async with instances(p, d), workers([p.url], [d.url]) as router:
+        assert Counter([await complete(router) for _ in range(24)]) == {200: 24}
+        _, text = await router.ask("GET", "/metrics")
+        assert b'kvferry_router_requests_total{path="/v1/completions",status="200"} 24.0' in text
+        assert text.count(b"# TYPE kvferry_router_requests_total counter") == 1
+        _, decisions = await router.ask("GET", "/kvferry/decisions?limit=50")
+        routed = [one["timings"]["routed"] for one in json.loads(decisions)["decisions"]]
+        assert len(routed) == 24
+        assert routed == sorted(routed, reverse=True)
+        assert (await router.ask("GET", "/kvferry/decisions?limit=x"))[0] == 400
+
+
+async def test_operators_reach_all_workers_and_a_new_first_worker_knows_what_they_did() -> None:
+    p, d = Peer("prefill", ticket, facts=CONCURRENT), Peer("decode", answer, facts=DECODE)
+    more = Peer("decode", answer, facts=DECODE)
+    async with instances(p, d, more), workers([p.url], [d.url], 3) as router:
+        status, body = await router.ask("POST", "/kvferry/instances/add", {"role": "decode", "url": more.url})
+        assert (status, json.loads(body)["name"]) == (200, "decode-1")
+        assert await router.names() == ["decode-0", "decode-1", "prefill-0"]
+        assert (await router.ask("POST", "/kvferry/instances/drain", {"instance": "nobody"}))[0] == 404
+        await until(lambda: _everyone_serves(router, more))
+        assert (await router.ask("POST", "/kvferry/instances/remove", {"instance": d.url, "force": True}))[0] == 200
+
+        first = router.pids[0]
+        os.kill(first, signal.SIGKILL)
+        await until(lambda: len(router.now()) == 3 and first not in router.now())
+        await until(lambda: _names_are(router, ["decode-1", "prefill-0"]))
+        d.calls.clear()
+        assert {await complete(router) for _ in range(12)} == {200}
+        assert not d.calls
+
+
+async def _everyone_serves(router: Workers, peer: Peer) -> bool:
+    """Whether requests over any connection may go to `peer`."""
+    peer.calls.clear()
+    for number in range(12):
+        await complete(router, prompt=f"{number} " * 200)
+    return bool(peer.calls)
+
+
+async def _names_are(router: Workers, names: list[str]) -> bool:
+    status, body = await router.ask("GET", "/kvferry/instances")
+    return status == 200 and sorted(one["name"] for one in json.loads(body)["instances"]) == names
+
+
+async def test_a_worker_that_dies_harms_no_stream_of_another() -> None:
+    p, d = Peer("prefill", ticket, facts=CONCURRENT), Peer("decode", answer_when_told, facts=DECODE)
+    async with (
+        instances(p, d),
+        workers([p.url], [d.url]) as router,
+        aiohttp.ClientSession() as session,
+        session.post(router.url + "/v1/completions", json={**BODY, "stream": True}) as response,
+    ):
+        assert await response.content.readany() == event("one")
+        assert response.connection is not None
+        assert response.connection.transport is not None
+        own = router.worker_of(response.connection.transport.get_extra_info("sockname")[1])
+        (other,) = set(router.now()) - {own}
+        os.kill(other, signal.SIGKILL)
+        await until(lambda: len(router.now()) == 2 and other not in router.now())
+        d.go.set()
+        assert await response.content.read() == event("two") + b"data: [DONE]\n\n"
+
+
+async def test_what_a_lost_worker_had_under_way_is_not_counted_any_more() -> None:
+    p, d = Peer("prefill", ticket, facts=CONCURRENT), Peer("decode", answer_when_told, facts=DECODE)
+    async with instances(p, d), workers([p.url], [d.url]) as router, aiohttp.ClientSession() as session:
+        async with session.post(router.url + "/v1/completions", json={**BODY, "stream": True}) as response:
+            assert await response.content.readany() == event("one")
+            await until(lambda: _in_flight_is(router, 1))
+            assert response.connection is not None
+            assert response.connection.transport is not None
+            os.kill(router.worker_of(response.connection.transport.get_extra_info("sockname")[1]), signal.SIGKILL)
+            await until(lambda: _in_flight_is(router, 0))
+
+
+async def _in_flight_is(router: Workers, number: int) -> bool:
+    try:
+        status, body = await router.ask("GET", "/kvferry/instances")
+    except aiohttp.ClientError:
+        return False  # it came to the worker that is gone
+    found = {one["name"]: one for one in json.loads(body).get("instances", [])}
+    return status == 200 and found["decode-0"]["in_flight"] == number
+
+
+async def test_a_signal_has_all_workers_finish_what_they_do() -> None:
+    p, d = Peer("prefill", ticket, facts=CONCURRENT), Peer("decode", answer_when_told, facts=DECODE)
+    async with instances(p, d), workers([p.url], [d.url], 3) as router, aiohttp.ClientSession() as session:
+        async with session.post(router.url + "/v1/completions", json={**BODY, "stream": True}) as response:
+            assert await response.content.readany() == event("one")
+            router.process.terminate()
+            await until(lambda: len(router.now()) == 1)  # those without a request are gone
+            d.go.set()
+            assert await response.content.read() == event("two") + b"data: [DONE]\n\n"
+        assert await router.process.wait() == 0
+
+
+async def test_workers_end_with_their_parent() -> None:
+    d = Peer("decode", answer, facts=DECODE)
+    async with instances(d), workers([], [d.url]) as router:
+        router.process.kill()
+        await until(lambda: not any(map(psutil.pid_exists, router.pids)))
+
+
+@pytest.mark.parametrize("mistake", [{"decode_url": ()}, {"registration": True}])
+async def test_a_mistake_in_the_settings_ends_all_of_it(mistake: dict[str, Any]) -> None:
+    said = json.dumps([[], [] if "decode_url" in mistake else ["http://127.0.0.1:9"], {"workers": 2} | {
+        name: value for name, value in mistake.items() if name != "decode_url"
+    }])  # fmt: skip
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", SERVE, said, stdout=PIPE, stderr=PIPE)
+    _, told = await process.communicate()
+    assert process.returncode != 0
+    assert b"ConfigError" in told
+
+
+async def test_two_routers_before_the_same_instances_do_not_disturb_each_other() -> None:
+    p, d = Peer("prefill", ticket, facts=CONCURRENT), Peer("decode", answer, facts=DECODE)
+    async with (
+        instances(p, d),
+        routing([p.url], [d.url]) as (one, one_url),
+        routing([p.url], [d.url]) as (other, other_url),
+        aiohttp.ClientSession() as session,
+    ):
+
+        async def ask(url: str) -> int:
+            async with session.post(url + "/v1/completions", json=BODY) as response:
+                await response.read()
+                return response.status
+
+        statuses = await asyncio.gather(*(ask(url) for url in (one_url, other_url) * 16))
+        assert Counter(statuses) == {200: 32}
+        for router in (one, other):
+            assert not any(instance.is_held for instance in router.services.pools)
+    named = [call.body["kv_transfer_params"]["transfer_id"] for call in p.calls if call.path == "/v1/completions"]
+    assert len(set(named)) == len(named) == 32
