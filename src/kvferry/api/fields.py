@@ -1,7 +1,7 @@
-"""Names of fields: which ones a request type has, which ones others have, and which ones were meant.
+"""Field names of requests: known ones, those of other servers, and misspelled ones.
 
-A name nobody knows is passed over and told of in a header, since clients send many that do no harm; one that is nearly
-a known name is refused, since the client would not get what it asked for.
+An unknown name is ignored and reported in a response header, since clients send many that do no harm. A name that is
+nearly a known one is refused, since the client would not get what it asked for.
 """
 
 from __future__ import annotations

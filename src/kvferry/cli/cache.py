@@ -1,4 +1,4 @@
-"""`kvferry cache`: what has to do with KV that is kept for reuse."""
+"""`kvferry cache`: commands for KV that is kept for reuse."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What can be known to be wrong before anything is started or loaded, each told in one line."""
+"""Checks that need nothing to be started or loaded; each error is one line."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ RUN_INSTANCE = "kvferry.engine.launch:run_instance"
 
 
 class Reporter(Protocol):
-    """Who is told how starting goes."""
+    """Receives the progress of a start."""
 
     def progress(self, what: str, fraction: float) -> None:
         """`fraction` of 1 of the start is done, and `what` is next."""
@@ -119,7 +119,8 @@ class TerminalReporter:
 
 @contextmanager
 def reporting(name: str, ready_fd: int | None, log: LogConfig) -> Iterator[Reporter]:
-    """To the supervisor where there is one, else to the terminal. Logging is set up for a process of that name."""
+    """A reporter to the supervisor if there is one, else to the terminal; sets up logging for a process of that
+    name."""
     set_up_logging(log, name)
     if ready_fd is not None:
         yield ReadyWriter(ready_fd)

@@ -67,7 +67,7 @@ class Piece:
 
 @dataclass
 class DemoAnswer:
-    """What an endpoint said."""
+    """The answer of an endpoint."""
 
     token_ids: list[int]
     text: str
@@ -105,7 +105,7 @@ def demo(
 
 
 async def _run(fleet: LocalFleet, console: Console, keep: bool) -> int:
-    """The fleet and the visitor, side by side; whichever is done ends the other."""
+    """Run the fleet and the demo's requests side by side; the first to end ends the other."""
     urls: dict[str, str] = {}
     up = asyncio.Event()
     display = _Watching(make_display(fleet.log), urls, up)
@@ -131,7 +131,7 @@ async def _run(fleet: LocalFleet, console: Console, keep: bool) -> int:
 
 
 def _next_step(model: str) -> Text:
-    """How to go on, with the name under which this terminal finds the command."""
+    """The command to try next, with the name under which this terminal finds it."""
     program = "kvferry" if shutil.which("kvferry") else str(Path(sys.executable).with_name("kvferry"))
     return Text(f"\nTo serve it yourself:  {program} serve {model} --prefill 1 --decode 1")
 
@@ -206,7 +206,7 @@ async def _visit(urls: Mapping[str, str], up: asyncio.Event, console: Console, p
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where questions go."""
+    """The endpoint that the demo sends its requests to."""
 
     client: HttpClient
     url: str

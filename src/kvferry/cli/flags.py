@@ -56,7 +56,7 @@ def flags_of(config: type, without: Iterable[str] = ()) -> type[Any]:
 
 
 def nothing_said(flags: type[T]) -> T:
-    """The flags of someone who gives none."""
+    """The flags with all their defaults."""
     return flags()
 
 

@@ -87,7 +87,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def for_engine(arguments: list[str]) -> list[str]:
-    """What stands behind `--`, as flags of kvferry's that pass it on word by word."""
+    """The arguments after `--`, as kvferry's flags that pass them to the engine unchanged."""
     if "--" not in arguments:
         return arguments
     place = arguments.index("--")

@@ -1,4 +1,4 @@
-"""Where this user's caches may be."""
+"""Directories in which this user's caches may be kept."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PLACE = environment.CACHE_DIR
 
 
 def lasting_places() -> Iterator[Path]:
-    """kvferry's folder in each, the one that was named first. They need not exist, nor be writable."""
+    """kvferry's folder in each cache directory, in order of preference. They need not exist, nor be writable."""
     if named := os.environ.get(PLACE):
         yield Path(named).expanduser()
     if root := os.environ.get("XDG_CACHE_HOME"):

@@ -34,7 +34,7 @@ _TIMEOUT_S = 300.0
 
 
 class NotCompiled(Exception):
-    """There is no library, and why; an empty reason: it is not wanted."""
+    """There is no compiled library. The message says why; it is empty where none is wanted."""
 
 
 def compiled(sources: Sequence[Path], flags: Sequence[str], linked: Sequence[str] = (), depends_on: str = "") -> Path:
@@ -79,8 +79,8 @@ def _compile(command: Sequence[str], target: Path) -> None:
 
 
 def _private_place() -> Path:
-    """A directory of this user's alone, made if need be. Raises `OSError` when somebody else's is in its place: what
-    lies there is executed."""
+    """A directory that only this user can write to, created if needed. Raises `OSError` if somebody else owns it,
+    because what is in it will be executed."""
     place = Path(tempfile.gettempdir()) / f"kvferry-{os.getuid()}"
     place.mkdir(mode=0o700, exist_ok=True)
     found = place.lstat()
@@ -90,7 +90,7 @@ def _private_place() -> Path:
 
 
 def _exists(path: Path) -> bool:
-    """False too where one may not look."""
+    """Whether the path exists; False also if this user may not look."""
     try:
         return path.exists()
     except OSError:
@@ -125,7 +125,8 @@ def _place(name: str) -> Path:
 
 
 def _fingerprint(compiler: str, sources: Sequence[Path], command: Sequence[str], depends_on: str) -> str:
-    """A name for all that the library depends on: sources, flags, compiler, this CPU's abilities."""
+    """A digest of everything that the compiled library depends on: sources, flags, compiler, and features of this
+    CPU."""
     digest = hashlib.sha256()
     for source in sorted(sources):
         digest.update(source.read_bytes())

@@ -40,7 +40,7 @@ class Mark(msgspec.Struct, kw_only=True, omit_defaults=True):
     last: bool = False
 
     def encode(self) -> bytes:
-        """As a line before an event."""
+        """The mark as a comment line, to be sent before its event."""
         return b": %b\n" % _encoder.encode(self)
 
 

@@ -46,7 +46,7 @@ class ConfigError(KvferryError):
 
 
 class UnknownName(ConfigError):
-    """A name that nothing answers to."""
+    """There is nothing of this name; the message has the nearest name that exists."""
 
     def __init__(self, kind: str, name: str, known: Iterable[str]) -> None:
         names = sorted(known)
@@ -68,7 +68,7 @@ class UnsupportedModel(KvferryError):
 
 
 class RankLost(KvferryError):
-    """A tensor-parallel rank ended, failed or stands still; the instance cannot go on without it."""
+    """A tensor-parallel rank exited, failed or hangs; the instance cannot go on without it."""
 
 
 class ConnectorLost(KvferryError):
@@ -126,7 +126,7 @@ class RequestFailed(RequestError):
 
 
 class LogitsNotFinite(RequestFailed):
-    """The model computed no number to choose a token by: an overflow of its number format, or damaged weights."""
+    """The logits of a token are not finite numbers: an overflow of the number format, or damaged weights."""
 
     kind = "logits_not_finite"
 
@@ -155,7 +155,7 @@ class LayoutMismatch(KvferryError):
 
 
 class TransferError(KvferryError):
-    """Bytes did not arrive."""
+    """A transfer of KV failed."""
 
 
 class ChildLost(TransferError):
@@ -163,7 +163,7 @@ class ChildLost(TransferError):
 
 
 class ProtocolError(TransferError):
-    """A frame that no honest peer sends."""
+    """The peer sent something that the protocol does not allow."""
 
 
 class AuthenticationFailed(TransferError):
@@ -179,7 +179,7 @@ class TransferTimeout(TransferError):
 
 
 class ChecksumMismatch(TransferError):
-    """What came is not what was sent."""
+    """The bytes that arrived do not have the checksum of the bytes that were sent."""
 
 
 class LeaseEnded(TransferError):
@@ -191,4 +191,4 @@ class StoreError(KvferryError):
 
 
 class LeakError(KvferryError):
-    """`check()` found a resource that nobody gave back."""
+    """`check()` found a resource that was not released."""

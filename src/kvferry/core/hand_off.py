@@ -50,7 +50,8 @@ _TRANSFER_ID = re.compile(r"[\x21-\x7e]{1,256}")
 
 
 class TokenLogprobs(msgspec.Struct, array_like=True):
-    """The log-probability of one token at its place, and of the likeliest there (`top`: id → logprob)."""
+    """The log-probability of one token at its position, and those of the most likely tokens there (`top`: id →
+    logprob)."""
 
     token_id: Count
     logprob: Annotated[float, Meta(le=1.0)]
@@ -59,8 +60,8 @@ class TokenLogprobs(msgspec.Struct, array_like=True):
 
 
 class PrefillResult(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """What P knows when its prefill is done, beside the KV: the sampled token, and the seed it was drawn with, which an
-    engine that draws in its own way may not have."""
+    """What P knows when its prefill is done, besides the KV: the sampled token, and the seed that it was sampled with.
+    The seed may be missing from engines that do not use counter-based sampling."""
 
     first_token: Count
     seed: int | None = None
@@ -104,35 +105,36 @@ class Ticket(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     @property
     def has_address(self) -> bool:
-        """Whether it says where to connect."""
+        """Whether the ticket has an address of P."""
         return bool(self.remote_host or self.remote_port or self.remote_ranks)
 
     @property
     def addresses(self) -> Sequence[RankAddress]:
-        """Of each rank, in rank order."""
+        """The address of each rank of P, in rank order."""
         return self.remote_ranks or [(self.remote_host, self.remote_port)]
 
     def agrees_with(self, tokens: Sequence[int]) -> bool:
-        """Whether the hand-off is of these tokens or of a prefix of them, as far as the ticket says."""
+        """Whether the ticket can be for these tokens, or for a prefix of them, as far as it says."""
         num = self.remote_num_tokens
         return num <= len(tokens) and (not self.remote_prefixes or self.common_prefix(tokens) >= num)
 
     def is_of(self, tokens: Sequence[int]) -> bool:
-        """Whether it is of all of them, so that P's first token is the one after them."""
+        """Whether the ticket is for exactly these tokens, so that P's first token follows them."""
         return self.remote_num_tokens in (0, len(tokens)) and self.agrees_with(tokens)
 
     def common_prefix(self, tokens: Sequence[int]) -> int:
-        """How many of `tokens`, from the first, the other side has KV of: it may have seen other ones since."""
+        """How many of the first `tokens` the other side has KV of, if its prompt went on differently from there."""
         return common_prefix(self.remote_prefixes or (), tokens)
 
     def to_params(self) -> dict[str, Any]:
-        """The JSON-able form for `kv_transfer_params`."""
+        """The ticket as a JSON-able dictionary for `kv_transfer_params`."""
         params = msgspec.json.decode(msgspec.json.encode(self))
         return {"do_remote_prefill": True, "do_remote_decode": False, "tp_size": self.tp_size, **params}
 
 
 def common_prefix(prefixes: Iterable[tuple[int, str]], tokens: Sequence[int]) -> int:
-    """The length of the longest of these prefixes, each a length and a digest, that `tokens` begin with; 0: none."""
+    """The length in tokens of the longest of these prefixes, each given as (length, digest), that `tokens` begin with;
+    0 if there is none."""
     known = [(num, name) for num, name in prefixes if 0 < num <= len(tokens)]
     digests = dict(prefix_digests(tokens, sorted({num for num, _ in known})))
     return max((num for num, name in known if digests[num] == name), default=0)
@@ -202,7 +204,8 @@ def _read_produce(params: dict[str, Any], request_id: str) -> Produce:
 
 
 def _own_transfer_id(request_id: str) -> str:
-    """Of a hand-off that nobody named: the request's id, or where a client chose one that is none, its hash."""
+    """The transfer id where the request has none: the request's id, or its hash if the id is not a valid transfer
+    id."""
     if _TRANSFER_ID.fullmatch(request_id):
         return request_id
     return hashlib.sha256(request_id.encode("utf-8", "replace")).hexdigest()

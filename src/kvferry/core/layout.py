@@ -1,7 +1,7 @@
-"""What the bytes of a block mean, and whether two sides can make sense of each other's.
+"""What the bytes of a block mean, and whether two instances can read each other's blocks.
 
-One block of one layer is one contiguous span, `[kv_heads, K then V, block_size, dim]`: heads are outermost,
-so a tensor-parallel shard is contiguous too, and K precedes V within each head.
+One block of one layer is one contiguous span, `[kv_heads, K then V, block_size, dim]`: heads are outermost, so a
+tensor-parallel shard is contiguous too, and K precedes V within each head.
 """
 
 from __future__ import annotations
@@ -45,11 +45,9 @@ class LayerLayout(msgspec.Struct, frozen=True):
 
 
 class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything two sides must agree on before bytes of one may be read by the other.
-
-    `packing` names the arrangement inside a span; `HEADS_FIRST` is kvferry's own. Spans of another packing are moved
-    whole, as bytes without meaning.
-    """
+    """Everything two instances must agree on before one may read the other's bytes. `packing` names the arrangement of
+    the values in a span; `HEADS_FIRST` is kvferry's own. Spans of any other packing are moved as a whole, without being
+    interpreted."""
 
     model_fingerprint: str
     dtype: str
@@ -83,7 +81,7 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_opaque(self) -> bool:
-        """Whether spans have no meaning here, so that only whole ones can be moved."""
+        """Whether the arrangement inside spans is unknown, so that only whole spans can be moved."""
         return self.packing != HEADS_FIRST or any(layer.page_bytes is not None for layer in self.layers)
 
     def fingerprint(self) -> str:
@@ -96,10 +94,10 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
             _require_equal(field, getattr(self, field), getattr(theirs, field))
 
     def require_reconcilable(self, theirs: KVLayout) -> None:
-        """Raise `LayoutMismatch` on the first field that keeps one side's blocks from being made of the other's.
+        """Raise `LayoutMismatch` on the first field that prevents converting one side's blocks into the other's.
 
-        Block sizes and tensor-parallel sizes may differ where one divides the other; opaque spans move only between
-        equals.
+        Block sizes and tensor-parallel sizes may differ if one divides the other; spans of an unknown packing are moved
+        only between equal layouts.
         """
         for field in ("model_fingerprint", "dtype"):
             _require_equal(field, getattr(self, field), getattr(theirs, field))

@@ -1,4 +1,4 @@
-"""Objects by name, imported on use, so that nothing is imported before it is needed."""
+"""Objects found by name, and imported only when they are used."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def resolve(path: str) -> Any:
 
 @dataclass(frozen=True)
 class ExtensionPoint:
-    """A place where a configuration names a class, which may be another package's.
+    """A kind of class that a configuration names, and that other packages can provide.
 
-    A name is one of `table` (ours, by `package.module:Class`), an entry point of `group`, or itself `module:Class`.
-    `what` is the key in the configuration, for errors.
+    A name is a key of `table` (kvferry's own classes, as `package.module:Class`), an entry point of `group`, or itself
+    `package.module:Class`. `what` is the configuration key that is named in errors.
     """
 
     what: str
@@ -37,18 +37,18 @@ class ExtensionPoint:
     group: str
 
     def names(self) -> list[str]:
-        """All that have a name."""
+        """All names that can be given, sorted; not counting `package.module:Class`."""
         return sorted({*self.table, *entry_points(group=self.group).names})
 
     def require_known(self, name: str, *also: str) -> None:
-        """Raise `UnknownName` unless there is one of that name, or it is one of `also`. Imports nothing, so what is
-        named `module:Class` is taken as it is."""
+        """Raise `UnknownName` unless the name is known, or is one of `also`. Imports nothing: a name of the form
+        `package.module:Class` is accepted unseen."""
         if ":" not in name and name not in (*also, *self.names()):
             raise UnknownName(self.what, name, [*also, *self.names()])
 
     def find(self, name: str, kind: type) -> Any:
-        """The subclass of `kind`, or instance of it, that is named. Raises `UnknownName`, or `ConfigError` when it
-        cannot be imported or is something else."""
+        """The named subclass or instance of `kind`. Raises `UnknownName`, or `ConfigError` if it cannot be imported or
+        is something else."""
         found = self._load(name)
         is_kind = issubclass(found, kind) if isinstance(found, type) else isinstance(found, kind)
         if not is_kind:

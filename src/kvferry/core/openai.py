@@ -1,4 +1,4 @@
-"""What everyone here who speaks the OpenAI API shares: headers, request ids, the error envelope, server-sent events."""
+"""What all parts share that speak the OpenAI API: headers, request ids, the error envelope, server-sent events."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ _CODES: dict[type[RequestError], str] = {
 
 
 def error_code(error: RequestError) -> str | None:
-    """The error's word for programs, or None where the type says it all."""
+    """The error's machine-readable `code`; None if the error's type says everything."""
     return getattr(error, "code", None) or _CODES.get(type(error))
 
 
@@ -104,7 +104,7 @@ def error_envelope(error: RequestError) -> bytes:
 
 
 def _sendable(text: str) -> str:
-    """Errors repeat what clients sent: not without end, and nothing that cannot be written in UTF-8."""
+    """The message, shortened and made valid UTF-8, because errors quote what clients sent."""
     if len(text) > _MAX_MESSAGE_CHARACTERS:
         text = text[: _MAX_MESSAGE_CHARACTERS - 1] + "…"
     return text.encode("utf-8", "replace").decode()
@@ -119,7 +119,7 @@ def error_headers(error: RequestError) -> dict[str, str]:
 
 
 def internal_error(request_id: str) -> RequestError:
-    """What a client is told of an unexpected error; the log has the details under `request_id`."""
+    """The error that a client gets for an unexpected failure; the log has the details under `request_id`."""
     return RequestError(f"Internal server error. The server's log names it by request id {request_id}.")
 
 

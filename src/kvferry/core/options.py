@@ -47,7 +47,7 @@ def _value(where: str, value: Any, wanted: Any) -> Any:
 
 
 def _bounds(wanted: Any) -> str:
-    """Of a number, in words; empty where there are none."""
+    """The bounds of a number, in words; empty if there are none."""
     for meta in get_args(wanted)[1:] if get_origin(wanted) is Annotated else ():
         if meta.gt is not None:
             return f"greater than {meta.gt:g}"
@@ -57,7 +57,7 @@ def _bounds(wanted: Any) -> str:
 
 
 def unknown_key(where: str, key: str, known: Collection[str]) -> str:
-    """What to tell somebody who wrote a key that does not exist: the nearest that does, or all of them."""
+    """The error message for a key that does not exist: it names the nearest known key, or all of them."""
     near = get_close_matches(key, known, n=1, cutoff=0.4)
     hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
     return f"{where} is not a known key; {hint}"

@@ -1,4 +1,4 @@
-"""A request as the engine takes it, and what comes back."""
+"""A request to the engine, and what the engine returns."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ class AsyncEngine:
         return self._thread.is_alive() and self._failure is None and not self._closing
 
     async def failed(self) -> None:
-        """Wait until the engine breaks; for ever, where it does not."""
+        """Return when the engine has failed; wait as long as it has not."""
         await self._failed.wait()
 
     def describe(self) -> dict[str, Any]:
@@ -130,7 +130,8 @@ class AsyncEngine:
         return await self._ask(lambda: self.engine.release(transfer_id))
 
     def prefill_refused(self, transfer_id: str) -> None:
-        """A prefill for another instance was refused: who waits for it is told, soon. Does not wait."""
+        """A prefill for another instance was refused: have the connector tell the instance that waits for it. Does not
+        wait."""
         self._tell(lambda: self.engine.prefill_refused(transfer_id))
 
     async def statistics(self) -> EngineSnapshot:
@@ -149,7 +150,8 @@ class AsyncEngine:
         self._wake.set()
 
     async def _ask(self, call: Callable[[], Answer]) -> Answer:
-        """As `_tell`, and wait for the answer. Raises `Unavailable` when the thread is gone."""
+        """Have the engine's thread run `call` before its next step, and return its result. Raises `Unavailable` when
+        the thread is gone."""
         if not self.healthy:
             raise Unavailable(self._why_unavailable())
         future: Future[Answer] = Future()
@@ -215,8 +217,8 @@ class AsyncEngine:
 
 
 class _Mailbox:
-    """The outputs of one request on their way to its one listener: a queue less what only others need, as every token
-    passes here. Bounded by the request's own `max_tokens`."""
+    """The outputs of one request, for its one listener. It does less than an `asyncio.Queue`, since every token passes
+    through it. Bounded by the request's own `max_tokens`."""
 
     __slots__ = ("_outputs", "_waiter")
 
@@ -239,7 +241,7 @@ class _Mailbox:
 
 
 def void(call: Callable[[], object]) -> None:
-    """Run a call whose answer and refusal interest nobody."""
+    """Run a call whose result and expected errors are not needed."""
     try:
         call()
     except KvferryError:

@@ -119,7 +119,8 @@ class Engine:
         return self.scheduler_side is not None and self.scheduler_side.release(transfer_id)
 
     def prefill_refused(self, transfer_id: str) -> None:
-        """A prefill for another instance was refused before it came here: who waits for it is told."""
+        """A prefill for another instance was refused before it became a request: tell the instance that waits for its
+        KV."""
         side = self.scheduler_side
         if side is not None and isinstance(side, HasRefusals):
             side.refused(transfer_id)
@@ -127,10 +128,11 @@ class Engine:
     # The step.
 
     def step(self) -> list[EngineOutput]:
-        """Do one step; returns what it brought. Fast when there is nothing to compute.
+        """Do one step; returns its outputs. Fast when there is nothing to compute.
 
-        What breaks ends the requests it belongs to. Raises only what the engine cannot go on after: `RankLost`,
-        `ConnectorLost`, `LeakError` when the books of the KV blocks are wrong, or an error that each step meets.
+        An exception in one request's part ends that request. Raises only errors after which the engine cannot go on:
+        `RankLost`, `ConnectorLost`, `LeakError` when the accounting of KV blocks is wrong, or an error that recurs in
+        every step.
         """
         num_faults = self.scheduler.num_faults
         try:
@@ -165,8 +167,8 @@ class Engine:
         self.idle = not step.chunks and step.plan is None and not result.report
 
     def _execute(self, chunks: list[Chunk]) -> StepResult:
-        """A step that fails as a whole ends its requests; which of them is to blame cannot be told. Of plans, what it
-        did not begin goes out with the next."""
+        """Run the chunks and the waiting plans. A step that fails as a whole ends its requests, since it cannot be told
+        which of them caused it. Plans that it did not begin are begun with the next step."""
         if len(self._plans.waiting) > MOST_PLANS:
             raise ConnectorLost(f"the transfers of {MOST_PLANS} steps could not be begun")
         try:
@@ -180,7 +182,8 @@ class Engine:
         return result
 
     def _transferred(self) -> None:
-        """Where a report cannot be taken as a whole it is taken event by event, so that one spoils no other's."""
+        """Give the scheduler the report of transfers; if that raises, event by event, so that one event does not affect
+        another's request."""
         report = self._report
         try:
             self.scheduler.transferred(report)
@@ -194,7 +197,8 @@ class Engine:
         self._report = []
 
     def _step_failed(self, error: Exception) -> None:
-        """What nobody can be blamed for may pass; where it stays, first all requests end, then the engine."""
+        """Handle an error that belongs to no request: the first time nothing ends, since it may not recur; then all
+        requests end; after `MOST_FAILED_STEPS` in a row, the engine."""
         self._num_failed_steps += 1
         log.exception("a step failed outside of any request's part, %d in a row", self._num_failed_steps)
         if self._num_failed_steps >= MOST_FAILED_STEPS:

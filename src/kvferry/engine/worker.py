@@ -52,7 +52,7 @@ class Worker:
         self._side: WorkerSide[StepPlan] | None = None
         self.num_begun = 0
         """Plans that this rank has begun, since the start."""
-        self._stumbled = self._is_begun = False
+        self._failed_to_begin = self._is_begun = False
         self._num_failed_polls = 0
         self._runner: ModelRunner
 
@@ -102,7 +102,7 @@ class Worker:
         return None if inputs is None else self._forward(inputs)
 
     def _try_to_begin(self, plans: Collection[StepPlan | bytes], first: int, num_late: int) -> Exception | None:
-        """Why they could not all be begun, if so."""
+        """Begin the plans; returns the error if one could not be begun."""
         try:
             self._discard()  # of a step that never came to its end
             for number, plan in enumerate(plans, first):
@@ -124,11 +124,11 @@ class Worker:
             side.withdraw(plan)
             side.start(plan)
         except Exception as error:
-            if self._stumbled:
+            if self._failed_to_begin:
                 raise ConnectorLost(f"the connector could not begin a step's transfers: {error!r}") from error
-            self._stumbled = True
+            self._failed_to_begin = True
             raise
-        self._stumbled = False
+        self._failed_to_begin = False
 
     def _decoded(self, plan: StepPlan | bytes) -> StepPlan:
         """A plan that came from another process is encoded. Raises `msgspec.DecodeError`."""
@@ -151,13 +151,13 @@ class Worker:
         return logits
 
     def _discard(self) -> None:
-        """Where a plan has begun, or the model, that no flush came after."""
+        """Tell the worker side that the step it has begun will not be flushed."""
         if self._side is not None and self._is_begun:
             self._side.discard()
         self._is_begun = False
 
     def poll(self) -> TransferReport:
-        """What the transfers brought since the last call. Raises `ConnectorLost`."""
+        """The events of transfers since the last call. Raises `ConnectorLost`."""
         if self._side is None:
             return []
         try:

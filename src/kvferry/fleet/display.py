@@ -94,7 +94,7 @@ class PlainDisplay:
         self.note(f"error: {text}")
 
     def close(self) -> None:
-        """See `Display`."""
+        """End the live display and give the terminal back."""
 
 
 class JsonDisplay(PlainDisplay):

@@ -50,7 +50,7 @@ class FleetPlan:
 
 @dataclass(frozen=True)
 class EndAsked:
-    """The end was asked for, by this signal, or by whoever runs the supervisor."""
+    """The supervisor was asked to end, by this signal or by a call of `stop`."""
 
     number: int | None = None
 
@@ -123,7 +123,7 @@ class LocalSupervisor:
         self._display.up(next(iter(ready.values())).url)
 
     def _register(self, spec: ProcessSpec, url: str, group: asyncio.TaskGroup) -> None:
-        """At routers, where the process does not do so itself."""
+        """Register the process at routers, if it does not register itself."""
         if spec.registrar is None:
             return
 
@@ -201,7 +201,7 @@ class LocalSupervisor:
     # The end.
 
     def _conclude(self, end: End) -> None:
-        """The first reason to end is the reason."""
+        """End the fleet for this reason, unless it is ending for another already."""
         assert self._end is not None
         if not self._end.done():
             self._end.set_result(end)
@@ -289,7 +289,7 @@ async def _all_gone(processes: Sequence[Process], timeout_s: float | None) -> bo
 
 
 def _complaint(process: Process) -> str | None:
-    """What a process says was told wrong, if that is why it did not start."""
+    """The configuration error that a process reported, if that is why it did not start."""
     if process.returncode != EXIT_USER_ERROR or process.ready.done():
         return None
     lines = (line for line in reversed(process.last_lines) if line.startswith(ERROR_PREFIX))

@@ -57,7 +57,7 @@ class HttpDate:
         self._second, self._header = -1, (b"date", b"")
 
     def header(self) -> tuple[bytes, bytes]:
-        """As of now."""
+        """The `Date` header of now, made at most once a second."""
         now = int(SYSTEM_CLOCK.wall())
         if now != self._second:
             self._second, self._header = now, (b"date", formatdate(now, usegmt=True).encode())

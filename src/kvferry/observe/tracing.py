@@ -19,29 +19,29 @@ Attributes = Mapping[str, str | int | float | bool]
 
 
 class Span(Protocol):
-    """One of a trace. Times are seconds since the epoch."""
+    """One span of a trace. Times are in seconds since the epoch."""
 
     def child(self, name: str, started: float, attributes: Attributes) -> Span:
-        """A part of it that goes to another process."""
+        """A child span for a call to another process."""
 
     def part(self, name: str, started: float, ended: float) -> None:
-        """A part of it that is over."""
+        """A child span that has already ended."""
 
     def headers(self) -> RawHeaders:
-        """What tells another process of it."""
+        """The headers that pass the span's context to another process."""
 
     def end(self, ended: float, attributes: Attributes, error: str = "") -> None:
-        """It is over; with an error, if that says something. Later calls change nothing."""
+        """End the span; with an error, if there was one. Later calls change nothing."""
 
 
 class Tracer(Protocol):
     """Makes spans."""
 
     def request(self, name: str, headers: RawHeaders, started: float, attributes: Attributes) -> Span:
-        """Of a client's request, which may belong to a trace already."""
+        """The span of a client's request, which may continue the client's own trace."""
 
     def close(self) -> None:
-        """Send what is left. May block for some seconds."""
+        """Send the spans that are left. May block for some seconds."""
 
 
 class _NoSpan:
@@ -64,7 +64,7 @@ NO_SPAN: Span = _NoSpan()
 
 
 class NoTracer:
-    """Where nobody wants to know."""
+    """The tracer that is used without an endpoint; it records nothing."""
 
     def request(self, name: str, headers: RawHeaders, started: float, attributes: Attributes) -> Span:
         """Nothing."""

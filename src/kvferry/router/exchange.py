@@ -154,7 +154,7 @@ class Exchange:
             await asyncio.wait(late, timeout=_LATE_PREFILL_S)
 
     def passage_of(self, answer: Answer) -> EventPassage | None:
-        """See `Elsewhere`."""
+        """What another instance would need to continue this answer; None: no instance could."""
         self._rescue.begun_by(answer.instance)
         if answer.is_marked:
             return Progress()
@@ -165,11 +165,11 @@ class Exchange:
 
     @property
     def brings_ticket(self) -> bool:
-        """See `Elsewhere`."""
+        """Whether the end of an answer may bring a ticket for the next turn, which the client must not see."""
         return self._keeps
 
     def take_ticket(self, answer: Answer, content: bytes, *, events: bool) -> bytes:
-        """See `Elsewhere`."""
+        """Keep the ticket of a whole answer, or of the last `events` of a stream, and return the content without it."""
         turns, session = self._services.next_turns, self._session
         if turns is None or session is None:
             return content
@@ -177,7 +177,8 @@ class Exchange:
         return take(session, answer.instance, content)
 
     async def continued(self, passage: EventPassage, lost: Answer) -> Answer | None:
-        """See `Elsewhere`."""
+        """The rest of an answer whose instance was lost, from another instance; None: there is none that could give
+        it."""
         self._failed(lost.instance, "lost_in_answer")
         lost.close()
         for task in self._tasks:

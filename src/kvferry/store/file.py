@@ -47,7 +47,7 @@ class FileOptions(StoreOptions, frozen=True, kw_only=True):
 
 
 class FileStore(KVStore):
-    """See the module."""
+    """A store in a directory, which other processes and machines may share: one file for each block."""
 
     options_type = FileOptions
     options: FileOptions

@@ -68,7 +68,7 @@ _Change = Callable[[Place], Place]
 
 
 class LMCacheStore(KVStore):
-    """See the module."""
+    """A store in an LMCache server, which other instances may share."""
 
     options_type = LMCacheOptions
     options: LMCacheOptions

@@ -124,7 +124,7 @@ class MemoryStore(KVStore):
         return await self._threads.run(lambda stop: self._get(reads, stop))
 
     async def get_layer(self, layer: int, reads: Sequence[tuple[BlockHash, memoryview]]) -> list[bool]:
-        """As `get`."""
+        """Read one layer of blocks straight to where it is wanted. False: the block is not there, or did not verify."""
         return await self._threads.run(lambda stop: self._get_layer(layer, reads))
 
     async def put(self, blocks: Sequence[Block]) -> list[Put]:

@@ -93,7 +93,7 @@ class ValkeyOptions(StoreOptions, frozen=True, kw_only=True):
 
 
 class ValkeyStore(KVStore):
-    """See the module."""
+    """A store in a Valkey or Redis server, which other instances may share: one value for each block."""
 
     options_type = ValkeyOptions
     options: ValkeyOptions

@@ -69,7 +69,7 @@ async def fetch(store: KVStore, indices: Sequence[int], layout: KVLayout = LAYOU
 
 
 class StoreContract:
-    """See the module."""
+    """The suite. Set `url` in a subclass; a tuple of URLs is a list of tiers."""
 
     url: ClassVar[str | tuple[str, ...]]
     outlives_instances: ClassVar[bool] = True

@@ -35,7 +35,8 @@ class SocketIO(Protocol):
         """(bytes received, whether more may be there); none when the peer has closed."""
 
     def receive_vector(self, vector: MemoryVector) -> tuple[int, bool]:
-        """As `receive`."""
+        """Receive into the vector's memory: (bytes received, whether more may be there); none when the peer has
+        closed."""
 
     @property
     def num_pending(self) -> int:
@@ -59,7 +60,7 @@ class PlainSocket:
         return self._socket.sendmsg(_leading(views))
 
     def send_vector(self, vector: MemoryVector) -> int:
-        """See `MemoryVector.send`."""
+        """Send what is left of the vector, as far as the socket takes it; returns the bytes sent."""
         return vector.send(self._socket)
 
     def receive(self, view: memoryview) -> tuple[int, bool]:
@@ -68,7 +69,7 @@ class PlainSocket:
         return count, count == len(view)
 
     def receive_vector(self, vector: MemoryVector) -> tuple[int, bool]:
-        """See `MemoryVector.receive`."""
+        """Receive what is still missing of the vector, as far as it has come."""
         count, wanted = vector.receive(self._socket)
         return count, count == wanted
 

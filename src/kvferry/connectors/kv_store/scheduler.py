@@ -81,7 +81,8 @@ class _Work:
 
 
 class KVStoreSchedulerSide(SchedulerSide[StorePlan]):
-    """See the module."""
+    """Decides per request which full blocks of the prompt are saved and which are loaded, and leaves markers for hand-
+    offs."""
 
     def __init__(self, context: ConnectorContext) -> None:
         super().__init__(context)

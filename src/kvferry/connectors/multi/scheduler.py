@@ -101,7 +101,7 @@ class _AnsweredWithoutHandOff(_WithoutHandOff):
 
 
 class MultiSchedulerSide(SchedulerSide[MultiPlan]):
-    """See the module."""
+    """Asks each connector of the list, loads from the one that has the most, and saves to all."""
 
     gauges = child_gauges(ConnectorSpec.scheduler_class)
 
@@ -296,7 +296,7 @@ class MultiSchedulerSide(SchedulerSide[MultiPlan]):
         try:
             return call()
         except Exception:
-            log.exception("connector %d of several stumbled; the others go on without it", index)
+            log.exception("connector %d of several failed; the others go on without it", index)
             return otherwise
 
 

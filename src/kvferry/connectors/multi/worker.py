@@ -40,7 +40,7 @@ Result = TypeVar("Result")
 
 
 class MultiWorkerSide(WorkerSide[MultiPlan]):
-    """See the module."""
+    """Gives each connector's worker side its part of the plan; one that raises is closed, and the others go on."""
 
     plan_type = MultiPlan
     gauges = child_gauges(ConnectorSpec.worker_class)

@@ -33,7 +33,8 @@ class _Fetch:
 
 
 class Fetches:
-    """See the module."""
+    """The hand-offs that this engine fetches as D: what is known of each request's ticket, and how far its load has
+    come."""
 
     def __init__(self, context: ConnectorContext, work: P2pPlan, sealer: TicketSealer) -> None:
         self._config, self._layout, self._work = context.config, context.layout, work

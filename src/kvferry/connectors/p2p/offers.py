@@ -56,7 +56,8 @@ class _Offer:
 
 
 class Offers:
-    """See the module."""
+    """The hand-offs that this engine offers as P: what is announced of each request, and which blocks are held for
+    it."""
 
     def __init__(self, context: ConnectorContext, work: P2pPlan, sealer: TicketSealer, settings: P2pOptions) -> None:
         self._config, self._layout = context.config, context.layout

@@ -1,4 +1,4 @@
-"""Where the model runs: the border between the engine, which decides, and the ranks, which compute and move KV."""
+"""The interface between the engine, which schedules, and the ranks, which compute and move KV."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from kvferry.engine.step import Chunk, Sampled
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one step brought: the next token by request id, and the transfers that ended meanwhile on all ranks.
+    """The result of one step: the sampled token by request id, and the transfers that ended meanwhile on all ranks.
 
-    `failed`: why there is no next token, of requests whose own row it was that could not be drawn from.
+    `failed`: requests whose logits could not be sampled from, with the reason.
     """
 
     sampled: dict[str, Sampled]
@@ -27,8 +27,10 @@ class StepResult:
 
 
 class PlanQueue:
-    """The connector's plans that not all ranks have begun, oldest first; the engine's, so that none is lost, whatever
-    fails. They are numbered, and `first` is the number of the oldest; the first `num_late` are of steps that are over.
+    """The connector's plans that not all ranks have begun, oldest first. The engine owns it, so that no plan is lost
+    when a step fails.
+
+    Plans are numbered: `first` is the number of the oldest, and the first `num_late` are of earlier steps.
     """
 
     def __init__(self) -> None:
@@ -36,7 +38,7 @@ class PlanQueue:
         self.waiting: deque[StepPlan] = deque()
 
     def begin_step(self, plan: StepPlan | None) -> None:
-        """All that wait are late. `plan` is the new step's; None: it has none."""
+        """A new step begins: all plans that are waiting are now late. `plan` is the new step's; None: it has none."""
         self.num_late = len(self.waiting)
         if plan is not None:
             self.waiting.append(plan)
@@ -65,13 +67,14 @@ class Executor(ABC):
 
     @abstractmethod
     def execute(self, chunks: Sequence[Chunk], plans: PlanQueue) -> StepResult:
-        """Do a step: begin the transfers of the plans that wait, compute the chunks, draw tokens. Both may be empty.
+        """Do a step: begin the waiting plans, compute the chunks, sample tokens. Both may be empty.
 
-        Of late plans only the transfers are begun: what was to be saved of their steps is not there. What has begun is
-        taken off, also where this raises.
+        Of late plans only loads and withdrawals are begun, because what they would save was not computed. Plans that
+        have begun are removed from the queue, even if this raises.
 
-        Raises `RankLost` when a rank is gone, `ConnectorLost` when its connector is; the executor is of no more use
-        then. Anything else that is raised is this step's: nothing of it was computed, and another may be.
+        Raises `RankLost` when a rank is gone and `ConnectorLost` when its connector is; the executor cannot be used
+        after either. Any other exception concerns this step only: nothing of it was computed, and further steps can be
+        executed.
         """
 
     @abstractmethod
@@ -80,7 +83,7 @@ class Executor(ABC):
 
     @abstractmethod
     def statistics(self) -> dict[str, float]:
-        """Of the worker sides; counts of all ranks are added up."""
+        """The metrics of all ranks' worker sides, added up."""
 
     @abstractmethod
     def check(self) -> None:

@@ -60,13 +60,13 @@ def meeting(place: Place, device: torch.device, store: str) -> Iterator[None]:
 
 
 def abort() -> None:
-    """Break whatever waits for a rank that is gone. gloo notices by itself; NCCL would wait for its own timeout."""
+    """End all waiting for a rank that is gone. gloo notices by itself; NCCL would wait for its own timeout."""
     if dist.is_initialized() and dist.get_backend() == "nccl":
         _abort_process_group()
 
 
 def leave() -> None:
-    """Part from the others, if they ever met."""
+    """Leave the process group, if it was joined."""
     if dist.is_initialized():
         dist.destroy_process_group()
 

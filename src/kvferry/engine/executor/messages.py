@@ -1,7 +1,8 @@
-"""What rank 0 and the other ranks of an instance say to each other, and the pipe they say it through.
+"""The messages between rank 0 and the other ranks of an instance, and the pipe that carries them.
 
-Rank 0 commands, and each command but `Proceed` and `Close` is answered as it says. `Reported` and `RankFailed` come
-unasked. The pipe is a socket pair that the child inherits, so nobody else can reach it.
+Rank 0 sends commands. Each command except `Proceed` and `Close` has an answer, which its docstring names. `Reported`
+and `RankFailed` are sent without being asked for. The pipe is a socket pair that the child inherits, so no other
+process can reach it.
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ class Started(_Message, frozen=True, tag=True):
 
 
 class ModelLoaded(_Message, frozen=True, tag=True):
-    """The model is there, and this many KV blocks may be."""
+    """The model is loaded; there is memory for this many KV blocks."""
 
     fingerprint: str
     max_num_blocks: int
@@ -113,7 +114,7 @@ class Statistics(_Message, frozen=True, tag=True):
 
 
 class Checked(_Message, frozen=True, tag=True):
-    """What is still kept; empty when nothing is."""
+    """What was not released; empty if everything was."""
 
     leak: str
 
@@ -138,7 +139,7 @@ _commands, _messages = msgspec.msgpack.Decoder(Command), msgspec.msgpack.Decoder
 
 
 class Pipe:
-    """One end. One thread may send while another receives."""
+    """One end of the pipe. One thread may send while another receives."""
 
     def __init__(self, descriptor: int) -> None:
         """Takes the descriptor over."""

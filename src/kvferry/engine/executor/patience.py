@@ -8,5 +8,5 @@ a rank that is slow is told apart from one that stands in a collective."""
 
 
 def patience_s(seconds: float) -> float:
-    """After a failure so many seconds into a step."""
+    """How long to wait, in seconds, after a failure that came so many seconds into a step."""
     return min(LONGEST_BEHIND_S, BEHIND_S + seconds)

@@ -54,7 +54,7 @@ class _Woken:
 
 
 class _Gone:
-    """In place of a command: rank 0 is no more."""
+    """In place of a command: rank 0 is gone."""
 
 
 class Inbox:
@@ -94,7 +94,7 @@ class Inbox:
 
 
 class RankProcessMain:
-    """One rank's life."""
+    """Runs one rank, from its first command to its end."""
 
     def __init__(self, pipe: Pipe) -> None:
         self._pipe, self._inbox = pipe, Inbox(pipe)
@@ -102,7 +102,7 @@ class RankProcessMain:
         self._load: LoadModel | None = None
 
     def run(self) -> int:
-        """Until rank 0 says so, or is gone, or something breaks here; returns the exit code."""
+        """Obey commands until rank 0 ends this rank, is gone, or something fails here; returns the exit code."""
         try:
             while self._obey(self._inbox.take()):
                 pass
@@ -119,7 +119,7 @@ class RankProcessMain:
                 self._worker.close()
 
     def _obey(self, command: Command | _Woken | _Gone) -> bool:
-        """False: it was the last."""
+        """Obey one command; False after the last."""
         match command:
             case LoadModel():
                 self._begin(command)

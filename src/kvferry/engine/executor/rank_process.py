@@ -44,7 +44,8 @@ A = TypeVar("A", bound=Answer)
 
 
 class Losses:
-    """Why ranks are gone, and who is told. A rank that fails takes others with it: what came of itself counts."""
+    """Which ranks were lost, and why. A rank that fails makes others fail: the loss that was not caused by another
+    counts."""
 
     def __init__(self) -> None:
         self.on_loss: Callable[[], None] = lambda: None
@@ -53,7 +54,8 @@ class Losses:
         self._reasons: list[tuple[int, KvferryError]] = []
 
     def add(self, weight: int, error: KvferryError) -> None:
-        """`weight`: smaller ones are nearer to the cause; from CONSEQUENCE on, it may be another's."""
+        """Note a loss. A smaller `weight` is closer to the cause; from CONSEQUENCE on, it may be the result of another
+        loss."""
         with self._lock:
             self._reasons.append((weight, error))
         self._first.set()
@@ -69,7 +71,7 @@ class Losses:
                 raise min(self._reasons, key=lambda reason: reason[0])[1]
 
     def wait(self, seconds: float) -> None:
-        """Raise what becomes known in that time."""
+        """Raise a loss that becomes known within this time."""
         self._first.wait(seconds)
         self.require_none()
 

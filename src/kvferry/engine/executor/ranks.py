@@ -255,7 +255,7 @@ class RanksExecutor(Executor):
 
     @contextmanager
     def _losses_explained(self) -> Iterator[None]:
-        """What goes wrong here because a rank is lost becomes that loss."""
+        """Replace an error on this rank by the loss of another rank that caused it."""
         try:
             yield
         except (RankLost, ConfigError, UnsupportedModel):

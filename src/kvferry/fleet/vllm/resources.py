@@ -1,4 +1,5 @@
-"""What vLLM would take all of, shared out among the servers of one machine: memory on CPUs, devices with GPUs."""
+"""Shares out what one vLLM server would take all of among the servers of one machine: memory on CPUs, devices with
+GPUs."""
 
 from __future__ import annotations
 

@@ -173,7 +173,8 @@ class LegPolicy(Policy):
         """Of each target, lower is better."""
 
     def choose(self, asked: Asked, options: Options[T]) -> Choice[T]:
-        """See `Policy`."""
+        """Choose the prefill instance with the lowest score, then the decode instance with the lowest score that can
+        read its KV; or one decode instance for both, where that is allowed and better."""
         scores: list[Scores] = []
         prefills = [one for one in options.prefills if options.pairs_with(one)]
         if not prefills:

@@ -40,7 +40,7 @@ class PolicyCache:
         self.hits = self.evictions = self.operations = 0
 
     def request(self, request: TraceRequest) -> None:
-        """See `Cache`."""
+        """Count the blocks of a request that are found, and insert those that are missing."""
         now = request.arrived_s
         self._finish_until(now)
         self._use(request.hash_ids, now)
@@ -80,7 +80,7 @@ class UnboundedCache:
         self.hits = self.num_blocks = self.num_requests = 0
 
     def request(self, request: TraceRequest) -> None:
-        """See `Cache`."""
+        """Count the blocks of a request that are found, and insert those that are missing."""
         keys, kept = request.hash_ids, self._kept
         self.hits += next((index for index, key in enumerate(keys) if key not in kept), len(keys))
         kept.update(keys)
@@ -126,7 +126,7 @@ class OptimalCache:
         self.hits = 0
 
     def request(self, request: TraceRequest) -> None:
-        """See `Cache`."""
+        """Count the blocks of a request that are found, and insert those that are missing."""
         is_prefix = True
         for key in request.hash_ids:
             is_prefix = is_prefix and key in self._kept

@@ -18,7 +18,7 @@ from kvferry.transport.pipe.messages import MAX_MESSAGE_BYTES
 
 
 class ConnectedEnd(PipeEnd):
-    """See the module."""
+    """One end of a connected pipe: one call at a time, each with a deadline."""
 
     def __init__(self, connection: Connection) -> None:
         super().__init__()

@@ -37,7 +37,7 @@ class _Queue:
 
 
 class MemorySender(PipeSender):
-    """See the module."""
+    """Puts tensors into the queue of a pipe within one process."""
 
     def __init__(self, queue: _Queue) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class MemorySender(PipeSender):
 
 
 class MemoryReceiver(PipeReceiver):
-    """See the module."""
+    """Takes tensors out of the queue of a pipe within one process."""
 
     def __init__(self, queue: _Queue) -> None:
         super().__init__()

@@ -189,7 +189,7 @@ async def _ended(connection: Connection) -> bool:
 
 
 class GroupSender(ConnectedEnd, PipeSender):
-    """See the module."""
+    """Sends tensors by `torch.distributed`."""
 
     def __init__(self, connection: Connection, member: GroupMember) -> None:
         super().__init__(connection)
@@ -215,7 +215,7 @@ class GroupSender(ConnectedEnd, PipeSender):
 
 
 class GroupReceiver(ConnectedEnd, PipeReceiver):
-    """See the module."""
+    """Receives tensors by `torch.distributed`."""
 
     def __init__(self, connection: Connection, member: GroupMember) -> None:
         super().__init__(connection)
