@@ -91,6 +91,9 @@ class Charge:
             self.tenant.tokens.take(-self.tokens)
 
 
+_FREE = Charge(Tenant(b"", Limits()))
+
+
 @dataclass
 class Tenants:
     """All of a router's."""
@@ -144,6 +147,8 @@ class Tenants:
 
     def charge(self, tenant: Tenant, num_tokens: float) -> Charge:
         """One request of so many tokens. Raises `OverLimit`, and takes nothing then."""
+        if tenant.requests is None and tenant.tokens is None:
+            return _FREE
         now = self.clock.monotonic()
         self._known[tenant.key] = self._known.pop(tenant.key, tenant)
         for bucket, amount, what in ((tenant.requests, 1.0, "requests"), (tenant.tokens, num_tokens, "tokens")):
