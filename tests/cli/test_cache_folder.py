@@ -114,6 +114,9 @@ def test_a_stranger_s_archive_writes_nothing_that_is_no_block(
     [
         (["ls", "/no/such/store"], "there is no store at /no/such/store"),
         (["ls", "valkey://host"], "file stores"),
+        (["ls", "lmcache://host:1"], "file stores"),
+        (["ls", "file:/no%20such/store"], "there is no store at /no such/store"),
+        (["ls", "file:/a%00b"], "give a directory"),
         (["rm", "{root}"], "--all"),
         (["pin", "{root}", "xyz"], "hexadecimal"),
     ],

@@ -30,6 +30,10 @@ STORES: dict[str, tuple[str, Extra]] = {
     ),
     "file": ("KVStoreConnector", lambda folder, url: {"store": f"file:{folder}", "load": "layerwise"}),
     "valkey": ("KVStoreConnector", lambda folder, url: {"store": url}),
+    "lmcache": (
+        "LMCacheConnector",
+        lambda folder, url: {"lmcache.local_cpu": False, "lmcache.remote_url": url, "timeout_s": 120.0},
+    ),
     "tiers": (
         "KVStoreConnector",
         lambda folder, url: {
@@ -69,6 +73,8 @@ def alone(model_maker: Any) -> dict[str, Any]:
 def extra_of(name: str, folder: Path, request: pytest.FixtureRequest) -> tuple[str, dict[str, Any]]:
     connector, extra = STORES[name]
     url = request.getfixturevalue("valkey_url") if name in ("valkey", "tiers") else ""
+    if name == "lmcache":
+        url = f"lm://127.0.0.1:{request.getfixturevalue('lmcache_port')}"
     return connector, extra(folder, url)
 
 

@@ -19,6 +19,7 @@ from kvferry.core.errors import ConfigError
 from kvferry.core.units import format_bytes
 from kvferry.store import upkeep
 from kvferry.store.file_room import path_of
+from kvferry.store.table import BUILTIN
 
 Folder = Annotated[
     Path, Parameter(help="The store: its directory, or file:/directory.", converter=lambda _, t: _path(t[0].value))
@@ -121,7 +122,7 @@ def add_to(cache: App) -> None:
 
 def _path(text: str) -> Path:
     scheme, colon, rest = text.partition(":")
-    if colon and scheme in ("memory", "valkey", "valkeys", "redis", "rediss", "unix", "mooncake"):
+    if colon and scheme in BUILTIN and scheme != "file":
         raise ConfigError(f"kvferry cache looks after file stores, and {scheme}: is another kind")
     return path_of(rest.partition("?")[0]) if scheme == "file" and colon else Path(text).expanduser()
 
