@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -32,7 +33,7 @@ from router.peers import (
     ticket,
     unused_address,
 )
-from router.test_membership import KEY, change, holds, post
+from router.test_membership import KEY, change, follow, holds, post
 
 TOKEN = "fleet"
 SEALING = registration_key(TOKEN)
@@ -335,6 +336,19 @@ async def test_who_was_named_by_flags_needs_no_lease() -> None:
         assert (await sender.say(d, state="gone"))[0] == 200
         router.registrations.look(router.services.clock.monotonic() + 1000)
         assert urls(router) == [d.url]
+
+
+async def test_who_the_file_names_later_is_kept_when_its_lease_ends(tmp_path: Path) -> None:
+    d = a_decode()
+    file = tmp_path / "instances"
+    file.write_text("decode http://127.0.0.1:9\n")
+    async with a_router(d, instances_file=file) as (router, sender):
+        await sender.say(d)
+        file.write_text(f"decode {d.url}\n")
+        follow(router)
+        router.registrations.look(router.services.clock.monotonic() + 1000)
+        assert urls(router) == [d.url]
+        assert not router.registrations.leases
 
 
 # The instance's side.

@@ -243,7 +243,7 @@ def build_router(
     tenants = Tenants.from_config(config, clock)
     health = Health(pools, upstream, config, clock)
     membership = Membership(config, pools, upstream)
-    registrations = Registrations(config, http.registration_key, pools, upstream, clock)
+    registrations = Registrations(config, http.registration_key, pools, upstream, clock, membership.names)
     feeds = EventFeeds(pools, services.chooser.index, metrics, config.instance_kv_events)
     clients = Guard(http.api_keys(), http.admin_keys(), http.fleet_keys)
     endpoints, operators = Endpoints(services), _operators(http)

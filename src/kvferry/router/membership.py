@@ -104,6 +104,10 @@ class Membership:
                 return instance
         raise UnknownInstance(f"no instance is called {named[:200]!r}; see GET /kvferry/instances")
 
+    def names(self, url: str) -> bool:
+        """Whether the file names it."""
+        return url in self._wanted
+
     # What happens by itself.
 
     async def watch(self) -> None:

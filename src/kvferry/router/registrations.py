@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -68,8 +69,18 @@ class Lease:
 class Registrations:
     """The route for instances, and the end of their leases. Changes `Pools`."""
 
-    def __init__(self, config: RouterConfig, key: bytes, pools: Pools, upstream: Upstream, clock: Clock) -> None:
+    def __init__(
+        self,
+        config: RouterConfig,
+        key: bytes,
+        pools: Pools,
+        upstream: Upstream,
+        clock: Clock,
+        is_named: Callable[[str], bool],
+    ) -> None:
+        """`is_named`: whether a file names a URL, which then needs no lease."""
         self._config, self._key, self._pools, self._upstream, self._clock = config, key, pools, upstream, clock
+        self._is_named = is_named
         self.router = secrets.token_hex(16)
         """This router process, as messages name it."""
         self.leases: dict[str, Lease] = {}
@@ -192,6 +203,8 @@ class Registrations:
         return next((one for one in self._pools if one.url == url and not one.leaves_by_itself), None)
 
     def _retire(self, url: str, why: str) -> None:
+        if self._is_named(url):
+            return
         for one in [one for one in self._pools if one.url == url and not one.leaves_by_itself]:
             one.leaves_by_itself = True
             logger.warning("%s (%s) %s: it is drained and removed", one, one.url, why)
