@@ -28,15 +28,13 @@ import uvloop
 
 from kvferry.core.layout import KVLayout, LayerLayout
 from kvferry.transport.checksum import digest
-from kvferry.transport.connection import Connection
+from kvferry.transport.connection import Connection, Identity, Message
 from kvferry.transport.control import Listener
-from kvferry.transport.fabric.base import FabricContext
-from kvferry.transport.fabric.table import build_fabrics
+from kvferry.transport.fabric.base import FabricContext, build_fabrics
 from kvferry.transport.memory import BlockMemory, Span
 from kvferry.transport.options import TransportOptions
 from kvferry.transport.shared_memory import SharedSegment
 from kvferry.transport.tls import ChannelTls, channel_tls
-from kvferry.transport.wire import Identity, Message
 
 Spans = list[Span]
 PAGE = 4096

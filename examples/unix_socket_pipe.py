@@ -21,12 +21,11 @@ import torch
 from torch import Tensor
 
 from kvferry.core.errors import KvferryError, PeerLost
-from kvferry.transport.connection import Connection, limited_to, translated_errors
+from kvferry.transport.connection import Connection, Message, limited_to, translated_errors
 from kvferry.transport.pipe.base import PipeKind, PipeReceiver, PipeSender
 from kvferry.transport.pipe.connected import ConnectedEnd
 from kvferry.transport.pipe.messages import NoTensor, TensorHeader
 from kvferry.transport.pipe.tensors import flat_bytes, header_of, host_view, num_bytes_of, shaped
-from kvferry.transport.wire import Message
 
 
 class SocketPath(Message, frozen=True):

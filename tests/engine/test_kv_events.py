@@ -9,9 +9,9 @@ from kvferry.core.block_hash import extend_hashes, root_hash
 from kvferry.core.clock import ManualClock
 from kvferry.engine.block_pool import BlockPool
 from kvferry.engine.kv_events import BlockEvents
-from kvferry.transport.kv_events.messages import BlockRemoved, BlockStored
-from kvferry.transport.kv_events.publisher import KVEventPublisher
-from kvferry.transport.kv_events.subscriber import follow
+from kvferry.kv_events.messages import BlockRemoved, BlockStored
+from kvferry.kv_events.publisher import KVEventPublisher
+from kvferry.kv_events.subscriber import follow
 
 
 async def test_names_that_come_and_go_are_told_in_order_and_those_that_follow_as_one() -> None:

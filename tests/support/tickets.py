@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from kvferry.connectors.api import HasAddressSeal, SchedulerSide
+from kvferry.connectors.api import SchedulerSide
 from kvferry.core.hand_off import Ticket
 
 
@@ -21,5 +21,5 @@ def early_ticket(key: str, addresses: Sequence[dict[str, Any]], producer: Schedu
         remote_port=ranks[0][1],
         tp_size=len(ranks),
         remote_ranks=ranks if len(ranks) > 1 else None,
-        remote_address_seal=producer.address_seal() if isinstance(producer, HasAddressSeal) else "",
+        remote_address_seal=producer.address_seal(),
     )

@@ -16,9 +16,14 @@ from kvferry.core.errors import (
     TransferTimeout,
 )
 from kvferry.transport import control
-from kvferry.transport.connection import Connection, translated_errors
-from kvferry.transport.control import Listener, dial
-from kvferry.transport.wire import PROTOCOL_VERSION, Challenge, Hello, Identity, Proof, Refused, Welcome, encode_frame
+from kvferry.transport.connection import (
+    PROTOCOL_VERSION,
+    Connection,
+    Identity,
+    encode_frame,
+    translated_errors,
+)
+from kvferry.transport.control import Hello, Listener, Proof, Refused, dial
 
 HERE = Identity("here", make_layout())
 THERE = Identity("there", make_layout())
@@ -72,9 +77,9 @@ async def test_a_listener_that_does_not_know_the_token_is_not_believed() -> None
     async def impostor(sock: socket.socket) -> None:
         connection = Connection(sock)
         await connection.receive(Hello)
-        await connection.send(Challenge(PROTOCOL_VERSION, bytes(32)))
+        await connection.send(Hello(PROTOCOL_VERSION, "", bytes(32)))
         proof = await connection.receive(Proof)
-        await connection.send(Welcome(THERE, proof.code))
+        await connection.send(Proof(THERE, proof.code))
         await connection.close()
 
     listening = socket.create_server(("127.0.0.1", 0))

@@ -20,8 +20,17 @@ from kvferry.connectors.p2p.plan import HandOffMeta, decode_meta, encode_meta
 from kvferry.core.errors import ConfigError, InvalidRequest, KvferryError, ProtocolError
 from kvferry.core.hand_off import PrefillResult, parse_hand_off
 from kvferry.core.transfer_config import parse_transfer_config
-from kvferry.transport.connection import Connection
-from kvferry.transport.control import Listener, dial
+from kvferry.transport.connection import (
+    HEADER_BYTES,
+    MAX_FRAME_BYTES,
+    Connection,
+    Identity,
+    Message,
+    decode_frame,
+    encode_frame,
+    frame_length,
+)
+from kvferry.transport.control import Hello, Listener, Proof, Refused, dial
 from kvferry.transport.fabric.base import FabricContext
 from kvferry.transport.fabric.shm import ShmFabric
 from kvferry.transport.fabric.tcp import ReadAnswer, ReadRequest, TcpFabric
@@ -29,38 +38,18 @@ from kvferry.transport.lookup_buffer.base import Source, Want
 from kvferry.transport.lookup_buffer.entries import EntryBounds
 from kvferry.transport.lookup_buffer.fabric import FabricLookupBuffer
 from kvferry.transport.lookup_buffer.messages import (
-    Announced,
     FromConsumer,
-    FromProducer,
     News,
     Offer,
-    Over,
     Part,
     ReleaseKey,
     Renew,
-    Sealed,
     Select,
     Take,
-    TakeAnswer,
     Unselect,
     Verify,
-    VerifyAnswer,
 )
 from kvferry.transport.memory import LayerPlace
-from kvferry.transport.wire import (
-    HEADER_BYTES,
-    MAX_FRAME_BYTES,
-    Challenge,
-    Hello,
-    Identity,
-    Message,
-    Proof,
-    Refused,
-    Welcome,
-    decode_frame,
-    encode_frame,
-    frame_length,
-)
 
 TOKEN = "secret"
 LAYOUT = make_layout()
@@ -68,16 +57,15 @@ PATIENT = settings(max_examples=300, deadline=None, suppress_health_check=list(H
 
 HONEST: list[tuple[Any, Any]] = [
     (Hello(1, "lookup", b"n" * 32), Hello),
-    (Challenge(1, b"n" * 32), Challenge | Refused),
+    (Hello(1, "", b"n" * 32), Hello | Refused),
     (Proof(Identity("engine", LAYOUT), b"c" * 32), Proof),
-    (Welcome(Identity("engine", LAYOUT), b"c" * 32), Welcome | Refused),
+    (Proof(Identity("engine", LAYOUT), b"c" * 32), Proof | Refused),
     (Offer(8, (LayerPlace(0, 16), LayerPlace(128, 32)), 30.0, {"tcp": {"host": "h", "port": 1}}), Offer),
     (Select(1, "key"), FromConsumer),
-    (Renew([1, 2, 3]), FromConsumer),
-    (News(3, [Announced(1, [Part(0, 1, 2, [5, 6])]), Sealed(1, b"meta"), Over("taken")]), FromProducer),
-    (TakeAnswer(1, 2, True), FromProducer),
+    (Renew(), FromConsumer),
+    (News(3, 1, [Part(0, 1, 2, [5, 6])], b"meta", "taken"), News),
+    (News(1, 2, held=True, digest=b"d" * 8), News),
     (Verify(1, [(0, 8), (64, 8)]), FromConsumer),
-    (VerifyAnswer(1, b"d" * 8), FromProducer),
     (ReadRequest(1, np.array([0, 8, 64, 8]).tobytes()), ReadRequest),
     (ReadAnswer(1, 16), ReadAnswer),
 ]
@@ -249,11 +237,11 @@ def anything_from_a_consumer(dice: random.Random) -> Any:
         [
             Select(select_id, key),
             Unselect(select_id),
-            Renew([select_id, number]),
+            Renew(),
             Take(select_id, 77 if number == 0 else number, number, dice.choice([-1, 0, 1, 2**40])),
             Verify(select_id, [(number, dice.choice([-1, 0, 8, 2**62]))]),
             ReleaseKey("gone" if key == "here" else key),
-            TakeAnswer(select_id, number, True),
+            News(select_id, number, held=True),
             Hello(1, "lookup", b""),
         ]
     )
@@ -305,9 +293,11 @@ async def test_a_reader_who_asks_for_bytes_that_are_not_there(
 def anything_from_a_producer(dice: random.Random) -> Any:
     number = dice.choice([-1, 0, 1, 3, 2**40])
     part = Part(dice.choice([-1, 0, 2, 99]), dice.choice([-1, 0, 1, 3, 99]), number, [dice.choice([-1, 0, 3, 10**9])])
-    change = dice.choice([Announced(number, [part]), Sealed(number, b"m"), Over("odd"), Announced(0, [])])
     return dice.choice(
-        [News(0, [change]), News(5, []), TakeAnswer(0, number, True), VerifyAnswer(0, b"?"), Select(1, "key")]
+        [
+            *(News(0, number, [part]), News(0, number, meta=b"m"), News(0, number, over="odd"), News(0, 0), News(5, 0)),
+            *(News(0, number, held=True), News(0, 0, digest=b"?"), Select(1, "key")),
+        ]
     )
 
 

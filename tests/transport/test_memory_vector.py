@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from kvferry.transport.memory_vector import CALL_PIECES, MemoryVector
+from kvferry.transport.connection import CALL_PIECES
+from kvferry.transport.memory_vector import MemoryVector
 
 
 @pytest.fixture

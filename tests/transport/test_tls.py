@@ -18,16 +18,15 @@ import pytest
 from kv_support import Region, make_layout, soon, until
 
 from kvferry.core.errors import AuthenticationFailed, ConfigError, KvferryError, PeerLost, ProtocolError
-from kvferry.transport.connection import Connection
-from kvferry.transport.control import Listener, dial
-from kvferry.transport.fabric.base import FabricContext
-from kvferry.transport.fabric.table import FABRICS, build_fabrics, fabric_class
-from kvferry.transport.lookup_buffer.build import check_lookup_buffer
+from kvferry.transport.connection import PROTOCOL_VERSION, Connection, Identity
+from kvferry.transport.control import Hello, Listener, dial
+from kvferry.transport.fabric.base import FABRICS, FabricContext, build_fabrics, fabric_class
+from kvferry.transport.fabric.tcp import send_with
+from kvferry.transport.lookup_buffer.base import check_lookup_buffer
 from kvferry.transport.memory_vector import MemoryVector
 from kvferry.transport.options import TransportOptions
-from kvferry.transport.pipe.table import PIPES, pipe_class
-from kvferry.transport.tls import ChannelTls, channel_tls
-from kvferry.transport.wire import PROTOCOL_VERSION, Hello, Identity
+from kvferry.transport.pipe.base import PIPES, pipe_class
+from kvferry.transport.tls import ChannelTls, channel_tls, encrypt
 from support.certificates import Authority
 from support.libraries import require_library
 
@@ -225,7 +224,7 @@ async def joined(tls: ChannelTls) -> tuple[Connection, Connection]:
     ours = Connection(socket.create_connection(listening.getsockname()))
     theirs = Connection(listening.accept()[0])
     listening.close()
-    await asyncio.gather(ours.encrypt(tls.client, server_side=False), theirs.encrypt(tls.server, server_side=True))
+    await asyncio.gather(encrypt(ours, tls.client, server_side=False), encrypt(theirs, tls.server, server_side=True))
     return ours, theirs
 
 
@@ -249,7 +248,7 @@ async def test_bytes_go_between_the_places_they_belong_to(member: ChannelTls, lo
             except BlockingIOError:
                 continue
 
-    sending = asyncio.create_task(ours.send_with(PING, MemoryVector(addresses + source.ctypes.data, table)))
+    sending = asyncio.create_task(send_with(ours, PING, MemoryVector(addresses + source.ctypes.data, table)))
     assert await theirs.receive(Hello) == PING
     await asyncio.gather(sending, receive())
     for start, length in zip(starts.tolist(), lengths, strict=True):

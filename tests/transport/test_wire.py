@@ -3,34 +3,24 @@ import pytest
 from kv_support import make_layout
 
 from kvferry.core.errors import ProtocolError
-from kvferry.transport.lookup_buffer.messages import (
-    Announced,
-    FromConsumer,
-    FromProducer,
-    News,
-    Offer,
-    Part,
-    Sealed,
-    Select,
-)
-from kvferry.transport.memory import LayerPlace
-from kvferry.transport.wire import (
+from kvferry.transport.connection import (
     HEADER_BYTES,
     MAX_FRAME_BYTES,
-    Hello,
     Identity,
-    Proof,
     decode_frame,
     encode_frame,
     frame_length,
 )
+from kvferry.transport.control import Hello, Proof
+from kvferry.transport.lookup_buffer.messages import FromConsumer, News, Offer, Part, Select
+from kvferry.transport.memory import LayerPlace
 
 
 def test_what_is_encoded_is_decoded() -> None:
     parts = [Part(0, 1, 2, [5, 6])]
     for message, kinds in [
         (Proof(Identity("engine", make_layout()), b"code"), Proof),
-        (News(3, [Announced(1, parts), Sealed(1, b"meta")]), FromProducer),
+        (News(3, 1, parts, b"meta"), News),
         (Offer(8, (LayerPlace(0, 16), LayerPlace(128, 32)), 30.0, {"tcp": {"host": "h", "port": 1}}), Offer),
         (Select(1, "key"), FromConsumer),
     ]:

@@ -8,11 +8,11 @@ from kvferry.fleet.listening import require_free
 from kvferry.fleet.local import LOOPBACK
 from kvferry.fleet.spec import EngineChoice, FleetSpec, Listen
 from kvferry.http.config import HttpAccess
+from kvferry.kv_events.sockets import zmq
 from kvferry.models.catalog import resolve
 from kvferry.models.hub import require_on_hub
 from kvferry.router.config import RouterConfig
 from kvferry.router.policies.table import find_policy, read_settings
-from kvferry.transport.kv_events.sockets import zmq
 
 
 def check_before_start(

@@ -228,6 +228,9 @@ class SchedulerSide(ABC, Generic[Plan]):
     gauges: ClassVar[frozenset[str]] = frozenset()
     """Names in `statistics` that are gauges; all others are counters."""
 
+    hands_off = False
+    """Whether other instances fetch KV from this one by its tickets."""
+
     takes_parts: ClassVar[bool] = False
     """Whether the engine may present one request as several, each with a part of the prompt, with blocks and a transfer
     id of its own, and without chunks of the answer. This works where KV is handed off by transfer id, and not where it
@@ -272,9 +275,29 @@ class SchedulerSide(ABC, Generic[Plan]):
         """Whether `plan` has something to send. The engine then makes a step even if no request runs."""
         return False
 
+    # Of one that hands off; of another they do nothing.
+
+    def set_addresses(self, addresses: Sequence[dict[str, Any]]) -> None:
+        """What `WorkerSide.address` of each rank returned, in rank order, to be written into tickets; called once,
+        before any request."""
+
+    def address_seal(self) -> str:
+        """For `Ticket.remote_address_seal`, by which peers that get tickets with these addresses from routers know that
+        they are ours; called after `set_addresses`."""
+        return ""
+
     def release(self, transfer_id: str) -> bool:
         """End the lease of this transfer, which nobody will fetch. True if there was one. Default: there are none."""
         return False
+
+    def refused(self, transfer_id: str) -> None:
+        """A prefill for another was refused before it was admitted: whoever waits for it need not."""
+
+    # Of one that keeps blocks for reuse.
+
+    def saves(self, plan: Plan | None) -> Sequence[tuple[str, Sequence[BlockHash]]]:
+        """Of a plan: the blocks that it wants kept, which follow one another in the prompt, by request id."""
+        return ()
 
     def reset_cache(self) -> bool:
         """Forget all KV that is kept for reuse, because the weights have changed. False if that is not possible.
@@ -306,6 +329,9 @@ class WorkerSide(ABC, Generic[Plan]):
     | `poll` | calls it again with the next step, and ends after many failures, or at once with `ConnectorLost` |
     """
 
+    hands_off = False
+    """As of the scheduler side."""
+
     plan_type: ClassVar[type[msgspec.Struct] | None] = None
     """The class of the plans that `start` takes, so that plans can be sent to the process of another rank. None: the
     connector works on one rank only."""
@@ -319,6 +345,10 @@ class WorkerSide(ABC, Generic[Plan]):
     @abstractmethod
     def register(self, memory: BlockMemory) -> None:
         """The KV cache of this rank. Called once, before any plan."""
+
+    def address(self) -> dict[str, Any] | None:
+        """Where peers reach this rank, JSON-able; None where none do. Called after `register`."""
+        return None
 
     def withdraw(self, plan: Plan) -> None:
         """Withdraw what was announced of blocks that no longer belong to their request. Called with each plan, before
@@ -352,6 +382,13 @@ class WorkerSide(ABC, Generic[Plan]):
         """Call `wake` whenever `poll` has something new to report. It may be called from any thread, and does not
         block."""
 
+    def watch_store(self) -> None:
+        """From now on, keep what `store_events` gives. Called once, after `register`."""
+
+    def store_events(self) -> StoreEvents:
+        """What became of blocks that were to be kept for reuse, since the last call."""
+        return StoreEvents()
+
     def statistics(self) -> dict[str, float]:
         """Metrics by name: those in `gauges`, and counters, which only grow. The last word of a name may be a kind of
         error (`failed_LeaseEnded`) or, after a unit, a medium (`taken_bytes_shm`)."""
@@ -362,54 +399,3 @@ class WorkerSide(ABC, Generic[Plan]):
 
     def close(self) -> None:
         """End every transfer, thread, socket and segment; called once, last."""
-
-
-@runtime_checkable
-class HasAddress(Protocol):
-    """A worker side that peers reach: the engine passes what `address` returns to `HasAddresses.set_addresses`."""
-
-    def address(self) -> dict[str, Any]:
-        """JSON-able: where this rank listens. Called after `register`."""
-
-
-@runtime_checkable
-class HasAddresses(Protocol):
-    """A scheduler side that writes its ranks' addresses into tickets."""
-
-    def set_addresses(self, addresses: Sequence[dict[str, Any]]) -> None:
-        """One address a rank, in rank order; called once, before any request."""
-
-
-@runtime_checkable
-class HasAddressSeal(Protocol):
-    """A scheduler side whose peers take tickets with its addresses from routers, which must show that they are its."""
-
-    def address_seal(self) -> str:
-        """For `Ticket.remote_address_seal`; called after `set_addresses`."""
-
-
-@runtime_checkable
-class HasRefusals(Protocol):
-    """A scheduler side whose consumers may wait for a prefill that never begins."""
-
-    def refused(self, transfer_id: str) -> None:
-        """A prefill for another was refused before it was admitted: whoever waits for it need not."""
-
-
-@runtime_checkable
-class HasStore(Protocol):
-    """A scheduler side that keeps blocks for reuse, so that others may want to hear which."""
-
-    def saves(self, plan: StepPlan | None) -> Sequence[tuple[str, Sequence[BlockHash]]]:
-        """Of a plan: the blocks that it wants kept, which follow one another in the prompt, by request id."""
-
-
-@runtime_checkable
-class HasStoreEvents(Protocol):
-    """The worker side beside it."""
-
-    def watch_store(self) -> None:
-        """From now on, keep what `store_events` gives. Called once, after `register`."""
-
-    def store_events(self) -> StoreEvents:
-        """What happened since the last call."""

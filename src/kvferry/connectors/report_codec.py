@@ -9,7 +9,7 @@ import msgspec
 
 from kvferry.connectors.api import TransferEvent, TransferReport
 from kvferry.core.errors import KvferryError, ProtocolError, TransferError
-from kvferry.transport.tasks import translated
+from kvferry.transport.transfer_loop import translated
 
 
 class _Error(msgspec.Struct, frozen=True, array_like=True):

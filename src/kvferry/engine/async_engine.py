@@ -15,7 +15,6 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, TypeVar
 
-from kvferry.connectors.api import HasAddressSeal
 from kvferry.core.errors import KvferryError, Unavailable
 from kvferry.core.request import EngineOutput, Request
 from kvferry.engine.engine import Engine
@@ -89,7 +88,7 @@ class AsyncEngine:
             "kv_host": address.get("host"),
             "kv_port": address.get("port"),
             "kv_ranks": ranks if len(ranks) > 1 else None,
-            "kv_seal": side.address_seal() if isinstance(side, HasAddressSeal) else "",
+            "kv_seal": side.address_seal() if side is not None else "",
             "tp_size": engine.layout.tp_size,
             "layout": engine.layout.fingerprint(),
             "kv_layout": engine.layout,

@@ -12,7 +12,7 @@ from typing import Literal
 from kvferry.core.errors import ConfigError
 from kvferry.core.units import parse_bytes
 from kvferry.engine.model.patch_names import require_known_patches
-from kvferry.transport.kv_events.sockets import require_endpoint
+from kvferry.kv_events.sockets import require_endpoint
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda"]

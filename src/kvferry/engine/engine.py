@@ -12,15 +12,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from kvferry.connectors.api import (
-    ConnectorContext,
-    HasAddresses,
-    HasRefusals,
-    SchedulerSide,
-    StepPlan,
-    TransferEvent,
-    failures,
-)
+from kvferry.connectors.api import ConnectorContext, SchedulerSide, StepPlan, TransferEvent, failures
 from kvferry.connectors.registry import find_connector
 from kvferry.core.clock import Clock, SystemClock
 from kvferry.core.errors import ConnectorLost, InvalidRequest, LeakError, RankLost, RequestError
@@ -37,7 +29,7 @@ from kvferry.engine.model.loader import Progress
 from kvferry.engine.scheduler import Scheduler
 from kvferry.engine.statistics import EngineSnapshot
 from kvferry.engine.step import Chunk
-from kvferry.transport.kv_events.publisher import KVEventPublisher
+from kvferry.kv_events.publisher import KVEventPublisher
 
 log = logging.getLogger(__name__)
 MOST_FAILED_STEPS = 8
@@ -121,9 +113,8 @@ class Engine:
     def prefill_refused(self, transfer_id: str) -> None:
         """A prefill for another instance was refused before it became a request: tell the instance that waits for its
         KV."""
-        side = self.scheduler_side
-        if side is not None and isinstance(side, HasRefusals):
-            side.refused(transfer_id)
+        if self.scheduler_side is not None:
+            self.scheduler_side.refused(transfer_id)
 
     # The step.
 
@@ -273,7 +264,7 @@ class Engine:
         side = find_connector(transfer).build_scheduler_side(
             ConnectorContext(transfer, self.layout, auth_token, self.clock)
         )
-        if self.addresses and isinstance(side, HasAddresses):
+        if self.addresses:
             side.set_addresses(self.addresses)
         return side
 

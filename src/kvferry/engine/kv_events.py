@@ -1,4 +1,4 @@
-"""What the prefix cache took in and gave up in a step, on its way to who follows it (`transport.kv_events`).
+"""What the prefix cache took in and gave up in a step, on its way to who follows it (`kv_events`).
 
 Owns the events of the step under way, and the publisher. Prompts with a `cache_salt`, and sequences beyond the trained
 context, are not told of: their blocks are found under the same tokens only by who knows more.
@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvferry.core.block_hash import BlockHash
-from kvferry.transport.kv_events.messages import DEVICE, BlockRemoved, BlockStored, Event
-from kvferry.transport.kv_events.publisher import EventAddresses, KVEventPublisher
+from kvferry.kv_events.messages import DEVICE, BlockRemoved, BlockStored, Event
+from kvferry.kv_events.publisher import EventAddresses, KVEventPublisher
 
 
 class BlockEvents:

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 from torch import Tensor
 
-from kvferry.connectors.api import ConnectorContext, HasAddress, StepPlan, TransferReport, WorkerSide
+from kvferry.connectors.api import ConnectorContext, StepPlan, TransferReport, WorkerSide
 from kvferry.connectors.registry import find_connector
 from kvferry.core.errors import ConnectorLost, RequestFailed
 from kvferry.core.layout import KVLayout
@@ -75,7 +75,7 @@ class Worker:
             context = ConnectorContext(_of_rank(transfer, self._place.rank), self.layout, auth_token)
             self._side = find_connector(transfer).build_worker_side(context)
             self._side.register(self._kv_cache.memory)
-            address = self._side.address() if isinstance(self._side, HasAddress) else None
+            address = self._side.address()
         runner = TokenByToken if self._is_one_by_one else ModelRunner
         self._runner = runner(self.model, self._kv_cache, self._side)
         return address

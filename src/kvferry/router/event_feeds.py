@@ -12,12 +12,12 @@ from collections.abc import Iterable
 from contextlib import aclosing
 
 from kvferry.core.errors import ConfigError, MissingDependency
+from kvferry.kv_events.messages import DEVICE, AllBlocksCleared, BlockRemoved, BlockStored, Event
+from kvferry.kv_events.sockets import require_endpoint
+from kvferry.kv_events.subscriber import Missed, Restarted, Told, follow
 from kvferry.router.instance import EventsAddress, Instance, InstanceFacts, Unasked, normalise_url
 from kvferry.router.metrics import Metrics
 from kvferry.router.prefix_index import PrefixIndex
-from kvferry.transport.kv_events.messages import DEVICE, AllBlocksCleared, BlockRemoved, BlockStored, Event
-from kvferry.transport.kv_events.sockets import require_endpoint
-from kvferry.transport.kv_events.subscriber import Missed, Restarted, Told, follow
 
 logger = logging.getLogger(__name__)
 

@@ -22,15 +22,14 @@ from kvferry.core.clock import Clock
 from kvferry.core.errors import PeerLost, ProtocolError, TransferTimeout
 from kvferry.core.layout import KVLayout
 from kvferry.testing.kv import Region, make_layout, soon, table_for, until
+from kvferry.transport.connection import Identity
 from kvferry.transport.control import Listener
-from kvferry.transport.fabric.base import FabricContext, FabricPeer
-from kvferry.transport.fabric.table import build_fabrics
+from kvferry.transport.fabric.base import FabricContext, FabricPeer, build_fabrics
 from kvferry.transport.lookup_buffer.entries import EntryBounds
 from kvferry.transport.lookup_buffer.fabric import FabricLookupBuffer
 from kvferry.transport.options import TransportOptions
 from kvferry.transport.tls import ChannelTls
 from kvferry.transport.transfer_loop import TransferLoop
-from kvferry.transport.wire import Identity
 
 
 class Node:

@@ -22,12 +22,18 @@ from kvferry.core.clock import ManualClock
 from kvferry.core.errors import LeakError, LeaseEnded, ProtocolError, TransferTimeout
 from kvferry.core.transfer_config import KVTransferConfig
 from kvferry.testing.kv import Region, make_layout, soon, table_for, until
-from kvferry.transport.lookup_buffer.base import LookupBuffer, LookupBufferContext, Source, Taken, Want
-from kvferry.transport.lookup_buffer.build import build_lookup_buffer
-from kvferry.transport.lookup_buffer.entries import Ended, EndReason, EntryBounds, EntryTable
+from kvferry.transport.connection import Identity
+from kvferry.transport.lookup_buffer.base import (
+    LookupBuffer,
+    LookupBufferContext,
+    Source,
+    Taken,
+    Want,
+    lookup_buffer_class,
+)
+from kvferry.transport.lookup_buffer.entries import EndReason, EntryBounds, EntryTable
 from kvferry.transport.lookup_buffer.messages import Part
 from kvferry.transport.options import TransportOptions
-from kvferry.transport.wire import Identity
 
 NUM_LAYERS = 3
 BOUNDS = EntryBounds(lease_s=30, unsealed_s=60, max_keys=4)
@@ -48,7 +54,8 @@ class LookupBufferContract:
         """The buffer of the `number`-th instance, and where others find it."""
         identity, config = Identity(f"engine-{number}", region.memory.layout), KVTransferConfig(kv_connector="test")
         options = TransportOptions(lookup_buffer=self.lookup_buffer, **self.options())
-        buffer = build_lookup_buffer(LookupBufferContext(config, options, region.memory, identity, "secret", table))
+        context = LookupBufferContext(config, options, region.memory, identity, "secret", table)
+        buffer = lookup_buffer_class(options).build(context)
         address = buffer.address()
         return buffer, Source(address.get("host", ""), address.get("port", 0), identity.engine_id)
 
@@ -132,7 +139,7 @@ class LookupBufferContract:
         ends.producer.table.drop("k")
         with pytest.raises(LeaseEnded, match="withdrew"):
             await fetching
-        assert ends.producer.table.ended() == [Ended("k", "dropped")]
+        assert ends.producer.table.ended() == [("k", "dropped")]
 
     async def test_one_of_two_consumers_has_it(self, ends: Ends) -> None:
         region, other = await ends.another_consumer()
@@ -151,7 +158,7 @@ class LookupBufferContract:
         ends.clock.advance(BOUNDS.lease_s)
         with pytest.raises(LeaseEnded, match="lease"):
             await ends.fetch("k", [0])
-        assert ends.producer.table.ended() == [Ended("k", "expired")]
+        assert ends.producer.table.ended() == [("k", "expired")]
         with pytest.raises(LeaseEnded, match="lease"):
             await ends.fetch("k", [0])
 
@@ -311,14 +318,14 @@ class Ends:
 
     async def until_ended(self, key: str, *reasons: EndReason) -> None:
         """The producer learns that the key is over, and nothing else; not always with the consumer's take."""
-        found: list[Ended] = []
+        found: list[tuple[str, EndReason]] = []
 
         def has_ended() -> bool:
             found.extend(self.producer.table.ended())
             return bool(found)
 
         await until(has_ended)
-        assert found in [[Ended(key, reason)] for reason in reasons]
+        assert found in [[(key, reason)] for reason in reasons]
 
     async def until_arrived(self, layer: int, ours: int, theirs: int) -> None:
         """A block of a layer is where it belongs."""

@@ -24,12 +24,11 @@ import torch
 
 from kvferry.core.errors import AuthenticationFailed, PeerLost, ProtocolError, TransferTimeout
 from kvferry.testing.kv import make_layout, soon, until
+from kvferry.transport.connection import Identity
 from kvferry.transport.control import Listener
-from kvferry.transport.pipe.base import PipeReceiver, PipeSender, PipeSettings
+from kvferry.transport.pipe.base import PipeReceiver, PipeSender, PipeSettings, pipe_kind
 from kvferry.transport.pipe.meeting import PipeServer, connect_pipe
-from kvferry.transport.pipe.table import pipe_kind
 from kvferry.transport.pipe.tensors import DTYPES
-from kvferry.transport.wire import Identity
 
 Ends = tuple[PipeSender, PipeReceiver]
 MIB = 2**20

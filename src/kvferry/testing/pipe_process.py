@@ -13,9 +13,9 @@ import torch
 
 from kvferry.testing.kv import make_layout, soon
 from kvferry.testing.pipe import SETTINGS, TOKEN, serving
+from kvferry.transport.connection import Identity
+from kvferry.transport.pipe.base import pipe_kind
 from kvferry.transport.pipe.meeting import connect_pipe
-from kvferry.transport.pipe.table import pipe_kind
-from kvferry.transport.wire import Identity
 
 
 def say(word: object) -> None:

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 
 import xxhash
 
-from kvferry.transport.fabric.copying import MEMORY
-from kvferry.transport.fabric.pieces import join
-from kvferry.transport.memory import BlockMemory, Span
+from kvferry.transport.fabric.shm import MEMORY
+from kvferry.transport.memory import BlockMemory, Span, join
 
 SLICE_BYTES = 8 * 2**20
 """Digested before other tasks get the loop again: well under a millisecond."""

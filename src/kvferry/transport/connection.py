@@ -1,41 +1,154 @@
-"""One TCP connection that speaks frames. Lives on a `TransferLoop`.
+"""One TCP connection between two instances, and the frames that they speak on it. Lives on a `TransferLoop`.
 
-Owns the socket. It knows frames, not what they say; `transport.handshake` settles who is at the other end.
+A frame is its length (4 bytes, big-endian) and that many bytes of msgpack, one tagged struct; nothing is unpickled.
+Once both ends have proved who they are (`transport.control`), a frame ends with a digest keyed by their session.
+
 Raw non-blocking sockets rather than streams, so that KV bytes go between socket and KV memory uncopied.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import hmac
 import socket
 import ssl
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
-from typing import Any
+from functools import cache
+from itertools import islice
+from typing import TYPE_CHECKING, Any
 
-from kvferry.core.errors import PeerLost, TransferTimeout
-from kvferry.transport.memory_vector import MemoryVector
-from kvferry.transport.socket_io import PlainSocket, SocketIO, TlsSocket
-from kvferry.transport.tls import tls_error
-from kvferry.transport.wire import (
-    HEADER_BYTES,
-    MAX_FRAME_BYTES,
-    MAX_GREETING_BYTES,
-    SEAL_BYTES,
-    Identity,
-    Message,
-    decode_frame,
-    encode_frame,
-    frame_length,
-)
+import msgspec
 
+from kvferry.core.errors import PeerLost, ProtocolError, TransferTimeout
+from kvferry.core.layout import KVLayout
+
+if TYPE_CHECKING:
+    from kvferry.transport.memory_vector import MemoryVector
+
+PROTOCOL_VERSION = 5
+HEADER_BYTES = 4
+SEAL_BYTES = 16
+MAX_FRAME_BYTES = 16 * 2**20
+MAX_GREETING_BYTES = 64 * 2**10
+"""The longest frame taken from a peer that has not proved who it is."""
+CALL_BYTES = 2**20
+"""Offered to the kernel, or wanted of it, in one call: the pieces of one are looked through, taken or not."""
+CALL_PIECES = 512
+"""The same. Below Linux' IOV_MAX of 1024."""
 KEEPALIVE_IDLE_S = 10
 UNACKNOWLEDGED_MS = 20_000
 
 
+class Message(msgspec.Struct, frozen=True, tag=True, array_like=True, forbid_unknown_fields=True):
+    """Base of everything that travels in a frame; the tag is the class's name."""
+
+
+class Identity(Message, frozen=True):
+    """Who an instance is, and what its blocks mean."""
+
+    engine_id: str
+    layout: KVLayout
+
+
+_encoder = msgspec.msgpack.Encoder()
+
+
+def encode_frame(message: Message, key: bytes = b"") -> bytearray:
+    """The message as one frame, sealed with `key` if there is one. Raises `ProtocolError` when it is too long."""
+    frame = bytearray(HEADER_BYTES)
+    _encoder.encode_into(message, frame, HEADER_BYTES)
+    num_bytes = len(frame) - HEADER_BYTES
+    if num_bytes > MAX_FRAME_BYTES:
+        raise ProtocolError(f"{type(message).__name__} of {num_bytes} bytes is longer than a frame may be")
+    if key:
+        frame += _seal(memoryview(frame)[HEADER_BYTES:].tobytes(), key)
+    frame[:HEADER_BYTES] = (len(frame) - HEADER_BYTES).to_bytes(HEADER_BYTES, "big")
+    return frame
+
+
+def frame_length(header: bytes | bytearray, limit: int) -> int:
+    """The length that a header announces. Raises `ProtocolError` when it is 0 or beyond `limit`."""
+    num_bytes = int.from_bytes(header, "big")
+    if not 0 < num_bytes <= limit:
+        raise ProtocolError(f"a frame of {num_bytes} bytes; at most {limit} are taken")
+    return num_bytes
+
+
+def decode_frame(body: bytes | bytearray | memoryview, kinds: Any, key: bytes = b"") -> Any:
+    """The message in a frame's body, one of `kinds` (a struct or a union). Raises `ProtocolError` otherwise, and when
+    the seal, where there is a key, is not the body's."""
+    if key:
+        body, seal = body[:-SEAL_BYTES], body[-SEAL_BYTES:]
+        if not hmac.compare_digest(_seal(body, key), bytes(seal)):
+            raise ProtocolError("a frame that was changed on its way")
+    try:
+        return _decoder(kinds).decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:  # text, depth and shape are the peer's
+        raise ProtocolError(f"a frame that cannot be read: {error}") from error
+
+
+def _seal(body: bytes | bytearray | memoryview, key: bytes) -> bytes:
+    return hashlib.blake2b(body, key=key, digest_size=SEAL_BYTES).digest()
+
+
+@cache
+def _decoder(kinds: Any) -> msgspec.msgpack.Decoder[Any]:
+    return msgspec.msgpack.Decoder(kinds)
+
+
+class PlainSocket:
+    """How bytes go between a connected socket and memory: straight. (`tls.TlsSocket` is the same under TLS.)
+
+    Nothing here waits: a call does what can be done at once. It raises `BlockingIOError` when that is nothing,
+    `OSError` when the connection broke. What was not sent at once must be offered again, unchanged, before anything
+    else.
+    """
+
+    turn_bytes = 4 * 2**20
+    """After so many, others should have the loop: a turn costs 20 to 40 µs between two copies that fill the caches."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket = sock
+
+    def send(self, views: deque[memoryview]) -> int:
+        """Of these bytes, in order, as many as one call should have: how many went."""
+        taken, num_bytes = list[memoryview](), 0
+        for view in islice(views, CALL_PIECES):
+            taken.append(view)
+            num_bytes += len(view)
+            if num_bytes >= CALL_BYTES:
+                break
+        return self._socket.sendmsg(taken)
+
+    def send_vector(self, vector: MemoryVector) -> int:
+        """Of what is left of the vector, which knows afterwards."""
+        return vector.send(self._socket)
+
+    def receive(self, view: memoryview) -> tuple[int, bool]:
+        """(bytes received, whether more may be there); none when the peer has closed."""
+        count = self._socket.recv_into(view)
+        return count, count == len(view)
+
+    def receive_vector(self, vector: MemoryVector) -> tuple[int, bool]:
+        """Receive into the vector's memory: as `receive`."""
+        count, wanted = vector.receive(self._socket)
+        return count, count == wanted
+
+    @property
+    def num_pending(self) -> int:
+        """Bytes that can be received though the socket is not readable."""
+        return 0
+
+    def wait_for(self, num_bytes: int) -> None:
+        """The socket need not become readable before so many bytes are to be received."""
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, num_bytes)
+
+
 class Connection:
-    """A connected socket. `peer` is who the other end has proved to be.
+    """A connected socket, which it owns. `peer` is who the other end has proved to be.
 
     Every method that waits raises `PeerLost` when the connection breaks. One task receives; any may send.
     """
@@ -44,14 +157,16 @@ class Connection:
 
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(False)
-        tune(sock)
+        _tune(sock)
         self.socket = sock
-        self.io: SocketIO = PlainSocket(sock)
+        self.io = PlainSocket(sock)
         self._frame_limit = MAX_GREETING_BYTES
         self._send_key = self._receive_key = b""
         self._sending = asyncio.Lock()
         self._cut_off = False
         self._closed = asyncio.Event()
+
+    # Frames.
 
     def trust(self, peer: Identity) -> None:
         """The other end has proved who it is: frames of full length are taken from now on."""
@@ -65,10 +180,6 @@ class Connection:
         """Take no frame longer than this from now on."""
         self._frame_limit = num_bytes
 
-    async def send(self, message: Message) -> None:
-        """Send one frame."""
-        await self.send_bytes([self.encode(message)])
-
     def encode(self, message: Message) -> bytearray:
         """One frame for this connection, to be sent together with other bytes."""
         return encode_frame(message, self._send_key)
@@ -81,16 +192,9 @@ class Connection:
         """How long the body is that a frame's header announces. Raises `ProtocolError` when that is too long."""
         return frame_length(header, self._frame_limit + SEAL_BYTES * bool(self._receive_key))
 
-    async def send_bytes(self, pieces: Sequence[bytearray | memoryview]) -> None:
-        """Send these bytes in order, straight from where they lie, with nobody else's in between."""
-        async with self._whole_sends():
-            await self._send_all(pieces)
-
-    async def send_with(self, message: Message, payload: MemoryVector) -> None:
-        """Send one frame and, behind it, the payload straight from memory."""
-        async with self._whole_sends():
-            await self._send_all([self.encode(message)])
-            await self._send_vector(payload)
+    async def send(self, message: Message) -> None:
+        """Send one frame."""
+        await self.send_bytes([self.encode(message)])
 
     async def receive(self, kinds: Any) -> Any:
         """The next frame, one of `kinds`. Raises `ProtocolError` on anything else."""
@@ -98,20 +202,52 @@ class Connection:
 
     async def receive_body(self) -> bytearray:
         """The next frame's bytes."""
-        header = await self._receive_exactly(HEADER_BYTES)
-        return await self._receive_exactly(self.length_in(header))
+        header = bytearray(HEADER_BYTES)
+        await self.receive_into(memoryview(header))
+        body = bytearray(self.length_in(header))
+        await self.receive_into(memoryview(body))
+        return body
 
-    async def readable(self) -> None:
-        """Wait until there is something to receive, or the connection has ended. May be cancelled: nothing is lost."""
-        if not self.io.num_pending:
-            await self._until_readable()
+    # Bytes.
 
-    def at_end(self) -> bool:
-        """Whether a connection that is readable is so because it has ended."""
-        try:
-            return not self.io.num_pending and not socket.socket.recv(self.socket, 1, socket.MSG_PEEK)
-        except OSError:
-            return True
+    async def send_bytes(self, pieces: Sequence[bytearray | memoryview]) -> None:
+        """Send these bytes in order, straight from where they lie, with nobody else's in between."""
+        async with self.sending():
+            await self.send_all(pieces)
+
+    @asynccontextmanager
+    async def sending(self) -> AsyncIterator[None]:
+        """The body sends, alone: what is cut off half way ends the connection, since nothing can follow it."""
+        async with self._sending:
+            if self._cut_off:
+                raise PeerLost("the connection was ended in the middle of a message")
+            try:
+                with translated_errors():
+                    yield
+            except BaseException:
+                self._cut_off = True
+                self.abort()
+                raise
+
+    async def send_all(self, pieces: Sequence[bytearray | memoryview]) -> None:
+        """Within `sending`."""
+        rest = deque(memoryview(piece) for piece in pieces if len(piece))
+        num_since = 0
+        while rest:
+            try:
+                sent = self.io.send(rest)
+            except BlockingIOError:
+                await self.writable()
+                num_since = 0
+                continue
+            num_since += sent
+            while sent and sent >= len(rest[0]):
+                sent -= len(rest.popleft())
+            if sent:
+                rest[0] = rest[0][sent:]
+            if num_since >= self.io.turn_bytes:  # the kernel takes much at once: let others have the loop
+                await asyncio.sleep(0)
+                num_since = 0
 
     async def receive_into(self, rest: memoryview) -> None:
         """Fill this memory with what comes next."""
@@ -120,11 +256,41 @@ class Connection:
                 try:
                     count, _ = self.io.receive(rest)
                 except BlockingIOError:
-                    await self._until_readable()
+                    await self.readable()
                     continue
             if count == 0:
                 raise PeerLost("the peer closed the connection")
             rest = rest[count:]
+
+    async def first_byte(self) -> int | None:
+        """The first that has not been received yet, which stays; None when the peer has closed. Not under TLS."""
+        await self.readable()
+        with translated_errors():
+            return next(iter(self.socket.recv(1, socket.MSG_PEEK)), None)
+
+    async def readable(self) -> None:
+        """Wait until there is something to receive, or the connection has ended. May be cancelled: nothing is lost."""
+        if self.io.num_pending:
+            return
+        loop = asyncio.get_running_loop()
+        ready: asyncio.Future[None] = loop.create_future()
+        loop.add_reader(self.socket, _resolve, ready)
+        try:
+            await ready
+        finally:
+            loop.remove_reader(self.socket)
+
+    async def writable(self) -> None:
+        """Wait until something can be sent, or the connection has ended."""
+        loop = asyncio.get_running_loop()
+        ready: asyncio.Future[None] = loop.create_future()
+        loop.add_writer(self.socket, _resolve, ready)
+        try:
+            await ready
+        finally:
+            loop.remove_writer(self.socket)
+
+    # The end.
 
     def abort(self) -> None:
         """Make every task that waits on this connection see it break. Closing is the owner's."""
@@ -142,97 +308,6 @@ class Connection:
         """Wait until somebody closed it."""
         await self._closed.wait()
 
-    async def encrypt(self, context: ssl.SSLContext, *, server_side: bool) -> None:
-        """Everything from here on is under TLS. Raises what `tls.tls_error` says, or `PeerLost`."""
-        with translated_errors():
-            wrapped = context.wrap_socket(self.socket, server_side=server_side, do_handshake_on_connect=False)
-            self.socket, self.io = wrapped, TlsSocket(wrapped)
-            while True:
-                try:
-                    return wrapped.do_handshake()
-                except ssl.SSLWantReadError:
-                    await self._until_readable()
-                except ssl.SSLWantWriteError:
-                    await self._until_writable()
-
-    async def first_byte(self) -> int | None:
-        """The first that has not been received yet, which stays; None when the peer has closed."""
-        await self._until_readable()
-        with translated_errors():
-            return next(iter(self.socket.recv(1, socket.MSG_PEEK)), None)
-
-    def discard(self) -> None:
-        """Take what is there, up to a greeting's worth, and forget it: closing then ends the connection in order, and
-        what was sent last arrives."""
-        with suppress(OSError):
-            self.socket.recv(MAX_GREETING_BYTES)
-
-    @asynccontextmanager
-    async def _whole_sends(self) -> AsyncIterator[None]:
-        """The body sends: what is cut off half way ends the connection, since nothing can follow it."""
-        async with self._sending:
-            if self._cut_off:
-                raise PeerLost("the connection was ended in the middle of a message")
-            try:
-                with translated_errors():
-                    yield
-            except BaseException:
-                self._cut_off = True
-                self.abort()
-                raise
-
-    async def _send_all(self, pieces: Sequence[bytearray | memoryview]) -> None:
-        rest = deque(memoryview(piece) for piece in pieces if len(piece))
-        num_since = 0
-        while rest:
-            try:
-                sent = self.io.send(rest)
-            except BlockingIOError:
-                await self._until_writable()
-                num_since = 0
-                continue
-            _advance(rest, sent)
-            num_since = await self._turn(num_since + sent)
-
-    async def _send_vector(self, payload: MemoryVector) -> None:
-        num_since = 0
-        while payload.num_left:
-            try:
-                num_since = await self._turn(num_since + self.io.send_vector(payload))
-            except BlockingIOError:
-                await self._until_writable()
-                num_since = 0
-
-    async def _turn(self, num_since: int) -> int:
-        """Let others have the loop, when enough was sent since they had it: the kernel takes much at once."""
-        if num_since < self.io.turn_bytes:
-            return num_since
-        await asyncio.sleep(0)
-        return 0
-
-    async def _until_readable(self) -> None:
-        loop = asyncio.get_running_loop()
-        ready: asyncio.Future[None] = loop.create_future()
-        loop.add_reader(self.socket, _resolve, ready)
-        try:
-            await ready
-        finally:
-            loop.remove_reader(self.socket)
-
-    async def _until_writable(self) -> None:
-        loop = asyncio.get_running_loop()
-        ready: asyncio.Future[None] = loop.create_future()
-        loop.add_writer(self.socket, _resolve, ready)
-        try:
-            await ready
-        finally:
-            loop.remove_writer(self.socket)
-
-    async def _receive_exactly(self, num_bytes: int) -> bytearray:
-        received = bytearray(num_bytes)
-        await self.receive_into(memoryview(received))
-        return received
-
 
 class translated_errors:  # noqa: N801 - reads as a statement
     """Turn a socket's errors into `PeerLost`; also ETIMEDOUT, which is a `TimeoutError` as that of a deadline is."""
@@ -242,6 +317,8 @@ class translated_errors:  # noqa: N801 - reads as a statement
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if isinstance(error, ssl.SSLError):
+            from kvferry.transport.tls import tls_error
+
             raise tls_error(error) from error
         if isinstance(error, OSError) and not (isinstance(error, TimeoutError) and error.errno is None):
             raise PeerLost(f"the connection broke: {error.strerror or error}") from error
@@ -257,7 +334,7 @@ async def limited_to(deadline: float, what: str) -> AsyncIterator[None]:
         raise TransferTimeout(f"{what}: not done by its deadline") from error
 
 
-def tune(sock: socket.socket) -> None:
+def _tune(sock: socket.socket) -> None:
     """Small frames leave at once; a peer whose machine vanished is noticed within half a minute."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -266,14 +343,6 @@ def tune(sock: socket.socket) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNACKNOWLEDGED_MS)
-
-
-def _advance(views: deque[memoryview], num_bytes: int) -> None:
-    """Drop the first `num_bytes`."""
-    while num_bytes and num_bytes >= len(views[0]):
-        num_bytes -= len(views.popleft())
-    if num_bytes:
-        views[0] = views[0][num_bytes:]
 
 
 def _resolve(future: asyncio.Future[None]) -> None:

@@ -1,37 +1,84 @@
-"""Where an instance listens for other instances, and how it dials them.
+"""Where an instance listens for other instances, how it dials them, and how the two make sure of each other.
 
-One TCP port serves every purpose ("lookup", "read", …), so that a firewall has one to open. Owns the listening
-socket and the connections accepted on it; what is said on them is their handler's.
+One TCP port serves every purpose ("lookup", "read", …), so that a firewall has one to open. Before anything else is
+said:
+
+    dialling side ── Hello(purpose, nonce) ─────────► listener
+                  ◄──────────────── Hello("", nonce) ──
+                  ── Proof(identity, code) ─────────►   the dialling side proves itself first: a stranger that
+                  ◄────────── Proof(identity, code) ──  connects learns nothing about the listener
+
+A code is HMAC-SHA256, keyed by the shared token, of the side's name and of all that was said before it, the
+identity it comes with included; so neither side's code can be played back to it, nor an identity be swapped. From then
+on each frame is sealed with a key of its direction, made in the same way: one that was changed on its way is noticed.
+Where TLS is asked for it comes before all this, and a side that does not speak it as the other does is told so.
+Both sides then compare layouts: each has both, so each raises `LayoutMismatch` naming the field where one's blocks
+cannot be made of the other's.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import hmac
 import ipaddress
 import logging
+import secrets
 import socket
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from contextlib import ExitStack, asynccontextmanager, suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from kvferry.core.errors import ConfigError, KvferryError, PeerLost
-from kvferry.transport.connection import Connection, limited_to
-from kvferry.transport.handshake import HANDSHAKE_S, agree_on_tls, answer, begin_tls, greet
-from kvferry.transport.tls import ChannelTls
-from kvferry.transport.wire import Identity
+import msgspec
+
+from kvferry.core.errors import AuthenticationFailed, ConfigError, KvferryError, PeerLost, ProtocolError
+from kvferry.transport.connection import PROTOCOL_VERSION, Connection, Identity, Message, limited_to
+
+if TYPE_CHECKING:
+    from kvferry.transport.tls import ChannelTls
 
 log = logging.getLogger(__name__)
 
 Handler = Callable[[Connection], Awaitable[None]]
 """Serves one authenticated connection until it ends; raises `KvferryError` to end it."""
 
+HANDSHAKE_S = 5.0
+NONCE_BYTES = 32
 MAX_CONNECTIONS = 1024
 """Of peers, once they are admitted."""
 MAX_STRANGERS, MAX_STRANGERS_PER_ADDRESS = 128, 64
 """Connections that have not said yet who they are, all and from one address: who says nothing keeps no peer out.
 Instances of one machine, or behind one translated address, may all dial at once."""
 BACKLOG = 128
+TLS_HANDSHAKE = 0x16
+"""The first byte of TLS; of our own frames, a length that no greeting has."""
+_UNKNOWN_TOKEN = "the shared token differs; start both instances with the same KVFERRY_AUTH_TOKEN"
+
+
+class Hello(Message, frozen=True):
+    """Either side's first words. `purpose` names the service that the dialling side wants of the listener."""
+
+    protocol: int
+    purpose: str
+    nonce: bytes
+
+
+class Proof(Message, frozen=True):
+    """This side knows the token. `code` covers all that was said so far, and `identity`."""
+
+    identity: Identity
+    code: bytes
+
+
+class Refused(Message, frozen=True):
+    """The listener ends the connection. `kind` is "authentication" or "protocol"."""
+
+    kind: str
+    reason: str
+
+
+Greeting = TypeVar("Greeting", Hello, Proof)
 
 
 class Listener:
@@ -124,8 +171,13 @@ class Listener:
     async def _admit(self, connection: Connection) -> str:
         deadline = asyncio.get_running_loop().time() + self._handshake_s
         async with limited_to(deadline, "handshake"):
-            await agree_on_tls(connection, self._tls)
-            return await answer(connection, frozenset(self._handlers), self._identity, self._token)
+            if (first := await connection.first_byte()) is None:
+                raise PeerLost("the peer left without a word")
+            if self._tls is not None or first == TLS_HANDSHAKE:
+                from kvferry.transport.tls import accept_tls
+
+                await accept_tls(connection, self._tls, speaks_tls=first == TLS_HANDSHAKE)
+            return await answer(connection, self._handlers, self._identity, self._token)
 
     def statistics(self) -> dict[str, float]:
         """Connections open now, and those turned away by reason."""
@@ -166,7 +218,7 @@ async def dial(
     try:
         async with limited_to(deadline, f"handshake with {host}:{port}"):
             if tls is not None:
-                await begin_tls(connection, tls, f"{host}:{port}")
+                await tls.begin(connection, f"{host}:{port}")
             await greet(connection, purpose, identity, token)
     except BaseException:
         await connection.close()
@@ -228,3 +280,74 @@ def _reachable_host(host: str, listening: socket.socket) -> str:
         own: str = probe.getsockname()[0]
         return own
     return socket.gethostname()
+
+
+async def greet(connection: Connection, purpose: str, identity: Identity, token: str) -> None:
+    """The dialling side's half of the handshake. Afterwards `connection.peer` is set.
+
+    Raises `AuthenticationFailed`, `LayoutMismatch`, `ProtocolError` or `PeerLost`.
+    """
+    hello = Hello(PROTOCOL_VERSION, purpose, secrets.token_bytes(NONCE_BYTES))
+    await connection.send(hello)
+    answered = await _receive(connection, Hello)
+    _require_version(answered)
+    said: list[Message] = [hello, answered, identity]
+    await connection.send(Proof(identity, _code(token, "dialler", said)))
+    proof = await _receive(connection, Proof)
+    said.append(proof.identity)
+    if not hmac.compare_digest(proof.code, _code(token, "listener", said)):
+        raise AuthenticationFailed(f"the listener cannot prove who it is: {_UNKNOWN_TOKEN}")
+    connection.trust(proof.identity)
+    connection.seal_frames(_code(token, "dialler's frames", said), _code(token, "listener's frames", said))
+    identity.layout.require_reconcilable(proof.identity.layout)
+
+
+async def answer(connection: Connection, purposes: Collection[str], identity: Identity, token: str) -> str:
+    """The listener's half; returns the purpose. Raises as `greet` does, the peer having been told."""
+    try:
+        hello: Hello = await connection.receive(Hello)
+        _require_version(hello)
+        if len(hello.nonce) != NONCE_BYTES:
+            raise ProtocolError("a nonce of the wrong length")
+        if hello.purpose not in purposes:
+            raise ProtocolError(f"no service {hello.purpose[:40]!r} here")
+        ours = Hello(PROTOCOL_VERSION, "", secrets.token_bytes(NONCE_BYTES))
+        await connection.send(ours)
+        proof: Proof = await connection.receive(Proof)
+        said: list[Message] = [hello, ours, proof.identity]
+        if not hmac.compare_digest(proof.code, _code(token, "dialler", said)):
+            raise AuthenticationFailed(f"the peer cannot prove who it is: {_UNKNOWN_TOKEN}")
+    except (AuthenticationFailed, ProtocolError) as error:
+        kind = "authentication" if isinstance(error, AuthenticationFailed) else "protocol"
+        with suppress(PeerLost):
+            await connection.send(Refused(kind, str(error)))
+        raise
+    connection.trust(proof.identity)
+    said.append(identity)
+    await connection.send(Proof(identity, _code(token, "listener", said)))
+    connection.seal_frames(_code(token, "listener's frames", said), _code(token, "dialler's frames", said))
+    identity.layout.require_reconcilable(proof.identity.layout)
+    return hello.purpose
+
+
+def _code(token: str, side: str, said: list[Message]) -> bytes:
+    digest = hashlib.sha256()
+    for message in said:
+        body = msgspec.msgpack.encode(message)
+        digest.update(len(body).to_bytes(8, "big") + body)
+    return hmac.digest(token.encode(), side.encode() + digest.digest(), "sha256")
+
+
+async def _receive(connection: Connection, kind: type[Greeting]) -> Greeting:
+    message: Greeting | Refused = await connection.receive(kind | Refused)
+    if isinstance(message, Refused):
+        raise (AuthenticationFailed if message.kind == "authentication" else ProtocolError)(message.reason)
+    return message
+
+
+def _require_version(theirs: Hello) -> None:
+    number = theirs.protocol
+    if number != PROTOCOL_VERSION:
+        raise ProtocolError(
+            f"the peer speaks protocol {number}, this instance {PROTOCOL_VERSION}; run the same kvferry on both"
+        )

@@ -14,10 +14,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-CALL_BYTES = 2**20
-"""Offered to the kernel, or wanted of it, in one call: the pieces of one are looked through, taken or not."""
-CALL_PIECES = 512
-"""The same. Below Linux' IOV_MAX of 1024."""
+from kvferry.transport.connection import CALL_BYTES, CALL_PIECES
 
 ROW_BYTES = 16
 """Of `struct iovec`."""

@@ -14,8 +14,6 @@ from kv_support import make_layout
 
 from kvferry.connectors.api import (
     ConnectorContext,
-    HasStore,
-    HasStoreEvents,
     Hit,
     Miss,
     Pending,
@@ -328,8 +326,6 @@ def test_a_prefill_that_finds_its_prefix_still_hands_off(make: MakeEngine, load:
 
 def test_what_became_of_each_block(make: MakeEngine, tmp_path: Path) -> None:
     engine = make(load="layerwise", chunk=100)
-    assert isinstance(engine.scheduler, HasStore)
-    assert isinstance(engine.worker, HasStoreEvents)
     engine.worker.watch_store()
     engine.run(FakeRequest("a", PROMPT))
     settle(engine)

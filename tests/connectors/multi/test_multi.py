@@ -11,7 +11,7 @@ import pytest
 from fake_engine import FakeEngine, FakeRequest
 from kv_support import make_layout
 
-from kvferry.connectors.api import HasAddress, Miss
+from kvferry.connectors.api import Miss
 from kvferry.connectors.multi.settings import child_configs
 from kvferry.connectors.registry import find_connector
 from kvferry.core.errors import ConfigError, ConnectorLost, LeakError, StoreError
@@ -244,6 +244,6 @@ def test_lossy_kv_is_handed_off_where_that_is_allowed() -> None:
 
 
 def test_it_has_an_address_only_where_one_of_them_has(make: MakeEngine, tmp_path: Path) -> None:
-    assert isinstance(make("kv_both", HAND_OFF, storage(tmp_path)).worker, HasAddress)
-    assert not isinstance(make("kv_both", storage(tmp_path)).worker, HasAddress)
+    assert make("kv_both", HAND_OFF, storage(tmp_path)).worker.address() is not None
+    assert make("kv_both", storage(tmp_path)).worker.address() is None
     assert make_layout().block_size == 4

@@ -84,7 +84,7 @@ def test_the_end_of_a_prefill(side: P2pSchedulerSide) -> None:
 def test_a_request_that_never_ran_is_released(side: P2pSchedulerSide) -> None:
     assert side.finish(FakeRequest("r", PROMPT, Produce("t")), ()) == Release()
     plan = side.plan(StepView())
-    assert plan == P2pPlan(voids=["t"]), "somebody may wait for it"
+    assert plan == P2pPlan(drops={"t": ""}), "somebody may wait for it"
     assert not side.has_work()
     side.check()
 
@@ -92,7 +92,7 @@ def test_a_request_that_never_ran_is_released(side: P2pSchedulerSide) -> None:
 def test_who_waits_for_a_prefill_that_was_refused_is_told_unless_another_makes_it(side: P2pSchedulerSide) -> None:
     side.refused("t")
     assert side.has_work()
-    assert side.plan(StepView()) == P2pPlan(voids=["t"])
+    assert side.plan(StepView()) == P2pPlan(drops={"t": ""})
     saves(side, FakeRequest("r", PROMPT, Produce("t")), 0, 18)
     side.refused("t")
     assert not side.has_work()
@@ -108,5 +108,5 @@ def test_what_a_plan_that_failed_was_to_announce_is_not_announced_later(
         with pytest.raises(ZeroDivisionError):
             side.plan(StepView([chunk]))
     assert side.finish(request, tuple(BLOCKS)) == Release()
-    assert side.plan(StepView()) == P2pPlan(voids=["t"])
+    assert side.plan(StepView()) == P2pPlan(drops={"t": ""})
     side.check()

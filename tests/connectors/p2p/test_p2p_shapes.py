@@ -16,8 +16,7 @@ from kvferry.core.errors import ChecksumMismatch, LayoutMismatch, LeaseEnded, Pe
 from kvferry.core.hand_off import Consume, Produce, parse_hand_off
 from kvferry.core.layout import KVLayout
 from kvferry.core.ticket_seal import TicketSealer
-from kvferry.transport.fabric.copying import MEMORY
-from kvferry.transport.fabric.shm import ShmPeer
+from kvferry.transport.fabric.shm import MEMORY, ShmPeer
 from kvferry.transport.fabric.tcp import TcpPeer
 from kvferry.transport.memory import columns
 from support import tickets
@@ -246,8 +245,8 @@ def test_a_load_that_fails_on_one_rank_fails_when_no_other_writes(
     ticket = producer.run(produced(PROMPT)).ticket
 
     def refuse(plan: P2pPlan | None) -> None:
-        for load in plan.loads if plan else ():
-            consumer.workers[1]._arrivals.box.add(Failed(load.request_id, ProtocolError("of this rank alone")))
+        for load in plan.loads.values() if plan else ():
+            consumer.workers[1]._arrivals._report(Failed(load.request_id, ProtocolError("of this rank alone")))
 
     monkeypatch.setattr(consumer.workers[1], "start", refuse)
     decode = consumer.run(consumed(PROMPT, ticket))

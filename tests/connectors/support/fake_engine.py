@@ -23,8 +23,6 @@ from kv_support import Region
 from kvferry.connectors.api import (
     ConnectorContext,
     Failed,
-    HasAddress,
-    HasAddresses,
     Hit,
     Hold,
     Loaded,
@@ -137,10 +135,9 @@ class FakeEngine:
             for region in self.regions:
                 region.close()
             raise
-        if all(isinstance(worker, HasAddress) for worker in self.workers):
-            self.addresses = [worker.address() for worker in self.workers if isinstance(worker, HasAddress)]
-            if isinstance(self.scheduler, HasAddresses):
-                self.scheduler.set_addresses(self.addresses)
+        self.addresses = [address for worker in self.workers if (address := worker.address()) is not None]
+        if self.addresses:
+            self.scheduler.set_addresses(self.addresses)
         self.lost: set[str] = set()
         self.wrongly_announced: list[str] = []
         self._figures: dict[tuple[object, str], float] = {}

@@ -15,14 +15,13 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "transport" / "support"))
 from fake_engine import FakeEngine, FakeRequest
 from kv_support import make_layout
 
-from kvferry.connectors.api import HasAddress
 from kvferry.core.hand_off import Produce
 
 
 def main() -> None:
     extra = json.loads(sys.argv[2])
     engine = FakeEngine(sys.argv[1], make_layout(num_layers=2), "kv_producer", **extra)
-    address = engine.worker.address() if isinstance(engine.worker, HasAddress) else {}
+    address = engine.worker.address() or {}
     sys.stdout.write(json.dumps(address) + "\n")
     sys.stdout.flush()
     while True:

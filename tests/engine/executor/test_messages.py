@@ -76,7 +76,8 @@ def test_messages_arrive_as_they_were(message: Any, ends: tuple[Pipe, Pipe]) -> 
 
 def test_a_plan_arrives_as_it_was() -> None:
     result = PrefillResult(first_token=3, seed=2**62, logprobs=TokenLogprobs(3, -0.5, 1, {3: -0.5, 9: -2.0}))
-    plan = P2pPlan(loads=[Load("r", Ticket(transfer_id="t", prefill_result=result), [1, 2], 0, 9, list(range(9)))])
+    ticket = Ticket(transfer_id="t", prefill_result=result)
+    plan = P2pPlan(loads={"r": Load("r", ticket, [1, 2], 0, 9, list(range(9)))})
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(plan), type=P2pPlan) == plan
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvferry.transport.fabric.copying import SHORT_BYTES, CopyPieces, copier, copy_one_by_one
-from kvferry.transport.fabric.pieces import Pieces
+from kvferry.transport.fabric.shm import SHORT_BYTES, CopyPieces, copier, copy_one_by_one
+from kvferry.transport.memory import Pieces
 
 WAYS = [copy_one_by_one] if copier() is copy_one_by_one else [copy_one_by_one, copier()]
 
@@ -35,7 +35,7 @@ def test_every_piece_arrives_and_nothing_else_changes(copy: CopyPieces, longest:
 
 @pytest.mark.parametrize("environment", [{"KVFERRY_NATIVE": "0"}, {"CXX": "/nowhere/g++"}])
 def test_without_a_compiler_it_goes_in_python(environment: dict[str, str], tmp_path: Path) -> None:
-    code = "from kvferry.transport.fabric.copying import copier, copy_one_by_one\nassert copier() is copy_one_by_one"
+    code = "from kvferry.transport.fabric.shm import copier, copy_one_by_one\nassert copier() is copy_one_by_one"
     own = {"XDG_CACHE_HOME": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path), **environment}
     subprocess.run([sys.executable, "-c", code], env={**os.environ, **own}, check=True, timeout=60)
     assert not list(tmp_path.rglob("*.so"))

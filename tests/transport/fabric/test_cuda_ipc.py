@@ -12,11 +12,10 @@ import pytest
 from kv_support import Region, soon
 
 from kvferry.core.errors import ConfigError, PeerLost, ProtocolError, TransferTimeout
+from kvferry.transport.connection import Identity
 from kvferry.transport.control import Listener
-from kvferry.transport.fabric.base import FabricContext
+from kvferry.transport.fabric.base import FabricContext, build_fabrics
 from kvferry.transport.fabric.cuda_ipc import CudaIpcFabric
-from kvferry.transport.fabric.table import build_fabrics
-from kvferry.transport.wire import Identity
 
 ALLOCATION_OFFSET = 512
 

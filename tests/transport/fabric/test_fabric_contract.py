@@ -10,12 +10,11 @@ from pipe_support import KINDS
 
 from kvferry.core.errors import ConfigError, PeerLost, UnknownName
 from kvferry.testing.fabric import FabricContract, Pair, everything
+from kvferry.transport.connection import Identity
 from kvferry.transport.control import Listener
-from kvferry.transport.fabric.base import FabricContext
-from kvferry.transport.fabric.table import build_fabrics
+from kvferry.transport.fabric.base import FabricContext, build_fabrics
 from kvferry.transport.options import TransportOptions
 from kvferry.transport.tls import ChannelTls
-from kvferry.transport.wire import Identity
 from support.libraries import require_library
 
 

@@ -16,12 +16,11 @@ from kv_support import Node, ProducerProcess, Region, make_layout, no_leftovers,
 
 from kvferry.core.errors import ConfigError, PeerLost, ProtocolError, TransferTimeout
 from kvferry.core.options import read_options
+from kvferry.transport.connection import Identity
 from kvferry.transport.control import Listener
-from kvferry.transport.fabric.base import FabricContext
+from kvferry.transport.fabric.base import FabricContext, build_fabrics
 from kvferry.transport.fabric.mooncake_engine import _has_devices
-from kvferry.transport.fabric.table import build_fabrics
 from kvferry.transport.options import TransportOptions
-from kvferry.transport.wire import Identity
 from support.libraries import MODULES, require_library
 
 

@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.core.errors import ProtocolError
-from kvferry.transport.fabric.pieces import ANYWHERE, join
-from kvferry.transport.memory import Region, RegionMap, columns
+from kvferry.transport.memory import ANYWHERE, Region, RegionMap, columns, join
 
 SIZES = (64, 100, 36)
 

@@ -10,21 +10,18 @@ from kv_support import ProducerProcess, Region, soon, table_for, until
 from pipe_support import KINDS
 
 from kvferry.core.errors import ConfigError, PeerLost, ProtocolError
-from kvferry.transport.connection import Connection
+from kvferry.transport.connection import Connection, Identity
 from kvferry.transport.control import Listener
 from kvferry.transport.fabric import pipe as pipe_fabric
 from kvferry.transport.fabric.base import FabricContext, FabricPeer
-from kvferry.transport.fabric.pieces import Pieces, join
 from kvferry.transport.fabric.pipe import Open, PipeFabric, PipePeer, Pull
 from kvferry.transport.lookup_buffer.base import Source, Want
-from kvferry.transport.lookup_buffer.entries import Ended, EntryBounds
+from kvferry.transport.lookup_buffer.entries import EntryBounds
 from kvferry.transport.lookup_buffer.fabric import FabricLookupBuffer
 from kvferry.transport.lookup_buffer.messages import Part
-from kvferry.transport.memory import BlockMemory
-from kvferry.transport.pipe.base import PipeSender, PipeSettings
+from kvferry.transport.memory import BlockMemory, Pieces, join
+from kvferry.transport.pipe.base import PipeSender, PipeSettings, pipe_kind
 from kvferry.transport.pipe.meeting import PipeServer
-from kvferry.transport.pipe.table import pipe_kind
-from kvferry.transport.wire import Identity
 
 MakeRegion = Callable[..., Region]
 
@@ -65,7 +62,7 @@ async def test_the_last_of_four_is_fetched_first(make_region: MakeRegion, pipe: 
             block_id = "abcd".index(key)
             taken = await consumer.drop_select(Want(key, source, [block_id], soon()))
             assert taken.fabric == ("unix" if pipe == "example" else pipe)
-            assert producer.table.ended() == [Ended(key, "taken")]
+            assert producer.table.ended() == [(key, "taken")]
             assert ours.blocks([block_id]) == theirs.blocks([block_id])
 
 

@@ -7,12 +7,11 @@ from hypothesis import strategies as st
 
 from kvferry.core.layout import KVLayout, LayerLayout
 from kvferry.core.sharding import on_rank, share, sources
-from kvferry.transport.fabric.copying import copy_one_by_one
-from kvferry.transport.fabric.pieces import join
-from kvferry.transport.lookup_buffer.arrival_map import ArrivalMap, head_spans
+from kvferry.transport.fabric.shm import copy_one_by_one
 from kvferry.transport.lookup_buffer.base import Source, Want
 from kvferry.transport.lookup_buffer.messages import Part
-from kvferry.transport.memory import BlockGeometry, LayerPlace, Region, RegionMap
+from kvferry.transport.lookup_buffer.selection import ArrivalMap, head_spans
+from kvferry.transport.memory import BlockGeometry, LayerPlace, Region, RegionMap, join
 
 NUM_BLOCKS = 40
 

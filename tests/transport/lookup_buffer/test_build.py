@@ -15,14 +15,11 @@ from kvferry.connectors.registry import find_connector
 from kvferry.core.errors import ConfigError, UnknownName
 from kvferry.core.names import ExtensionPoint
 from kvferry.core.transfer_config import KVTransferConfig
-from kvferry.transport.fabric.base import Fabric
-from kvferry.transport.fabric.table import FABRICS
-from kvferry.transport.lookup_buffer.base import LookupBuffer, LookupBufferContext
-from kvferry.transport.lookup_buffer.build import LOOKUP_BUFFERS, build_lookup_buffer
+from kvferry.transport.connection import Identity
+from kvferry.transport.fabric.base import FABRICS, Fabric
+from kvferry.transport.lookup_buffer.base import LOOKUP_BUFFERS, LookupBuffer, LookupBufferContext, lookup_buffer_class
 from kvferry.transport.lookup_buffer.fabric import FabricLookupBuffer
-from kvferry.transport.pipe.base import PipeKind
-from kvferry.transport.pipe.table import PIPES
-from kvferry.transport.wire import Identity
+from kvferry.transport.pipe.base import PIPES, PipeKind
 
 MakeRegion = Callable[..., Region]
 
@@ -36,7 +33,7 @@ def build(region: Region, **extra: object) -> LookupBuffer:
     context = LookupBufferContext(
         config, options_of(config), region.memory, identity, "secret", table_for(region.memory)
     )
-    buffer = build_lookup_buffer(context)
+    buffer = lookup_buffer_class(context.settings).build(context)
     buffer.close()
     return buffer
 

@@ -5,9 +5,8 @@ from kv_support import make_layout
 
 from kvferry.core.clock import ManualClock
 from kvferry.core.errors import LeakError
-from kvferry.transport.lookup_buffer.entries import Cursor, Ended, EntryBounds, EntryTable
-from kvferry.transport.lookup_buffer.messages import Announced, Over, Part, Sealed
-from kvferry.transport.lookup_buffer.remembered import MAX_REMEMBERED
+from kvferry.transport.lookup_buffer.entries import MAX_REMEMBERED, Cursor, EntryBounds, EntryTable
+from kvferry.transport.lookup_buffer.messages import News, Part
 from kvferry.transport.memory import BlockGeometry
 
 ALL_LAYERS = 3
@@ -27,55 +26,58 @@ def sealed_table(clock: ManualClock, **bounds: float) -> tuple[EntryTable, int]:
     return table, generation_of(table)
 
 
-def generation_of(table: EntryTable) -> int:
-    return table.changes("k", Cursor())[1].generation
+def generation_of(table: EntryTable, key: str = "k") -> int:
+    cursor = Cursor(key)
+    table.news(cursor)
+    return cursor.generation
 
 
-def test_changes_come_once_and_in_order() -> None:
-    table = make_table()
-    assert table.changes("k", Cursor()) == ([], Cursor())
+def told(table: EntryTable, key: str = "k") -> News | None:
+    """To a consumer that asks only now."""
+    return table.news(Cursor(key))
+
+
+def over(reason: str) -> News:
+    return News(0, -1, over=reason)
+
+
+def test_news_comes_once_and_in_order() -> None:
+    table, cursor = make_table(), Cursor("k")
+    assert table.news(cursor) is None
     table.open("k")
-    changes, cursor = table.changes("k", Cursor())
-    assert changes == [Announced(cursor.generation, [])]
+    assert table.news(cursor) == News(0, cursor.generation)
     table.insert("k", PART)
     table.insert("k", Part(0, 1, 2, [7]))
-    changes, cursor = table.changes("k", cursor)
-    assert changes == [Announced(cursor.generation, [PART, Part(0, 1, 2, [7])])]
-    assert table.changes("k", cursor) == ([], cursor)
+    assert table.news(cursor) == News(0, cursor.generation, [PART, Part(0, 1, 2, [7])])
+    assert table.news(cursor) is None
     table.seal("k", b"meta")
-    changes, cursor = table.changes("k", cursor)
-    assert changes == [Sealed(cursor.generation, b"meta")]
-    assert table.changes("k", cursor) == ([], cursor)
+    assert table.news(cursor) == News(0, cursor.generation, meta=b"meta")
+    assert table.news(cursor) is None
     table.drop("k")
-    changes, cursor = table.changes("k", cursor)
-    assert changes == [Over("dropped")]
-    assert table.changes("k", cursor) == ([], cursor)
+    assert table.news(cursor) == News(0, cursor.generation, over="dropped")
+    assert table.news(cursor) is None
 
 
 def test_long_news_comes_in_pieces() -> None:
-    table = make_table()
+    table, cursor = make_table(), Cursor("k")
     table.open("k")
     for index in range(5):
         table.insert("k", Part(0, 1, index * 60_000, list(range(60_000))))
     table.seal("k", b"")
-    changes, cursor = table.changes("k", Cursor())
-    num_parts = 0
-    while changes:
-        for change in changes:
-            if isinstance(change, Announced):
-                assert sum(len(part.block_ids) for part in change.parts) < 200_000
-                num_parts += len(change.parts)
-            else:
-                assert num_parts == 5
-        changes, cursor = table.changes("k", cursor)
+    num_parts, metas = 0, list[bytes | None]()
+    while (news := table.news(cursor)) is not None:
+        assert sum(len(part.block_ids) for part in news.parts) < 200_000
+        num_parts += len(news.parts)
+        metas.append(news.meta)
     assert num_parts == 5
+    assert metas == [*[None] * (len(metas) - 1), b""], "the seal comes with the last part"
 
 
 def test_a_take_ends_the_key_once() -> None:
     table, generation = sealed_table(ManualClock())
     assert table.take("k", generation)
     assert not table.take("k", generation)
-    assert table.ended() == [Ended("k", "taken")]
+    assert table.ended() == [("k", "taken")]
     assert table.ended() == []
     table.check()
 
@@ -87,7 +89,7 @@ def test_a_key_that_several_take_ends_with_the_last() -> None:
     assert table.take("k", generation, 0, 3)
     assert table.ended() == []
     assert table.take("k", generation, 1, 3)
-    assert table.ended() == [Ended("k", "taken")]
+    assert table.ended() == [("k", "taken")]
     assert not table.take("k", generation, 1, 3)
 
 
@@ -97,7 +99,7 @@ def test_a_taker_that_never_comes_is_bounded_by_the_lease() -> None:
     assert table.take("k", generation, 0, 2)
     clock.advance(10)
     table.expire()
-    assert table.ended() == [Ended("k", "expired")]
+    assert table.ended() == [("k", "expired")]
     assert not table.take("k", generation, 1, 2)
 
 
@@ -117,9 +119,8 @@ def test_a_key_may_have_a_lease_of_its_own_length() -> None:
     clock = ManualClock()
     table = make_table(clock, lease_s=10)
     table.open("k")
-    table.set_lease("k", 100)
-    table.set_lease("another", 100)
-    table.seal("k", b"meta")
+    table.seal("k", b"meta", 100)
+    table.seal("another", b"meta", 100)
     clock.advance(99)
     table.renew("k")
     clock.advance(99)
@@ -127,7 +128,7 @@ def test_a_key_may_have_a_lease_of_its_own_length() -> None:
     assert table.ended() == []
     clock.advance(1)
     table.expire()
-    assert table.ended() == [Ended("k", "expired")]
+    assert table.ended() == [("k", "expired")]
 
 
 def test_only_a_sealed_key_can_be_taken() -> None:
@@ -142,18 +143,17 @@ def test_after_a_drop_no_take_is_acknowledged() -> None:
     table, generation = sealed_table(ManualClock())
     table.drop("k")
     assert not table.take("k", generation)
-    assert table.ended() == [Ended("k", "dropped")]
+    assert table.ended() == [("k", "dropped")]
 
 
 def test_after_a_reset_only_the_new_parts_can_be_taken() -> None:
     table = make_table()
     table.open("k")
     table.insert("k", PART)
-    old = generation_of(table)
-    changes, cursor = table.changes("k", Cursor())
+    old, cursor = generation_of(table), Cursor("k")
+    table.news(cursor)
     table.reset("k")
-    changes, cursor = table.changes("k", cursor)
-    assert changes == [Announced(cursor.generation, [])]
+    assert table.news(cursor) == News(0, cursor.generation)
     assert cursor.generation != old
     table.insert("k", PART)
     table.seal("k", b"")
@@ -172,9 +172,9 @@ def test_the_lease_runs_from_the_seal_and_is_renewed() -> None:
     assert table.ended() == []
     clock.advance(1)
     assert not table.take("k", generation), "over at this very moment, though nobody has looked yet"
-    assert table.ended() == [Ended("k", "expired")]
+    assert table.ended() == [("k", "expired")]
     table.renew("k")
-    assert table.changes("k", Cursor())[0] == [Over("expired")]
+    assert told(table) == over("expired")
 
 
 def test_a_key_whose_producer_stands_still_expires() -> None:
@@ -188,7 +188,7 @@ def test_a_key_whose_producer_stands_still_expires() -> None:
     table.expire()
     assert not table.insert("k", PART)
     table.seal("k", b"")
-    assert table.ended() == [Ended("k", "expired")]
+    assert table.ended() == [("k", "expired")]
     table.check()
 
 
@@ -198,7 +198,7 @@ def test_bounds_are_looked_at_when_a_key_begins() -> None:
     assert table.insert("a", PART)
     assert table.insert("a", Part(0, ALL_LAYERS, 2, [6])), "what has begun may grow"
     assert not table.open("b")
-    assert table.changes("b", Cursor())[0] == [Over("full")]
+    assert told(table, "b") == over("full")
     table.drop("a")
     assert table.open("b")
     assert table.open("c")
@@ -221,7 +221,7 @@ def test_a_release_before_the_beginning_ends_the_key_at_once() -> None:
     assert not table.release("k")
     assert table.open("k")
     assert not table.insert("k", PART)
-    assert table.ended() == [Ended("k", "released")]
+    assert table.ended() == [("k", "released")]
     assert table.open("k"), "it held for one beginning"
     table.drop("k")
 
@@ -229,12 +229,12 @@ def test_a_release_before_the_beginning_ends_the_key_at_once() -> None:
 def test_a_key_that_was_dropped_before_it_began_may_begin_later() -> None:
     table = make_table()
     table.drop("k")
-    assert table.changes("k", Cursor())[0] == [Over("dropped")]
+    assert told(table) == over("dropped")
     assert table.ended() == []
     assert table.open("k")
     assert table.insert("k", PART)
     table.drop("k")
-    assert table.ended() == [Ended("k", "dropped")]
+    assert table.ended() == [("k", "dropped")]
 
 
 def test_a_release_is_of_the_request_that_does_not_begin() -> None:
@@ -254,9 +254,9 @@ def test_what_is_remembered_has_an_age() -> None:
     table.drop("dropped")
     clock.advance(299)
     table.release("later")
-    assert table.changes("dropped", Cursor())[0] == [Over("dropped")]
+    assert told(table, "dropped") == over("dropped")
     clock.advance(1)
-    assert table.changes("dropped", Cursor())[0] == []
+    assert told(table, "dropped") is None
     assert table.open("unwanted")
     assert table.insert("unwanted", PART)
     assert table.open("later")
@@ -269,7 +269,7 @@ def test_why_a_key_is_over_is_said_once() -> None:
     assert table.take("k", generation)
     table.drop("k")
     assert not table.release("k")
-    assert table.changes("k", Cursor())[0] == [Over("taken")]
+    assert told(table) == over("taken")
 
 
 def test_a_released_key_is_not_taken() -> None:
@@ -277,7 +277,7 @@ def test_a_released_key_is_not_taken() -> None:
     assert table.release("k")
     assert not table.release("k")
     assert not table.take("k", generation)
-    assert table.ended() == [Ended("k", "released")]
+    assert table.ended() == [("k", "released")]
 
 
 def test_a_take_and_a_drop_never_both_succeed() -> None:
@@ -287,7 +287,7 @@ def test_a_take_and_a_drop_never_both_succeed() -> None:
     for key in keys:
         table.open(key)
         table.seal(key, b"")
-        generations[key] = table.changes(key, Cursor())[1].generation
+        generations[key] = generation_of(table, key)
 
     def take_all() -> None:
         takes.update(key for key in keys if table.take(key, generations[key]))
@@ -297,7 +297,7 @@ def test_a_take_and_a_drop_never_both_succeed() -> None:
     for key in reversed(keys):
         table.drop(key)
     taker.join()
-    ended = {ended.key: ended.reason for ended in table.ended()}
+    ended = dict(table.ended())
     assert len(ended) == len(keys)
     assert takes == {key for key, reason in ended.items() if reason == "taken"}
 
@@ -309,8 +309,8 @@ def test_what_is_remembered_is_bounded() -> None:
         table.drop(f"k{index}")
         table.ended()
         table.release(f"unknown{index}")
-    assert table.changes("k0", Cursor())[0] == []
-    assert table.changes(f"k{MAX_REMEMBERED}", Cursor())[0] == [Over("dropped")]
+    assert told(table, "k0") is None
+    assert told(table, f"k{MAX_REMEMBERED}") == over("dropped")
 
 
 def test_check_names_what_is_left() -> None:

@@ -6,33 +6,28 @@ from contextlib import asynccontextmanager
 
 import pytest
 from kv_support import ProducerProcess, Region, soon, table_for, until
+from msgspec.structs import replace
 
 from kvferry.core.clock import Clock, ManualClock
 from kvferry.core.errors import AuthenticationFailed, ConfigError, LayoutMismatch, LeaseEnded, PeerLost, ProtocolError
-from kvferry.transport.connection import Connection
+from kvferry.transport.connection import Connection, Identity
 from kvferry.transport.control import Listener
-from kvferry.transport.fabric.base import FabricContext, FabricPeer
+from kvferry.transport.fabric.base import FabricContext, FabricPeer, build_fabrics
 from kvferry.transport.fabric.shm import ShmFabric
-from kvferry.transport.fabric.table import build_fabrics
 from kvferry.transport.lookup_buffer.base import Source, Want
-from kvferry.transport.lookup_buffer.entries import Cursor, Ended, EntryBounds, EntryTable
+from kvferry.transport.lookup_buffer.entries import Cursor, EntryBounds, EntryTable
 from kvferry.transport.lookup_buffer.fabric import FabricLookupBuffer
 from kvferry.transport.lookup_buffer.messages import (
     PURPOSE,
-    Announced,
     FromConsumer,
     News,
     Offer,
-    Over,
     Part,
-    Sealed,
     Select,
     Take,
-    TakeAnswer,
 )
 from kvferry.transport.memory import Span
 from kvferry.transport.options import TransportOptions
-from kvferry.transport.wire import Identity
 
 ALL = Part(0, 3, 0, [4])
 
@@ -199,7 +194,7 @@ async def test_a_release_is_of_its_own_instance_where_another_reads_the_key(
                 await fetching
         else:
             await first.release("another", source, deadline=soon())
-            await until(lambda: producer.table.changes("another", Cursor())[0] == [Over("released")])
+            await until(lambda: producer.table.news(Cursor("another")) == News(0, -1, over="released"))
             producer.table.seal("k", b"meta")
             assert (await fetching).meta == b"meta"
         await until(lambda: producer.table.ended() != [])
@@ -220,7 +215,7 @@ async def test_the_fence_a_drop_while_the_consumer_reads(make_region: Callable[.
         gate.set()
         with pytest.raises(LeaseEnded):
             await fetching
-        assert producer.table.ended() == [Ended("k", "dropped")]
+        assert producer.table.ended() == [("k", "dropped")]
 
 
 async def test_the_fence_a_reset_while_the_consumer_reads(make_region: Callable[..., Region]) -> None:
@@ -253,7 +248,7 @@ async def test_the_fence_a_lease_that_ends_while_the_consumer_reads(make_region:
         offer(producer, "k")
         await reading.wait()
         producer.table._entries["k"].deadline = 0.0
-        assert producer.table.ended() == [Ended("k", "expired")]
+        assert producer.table.ended() == [("k", "expired")]
         theirs.fill(66)
         gate.set()
         with pytest.raises(LeaseEnded, match="lease"):
@@ -275,9 +270,9 @@ async def test_a_key_is_kept_alive_without_being_read(make_region: Callable[...,
         assert producer.table.ended() == []
         keeping.cancel()
         await asyncio.gather(keeping, return_exceptions=True)
-        ended: list[Ended] = []
+        ended: list[tuple[str, str]] = []
         await until(lambda: bool(ended.extend(producer.table.ended()) or ended))
-        assert ended == [Ended("k", "expired")]
+        assert ended == [("k", "expired")]
         assert (ours.bytes == before).all()
 
 
@@ -338,13 +333,13 @@ async def test_the_consumer_s_connection_breaks_before_the_take(make_region: Cal
 
 
 LIES = {
-    "blocks outside of its memory": [Announced(1, [Part(0, 3, 0, [16])])],
-    "negative blocks": [Announced(1, [Part(0, 3, 0, [-1])])],
-    "layers that do not exist": [Announced(1, [Part(2, 2, 0, [1])])],
-    "negative layers": [Announced(1, [Part(-1, 2, 0, [1])])],
-    "no layers": [Announced(1, [Part(0, 0, 0, [1])])],
-    "blocks before the first": [Announced(1, [Part(0, 3, -1, [1, 2])])],
-    "a seal without parts": [Announced(1, []), Sealed(1, b"")],
+    "blocks outside of its memory": News(0, 1, [Part(0, 3, 0, [16])]),
+    "negative blocks": News(0, 1, [Part(0, 3, 0, [-1])]),
+    "layers that do not exist": News(0, 1, [Part(2, 2, 0, [1])]),
+    "negative layers": News(0, 1, [Part(-1, 2, 0, [1])]),
+    "no layers": News(0, 1, [Part(0, 0, 0, [1])]),
+    "blocks before the first": News(0, 1, [Part(0, 3, -1, [1, 2])]),
+    "a seal without parts": News(0, 1, meta=b""),
 }
 
 
@@ -359,9 +354,9 @@ async def test_a_producer_that_lies_is_not_believed(make_region: Callable[..., R
             Offer(theirs.memory.num_blocks, theirs.memory.geometry.places, 30.0, {"shm": shm.describe()})
         )
         select: Select = await connection.receive(FromConsumer)
-        await connection.send(News(99, []))
-        await connection.send(TakeAnswer(select.select_id, 7, True))
-        await connection.send(News(select.select_id, LIES[lie]))
+        await connection.send(News(99, 1))
+        await connection.send(News(select.select_id, 7, held=True))
+        await connection.send(replace(LIES[lie], select_id=select.select_id))
         while True:
             assert not isinstance(await connection.receive(FromConsumer), Take)
 

@@ -14,9 +14,9 @@ from kv_support import make_layout, soon
 from pipe_support import CAPACITY, KINDS, TOKEN, serving
 
 from kvferry.core.errors import KvferryError, PeerLost, ProtocolError, TransferTimeout
-from kvferry.transport.connection import Connection
+from kvferry.transport.connection import Connection, Identity, Message, decode_frame, encode_frame
 from kvferry.transport.control import dial
-from kvferry.transport.pipe.base import PipeReceiver, PipeSender, PipeSettings
+from kvferry.transport.pipe.base import PipeReceiver, PipeSender, PipeSettings, pipe_kind
 from kvferry.transport.pipe.messages import (
     MAX_MESSAGE_BYTES,
     Formed,
@@ -26,9 +26,7 @@ from kvferry.transport.pipe.messages import (
     Ready,
     TensorHeader,
 )
-from kvferry.transport.pipe.table import pipe_kind
 from kvferry.transport.pipe.tensors import DTYPES, num_bytes_of, shaped
-from kvferry.transport.wire import Identity, Message, decode_frame, encode_frame
 
 SETTINGS = PipeSettings(capacity_bytes=CAPACITY, max_tensor_bytes=16 * CAPACITY)
 BAD_HEADERS = {

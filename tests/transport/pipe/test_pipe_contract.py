@@ -9,9 +9,8 @@ from pipe_support import CAPACITY, KINDS
 
 from kvferry.core.errors import UnknownName
 from kvferry.testing.pipe import Ends, PipeContract, PipeEnds, fill
-from kvferry.transport.pipe.base import PipeSettings
+from kvferry.transport.pipe.base import PipeSettings, pipe_kind
 from kvferry.transport.pipe.memory import memory_pipe
-from kvferry.transport.pipe.table import pipe_kind
 
 
 class TestMemoryPipe(PipeEnds):

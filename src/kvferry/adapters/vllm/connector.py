@@ -36,7 +36,7 @@ from kvferry.adapters.vllm.pool import SharedAllocation
 from kvferry.adapters.vllm.scheduler_half import SchedulerHalf
 from kvferry.adapters.vllm.settings import publishes_events, read_settings
 from kvferry.adapters.vllm.worker_half import StepResults, WorkerHalf
-from kvferry.connectors.api import ConnectorContext, HasAddresses
+from kvferry.connectors.api import ConnectorContext
 from kvferry.connectors.registry import find_connector
 from kvferry.core.errors import ConfigError, ConnectorLost
 
@@ -152,7 +152,7 @@ class KvferryConnector(KVConnectorBase_V1):
         context = ConnectorContext(self._settings.transfer, facts[0].layout, self._settings.auth_token)
         side = find_connector(self._settings.transfer).build_scheduler_side(context)
         addresses = [fact.address for fact in facts if fact.address is not None]
-        if addresses and isinstance(side, HasAddresses):
+        if addresses:
             side.set_addresses(addresses)
         partition = Partition(self._shape.windows, self._shape.block_size)
         with_events = publishes_events(self._vllm_config)

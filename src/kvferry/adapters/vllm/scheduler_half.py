@@ -28,7 +28,6 @@ from kvferry.adapters.vllm.requests import RequestAdapter
 from kvferry.adapters.vllm.settings import AdapterSettings
 from kvferry.connectors.api import (
     Failed,
-    HasStore,
     Hit,
     Hold,
     Loaded,
@@ -86,7 +85,7 @@ class SchedulerHalf:
     ) -> None:
         self.side = side
         self.events: VllmBlockEvents | None = None
-        if with_events and isinstance(side, HasStore):
+        if with_events:
             self.events = VllmBlockEvents(layout.block_size, layout.tp_size)
         self._settings, self._layout, self._partition, self._pins = settings, layout, partition, pins
         self._idle = idle or IdlePause().user("")
@@ -228,7 +227,7 @@ class SchedulerHalf:
 
     def _expect_events(self, plan: StepPlan | None) -> None:
         """Of what the plan wants stored."""
-        if self.events is not None and isinstance(self.side, HasStore):
+        if self.events is not None:
             for name, hashes in self.side.saves(plan):
                 self.events.saving(self._requests[name].view, hashes)
 

@@ -32,8 +32,6 @@ from kvferry.adapters.vllm.settings import AdapterSettings, publishes_events
 from kvferry.connectors.api import (
     ConnectorContext,
     Failed,
-    HasAddress,
-    HasStoreEvents,
     Loaded,
     Prefilled,
     Released,
@@ -96,7 +94,7 @@ class WorkerHalf:
         self._step_loads: dict[str, list[int]] = {}
         self._device: Device = Host()
         self._segment: pool.PooledSegment | None = None
-        self._events: HasStoreEvents | None = None
+        self._events: WorkerSide[StepPlan] | None = None
         self.side: WorkerSide[StepPlan] | None = None
         self.facts: WorkerFacts
 
@@ -117,11 +115,11 @@ class WorkerHalf:
         context = ConnectorContext(self._settings.transfer, layout, self._settings.auth_token, saves_are_complete=True)
         side = find_connector(self._settings.transfer).build_worker_side(context)
         side.register(memory)
-        if publishes_events(vllm_config) and isinstance(side, HasStoreEvents):
+        if publishes_events(vllm_config):
             side.watch_store()
             self._events = side
         self.side = side
-        self.facts = WorkerFacts(layout, side.address() if isinstance(side, HasAddress) else None)
+        self.facts = WorkerFacts(layout, side.address())
         log.info(
             "%s: %d blocks of %d bytes in %s, %s",
             self._settings.transfer.kv_connector,

@@ -16,7 +16,7 @@ from concurrent.futures import Future
 
 from kvferry.connectors.api import Failed, Loaded, Prefilled, Released
 from kvferry.connectors.kv_store.plan import LoadBlocks
-from kvferry.connectors.reports import ReportBox
+from kvferry.connectors.kv_store.reports import ReportBox
 from kvferry.core.errors import KvferryError, StoreError, TransferTimeout
 from kvferry.store.base import KVStore, Read
 from kvferry.store.copying import copy_bytes

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from kvferry.connectors.kv_store.markers import Marker, Markers
 from kvferry.connectors.kv_store.plan import FinishedRequest
-from kvferry.connectors.reports import StoreEventBox
+from kvferry.connectors.kv_store.reports import StoreEventBox
 from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.core.errors import KvferryError
 from kvferry.store.base import Block, KVStore, Put

@@ -22,11 +22,7 @@ from kvferry.connectors.api import (
     ConnectorContext,
     Failed,
     Finish,
-    HasAddresses,
-    HasAddressSeal,
     HasAnswer,
-    HasRefusals,
-    HasStore,
     Hit,
     Hold,
     Match,
@@ -105,17 +101,12 @@ class MultiSchedulerSide(SchedulerSide[MultiPlan]):
 
     gauges = child_gauges(ConnectorSpec.scheduler_class)
 
-    def __new__(cls, context: ConnectorContext) -> MultiSchedulerSide:
-        """One with addresses where one of the connectors has them."""
-        with_addresses = any(hasattr(spec.scheduler_class(), "set_addresses") for spec, _ in read_children(context))
-        return super().__new__(_ReachableSchedulerSide if with_addresses else cls)
-
     def __init__(self, context: ConnectorContext) -> None:
         super().__init__(context)
         self._clock = context.clock
         self._children = [spec.build_scheduler_side(own) for spec, own in read_children(context)]
-        reachable = (index for index, child in enumerate(self._children) if isinstance(child, HasAddresses))
-        self._hands_off = next(reachable, 0)
+        self.hands_off = any(child.hands_off for child in self._children)
+        self._hands_off = next((index for index, child in enumerate(self._children) if child.hands_off), 0)
         self._chosen: dict[str, int] = {}
         self._loads: dict[str, int] = {}
         self._holds: dict[str, list[int]] = {}
@@ -203,7 +194,7 @@ class MultiSchedulerSide(SchedulerSide[MultiPlan]):
         """Of all that keep blocks."""
         found: list[tuple[str, Sequence[BlockHash]]] = []
         for child, part in zip(self._children, plan.plans if plan is not None else (), strict=False):
-            if part is not None and isinstance(child, HasStore):
+            if part is not None:
                 found += child.saves(part)
         return found
 
@@ -254,9 +245,15 @@ class MultiSchedulerSide(SchedulerSide[MultiPlan]):
 
     def refused(self, transfer_id: str) -> None:
         """Of the one that hands off."""
-        child = self._children[self._hands_off]
-        if isinstance(child, HasRefusals):
-            child.refused(transfer_id)
+        self._children[self._hands_off].refused(transfer_id)
+
+    def set_addresses(self, addresses: Sequence[dict[str, Any]]) -> None:
+        """Of that one's ranks."""
+        self._children[self._hands_off].set_addresses(addresses)
+
+    def address_seal(self) -> str:
+        """Of that one."""
+        return self._children[self._hands_off].address_seal()
 
     def reset_cache(self) -> bool:
         """All of them."""
@@ -298,18 +295,3 @@ class MultiSchedulerSide(SchedulerSide[MultiPlan]):
         except Exception:
             log.exception("connector %d of several failed; the others go on without it", index)
             return otherwise
-
-
-class _ReachableSchedulerSide(MultiSchedulerSide):
-    """Where one of the connectors has addresses."""
-
-    def set_addresses(self, addresses: Sequence[dict[str, Any]]) -> None:
-        """Of that one's ranks."""
-        child = self._children[self._hands_off]
-        if isinstance(child, HasAddresses):
-            child.set_addresses(addresses)
-
-    def address_seal(self) -> str:
-        """Of that one."""
-        child = self._children[self._hands_off]
-        return child.address_seal() if isinstance(child, HasAddressSeal) else ""

@@ -17,8 +17,6 @@ import msgspec
 from kvferry.connectors.api import (
     ConnectorContext,
     Failed,
-    HasAddress,
-    HasStoreEvents,
     Loaded,
     Released,
     StepPlan,
@@ -45,18 +43,13 @@ class MultiWorkerSide(WorkerSide[MultiPlan]):
     plan_type = MultiPlan
     gauges = child_gauges(ConnectorSpec.worker_class)
 
-    def __new__(cls, context: ConnectorContext) -> MultiWorkerSide:
-        """One with an address where one of the connectors has one."""
-        reachable = any(hasattr(spec.worker_class(), "address") for spec, _ in read_children(context))
-        return super().__new__(_ReachableWorkerSide if reachable else cls)
-
     def __init__(self, context: ConnectorContext) -> None:
         super().__init__(context)
         self._children = [spec.build_worker_side(own) for spec, own in read_children(context)]
         if context.layout.tp_size > 1 and any(child.plan_type is None for child in self._children):
             raise ConfigError("one of the connectors of MultiConnector works on one rank only")
-        reachable = (index for index, child in enumerate(self._children) if isinstance(child, HasAddress))
-        self._hands_off = next(reachable, None)
+        self._hands_off = next((index for index, child in enumerate(self._children) if child.hands_off), None)
+        self.hands_off = self._hands_off is not None
         self._lost: set[int] = set()
         self._closing: dict[int, threading.Thread] = {}
         """Those that are lost, until nothing of them touches blocks any more."""
@@ -176,6 +169,10 @@ class MultiWorkerSide(WorkerSide[MultiPlan]):
             self._loads.pop(request_id, None)
             self._reports.append(Released(request_id))
 
+    def address(self) -> dict[str, Any] | None:
+        """Of the one that hands off."""
+        return None if self._hands_off is None else self._children[self._hands_off].address()
+
     def on_report(self, wake: Callable[[], None]) -> None:
         """From any of them, and when one that was lost is closed."""
         self._wake = wake
@@ -187,18 +184,16 @@ class MultiWorkerSide(WorkerSide[MultiPlan]):
     def watch_store(self) -> None:
         """All that have a store."""
         for child in self._children:
-            if isinstance(child, HasStoreEvents):
-                child.watch_store()
+            child.watch_store()
 
     def store_events(self) -> StoreEvents:
         """Of all that have a store."""
         events = StoreEvents()
         for child in self._children:
-            if isinstance(child, HasStoreEvents):
-                more = child.store_events()
-                events.stored += more.stored
-                events.dropped += more.dropped
-                events.changes += more.changes
+            more = child.store_events()
+            events.stored += more.stored
+            events.dropped += more.dropped
+            events.changes += more.changes
         return events
 
     def statistics(self) -> dict[str, float]:
@@ -262,14 +257,6 @@ class MultiWorkerSide(WorkerSide[MultiPlan]):
     def _give_up(self, request_id: str, index: int) -> None:
         del self._loads[request_id]
         self._reports.append(Failed(request_id, ChildLost(f"connector {index} of several is lost")))
-
-
-class _ReachableWorkerSide(MultiWorkerSide):
-    """Where one of the connectors has an address."""
-
-    def address(self) -> dict[str, Any]:
-        """Of the first that has one."""
-        return next(child.address() for child in self._children if isinstance(child, HasAddress))
 
 
 def _withdraw(part: Any, child: WorkerSide[StepPlan]) -> None:

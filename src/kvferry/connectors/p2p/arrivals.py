@@ -1,36 +1,36 @@
 """The consumer's half of the worker side: fetches hand-offs, and reports how each ended.
 
-Owns the tasks of loads and of tickets that wait to be loaded, which live on the transfer loop, and the box in which
-they report. A rank fetches its own share from each of the producer's ranks that has some of it (`core.sharding`).
+Owns the tasks of loads and of tickets that wait to be loaded, which live on the transfer loop, and what they report. A
+rank fetches its own share from each of the producer's ranks that has some of it (`core.sharding`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
+from typing import Any
 
 import msgspec
 
-from kvferry.connectors.api import Failed, Loaded, Prefilled, Released, TransferReport
-from kvferry.connectors.p2p.plan import HandOffMeta, Load, P2pPlan, Wait, decode_meta
-from kvferry.connectors.reports import ReportBox
+from kvferry.connectors.api import Failed, Loaded, Prefilled, Released, TransferEvent, TransferReport
+from kvferry.connectors.p2p.plan import HandOffMeta, Load, P2pPlan, decode_meta
 from kvferry.core.errors import KvferryError, LeaseEnded, PeerLost, ProtocolError
 from kvferry.core.hand_off import PrefillResult, Ticket, common_prefix
 from kvferry.core.layout import KVLayout
 from kvferry.core.sharding import orphans, sources
 from kvferry.transport.lookup_buffer.base import LookupBuffer, Source, Taken, Want, ignore
-from kvferry.transport.tasks import call_contained, contained, first_error, translated
+from kvferry.transport.transfer_loop import call_contained, contained, first_error, translated
 
 log = logging.getLogger(__name__)
 RELEASE_S = 5.0
 
 
 class Arrivals:
-    """`begin` runs on the transfer loop, while `run` does.
+    """`begin` runs on the transfer loop, while `run` does; `take_report` on any thread.
 
     `timeout_s` bounds each load. `keep_lease_on_failure`: another instance may try the ticket after us.
     """
@@ -40,49 +40,53 @@ class Arrivals:
     ) -> None:
         self._buffer, self._layout = buffer, layout
         self._timeout_s, self._keep = timeout_s, keep_lease_on_failure
-        self.box = ReportBox()
+        self.wake: Callable[[], None] = lambda: None
+        """Called when there is something new to report."""
+        self.started = asyncio.Event()
+        self._events: deque[TransferEvent] = deque()
         self._tasks: dict[str, asyncio.Task[TransferReport]] = {}
         self._waits: dict[str, list[asyncio.Task[None]]] = {}
         self._cancelled: set[str] = set()
-        self._group: asyncio.TaskGroup
-        self._open = False
-        self._started = asyncio.Event()
+        self._group: asyncio.TaskGroup | None = None
         self._failures: Counter[str] = Counter()
-
-    async def started(self) -> None:
-        """Wait until `run` has begun."""
-        await self._started.wait()
 
     async def run(self) -> None:
         """Keep the tasks until cancelled."""
         async with asyncio.TaskGroup() as self._group:
-            self._open = True
-            self._started.set()
+            self.started.set()
             try:
                 await asyncio.Event().wait()
             finally:
-                self._open = False
+                self._group = None
+
+    def take_report(self) -> TransferReport:
+        """What happened since the last call."""
+        return [self._events.popleft() for _ in range(len(self._events))]
+
+    def _report(self, *events: TransferEvent) -> None:
+        self._events.extend(events)
+        self.wake()
 
     # On the loop.
 
     def begin(self, plan: P2pPlan) -> None:
         """Do the consumer's part of a plan. What goes wrong with one request goes wrong with no other."""
         for request_id in plan.cancels:
-            end, otherwise = partial(self.cancel, request_id), partial(self._not_cancelled, request_id)
+            end, otherwise = partial(self._cancel, request_id), partial(self._not_cancelled, request_id)
             call_contained(end, f"the end of request {request_id}", otherwise)
-        for wait in plan.waits:
-            self._change_lease(self.wait, wait)
-        for load in plan.loads:
-            start, otherwise = partial(self.start_load, load), partial(self._failed, load.request_id)
+        for request_id, ticket in plan.waits.items():
+            self._change_lease(self._wait, request_id, ticket)
+        for load in plan.loads.values():
+            start, otherwise = partial(self._start, load), partial(self._failed, load.request_id)
             call_contained(start, f"a load of request {load.request_id}", otherwise)
-        for wait in plan.unwanted:
-            self._change_lease(self.give_up, wait)
+        for request_id, ticket in plan.unwanted.items():
+            self._change_lease(self._give_up, request_id, ticket)
 
-    def cancel(self, request_id: str) -> None:
+    def _cancel(self, request_id: str) -> None:
         """Stop a load; its request is reported `Released` when nothing more is written, also if it has ended."""
         task = self._tasks.get(request_id)
         if task is None:
-            self.box.add(Released(request_id))
+            self._report(Released(request_id))
         else:
             self._cancelled.add(request_id)
             task.cancel()
@@ -92,33 +96,12 @@ class Arrivals:
         if request_id in self._tasks:
             self._cancelled.add(request_id)
         else:
-            self.box.add(Released(request_id))
+            self._report(Released(request_id))
 
-    def _change_lease(self, act: Callable[[Wait], None], wait: Wait) -> None:
-        """Where that goes wrong the lease is kept alive no more, and ends by its time. Nothing is reported: no load has
-        begun, and one that still comes says itself how it ended."""
-        request_id = wait.request_id
-        call_contained(
-            partial(act, wait), f"the lease of request {request_id}", lambda _: self._stop_waiting(request_id)
-        )
-
-    def wait(self, wait: Wait) -> None:
-        """Until the ticket is loaded or given up."""
-        ticket = wait.ticket
-        self._waits[wait.request_id] = [
-            self._create_task(partial(self._keep_lease, ticket, rank), f"keep {ticket.transfer_id}")
-            for rank in self._own_ranks(ticket)
-        ]
-
-    def give_up(self, wait: Wait) -> None:
-        """Tell the producer that nobody will fetch this ticket."""
-        self._stop_waiting(wait.request_id)
-        self._release(wait.ticket, self._own_ranks(wait.ticket))
-
-    def start_load(self, load: Load) -> None:
+    def _start(self, load: Load) -> None:
         """Begin to fetch; from now on that keeps the lease alive."""
         self._stop_waiting(load.request_id)
-        task = self._group.create_task(self._load(load), name=f"load {load.request_id}")
+        task = self._create_task(self._load(load), f"load {load.request_id}")
         self._tasks[load.request_id] = task
         task.add_done_callback(partial(self._ended, load))
 
@@ -126,40 +109,59 @@ class Arrivals:
         """Unless it has a task, whose end is reported as usual."""
         self._stop_waiting(request_id)
         if request_id not in self._tasks:
-            self.box.add(Failed(request_id, translated(error)))
+            self._report(Failed(request_id, translated(error)))
 
-    def _create_task(self, job: Callable[[], Awaitable[None]], name: str) -> asyncio.Task[None]:
-        return self._group.create_task(contained(job, name), name=name)
+    def _create_task(self, job: Coroutine[Any, Any, Any], name: str) -> asyncio.Task[Any]:
+        assert self._group is not None, "begin is called while run runs"
+        return self._group.create_task(job, name=name)
 
     # Leases.
+
+    def _change_lease(self, act: Callable[[str, Ticket], None], request_id: str, ticket: Ticket) -> None:
+        """Where that goes wrong the lease is kept alive no more, and ends by its time. Nothing is reported: no load has
+        begun, and one that still comes says itself how it ended."""
+        otherwise = partial(self._stop_waiting, request_id)
+        call_contained(partial(act, request_id, ticket), f"the lease of request {request_id}", lambda _: otherwise())
+
+    def _wait(self, request_id: str, ticket: Ticket) -> None:
+        """Keep the lease alive until the ticket is loaded or given up."""
+        self._waits[request_id] = self._each_rank(ticket, self._own_ranks(ticket), "keep", self._buffer.keep)
+
+    def _give_up(self, request_id: str, ticket: Ticket) -> None:
+        """Tell the producer that nobody will fetch this ticket."""
+        self._stop_waiting(request_id)
+        self._release(ticket, self._own_ranks(ticket))
+
+    def _stop_waiting(self, request_id: str) -> None:
+        for task in self._waits.pop(request_id, ()):
+            task.cancel()
+
+    def _release(self, ticket: Ticket, ranks: Iterable[int]) -> None:
+        if self._group is not None:
+            deadline = asyncio.get_running_loop().time() + RELEASE_S
+            self._each_rank(ticket, ranks, "release", partial(self._buffer.release, deadline=deadline))
+
+    def _each_rank(
+        self, ticket: Ticket, ranks: Iterable[int], what: str, act: Callable[[str, Source], Coroutine[Any, Any, None]]
+    ) -> list[asyncio.Task[None]]:
+        """A task for each of the producer's ranks; what becomes of it is nobody's."""
+
+        async def one(rank: int) -> None:
+            try:
+                await act(ticket.transfer_id, _source(ticket, rank))
+            except (
+                KvferryError
+            ) as error:  # the load, when it comes, meets the same and says so; leases end by themselves
+                log.info("could not %s hand-off %s: %s", what, ticket.transfer_id, error)
+
+        name = f"{what} {ticket.transfer_id}"
+        return [self._create_task(contained(partial(one, rank), name), name) for rank in ranks]
 
     def _own_ranks(self, ticket: Ticket) -> Sequence[int]:
         """The producer's ranks that are ours to speak to when nothing is known of its layout. Together, our ranks
         reach all of them."""
         ours, theirs = self._layout.tp_size, ticket.tp_size
         return sorted({self._layout.tp_rank * theirs // ours, *range(self._layout.tp_rank, theirs, ours)})
-
-    async def _keep_lease(self, ticket: Ticket, rank: int) -> None:
-        try:
-            await self._buffer.keep(ticket.transfer_id, _source(ticket, rank))
-        except KvferryError as error:  # the load, when it comes, meets the same and says so
-            log.info("hand-off %s waits without its producer: %s", ticket.transfer_id, error)
-
-    def _stop_waiting(self, request_id: str) -> None:
-        for task in self._waits.pop(request_id, ()):
-            task.cancel()
-
-    def _release(self, ticket: Ticket, ranks: Sequence[int]) -> None:
-        for rank in ranks:
-            if self._open:
-                self._create_task(partial(self._release_one, ticket, rank), f"release {ticket.transfer_id}")
-
-    async def _release_one(self, ticket: Ticket, rank: int) -> None:
-        deadline = asyncio.get_running_loop().time() + RELEASE_S
-        try:
-            await self._buffer.release(ticket.transfer_id, _source(ticket, rank), deadline=deadline)
-        except KvferryError as error:  # the producer's lease ends by itself
-            log.info("could not release hand-off %s: %s", ticket.transfer_id, error)
 
     # Loads.
 
@@ -168,7 +170,7 @@ class Arrivals:
         ranks = self._own_ranks(load.ticket)
         try:
             ranks, unread = await self._sources(load.ticket, deadline)
-            report = self._judge(load, await self._fetch(load, ranks, deadline))
+            report = _judge(load, await self._fetch(load, ranks, deadline))
             self._release(load.ticket, unread)
             return report
         except Exception as unexpected:  # the edge between this load and all others
@@ -176,7 +178,7 @@ class Arrivals:
             log.warning("request %s: hand-off not loaded: %s", load.request_id, error, exc_info=error is not unexpected)
             self._failures[type(error).__name__] += 1
             if not self._keep and not isinstance(error, LeaseEnded | PeerLost):
-                self._release(load.ticket, sorted({*ranks, *self._own_ranks(load.ticket)}))
+                self._release(load.ticket, {*ranks, *self._own_ranks(load.ticket)})
             return [Failed(load.request_id, error)]
 
     def _ended(self, load: Load, task: asyncio.Task[TransferReport]) -> None:
@@ -184,15 +186,14 @@ class Arrivals:
         del self._tasks[load.request_id]
         if load.request_id in self._cancelled:
             self._cancelled.discard(load.request_id)
-            self.box.add(Released(load.request_id))
+            self._report(Released(load.request_id))
             self._release(load.ticket, self._own_ranks(load.ticket))
         elif not task.cancelled():
-            call_contained(
-                partial(self._report, task), f"load {load.request_id}", partial(self._failed, load.request_id)
-            )
+            report, otherwise = partial(self._report_end, task), partial(self._failed, load.request_id)
+            call_contained(report, f"load {load.request_id}", otherwise)
 
-    def _report(self, task: asyncio.Task[TransferReport]) -> None:
-        self.box.add(*task.result())
+    def _report_end(self, task: asyncio.Task[TransferReport]) -> None:
+        self._report(*task.result())
 
     async def _sources(self, ticket: Ticket, deadline: float) -> tuple[Sequence[int], Sequence[int]]:
         """The producer's ranks that have a share of ours, and those that are read by nobody and ours to release."""
@@ -204,8 +205,6 @@ class Arrivals:
 
     async def _fetch(self, load: Load, ranks: Sequence[int], deadline: float) -> list[Taken]:
         """From all ranks at once. When this returns or raises, none of them is written from any more."""
-        if len(ranks) == 1:
-            return [await self._fetch_one(load, ranks[0], deadline)]
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = [group.create_task(self._fetch_one(load, rank, deadline)) for rank in ranks]
@@ -234,30 +233,7 @@ class Arrivals:
             meta = decode_meta(encoded)
             result = _result_for(load, meta, common_prefix(meta.prefixes, load.tokens))
             if result is not None:
-                self.box.add(Prefilled(load.request_id, result))
-
-    def _judge(self, load: Load, taken: Sequence[Taken]) -> TransferReport:
-        """All is here: is it what was promised? Raises `ProtocolError` when not."""
-        try:
-            metas = [decode_meta(one.meta) for one in taken]
-        except msgspec.DecodeError as error:
-            raise ProtocolError(f"the hand-off's metadata cannot be read: {error}") from error
-        meta = metas[0]
-        if any(other != meta for other in metas):
-            raise ProtocolError("the producer's ranks disagree on what the hand-off is of")
-        if meta.num_tokens > len(load.tokens) and not load.longer:
-            raise ProtocolError(
-                f"the hand-off is of {meta.num_tokens} prompt tokens, this request has {len(load.tokens)}"
-            )
-        wanted = min(meta.num_tokens, load.num_tokens)
-        covered = common_prefix(meta.prefixes, load.tokens)
-        if covered < wanted:
-            raise ProtocolError("the hand-off is of other tokens: the prompt must be the same on both instances")
-        if any(one.num_tokens is not None and one.num_tokens < wanted for one in taken):
-            raise ProtocolError(f"the hand-off was sealed with blocks of its {meta.num_tokens} tokens missing")
-        shorter = wanted if wanted < load.num_tokens else None
-        loaded, result = Loaded(load.request_id, shorter), _result_for(load, meta, covered)
-        return [loaded] if result is None else [Prefilled(load.request_id, result), loaded]
+                self._report(Prefilled(load.request_id, result))
 
     # Insight.
 
@@ -268,7 +244,29 @@ class Arrivals:
 
     def is_empty(self) -> bool:
         """Whether no load is under way, no ticket waits for one, and no report waits."""
-        return not (self._tasks or self._waits or self.box)
+        return not (self._tasks or self._waits or self._events)
+
+
+def _judge(load: Load, taken: Sequence[Taken]) -> TransferReport:
+    """All is here: is it what was promised? Raises `ProtocolError` when not."""
+    try:
+        metas = [decode_meta(one.meta) for one in taken]
+    except msgspec.DecodeError as error:
+        raise ProtocolError(f"the hand-off's metadata cannot be read: {error}") from error
+    meta = metas[0]
+    if any(other != meta for other in metas):
+        raise ProtocolError("the producer's ranks disagree on what the hand-off is of")
+    if meta.num_tokens > len(load.tokens) and not load.longer:
+        raise ProtocolError(f"the hand-off is of {meta.num_tokens} prompt tokens, this request has {len(load.tokens)}")
+    wanted = min(meta.num_tokens, load.num_tokens)
+    covered = common_prefix(meta.prefixes, load.tokens)
+    if covered < wanted:
+        raise ProtocolError("the hand-off is of other tokens: the prompt must be the same on both instances")
+    if any(one.num_tokens is not None and one.num_tokens < wanted for one in taken):
+        raise ProtocolError(f"the hand-off was sealed with blocks of its {meta.num_tokens} tokens missing")
+    shorter = wanted if wanted < load.num_tokens else None
+    loaded, result = Loaded(load.request_id, shorter), _result_for(load, meta, covered)
+    return [loaded] if result is None else [Prefilled(load.request_id, result), loaded]
 
 
 def _result_for(load: Load, meta: HandOffMeta, covered: int) -> PrefillResult | None:

@@ -31,7 +31,7 @@ from kvferry.connectors.api import (
     ScheduledChunk,
 )
 from kvferry.connectors.p2p.options import P2pOptions
-from kvferry.connectors.p2p.plan import Drop, HandOffMeta, Keep, P2pPlan, Save, Seal, encode_meta
+from kvferry.connectors.p2p.plan import HandOffMeta, P2pPlan, Save, Seal, encode_meta
 from kvferry.core.errors import ConfigError, ProtocolError
 from kvferry.core.hand_off import Produce, Ticket, prefix_digests
 from kvferry.core.ticket_seal import TicketSealer
@@ -175,7 +175,7 @@ class Offers:
         result, transfer_id = request.prefill_result, offer.transfer_id
         if result is None or len(offer.announced) != offer.num_blocks:
             self._forget_announced(offer)
-            self._work.drops.append(Drop(transfer_id, request.request_id))
+            self._work.drops[transfer_id] = request.request_id
             return Hold(None)
         num_tokens = len(request.prompt_token_ids)
         meta = HandOffMeta(num_tokens, prefix_digests(request.prompt_token_ids, [num_tokens]), result)
@@ -202,7 +202,7 @@ class Offers:
     def refused(self, transfer_id: str) -> None:
         """The same of a request that was never admitted."""
         if self._config.produces and transfer_id not in self._by_transfer:
-            self._work.voids.append(transfer_id)
+            self._work.drops.setdefault(transfer_id, "")
 
     def keep(self, request: RequestView, block_ids: Sequence[int]) -> Finish:
         """Keep what a decode has computed for the prefill of the next turn, where there is an answer and room."""
@@ -218,7 +218,7 @@ class Offers:
         ours = list(block_ids[:num_blocks])
         prefixes = prefix_digests(request.tokens, _checkpoints(num_tokens, len(request.prompt_token_ids)))
         meta = HandOffMeta(num_tokens, prefixes, None)
-        self._work.keeps.append(Keep(transfer_id, request.request_id, ours, encode_meta(meta), self._kept_lease_s))
+        self._work.seals.append(Seal(transfer_id, request.request_id, encode_meta(meta), ours, self._kept_lease_s))
         ticket = self._ticket(transfer_id, request.request_id, ours, meta)
         params = self._sealer.seal(ticket, self._kept_lease_s).to_params() | {
             "do_remote_prefill": False,

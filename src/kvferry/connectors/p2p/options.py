@@ -9,7 +9,7 @@ from msgspec import Meta
 from kvferry.core.errors import ConfigError
 from kvferry.core.options import read_options
 from kvferry.core.transfer_config import KVTransferConfig
-from kvferry.transport.lookup_buffer.build import check_lookup_buffer
+from kvferry.transport.lookup_buffer.base import check_lookup_buffer
 from kvferry.transport.options import TransportOptions
 
 Seconds = Annotated[float, Meta(ge=0.01, le=10_000_000.0)]

@@ -21,36 +21,17 @@ class Save(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Seal(msgspec.Struct, frozen=True, array_like=True):
-    """The prompt is complete; `meta` is an encoded `HandOffMeta`. The request's blocks are under `Hold`."""
+    """The hand-off is complete; `meta` is an encoded `HandOffMeta`. The request's blocks are under `Hold`.
+
+    `kept_blocks`: it begins only now, with these, and its lease is of `lease_s`: the request is over, and so are all
+    steps that computed its blocks.
+    """
 
     transfer_id: str
     request_id: str
     meta: bytes
-
-
-class Keep(msgspec.Struct, frozen=True, array_like=True):
-    """A request is over, and so are all steps that computed its blocks: announce them, and complete the hand-off at
-    once. They are under `Hold`, and the lease is of `lease_s`."""
-
-    transfer_id: str
-    request_id: str
-    block_ids: list[int]
-    meta: bytes
-    lease_s: float
-
-
-class Drop(msgspec.Struct, frozen=True, array_like=True):
-    """The request ended before its prompt was complete. Its blocks are under `Hold`."""
-
-    transfer_id: str
-    request_id: str
-
-
-class Wait(msgspec.Struct, frozen=True, array_like=True):
-    """A request waits here to fetch this ticket: keep its lease alive. Or it does not any more."""
-
-    request_id: str
-    ticket: Ticket
+    kept_blocks: list[int] = []
+    lease_s: float | None = None
 
 
 class Load(msgspec.Struct, frozen=True, array_like=True):
@@ -73,24 +54,25 @@ class P2pPlan(msgspec.Struct):
     """One step's work: the scheduler side puts it together, and takes it once a step.
 
     It is done in this order: what is withdrawn comes first, since its blocks may be in use again.
-
-    `resets`: hand-offs whose blocks are computed again; all that was announced of them is void. `voids`: hand-offs that
-    ended before anything was announced, which consumers may wait for. `cancels`: request ids whose load must stop.
-    `ends`: leases to end early, by transfer id. `waits`: tickets to be fetched later.
-    `unwanted`: tickets that nobody here will fetch; their producers are told.
     """
 
     resets: list[str] = []
-    voids: list[str] = []
-    drops: list[Drop] = []
-    cancels: list[str] = []
+    """Hand-offs whose blocks are computed again: all that was announced of them is void."""
+    drops: dict[str, str] = {}
+    """Hand-offs that will not be complete, by transfer id: the request whose blocks are under `Hold`, or "" where
+    nothing was announced. Consumers may wait for them."""
     ends: list[str] = []
+    """Leases to end early, by transfer id."""
     saves: list[Save] = []
     seals: list[Seal] = []
-    keeps: list[Keep] = []
-    waits: list[Wait] = []
-    loads: list[Load] = []
-    unwanted: list[Wait] = []
+    cancels: list[str] = []
+    """Requests whose load must stop."""
+    waits: dict[str, Ticket] = {}
+    """Tickets that requests wait here to fetch: keep their leases alive."""
+    loads: dict[str, Load] = {}
+    """By request id."""
+    unwanted: dict[str, Ticket] = {}
+    """Tickets that nobody here will fetch: their producers are told."""
 
     def __bool__(self) -> bool:
         return any(getattr(self, name) for name in self.__struct_fields__)
@@ -99,9 +81,9 @@ class P2pPlan(msgspec.Struct):
         """What has come together so far, which is not changed any more, and begin anew; None when there is nothing."""
         if not self:
             return None
-        taken = msgspec.structs.replace(self)
+        taken, empty = msgspec.structs.replace(self), P2pPlan()
         for name in self.__struct_fields__:
-            setattr(self, name, [])
+            setattr(self, name, getattr(empty, name))
         return taken
 
 

@@ -1,13 +1,15 @@
-"""The P2P connector beside the scheduler: joins what this instance offers and what it fetches. No tensors.
+"""The P2P connector beside the scheduler: what this instance fetches, and with `Offers` what it hands off. No tensors.
 
-Owns the plan in the making; the rest is `Offers`' and `Fetches`'.
+Owns the plan in the making, and what is known of each request that has something to fetch: waiting, loading, or over. A
+request has at most one load, since a hand-off can be had once.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from kvferry.connectors.api import (
     ConnectorContext,
@@ -24,35 +26,47 @@ from kvferry.connectors.api import (
     StepView,
     TransferReport,
 )
-from kvferry.connectors.p2p.fetches import Fetches
 from kvferry.connectors.p2p.offers import Offers
 from kvferry.connectors.p2p.options import options_of
-from kvferry.connectors.p2p.plan import P2pPlan
-from kvferry.core.errors import KvferryError, LeakError
-from kvferry.core.hand_off import Consume, Produce
+from kvferry.connectors.p2p.plan import Load, P2pPlan
+from kvferry.core.errors import ConfigError, KvferryError, LayoutMismatch, LeakError, ProtocolError
+from kvferry.core.hand_off import Consume, Produce, Ticket
 from kvferry.core.ticket_seal import TicketSealer
 
 log = logging.getLogger(__name__)
 
 
-class P2pSchedulerSide(SchedulerSide[P2pPlan]):
-    """See the module. `P2pOptions` says what can be set."""
+@dataclass
+class _Fetch:
+    """`num_promised`: of how many of the prompt's tokens the other side has the KV."""
 
-    takes_parts = True
+    ticket: Ticket
+    num_promised: int
+    state: Literal["waiting", "loading", "over"] = "waiting"
+
+
+class P2pSchedulerSide(SchedulerSide[P2pPlan]):
+    """Decides what is handed off, fetched and held. `P2pOptions` says what can be set."""
+
+    hands_off = takes_parts = True
     gauges = frozenset({"num_produced"})
 
     def __init__(self, context: ConnectorContext) -> None:
         super().__init__(context)
-        settings, sealer = options_of(context.config), TicketSealer(context.auth_token, context.clock)
+        settings = options_of(context.config)
         if not context.auth_token:
             log.warning(
                 "without KVFERRY_AUTH_TOKEN any client can make a ticket; only those of this machine's loopback"
                 " interface are taken"
             )
+        self._config, self._layout = context.config, context.layout
         self._keeps_all = settings.bidirectional_kv_xfer
+        self._sealer = TicketSealer(context.auth_token, context.clock)
         self._work = P2pPlan()
-        self._offers = Offers(context, self._work, sealer, settings)
-        self._fetches = Fetches(context, self._work, sealer)
+        self._offers = Offers(context, self._work, self._sealer, settings)
+        self._fetches: dict[str, _Fetch] = {}
+        self._cancelled: set[str] = set()
+        self._num_begun = 0
 
     def set_addresses(self, addresses: Sequence[dict[str, Any]]) -> None:
         """Where this instance's ranks listen."""
@@ -65,28 +79,74 @@ class P2pSchedulerSide(SchedulerSide[P2pPlan]):
     # Admission.
 
     def refusal(self, request: RequestView) -> KvferryError | None:
-        """Why its ticket is not believed, if so."""
-        return self._fetches.refusal(request)
+        """Why what its ticket says is not believed, if so."""
+        ticket = _ticket_of(request)
+        return None if ticket is None else self._sealer.refusal(ticket)
 
     def arrived(self, request: RequestView) -> None:
-        """Keep its ticket's lease alive while it waits."""
-        self._fetches.arrived(request)
+        """A request has come: from now on its ticket's lease is kept alive."""
+        fetch = self._find(request)
+        if isinstance(fetch, _Fetch) and request.request_id not in self._fetches:
+            self._fetches[request.request_id] = fetch
+            self._work.waits[request.request_id] = fetch.ticket
 
     def match(self, request: RequestView, num_computed_tokens: int) -> Match:
         """A promised hand-off can be loaded; a prefill for another waits while too much is held already."""
-        match request.hand_off:
-            case Consume():
-                return self._fetches.match(request, num_computed_tokens)
-            case Produce(source=source) as produce:
-                room = self._offers.match(request, produce)
-                if source is None or not isinstance(room, Miss) or room.error is not None:
-                    return room
-                return self._fetches.match(request, num_computed_tokens)
-        return Miss()
+        hand_off = request.hand_off
+        if isinstance(hand_off, Produce):
+            room = self._offers.match(request, hand_off)
+            if hand_off.source is None or not isinstance(room, Miss) or room.error is not None:
+                return room
+        fetch = self._find(request)
+        if not isinstance(fetch, _Fetch):
+            return Miss(fetch)
+        if fetch.state != "waiting":
+            return Miss()
+        if isinstance(hand_off, Produce) and fetch.num_promised <= num_computed_tokens:
+            return Miss()  # the first chunk gives the ticket up
+        return Hit(max(0, fetch.num_promised - num_computed_tokens))
+
+    def _find(self, request: RequestView) -> _Fetch | KvferryError | None:
+        """What is known of a request, or would be if it arrived now; None when it has nothing to fetch."""
+        ticket = _ticket_of(request)
+        if ticket is None or request.request_id in self._fetches:
+            return self._fetches.get(request.request_id)
+        return self._unusable(ticket) or _misfit(request, ticket) or _Fetch(ticket, _num_promised(request, ticket))
+
+    def _unusable(self, ticket: Ticket) -> KvferryError | None:
+        """Why this ticket cannot be used here, if so."""
+        if not self._config.consumes:
+            return ConfigError("this instance has kv_role kv_producer: it fetches no hand-offs")
+        if (error := self._sealer.refusal(ticket)) is not None:
+            return error
+        if any(not host or not 0 < port < 2**16 for host, port in ticket.addresses):
+            return ProtocolError("the ticket does not say where the KV is (remote_host, remote_port)")
+        if ticket.tp_size < 1 or max(ticket.tp_size, self._layout.tp_size) % min(ticket.tp_size, self._layout.tp_size):
+            return LayoutMismatch("tp_size", self._layout.tp_size, ticket.tp_size)
+        if len(ticket.addresses) != ticket.tp_size:
+            return ProtocolError(
+                f"the ticket is of {ticket.tp_size} ranks and says where {len(ticket.addresses)} are (remote_ranks)"
+            )
+        return None
 
     def allocated(self, request: RequestView, block_ids: Sequence[int], num_computed_tokens: int, hit: Hit) -> None:
         """The load goes out with the next plan."""
-        self._fetches.allocated(request, block_ids, num_computed_tokens, hit)
+        fetch = self._find(request)
+        assert isinstance(fetch, _Fetch), "a hit without a ticket"
+        self._fetches[request.request_id] = fetch
+        fetch.state = "loading"
+        self._num_begun += 1
+        self._work.waits.pop(request.request_id, None)
+        block_size = self._layout.block_size
+        self._work.loads[request.request_id] = Load(
+            request.request_id,
+            fetch.ticket,
+            list(block_ids[: -(-fetch.num_promised // block_size)]),
+            num_computed_tokens // block_size,
+            fetch.num_promised,
+            list(request.prompt_token_ids),
+            longer=isinstance(request.hand_off, Produce),
+        )
         if isinstance(request.hand_off, Produce):
             self._offers.expect(request, request.hand_off)
 
@@ -99,35 +159,64 @@ class P2pSchedulerSide(SchedulerSide[P2pPlan]):
             self._offers.restart(request)
         self._offers.void(step.chunks)
         for chunk in step.chunks:
-            self._fetches.computed(chunk.request)
+            self._computed(chunk.request)
             self._offers.announce(chunk)
         return self._work.take()
+
+    def _computed(self, request: RequestView) -> None:
+        """The request runs: if it has not loaded by now, it never will."""
+        fetch = self._fetches.get(request.request_id)
+        if fetch is not None and fetch.state == "waiting":
+            fetch.state = "over"
+            self._work.unwanted[request.request_id] = fetch.ticket
 
     def has_work(self) -> bool:
         """Whether a plan waits."""
         return bool(self._work)
 
     def completed(self, report: TransferReport) -> None:
-        """Loads that ended, blocks that are free again."""
+        """Loads that ended, well or not; blocks that are free again, or are not written to any more."""
         for event in report:
             match event:
-                case Loaded() | Failed():
-                    self._fetches.ended(event.request_id)
+                case Loaded() | Failed() if event.request_id in self._fetches:
+                    self._fetches[event.request_id].state = "over"
                 case Released():
-                    self._fetches.released(event.request_id)
+                    self._cancelled.discard(event.request_id)
                     self._offers.released(event.request_id)
 
     # The end of a request.
 
     def finish(self, request: RequestView, block_ids: Sequence[int]) -> Finish:
         """Blocks that were announced, or are still written to, stay until the worker sides say so."""
-        if self._fetches.finish(request):
+        is_written = self._end_fetch(request)
+        self._fetches.pop(request.request_id, None)  # only now: should anything go wrong before, it can be asked again
+        if is_written:
             self._offers.never_opened(request)  # expected at most: nothing was announced before the load
             return Hold(None)
         hand_off = request.hand_off
         if isinstance(hand_off, Consume) and (self._keeps_all if hand_off.keep is None else hand_off.keep):
             return self._offers.keep(request, block_ids)
         return self._offers.finish(request, block_ids)
+
+    def _end_fetch(self, request: RequestView) -> bool:
+        """True: a load of it may still write to its blocks, until the worker sides release them."""
+        if request.request_id in self._cancelled:  # asked again
+            return True
+        request_id, fetch, ticket = request.request_id, self._find(request), _ticket_of(request)
+        if isinstance(fetch, _Fetch):
+            if fetch.state == "over":
+                return False
+            self._work.waits.pop(request_id, None)
+            if fetch.state == "loading" and self._work.loads.pop(request_id, None) is None:  # a plan has carried it
+                self._work.cancels.append(request_id)
+                self._cancelled.add(request_id)
+                return True
+            self._work.unwanted[request_id] = fetch.ticket
+        elif ticket is not None and self._unusable(ticket) is None:
+            # For another prompt, and so of no use any more. vLLM ends a request that its front end refused with a
+            # prompt of one token, whatever it was.
+            self._work.unwanted[request_id] = ticket
+        return False
 
     def release(self, transfer_id: str) -> bool:
         """The consumer will never come."""
@@ -141,9 +230,38 @@ class P2pSchedulerSide(SchedulerSide[P2pPlan]):
 
     def statistics(self) -> dict[str, float]:
         """Hand-offs in the making or under lease here, and loads asked for."""
-        return {"num_produced": float(len(self._offers.names)), "fetches": float(self._fetches.num_begun)}
+        return {"num_produced": float(len(self._offers.names)), "fetches": float(self._num_begun)}
 
     def check(self) -> None:
         """Raise `LeakError` when a hand-off or a load is left."""
-        if names := [*self._offers.names, *self._fetches.names]:
+        if names := [*self._offers.names, *self._fetches, *self._cancelled]:
             raise LeakError(f"the P2P connector still keeps blocks of requests {', '.join(names[:8])}")
+
+
+def _ticket_of(request: RequestView) -> Ticket | None:
+    """What a request has to fetch, if anything."""
+    match request.hand_off:
+        case Consume(ticket=ticket):
+            return ticket
+        case Produce(source=source):
+            return source
+    return None
+
+
+def _misfit(request: RequestView, ticket: Ticket) -> KvferryError | None:
+    """Why this ticket is not for this prompt, if so."""
+    tokens = request.prompt_token_ids
+    if isinstance(request.hand_off, Consume) and not (ticket.remote_num_tokens >= 0 and ticket.agrees_with(tokens)):
+        return ProtocolError(
+            f"the ticket is for another prompt, of {ticket.remote_num_tokens} tokens, this one has {len(tokens)}:"
+            " the prompt must be the same on both instances"
+        )
+    return None
+
+
+def _num_promised(request: RequestView, ticket: Ticket) -> int:
+    """Of how many tokens the other side has the KV; that of the last one is no use to a prefill."""
+    tokens = request.prompt_token_ids
+    if isinstance(request.hand_off, Produce):
+        return min(ticket.common_prefix(tokens), len(tokens) - 1)
+    return ticket.remote_num_tokens or len(tokens)

@@ -1,7 +1,13 @@
-"""The P2P connector beside the KV cache: moves blocks from a prefill instance's memory into a decode instance's.
+"""The P2P connector beside the KV cache: announces blocks of hand-offs, and with `Arrivals` fetches those of others.
 
-Owns the transfer thread, the table of what is handed off from here, and the lookup buffer by which consumers get it.
-The engine's thread calls it; whatever waits runs on the transfer thread.
+Owns the transfer thread, the table of what is handed off from here, the lookup buffer by which consumers get it, and
+the hand-offs of this rank that wait for their end. The engine's thread calls it; whatever waits runs on the transfer
+thread.
+
+Nothing is announced on the word of a plan. A plan names blocks of requests that run in its step, and they are
+announced, layer by layer, when the step has passed the layer: by then every block of it is written, whichever request
+of this step or an earlier one computed it, or loaded it. On a device a layer's kernels are still running when it is
+saved; then all layers are announced at the end of the step, when the device has been waited for.
 """
 
 from __future__ import annotations
@@ -13,18 +19,16 @@ from typing import Any
 
 from kvferry.connectors.api import ConnectorContext, Released, TransferReport, WorkerSide
 from kvferry.connectors.p2p.arrivals import Arrivals
-from kvferry.connectors.p2p.departures import Departures
 from kvferry.connectors.p2p.options import options_of
-from kvferry.connectors.p2p.plan import P2pPlan
+from kvferry.connectors.p2p.plan import P2pPlan, Save, Seal
 from kvferry.core.clock import SystemClock
 from kvferry.core.errors import ConnectorLost, LeakError
-from kvferry.transport.lookup_buffer.base import LookupBuffer, LookupBufferContext
-from kvferry.transport.lookup_buffer.build import build_lookup_buffer
+from kvferry.transport.connection import Identity
+from kvferry.transport.lookup_buffer.base import LookupBuffer, LookupBufferContext, lookup_buffer_class
 from kvferry.transport.lookup_buffer.entries import EntryBounds, EntryTable
+from kvferry.transport.lookup_buffer.messages import Part
 from kvferry.transport.memory import BlockMemory
-from kvferry.transport.tasks import run_together
-from kvferry.transport.transfer_loop import TransferLoop
-from kvferry.transport.wire import Identity
+from kvferry.transport.transfer_loop import TransferLoop, call_contained, run_together
 
 START_S = 10.0
 GATHER_BYTES = 2 * 2**20
@@ -32,10 +36,15 @@ GATHER_BYTES = 2 * 2**20
 
 
 class P2pWorkerSide(WorkerSide[P2pPlan]):
-    """See the module. What can be set is in `P2pOptions`."""
+    """Hands off, and fetches, the KV of one rank. What can be set is in `P2pOptions`."""
 
+    hands_off = True
     plan_type = P2pPlan
     gauges = frozenset({"num_loading", "num_keys", "held_bytes", "open_connections"})
+
+    _table: EntryTable
+    _buffer: LookupBuffer
+    _arrivals: Arrivals
 
     def __init__(self, context: ConnectorContext) -> None:
         super().__init__(context)
@@ -43,23 +52,20 @@ class P2pWorkerSide(WorkerSide[P2pPlan]):
         self._settings = options_of(context.config)
         self._loop = TransferLoop()
         self._service: Future[None] | None = None
-        self._report: TransferReport = []
-        """What is to be said, as far as it was put together."""
-        self._table: EntryTable
-        self._buffer: LookupBuffer
-        self._departures: Departures
-        self._arrivals: Arrivals
+        self._wait_for_device: Callable[[], None] | None = None
+        self._saves: list[Save] = []
+        """What this step is to announce."""
+        self._written: list[int] = []
+        """Layers of it that the device was given."""
+        self._held: dict[str, str] = {}
+        """Requests whose blocks are under `Hold`, by transfer id."""
+        self._over: set[str] = set()
+        """Hand-offs that are over, and not reported yet."""
 
     # Life.
 
     def register(self, memory: BlockMemory) -> None:
         """Listen, and start the transfer thread."""
-        self._build(memory)
-        self._loop.start()
-        self._service = self._loop.submit(self._serve())
-        self._loop.submit(self._arrivals.started()).result(START_S)
-
-    def _build(self, memory: BlockMemory) -> None:
         config, layout, settings = self._config, self.context.layout, self._settings
         # The scheduler side keeps prefills waiting at `kv_buffer_size`; here twice that only guards against mistakes.
         bounds = EntryBounds(
@@ -70,17 +76,16 @@ class P2pWorkerSide(WorkerSide[P2pPlan]):
         )
         self._table = EntryTable(memory.geometry, SystemClock(), bounds)
         identity = Identity(config.engine_id, layout)
-        self._buffer = build_lookup_buffer(
+        self._buffer = lookup_buffer_class(settings).build(
             LookupBufferContext(config, settings, memory, identity, self.context.auth_token, self._table)
         )
-        wait = None if self.context.saves_are_complete else _device_wait(memory.device)
-        self._departures = Departures(self._buffer, layout.num_layers, wait)
+        self._wait_for_device = None if self.context.saves_are_complete else _device_wait(memory.device)
         self._arrivals = Arrivals(
             self._buffer, layout, settings.timeout_s, keep_lease_on_failure=config.kv_load_failure_policy == "fail"
         )
-
-    async def _serve(self) -> None:
-        await run_together(self._buffer.run(), self._arrivals.run())
+        self._loop.start()
+        self._service = self._loop.submit(run_together(self._buffer.run(), self._arrivals.run()))
+        self._loop.submit(self._arrivals.started.wait()).result(START_S)
 
     def address(self) -> dict[str, Any]:
         """Where peers reach this rank."""
@@ -96,48 +101,94 @@ class P2pWorkerSide(WorkerSide[P2pPlan]):
     # Steps.
 
     def withdraw(self, plan: P2pPlan | None) -> None:
-        """Preempted prefills begin again."""
-        if plan is not None:
-            self._departures.withdraw(plan)
+        """From here on nobody takes what was announced by requests that lost their blocks."""
+        for transfer_id in plan.resets if plan is not None else ():
+            self._table.reset(transfer_id)
 
     def start(self, plan: P2pPlan | None) -> None:
-        """Announce and fetch."""
+        """Drop, seal and fetch what the plan says; what it wants announced waits for the layers of this step."""
         if plan is None:
             return
-        self._departures.start(plan)
+        self.discard()  # of a step that never came to its end
+        for transfer_id, request_id in plan.drops.items():
+            if request_id:
+                self._held[transfer_id] = request_id
+            self._each(transfer_id, partial(self._table.drop, transfer_id))
+        for transfer_id in plan.ends:
+            self._each(transfer_id, partial(self._buffer.end, transfer_id))
+        for save in plan.saves:
+            self._each(save.transfer_id, partial(self._begin, save))
+        for seal in plan.seals:
+            self._held[seal.transfer_id] = seal.request_id
+            self._each(seal.transfer_id, partial(self._seal, seal))
         if plan.cancels or plan.waits or plan.loads or plan.unwanted:
             self._loop.call(partial(self._arrivals.begin, plan))
 
     def save_layer(self, layer: int) -> None:
-        """Announce this step's blocks of `layer`."""
-        self._departures.save_layer(layer)
+        """This step's blocks of `layer` have their KV, or will when the device has done what it was given."""
+        if self._wait_for_device is None:
+            self._announce(layer)
+        elif self._saves:
+            self._written.append(layer)
 
     def flush(self) -> None:
-        """Forget this step's blocks: all are announced."""
-        self._departures.flush()
+        """The step is over: announce what waited for the device."""
+        if self._wait_for_device is not None and self._written:
+            self._wait_for_device()
+            for layer in self._written:
+                self._announce(layer)
+        self._written, self._saves = [], []
 
     def discard(self) -> None:
-        """The step failed: nobody may take what it was to announce."""
-        self._departures.discard()
+        """The step has failed, and with it what it was to announce; its requests end."""
+        for save in self._saves:
+            self._void(save.transfer_id)
+        self._written, self._saves = [], []
+
+    def _begin(self, save: Save) -> None:
+        if save.opens and not self._table.open(save.transfer_id):
+            self._over.add(save.transfer_id)
+        elif save.block_ids:
+            self._saves.append(save)
+
+    def _seal(self, seal: Seal) -> None:
+        if seal.kept_blocks:
+            if not self._table.open(seal.transfer_id):
+                self._over.add(seal.transfer_id)
+                return
+            self._table.insert(seal.transfer_id, Part(0, self.context.layout.num_layers, 0, seal.kept_blocks))
+        self._table.seal(seal.transfer_id, seal.meta, seal.lease_s)
+
+    def _announce(self, layer: int) -> None:
+        for save in self._saves:
+            part = Part(layer, 1, save.first_block, save.block_ids)
+            self._each(save.transfer_id, partial(self._table.insert, save.transfer_id, part))
+
+    def _each(self, transfer_id: str, act: Callable[[], object]) -> None:
+        """Do one thing for one hand-off; where that goes wrong the hand-off is withdrawn, and no other."""
+        call_contained(act, f"hand-off {transfer_id}", lambda error: self._void(transfer_id))
+
+    def _void(self, transfer_id: str) -> None:
+        """Whatever was announced of it, nobody takes it from here on. If even that fails, it ends by its lease."""
+        self._saves = [save for save in self._saves if save.transfer_id != transfer_id]
+        self._table.drop(transfer_id)
+        self._over.add(transfer_id)
 
     def poll(self) -> TransferReport:
         """Loads that ended, blocks that are free. Raises `ConnectorLost`."""
-        self._require_service()
-        self._report += [Released(request_id) for request_id in self._departures.released()]
-        self._report += self._arrivals.box.take()
-        report, self._report = self._report, []
-        return report
-
-    def _require_service(self) -> None:
         if self._service is not None and self._service.done():
             try:
                 self._service.result()
             except Exception as error:
                 raise ConnectorLost(f"the transfers of this instance have ended: {error!r}") from error
+        self._over.update(transfer_id for transfer_id, _ in self._table.ended())
+        released = self._over & self._held.keys()
+        self._over -= released
+        return [*(Released(self._held.pop(transfer_id)) for transfer_id in released), *self._arrivals.take_report()]
 
     def on_report(self, wake: Callable[[], None]) -> None:
         """`wake` is called from the transfer thread."""
-        self._arrivals.box.wake = wake
+        self._arrivals.wake = wake
         self._table.on_end = wake
 
     # Insight.
@@ -150,7 +201,7 @@ class P2pWorkerSide(WorkerSide[P2pPlan]):
     def check(self) -> None:
         """Raise `LeakError` when a hand-off, a load or a report is left."""
         self._buffer.check()
-        if not (self._departures.is_empty() and self._arrivals.is_empty()):
+        if self._held or self._over or not self._arrivals.is_empty():
             raise LeakError("the P2P connector still waits for the end of hand-offs")
 
 

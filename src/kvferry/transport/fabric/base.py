@@ -1,24 +1,30 @@
 """One-sided reads of a peer's blocks: the reader names bytes of the peer's region, and they come into its own.
 
-A fabric is registered by name in `fabric.table`; a new one is one file and one line there. Everything that waits
-runs on the instance's `TransferLoop`.
+A new fabric is one file and one line in `FABRICS`, or an entry point of another package. A pipe takes part by being
+made a fabric, which is done here and nowhere else. Everything that waits runs on the instance's `TransferLoop`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from kvferry.core.errors import KvferryError, PeerLost, ProtocolError, TransferTimeout
-from kvferry.transport.connection import Connection
+from kvferry.core.dependencies import require_library
+from kvferry.core.errors import ConfigError, PeerLost, TransferTimeout, UnknownName
+from kvferry.core.names import ExtensionPoint, resolve
+from kvferry.transport.connection import Connection, Identity
 from kvferry.transport.control import Listener, dial
 from kvferry.transport.memory import BlockMemory, Span
 from kvferry.transport.options import TransportOptions
-from kvferry.transport.tls import ChannelTls
-from kvferry.transport.wire import Identity
+
+if TYPE_CHECKING:
+    from kvferry.transport.tls import ChannelTls
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -68,7 +74,7 @@ class FabricPeer(ABC):
 
 
 class Fabric(ABC):
-    """This instance's end of one kind of transport. `name` is its name in `fabric.table`."""
+    """This instance's end of one kind of transport. `name` is its name in `FABRICS`."""
 
     name: ClassVar[str]
     over_tcp: ClassVar[bool] = False
@@ -100,41 +106,88 @@ class Fabric(ABC):
         """Give everything back. The peers made by `connect` are their holders' to close."""
 
 
-class DialledFabric(Fabric):
-    """A fabric that reads a peer over connections to the peer's listener."""
+# By name.
 
-    def describe(self) -> dict[str, Any]:
-        """Where the listener is."""
-        return {"host": self.context.listener.host, "port": self.context.listener.port}
+FABRICS = ExtensionPoint(
+    "transport",
+    {
+        "shm": "kvferry.transport.fabric.shm:ShmFabric",
+        "cuda_ipc": "kvferry.transport.fabric.cuda_ipc:CudaIpcFabric",
+        "nixl": "kvferry.transport.fabric.nixl:NixlFabric",
+        "tcp": "kvferry.transport.fabric.tcp:TcpFabric",
+        "mooncake": "kvferry.transport.fabric.mooncake:MooncakeFabric",
+    },
+    "kvferry.fabrics",
+)
+LIBRARIES = {
+    "nixl": ("nixl", "nixl", ("nixl", "nixl_cu12")),
+    "mooncake": ("mooncake-transfer-engine", "mooncake", ("mooncake",)),
+}
+"""Of fabrics that need one: the package, the extra of kvferry's that brings it, and modules, one of which must be
+there."""
+AUTO = {"cpu": ("shm", "tcp"), "cuda": ("cuda_ipc", "nixl")}
+"""What "auto" tries, by where the KV cache is. Host memory needs no library to be fast; device memory does."""
 
-    def reachable(self, description: dict[str, Any]) -> bool:
-        """Always, as far as can be told without trying."""
-        return "port" in description
 
-    def address_in(self, description: dict[str, Any]) -> tuple[str, int]:
-        """Where a peer listens. Raises `ProtocolError` when its description does not say."""
-        host, port = description.get("host"), description.get("port")
-        if not isinstance(host, str) or not isinstance(port, int):
-            raise ProtocolError(f"a {self.name} description without host and port")
-        return host, port
+def build_fabrics(transport: str, context: FabricContext) -> list[Fabric]:
+    """The fabrics that `transport` asks for: the one of that name, or with "auto" all that work here.
+
+    Raises `UnknownName`, or `ConfigError` when the one asked for, or every one, does not work here.
+    """
+    if transport != "auto":
+        return [_build(transport, context)]
+    fabrics, reasons = list[Fabric](), list[str]()
+    for name in AUTO[context.memory.device.partition(":")[0]]:
+        try:
+            fabrics.append(_build(name, context))
+        except ConfigError as error:
+            log.info("transport %s is left out: %s", name, error)
+            reasons.append(f"{name}: {error}")
+    if not fabrics:
+        raise ConfigError(f"no transport can move KV in {context.memory.device} memory here: {'; '.join(reasons)}")
+    return fabrics
 
 
-class PendingRead:
-    """A read that was asked for of a peer which sends, and whether anybody still waits for it. Made on the loop."""
+def check_transport(transport: str, tls: ChannelTls | None) -> None:
+    """Raise `ConfigError` for a name that is not known, whose library is not installed, or which moves KV without the
+    TLS that is asked for."""
+    _require_known(transport)
+    if transport in LIBRARIES:
+        require_library(f"transport {transport}", *LIBRARIES[transport])
+    if tls is not None and transport != "auto":
+        from kvferry.transport.pipe.base import pipe_class  # which may bring torch
 
-    def __init__(self) -> None:
-        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        found = fabric_class(transport) or pipe_class(transport)
+        tls.require_covered(f"transport {transport}", covered=found.under_tls)
 
-    @property
-    def given_up(self) -> bool:
-        """Nobody wants what still comes: a wait for `done` that is cancelled cancels it."""
-        return self.done.done()
 
-    def finish(self, error: KvferryError | None = None) -> None:
-        """Wake the reader, unless it gave up."""
-        if self.given_up:
-            return
-        if error is None:
-            self.done.set_result(None)
-        else:
-            self.done.set_exception(error)
+def fabric_class(transport: str) -> type[Fabric] | None:
+    """The class of that name; None where it is a pipe's. Raises `UnknownName`, or `ConfigError` when it cannot be
+    imported."""
+    _require_known(transport)
+    found = resolve(transport) if ":" in transport else None
+    if transport not in FABRICS.names() and not (isinstance(found, type) and issubclass(found, Fabric)):
+        return None
+    kind: type[Fabric] = FABRICS.find(transport, Fabric)
+    return kind
+
+
+def _build(name: str, context: FabricContext) -> Fabric:
+    found = fabric_class(name)
+    if found is not None:
+        if context.tls is not None:
+            context.tls.require_covered(f"transport {name}", covered=found.under_tls)
+        return found(context)
+    from kvferry.transport.fabric.pipe import PipeFabric  # which brings torch, and only pipes need it
+
+    return PipeFabric.through(name, context)
+
+
+def _require_known(name: str) -> None:
+    ours = ["auto", *FABRICS.names()]
+    if ":" in name or name in ours:
+        return
+    from kvferry.transport.pipe.base import PIPES  # which need not be read to understand a fabric
+
+    if name not in PIPES.names():
+        raise UnknownName("transport", name, [*ours, *PIPES.names()])

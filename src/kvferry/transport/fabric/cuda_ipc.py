@@ -17,10 +17,9 @@ import msgspec
 from kvferry.core.errors import ConfigError, ProtocolError
 from kvferry.transport.fabric.base import Fabric, FabricContext, FabricPeer
 from kvferry.transport.fabric.cuda_driver import HANDLE_BYTES, CudaDriver
-from kvferry.transport.fabric.pieces import join
 from kvferry.transport.fabric.shm import machine_id
-from kvferry.transport.memory import Region, RegionMap, Span
-from kvferry.transport.tasks import uncancelled
+from kvferry.transport.memory import Region, RegionMap, Span, join
+from kvferry.transport.transfer_loop import uncancelled
 
 SLICE_BYTES = 64 * 2**20
 SLICE_PIECES = 4096

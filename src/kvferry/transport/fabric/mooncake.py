@@ -24,9 +24,8 @@ import msgspec
 from kvferry.core.errors import PeerLost, ProtocolError
 from kvferry.transport.fabric.base import Fabric, FabricContext, FabricPeer
 from kvferry.transport.fabric.mooncake_engine import MooncakeEngine
-from kvferry.transport.fabric.pieces import Pieces, join
-from kvferry.transport.memory import Region, RegionMap, Span
-from kvferry.transport.tasks import uncancelled
+from kvferry.transport.memory import Pieces, Region, RegionMap, Span, join
+from kvferry.transport.transfer_loop import uncancelled
 
 SLICE_BYTES = 16 * 2**20
 SLICE_PIECES = 512

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvferry.core.errors import ConfigError, MissingDependency, UnknownName
-from kvferry.transport.fabric.pieces import Pieces
+from kvferry.transport.memory import Pieces
 
 PROTOCOLS = ("tcp", "rdma", "efa", "nvlink", "cxl", "barex", "hip", "ascend")
 """Mooncake takes any word, and means TCP by those that it does not know."""

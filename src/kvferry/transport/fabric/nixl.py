@@ -30,9 +30,8 @@ from kvferry.core.errors import KvferryError, PeerLost, ProtocolError
 from kvferry.transport.connection import limited_to
 from kvferry.transport.fabric.base import Fabric, FabricContext, FabricPeer
 from kvferry.transport.fabric.nixl_agent import Handle, MemoryKind, NixlAgent
-from kvferry.transport.fabric.pieces import Pieces, join
-from kvferry.transport.memory import Region, RegionMap, Span
-from kvferry.transport.tasks import uncancelled
+from kvferry.transport.memory import Pieces, Region, RegionMap, Span, join
+from kvferry.transport.transfer_loop import uncancelled
 
 log = logging.getLogger(__name__)
 

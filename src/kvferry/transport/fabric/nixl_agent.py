@@ -26,7 +26,7 @@ import numpy as np
 
 from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.core.errors import ConfigError, MissingDependency, PeerLost, ProtocolError
-from kvferry.transport.fabric.pieces import Pieces
+from kvferry.transport.memory import Pieces
 
 PROGRESS_DELAY_US = 10_000
 START_S = 60.0

@@ -23,15 +23,12 @@ import torch
 from torch import Tensor
 
 from kvferry.core.errors import KvferryError, PeerLost, ProtocolError
-from kvferry.transport.connection import Connection, limited_to
-from kvferry.transport.fabric.base import DialledFabric, FabricContext, FabricPeer, PendingRead
-from kvferry.transport.fabric.pieces import ANYWHERE, Pieces, join
-from kvferry.transport.memory import RegionMap, Span
-from kvferry.transport.pipe.base import PipeKind, PipeReceiver, PipeSender, PipeSettings
+from kvferry.transport.connection import Connection, Message, limited_to
+from kvferry.transport.fabric.base import FabricContext, FabricPeer
+from kvferry.transport.fabric.dialled import DialledFabric, PendingRead
+from kvferry.transport.memory import ANYWHERE, Pieces, RegionMap, Span, join
+from kvferry.transport.pipe.base import PipeKind, PipeReceiver, PipeSender, PipeSettings, pipe_kind
 from kvferry.transport.pipe.meeting import MEET_S, PipeServer, connect_pipe
-from kvferry.transport.pipe.table import pipe_kind
-from kvferry.transport.tls import require_covered
-from kvferry.transport.wire import Message
 
 PURPOSE = "pull"
 PIECE_BYTES = 8 * 2**20
@@ -63,7 +60,8 @@ class PipeFabric(DialledFabric):
 
     def __init__(self, context: FabricContext, kind: PipeKind) -> None:
         super().__init__(context)
-        require_covered(context.tls, f"pipe {kind.name}", covered=kind.under_tls)
+        if context.tls is not None:
+            context.tls.require_covered(f"pipe {kind.name}", covered=kind.under_tls)
         self.name, self.over_tcp, self._kind = kind.name, kind.over_tcp, kind  # type: ignore[misc]
         self.device = torch.device(context.memory.device)
         self._served = RegionMap(context.memory.regions, "peer's")

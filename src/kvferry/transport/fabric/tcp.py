@@ -22,14 +22,19 @@ from typing import Any
 import numpy as np
 
 from kvferry.core.errors import ConfigError, KvferryError, PeerLost, ProtocolError
-from kvferry.transport.connection import Connection, limited_to, translated_errors
-from kvferry.transport.fabric.base import DialledFabric, FabricContext, FabricPeer, PendingRead
-from kvferry.transport.fabric.pieces import ANYWHERE, Pieces, join
-from kvferry.transport.memory import Numbers, RegionMap, Span
+from kvferry.transport.connection import (
+    HEADER_BYTES,
+    Connection,
+    Message,
+    PlainSocket,
+    limited_to,
+    translated_errors,
+)
+from kvferry.transport.fabric.base import FabricContext, FabricPeer
+from kvferry.transport.fabric.dialled import DialledFabric, PendingRead
+from kvferry.transport.memory import ANYWHERE, Numbers, Pieces, RegionMap, Span, join
 from kvferry.transport.memory_vector import MemoryVector
-from kvferry.transport.socket_io import SocketIO
-from kvferry.transport.tasks import run_together
-from kvferry.transport.wire import HEADER_BYTES, Message
+from kvferry.transport.transfer_loop import run_together
 
 PURPOSE = "read"
 STREAM_BYTES = 2**20
@@ -95,7 +100,7 @@ class TcpFabric(DialledFabric):
                 await connection.send(ReadAnswer(request.request_id, 0, str(error)))
                 continue
             payload = MemoryVector(addresses, lengths)
-            await connection.send_with(ReadAnswer(request.request_id, payload.num_bytes), payload)
+            await send_with(connection, ReadAnswer(request.request_id, payload.num_bytes), payload)
 
 
 class TcpPeer(FabricPeer):
@@ -148,7 +153,7 @@ class _Answers:
         """Bytes that surely come, as many as are worth a turn of the loop."""
         return min(self._num_left or 1, LOW_WATER_BYTES)
 
-    def receive(self, io: SocketIO) -> tuple[int, bool]:
+    def receive(self, io: PlainSocket) -> tuple[int, bool]:
         """Receive once: (bytes, whether more may be there). Raises `ProtocolError` on an answer nobody asked for,
         `PeerLost` when the peer has closed, `BlockingIOError` when nothing is there, `OSError`."""
         if not self._num_left:
@@ -257,6 +262,22 @@ class _Stream:
         for read in self._answers.reads:
             read.finish(error)
         self._answers.reads.clear()
+
+
+async def send_with(connection: Connection, message: Message, payload: MemoryVector) -> None:
+    """Send one frame and, behind it, the payload straight from memory."""
+    async with connection.sending():
+        await connection.send_all([connection.encode(message)])
+        num_since = 0
+        while payload.num_left:
+            try:
+                num_since += connection.io.send_vector(payload)
+            except BlockingIOError:
+                await connection.writable()
+                num_since = 0
+            if num_since >= connection.io.turn_bytes:  # the kernel takes much at once: let others have the loop
+                await asyncio.sleep(0)
+                num_since = 0
 
 
 def _packed(offsets: Numbers, lengths: Numbers) -> bytes:

@@ -19,12 +19,12 @@ from typing import Any
 
 from kvferry.core.errors import ConfigError, LeakError
 from kvferry.core.layout import KVLayout
+from kvferry.core.names import ExtensionPoint
 from kvferry.core.transfer_config import KVTransferConfig
-from kvferry.transport.connection import limited_to
+from kvferry.transport.connection import Identity, limited_to
 from kvferry.transport.lookup_buffer.entries import EntryTable
 from kvferry.transport.memory import BlockMemory
 from kvferry.transport.options import TransportOptions
-from kvferry.transport.wire import Identity
 
 
 @dataclass(frozen=True)
@@ -179,13 +179,22 @@ class LookupBuffer(ABC):
             raise LeakError(f"{self._num_waiting} hand-offs are still being fetched")
 
 
-def describe_ended(key: str, reason: str) -> str:
-    """For `LeaseEnded`: what happened to a key, in words."""
-    words: dict[str, Any] = {
-        "taken": "another consumer has taken it",
-        "released": "it was released",
-        "expired": "its lease was over",
-        "dropped": "the producer withdrew it",
-        "full": "the producer's buffer is full (kv_buffer_size)",
-    }
-    return f"hand-off {key!r} is over: {words.get(reason, reason)}"
+LOOKUP_BUFFERS = ExtensionPoint(
+    "lookup_buffer",
+    {"fabric": "kvferry.transport.lookup_buffer.fabric:FabricLookupBuffer"},
+    "kvferry.lookup_buffers",
+)
+
+
+def lookup_buffer_class(settings: TransportOptions) -> type[LookupBuffer]:
+    """The class that a configuration asks for. Raises `UnknownName`, or `ConfigError` when it cannot be imported."""
+    found: type[LookupBuffer] = LOOKUP_BUFFERS.find(settings.lookup_buffer, LookupBuffer)
+    return found
+
+
+def check_lookup_buffer(settings: TransportOptions) -> None:
+    """Raise `ConfigError` for what can be known to be wrong with the configuration before anything is built: names, and
+    libraries that are not installed. Nothing is looked for that is named `module:Class`."""
+    LOOKUP_BUFFERS.require_known(settings.lookup_buffer)
+    if ":" not in settings.lookup_buffer:
+        lookup_buffer_class(settings).check_settings(settings)

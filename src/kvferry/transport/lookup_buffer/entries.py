@@ -1,49 +1,43 @@
 """The keys a producer offers, and their leases. Pure bookkeeping under one lock: no socket, no thread of its own.
 
-The producer's methods return at once, from any thread.
-
-Owns the entries. The engine's thread inserts and drops, the transfer thread lists changes and takes; each call is
-complete when it returns, and that is what the fence rests on: `take` and `drop` cannot both succeed.
+Owns the entries. The engine's thread inserts and drops, the transfer thread looks for news and takes; each call returns
+at once, and is complete when it returns. The fence rests on that: `take` and `drop` cannot both succeed.
 """
 
 from __future__ import annotations
 
 import itertools
 import threading
-from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Literal
 
 from kvferry.core.clock import Clock
 from kvferry.core.errors import LeakError
-from kvferry.transport.lookup_buffer.messages import Announced, Change, Over, Part, Sealed
-from kvferry.transport.lookup_buffer.remembered import Remembered
+from kvferry.transport.lookup_buffer.messages import News, Part
 from kvferry.transport.memory import BlockGeometry
 
-MAX_IDS_PER_CHANGE = 2**17
-"""Block ids in one change, to keep it well within a frame."""
+MAX_IDS_PER_NEWS = 2**17
+"""Block ids in one message, to keep it well within a frame."""
+MAX_REMEMBERED = 4096
+"""Keys of which it is known why they are over; beyond, the oldest are forgotten."""
+
+EndReason = Literal["taken", "released", "unwanted", "expired", "dropped", "full"]
+"""How a key ends: a consumer has it; nobody wants it, or did before it began; its lease was over; the producer withdrew
+it; no room for it."""
 
 
-EndReason = Literal["taken", "released", "expired", "dropped", "full"]
-"""How a key ends: a consumer has it; nobody wants it; its lease was over; the producer withdrew it; no room for it."""
-
-
-@dataclass(frozen=True)
-class Ended:
-    """A key is over: the blocks of its parts may be reused."""
-
-    key: str
-    reason: EndReason
-
-
-@dataclass(frozen=True)
+@dataclass
 class Cursor:
     """How much of a key one consumer has been told."""
 
+    key: str
+    select_id: int = 0
     generation: int = -1
     num_parts: int = 0
-    complete: bool = False
+    sealed: bool = False
     over: bool = False
 
 
@@ -67,16 +61,17 @@ class EntryBounds:
 class _Entry:
     generation: int
     deadline: float
+    lease_s: float
     parts: list[Part] = field(default_factory=list)
     num_bytes: int = 0
     num_unheard_bytes: int = 0
     meta: bytes | None = None
-    lease_s: float | None = None
     takers: set[int] = field(default_factory=set)
 
 
 class EntryTable:
-    """See the module. Listeners are called outside the lock, from whichever thread made the change."""
+    """A producer's keys: their parts, leases and ends. Listeners are called outside the lock, from the thread that made
+    the change."""
 
     def __init__(self, geometry: BlockGeometry, clock: Clock, bounds: EntryBounds) -> None:
         self.bounds = bounds
@@ -85,21 +80,20 @@ class EntryTable:
         self._geometry, self._clock = geometry, clock
         self._lock = threading.Lock()
         self._entries: dict[str, _Entry] = {}
-        self._over = Remembered[EndReason](clock, bounds.unsealed_s)  # so that who asks too late hears why at once
-        self._unwanted = Remembered[bool](clock, bounds.unsealed_s)
-        self._ended: list[Ended] = []
+        self._over: OrderedDict[str, tuple[EndReason, float]] = OrderedDict()  # until when it is known; oldest first
+        self._ended: list[tuple[str, EndReason]] = []
         self._generations = itertools.count()
         self._num_bytes = 0
         self._counts: Counter[str] = Counter()
-        self._listeners: set[Callable[[], None]] = set()
+        self._listeners: frozenset[Callable[[], None]] = frozenset()
 
     def listen(self, on_change: Callable[[], None]) -> None:
         """Have `on_change` called after every change, but for parts that are gathered (`EntryBounds`)."""
-        self._listeners = self._listeners | {on_change}  # replaced, not changed: `_notify` may be iterating it
+        self._listeners |= {on_change}  # a new set: `_notify` may be iterating the old one
 
     def unlisten(self, on_change: Callable[[], None]) -> None:
         """Stop that."""
-        self._listeners = self._listeners - {on_change}
+        self._listeners -= {on_change}
 
     # The producer.
 
@@ -110,21 +104,18 @@ class EntryTable:
         bound (keys, and bytes of blocks held) is looked at here only: a key once begun may always grow, since
         its blocks are pinned in the KV cache whether they are announced or not.
         """
-        with self._lock:
-            self._over.pop(key)
-            is_unwanted = self._unwanted.pop(key)  # its consumer left before it began
+        with self._changing():
+            is_unwanted = self._why_over(key) == "unwanted"  # its consumer left before it began
+            self._over.pop(key, None)
             if len(self._entries) >= self.bounds.max_keys or self._num_bytes >= self.bounds.capacity_bytes:
                 self._counts["full"] += 1
-                self._over.set(key, "full")
-                accepted = False
-            else:
-                assert key not in self._entries, f"{key} is open already"
-                self._entries[key] = _Entry(next(self._generations), self._unsealed_deadline())
-                accepted = True
-                if is_unwanted:
-                    self._end(key, "released")
-        self._notify()
-        return accepted
+                self._remember(key, "full")
+                return False
+            assert key not in self._entries, f"{key} is open already"
+            self._entries[key] = self._new_entry(self.bounds.lease_s)
+            if is_unwanted:
+                self._end(key, "released")
+        return True
 
     def insert(self, key: str, part: Part) -> bool:
         """Announce a part. False: the key is over already, nobody wants more of it."""
@@ -134,8 +125,9 @@ class EntryTable:
                 return False
             assert entry.meta is None, f"{key} is sealed"
             entry.parts.append(part)
-            entry.deadline = self._unsealed_deadline()
-            num_bytes = self._bytes_of(part)
+            entry.deadline = self._clock.monotonic() + self.bounds.unsealed_s
+            layers = range(part.first_layer, part.first_layer + part.num_layers)
+            num_bytes = sum(self._geometry.span_sizes[layer] for layer in layers) * len(part.block_ids)
             entry.num_bytes += num_bytes
             self._num_bytes += num_bytes
             entry.num_unheard_bytes += num_bytes
@@ -145,41 +137,33 @@ class EntryTable:
         self._notify()
         return True
 
-    def seal(self, key: str, meta: bytes) -> None:
-        """No more parts come. The lease begins; `meta` goes to the consumer."""
-        with self._lock:
+    def seal(self, key: str, meta: bytes, lease_s: float | None = None) -> None:
+        """No more parts come. The lease begins, of the table's length or its own; `meta` goes to the consumer."""
+        with self._changing():
             entry = self._entries.get(key)
             if entry is not None:
-                entry.meta = meta
-                entry.deadline = self._lease_deadline(entry)
-        self._notify()
-
-    def set_lease(self, key: str, lease_s: float) -> None:
-        """Give a key a lease of its own length; before its seal."""
-        with self._lock:
-            entry = self._entries.get(key)
-            if entry is not None:
-                entry.lease_s = lease_s
+                entry.meta, entry.lease_s = meta, entry.lease_s if lease_s is None else lease_s
+                entry.deadline = self._clock.monotonic() + entry.lease_s
 
     def reset(self, key: str) -> None:
         """Withdraw all parts; they will be inserted again from the first. After this, no take of the old ones."""
-        with self._lock:
+        with self._changing():
             entry = self._entries.get(key)
             if entry is not None:
                 self._num_bytes -= entry.num_bytes
-                self._entries[key] = _Entry(next(self._generations), self._unsealed_deadline(), lease_s=entry.lease_s)
-        self._notify()
+                self._entries[key] = self._new_entry(entry.lease_s)
 
     def drop(self, key: str) -> None:
         """Withdraw a key. After this returns no take is acknowledged any more. Of a key that was never opened, who
         waits for it, or comes later, is told "dropped" at once."""
-        with self._lock:
-            self._unwanted.pop(key)  # that was of the request which will not begin now
+        with self._changing():
+            if self._why_over(key) == "unwanted":  # that was of the request which will not begin now
+                self._remember(key, "released")
             self._end_or_remember(key, "dropped")
-        self._notify()
 
-    def ended(self) -> list[Ended]:
-        """Keys that ended since the last call, each once; those whose time is over end now."""
+    def ended(self) -> list[tuple[str, EndReason]]:
+        """Keys that ended since the last call, each once: the blocks of their parts may be reused. Those whose time is
+        over end now."""
         self.expire()
         with self._lock:
             ended, self._ended = self._ended, []
@@ -187,32 +171,32 @@ class EntryTable:
 
     # The consumer, by way of whoever serves it.
 
-    def changes(self, key: str, cursor: Cursor) -> tuple[list[Change], Cursor]:
-        """What happened to a key since `cursor`, and where the cursor is now. Unknown keys have no news."""
+    def news(self, cursor: Cursor) -> News | None:
+        """What is new of a key since the cursor, which moves on. Nothing of unknown keys."""
         with self._lock:
-            entry = self._entries.get(key)
-            if entry is None:
-                reason = self._over.get(key)
-                if reason is None or cursor.over:
-                    return [], cursor
-                return [Over(reason)], replace(cursor, over=True)
-            return _news(entry, cursor)
+            entry = self._entries.get(cursor.key)
+            if entry is not None:
+                return _news(entry, cursor)
+            reason = self._why_over(cursor.key)
+            if reason is None or cursor.over:
+                return None
+            cursor.over = True
+            return News(cursor.select_id, cursor.generation, over="released" if reason == "unwanted" else reason)
 
     def take(self, key: str, generation: int, taker: int = 0, num_takers: int = 1) -> bool:
         """The fence: whether all parts of this generation were kept until now. If so, this taker has it.
 
         When each of the `num_takers` has it, the key ends as taken. A taker that asks again counts once.
         """
-        with self._lock:
+        with self._changing():
             self._expire()
             entry = self._entries.get(key)
-            held = entry is not None and entry.meta is not None and entry.generation == generation
-            if entry is not None and held:
-                entry.takers.add(taker)
-                if len(entry.takers) >= num_takers:
-                    self._end(key, "taken")
-        self._notify()
-        return held
+            if entry is None or entry.meta is None or entry.generation != generation:
+                return False
+            entry.takers.add(taker)
+            if len(entry.takers) >= num_takers:
+                self._end(key, "taken")
+        return True
 
     def renew(self, key: str) -> None:
         """A consumer is at work on this key: its lease begins anew."""
@@ -220,19 +204,14 @@ class EntryTable:
             self._expire()
             entry = self._entries.get(key)
             if entry is not None and entry.meta is not None:
-                entry.deadline = self._lease_deadline(entry)
+                entry.deadline = self._clock.monotonic() + entry.lease_s
 
     def release(self, key: str) -> bool:
         """Nobody will come for this key, nor for one of that name which is about to begin. True when it was there."""
-        with self._lock:
-            is_new = key not in self._entries and self._over.get(key) is None
-            found = self._end_or_remember(key, "released")
-            if is_new:
-                self._unwanted.set(key, True)
-        self._notify()
-        return found
-
-    # Time.
+        with self._changing():
+            is_open = key in self._entries
+            self._end_or_remember(key, "released" if is_open else "unwanted")
+        return is_open
 
     def expire(self) -> None:
         """End the keys whose time is over."""
@@ -261,16 +240,20 @@ class EntryTable:
 
     # Under the lock.
 
-    def _unsealed_deadline(self) -> float:
-        return self._clock.monotonic() + self.bounds.unsealed_s
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        with self._lock:
+            yield
+        self._notify()
 
-    def _lease_deadline(self, entry: _Entry) -> float:
-        lease_s = self.bounds.lease_s if entry.lease_s is None else entry.lease_s
-        return self._clock.monotonic() + lease_s
+    def _notify(self) -> None:
+        for listener in self._listeners:
+            listener()
+        if self._ended:
+            self.on_end()
 
-    def _bytes_of(self, part: Part) -> int:
-        layers = range(part.first_layer, part.first_layer + part.num_layers)
-        return sum(self._geometry.span_sizes[layer] for layer in layers) * len(part.block_ids)
+    def _new_entry(self, lease_s: float) -> _Entry:
+        return _Entry(next(self._generations), self._clock.monotonic() + self.bounds.unsealed_s, lease_s)
 
     def _expire(self) -> None:
         now = self._clock.monotonic()
@@ -279,45 +262,43 @@ class EntryTable:
 
     def _end(self, key: str, reason: EndReason) -> None:
         self._num_bytes -= self._entries.pop(key).num_bytes
-        self._ended.append(Ended(key, reason))
+        self._ended.append((key, reason))
         self._counts[reason] += 1
-        self._over.set(key, reason)
+        self._remember(key, reason)
 
-    def _end_or_remember(self, key: str, reason: EndReason) -> bool:
+    def _end_or_remember(self, key: str, reason: EndReason) -> None:
         """End a key. Of one that is not there it is remembered that it will not come, unless it is known to be over."""
         if key in self._entries:
             self._end(key, reason)
-            return True
-        if self._over.get(key) is None:
-            self._over.set(key, reason)
-        return False
+        elif self._why_over(key) is None:
+            self._remember(key, reason)
 
-    # Outside of it.
+    def _remember(self, key: str, reason: EndReason) -> None:
+        """So that who asks too late hears why at once."""
+        now = self._clock.monotonic()
+        self._over.pop(key, None)
+        self._over[key] = (reason, now + self.bounds.unsealed_s)
+        while len(self._over) > MAX_REMEMBERED or next(iter(self._over.values()))[1] <= now:
+            self._over.popitem(last=False)
 
-    def _notify(self) -> None:
-        for listener in self._listeners:
-            listener()
-        if self._ended:
-            self.on_end()
+    def _why_over(self, key: str) -> EndReason | None:
+        reason, until = self._over.get(key, (None, 0.0))
+        return reason if self._clock.monotonic() < until else None
 
 
-def _news(entry: _Entry, cursor: Cursor) -> tuple[list[Change], Cursor]:
+def _news(entry: _Entry, cursor: Cursor) -> News | None:
     begun_anew = cursor.generation != entry.generation
-    start = 0 if begun_anew else cursor.num_parts
-    parts = _up_to(entry.parts, start, MAX_IDS_PER_CHANGE)
-    complete = entry.meta is not None and start + len(parts) == len(entry.parts)
-    changes: list[Change] = []
-    if parts or begun_anew:
-        changes.append(Announced(entry.generation, parts))
-    if entry.meta is not None and complete and (begun_anew or not cursor.complete):
-        changes.append(Sealed(entry.generation, entry.meta))
-    return changes, Cursor(entry.generation, start + len(parts), complete)
-
-
-def _up_to(parts: list[Part], start: int, max_ids: int) -> list[Part]:
-    """Parts from `start` on, at least one if there is any, of about `max_ids` block ids."""
-    num_ids, end = 0, start
-    while end < len(parts) and num_ids < max_ids:
-        num_ids += len(parts[end].block_ids)
+    if begun_anew:
+        cursor.generation, cursor.num_parts, cursor.sealed = entry.generation, 0, False
+    start = end = cursor.num_parts
+    num_ids = 0
+    while end < len(entry.parts) and num_ids < MAX_IDS_PER_NEWS:
+        num_ids += len(entry.parts[end].block_ids)
         end += 1
-    return parts[start:end]
+    cursor.num_parts = end
+    is_sealed = entry.meta is not None and end == len(entry.parts)
+    if not (begun_anew or end > start or is_sealed > cursor.sealed):
+        return None
+    meta = entry.meta if is_sealed and not cursor.sealed else None
+    cursor.sealed = is_sealed
+    return News(cursor.select_id, entry.generation, entry.parts[start:end], meta)

@@ -1,37 +1,52 @@
 """The lookup buffer over fabrics: nothing is copied until a consumer asks, and then straight into its blocks.
 
-Joins the parts: the producer's table and the service that speaks for it, the consumer's peers and selections.
+A consumer's end is its `PeerPool` and a `Selection` for each hand-off it fetches; a producer's is a `Session` for each
+consumer that is connected.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from typing import Any
+from collections import deque
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING, Any
 
-from kvferry.core.errors import ConfigError, PeerLost
+from kvferry.core.errors import ConfigError, KvferryError, PeerLost, ProtocolError
 from kvferry.core.layout import KVLayout
-from kvferry.transport.checksum import digest
-from kvferry.transport.connection import limited_to
+from kvferry.transport.connection import Connection, limited_to
 from kvferry.transport.control import Listener
-from kvferry.transport.fabric.base import Fabric, FabricContext
-from kvferry.transport.fabric.table import build_fabrics, check_transport
-from kvferry.transport.lookup_buffer.arrival_map import ArrivalMap
+from kvferry.transport.fabric.base import Fabric, FabricContext, build_fabrics, check_transport
 from kvferry.transport.lookup_buffer.base import LookupBuffer, LookupBufferContext, Source, Taken, Want
-from kvferry.transport.lookup_buffer.entries import EntryTable
-from kvferry.transport.lookup_buffer.messages import PURPOSE, Offer, ReleaseKey, Take, Verify
-from kvferry.transport.lookup_buffer.peers import Link, Peer, PeerPool
-from kvferry.transport.lookup_buffer.selection import Selection, Watch
-from kvferry.transport.lookup_buffer.service import MAX_SELECTS, ProducerService
-from kvferry.transport.memory import Span
+from kvferry.transport.lookup_buffer.entries import Cursor, EntryTable
+from kvferry.transport.lookup_buffer.messages import (
+    PURPOSE,
+    FromConsumer,
+    News,
+    Offer,
+    ReleaseKey,
+    Renew,
+    Select,
+    Take,
+    Unselect,
+    Verify,
+)
+from kvferry.transport.lookup_buffer.peers import PeerPool
+from kvferry.transport.lookup_buffer.selection import Selection
+from kvferry.transport.memory import BlockMemory, Span
 from kvferry.transport.options import TransportOptions
-from kvferry.transport.tasks import call_contained, run_together
-from kvferry.transport.tls import channel_tls
+from kvferry.transport.transfer_loop import call_contained, run_together
+
+if TYPE_CHECKING:
+    from kvferry.transport.tls import ChannelTls
 
 TICKS_PER_LEASE = 50
 LONGEST_TICK_S = 0.25
+MAX_SELECTS = 4096
+"""Of one consumer."""
 MAX_WATCHED = MAX_SELECTS // 2
 """Tickets that wait, of one producer: half of what it lets us select, the rest is for loads."""
+MAX_KEY_LENGTH = 512
+MAX_TAKERS = 1024
 
 
 class FabricLookupBuffer(LookupBuffer):
@@ -44,15 +59,16 @@ class FabricLookupBuffer(LookupBuffer):
             raise ConfigError("checksum needs KV in host memory; leave it out of kv_connector_extra_config")
         super().__init__(table)
         self._memory, self._listener, self._fabrics = context.memory, context.listener, fabrics
-        described = {fabric.name: fabric.describe() for fabric in fabrics}
-        offer = Offer(self._memory.num_blocks, self._memory.geometry.places, table.bounds.lease_s, described)
-        self._listener.handle(PURPOSE, ProducerService(table, offer, self._memory).serve)
         self._pool = PeerPool(context, fabrics)
+        described = {fabric.name: fabric.describe() for fabric in fabrics}
+        self._offer = Offer(self._memory.num_blocks, self._memory.geometry.places, table.bounds.lease_s, described)
+        self._sessions: set[Session] = set()
+        self._listener.handle(PURPOSE, self._serve)
 
     @classmethod
     def build(cls, context: LookupBufferContext) -> FabricLookupBuffer:
         """With a listener of its own."""
-        config, settings, tls = context.config, context.settings, channel_tls(context.settings)
+        config, settings, tls = context.config, context.settings, _tls(context.settings)
         listener = Listener(
             context.identity,
             context.token,
@@ -72,63 +88,93 @@ class FabricLookupBuffer(LookupBuffer):
     @classmethod
     def check_settings(cls, settings: TransportOptions) -> None:
         """A transport that is not known, whose library is not installed, or which TLS does not cover; certificates."""
-        check_transport(settings.transport, channel_tls(settings))
+        check_transport(settings.transport, _tls(settings))
+
+    # Consumer.
 
     async def _take(self, want: Want) -> Taken:
         async with self._pool.using(want.source) as peer:
-            link = await peer.link()
-            arrivals = ArrivalMap(want, link.geometry, self._memory.geometry)
-            return await self._read(peer, link, Selection(want, arrivals), want.deadline)
+            selection = Selection(want, peer.geometry, self._memory.geometry)
 
-    async def _read(self, peer: Peer, link: Link, selection: Selection, deadline: float) -> Taken:
-        async def read(remote: Sequence[Span], local: Sequence[Span]) -> bool:
-            try:
-                await link.fabric_peer.read(remote, local, deadline)
-            except PeerLost as error:
-                peer.fail(error)
-                raise
-            return not self._checks(link) or await self._verify(peer, select_id, remote, local)
+            async def read(remote: Sequence[Span], local: Sequence[Span]) -> bool:
+                try:
+                    await peer.fabric_peer.read(remote, local, want.deadline)
+                except PeerLost as error:
+                    peer.fail(error)
+                    raise
+                if not self._checks(peer.fabric):
+                    return True
+                digest = selection.expect_digest()
+                peer.tell(Verify(select_id, list(remote)))
+                return await self._agrees(local, digest)
 
-        async def take(generation: int) -> None:
-            peer.tell(Take(select_id, generation, selection.share.taker, selection.share.num_takers))
+            def take(generation: int) -> None:
+                peer.tell(Take(select_id, generation, selection.share.taker, selection.share.num_takers))
 
-        with peer.selecting(selection) as select_id:
-            return await selection.load(read, take, link.fabric_name)
+            with peer.following(want.key, selection.hear) as select_id:
+                return await selection.load(read, take, peer.fabric.name)
 
-    def _checks(self, link: Link) -> bool:
+    def _checks(self, fabric: Fabric) -> bool:
+        """Whether what was read over it is compared. What TLS carried it has authenticated."""
         if self._checksum is None:
-            return link.over_bare_tcp and self._memory.device == "cpu"
+            is_bare = fabric.over_tcp and not (fabric.under_tls and fabric.context.tls)
+            return is_bare and self._memory.device == "cpu"
         return self._checksum
 
-    async def _verify(self, peer: Peer, select_id: int, remote: Sequence[Span], local: Sequence[Span]) -> bool:
-        """Whether what was read is what the producer has; True also when its key is over, which news has told."""
-        asked = peer.ask(Verify(select_id, list(remote)))
-        ours = await digest(self._memory, local)
-        intact = await asked == ours
+    async def _agrees(self, local: Sequence[Span], theirs: asyncio.Future[bytes]) -> bool:
+        """Whether what was read is what the producer has."""
+        ours = await _digest(self._memory, local)
+        intact = await theirs == ours
         self._counts["mismatches"] += not intact
         return intact
 
     async def layout_at(self, source: Source, *, deadline: float) -> KVLayout:
         """What the blocks of the producer's rank there mean."""
-        where = f"{source.host}:{source.port}"
-        async with limited_to(deadline, f"reaching {where}"), self._pool.using(source) as peer:
-            return (await peer.link()).geometry.layout
+        async with limited_to(deadline, f"reaching {source.host}:{source.port}"), self._pool.using(source) as peer:
+            return peer.geometry.layout
 
     async def keep(self, key: str, source: Source) -> None:
         """Select without reading: the connection renews the lease of whatever is selected. Of very many, not all."""
-        async with self._pool.using(source) as peer:
-            await peer.link()
-            if peer.num_following >= MAX_WATCHED:
+        over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        over.add_done_callback(lambda done: done.cancelled() or done.exception())  # whoever waited may have left
+
+        def hear(news: News | KvferryError) -> None:
+            if over.done():
                 return
-            watch = Watch(key)
-            with peer.selecting(watch):
-                await watch.over()
+            if isinstance(news, KvferryError):
+                over.set_exception(news)
+            elif news.over:
+                over.set_result(None)
+
+        async with self._pool.using(source) as peer:
+            if peer.num_following < MAX_WATCHED:
+                with peer.following(key, hear):
+                    await over
 
     async def release(self, key: str, source: Source, *, deadline: float) -> None:
         """Tell the producer that nobody will come."""
         async with limited_to(deadline, f"release of {key!r}"), self._pool.using(source) as peer:
-            await peer.link()
             peer.tell(ReleaseKey(key))
+
+    # Producer.
+
+    async def _serve(self, connection: Connection) -> None:
+        """One consumer, until it leaves. Keys it has not taken stay for the rest of their lease."""
+        session = Session(self.table, connection, self._memory, self._sessions)
+        self._sessions.add(session)
+        self.table.listen(session.wake)
+        try:
+            await connection.send(self._offer)
+            await run_together(session.listen(), session.tell())
+        finally:
+            self.table.unlisten(session.wake)
+            self._sessions.discard(session)
+
+    def address(self) -> dict[str, Any]:
+        """Of the listener."""
+        return {"host": self._listener.host, "port": self._listener.port}
+
+    # Both.
 
     async def run(self) -> None:
         """Serve, connect and let leases end, until cancelled."""
@@ -144,10 +190,6 @@ class FabricLookupBuffer(LookupBuffer):
             await asyncio.sleep(tick_s)
             call_contained(self.table.expire, "ending leases", lambda error: None)
 
-    def address(self) -> dict[str, Any]:
-        """Of the listener."""
-        return {"host": self._listener.host, "port": self._listener.port}
-
     def close(self) -> None:
         """Give the port back."""
         self._listener.close()
@@ -155,3 +197,126 @@ class FabricLookupBuffer(LookupBuffer):
     def statistics(self) -> dict[str, float]:
         """Of the table, of what was taken here, and of the listener."""
         return super().statistics() | self._listener.statistics()
+
+
+class Session:
+    """What one consumer has selected. News is not queued: a cursor for each key remembers how much was told, and the
+    table knows the rest, so a slow consumer costs no memory. Lives on the transfer loop, but for `wake`."""
+
+    def __init__(
+        self, table: EntryTable, connection: Connection, memory: BlockMemory, sessions: Collection[Session]
+    ) -> None:
+        self._table, self._connection, self._memory, self._sessions = table, connection, memory, sessions
+        self._loop = asyncio.get_running_loop()
+        self._selected: dict[int, Cursor] = {}
+        self._answers: deque[News] = deque()
+        self._news = asyncio.Event()
+        self._woken = False
+
+    def wake(self) -> None:
+        """There may be something to tell. From any thread; many calls before the loop gets to it are one."""
+        if self._selected and not self._woken:  # a select that comes meanwhile looks for itself
+            self._woken = True
+            self._loop.call_soon_threadsafe(self._on_wake)
+
+    def _on_wake(self) -> None:
+        self._woken = False  # before looking, so that a change after the look wakes again
+        self._news.set()
+
+    async def listen(self) -> None:
+        """Do as the consumer says."""
+        while True:
+            message: FromConsumer = await self._connection.receive(FromConsumer)
+            match message:
+                case Select():
+                    self._select(message)
+                case Unselect():
+                    self._selected.pop(message.select_id, None)
+                case Verify():
+                    if self._memory.device != "cpu":
+                        raise ProtocolError("checksums are made of host memory only")
+                    digest = await _digest(self._memory, message.spans)
+                    self._answer(News(message.select_id, 0, digest=digest))
+                case Take():
+                    self._take(message)
+                case Renew():
+                    for cursor in self._selected.values():
+                        self._table.renew(cursor.key)
+                case ReleaseKey():
+                    self._release(_checked(message.key))
+
+    def _select(self, message: Select) -> None:
+        if len(self._selected) >= MAX_SELECTS or message.select_id in self._selected:
+            raise ProtocolError(f"select {message.select_id}: in use, or one of more than {MAX_SELECTS}")
+        self._selected[message.select_id] = Cursor(_checked(message.key), message.select_id)
+        self._news.set()
+
+    def _take(self, message: Take) -> None:
+        if not 0 <= message.taker < message.num_takers <= MAX_TAKERS:
+            raise ProtocolError(f"taker {message.taker} of {message.num_takers}")
+        cursor, generation = self._selected.get(message.select_id), message.generation
+        if cursor is not None and self._table.take(cursor.key, generation, message.taker, message.num_takers):
+            del self._selected[message.select_id]
+            self._answer(News(message.select_id, generation, held=True))
+
+    def _release(self, key: str) -> None:
+        """A consumer speaks for its own instance: another that has the same ticket, as after a retry, keeps the key."""
+        if not any(one.selects(key) and one.engine_id != self.engine_id for one in self._sessions):
+            self._table.release(key)
+
+    @property
+    def engine_id(self) -> str:
+        """The consumer's."""
+        return self._connection.peer.engine_id
+
+    def selects(self, key: str) -> bool:
+        """Whether the consumer waits for this key, or reads it."""
+        return any(cursor.key == key for cursor in self._selected.values())
+
+    def _answer(self, answer: News) -> None:
+        if len(self._answers) >= MAX_SELECTS:
+            raise ProtocolError("answers are asked for faster than they are read")
+        self._answers.append(answer)
+        self._news.set()
+
+    async def tell(self) -> None:
+        """Tell the consumer what happens."""
+        while True:
+            await self._news.wait()
+            self._news.clear()
+            while self._answers:
+                answer = self._answers.popleft()
+                if (cursor := self._selected.get(answer.select_id)) is not None:
+                    await self._tell(cursor)  # a digest of blocks that are in other use by now comes after that news
+                await self._connection.send(answer)
+            for cursor in list(self._selected.values()):
+                await self._tell(cursor)
+
+    async def _tell(self, cursor: Cursor) -> None:
+        while self._selected.get(cursor.select_id) is cursor:
+            news = self._table.news(cursor)
+            if news is None:
+                return
+            if news.over:
+                del self._selected[cursor.select_id]
+            await self._connection.send(news)
+
+
+def _checked(key: str) -> str:
+    if not 0 < len(key) <= MAX_KEY_LENGTH:
+        raise ProtocolError(f"a key of {len(key)} characters; 1 to {MAX_KEY_LENGTH} are taken")
+    return key
+
+
+def _tls(settings: TransportOptions) -> ChannelTls | None:
+    if not (settings.tls_cert or settings.tls_key or settings.tls_ca or settings.tls_control_only):
+        return None
+    from kvferry.transport.tls import channel_tls
+
+    return channel_tls(settings)
+
+
+async def _digest(memory: BlockMemory, spans: Sequence[Span]) -> bytes:
+    from kvferry.transport.checksum import digest  # only where checksums are compared
+
+    return await digest(memory, spans)

@@ -7,13 +7,12 @@ from collections.abc import Sequence
 
 from kvferry.core.errors import PeerLost
 from kvferry.core.layout import KVLayout
-from kvferry.transport.fabric.copying import copy_one_by_one
-from kvferry.transport.fabric.pieces import join
-from kvferry.transport.lookup_buffer.arrival_map import ArrivalMap
+from kvferry.transport.fabric.shm import copy_one_by_one
 from kvferry.transport.lookup_buffer.base import LookupBuffer, LookupBufferContext, Source, Taken, Want
 from kvferry.transport.lookup_buffer.entries import Cursor, EntryTable
+from kvferry.transport.lookup_buffer.messages import News
 from kvferry.transport.lookup_buffer.selection import Selection
-from kvferry.transport.memory import BlockMemory, Span
+from kvferry.transport.memory import BlockMemory, Span, join
 
 MemoryNetwork = dict[Source, "MemoryLookupBuffer"]
 """All buffers that can reach each other."""
@@ -33,20 +32,33 @@ class MemoryLookupBuffer(LookupBuffer):
 
     async def _take(self, want: Want) -> Taken:
         producer = self._find(want.source)
-        selection = Selection(want, ArrivalMap(want, producer.memory.geometry, self.memory.geometry))
+        selection = Selection(want, producer.memory.geometry, self.memory.geometry)
 
         async def read(remote: Sequence[Span], local: Sequence[Span]) -> bool:
             copy_one_by_one(join(remote, producer.memory.map, local, self.memory.map, self.memory.num_bytes))
             await asyncio.sleep(0)
             return True
 
-        async def take(generation: int) -> None:
+        def take(generation: int) -> None:
             share = selection.share
-            held = producer.table.take(want.key, generation, share.taker, share.num_takers)
-            selection.answered(generation, held)
+            if producer.table.take(want.key, generation, share.taker, share.num_takers):
+                selection.hear(News(0, generation, held=True))
 
-        with _Listener(selection, producer.table):
+        cursor, loop = Cursor(want.key), asyncio.get_running_loop()
+
+        def tell() -> None:
+            while (news := producer.table.news(cursor)) is not None:
+                selection.hear(news)
+
+        def on_change() -> None:
+            loop.call_soon_threadsafe(tell)
+
+        producer.table.listen(on_change)
+        try:
+            tell()
             return await selection.load(read, take, "memory")
+        finally:
+            producer.table.unlisten(on_change)
 
     async def layout_at(self, source: Source, *, deadline: float) -> KVLayout:
         """What the producer's blocks mean."""
@@ -68,30 +80,3 @@ class MemoryLookupBuffer(LookupBuffer):
         if source not in self._network:
             raise PeerLost(f"nobody is at {source.host}:{source.port}")
         return self._network[source]
-
-
-class _Listener:
-    """Feeds a selection what happens in a producer's table, while entered."""
-
-    def __init__(self, selection: Selection, table: EntryTable) -> None:
-        self._selection, self._table = selection, table
-        self._cursor = Cursor()
-        self._loop = asyncio.get_running_loop()
-
-    def __enter__(self) -> None:
-        self._table.listen(self._on_change)
-        self._tell()
-
-    def __exit__(self, *exception: object) -> None:
-        self._table.unlisten(self._on_change)
-
-    def _on_change(self) -> None:
-        self._loop.call_soon_threadsafe(self._tell)
-
-    def _tell(self) -> None:
-        changes, self._cursor = self._table.changes(self._selection.key, self._cursor)
-        while changes:
-            self._selection.feed(changes)
-            if self._selection.failed:
-                return
-            changes, self._cursor = self._table.changes(self._selection.key, self._cursor)

@@ -2,12 +2,12 @@
 
 producer ── Offer ─────────────────────────────► consumer     once: where its blocks lie, and how to read them
          ◄───────────────── Select(id, key) ────
-         ── News(id, [Announced, Sealed, Over]) ►             as it happens
-         ◄────────────────────── Renew([ids]) ──              now and then, while at work
+         ── News(id, generation, parts, …) ────►              as it happens; with the seal its `meta`
+         ◄─────────────────────── Renew() ─────               now and then, while any key is selected
          ◄────────────── Verify(id, spans) ────               what do you have there? (with checksums only)
-         ── VerifyAnswer(id, digest) ─────────►
+         ── News(id, digest) ──────────────────►
          ◄──────────── Take(id, generation) ────              everything is read
-         ── TakeAnswer(id, generation, held) ───►             the fence
+         ── News(id, held) ────────────────────►              the fence; if not held, other news says why
          ◄───────────────────── Unselect(id) ───              no more news, please
          ◄────────────────── ReleaseKey(key) ───              nobody will come
 """
@@ -18,8 +18,8 @@ from typing import Annotated, Any
 
 import msgspec
 
+from kvferry.transport.connection import Message
 from kvferry.transport.memory import LayerPlace, Span
-from kvferry.transport.wire import Message
 
 PURPOSE = "lookup"
 
@@ -36,29 +36,6 @@ class Part(msgspec.Struct, frozen=True, array_like=True):
     block_ids: list[int]
 
 
-class Announced(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """More parts. A generation other than that of earlier parts: those are void."""
-
-    generation: int
-    parts: list[Part]
-
-
-class Sealed(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """No more parts come."""
-
-    generation: int
-    meta: bytes
-
-
-class Over(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """The key has ended."""
-
-    reason: str
-
-
-Change = Announced | Sealed | Over
-
-
 class Offer(Message, frozen=True):
     """The producer's blocks: how many and where, how long its leases are (s), and its fabrics, by name."""
 
@@ -66,6 +43,23 @@ class Offer(Message, frozen=True):
     places: tuple[LayerPlace, ...]
     lease_s: LeaseSeconds
     fabrics: dict[str, dict[str, Any]]
+
+
+class News(Message, frozen=True):
+    """What is new of a selected key.
+
+    `parts`: more of them, or the first of a `generation` that makes void what came of another. `meta`: it is sealed, no
+    more parts come. `over`: why the key has ended. `held`: the answer to `Take`, all was kept until now, and the key is
+    the consumer's. `digest`: the answer to the last `Verify`; news of a reset before it was sent before it.
+    """
+
+    select_id: int
+    generation: int
+    parts: list[Part] = msgspec.field(default_factory=list)
+    meta: bytes | None = None
+    over: str = ""
+    held: bool = False
+    digest: bytes = b""
 
 
 class Select(Message, frozen=True):
@@ -82,9 +76,14 @@ class Unselect(Message, frozen=True):
 
 
 class Renew(Message, frozen=True):
-    """I am at work on these: begin their leases anew."""
+    """I am at work on all that I have selected: begin their leases anew."""
 
-    select_ids: list[int]
+
+class Verify(Message, frozen=True):
+    """I have read these spans. What is their digest with you?"""
+
+    select_id: int
+    spans: list[Span]
 
 
 class Take(Message, frozen=True):
@@ -96,40 +95,10 @@ class Take(Message, frozen=True):
     num_takers: int
 
 
-class Verify(Message, frozen=True):
-    """I have read these spans. What is their digest with you?"""
-
-    select_id: int
-    spans: list[Span]
-
-
-class VerifyAnswer(Message, frozen=True):
-    """The digest of the spans of the selection's last `Verify`. News of a reset before it was sent before it."""
-
-    select_id: int
-    digest: bytes
-
-
-class TakeAnswer(Message, frozen=True):
-    """`held`: they were, and the key is yours. Otherwise what was read is worth nothing."""
-
-    select_id: int
-    generation: int
-    held: bool
-
-
 class ReleaseKey(Message, frozen=True):
     """Nobody will come for this key."""
 
     key: str
 
 
-class News(Message, frozen=True):
-    """What happened to a selected key."""
-
-    select_id: int
-    changes: list[Change]
-
-
 FromConsumer = Select | Unselect | Renew | Verify | Take | ReleaseKey
-FromProducer = News | TakeAnswer | VerifyAnswer

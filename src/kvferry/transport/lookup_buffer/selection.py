@@ -1,7 +1,13 @@
-"""One `drop_select` on the consumer's side: what was announced, what has been read, and whether it may be used.
+"""One `drop_select` on the consumer's side: what was announced, where it goes, what has been read, and whether it may
+be used.
 
-Owns the state of one hand-off's arrival. It does not know how announcements come (a socket, or the same process), how
-blocks are read (the `Reader` it is given) or where they lie (the `ArrivalMap`); all of it lives on the transfer loop.
+Owns the state of one hand-off's arrival. It does not know how news comes (a socket, or the same process) or how bytes
+are read (the `Reader` it is given); all of it lives on the transfer loop.
+
+Two sides whose blocks differ in size, or whose ranks hold different heads, have the same logical tensor,
+`[tokens, kv_heads, K then V, dim]`. Cut into *cells* of as many tokens as the smaller block holds, its bytes come in
+one order on both sides: cell after cell, in a cell head after head, of each head K and then V. Within a cell, K of
+one head is contiguous on either side, and so is V.
 """
 
 from __future__ import annotations
@@ -10,12 +16,15 @@ import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 
-from kvferry.core.errors import ChecksumMismatch, KvferryError, LeaseEnded
-from kvferry.transport.lookup_buffer.arrival_map import ArrivalMap
-from kvferry.transport.lookup_buffer.base import Taken, Want, describe_ended
-from kvferry.transport.lookup_buffer.messages import Announced, Change, Over, Part, Sealed
-from kvferry.transport.memory import Span
-from kvferry.transport.tasks import translated
+import numpy as np
+
+from kvferry.core.errors import ChecksumMismatch, KvferryError, LeaseEnded, ProtocolError
+from kvferry.core.layout import DTYPE_BYTES
+from kvferry.core.sharding import share
+from kvferry.transport.lookup_buffer.base import Taken, Want
+from kvferry.transport.lookup_buffer.messages import News, Part
+from kvferry.transport.memory import BlockGeometry, Numbers, Span
+from kvferry.transport.transfer_loop import translated
 
 MAX_BATCH_BYTES = 32 * 2**20
 MAX_BATCH_SPANS = 2**16
@@ -23,85 +32,163 @@ MAX_BATCH_SPANS = 2**16
 
 Reader = Callable[[Sequence[Span], Sequence[Span]], Awaitable[bool]]
 """Fills local spans with remote ones; False: what came is not what the producer had."""
-Taker = Callable[[int], Awaitable[None]]
-"""Asks the producer for an acknowledged take of a generation; the answer comes through `answered`."""
+Taker = Callable[[int], None]
+"""Asks the producer for an acknowledged take of a generation; the answer is news."""
+
+WHY_OVER = {
+    "taken": "another consumer has taken it",
+    "released": "it was released",
+    "expired": "its lease was over",
+    "dropped": "the producer withdrew it",
+    "full": "the producer's buffer is full (kv_buffer_size)",
+}
+
+
+class ArrivalMap:
+    """Where the blocks that a producer announces come from and go to, and how much of a hand-off is announced: pure
+    arithmetic over two geometries. Counts in cells. Raises `LayoutMismatch` when our blocks cannot be made of the
+    producer's."""
+
+    def __init__(self, want: Want, remote: BlockGeometry, local: BlockGeometry) -> None:
+        self._want, self._remote, self._local = want, remote, local
+        self.share = share(local.layout, remote.layout)
+        self._cell = min(remote.layout.block_size, local.layout.block_size)
+        per_block = local.layout.block_size // self._cell
+        self._skip, self._capacity = want.skip_blocks * per_block, len(want.into) * per_block
+        self._per_remote = remote.layout.block_size // self._cell
+        self.clear()
+
+    def clear(self) -> None:
+        """Nothing is announced."""
+        self._covered = [bytearray(self._capacity) for _ in range(self._local.layout.num_layers)]
+
+    def cover(self, part: Part) -> None:
+        """Note what a part brings. Raises `ProtocolError` when it cannot be part of this hand-off."""
+        key, end_layer = self._want.key, part.first_layer + part.num_layers
+        end_block = part.first_block + len(part.block_ids)
+        if not 0 <= part.first_layer < end_layer <= len(self._covered) or part.first_block < 0:
+            raise ProtocolError(f"hand-off {key!r} announces layers or blocks that do not exist")
+        too_long = part.block_ids and (end_block - 1) * self._per_remote >= self._capacity
+        if too_long and not self._want.prefix:
+            raise ProtocolError(
+                f"hand-off {key!r} has at least {end_block} blocks of {self._remote.layout.block_size} tokens,"
+                f" this request {len(self._want.into)} of {self._local.layout.block_size}:"
+                " the prompt must be the same on both instances"
+            )
+        if any(not 0 <= block_id < self._remote.num_blocks for block_id in part.block_ids):
+            raise ProtocolError(f"hand-off {key!r} announces blocks outside of the producer's memory")
+        cells = self._cells_of(part)
+        for layer in range(part.first_layer, end_layer):
+            self._covered[layer][cells.start : cells.stop] = b"\x01" * len(cells)
+
+    def num_tokens(self) -> int:
+        """How many tokens, from the first, all layers cover. Raises `ProtocolError` when there are gaps."""
+        ends = {covered.find(0) for covered in self._covered}
+        end = ends.pop()
+        end = self._capacity if end < 0 else end
+        if ends or (end == 0 and self._capacity) or any(1 in covered[end:] for covered in self._covered):
+            raise ProtocolError(f"hand-off {self._want.key!r} was sealed with blocks missing")
+        return end * self._cell
+
+    def spans(self, part: Part, layer: int) -> tuple[list[Span], list[Span]]:
+        """Where the part's bytes of a layer come from and go to, without what is here already or another rank's."""
+        cells, heads = self._cells_of(part), self.share.heads[layer]
+        cells = range(max(cells.start, self._skip), cells.stop)
+        begin = part.first_block * self._per_remote
+        theirs = range(cells.start - begin, cells.stop - begin)
+        return (
+            head_spans(self._remote, layer, part.block_ids, theirs, self._cell, heads),
+            head_spans(self._local, layer, self._want.into, cells, self._cell, heads),
+        )
+
+    def _cells_of(self, part: Part) -> range:
+        begin = part.first_block * self._per_remote
+        end = begin + len(part.block_ids) * self._per_remote
+        return range(min(begin, self._capacity), min(end, self._capacity))
 
 
 class Selection:
-    """See the module. `arrivals` is this hand-off's own."""
+    """The arrival of one hand-off: what was announced, read and acknowledged. `hear` is called by whoever hears the
+    producer; `load` reads."""
 
-    def __init__(self, want: Want, arrivals: ArrivalMap) -> None:
+    def __init__(self, want: Want, remote: BlockGeometry, local: BlockGeometry) -> None:
         self.key, self._on_sealed = want.key, want.on_sealed
-        self.num_bytes = 0
-        self.share = arrivals.share
-        self._map = arrivals
+        self._map = ArrivalMap(want, remote, local)
+        self.share = self._map.share
         self._generation = -1
         self._waiting: deque[tuple[Part, int]] = deque()
-        self._num_tokens = 0
+        self._num_bytes = 0
         self._meta: bytes | None = None
-        self._asked = False
-        self._held = False
+        self._asked = self._held = False
+        self._digest: asyncio.Future[bytes] | None = None
         self._error: KvferryError | None = None
         self._changed = asyncio.Event()
-        self._started: float | None = None
 
-    # Fed by whoever hears the producer.
-
-    def feed(self, changes: Sequence[Change]) -> None:
-        """The producer's news."""
+    def hear(self, news: News | KvferryError) -> None:
+        """The producer's news, or why there will be none."""
         try:
-            for change in changes:
-                self._feed_one(change)
+            if isinstance(news, KvferryError):
+                raise news
+            self._hear(news)
         except Exception as error:  # noqa: BLE001 - this hand-off's, and not of the others on its connection
-            self.fail(translated(error))
+            self._error = self._error or translated(error)
+            if self._digest is not None and not self._digest.done():
+                self._digest.set_exception(self._error)
         self._changed.set()
 
-    def _feed_one(self, change: Change) -> None:
-        match change:
-            case Announced():
-                self._announced(change)
-            case Sealed() if change.generation == self._generation:
-                self._meta = change.meta
-                self._on_sealed(change.meta)
-            case Over() if not self._held:
-                self.fail(LeaseEnded(describe_ended(self.key, change.reason)))
+    def _hear(self, news: News) -> None:
+        if news.digest:
+            if self._digest is None or self._digest.done():
+                raise ProtocolError("a digest that was not asked for")
+            self._digest.set_result(news.digest)
+        elif news.held:
+            self._held |= self._asked and news.generation == self._generation
+        elif news.over:
+            if not self._held:
+                raise LeaseEnded(f"hand-off {self.key!r} is over: {WHY_OVER.get(news.over, news.over)}")
+        else:
+            self._announced(news)
 
-    def answered(self, generation: int, held: bool) -> None:
-        """The fence's answer. When not held, more news follows: the end, or a new generation."""
-        if self._asked and generation == self._generation and held:
-            self._held = True
-        self._changed.set()
+    def _announced(self, news: News) -> None:
+        if news.generation != self._generation:  # the producer began again: forget what was read
+            self._generation = news.generation
+            self._waiting.clear()
+            self._map.clear()
+            self._meta, self._asked, self._num_bytes = None, False, 0
+        for part in news.parts:
+            self._map.cover(part)
+            self._waiting.extend((part, layer) for layer in range(part.first_layer, part.first_layer + part.num_layers))
+        if news.meta is not None:
+            self._meta = news.meta
+            self._on_sealed(news.meta)
 
-    def fail(self, error: KvferryError) -> None:
-        """It will not come."""
-        self._error = self._error or error
-        self._changed.set()
-
-    @property
-    def failed(self) -> bool:
-        """Whether it will not come."""
-        return self._error is not None
-
-    # Driven by `drop_select`.
+    def expect_digest(self) -> asyncio.Future[bytes]:
+        """The next that the producer tells; raises why it tells none."""
+        self._digest = asyncio.get_running_loop().create_future()
+        self._digest.add_done_callback(lambda done: done.cancelled() or done.exception())  # whoever asked may have left
+        if self._error is not None:
+            self._digest.set_exception(self._error)
+        return self._digest
 
     async def load(self, read: Reader, take: Taker, fabric: str) -> Taken:
         """Read what is announced until all is here and acknowledged. Raises what `drop_select` raises."""
         loop = asyncio.get_running_loop()
+        started, num_tokens = None, 0
         while not self._held:
             if self._error is not None:
                 raise self._error
             if self._waiting:
-                self._started = self._started or loop.time()
+                started = started or loop.time()
                 await self._read_batch(read)
             elif self._meta is not None and not self._asked:
-                self._num_tokens = self._map.num_tokens()
+                num_tokens = self._map.num_tokens()
                 self._asked = True
-                await take(self._generation)
+                take(self._generation)
             else:
                 await self._changed.wait()
                 self._changed.clear()
-        seconds = 0.0 if self._started is None else loop.time() - self._started
-        return Taken(self._meta or b"", self.num_bytes, seconds, fabric, self._num_tokens)
+        seconds = 0.0 if started is None else loop.time() - started
+        return Taken(self._meta or b"", self._num_bytes, seconds, fabric, num_tokens)
 
     async def _read_batch(self, read: Reader) -> None:
         generation, remote, local = self._generation, list[Span](), list[Span]()
@@ -114,45 +201,52 @@ class Selection:
         intact = not local or await read(remote, local)
         if generation != self._generation:
             return  # the producer began again meanwhile: what was read is void
-        self.num_bytes += num_bytes
+        self._num_bytes += num_bytes
         if not intact:
-            self.fail(ChecksumMismatch(f"hand-off {self.key!r}: the bytes that came are not those that were sent"))
-
-    def _announced(self, change: Announced) -> None:
-        if change.generation != self._generation:  # the producer began again: forget what was read
-            self._generation = change.generation
-            self._waiting.clear()
-            self._map.clear()
-            self._meta, self._asked, self.num_bytes = None, False, 0
-        for part in change.parts:
-            self._map.cover(part)
-            self._waiting.extend((part, layer) for layer in range(part.first_layer, part.first_layer + part.num_layers))
+            raise ChecksumMismatch(f"hand-off {self.key!r}: the bytes that came are not those that were sent")
 
 
-class Watch:
-    """A key that is followed, not read: as long as it is, its connection renews the key's lease. Stands where a
-    `Selection` may."""
+def head_spans(
+    geometry: BlockGeometry, layer: int, block_ids: Sequence[int], cells: range, cell: int, heads: range
+) -> list[Span]:
+    """Where `cells` (of `cell` tokens, counted from the first of `block_ids`) of `heads` lie, in the common order.
 
-    def __init__(self, key: str) -> None:
-        self.key = key
-        self._over = asyncio.Event()
-        self._error: KvferryError | None = None
+    Neighbours are joined. `heads` are numbered as in the whole model, and held here. Spans of an opaque packing are
+    whole blocks.
+    """
+    layout = geometry.layout
+    all_heads = layout.is_opaque or len(heads) == layout.layers[layer].num_kv_heads
+    if not cells or not (heads or layout.is_opaque):
+        return []
+    if cell == layout.block_size and all_heads:
+        return geometry.spans(layer, block_ids[cells.start : cells.stop])
+    return _joined(*_pieces(geometry, layer, block_ids, cells, cell, heads))
 
-    def feed(self, changes: Sequence[Change]) -> None:
-        """The producer's news: only the end matters."""
-        if any(isinstance(change, Over) for change in changes):
-            self._over.set()
 
-    def answered(self, generation: int, held: bool) -> None:
-        """Nothing was asked."""
+def _pieces(
+    geometry: BlockGeometry, layer: int, block_ids: Sequence[int], cells: range, cell: int, heads: range
+) -> tuple[Numbers, Numbers]:
+    """Offset and length of K and of V, by cell and head: each `[cells * heads * 2]`."""
+    layout, place = geometry.layout, geometry.places[layer]
+    spec, block_size = layout.layers[layer], layout.block_size
+    key_bytes, value_bytes = (dim * DTYPE_BYTES[layout.dtype] for dim in (spec.key_dim, spec.value_dim))
+    numbers = np.arange(cells.start, cells.stop, dtype=np.int64)
+    blocks = np.asarray(block_ids, dtype=np.int64)[numbers * cell // block_size]
+    slots = numbers * cell % block_size
+    local_heads = np.arange(heads.start, heads.stop, dtype=np.int64) - spec.first_kv_head
+    starts = place.offset + blocks[:, None] * place.stride + local_heads[None, :] * layout.head_bytes(layer)
+    keys = starts + slots[:, None] * key_bytes
+    values = starts + block_size * key_bytes + slots[:, None] * value_bytes
+    offsets = np.stack([keys, values], axis=-1)
+    lengths = np.broadcast_to(np.array([cell * key_bytes, cell * value_bytes], dtype=np.int64), offsets.shape)
+    return offsets.reshape(-1), lengths.reshape(-1)
 
-    def fail(self, error: KvferryError) -> None:
-        """The producer is lost."""
-        self._error = self._error or error
-        self._over.set()
 
-    async def over(self) -> None:
-        """Wait until the key is over. Raises why the producer is lost."""
-        await self._over.wait()
-        if self._error is not None:
-            raise self._error
+def _joined(offsets: Numbers, lengths: Numbers) -> list[Span]:
+    """Pieces as spans, neighbours as one, empty ones left out."""
+    some = lengths > 0
+    offsets, lengths = offsets[some], lengths[some]
+    if not len(offsets):
+        return []
+    begins = np.flatnonzero(np.concatenate([[True], offsets[1:] != offsets[:-1] + lengths[:-1]]))
+    return list(zip(offsets[begins].tolist(), np.add.reduceat(lengths, begins).tolist(), strict=True))

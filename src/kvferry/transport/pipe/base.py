@@ -1,6 +1,6 @@
 """A pipe: tensors go in at one end and come out at the other, in order. One direction, bounded.
 
-A kind of pipe is registered by name in `pipe.table`, or by another package's entry point. What it is given is an
+A kind of pipe is registered by name in `PIPES`, or by another package's entry point. What it is given is an
 authenticated `Connection` between the two instances, which is from then on its own: it may send the tensors over
 it, or use it to agree on a faster way and to notice that the peer has died. Everything here runs on a
 `TransferLoop`. Torch is imported by what moves tensors, not by this module.
@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from kvferry.core.errors import KvferryError, PeerLost
+from kvferry.core.names import ExtensionPoint
 from kvferry.transport.connection import Connection
 
 if TYPE_CHECKING:
@@ -88,7 +89,7 @@ class PipeReceiver(PipeEnd):
 
 
 class PipeKind(ABC):
-    """How two instances make a pipe. `name` is its name in `pipe.table`."""
+    """How two instances make a pipe. `name` is its name in `PIPES`."""
 
     name: ClassVar[str]
     over_tcp: ClassVar[bool] = False
@@ -112,3 +113,23 @@ class PipeKind(ABC):
 def closed() -> PeerLost:
     """What a call on a closed end raises."""
     return PeerLost("the pipe was closed")
+
+
+# By name.
+
+PIPES = ExtensionPoint(
+    "pipe",
+    {"gloo": "kvferry.transport.pipe.gloo:GlooPipe", "nccl": "kvferry.transport.pipe.nccl:NcclPipe"},
+    "kvferry.pipes",
+)
+
+
+def pipe_kind(name: str, settings: PipeSettings | None = None) -> PipeKind:
+    """The kind of that name. Raises as `pipe_class`, and `ConfigError` when it does not work here."""
+    return pipe_class(name)(settings or PipeSettings())
+
+
+def pipe_class(name: str) -> type[PipeKind]:
+    """The class of that name. Raises `UnknownName`, or `ConfigError` when it is not a pipe."""
+    found: type[PipeKind] = PIPES.find(name, PipeKind)
+    return found

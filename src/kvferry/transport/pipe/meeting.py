@@ -13,12 +13,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from kvferry.core.errors import KvferryError, ProtocolError
-from kvferry.transport.connection import Connection, limited_to
+from kvferry.transport.connection import Connection, Identity, limited_to
 from kvferry.transport.control import Listener, dial
 from kvferry.transport.pipe.base import PipeKind, PipeReceiver, PipeSender
 from kvferry.transport.pipe.messages import MAX_MESSAGE_BYTES, PURPOSE, Join
 from kvferry.transport.tls import ChannelTls
-from kvferry.transport.wire import Identity
 
 MEET_S = 10.0
 MAX_MEETINGS = 1024

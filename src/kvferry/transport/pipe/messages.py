@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvferry.transport.wire import Message
+from kvferry.transport.connection import Message
 
 PURPOSE = "pipe"
 MAX_MESSAGE_BYTES = 16 * 2**10

@@ -19,6 +19,7 @@ the connection tells at once, the call under way is left behind on its thread un
 from __future__ import annotations
 
 import asyncio
+import socket
 from abc import abstractmethod
 from collections.abc import Callable
 from functools import partial
@@ -28,15 +29,14 @@ import torch
 from torch import Tensor
 
 from kvferry.core.errors import PeerLost, TransferTimeout
-from kvferry.transport.connection import Connection, limited_to
+from kvferry.transport.connection import Connection, Message, limited_to
 from kvferry.transport.pipe.base import PipeKind, PipeReceiver, PipeSender
 from kvferry.transport.pipe.blocking_thread import BlockingThread
 from kvferry.transport.pipe.connected import ConnectedEnd
 from kvferry.transport.pipe.messages import Accepted, Formed, NoTensor, Published, Ready, Received, TensorHeader
 from kvferry.transport.pipe.rendezvous import Rendezvous
 from kvferry.transport.pipe.tensors import flat_bytes, header_of, num_bytes_of, shaped
-from kvferry.transport.tasks import run_together
-from kvferry.transport.wire import Message
+from kvferry.transport.transfer_loop import run_together
 
 SENDER, RECEIVER = 0, 1
 SHORTEST_S = 0.001
@@ -185,7 +185,10 @@ class GroupMember:
 async def _ended(connection: Connection) -> bool:
     """Wait until there is something to read; whether it is the connection's end."""
     await connection.readable()
-    return connection.at_end()
+    try:
+        return not connection.io.num_pending and not socket.socket.recv(connection.socket, 1, socket.MSG_PEEK)
+    except OSError:
+        return True
 
 
 class GroupSender(ConnectedEnd, PipeSender):

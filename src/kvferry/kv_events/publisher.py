@@ -14,9 +14,9 @@ from typing import Any
 
 from kvferry.core.clock import Clock
 from kvferry.core.errors import ConfigError
-from kvferry.transport.kv_events.messages import Event, encode_batch
-from kvferry.transport.kv_events.replays import MOST_UNSENT, Replays
-from kvferry.transport.kv_events.sockets import require_endpoint, zmq
+from kvferry.kv_events.messages import Event, encode_batch
+from kvferry.kv_events.replays import MOST_UNSENT, Replays
+from kvferry.kv_events.sockets import require_endpoint, zmq
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ import zmq
 
 from kvferry.core.clock import ManualClock
 from kvferry.core.errors import ConfigError, ProtocolError
-from kvferry.transport.kv_events.messages import (
+from kvferry.kv_events.messages import (
     END_OF_REPLAY,
     AllBlocksCleared,
     BlockRemoved,
@@ -22,9 +22,9 @@ from kvferry.transport.kv_events.messages import (
     decode_batch,
     encode_batch,
 )
-from kvferry.transport.kv_events.publisher import KVEventPublisher
-from kvferry.transport.kv_events.replays import MOST_CALLERS, STALL_S
-from kvferry.transport.kv_events.subscriber import Missed, Restarted, Told, follow
+from kvferry.kv_events.publisher import KVEventPublisher
+from kvferry.kv_events.replays import MOST_CALLERS, STALL_S
+from kvferry.kv_events.subscriber import Missed, Restarted, Told, follow
 
 
 def stored(number: int) -> list[Event]:

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvferry.core.clock import Clock
-from kvferry.transport.kv_events.messages import END_OF_REPLAY
-from kvferry.transport.kv_events.sockets import zmq
+from kvferry.kv_events.messages import END_OF_REPLAY
+from kvferry.kv_events.sockets import zmq
 
 MOST_UNSENT = 16
 """Messages of one caller that wait in ZeroMQ."""

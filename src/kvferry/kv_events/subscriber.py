@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvferry.core.errors import ProtocolError
-from kvferry.transport.kv_events.messages import END_OF_REPLAY, MAX_MESSAGE_BYTES, Event, decode_batch
-from kvferry.transport.kv_events.sockets import zmq, zmq_asyncio
+from kvferry.kv_events.messages import END_OF_REPLAY, MAX_MESSAGE_BYTES, Event, decode_batch
+from kvferry.kv_events.sockets import zmq, zmq_asyncio
 
 logger = logging.getLogger(__name__)
 
