@@ -232,3 +232,10 @@ def test_a_model_without_room_for_an_answer_is_refused(folder: Path) -> None:
 def test_what_transformers_says_of_a_configuration_is_told_to_the_end(folder: Path) -> None:
     change_config(folder, num_attention_heads=3)
     assert "validate_architecture': ValueError: The hidden size (64)" in refusal_of(folder)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1]", '"a"', '{"eos_token_id": [1, 2'])
+def test_a_generation_config_that_is_damaged_is_not_passed_over(folder: Path, text: str) -> None:
+    path = folder / "generation_config.json"
+    path.write_text(text)
+    assert f"{str(path)!r} cannot be read" in refusal_of(folder)

@@ -1,7 +1,8 @@
-"""What the safetensors files of a checkpoint hold, read from their headers before any weight is.
+"""What the files of a checkpoint hold, read before any weight is: of safetensors files the headers.
 
-transformers takes one of two tensors of the same name without a word, and makes floating-point numbers of integers that
-another library packed; what is missing or does not fit is found when the weights are loaded (`checkpoint`).
+transformers takes one of two tensors of the same name without a word, makes floating-point numbers of integers that
+another library packed, and does without a `generation_config.json` that it cannot read; what is missing or does not fit
+is found when the weights are loaded (`checkpoint`).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from kvferry.core.errors import ConfigError
 
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+GENERATION = "generation_config.json"
 _FLOATS = ("F", "BF")
 """How the names of floating-point formats begin; the others are integers, booleans and complex numbers."""
 
@@ -24,6 +26,7 @@ _FLOATS = ("F", "BF")
 def require_sound(folder: Path, *, quantized: bool) -> None:
     """Raise `ConfigError` where the files contradict each other or what a model's weights are. `quantized`: the
     configuration says what integers mean. Nothing is said of a checkpoint in another form."""
+    _require_generation_config(folder / GENERATION)
     where: dict[str, str] = {}
     for name in _files(folder):
         for tensor, number_format in _tensors(folder / name):
@@ -38,6 +41,18 @@ def require_sound(folder: Path, *, quantized: bool) -> None:
                     " quantization_config that says what this means; give a checkpoint in floating point"
                 )
             where[tensor] = name
+
+
+def _require_generation_config(path: Path) -> None:
+    """It says which tokens end an answer."""
+    if not path.is_file():
+        return
+    try:
+        found: Any = json.loads(path.read_bytes())
+        if not isinstance(found, dict):
+            raise TypeError(f"an object is expected, not a {type(found).__name__}")
+    except (ValueError, TypeError, RecursionError) as error:
+        raise ConfigError(f"{str(path)!r} cannot be read: {error}; copy it again, or delete it") from error
 
 
 def _files(folder: Path) -> list[str]:
