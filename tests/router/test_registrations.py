@@ -270,9 +270,10 @@ async def test_what_registers_must_be_there_and_be_what_it_says() -> None:
             ({"role": "prefill"}, "started as a decode instance"),
             ({"engine_id": "another"}, "another instance"),
             ({"url": "ftp://x"}, "not an instance's URL"),
+            ({"url": "http://user:word@127.0.0.1:1"}, "must be scheme, host and port alone"),
         ):
             status, told = await sender.say(d, **said)
-            assert status == (400 if "ftp" in str(said) else 409)
+            assert status == (400 if "ftp" in str(said) or "user" in str(said) else 409)
             assert what in told["error"]["message"]
         assert not list(router.services.pools)
         assert (await sender.say(d, engine_id="engine-d"))[0] == 200

@@ -37,7 +37,7 @@ class Announcement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     router: _Name
     process: _Name
     number: int
-    url: Annotated[str, msgspec.Meta(min_length=1, max_length=2048)]
+    url: Annotated[str, msgspec.Meta(max_length=2048, pattern=r"^[\x21-\x7e]+\Z")]
     role: Role
     state: State = "up"
     engine_id: Annotated[str, msgspec.Meta(max_length=512)] = ""

@@ -43,7 +43,6 @@ from kvferry.router.instance import (
     InstanceFacts,
     SglangFacts,
     Unasked,
-    normalise_url,
 )
 from kvferry.router.pools import Pools
 from kvferry.router.upstream import Upstream
@@ -249,7 +248,7 @@ def _doing(instance: Instance) -> _Doing:
 
 def _url(said: Announcement) -> str:
     try:
-        return normalise_url(said.url)
+        return Instance(said.role, said.url).url
     except ConfigError as error:
         raise InvalidRequest(str(error), param="url") from error
 
