@@ -165,16 +165,19 @@ def test_roles_that_are_said_are_kept() -> None:
     assert [child.kv_role for child in child_configs(config)] == ["kv_consumer", "kv_both"]
 
 
-def test_an_instance_whose_hand_offs_are_lost_ends(make: MakeEngine, tmp_path: Path) -> None:
-    engine = make("kv_both", storage(tmp_path), HAND_OFF)
+@pytest.mark.parametrize("stumbles", ["poll", "start", "flush"])
+def test_an_instance_whose_hand_offs_are_lost_ends(tmp_path: Path, stumbles: str) -> None:
+    """Whatever it stumbled over: its tickets would lead nowhere."""
+    engine = FakeEngine("MultiConnector", make_layout(num_layers=2), connectors=[storage(tmp_path), HAND_OFF])
 
-    def poll() -> list[Any]:
-        raise ConnectorLost("gone")
+    def stumble(*arguments: Any) -> Any:
+        raise ConnectorLost("gone") if stumbles == "poll" else StoreError("a mistake")
 
-    right, engine.worker._children[1].poll = engine.worker._children[1].poll, poll
+    setattr(engine.worker._children[1], stumbles, stumble)
+    engine.add(FakeRequest("p", PROMPT, Produce("t")))
     with pytest.raises(ConnectorLost):
-        engine.worker.poll()
-    engine.worker._children[1].poll = right
+        engine.run_until(lambda: False)
+    engine.close()
 
 
 def test_one_that_stumbles_in_the_scheduler_is_left_out(make: MakeEngine, tmp_path: Path) -> None:

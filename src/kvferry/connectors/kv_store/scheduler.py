@@ -57,11 +57,13 @@ STALE_S = 5.0
 class _Known:
     """What is known of one request. `num_kept` blocks of the prompt are in the store, or on their way there.
 
-    `loading`: None before a load, then whether it is still under way.
+    `loading`: None before a load, then whether it is still under way. `believed`: a marker that was looked at and is of
+    this request, so that a long prompt that waits for blocks is not compared with it step by step.
     """
 
     num_kept: int = 0
     loading: bool | None = None
+    believed: Marker | None = None
 
 
 @dataclass
@@ -173,11 +175,15 @@ class KVStoreSchedulerSide(SchedulerSide[StorePlan]):
         self._prober.ask(request.request_id, StoreQuestion(tuple(request.block_hashes), transfer_id, deadline))
 
     def _judge(self, request: RequestView, answer: StoreAnswer, num_computed_tokens: int) -> Match:
-        self._known.setdefault(request.request_id, _Known()).num_kept = answer.num_present
+        known = self._known.setdefault(request.request_id, _Known())
+        known.num_kept = answer.num_present
         promised = isinstance(request.hand_off, Consume)
-        error = answer.error or self._mistrust(request, answer.marker)
+        error = answer.error
+        if error is None and answer.marker is not known.believed:
+            error = self._mistrust(request, answer.marker)
         if error is not None:
             return Miss(error if promised else None)
+        known.believed = answer.marker
         result = self._result_to_bring(request, answer)
         token_known = promised and (request.prefill_result is not None or result is not None)
         usable = min(answer.num_present, self._num_usable_blocks(request, token_known))

@@ -138,7 +138,10 @@ class MultiWorkerSide(WorkerSide[MultiPlan]):
         self._all(lambda child: child.discard())
 
     def poll(self) -> TransferReport:
-        """Of all. Blocks are released when none of them keeps them any more."""
+        """Of all. Blocks are released when none of them keeps them any more. Raises `ConnectorLost` when the one that
+        hands off is lost: an instance that can hand nothing off is of no use to the fleet, which starts another."""
+        if self._hands_off in self._lost:
+            raise ConnectorLost("the connector that hands off, of several, is lost")
         for index in [index for index in self._closing if index in self._closed]:
             self._is_closed(index)
         for index in range(len(self._children)):
@@ -228,7 +231,7 @@ class MultiWorkerSide(WorkerSide[MultiPlan]):
             return call(self._children[index])
         except Exception as error:
             if isinstance(error, ConnectorLost) and index == self._hands_off:
-                raise  # an instance that can hand nothing off is of no use to the fleet, which starts another
+                raise
             log.exception("connector %d of several is lost; the others go on without it", index)
             self._lose(index)
             return otherwise
