@@ -57,7 +57,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         raise pytest.UsageError(f"name these tests with `ids`, not by an address: {', '.join(addressed)}")
     if part := config.getoption("--full-part"):
         number, _, count = part.partition("/")
-        left_out = [one for one in items if _is_full(one) and crc32(_group(one).encode()) % int(count) != int(number)]
+        left_out = [one for one in items if _is_parted(one) and crc32(_group(one).encode()) % int(count) != int(number)]
         config.hook.pytest_deselected(items=left_out)
         items[:] = [one for one in items if one not in set(left_out)]
     # `tests` is on the path, and a folder of that name in it is a namespace package, which has no origin.
@@ -69,8 +69,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="vLLM is not installed; make test-vllm has it"))
 
 
-def _is_full(item: pytest.Item) -> bool:
-    return item.get_closest_marker("full") is not None
+def _is_parted(item: pytest.Item) -> bool:
+    """Whether only one part has it; `full(in_every_part=True)` is in all."""
+    full = item.get_closest_marker("full")
+    return full is not None and not full.kwargs.get("in_every_part")
 
 
 def _group(item: pytest.Item) -> str:

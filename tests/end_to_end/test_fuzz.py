@@ -55,7 +55,7 @@ def test_a_deployment_under_requests_of_every_kind(model_maker: Any, tmp_path: P
     require_unharmed(model_maker("llama"), tmp_path, seed=int(os.environ.get("KVFERRY_SEED", "1")), num=1500)
 
 
-@pytest.mark.full
+@pytest.mark.full(in_every_part=True)
 @pytest.mark.timeout(1800)
 def test_a_deployment_under_twenty_thousand_of_them(model_maker: Any, tmp_path: Path) -> None:
     seed = int(os.environ.get("KVFERRY_SEED") or secrets.randbelow(10**9))
