@@ -37,7 +37,19 @@ class _Forget:
     rank: int
 
 
-_Job = Block | Marker | FinishedRequest | _Forget
+@dataclass(frozen=True)
+class _Late:
+    """A marker that the store did not take; it is tried until then (s, monotonic)."""
+
+    marker: Marker
+    until: float
+
+
+_Job = Block | Marker | FinishedRequest | _Forget | _Late
+MARK_S, AGAIN_S = 30.0, 0.5
+"""How long, and how often, a marker is tried that the store does not take: a consumer waits for it."""
+MOST_AGAIN = 1024
+"""Markers that are tried again; beyond, a consumer waits in vain, and computes."""
 MAX_FINISHED_BEHIND = 1024
 """Jobs that may wait when one more of these hints comes; beyond, it is dropped."""
 
@@ -67,6 +79,7 @@ class StoreWriter:
         self._counts: Counter[str] = Counter()
         self._last_warning = 0.0
         self._news = asyncio.Event()
+        self._again: dict[tuple[str, int], asyncio.TimerHandle] = {}
         self._running: Future[None] = loop.submit(self._run())
 
     # The engine's thread.
@@ -170,13 +183,31 @@ class StoreWriter:
     async def _do(self, jobs: Sequence[_Job]) -> None:
         match jobs[0]:
             case Marker() as marker:
-                await self._markers.write(self._store, marker)
+                await self._mark(marker, SYSTEM_CLOCK.monotonic() + MARK_S)
+            case _Late(marker, until):
+                await self._mark(marker, until)
             case FinishedRequest() as finished:
                 await self._store.finish(finished.hashes, finished.num_output_tokens)
             case _Forget() as forget:
+                self._not_again(forget.transfer_id, forget.rank)
                 await self._markers.remove(self._store, forget.transfer_id, forget.rank)
             case _:
                 await self._put([job for job in jobs if isinstance(job, Block)])
+
+    async def _mark(self, marker: Marker, until: float) -> None:
+        name = marker.transfer_id, marker.layout.tp_rank
+        self._not_again(*name)  # of an earlier marker of that name
+        try:
+            await self._markers.write(self._store, marker)
+        except KvferryError:
+            if SYSTEM_CLOCK.monotonic() < until and len(self._again) < MOST_AGAIN:
+                loop = asyncio.get_running_loop()
+                self._again[name] = loop.call_later(AGAIN_S, self._add, _Late(marker, until))
+            raise
+
+    def _not_again(self, transfer_id: str, rank: int) -> None:
+        if (waiting := self._again.pop((transfer_id, rank), None)) is not None:
+            waiting.cancel()
 
     async def _put(self, blocks: Sequence[Block]) -> None:
         outcomes: Sequence[Put] = [Put.DROPPED] * len(blocks)
