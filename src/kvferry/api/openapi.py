@@ -15,6 +15,7 @@ import msgspec
 
 from kvferry import __version__
 from kvferry.api import answers, requests
+from kvferry.core.kept import KeptBlocks
 from kvferry.core.openai import REQUEST_ID_HEADER, RETRY_AFTER_HEADER, ErrorEnvelope
 from kvferry.core.sampling import SamplingParams
 
@@ -124,6 +125,16 @@ OPERATIONS = (
         (requests.ReleaseRequest,),
         _object(released={"type": "boolean"}),
         examples={"one": {"transfer_id": "cmpl-0123456789abcdef"}},
+        errors=_READ,
+    ),
+    Operation(
+        "/kvferry/kept",
+        "post",
+        "kept",
+        "What the KV stores of this instance have of a prompt.",
+        (requests.KeptRequest,),
+        KeptBlocks,
+        examples={"pinned": {"tokens": [1, 2, 3], "pin": True}},
         errors=_READ,
     ),
     Operation(

@@ -221,6 +221,14 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True):
     model: Name | None = None
 
 
+class KeptRequest(msgspec.Struct, kw_only=True):
+    """`POST /kvferry/kept`: what of this prompt's KV is kept for reuse; with `pin`, that is pinned."""
+
+    tokens: list[Integer]
+    cache_salt: Annotated[Name, msgspec.Meta(min_length=1)] | None = None
+    pin: bool = False
+
+
 class ReleaseRequest(msgspec.Struct, kw_only=True):
     """`POST /kvferry/release`: nobody will fetch this hand-off."""
 

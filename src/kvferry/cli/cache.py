@@ -6,7 +6,9 @@ from cyclopts import App
 
 from kvferry.cli.cache_folder import add_to
 from kvferry.cli.cache_simulate import simulate
+from kvferry.cli.cache_warm import warm
 
 cache = App(name="cache", sort_key=6, help="KV that is kept for reuse: what is there, and which of it to keep.")
+cache.command(warm)
 cache.command(simulate)
 add_to(cache)

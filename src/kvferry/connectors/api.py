@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Generic, Protocol, TypeAlias, TypeVar, runtime_checkable
 
@@ -26,6 +27,7 @@ from kvferry.core.block_hash import BlockHash
 from kvferry.core.clock import SYSTEM_CLOCK, Clock
 from kvferry.core.errors import KvferryError
 from kvferry.core.hand_off import HandOff, PrefillResult
+from kvferry.core.kept import TierShare
 from kvferry.core.layout import KVLayout
 from kvferry.core.transfer_config import KVTransferConfig
 from kvferry.store.base import Changes
@@ -87,6 +89,10 @@ class Hit:
 
     num_tokens: int
     layerwise: bool = False
+    num_computed_meanwhile: int = 0
+    """Of these tokens, the first so many are not loaded: the engine computes them at once, in the request's blocks, and
+    goes on behind the last loaded one when a report says that the others have come. Whole blocks. Only for engines that
+    can (`ConnectorContext.computes_meanwhile`), and not `layerwise`."""
 
 
 Match = Hit | Miss | Pending
@@ -151,6 +157,8 @@ class Loaded(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
     request_id: str
     num_tokens: int | None = None
+    seconds: float | None = None
+    """How long it took on the slowest rank, where that was measured."""
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -208,6 +216,9 @@ class ConnectorContext:
     auth_token: str = ""
     clock: Clock = SYSTEM_CLOCK
     """The engine's; whatever a scheduler side decides by time it decides by this."""
+    computes_meanwhile: bool = False
+    """Whether the engine can compute the beginning of a hit while its end is loaded, and calls `plan` and `completed`
+    right before and after each step, so that steps can be timed."""
     saves_are_complete: bool = False
     """Whether a device has written a layer's KV when `save_layer` is called for it: a worker side need not wait."""
 
@@ -297,6 +308,12 @@ class SchedulerSide(ABC, Generic[Plan]):
 
     def saves(self, plan: Plan | None) -> Sequence[tuple[str, Sequence[BlockHash]]]:
         """Of a plan: the blocks that it wants kept, which follow one another in the prompt, by request id."""
+        return ()
+
+    def kept(self, hashes: Sequence[BlockHash], *, pin: bool) -> Sequence[Future[list[TierShare]]]:
+        """What each tier of each store has of these blocks; with `pin`, that is pinned. The next request for just these
+        blocks puts into the store what it lacks, though the engine's own prefix cache has it. The futures raise
+        `StoreError`. Default: nothing is kept. Raises `InvalidRequest` where this instance only loads."""
         return ()
 
     def reset_cache(self) -> bool:

@@ -6,7 +6,7 @@ reports of the several hand-offs that one request is there.
 
 | of a request | holds for the instance when |
 |---|---|
-| `Loaded` | every rank has loaded its share; `num_tokens` is the least of theirs |
+| `Loaded` | every rank has loaded its share; `num_tokens` is the least of theirs, `seconds` the most |
 | `Failed` | any rank failed, and on every rank the load has ended, so that no rank still writes |
 | `Released` | every rank has released it |
 | `Prefilled` | the first rank brings it: it is the same on all |
@@ -79,4 +79,5 @@ def _of_all(ended: Collection[Loaded | Failed]) -> Loaded | Failed:
         return [*causes, *failed][0]
     loaded = [event for event in ended if isinstance(event, Loaded)]
     counted = [event.num_tokens for event in loaded if event.num_tokens is not None]
-    return Loaded(loaded[0].request_id, min(counted, default=None))
+    measured = [event.seconds for event in loaded if event.seconds is not None]
+    return Loaded(loaded[0].request_id, min(counted, default=None), max(measured, default=None))

@@ -15,7 +15,8 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, TypeVar
 
-from kvferry.core.errors import KvferryError, Unavailable
+from kvferry.core.errors import KvferryError, StoreError, Unavailable
+from kvferry.core.kept import KeptBlocks
 from kvferry.core.request import EngineOutput, Request
 from kvferry.engine.engine import Engine
 from kvferry.engine.statistics import EngineSnapshot
@@ -26,6 +27,8 @@ Answer = TypeVar("Answer")
 # While a request waits for something that wakes nobody (a marker file, its own deadline), look this often.
 POLL_S = 0.005
 CALL_DEADLINE_S = 30.0
+ON_ITS_WAY = ("writer_waiting_bytes", "dirty_blocks")
+"""Gauges of connectors, of what is not in all tiers of a store yet."""
 
 
 class AsyncEngine:
@@ -132,6 +135,25 @@ class AsyncEngine:
         """A prefill for another instance was refused: have the connector tell the instance that waits for it. Does not
         wait."""
         self._tell(lambda: self.engine.prefill_refused(transfer_id))
+
+    async def kept(self, request: Request, *, pin: bool) -> KeptBlocks:
+        """What the connector's store has of a prompt; with `pin`, that is pinned there. Raises `InvalidRequest`."""
+        hashes = await asyncio.to_thread(self.engine.scheduler.block_names, request)
+        # First, whether anything is on its way: then what is found afterwards is all that comes.
+        figures = (await self.statistics()).connector
+        waiting = sum(value for name, value in figures.items() if name.endswith(ON_ITS_WAY))
+        looks = await self._ask(lambda: self.engine.kept(hashes, pin=pin))
+        try:
+            tiers = [share for look in looks for share in await asyncio.wrap_future(look)]
+        except StoreError as error:
+            raise Unavailable(f"the store cannot be asked: {error}") from error
+        return KeptBlocks(
+            num_tokens=len(request.prompt_token_ids),
+            block_size=self.engine.layout.block_size,
+            num_blocks=len(hashes),
+            tiers=tiers,
+            is_settled=waiting == 0,
+        )
 
     async def statistics(self) -> EngineSnapshot:
         """A snapshot, taken between two steps."""

@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 
 import msgspec
 
 from kvferry.connectors.api import ConnectorContext, SchedulerSide, StepPlan, TransferEvent, failures
 from kvferry.connectors.registry import find_connector
+from kvferry.core.block_hash import BlockHash
 from kvferry.core.clock import Clock, SystemClock
 from kvferry.core.errors import ConnectorLost, InvalidRequest, LeakError, RankLost, RequestError
 from kvferry.core.hand_off import Consume, Produce
+from kvferry.core.kept import TierShare
 from kvferry.core.request import EngineOutput, Request
 from kvferry.core.transfer_config import KVTransferConfig
 from kvferry.engine.block_pool import BlockPool
@@ -115,6 +118,16 @@ class Engine:
         KV."""
         if self.scheduler_side is not None:
             self.scheduler_side.refused(transfer_id)
+
+    def kept(self, hashes: Sequence[BlockHash], *, pin: bool) -> Sequence[Future[list[TierShare]]]:
+        """As `SchedulerSide.kept`. Raises `InvalidRequest` where no connector keeps KV."""
+        looks = self.scheduler_side.kept(hashes, pin=pin) if self.scheduler_side is not None else ()
+        if not looks:
+            raise InvalidRequest(
+                "this instance has no connector that keeps KV; start it with --kv-transfer-config and a"
+                " KVStoreConnector"
+            )
+        return looks
 
     # The step.
 
@@ -261,9 +274,8 @@ class Engine:
         )
 
     def _build_scheduler_side(self, transfer: KVTransferConfig, auth_token: str) -> SchedulerSide[StepPlan]:
-        side = find_connector(transfer).build_scheduler_side(
-            ConnectorContext(transfer, self.layout, auth_token, self.clock)
-        )
+        context = ConnectorContext(transfer, self.layout, auth_token, self.clock, computes_meanwhile=True)
+        side = find_connector(transfer).build_scheduler_side(context)
         if self.addresses:
             side.set_addresses(self.addresses)
         return side

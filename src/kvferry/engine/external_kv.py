@@ -27,7 +27,7 @@ from kvferry.core.clock import Clock
 from kvferry.core.errors import HandOffFailed, KvferryError, LeakError
 from kvferry.core.hand_off import Consume, PrefillResult, Produce
 from kvferry.engine.block_pool import BlockPool
-from kvferry.engine.sequence import Sequence, Status
+from kvferry.engine.sequence import Meeting, Sequence, Status
 from kvferry.engine.step import Chunk
 from kvferry.observe.figures import counter, counter_by, gauge
 
@@ -108,33 +108,52 @@ class ExternalKV:
     # Loads.
 
     def begin_load(self, sequence: Sequence, num_cached: int, hit: Hit) -> bool:
-        """The sequence has blocks for a hit. True: it runs at once, layer by layer; False: it waits for its KV."""
+        """The sequence has blocks for a hit. True: it runs at once, layer by layer or before a meeting; False: it waits
+        for its KV."""
         assert self._connector is not None, "only a connector has hits"
         self._connector.allocated(sequence, tuple(sequence.block_ids), num_cached, hit)
-        self._counters.num_external_hits += hit.num_tokens
+        self._counters.num_external_hits += hit.num_tokens - hit.num_computed_meanwhile
         sequence.request.timeline.stamp("transfer_started", self._clock.wall())
         if hit.layerwise:
             sequence.layerwise_base = num_cached
             sequence.num_computed_tokens = num_cached + hit.num_tokens
             sequence.is_load_settled = True
+        elif hit.num_computed_meanwhile:
+            sequence.meeting = Meeting(num_cached + hit.num_computed_meanwhile, num_cached + hit.num_tokens)
         else:
             sequence.status = Status.LOADING
             sequence.load_target = num_cached + hit.num_tokens
             self._loading[sequence.request_id] = sequence
-        return hit.layerwise
+        return hit.layerwise or sequence.meeting is not None
+
+    def meet(self, sequence: Sequence) -> int | None:
+        """Some more is computed before a meeting. Returns how many tokens have their KV once both ends have come to the
+        place. None: not yet; where only the load has yet to come, the sequence waits for its KV from now on."""
+        meeting = sequence.meeting
+        assert meeting is not None, "only before a meeting"
+        if sequence.num_computed_tokens < meeting.first:
+            return None
+        if meeting.is_loaded:
+            sequence.meeting = None
+            return meeting.last
+        sequence.status, sequence.load_target = Status.LOADING, meeting.last
+        self._loading[sequence.request_id] = sequence
+        return None
 
     def end_load(self, sequence: Sequence, num_tokens: int | None) -> int | None:
         """The KV has come, of the first `num_tokens` (None: of all that was promised). Returns how many tokens have
-        their KV now; None: the load was layerwise, and the sequence has been running."""
+        their KV now; None: the sequence has been running, and goes on."""
         sequence.request.timeline.stamp("transfer_done", self._clock.wall())
+        if sequence.meeting is not None:
+            sequence.is_load_settled = sequence.meeting.is_loaded = True
         if self._loading.pop(sequence.request_id, None) is None:
             return None
-        sequence.is_load_settled = True
+        sequence.is_load_settled, sequence.meeting = True, None
         return sequence.load_target if num_tokens is None else max(num_tokens, sequence.num_computed_tokens)
 
     def abandon_load(self, sequence: Sequence) -> None:
         """The KV will not come, or is not wanted any more: back to what the sequence had before."""
-        sequence.is_load_settled = True
+        sequence.is_load_settled, sequence.meeting = True, None
         self._loading.pop(sequence.request_id, None)
         if sequence.layerwise_base is not None:
             sequence.num_computed_tokens, sequence.layerwise_base = sequence.layerwise_base, None

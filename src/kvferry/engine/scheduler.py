@@ -31,6 +31,7 @@ from kvferry.connectors.api import (
     StepPlan,
     TransferReport,
 )
+from kvferry.core.block_hash import BlockHash
 from kvferry.core.clock import Clock
 from kvferry.core.errors import (
     DeadlineExceeded,
@@ -104,16 +105,24 @@ class Scheduler:
         if len(self._waiting) >= self.limits.max_waiting:
             raise QueueFull(f"{len(self._waiting)} requests are waiting already; try again later")
         self._order += 1
-        sequence = Sequence(
+        sequence = self._sequence(request, self._order)
+        self._sequences[request.request_id] = sequence
+        with self._isolated(sequence):
+            self._begin(sequence)
+
+    def block_names(self, request: Request) -> list[BlockHash]:
+        """The hashes of the full blocks of its prompt. Any thread. Raises `InvalidRequest` as `add` does."""
+        self.limits.require_runnable(request, self.pool.num_blocks * self.limits.block_size)
+        return list(self._sequence(request, 0).block_hashes)
+
+    def _sequence(self, request: Request, order: int) -> Sequence:
+        return Sequence(
             request,
-            order=self._order,
+            order=order,
             block_size=self.limits.block_size,
             model_fingerprint=self._fingerprint,
             trained_context=self.limits.trained_context,
         )
-        self._sequences[request.request_id] = sequence
-        with self._isolated(sequence):
-            self._begin(sequence)
 
     def _begin(self, sequence: Sequence) -> None:
         request = sequence.request
@@ -323,7 +332,7 @@ class Scheduler:
         scheduled = {chunk.sequence.request_id for chunk in chunks}
         while lacking > self.pool.num_free:
             victim = max(
-                (other for other in self._running if other.request_id not in scheduled),
+                (other for other in self._running if other.request_id not in scheduled and not other.is_written_to),
                 key=lambda other: other.rank,
             )
             self._preempt(victim)
@@ -338,7 +347,7 @@ class Scheduler:
         self.pool.release(sequence.block_ids)
         sequence.block_ids = []
         sequence.num_computed_tokens = sequence.num_published_blocks = 0
-        sequence.layerwise_base = None
+        sequence.layerwise_base = sequence.meeting = None
         sequence.num_restarts += 1
         sequence.prompt_logprobs.clear()
         self.external.preempted(sequence)
@@ -354,6 +363,8 @@ class Scheduler:
             sequence.layerwise_base = None
         sequence.num_computed_tokens = chunk.start + chunk.num_tokens
         self._publish(sequence)
+        if sequence.meeting is not None:
+            self._meet(sequence)
         if sampled is None:
             return
         if sequence.num_output_tokens == 0:
@@ -492,6 +503,15 @@ class Scheduler:
         sequence.num_computed_tokens = min(loaded, len(sequence.tokens) - 1)
         self._publish(sequence)
         self._start_running(sequence)
+
+    def _meet(self, sequence: Sequence) -> None:
+        """Once all before the place is computed: go on behind what was loaded, or wait for it."""
+        reached = self.external.meet(sequence)
+        if sequence.status is Status.LOADING:
+            self._running = [other for other in self._running if other is not sequence]
+        elif reached is not None:
+            sequence.num_computed_tokens = min(reached, len(sequence.tokens) - 1)
+            self._publish(sequence)
 
     def _load_failed(self, sequence: Sequence, error: KvferryError) -> None:
         self.external.abandon_load(sequence)

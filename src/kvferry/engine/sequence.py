@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Tokens
+from dataclasses import dataclass
 from enum import Enum
 
 from kvferry.core.block_hash import BlockHash, extend_hashes, root_hash
@@ -17,6 +18,15 @@ class Status(Enum):
     LOADING = "loading"
     RUNNING = "running"
     FINISHED = "finished"
+
+
+@dataclass
+class Meeting:
+    """KV of tokens `[first, last)` is loaded while those before are computed. `is_loaded`: it has come."""
+
+    first: int
+    last: int
+    is_loaded: bool = False
 
 
 class Sequence:
@@ -52,6 +62,8 @@ class Sequence:
         """While LOADING: how many tokens will have their KV once it has come."""
         self.layerwise_base: int | None = None
         """While a layerwise load is under way: the computed tokens to fall back to if it fails."""
+        self.meeting: Meeting | None = None
+        """While its end is loaded and its beginning computed."""
         self.prefill_result: PrefillResult | None = None
         self.prompt_logprobs: list[TokenLogprobs | None] = []
         self.finish_reason: FinishReason | None = None
@@ -119,14 +131,20 @@ class Sequence:
         return True
 
     @property
+    def is_written_to(self) -> bool:
+        """Whether a load writes to its blocks while it runs, so that they cannot be given up."""
+        return self.meeting is not None and not self.meeting.is_loaded
+
+    @property
     def num_output_tokens(self) -> int:
         """Tokens of the answer so far."""
         return len(self.tokens) - self.num_prompt_tokens
 
     @property
     def num_missing_tokens(self) -> int:
-        """Known tokens whose KV is yet to be computed."""
-        return len(self.tokens) - self.num_computed_tokens
+        """Known tokens whose KV is yet to be computed; before a meeting, those that are computed until then."""
+        last = len(self.tokens) if self.meeting is None else self.meeting.first
+        return last - self.num_computed_tokens
 
     @property
     def rank(self) -> tuple[int, int]:

@@ -68,6 +68,14 @@ class Changes:
     removed: list[BlockHash]
 
 
+@dataclass(frozen=True)
+class Run:
+    """`num_blocks` that follow one another are in the same tier; 0 is the fastest."""
+
+    tier: int
+    num_blocks: int
+
+
 class StoreFull(StoreError):
     """There is no room for a block, though the store is well. Does not leave the store: the block is `Put.DROPPED`."""
 
@@ -118,6 +126,11 @@ class KVStore(ABC):
     @abstractmethod
     async def match(self, hashes: Sequence[BlockHash]) -> int:
         """How many blocks, from the first on, are there. They are not read: `get` may still find one damaged."""
+
+    async def runs(self, hashes: Sequence[BlockHash]) -> list[Run]:
+        """As `match`, by tier."""
+        num_blocks = await self.match(hashes)
+        return [Run(0, num_blocks)] if num_blocks else []
 
     @abstractmethod
     async def get(self, reads: Sequence[Read]) -> list[bool]:
@@ -217,3 +230,14 @@ class KVStore(ABC):
 
 
 MAX_NOTE_BYTES = 2**16
+
+
+def part_of(runs: Sequence[Run], first: int, last: int) -> list[Run]:
+    """Blocks `[first, last)` of these."""
+    found, start = [], 0
+    for run in runs:
+        begin, end = max(first, start), min(last, start + run.num_blocks)
+        if begin < end:
+            found.append(Run(run.tier, end - begin))
+        start += run.num_blocks
+    return found

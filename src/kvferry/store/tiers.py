@@ -24,8 +24,9 @@ from typing import Literal, TypeVar
 
 from kvferry.core.block_hash import BlockHash
 from kvferry.core.errors import KvferryError, StoreError
+from kvferry.core.kept import TierShare
 from kvferry.core.layout import KVLayout
-from kvferry.store.base import Block, Changes, KVStore, Put, Read, StoreOptions
+from kvferry.store.base import Block, Changes, KVStore, Put, Read, Run, StoreOptions
 from kvferry.store.health import TierHealth
 from kvferry.store.table import MAX_TIERS, StoreSpec, layout_kept_by
 
@@ -178,18 +179,24 @@ class TieredStore(KVStore):
     # Blocks.
 
     async def match(self, hashes: Sequence[BlockHash]) -> int:
-        """Each block may be in another tier; a tier is asked again where the others went on."""
+        """Each block may be in another tier."""
+        return sum(run.num_blocks for run in await self.runs(hashes))
+
+    async def runs(self, hashes: Sequence[BlockHash]) -> list[Run]:
+        """As `match`, by tier; a tier is asked again where the others went on."""
         self._require_any()
+        found: list[Run] = []
         count, before = 0, -1
         while before < count < len(hashes):
             before = count
-            for tier in self.tiers:
-                rest = hashes[count:]
-                if rest:
-                    count += await tier.ask(partial(tier.store.match, rest), 0)
+            for level, tier in enumerate(self.tiers):
+                more = await tier.ask(partial(tier.store.match, hashes[count:]), 0) if count < len(hashes) else 0
+                if more:
+                    found.append(Run(level, more))
+                    count += more
             if len(self.tiers) == 1:
                 break
-        return count
+        return found
 
     async def get(self, reads: Sequence[Read]) -> list[bool]:
         """From the first tier that has it."""
@@ -241,6 +248,16 @@ class TieredStore(KVStore):
     async def delete(self, hashes: Sequence[BlockHash]) -> int:
         """From every tier."""
         return await self._most(lambda store: store.delete(hashes))
+
+    async def shares(self, hashes: Sequence[BlockHash], *, pin: bool = False) -> list[TierShare]:
+        """What each tier has of these blocks; with `pin`, that is pinned there."""
+        self._require_any()
+        found = []
+        for tier in self.tiers:
+            num_present = await tier.ask(partial(tier.store.match, hashes), 0)
+            num_pinned = await tier.ask(partial(tier.store.pin, hashes[:num_present]), 0) if pin else 0
+            found.append(TierShare(tier.name, num_present, num_pinned, tier.health.is_good))
+        return found
 
     async def prefetch(self, hashes: Sequence[BlockHash]) -> None:
         """Bring what only lower tiers have to the first one, as far as there is room on the way."""
@@ -308,7 +325,7 @@ class TieredStore(KVStore):
                 f"tier{level}_failures": float(tier.health.num_failures),
                 f"tier{level}_late": float(tier.num_late),
             }
-        return whole | {"moving_bytes": float(self._moving_bytes), "dirty_blocks": float(self._dirty.qsize())}
+        return whole | {"moving_bytes": float(self._moving_bytes), "dirty_blocks": float(len(self._parents))}
 
     # Between tiers.
 

@@ -13,8 +13,9 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvferry.core.errors import LeakError
+from kvferry.core.errors import InvalidRequest, LeakError
 from kvferry.core.hand_off import PrefillResult, Produce, Ticket, TokenLogprobs
+from kvferry.core.kept import KeptBlocks
 from kvferry.core.request import EngineOutput, Request
 from kvferry.core.sampling import uniform_draw
 from kvferry.engine.block_pool import BlockPoolStatistics
@@ -74,6 +75,9 @@ class FakeEngine:
 
     def prefill_refused(self, transfer_id: str) -> None:
         self.refused.append(transfer_id)
+
+    async def kept(self, request: Request, *, pin: bool) -> KeptBlocks:
+        raise InvalidRequest("nothing is kept here")
 
     async def statistics(self) -> EngineSnapshot:
         return EngineSnapshot(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -39,6 +40,8 @@ class _Load:
         self.load = load
         self.cancelled = False
         self.error: KvferryError | None = None
+        self.seconds: float | None = None
+        """How long reading took, without the wait for its turn."""
         self.future: Future[None] | None = None
 
 
@@ -144,7 +147,9 @@ class StoreLoader:
     async def _run(self, load: _Load) -> None:
         try:
             async with asyncio.timeout(self._timeout_s), self._turns:
+                begun = time.monotonic()
                 await self._read_blocks(load)
+                load.seconds = time.monotonic() - begun
         except asyncio.CancelledError:
             load.cancelled = True
         except Exception as error:  # noqa: BLE001 - the task's outermost edge: the request must hear of it
@@ -152,12 +157,14 @@ class StoreLoader:
         self._end(load)
 
     async def _run_layerwise(self, step: LayerwiseStep) -> None:
-        reading = asyncio.create_task(self._read_layers(step))
+        begun, reading = time.monotonic(), asyncio.create_task(self._read_layers(step))
         try:
             done, _ = await asyncio.wait({reading}, timeout=self._timeout_s)
             if not done:
                 raise TimeoutError
             reading.result()
+            if len(step.loads) == 1:  # of several, whose time it was is not known
+                step.loads[0].seconds = time.monotonic() - begun
         except asyncio.CancelledError:
             for load in step.loads:
                 load.error = StoreError("the engine ends")
@@ -211,8 +218,8 @@ class StoreLoader:
         elif load.error is not None:
             self.box.add(Failed(request_id, load.error))
         else:
-            result = load.load.prefill_result
-            self.box.add(*([Prefilled(request_id, result)] if result is not None else []), Loaded(request_id))
+            result, loaded = load.load.prefill_result, Loaded(request_id, seconds=load.seconds)
+            self.box.add(*([Prefilled(request_id, result)] if result is not None else []), loaded)
 
 
 def _require_all(found: Sequence[bool]) -> None:

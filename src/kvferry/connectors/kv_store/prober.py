@@ -17,7 +17,9 @@ from kvferry.connectors.kv_store.markers import BadMarker, Marker, Markers
 from kvferry.core.block_hash import BlockHash
 from kvferry.core.clock import SYSTEM_CLOCK, Clock
 from kvferry.core.errors import KvferryError, StoreError, TransferTimeout
-from kvferry.store.base import KVStore
+from kvferry.core.kept import TierShare
+from kvferry.store.base import Run, part_of
+from kvferry.store.tiers import TieredStore
 from kvferry.transport.transfer_loop import TransferLoop
 
 log = logging.getLogger(__name__)
@@ -43,15 +45,20 @@ class StoreQuestion:
 
 @dataclass(frozen=True)
 class StoreAnswer:
-    """`num_present` blocks are there; `marker` is the hand-off's. `error`: the store, or the marker, did not answer.
+    """`runs`: the blocks that are there, by tier; `marker` is the hand-off's.
 
-    `at`: when it was so; monotonic, s.
+    `error`: the store, or the marker, did not answer. `at`: when it was so; monotonic, s.
     """
 
-    num_present: int = 0
+    runs: tuple[Run, ...] = ()
     marker: Marker | None = None
     error: KvferryError | None = None
     at: float = 0.0
+
+    @property
+    def num_present(self) -> int:
+        """Blocks that are there, from the first on."""
+        return sum(run.num_blocks for run in self.runs)
 
 
 class Prober:
@@ -59,7 +66,7 @@ class Prober:
 
     def __init__(
         self,
-        make_stores: Callable[[], Sequence[KVStore]],
+        make_stores: Callable[[], Sequence[TieredStore]],
         markers: Markers,
         *,
         prefetches: bool = True,
@@ -67,7 +74,7 @@ class Prober:
     ) -> None:
         self._clock = clock
         self._make_stores, self._markers, self._prefetches = make_stores, markers, prefetches
-        self._stores: Sequence[KVStore] = ()
+        self._stores: Sequence[TieredStore] = ()
         self._lock = threading.Lock()
         self._questions: dict[str, Future[None]] = {}
         self._answers: dict[str, StoreAnswer] = {}
@@ -77,12 +84,20 @@ class Prober:
 
     def ask(self, request_id: str, question: StoreQuestion) -> None:
         """Look, soon."""
+        loop = self._started()
+        with self._lock:
+            self._questions[request_id] = loop.submit(self._answer(request_id, question))
+
+    def shares(self, hashes: Sequence[BlockHash], *, pin: bool) -> Future[list[TierShare]]:
+        """What each tier has of these blocks on every rank; with `pin`, that is pinned. Raises `StoreError`."""
+        return self._started().submit(self._find_shares(hashes, pin))
+
+    def _started(self) -> TransferLoop:
         if self._loop is None:
             self._stores = self._make_stores()
             self._loop = TransferLoop("kvferry-store-probe")
             self._loop.start()
-        with self._lock:
-            self._questions[request_id] = self._loop.submit(self._answer(request_id, question))
+        return self._loop
 
     def is_asked(self, request_id: str) -> bool:
         """Whether a question of this request waits for its answer."""
@@ -147,12 +162,20 @@ class Prober:
         for store in self._stores:
             await store.open()
         marker = await self._wait_for_marker(question)
-        hashes = question.hashes
-        for store in self._stores:
+        runs = await self._stores[0].runs(question.hashes)
+        hashes = question.hashes[: sum(run.num_blocks for run in runs)]
+        for store in self._stores[1:]:
             hashes = hashes[: await store.match(hashes)]
         if self._prefetches and hashes:
             self._prefetch(hashes)
-        return StoreAnswer(len(hashes), marker)
+        return StoreAnswer(tuple(part_of(runs, 0, len(hashes))), marker)
+
+    async def _find_shares(self, hashes: Sequence[BlockHash], pin: bool) -> list[TierShare]:
+        found: list[list[TierShare]] = []
+        for store in self._stores:
+            await store.open()
+            found.append(await store.shares(hashes, pin=pin))
+        return [_least(of_ranks) for of_ranks in zip(*found, strict=True)]
 
     def _prefetch(self, hashes: Sequence[BlockHash]) -> None:
         """Begin to bring the blocks near, while the request still waits for its turn."""
@@ -195,7 +218,17 @@ class Prober:
         return first
 
 
-async def _quietly(store: KVStore, hashes: Sequence[BlockHash]) -> None:
+def _least(shares: Sequence[TierShare]) -> TierShare:
+    """Of all ranks in one tier."""
+    return TierShare(
+        shares[0].tier,
+        min(one.num_present for one in shares),
+        min(one.num_pinned for one in shares),
+        all(one.is_healthy for one in shares),
+    )
+
+
+async def _quietly(store: TieredStore, hashes: Sequence[BlockHash]) -> None:
     try:
         await store.prefetch(hashes)
     except KvferryError as error:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from kvferry.connectors.api import (
@@ -33,22 +34,36 @@ from kvferry.connectors.api import (
     StepView,
     TransferReport,
 )
+from kvferry.connectors.kv_store.load_choice import LoadChoice
 from kvferry.connectors.kv_store.markers import MARKER_S, Marker, Markers
 from kvferry.connectors.kv_store.plan import FinishedRequest, LoadBlocks, SaveBlocks, StorePlan
 from kvferry.connectors.kv_store.prober import Prober, StoreAnswer, StoreQuestion
 from kvferry.connectors.kv_store.settings import read_settings
 from kvferry.core.block_hash import BlockHash
-from kvferry.core.errors import ConfigError, KvferryError, LayoutMismatch, LeakError, LeaseEnded, ProtocolError
+from kvferry.core.errors import (
+    ConfigError,
+    InvalidRequest,
+    KvferryError,
+    LayoutMismatch,
+    LeakError,
+    LeaseEnded,
+    ProtocolError,
+)
 from kvferry.core.hand_off import Consume, PrefillResult, Produce, Ticket, prefix_digests
+from kvferry.core.kept import TierShare
 from kvferry.core.sharding import on_rank
 from kvferry.core.ticket_seal import TicketSealer
-from kvferry.store.base import KVStore
+from kvferry.store.base import part_of
+from kvferry.store.table import MAX_TIERS
+from kvferry.store.tiers import TieredStore
 
 log = logging.getLogger(__name__)
 
 MAX_REMEMBERED_MARKS = 4096
 MAX_FINISHED = 256
 """Hints that wait for a plan; more are dropped."""
+MAX_WANTED = 1024
+"""Prompts that are to be kept and were not asked for yet."""
 STALE_S = 5.0
 """An answer of the store's that is older is asked for again before it is acted on."""
 
@@ -86,6 +101,10 @@ class KVStoreSchedulerSide(SchedulerSide[StorePlan]):
     """Decides per request which full blocks of the prompt are saved and which are loaded, and leaves markers for hand-
     offs."""
 
+    gauges = frozenset({"prefill_tokens_per_s"}) | {
+        f"tier{tier}_{name}" for tier in range(MAX_TIERS) for name in ("load_latency_s", "load_bytes_per_s")
+    }
+
     def __init__(self, context: ConnectorContext) -> None:
         super().__init__(context)
         self._settings, self._clock = read_settings(context), context.clock
@@ -97,8 +116,9 @@ class KVStoreSchedulerSide(SchedulerSide[StorePlan]):
             clock=context.clock,
         )
         specs = self._settings.specs(context.layout.block_size)
-        self._layerwise = self._settings.load == "layerwise" and all(spec.kind.has_layers for spec in specs)
         self._tells_finishes = any(spec.hears_finishes for spec in specs)
+        has_layers = all(spec.kind.has_layers for spec in specs)
+        self._choice = LoadChoice(self._settings, context, has_layers=has_layers)
         self._is_shared = any(spec.kind.is_shared for spec in specs)
         self._sealer = TicketSealer(context.auth_token, context.clock)
         self._work = _Work()
@@ -106,8 +126,10 @@ class KVStoreSchedulerSide(SchedulerSide[StorePlan]):
         self._cancelled: set[str] = set()
         self._used_by: dict[str, str] = {}
         self._marked: OrderedDict[str, None] = OrderedDict()
+        self._wanted: OrderedDict[BlockHash, None] = OrderedDict()
+        """Last blocks of prompts that are to be kept."""
 
-    def _stores(self) -> list[KVStore]:
+    def _stores(self) -> list[TieredStore]:
         """One a rank, as the scheduler side sees them."""
         ranks = [on_rank(self._layout, rank) for rank in range(self._layout.tp_size)]
         return [self._settings.open_later(layout) for layout in ranks]
@@ -155,11 +177,18 @@ class KVStoreSchedulerSide(SchedulerSide[StorePlan]):
     def _needs_nothing(self, request: RequestView, num_computed_tokens: int) -> bool:
         """All that could be loaded is here already, the first token is known or is to be computed here, and nobody
         else counts on the store to have it."""
-        if isinstance(request.hand_off, Produce):
+        if self._must_keep(request):
             return False
         waits_for_token = isinstance(request.hand_off, Consume) and request.prefill_result is None
         usable = self._num_usable_blocks(request, request.prefill_result is not None)
         return not waits_for_token and usable * self._layout.block_size <= num_computed_tokens
+
+    def _must_keep(self, request: RequestView) -> bool:
+        """Whether the store is to have it all, also what the own prefix cache has."""
+        return isinstance(request.hand_off, Produce) or self._is_wanted(request)
+
+    def _is_wanted(self, request: RequestView) -> bool:
+        return bool(self._wanted and request.block_hashes and request.block_hashes[-1] in self._wanted)
 
     def _num_usable_blocks(self, request: RequestView, first_token_known: bool) -> int:
         """Full blocks that may be loaded: all, or when the first token is to be sampled here, all but one token's."""
@@ -176,7 +205,8 @@ class KVStoreSchedulerSide(SchedulerSide[StorePlan]):
 
     def _judge(self, request: RequestView, answer: StoreAnswer, num_computed_tokens: int) -> Match:
         known = self._known.setdefault(request.request_id, _Known())
-        known.num_kept = answer.num_present
+        # What is wanted goes to all tiers again, as each may lack something that another has.
+        known.num_kept = 0 if self._is_wanted(request) else answer.num_present
         promised = isinstance(request.hand_off, Consume)
         error = answer.error
         if error is None and answer.marker is not known.believed:
@@ -190,7 +220,11 @@ class KVStoreSchedulerSide(SchedulerSide[StorePlan]):
         num_tokens = usable * self._layout.block_size - num_computed_tokens
         if result is not None:
             return Hit(max(0, num_tokens))  # not layerwise: the engine must know the first token before it runs
-        return Hit(num_tokens, self._layerwise) if num_tokens > 0 else Miss()
+        if num_tokens <= 0:
+            return Miss()
+        runs = part_of(answer.runs, num_computed_tokens // self._layout.block_size, usable)
+        num_rest_tokens = len(request.prompt_token_ids) - usable * self._layout.block_size
+        return self._choice.choose(request.request_id, runs, num_rest_tokens, may_compute=not promised)
 
     def _mistrust(self, request: RequestView, marker: Marker | None) -> KvferryError | None:
         """Why a marker does not stand for this hand-off's KV, if so."""
@@ -224,8 +258,9 @@ class KVStoreSchedulerSide(SchedulerSide[StorePlan]):
         self._known[request.request_id].loading = True
         if isinstance(request.hand_off, Consume):
             self._used_by[request.request_id] = request.hand_off.ticket.transfer_id
-        first = num_computed_tokens // self._layout.block_size
+        first = (num_computed_tokens + hit.num_computed_meanwhile) // self._layout.block_size
         last = (num_computed_tokens + hit.num_tokens) // self._layout.block_size
+        self._choice.load_begins(request.request_id, part_of(answer.runs, first, last))
         self._work.loads.append(
             LoadBlocks(
                 request.request_id,
@@ -240,6 +275,7 @@ class KVStoreSchedulerSide(SchedulerSide[StorePlan]):
 
     def plan(self, step: StepView) -> StorePlan | None:
         """Blocks that are full after this step, and all that came up since the last plan."""
+        self._choice.step_begins(step)
         if self._config.produces:
             for chunk in step.chunks:
                 self._save(chunk)
@@ -274,6 +310,8 @@ class KVStoreSchedulerSide(SchedulerSide[StorePlan]):
         cache had was saved when computed; where it was, another connector was quicker, and brought what nobody saved.
         """
         name = chunk.request.request_id
+        if self._is_wanted(chunk.request):
+            return _Known(0)
         if (answer := self._prober.answer(name)) is not None:
             return _Known(answer.num_present)
         new = isinstance(chunk.request.hand_off, Produce) or self._prober.is_asked(name)
@@ -281,16 +319,19 @@ class KVStoreSchedulerSide(SchedulerSide[StorePlan]):
 
     def completed(self, report: TransferReport) -> None:
         """Loads that ended, blocks that are free again."""
+        self._choice.step_ended()
         for event in report:
             request_id = event.request_id
             match event:
-                case Loaded():
+                case Loaded(seconds=seconds):
+                    self._choice.loaded(request_id, seconds)
                     self._load_ended(request_id)
                     transfer_id = self._used_by.pop(request_id, None)
                     if transfer_id is not None:
                         self._work.forgets.append(transfer_id)
                 case Failed():
                     self._load_ended(request_id)
+                    self._choice.forget(request_id)
                     self._used_by.pop(request_id, None)
                     if request_id in self._known:  # what the store was thought to have, it has not: save it again
                         self._known[request_id].num_kept = 0
@@ -307,6 +348,9 @@ class KVStoreSchedulerSide(SchedulerSide[StorePlan]):
         """Blocks stay only while a load still writes to them: what is saved was copied."""
         self._prober.forget(request.request_id)
         self._tell_finish(request)
+        self._choice.forget(request.request_id)
+        if self._wanted and request.block_hashes:
+            self._wanted.pop(request.block_hashes[-1], None)
         known = self._known.pop(request.request_id, None)
         if known is not None and known.loading and not self._take_back(request):
             self._used_by.pop(request.request_id, None)
@@ -382,9 +426,23 @@ class KVStoreSchedulerSide(SchedulerSide[StorePlan]):
 
     # Insight and end.
 
+    def kept(self, hashes: Sequence[BlockHash], *, pin: bool) -> Sequence[Future[list[TierShare]]]:
+        """Of this connector's one store."""
+        if not self._config.produces:
+            raise InvalidRequest("this instance has kv_role kv_consumer: it keeps nothing; ask a prefill instance")
+        if hashes:
+            self._wanted[hashes[-1]] = None
+        if len(self._wanted) > MAX_WANTED:
+            self._wanted.popitem(last=False)
+        return [self._prober.shares(hashes, pin=pin)]
+
+    def statistics(self) -> dict[str, float]:
+        """Measured speeds, and what was decided by them."""
+        return self._choice.statistics()
+
     def check(self) -> None:
         """Raise `LeakError` when something is kept of requests that are gone."""
-        if self._known or self._cancelled or self._used_by or self._prober.num_kept():
+        if self._known or self._cancelled or self._used_by or self._prober.num_kept() or self._choice.num_kept():
             raise LeakError(f"the cache connector still keeps {list(self._known)[:8]}")
 
     def close(self) -> None:

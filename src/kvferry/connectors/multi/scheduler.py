@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from functools import partial
 from typing import Any, TypeVar
 
@@ -42,6 +43,7 @@ from kvferry.connectors.registry import ConnectorSpec
 from kvferry.core.block_hash import BlockHash
 from kvferry.core.errors import ChildLost, KvferryError, LeakError
 from kvferry.core.hand_off import HandOff, PrefillResult, Produce
+from kvferry.core.kept import TierShare
 
 log = logging.getLogger(__name__)
 
@@ -261,6 +263,10 @@ class MultiSchedulerSide(SchedulerSide[MultiPlan]):
         return all(forgot)
 
     # Insight and end.
+
+    def kept(self, hashes: Sequence[BlockHash], *, pin: bool) -> Sequence[Future[list[TierShare]]]:
+        """Of all that keep blocks."""
+        return [look for child in self._children for look in child.kept(hashes, pin=pin)]
 
     def statistics(self) -> dict[str, float]:
         """Each one's, with its number before."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Sequence
 from typing import Any, Protocol
 
+from kvferry.core.kept import KeptBlocks
 from kvferry.core.request import EngineOutput, Request
 from kvferry.engine.statistics import EngineSnapshot
 
@@ -52,6 +53,10 @@ class EngineFront(Protocol):
 
     def prefill_refused(self, transfer_id: str) -> None:
         """A prefill for another instance was refused before `generate`: who waits for its KV is told."""
+
+    async def kept(self, request: Request, *, pin: bool) -> KeptBlocks:
+        """What the connector's store has of a prompt; with `pin`, that is pinned there. Raises `InvalidRequest`, also
+        where there is no store."""
 
     async def statistics(self) -> EngineSnapshot:
         """Gauges now, counters since the start. Raises `Unavailable` when the engine is gone, as the others do."""

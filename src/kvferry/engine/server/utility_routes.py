@@ -12,11 +12,14 @@ from kvferry.api.decoding import read_fields
 from kvferry.api.openapi import OPENAPI_PATH, openapi_document
 from kvferry.api.requests import (
     DetokenizeRequest,
+    KeptRequest,
     ReleaseRequest,
     TokenizeChatRequest,
     TokenizeCompletionRequest,
 )
 from kvferry.core.errors import InvalidRequest, LeakError, RequestError, Unavailable
+from kvferry.core.request import Request as EngineRequest
+from kvferry.core.sampling import SamplingParams
 from kvferry.engine.server.context import ServerContext
 from kvferry.engine.server.endpoint import Body, decode
 from kvferry.engine.server.prompts import require_encodable, require_known_tokens
@@ -53,6 +56,7 @@ class UtilityRoutes:
             Route("GET", OPENAPI_PATH, self.openapi, Access.OPEN),
             Route("GET", "/metrics", self.metrics, Access.ADMIN),
             Route("POST", "/kvferry/release", self.release, Access.ADMIN),
+            Route("POST", "/kvferry/kept", self.kept, Access.ADMIN),
             Route("GET", "/kvferry/instance", self.instance, Access.ADMIN),
             Route("GET", "/kvferry/check", self.check, Access.ADMIN),
         ]
@@ -138,6 +142,18 @@ class UtilityRoutes:
         body = await self._decoded(request, response, ReleaseRequest)
         released = await self._context.front.release(body.transfer_id)
         response.send_json(msgspec.json.encode({"released": released}))
+
+    async def kept(self, request: Request, response: Response) -> None:
+        """What the KV stores have of a prompt, pinned if so asked; the next request for it fills what is missing."""
+        body = await self._decoded(request, response, KeptRequest)
+        require_known_tokens(body.tokens, self._context.front.vocab_size, "tokens")
+        asked = EngineRequest(
+            request_id="",
+            prompt_token_ids=body.tokens,
+            sampling=SamplingParams(max_tokens=1),
+            cache_salt=body.cache_salt or "",
+        )
+        send_json(response, await self._context.front.kept(asked, pin=body.pin))
 
     async def instance(self, request: Request, response: Response) -> None:
         """What a router should know: role, names, layout, and where peers fetch KV."""

@@ -1,0 +1,288 @@
+"""`kvferry cache warm`: long documents computed once and kept, so that prompts that begin with them start at once."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+from cyclopts import Parameter
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from kvferry.cli.common import ENGINE, LOG, EngineFlags, LogFlags
+from kvferry.cli.flags import complete
+from kvferry.cli.serve import flag_variables
+from kvferry.cli.warming import (
+    Document,
+    Outcome,
+    Refused,
+    Server,
+    find_instances,
+    read_documents,
+    warm_all,
+)
+from kvferry.core.errors import ConfigError, KvferryError
+from kvferry.engine.config import EngineConfig
+from kvferry.fleet.display import Display, make_display
+from kvferry.fleet.local import TOKEN_VARIABLE, LocalFleet, plain_instance
+from kvferry.fleet.spec import FleetSpec, InstanceSpec, Listen
+from kvferry.fleet.supervisor import FleetPlan, LocalSupervisor
+from kvferry.fleet.transfer import check_transfer
+from kvferry.http.client import HttpClient
+from kvferry.http.keys import fleet_key
+from kvferry.http.tls import client_context
+from kvferry.models.digest_cache import DigestCache
+from kvferry.observe.logs import LogConfig, set_up_logging
+from kvferry.router.config import RouterConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Warm:
+    """What is to be done with which documents."""
+
+    url: str | None = None
+    """A running instance that keeps KV, or a router: its prefill instances then share the documents."""
+
+    model: str | None = None
+    """Without --url: the model of an engine that is started for this, and ended afterwards."""
+
+    store: tuple[str, ...] = ()
+    """With --model: where its KV is kept, such as file:/path; repeat it for tiers, the fastest first."""
+
+    kv_transfer_config: str | None = None
+    """With --model, in place of --store: the JSON that the serving instances have."""
+
+    pin: bool = True
+    """Keep the blocks whatever room is needed, until `kvferry cache unpin`; --no-pin lets them be evicted."""
+
+    cache_salt: str | None = None
+    """The tenant whose prompts are to find the KV; a line's own `cache_salt` wins."""
+
+    admin_key: str | None = None
+    """Admin key of the instance or router. Without one, the key that goes with KVFERRY_AUTH_TOKEN."""
+
+    ca: Path | None = None
+    """Authority (PEM) that vouches for https://; the system's authorities when not given."""
+
+    timeout_s: float = 3600.0
+    """Longest time for one document."""
+
+
+WarmFlags = Annotated[Warm, Parameter(name="*")]
+NOTHING_SAID = Warm()
+
+
+def warm(
+    documents: Annotated[
+        tuple[str, ...],
+        Parameter(
+            name="documents",
+            help="Text files; - for standard input; .jsonl: a prompt or messages a line.",
+            allow_leading_hyphen=True,
+        ),
+    ],
+    /,
+    *,
+    what: WarmFlags = NOTHING_SAID,
+    json: Annotated[bool, Parameter(help="Print JSON instead of a table.", negative=())] = False,
+    engine: EngineFlags = ENGINE,
+    log: LogFlags = LOG,
+) -> int:
+    """Compute documents once and keep their KV, pinned, in all tiers of a store.
+
+    Prompts that begin with one of them then load what they would have computed. With a running instance or router:
+
+        kvferry cache warm handbook.txt questions.jsonl --url http://127.0.0.1:8000
+
+    With an engine of its own, for a store that instances share; its flags (--dtype, --block-size, …) must be theirs:
+
+        kvferry cache warm handbook.txt --model MODEL --store file:/var/lib/kvferry
+
+    What is there already is not computed again. Exit code 1 if a document is not kept as a whole.
+    """
+    if not documents:
+        raise ConfigError("kvferry cache warm: name the documents, or - for standard input")
+    if not what.timeout_s > 0:
+        raise ConfigError(f"--timeout-s must be greater than 0, got {what.timeout_s:g}")
+    logs = complete(LogConfig, log)
+    set_up_logging(logs, "warm")
+    report = _Report(json)
+    visit = _visitor(read_documents(documents), what, report)
+    try:
+        if what.url is not None:
+            _require_alone(what)
+            asyncio.run(visit(what.url))
+        else:
+            asyncio.run(_with_engine(_fleet(what, engine, logs), visit))
+    except ConfigError:
+        raise
+    except KvferryError as error:
+        raise ConfigError(str(error)) from error
+    finally:
+        report.close()
+    return report.print()
+
+
+def _require_alone(what: Warm) -> None:
+    for name, given in (("model", what.model), ("store", what.store), ("kv-transfer-config", what.kv_transfer_config)):
+        if given:
+            raise ConfigError(f"--{name} is for an engine that is started here; leave it out, or leave out --url")
+
+
+Visit = Callable[[str], Coroutine[Any, Any, None]]
+
+
+def _visitor(documents: Iterator[Document], what: Warm, report: _Report) -> Visit:
+    async def visit(url: str) -> None:
+        token = os.environ.get(TOKEN_VARIABLE, "")
+        key = what.admin_key or (fleet_key(token) if token else None)
+        async with HttpClient(tls=client_context(what.ca) if url.startswith("https") else None) as client:
+            await warm_all(
+                await find_instances(Server(client, url, key)),
+                documents,
+                pin=what.pin,
+                cache_salt=what.cache_salt,
+                timeout_s=what.timeout_s,
+                on_progress=report.on_progress,
+                on_outcome=report.on_outcome,
+            )
+
+    return visit
+
+
+# An engine of its own.
+
+
+def _fleet(what: Warm, engine: Any, log: LogConfig) -> LocalFleet:
+    if what.model is None:
+        raise ConfigError("kvferry cache warm: say where, by --url of a running instance, or by --model and --store")
+    if bool(what.store) == (what.kv_transfer_config is not None):
+        raise ConfigError("kvferry cache warm --model: give --store or --kv-transfer-config, one of them")
+    text = (
+        what.kv_transfer_config
+        or msgspec.json.encode(
+            {"kv_connector": "KVStoreConnector", "kv_connector_extra_config": {"store": list(what.store)}}
+        ).decode()
+    )
+    check_transfer(text)
+    producer = msgspec.json.encode({**msgspec.json.decode(text), "kv_role": "kv_producer"}).decode()
+    return LocalFleet(
+        spec=FleetSpec(),
+        engine=complete(EngineConfig, engine, model=what.model),
+        instance=InstanceSpec(kv_transfer_config=producer),
+        router=RouterConfig(),
+        listen=Listen(port=0),
+        log=log,
+        hidden=flag_variables(),
+    )
+
+
+async def _with_engine(fleet: LocalFleet, visit: Visit) -> None:
+    """The engine and the visitor, side by side; whichever is done ends the other."""
+    DigestCache()  # says what is wrong with it, if anything
+    up: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    supervisor = LocalSupervisor(_Quiet(make_display(fleet.log), up), fleet.listen.grace_s)
+    serving = asyncio.create_task(supervisor.run(FleetPlan((plain_instance(fleet, "engine"),))))
+    visiting = asyncio.create_task(_visit_when_up(up, visit))
+    try:
+        await asyncio.wait([serving, visiting], return_when=asyncio.FIRST_COMPLETED)
+        if not visiting.done():
+            raise (
+                KeyboardInterrupt if await serving in (0, 130) else Refused("the engine ended; its last lines say why")
+            )
+        visiting.result()
+    finally:
+        visiting.cancel()
+        supervisor.stop()
+        await asyncio.wait([serving, visiting])
+
+
+async def _visit_when_up(up: asyncio.Future[str], visit: Visit) -> None:
+    await visit(await up)
+
+
+class _Quiet:
+    """A display that tells nobody that requests are answered, but the visitor."""
+
+    def __init__(self, inner: Display, up: asyncio.Future[str]) -> None:
+        self._inner, self._up = inner, up
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def up(self, url: str) -> None:
+        self._inner.close()
+        if not self._up.done():
+            self._up.set_result(url)
+
+
+# What is shown.
+
+
+@dataclass
+class _Report:
+    """Bars while it runs, on standard error where that is a terminal; a table at the end."""
+
+    as_json: bool
+    outcomes: list[Outcome] = field(default_factory=list)
+    _tasks: dict[str, TaskID] = field(default_factory=dict)
+    _bars: Progress | None = None
+
+    def on_progress(self, document: str, num_kept: int, num_blocks: int) -> None:
+        """A document's blocks."""
+        bars = self._started()
+        if document not in self._tasks:
+            self._tasks[document] = bars.add_task(document, total=num_blocks)
+        bars.update(self._tasks[document], completed=num_kept)
+
+    def on_outcome(self, outcome: Outcome) -> None:
+        """A document is done with."""
+        self.outcomes.append(outcome)
+        task = self._tasks.pop(outcome.document, None)
+        if task is not None and self._bars is not None:
+            self._bars.remove_task(task)
+
+    def close(self) -> None:
+        """Give the terminal back."""
+        if self._bars is not None:
+            self._bars.stop()
+
+    def print(self) -> int:
+        """What became of all; the exit code."""
+        if self.as_json:
+            sys.stdout.buffer.write(msgspec.json.format(msgspec.json.encode(self.outcomes)) + b"\n")
+        else:
+            Console(file=sys.stdout).print(_table(self.outcomes))
+        return int(any(one.error is not None for one in self.outcomes))
+
+    def _started(self) -> Progress:
+        if self._bars is None:
+            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("blocks"))
+            self._bars = Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True), transient=True)
+            self._bars.start()
+        return self._bars
+
+
+def _table(outcomes: list[Outcome]) -> Table:
+    table = Table()
+    table.add_column("document", overflow="fold")
+    for name in ("tokens", "blocks", "there before", "kept", "pinned"):
+        table.add_column(name, justify="right")
+    table.add_column("", overflow="fold")
+    for one in outcomes:
+        figures = (one.num_tokens, one.num_blocks, one.num_before, one.num_kept, one.num_pinned)
+        table.add_row(one.document, *map(str, figures), one.error or "; ".join(_lacking(one)))
+    return table
+
+
+def _lacking(one: Outcome) -> Iterator[str]:
+    for tier in one.tiers:
+        if tier.num_present < one.num_blocks:
+            yield f"tier {tier.tier} has {tier.num_present}" + ("" if tier.is_healthy else " and does not answer")

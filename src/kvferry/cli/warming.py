@@ -1,0 +1,338 @@
+"""Has a running instance compute documents once and keep their KV, and says what became of each.
+
+Speaks HTTP only: `/tokenize` makes a document's tokens, `/kvferry/kept` says what of them is in the store and pins it,
+and a completion of one token computes what is missing. What is shown on the way is what the store has.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from kvferry.core.errors import ConfigError, KvferryError
+from kvferry.core.kept import KeptBlocks, TierShare
+from kvferry.http.client import HttpClient
+from kvferry.http.headers import RawHeaders
+from kvferry.http.keys import bearer
+from kvferry.http.origin import Origin
+
+LOOK_EVERY_S = 0.25
+ASK_S = 60.0
+MOST_TRIES = 3
+"""Of one document, where the store dropped some of its blocks."""
+LONGEST_LINE = 256 * 2**20
+LONGEST_ANSWER = 2**30
+STANDARD_INPUT = "-"
+
+
+class Refused(KvferryError):
+    """One document cannot be kept; others may be."""
+
+
+class NotThere(Refused):
+    """The server knows no such path."""
+
+
+@dataclass(frozen=True)
+class Document:
+    """`body` has `prompt` or `messages`, as /tokenize takes them."""
+
+    name: str
+    body: dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What became of one document. Blocks: all of it, those there before in every tier, those there now."""
+
+    document: str
+    error: str | None = None
+    num_tokens: int = 0
+    num_blocks: int = 0
+    num_before: int = 0
+    num_kept: int = 0
+    num_pinned: int = 0
+    tiers: tuple[TierShare, ...] = ()
+
+
+# Documents.
+
+
+def read_documents(paths: Sequence[str]) -> Iterator[Document]:
+    """Each file, or `-`, is one text; a .jsonl file has one request with `prompt` or `messages` on each line.
+
+    Standard input is read now, files when they are wanted. Raises `ConfigError` that names the file and line; for files
+    that are not there, now.
+    """
+    if paths.count(STANDARD_INPUT) > 1:
+        raise ConfigError("standard input (-) can be read once only")
+    for path in paths:
+        if path != STANDARD_INPUT and not Path(path).is_file():
+            what = "neither a flag of this command nor a file" if path.startswith("-") else "no file"
+            raise ConfigError(f"{path} is {what} that can be read")
+    return _documents(paths, _read_text(STANDARD_INPUT) if STANDARD_INPUT in paths else "")
+
+
+def _documents(paths: Sequence[str], standard_input: str) -> Iterator[Document]:
+    for path in paths:
+        if Path(path).suffix == ".jsonl":
+            yield from _read_lines(path)
+        elif path == STANDARD_INPUT:
+            yield Document("standard input", {"prompt": standard_input})
+        else:
+            yield Document(path, {"prompt": _read_text(path)})
+
+
+def _read_text(path: str) -> str:
+    try:
+        content = sys.stdin.buffer.read() if path == STANDARD_INPUT else Path(path).read_bytes()
+        return content.decode()
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not UTF-8 text: {error.reason} at byte {error.start}") from error
+
+
+def _read_lines(path: str) -> Iterator[Document]:
+    try:
+        with Path(path).open("rb") as file:
+            number = 0
+            while line := file.readline(LONGEST_LINE):
+                number += 1
+                if line.strip():
+                    yield Document(f"{path}:{number}", _request_of(line, f"{path}:{number}"))
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+
+
+def _request_of(line: bytes, where: str) -> dict[str, Any]:
+    try:
+        body = msgspec.json.decode(line, type=dict[str, Any])
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise ConfigError(f"{where} is not a JSON object: {error}") from error
+    if ("prompt" in body) == ("messages" in body):
+        raise ConfigError(f"{where} must have either prompt (a text or token ids) or messages")
+    return body
+
+
+# The server.
+
+Answer = TypeVar("Answer")
+
+
+@dataclass(frozen=True)
+class Server:
+    """One instance, or a router. `key`: API or admin key."""
+
+    client: HttpClient
+    url: str
+    key: str | None = None
+
+    async def ask(
+        self, method: str, path: str, body: object, answer_type: type[Answer], timeout_s: float = ASK_S
+    ) -> Answer:
+        """The answer. Raises `Refused` with what the server said, and `TransferError` when it says nothing."""
+        headers: RawHeaders = [(b"content-type", b"application/json")]
+        headers += [] if self.key is None else [bearer(self.key)]
+        sent = None if body is None else msgspec.json.encode(body)
+        status, _, content = await self.client.ask(
+            Origin.parse(self.url.rstrip("/")),
+            method,
+            path,
+            timeout_s=timeout_s,
+            headers=headers,
+            body=sent,
+            max_bytes=LONGEST_ANSWER,
+        )
+        if status != 200:
+            raise (NotThere if status == 404 else Refused)(_said(self.url, status, content))
+        try:
+            return msgspec.json.decode(content, type=answer_type)
+        except msgspec.MsgspecError as error:
+            raise Refused(f"{self.url} gave an answer to {path} that cannot be read: {error}") from error
+
+
+def _said(url: str, status: int, content: bytes) -> str:
+    try:
+        message = msgspec.json.decode(content)["error"]["message"]
+    except (msgspec.MsgspecError, KeyError, TypeError):
+        message = content[:200].decode(errors="replace")
+    return f"{url} answered {status}: {message}"
+
+
+async def find_instances(server: Server) -> list[Server]:
+    """The server itself, or the instances that can keep KV behind a router: its prefill instances. Raises `Refused`."""
+    try:
+        found = await server.ask("GET", "/kvferry/instances", None, dict[str, list[dict[str, Any]]])
+    except NotThere:
+        return [server]
+    shown = [
+        one
+        for one in found.get("instances", [])
+        if one.get("engine") in ("kvferry", None) and one.get("role") == "prefill"
+    ]
+    ready = [one for one in shown if one.get("alive") and not one.get("draining")]
+    if not ready:
+        raise Refused(f"the router at {server.url} has no prefill instance of kvferry's that serves")
+    if any("url" not in one for one in ready):
+        raise Refused(f"the router at {server.url} tells its instances' addresses to operators: give --admin-key")
+    return [Server(server.client, one["url"], server.key) for one in ready]
+
+
+# The work.
+
+OnProgress = Callable[[str, int, int], None]
+"""Document, blocks that are kept, blocks in all."""
+
+
+async def warm_all(
+    instances: Sequence[Server],
+    documents: Iterable[Document],
+    *,
+    pin: bool,
+    cache_salt: str | None,
+    timeout_s: float,
+    on_progress: OnProgress,
+    on_outcome: Callable[[Outcome], None],
+) -> None:
+    """Every document on one of the instances, each of which computes one at a time. Raises `ConfigError` for a
+    document that cannot be read."""
+    left = iter(documents)
+
+    async def work(instance: Server) -> None:
+        for document in left:  # one iterator, and nothing awaited while it is asked
+            one = Warming(instance, document, cache_salt, timeout_s, on_progress)
+            on_outcome(await one.run(pin=pin))
+
+    tasks = [asyncio.create_task(work(instance)) for instance in instances]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+
+
+class Warming:
+    """One document at one instance."""
+
+    def __init__(
+        self, instance: Server, document: Document, cache_salt: str | None, timeout_s: float, on_progress: OnProgress
+    ) -> None:
+        self._instance, self._document, self._timeout_s = instance, document, timeout_s
+        self._salt = document.body.get("cache_salt") or cache_salt
+        self._on_progress = on_progress
+        self._tokens: list[int] = []
+
+    async def run(self, *, pin: bool) -> Outcome:
+        """What became of it. Errors are its, and are told there."""
+        name = self._document.name
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                self._tokens = await self._tokenize()
+                before = await self._look()
+                if not before.num_blocks:
+                    raise Refused(f"it has {before.num_tokens} tokens, and a block of KV is {before.block_size}")
+                after = before if _has_all(before) else await self._fill(before)
+                if pin and after.is_complete:
+                    after = await self._look(pin=True)
+        except TimeoutError:
+            return Outcome(document=name, error=f"not kept within {self._timeout_s:g} s; raise --timeout-s")
+        except KvferryError as error:
+            return Outcome(document=name, error=str(error))
+        return self._outcome(before, after, pin)
+
+    async def _tokenize(self) -> list[int]:
+        given = self._document.body.get("prompt")
+        if isinstance(given, list):
+            return _token_ids(given)
+        body = {key: value for key, value in self._document.body.items() if key != "cache_salt"}
+        answer = await self._instance.ask("POST", "/tokenize", body, dict[str, Any])
+        return _token_ids(answer.get("tokens"))
+
+    async def _look(self, *, pin: bool = False) -> KeptBlocks:
+        body = {"tokens": self._tokens, "pin": pin, **self._salted()}
+        try:
+            kept = await self._instance.ask("POST", "/kvferry/kept", body, KeptBlocks)
+        except NotThere as error:
+            raise Refused(
+                f"{self._instance.url} is no instance of kvferry's engine, and only those say what they keep"
+            ) from error
+        self._on_progress(self._document.name, kept.num_present, kept.num_blocks)
+        return kept
+
+    async def _fill(self, kept: KeptBlocks) -> KeptBlocks:
+        """Compute until all tiers have it, or nothing more comes of it."""
+        for _ in range(MOST_TRIES):
+            before = kept
+            kept = await self._compute()
+            if _has_all(kept) or _num_held(kept) <= _num_held(before):
+                break
+        return kept
+
+    async def _compute(self) -> KeptBlocks:
+        """Once. Returns when nothing is on its way to the store any more."""
+        body = {"prompt": self._tokens, "max_tokens": 1, **self._salted()}
+        answer = self._instance.ask("POST", "/v1/completions", body, dict[str, Any], self._timeout_s)
+        computing = asyncio.create_task(answer)
+        try:
+            while True:
+                is_computed = computing.done()
+                kept = await self._look()
+                if is_computed and kept.is_settled:
+                    computing.result()
+                    return kept
+                await asyncio.sleep(LOOK_EVERY_S)
+        finally:
+            computing.cancel()
+            await asyncio.gather(computing, return_exceptions=True)
+
+    def _salted(self) -> dict[str, Any]:
+        return {} if self._salt is None else {"cache_salt": self._salt}
+
+    def _outcome(self, before: KeptBlocks, after: KeptBlocks, pin: bool) -> Outcome:
+        num_pinned = max((tier.num_pinned for tier in after.tiers), default=0)
+        error = None
+        if not after.is_complete:
+            error = f"the store keeps {after.num_present} of {after.num_blocks} blocks: {_why(after)}"
+        elif pin and num_pinned < after.num_blocks:
+            error = f"the store pinned {num_pinned} of {after.num_blocks} blocks: {_why(after)}"
+        return Outcome(
+            document=self._document.name,
+            error=error,
+            num_tokens=after.num_tokens,
+            num_blocks=after.num_blocks,
+            num_before=min((tier.num_present for tier in before.tiers), default=0),
+            num_kept=after.num_present,
+            num_pinned=num_pinned,
+            tiers=tuple(after.tiers),
+        )
+
+
+def _token_ids(given: object) -> list[int]:
+    try:
+        return msgspec.convert(given, list[int])
+    except msgspec.ValidationError as error:
+        raise Refused(f"its tokens cannot be read: {error}") from error
+
+
+def _has_all(kept: KeptBlocks) -> bool:
+    """Whether each tier that answers has every block, and one does."""
+    return kept.is_complete and all(tier.num_present == kept.num_blocks for tier in kept.tiers if tier.is_healthy)
+
+
+def _num_held(kept: KeptBlocks) -> int:
+    return sum(tier.num_present for tier in kept.tiers)
+
+
+def _why(kept: KeptBlocks) -> str:
+    ill = [tier.tier for tier in kept.tiers if not tier.is_healthy]
+    if ill:
+        return f"tier {', '.join(ill)} does not answer"
+    return "it is full, or too small for the document; see the instance's log and its store's max_bytes"

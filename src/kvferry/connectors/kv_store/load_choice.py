@@ -1,0 +1,107 @@
+"""How what the store has of a prompt is had: decides by the policy, and measures what the policy decides by.
+
+Owns the `LoadPolicy`, the time of the step under way, and for each request what was decided and what is loaded.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvferry.connectors.api import ConnectorContext, Hit, Miss, StepView
+from kvferry.connectors.kv_store.load_policy import Decision, LoadPolicy, Way
+from kvferry.connectors.kv_store.settings import StoreSettings
+from kvferry.store.base import Run, part_of
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class _Choice:
+    """Of one request: what was decided about so many blocks, and the runs that are loaded."""
+
+    decision: Decision | None = None
+    num_blocks: int = 0
+    loads: Sequence[Run] = ()
+
+
+class LoadChoice:
+    """Used by the scheduler side. `has_layers`: whether all tiers can read single layers."""
+
+    def __init__(self, settings: StoreSettings, context: ConnectorContext, *, has_layers: bool) -> None:
+        self._load = settings.load if has_layers else "async"
+        self._block_size, self._clock = context.layout.block_size, context.clock
+        self._policy = LoadPolicy(context.layout.block_bytes, context.layout.block_size)
+        self._decides = settings.load_policy == "measured" and context.computes_meanwhile
+        if settings.load_policy == "measured" and not context.computes_meanwhile:
+            log.warning("load_policy measured is for kvferry's own engine: here what the store has is always loaded")
+        self._choices: dict[str, _Choice] = {}
+        self._step: tuple[float, int] | None = None
+        """When the step under way began (monotonic, s), and the tokens of prompts in it."""
+        self._num_in_step = 0
+
+    # Deciding.
+
+    def choose(self, request_id: str, runs: Sequence[Run], num_rest_tokens: int, *, may_compute: bool) -> Hit | Miss:
+        """For blocks that could be loaded, and the prompt's tokens behind them. `may_compute`: whether they need not be
+        loaded. May be asked many times."""
+        num_blocks = sum(run.num_blocks for run in runs)
+        decision = Decision(Way.LOAD, 0, num_blocks)
+        if self._decides and may_compute:
+            decision = self._policy.decide(runs, num_rest_tokens, self._clock.monotonic(), can_meet=True)
+        if decision.way is Way.RECOMPUTE:
+            self._policy.took(decision, num_blocks)
+            return Miss()
+        self._choices[request_id] = _Choice(decision, num_blocks)
+        rest = num_rest_tokens + (num_blocks - decision.last) * self._block_size
+        by_layers = not decision.first and self._is_by_layers(part_of(runs, 0, decision.last), rest)
+        return Hit(decision.last * self._block_size, by_layers, decision.first * self._block_size)
+
+    def _is_by_layers(self, runs: Sequence[Run], num_rest_tokens: int) -> bool:
+        if self._load == "auto":
+            return self._policy.sooner_by_layers(runs, num_rest_tokens, self._num_in_step)
+        return self._load == "layerwise"
+
+    # Measuring.
+
+    def load_begins(self, request_id: str, runs: Sequence[Run]) -> None:
+        """These are loaded, as was chosen."""
+        choice = self._choices.setdefault(request_id, _Choice())
+        choice.loads = runs
+        if choice.decision is not None:
+            self._policy.took(choice.decision, choice.num_blocks)
+
+    def loaded(self, request_id: str, seconds: float | None) -> None:
+        """They are there."""
+        choice = self._choices.pop(request_id, None)
+        if choice is not None and seconds is not None:
+            self._policy.loaded(choice.loads, seconds, self._clock.monotonic())
+
+    def forget(self, request_id: str) -> None:
+        """The request is over, or its load failed."""
+        self._choices.pop(request_id, None)
+
+    def step_begins(self, step: StepView) -> None:
+        """The model is about to run."""
+        if step.chunks:
+            lengths = [(chunk.num_tokens, len(chunk.request.prompt_token_ids) - chunk.start) for chunk in step.chunks]
+            self._step = self._clock.monotonic(), sum(num for num, left in lengths if left > 0)
+            self._num_in_step = len(step.chunks)
+
+    def step_ended(self) -> None:
+        """It has. Steps with at least a block of prompts in them tell how fast those are computed."""
+        begun, self._step = self._step, None
+        if begun is not None and begun[1] >= self._block_size:
+            now = self._clock.monotonic()
+            self._policy.computed(begun[1], now - begun[0], now)
+
+    # Insight.
+
+    def num_kept(self) -> int:
+        """Requests of which something is known; for leak checks."""
+        return len(self._choices)
+
+    def statistics(self) -> dict[str, float]:
+        """Measured speeds, and what was decided."""
+        return self._policy.statistics()
