@@ -3,18 +3,17 @@ them: the tokens of one engine alone."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvferry.core.request import Request
 from kvferry.core.transfer_config import KVTransferConfig
 from kvferry.engine.config import EngineConfig
 from kvferry.engine.engine import Engine
-from support.engines import GREEDY, SEEDED, Answer, random_prompts, require_same, run_prompts
+from support.engines import GREEDY, SEEDED, random_prompts, require_same, run_prompts, run_side_by_side
 from support.pairs import pair_of
 
 NUM_PROMPTS = 40
@@ -86,19 +85,6 @@ def engine_of(model: Path, connector: str, extra: dict[str, Any]) -> Engine:
     return Engine(config, KVTransferConfig(kv_connector=connector, kv_connector_extra_config=extra))
 
 
-def run_both(engines: Sequence[Engine], prompts: Sequence[Sequence[int]]) -> list[list[Answer]]:
-    """Serve the prompts on each engine, stepped in turn."""
-    found = [[Answer() for _ in prompts] for _ in engines]
-    for engine in engines:
-        for number, prompt in enumerate(prompts):
-            engine.add(Request(request_id=str(number), prompt_token_ids=list(prompt), sampling=GREEDY))
-    while any(answer.last is None or answer.last.finish_reason is None for answers in found for answer in answers):
-        for engine, answers in zip(engines, found, strict=True):
-            for output in engine.step():
-                answers[int(output.request_id)].add(output)
-    return found
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_what_is_reused_is_what_was_computed(
     name: str, alone: dict[str, Any], tmp_path: Path, request: pytest.FixtureRequest
@@ -108,7 +94,7 @@ def test_what_is_reused_is_what_was_computed(
         closing(engine_of(alone["model"], connector, extra)) as first,
         closing(engine_of(alone["model"], connector, extra)) as second,
     ):
-        for answers in run_both([first, second], alone["prompts"]):
+        for answers in run_side_by_side([first, second], alone["prompts"]):
             require_same(alone["greedy"], answers)
         require_same(alone["seeded"], run_prompts(second, alone["prompts"], SEEDED))
         with closing(engine_of(alone["model"], connector, extra)) as third:

@@ -54,6 +54,19 @@ def run_prompts(engine: Engine, prompts: Sequence[Sequence[int]], sampling: Samp
     return [answers[request.request_id] for request in requests]
 
 
+def run_side_by_side(engines: Sequence[Engine], prompts: Sequence[Sequence[int]]) -> list[list[Answer]]:
+    """Serve the prompts on each engine, stepped in turn."""
+    found = [[Answer() for _ in prompts] for _ in engines]
+    for engine in engines:
+        for number, prompt in enumerate(prompts):
+            engine.add(Request(request_id=str(number), prompt_token_ids=list(prompt), sampling=GREEDY))
+    while any(answer.last is None or answer.last.finish_reason is None for answers in found for answer in answers):
+        for engine, answers in zip(engines, found, strict=True):
+            for output in engine.step():
+                answers[int(output.request_id)].add(output)
+    return found
+
+
 def random_prompts(count: int, vocab: int, *, longest: int, block_size: int, seed: int = 0) -> list[list[int]]:
     """Prompts of 1 to `longest` tokens: some share a prefix, some end exactly at a block."""
     source = random.Random(seed)
