@@ -354,3 +354,16 @@ def test_listeners_hear_of_changes_and_ends() -> None:
     heard.clear()
     table.open("k")
     assert heard == []
+
+
+def test_many_leases_are_renewed_together() -> None:
+    clock = ManualClock()
+    table = make_table(clock, lease_s=10)
+    for key in ("a", "b", "c"):
+        table.open(key)
+        table.seal(key, b"meta")
+    clock.advance(9)
+    table.renew("a", "b", "unknown")
+    clock.advance(9)
+    table.expire()
+    assert table.ended() == [("c", "expired")]

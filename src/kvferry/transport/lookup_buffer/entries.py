@@ -198,13 +198,14 @@ class EntryTable:
                 self._end(key, "taken")
         return True
 
-    def renew(self, key: str) -> None:
-        """A consumer is at work on this key: its lease begins anew."""
+    def renew(self, *keys: str) -> None:
+        """A consumer is at work on these keys: their leases begin anew."""
         with self._lock:
             self._expire()
-            entry = self._entries.get(key)
-            if entry is not None and entry.meta is not None:
-                entry.deadline = self._clock.monotonic() + entry.lease_s
+            for key in keys:
+                entry = self._entries.get(key)
+                if entry is not None and entry.meta is not None:
+                    entry.deadline = self._clock.monotonic() + entry.lease_s
 
     def release(self, key: str) -> bool:
         """Nobody will come for this key, nor for one of that name which is about to begin. True when it was there."""

@@ -240,8 +240,7 @@ class Session:
                 case Take():
                     self._take(message)
                 case Renew():
-                    for cursor in self._selected.values():
-                        self._table.renew(cursor.key)
+                    self._table.renew(*(cursor.key for cursor in self._selected.values()))
                 case ReleaseKey():
                     self._release(_checked(message.key))
 
