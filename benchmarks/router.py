@@ -1,13 +1,16 @@
 """What a router costs, beside others and beside no router: processor time, added delay, memory.
 
     python benchmarks/router.py [--requests 2000] [--streams 1 32 64] [--tokens 200] [--rate 200]
-        [--peers FOLDER/bin] [--nginx PATH] [--profile FILE]
+        [--peers FOLDER/bin] [--nginx PATH] [--profile FILE] [--save]
 
 P, D, router and clients are processes of their own, on loopback: the router has one core, all else the others. P and D
 compute nothing: P answers with a ticket at once; D answers whole, or with an event for each token, `--rate` a second.
 Told of each router are the processor time (user and system) for each request over 32 connections and for each streamed
 token, requests a second, the memory at the end, and by how much the first token and the time between two come later
 than without a router (median, 99th percentile; ms), at each number of streams.
+
+Streams have `--rate` tokens a second each, and fewer where that would be more than 12,800 in all, which the instances
+and clients here could not do. `--save` writes `results/router.<processor>.json`.
 
 `--peers`: the folder of the programs of an environment with the wheels of vllm-router and sglang-router
 (`pip install vllm-router sglang-router`). `--nginx`: the program; it passes requests to D alone. `--only NAME` measures
@@ -27,7 +30,7 @@ import sys
 import tempfile
 import time
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -45,6 +48,7 @@ from kvferry.http.request import Request
 from kvferry.http.response import JSON, Response
 from kvferry.http.routes import Route, Routes
 from kvferry.http.server import HttpServer
+from report import save
 
 ASK = Deadlines(connect_s=10, first_byte_s=60, between_s=60)
 HEADERS = [JSON]
@@ -56,14 +60,17 @@ MARKED = b': {"tokens":[12345]}\n' + EVENT
 FIRST_MARK = b': {"seed":1234567890123,"created":1790000000,"num_cached_tokens":0}\n'
 LAST_MARK = b': {"tokens":[2],"last":true}\n'
 CONNECTIONS = 32
+MOST_TOKENS = 12_800.0
+"""A second, in all streams."""
+MOST_ROUNDS = 16
 START_S = 60.0
 
 
 class Mock:
     """An instance that computes nothing."""
 
-    def __init__(self, role: str, rate: float) -> None:
-        self._role, self._rate = role, rate
+    def __init__(self, role: str) -> None:
+        self._role = role
 
     def routes(self) -> Routes:
         """What a router asks of an instance."""
@@ -118,18 +125,18 @@ class Mock:
             response.add_header(PROGRESS_HEADER.lower().encode(), b"1")
         response.start(200, [(b"content-type", b"text/event-stream")])
         loop = asyncio.get_running_loop()
-        begun = loop.time()
+        begun, rate = loop.time(), float(body["prompt"].partition(" ")[0])
         event = MARKED if marked else EVENT
         response.write(FIRST_MARK + EVENT if marked else EVENT)
         for number in range(1, body["max_tokens"]):
-            await asyncio.sleep(max(0.0, begun + number / self._rate - loop.time()))
+            await asyncio.sleep(max(0.0, begun + number / rate - loop.time()))
             response.write(event)
         response.end((LAST_MARK if marked else b"") + EVENT + b"data: [DONE]\n\n")
 
 
-async def serve(role: str, rate: float) -> None:
+async def serve(role: str) -> None:
     """Be a mock instance until killed."""
-    server = HttpServer(Mock(role, rate).routes(), HttpConfig(port=0))
+    server = HttpServer(Mock(role).routes(), HttpConfig(port=0))
     await server.run(lambda _, port: print(port, flush=True))
 
 
@@ -200,16 +207,18 @@ async def measure_streams(
     to: Result,
 ) -> None:
     """So many streams at once, begun one after the other within the time of a token."""
-    body = {"model": "m", "prompt": "a " * 200, "max_tokens": said.tokens, "stream": True}
+    rate = min(said.rate, MOST_TOKENS / number)
+    body = {"model": "m", "prompt": f"{rate:g} " + "a " * 200, "max_tokens": said.tokens, "stream": True}
 
     async def one(place: int) -> list[float]:
-        await asyncio.sleep(place / number / said.rate)
+        await asyncio.sleep(place / number / rate)
         return await ask(client, router, body)
 
     before, found = spent(process), []
-    for _ in range(max(1, said.samples // number)):
+    for _ in range(max(1, min(MOST_ROUNDS, said.samples // number))):
         found += await asyncio.gather(*(one(place) for place in range(number)))
-    to.token_us = (spent(process) - before) / (len(found) * said.tokens) * 1e6
+    if number == max(said.streams):
+        to.token_us = (spent(process) - before) / (len(found) * said.tokens) * 1e6
     to.first[number] = percentiles([times[0] for times in found])
     to.between[number] = percentiles([after - before for times in found for before, after in pairwise(times)])
 
@@ -366,17 +375,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--be", help=argparse.SUPPRESS)
     parser.add_argument("--requests", type=int, default=2000)
-    parser.add_argument("--streams", type=int, nargs="+", default=[1, 32, 64])
+    parser.add_argument("--streams", type=int, nargs="+", default=[1, 32, 64, 256])
     parser.add_argument("--samples", type=int, default=64, help="streams measured at least, of each number")
     parser.add_argument("--tokens", type=int, default=200)
     parser.add_argument("--rate", type=float, default=200.0)
     parser.add_argument("--peers", help="folder with vllm-router and sglang-router")
     parser.add_argument("--nginx", help="the program")
+    parser.add_argument("--save", action="store_true", help="keep the results")
     parser.add_argument("--only", help="the name of one router")
     parser.add_argument("--profile", help="write cProfile's statistics of kvferry's router there")
     said = parser.parse_args()
     if said.be:
-        uvloop.run(serve(said.be, said.rate))
+        uvloop.run(serve(said.be))
         return
     core, *others = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, others or [core])
@@ -384,7 +394,7 @@ def main() -> None:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         urls = {}
         for role in ("prefill", "decode"):
-            process, line = started(__file__, "--be", role, "--rate", str(said.rate))
+            process, line = started(__file__, "--be", role)
             stack.callback(end, process)
             urls[role] = f"http://127.0.0.1:{line.strip()}"
         direct = uvloop.run(measure("no router", Origin.parse(urls["decode"]), None, said))
@@ -396,6 +406,9 @@ def main() -> None:
             except (KvferryError, RuntimeError) as error:
                 print(f"{name}: {error}\n{(folder / f'{name}.log').read_text()[-2000:]}", file=sys.stderr)
         print(table(direct, results, said.streams))
+        if said.save:
+            kept = {name: getattr(said, name) for name in ("requests", "streams", "samples", "tokens", "rate")}
+            save("router", kept, {one.name: asdict(one) for one in (direct, *results)})
 
 
 if __name__ == "__main__":

@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.core.errors import ProtocolError
-from kvferry.http.chunks import ChunkScanner, unchunked
+from kvferry.http.answer import _Chunked
+from kvferry.http.chunks import ChunkScanner, only_chunk, unchunked
 
 PAYLOADS = st.lists(st.binary(min_size=1, max_size=40), max_size=6)
 
@@ -33,6 +34,46 @@ def test_the_end_is_found_however_it_is_cut(
         place = cut
     assert scanner.done
     assert unchunked(whole) == b"".join(payloads)
+
+
+@given(PAYLOADS, st.sampled_from([b"", b";a=b"]), st.sampled_from([b"", b"X: y\r\n"]), st.data())
+def test_the_payload_is_the_same_however_it_is_cut(
+    payloads: list[bytes], extension: bytes, trailer: bytes, data: st.DataObject
+) -> None:
+    whole = framed(payloads, extension, trailer)
+    ends, place = [], 0
+    for one in payloads:  # cuts between chunks are what mostly happens, and goes another way
+        place += len(framed([one], extension)) - len(framed([], extension))
+        ends.append(place)
+    cuts = data.draw(st.sets(st.one_of(st.integers(0, len(whole)), st.sampled_from([0, *ends])), max_size=12))
+    decode, found, place = _Chunked(), b"", 0
+    for cut in [*sorted(cuts), len(whole)]:
+        if cut > place:
+            found += decode(whole[place:cut])
+        place = cut
+    assert (found, decode.done) == (b"".join(payloads), True)
+    with pytest.raises(ProtocolError):
+        decode(b"1\r\na\r\n")
+
+
+@pytest.mark.parametrize(
+    ("data", "payload"),
+    [
+        (b"3\r\nabc\r\n", b"abc"),
+        (b"3\r\nabc\r\n0\r\n\r\n", b""),
+        (b"3\r\nab\r\n", b""),
+        (b"3\r\nabcde", b""),
+        (b"3;a\r\nabc\r\n", b""),
+        (b"-3\r\nabc\r\n", b""),
+        (b" 3\r\nabc\r\n", b""),
+        (b"\r\n", b""),
+        (b"", b""),
+        (b"0\r\n\r\n", b""),
+        (b"0" * 15 + b"3\r\nabc\r\n", b""),
+    ],
+)
+def test_one_whole_chunk(data: bytes, payload: bytes) -> None:
+    assert only_chunk(data) == payload
 
 
 def test_what_follows_is_seen() -> None:

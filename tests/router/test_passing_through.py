@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import gzip
 import json
 from typing import Any
@@ -15,6 +16,11 @@ from starlette.responses import Response
 from yarl import URL
 
 from kvferry.core.timeline import Timeline
+from kvferry.http.answer import Answer as HttpAnswer
+from kvferry.router.body import RequestBody
+from kvferry.router.candidates import Candidates
+from kvferry.router.exchange import Exchange
+from kvferry.router.upstream import Answer as UpstreamAnswer
 from router.peers import (
     CONCURRENT,
     DECODE,
@@ -568,3 +574,24 @@ async def test_the_openai_client_sees_what_happens() -> None:
         assert (await anext(broken)).choices[0].text == "one"
         with pytest.raises(APIError, match="broke off"):
             await anext(broken)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("hand_off", ["sequential", "concurrent"])
+async def test_a_request_leaves_nothing_that_only_the_garbage_collector_finds(hand_off: str, stream: bool) -> None:
+    """What refers to itself stays until it is looked for, and looking costs more than anything else of a request."""
+    p, d = Peer("prefill", ticket, facts=CONCURRENT), Peer("decode", answer, facts=DECODE)
+    kinds = Exchange, Candidates, UpstreamAnswer, HttpAnswer, RequestBody
+    async with instances(p, d), routing([p.url], [d.url], hand_off=hand_off) as (_, url):
+        async with aiohttp.ClientSession() as session:
+            gc.collect()
+            gc.disable()
+            try:
+                async with session.post(url + "/v1/completions", json={**BODY, "stream": stream}) as response:
+                    await response.read()
+                for _ in range(1000):
+                    await asyncio.sleep(0)  # the handler's task comes to its end
+                left = [one for one in gc.get_objects() if isinstance(one, kinds)]
+            finally:
+                gc.enable()
+    assert not left

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import httptools
 
 from kvferry.core.errors import ProtocolError
-from kvferry.http.chunks import ChunkScanner
+from kvferry.http.chunks import ChunkScanner, only_chunk
 from kvferry.http.client_connection import ClientConnection
 from kvferry.http.headers import RawHeaders, find_header
 from kvferry.http.response import Framing, Response
@@ -127,7 +127,7 @@ class Answer:
         relay = _Relay(self, response, mask)
         if self._done:
             response.end()
-        await self._flow(relay.feed, response)
+        await self._flow(relay.feed(), response)
 
     async def relay_payload(self, response: Response, take: Callable[[bytes], bytes]) -> None:
         """As `relay`, but what `take` makes of each piece of the payload is written, whatever its length, and the
@@ -199,14 +199,13 @@ class _Relay:
         self._connection = answer._connection
         self._scanner = ChunkScanner()
         self._left = self._connection.length
-        kind, framing = self._connection.kind, response.framing
-        self.feed: Callable[[bytes], None]
+
+    def feed(self) -> Callable[[bytes], None]:
+        """What takes the pieces; not kept here, as it refers to this object."""
+        kind, framing = self._connection.kind, self._response.framing
         if kind == "chunked" and framing is Framing.CHUNKED:
-            self.feed = self._framed
-        elif kind == "length" and framing is Framing.LENGTH:
-            self.feed = self._counted
-        else:
-            self.feed = self._decoded
+            return self._framed
+        return self._counted if kind == "length" and framing is Framing.LENGTH else self._decoded
 
     def _framed(self, data: bytes) -> None:
         scanner = self._scanner
@@ -266,14 +265,32 @@ class _Counted(_Decoder):
 
 
 class _Chunked(_Decoder):
-    """By httptools, which is given a head of our own and then the body."""
+    """By httptools, which is given a head of our own and then the body. A piece that is one whole chunk, as tokens
+    mostly come, does not get there."""
 
     def __init__(self) -> None:
         self._pieces: list[bytes] = []
-        self._parser = httptools.HttpResponseParser(self)
-        self._parser.feed_data(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
+        self._between = True  # chunks: the last has ended, or there was none
+        self._parser: httptools.HttpResponseParser | None = None
 
     def __call__(self, data: bytes) -> bytes:
+        if self._between and not self.done:
+            payload = only_chunk(data)
+            if payload:
+                return payload
+        payload = self._parse(data)
+        # What has begun behind a chunk and is no whole line yet ends otherwise; a whole line has been told of.
+        self._between = self._between and data.endswith(b"\r\n")
+        if self.done:
+            self._parser = None  # it refers to this object
+        return payload
+
+    def _parse(self, data: bytes) -> bytes:
+        if self._parser is None:
+            if self.done:
+                raise ProtocolError("an instance sends more than its answer")
+            self._parser = httptools.HttpResponseParser(self)
+            self._parser.feed_data(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError as error:
@@ -284,6 +301,14 @@ class _Chunked(_Decoder):
     def on_body(self, piece: bytes) -> None:
         """For httptools."""
         self._pieces.append(piece)
+
+    def on_chunk_header(self) -> None:
+        """For httptools."""
+        self._between = False
+
+    def on_chunk_complete(self) -> None:
+        """For httptools."""
+        self._between = True
 
     def on_message_begin(self) -> None:
         """For httptools: a second message has no place here."""

@@ -6,6 +6,7 @@ from kvferry.core.errors import ProtocolError
 
 _LONGEST_LINE = 1024
 _LONGEST_TRAILER = 65536
+_LONGEST_SIZE = 15
 _HEX = frozenset(b"0123456789abcdefABCDEF")
 
 
@@ -81,7 +82,7 @@ class ChunkScanner:
 
     def _open_chunk(self, line: bytes) -> None:
         digits = line.partition(b";")[0] if b";" in line else line
-        if not digits or len(digits) > 15 or not _HEX.issuperset(digits):
+        if not digits or len(digits) > _LONGEST_SIZE or not _HEX.issuperset(digits):
             raise ProtocolError(f"{digits[:20]!r} is not the size of a chunk")
         size = int(digits, 16)
         if size:
@@ -93,6 +94,15 @@ class ChunkScanner:
         self._trailer_bytes += len(line)
         if self._trailer_bytes > _LONGEST_TRAILER:
             raise ProtocolError("the trailers are too long")
+
+
+def only_chunk(data: bytes) -> bytes:
+    """The payload of `data` if that is one whole chunk, without extensions, and nothing else; otherwise nothing."""
+    end = data.find(b"\r\n", 0, _LONGEST_SIZE + 2)
+    digits = data[:end]
+    if end < 1 or not _HEX.issuperset(digits):
+        return b""
+    return data[end + 2 : -2] if len(data) == end + 4 + int(digits, 16) and data.endswith(b"\r\n") else b""
 
 
 def unchunked(framed: bytes) -> bytes:

@@ -123,9 +123,7 @@ class Exchange:
         self._pools, self._upstream, self._metrics = services.pools, services.upstream, services.metrics
         self._candidates = candidates
         self._tickets = Tickets(services.releases, services.pools.decode)
-        self._rescue = Rescue(
-            services.config, services.clock, services.pools, services.metrics, body, self._call_for_rescue
-        )
+        self._rescue = Rescue(services.config, services.clock, services.pools, services.metrics, body)
         self._marks_wanted = is_stream_of_one(request.path, body) and not services.config.trust_client_tickets
         self._repeats = self._marks_wanted and services.config.continuations > 0 and repeats_itself(body)
         self._session = None if services.next_turns is None else candidates.session
@@ -184,7 +182,7 @@ class Exchange:
         for task in self._tasks:
             task.cancel()
         self._tickets.release_all(self._request.headers)  # nobody fetches any more: the rest is computed anew
-        answer = await self._rescue.elsewhere(passage, lost.instance)
+        answer = await self._rescue.elsewhere(passage, lost.instance, self._call_for_rescue)
         if answer is not None:
             self._candidates.continued(answer.instance)
         return answer
@@ -428,7 +426,7 @@ class Exchange:
                 last.close()
             last = answer
         if last is None:
-            last = await self._rescue.from_the_beginning(whole_body(self._body))
+            last = await self._rescue.from_the_beginning(whole_body(self._body), self._call_for_rescue)
             if last is not None:
                 self._tickets.release_all(self._request.headers)  # nobody fetches any more
         if last is None:

@@ -42,11 +42,9 @@ Call = Callable[[Instance, bytes], Awaitable[Answer]]
 class Rescue:
     """Of one request."""
 
-    def __init__(
-        self, config: RouterConfig, clock: Clock, pools: Pools, metrics: Metrics, body: RequestBody, call: Call
-    ) -> None:
+    def __init__(self, config: RouterConfig, clock: Clock, pools: Pools, metrics: Metrics, body: RequestBody) -> None:
         self._config, self._clock, self._pools, self._metrics = config, clock, pools, metrics
-        self._body, self._call = body, call
+        self._body = body
         model = body.get("model")
         self._model = model if isinstance(model, str) else ""
         self._like: Facts = Unasked()
@@ -58,7 +56,7 @@ class Rescue:
         """Its answer is passed on; whoever goes on with it must be alike."""
         self._like = instance.facts
 
-    async def elsewhere(self, passage: EventPassage, lost: Instance) -> Answer | None:
+    async def elsewhere(self, passage: EventPassage, lost: Instance, call: Call) -> Answer | None:
         """The rest of a stream whose instance was lost; None when nobody can give it."""
         if not self._num_left or not passage.can_go_elsewhere:
             return None
@@ -72,23 +70,23 @@ class Rescue:
             return None
         if passage.hopeless:
             return None
-        answer = await self._first_that_serves(body, passage.kind, self._config.continuation_timeout_s)
+        answer = await self._first_that_serves(call, body, passage.kind, self._config.continuation_timeout_s)
         self._metrics.continued("done" if answer is not None else "failed")
         return answer
 
-    async def from_the_beginning(self, body: bytes) -> Answer | None:
+    async def from_the_beginning(self, body: bytes, call: Call) -> Answer | None:
         """An answer that nobody has begun, of whoever can give it now."""
-        return await self._first_that_serves(body, InstanceFacts, 0.0) if self._config.continuations else None
+        return await self._first_that_serves(call, body, InstanceFacts, 0.0) if self._config.continuations else None
 
     def failed(self, instance: Instance) -> None:
         """Not to be asked again, as far as is known of it now."""
         self._lost[instance] = instance.facts
 
-    async def _first_that_serves(self, body: bytes, kind: type[Facts], timeout_s: float) -> Answer | None:
+    async def _first_that_serves(self, call: Call, body: bytes, kind: type[Facts], timeout_s: float) -> Answer | None:
         deadline = self._clock.monotonic() + timeout_s
         while True:
             while (instance := self._pick(kind)) is not None:
-                answer = await self._ask(instance, body)
+                answer = await self._ask(call, instance, body)
                 if answer is not None:
                     return answer
             if self._clock.monotonic() >= deadline:
@@ -96,10 +94,10 @@ class Rescue:
             self._spread_s = random.uniform(0.0, _SPREAD_S)
             await asyncio.sleep(_LOOK_AGAIN_S)  # until one is back, or has room
 
-    async def _ask(self, instance: Instance, body: bytes) -> Answer | None:
+    async def _ask(self, call: Call, instance: Instance, body: bytes) -> Answer | None:
         """Its answer, unless it failed or refused, which is noted, or is busy, which `call` notes."""
         try:
-            answer = await self._call(instance, body)
+            answer = await call(instance, body)
         except PeerLost:
             self.failed(instance)
             return None
