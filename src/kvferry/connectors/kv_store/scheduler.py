@@ -151,8 +151,8 @@ class KVStoreSchedulerSide(SchedulerSide[StorePlan]):
         error = self._refusal(request)
         if error is not None:
             return Miss(error)
-        known = self._known.get(request.request_id)
-        if known is not None and known.loading is not None:
+        known = self._known.setdefault(request.request_id, self._unasked(request, num_computed_tokens))
+        if known.loading is not None:
             return Miss()
         if self._needs_nothing(request, num_computed_tokens):
             return Miss()
@@ -297,7 +297,7 @@ class KVStoreSchedulerSide(SchedulerSide[StorePlan]):
 
     def _save(self, chunk: ScheduledChunk) -> None:
         request, block_size = chunk.request, self._layout.block_size
-        known = self._known.setdefault(request.request_id, self._unasked(chunk))
+        known = self._known.setdefault(request.request_id, self._unasked(request, chunk.start))
         num_full = min(chunk.start + chunk.num_tokens, len(request.prompt_token_ids)) // block_size
         first, known.num_kept = known.num_kept, max(num_full, known.num_kept)
         if first < num_full:
@@ -305,17 +305,10 @@ class KVStoreSchedulerSide(SchedulerSide[StorePlan]):
             parent = request.block_hashes[first - 1] if first else None
             self._work.saves.append(SaveBlocks(request.request_id, list(hashes), list(block_ids), parent))
 
-    def _unasked(self, chunk: ScheduledChunk) -> _Known:
-        """Of a request for which the store's answer was not looked at. Where it was not asked, what the own prefix
-        cache had was saved when computed; where it was, another connector was quicker, and brought what nobody saved.
-        """
-        name = chunk.request.request_id
-        if self._is_wanted(chunk.request):
-            return _Known(0)
-        if (answer := self._prober.answer(name)) is not None:
-            return _Known(answer.num_present)
-        new = isinstance(chunk.request.hand_off, Produce) or self._prober.is_asked(name)
-        return _Known(0 if new else chunk.start // self._layout.block_size)
+    def _unasked(self, request: RequestView, num_computed_tokens: int) -> _Known:
+        """Of a request that the store's answer is not known for: what the own prefix cache has was saved when it was
+        computed. What else comes without this connector, by another's hand-off, was not."""
+        return _Known(0 if self._must_keep(request) else num_computed_tokens // self._layout.block_size)
 
     def completed(self, report: TransferReport) -> None:
         """Loads that ended, blocks that are free again."""
