@@ -16,7 +16,7 @@ from kvferry.http.config import HttpConfig
 from kvferry.http.keys import bearer
 from kvferry.http.listen import listen
 from kvferry.router.app import Router
-from kvferry.router.pools import Pool, Pools
+from kvferry.router.pools import Pools, RolePool
 from kvferry.router.relay import Relay
 from router.peers import CONCURRENT, DECODE, Peer, answer, answer_when_told, instances, routing, ticket, unused_address
 
@@ -372,7 +372,7 @@ async def test_metrics_are_of_the_instances_that_are_here_and_may_be_given_reque
 
 
 def test_addresses_are_hidden_until_long_after_the_instance_has_left() -> None:
-    clock, pools = ManualClock(), Pools(Pool("prefill", []), Pool("decode", []))
+    clock, pools = ManualClock(), Pools(RolePool("prefill", []), RolePool("decode", []))
     relay = Relay(pools, clock)
     plain = b"see http:// or x:80 or [1]"
     assert relay._hide(plain) == plain

@@ -8,11 +8,11 @@ from kvferry.core.clock import ManualClock
 from kvferry.core.errors import ConfigError
 from kvferry.router.config import RouterConfig
 from kvferry.router.instance import Instance, normalise_url
-from kvferry.router.pools import Pool, Pools
+from kvferry.router.pools import Pools, RolePool
 
 
-def a_pool(num: int = 3) -> Pool:
-    return Pool("decode", [f"http://d{index}:1" for index in range(num)])
+def a_pool(num: int = 3) -> RolePool:
+    return RolePool("decode", [f"http://d{index}:1" for index in range(num)])
 
 
 def test_everyone_in_turn() -> None:
@@ -39,7 +39,7 @@ def test_excluded_are_never_picked() -> None:
 
 def test_who_asked_to_be_left_alone_is_passed_over_while_others_are_there() -> None:
     clock = ManualClock(100.0)
-    pool = Pool("decode", ["http://d0:1", "http://d1:1"], clock=clock)
+    pool = RolePool("decode", ["http://d0:1", "http://d1:1"], clock=clock)
     first, second = pool.instances
     first.busy_until = 107.0
     assert pool.alive() == [second]

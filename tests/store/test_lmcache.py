@@ -13,7 +13,7 @@ import pytest
 
 from kvferry.core.errors import ConfigError, StoreError
 from kvferry.store.base import Put
-from kvferry.store.lmcache import LMCacheStore, Place, _Found
+from kvferry.store.lmcache import LMCachePlace, LMCacheStore, _Found
 from kvferry.store.lmcache_client import DamagedValue, LMCacheClient, _request
 from kvferry.store.table import find_store, find_stores
 from kvferry.store.tiers import TieredStore
@@ -126,8 +126,8 @@ async def test_a_place_that_another_block_has_is_a_miss(port: int) -> None:
     async with store_at(port, "?max_bytes=20004") as store:
         await store.put([block_of(0), block_of(1)])
         sets = await store._read_sets([name_of(0)])
-        sets[0] = [Place(name_of(1), place.used_s) if place.block_hash else place for place in sets[0]]
-        sets[0][0] = Place(name_of(7), 1.0)
+        sets[0] = [LMCachePlace(name_of(1), place.used_s) if place.block_hash else place for place in sets[0]]
+        sets[0][0] = LMCachePlace(name_of(7), 1.0)
         await store._client.put(store._index_values(sets))
         assert await fetch(store, [7]) == [False]
         assert store.statistics().get("corrupt_blocks", 0.0) == 0

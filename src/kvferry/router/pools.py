@@ -11,7 +11,7 @@ from kvferry.router.config import RouterConfig
 from kvferry.router.instance import BOOTSTRAP_PORT, Instance, LegRole, normalise_url
 
 
-class Pool:
+class RolePool:
     """All instances of one role."""
 
     def __init__(
@@ -73,8 +73,8 @@ class Pool:
 class Pools:
     """Both pools, and those who were in them and are drained."""
 
-    prefill: Pool
-    decode: Pool
+    prefill: RolePool
+    decode: RolePool
     leaving: list[Instance] = field(default_factory=list)
 
     @classmethod
@@ -86,8 +86,8 @@ class Pools:
                 " instances register themselves with --registration"
             )
         return cls(
-            prefill=Pool("prefill", config.prefill_url, config.bootstrap_port, clock),
-            decode=Pool("decode", config.decode_url, clock=clock),
+            prefill=RolePool("prefill", config.prefill_url, config.bootstrap_port, clock),
+            decode=RolePool("decode", config.decode_url, clock=clock),
         )
 
     def __iter__(self) -> Iterator[Instance]:
@@ -95,7 +95,7 @@ class Pools:
         yield from self.decode.instances
         yield from self.leaving
 
-    def pool(self, role: LegRole) -> Pool:
+    def pool(self, role: LegRole) -> RolePool:
         """Of a role."""
         return self.prefill if role == "prefill" else self.decode
 

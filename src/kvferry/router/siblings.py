@@ -32,7 +32,7 @@ from kvferry.router.metrics import CONTENT_TYPE
 from kvferry.router.policies.base import Asked, Choice
 from kvferry.router.prompt import Prefix
 from kvferry.router.summed import summed
-from kvferry.router.worker_messages import Counts, Member, Placed, Report
+from kvferry.router.worker_messages import Counts, Placed, Report, WorkerMember
 
 _SECRET = b"x-kvferry-worker"
 _MOST_PLACED = 4096
@@ -51,7 +51,7 @@ class Siblings:
         self._counts: dict[int, dict[str, Counts]] = {}
         self._applied: WeakKeyDictionary[Instance, Counts] = WeakKeyDictionary()
         self._placed: deque[Placed] = deque(maxlen=_MOST_PLACED)
-        self._members: list[Member] | None = None
+        self._members: list[WorkerMember] | None = None
         self.last_report = Report()
         self._chooser.on_placed = self._note_placed
         self.on_change: Callable[[], object] = lambda: None
@@ -85,9 +85,10 @@ class Siblings:
             load.num_decodes - others.num_decodes,
         )
 
-    def _new_members(self) -> list[Member] | None:
+    def _new_members(self) -> list[WorkerMember] | None:
         now = [
-            Member(one.name, one.role, one.url, one.bootstrap_port, one.draining, one.drained) for one in self._pools
+            WorkerMember(one.name, one.role, one.url, one.bootstrap_port, one.draining, one.drained)
+            for one in self._pools
         ]
         if now == self._members:
             return None
@@ -137,7 +138,7 @@ class Siblings:
         load.num_prefills += now.num_prefills - before.num_prefills
         load.num_decodes += now.num_decodes - before.num_decodes
 
-    def follow(self, members: list[Member]) -> None:
+    def follow(self, members: list[WorkerMember]) -> None:
         """Have these instances, and no others."""
         known = {one.name: one for one in self._pools}
         for member in members:

@@ -9,7 +9,7 @@ import msgspec
 from kvferry.core.secret_hex import secret_hex
 from kvferry.http.headers import RawHeaders
 from kvferry.router.instance import Absent, Instance, SglangFacts, VllmFacts
-from kvferry.router.pools import Pool
+from kvferry.router.pools import RolePool
 from kvferry.router.releases import Releases
 
 
@@ -25,7 +25,7 @@ class _Held:
 class Tickets:
     """Of one request, by transfer id."""
 
-    def __init__(self, releases: Releases, decodes: Pool) -> None:
+    def __init__(self, releases: Releases, decodes: RolePool) -> None:
         self._releases, self._decodes = releases, decodes
         self._held: dict[str, _Held] = {}
         self._fetching: str | None = None

@@ -24,12 +24,12 @@ from kvferry.router.siblings import Siblings
 from kvferry.router.worker_messages import (
     LONGEST_LINE,
     Begin,
-    Failed,
     Follow,
     Peers,
-    Ready,
     Report,
-    Stop,
+    StopWorker,
+    WorkerFailed,
+    WorkerReady,
     from_parent,
     to_line,
 )
@@ -54,15 +54,15 @@ async def _run(channel: socket.socket) -> None:
         begin = from_parent(await reader.readline())
         assert isinstance(begin, Begin)
         set_up_logging(LogConfig(log_level=begin.log_level, log_format=log_format_of_parent()))  # type: ignore[arg-type]
-        await Worker(begin, reader, writer).run()
+        await RouterWorker(begin, reader, writer).run()
     except ConfigError as error:
-        writer.write(to_line(Failed(str(error))))
+        writer.write(to_line(WorkerFailed(str(error))))
         await writer.drain()
     finally:
         writer.close()
 
 
-class Worker:
+class RouterWorker:
     """Two servers of one router: the clients', and one on loopback for the other workers."""
 
     def __init__(self, begin: Begin, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -95,7 +95,7 @@ class Worker:
         for listening in self._listening.values():
             await listening.wait()
         await self._router.health.first_look()
-        self._writer.write(to_line(Ready(self._own.ports[0])))
+        self._writer.write(to_line(WorkerReady(self._own.ports[0])))
 
     async def _hear(self) -> None:
         """What the parent says; its end is ours."""
@@ -107,7 +107,7 @@ class Worker:
                     self._siblings.hear(report)
                 case Follow(members):
                     self._siblings.follow(members)
-                case Stop(now):
+                case StopWorker(now):
                     (self._server.abort if now else self._server.stop)()
         self._server.abort()
 

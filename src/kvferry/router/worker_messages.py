@@ -17,7 +17,7 @@ from kvferry.router.instance import LegRole
 LONGEST_LINE = 64 * 2**20
 
 
-class Member(msgspec.Struct, frozen=True):
+class WorkerMember(msgspec.Struct, frozen=True):
     """One instance, as the first worker has it."""
 
     name: str
@@ -57,16 +57,16 @@ class Begin(msgspec.Struct, frozen=True, tag=True):
     router: RouterConfig
     http: HttpConfig
     access: InstanceAccess
-    members: list[Member] | None = None
+    members: list[WorkerMember] | None = None
 
 
-class Ready(msgspec.Struct, frozen=True, tag=True):
+class WorkerReady(msgspec.Struct, frozen=True, tag=True):
     """Of a worker that serves. `port`: of its own, on loopback, for the other workers."""
 
     port: int
 
 
-class Failed(msgspec.Struct, frozen=True, tag=True):
+class WorkerFailed(msgspec.Struct, frozen=True, tag=True):
     """Of a worker that cannot serve, by a mistake in its settings."""
 
     reason: str
@@ -79,7 +79,7 @@ class Report(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     number: int = 0
     counts: dict[str, Counts] = {}
     placed: list[Placed] = []
-    members: list[Member] | None = None
+    members: list[WorkerMember] | None = None
 
 
 class Peers(msgspec.Struct, frozen=True, tag=True):
@@ -91,17 +91,17 @@ class Peers(msgspec.Struct, frozen=True, tag=True):
 class Follow(msgspec.Struct, frozen=True, tag=True):
     """To a worker other than the first: have these members."""
 
-    members: list[Member]
+    members: list[WorkerMember]
 
 
-class Stop(msgspec.Struct, frozen=True, tag=True):
+class StopWorker(msgspec.Struct, frozen=True, tag=True):
     """To all workers: end, now or when what runs is done."""
 
     now: bool = False
 
 
-ToParent = Ready | Failed | Report
-ToWorker = Begin | Report | Follow | Peers | Stop
+ToParent = WorkerReady | WorkerFailed | Report
+ToWorker = Begin | Report | Follow | Peers | StopWorker
 
 
 def to_line(message: ToParent | ToWorker) -> bytes:
@@ -115,7 +115,7 @@ def from_parent(line: bytes) -> ToWorker:
 
 
 def from_worker(line: bytes) -> ToParent:
-    """As `from_parent`."""
+    """Decode a message of a worker. Raises `msgspec.MsgspecError` when it is none."""
     return _TO_PARENT.decode(line)
 
 

@@ -28,14 +28,14 @@ from kvferry.router.config import RouterConfig
 from kvferry.router.worker_messages import (
     LONGEST_LINE,
     Begin,
-    Failed,
     Follow,
-    Member,
     Peers,
-    Ready,
     Report,
-    Stop,
+    StopWorker,
     ToWorker,
+    WorkerFailed,
+    WorkerMember,
+    WorkerReady,
     from_worker,
     to_line,
 )
@@ -87,7 +87,7 @@ class Workers:
     on_ready: Callable[[dict[str, Any]], None]
     _secret: str = field(default_factory=secrets.token_hex)
     _running: dict[int, _Worker] = field(default_factory=dict)
-    _members: list[Member] | None = None
+    _members: list[WorkerMember] | None = None
     _told_ready: bool = False
     _failed: str = ""
     _ending: asyncio.Event = field(default_factory=asyncio.Event)
@@ -121,7 +121,7 @@ class Workers:
         now = self._ending.is_set()
         self._ending.set()
         for worker in self._running.values():
-            worker.tell(Stop(now=now))
+            worker.tell(StopWorker(now=now))
 
     async def _keep(self, number: int) -> None:
         """One worker after the other, until the end."""
@@ -151,18 +151,18 @@ class Workers:
         level = logging.getLevelName(logging.getLogger().getEffectiveLevel()).lower()
         worker.tell(Begin(number, self._secret, level, divided(self.config), self.http, self.access, self._members))
         if self._ending.is_set():
-            worker.tell(Stop())
+            worker.tell(StopWorker())
         return worker
 
     async def _listen_to(self, worker: _Worker) -> None:
         while line := await _line(worker.reader):
             worker.heard = asyncio.get_running_loop().time()
             match from_worker(line):
-                case Ready(port):
+                case WorkerReady(port):
                     worker.port = port
                     self._tell_peers()
                     self._tell_ready()
-                case Failed(reason):
+                case WorkerFailed(reason):
                     self._failed = self._failed or reason
                     self._stop()
                 case Report() as report:

@@ -48,7 +48,7 @@ class LMCacheOptions(StoreOptions, frozen=True, kw_only=True):
     max_bytes: int = 2**32
 
 
-class Place(msgspec.Struct, array_like=True):
+class LMCachePlace(msgspec.Struct, array_like=True):
     """One place of a set. `used_s`: since the epoch."""
 
     block_hash: bytes = b""
@@ -64,7 +64,7 @@ class _Found:
     way: int
 
 
-_Change = Callable[[Place], Place]
+_Change = Callable[[LMCachePlace], LMCachePlace]
 
 
 class LMCacheStore(KVStore):
@@ -138,7 +138,7 @@ class LMCacheStore(KVStore):
     async def delete(self, hashes: Sequence[BlockHash]) -> int:
         """Their places are empty then, and take no memory."""
         self.note_removed(hashes)
-        return await self._change(hashes, lambda place: Place(), empties=True)
+        return await self._change(hashes, lambda place: LMCachePlace(), empties=True)
 
     # Notes: until when (Unix time, ms), whose, and what it says.
 
@@ -210,9 +210,9 @@ class LMCacheStore(KVStore):
     async def _tidy(self, hashes: Sequence[BlockHash]) -> None:
         """What is not where it should be is in the index no more."""
         if hashes:
-            await self._change(hashes, lambda place: Place(), empties=True)
+            await self._change(hashes, lambda place: LMCachePlace(), empties=True)
 
-    async def _touch(self, hashes: Sequence[BlockHash], sets: dict[int, list[Place]]) -> None:
+    async def _touch(self, hashes: Sequence[BlockHash], sets: dict[int, list[LMCachePlace]]) -> None:
         now = SYSTEM_CLOCK.wall()
         places = {name: self._find(sets, name) for name in hashes}
         old = [
@@ -249,7 +249,7 @@ class LMCacheStore(KVStore):
     def _encode(self, block: Block, stop: Stop) -> bytes:
         return b"" if stop.requested else b"".join(self.records.encode(block.block_hash, block.layers))
 
-    def _make_room(self, places: list[Place], block_hash: BlockHash, gone: set[BlockHash]) -> tuple[Put, int]:
+    def _make_room(self, places: list[LMCachePlace], block_hash: BlockHash, gone: set[BlockHash]) -> tuple[Put, int]:
         """The block's way in its set, which is its own now."""
         now = SYSTEM_CLOCK.wall()
         for way, place in enumerate(places):
@@ -264,7 +264,7 @@ class LMCacheStore(KVStore):
         gone.discard(block_hash)
         if places[way].block_hash:
             gone.add(places[way].block_hash)
-        places[way] = Place(block_hash, now)
+        places[way] = LMCachePlace(block_hash, now)
         return Put.STORED, way
 
     async def _change(self, hashes: Sequence[BlockHash], change: _Change, *, empties: bool = False) -> int:
@@ -287,29 +287,29 @@ class LMCacheStore(KVStore):
     def _set_of(self, block_hash: BlockHash) -> int:
         return int.from_bytes(block_hash[:8], "little") % self._num_sets
 
-    def _find(self, sets: dict[int, list[Place]], block_hash: BlockHash) -> _Found | None:
+    def _find(self, sets: dict[int, list[LMCachePlace]], block_hash: BlockHash) -> _Found | None:
         number = self._set_of(block_hash)
         ways = (way for way, place in enumerate(sets[number]) if place.block_hash == block_hash)
         way = next(ways, None)
         return None if way is None else _Found(number, way)
 
-    async def _read_sets(self, hashes: Iterable[BlockHash]) -> dict[int, list[Place]]:
+    async def _read_sets(self, hashes: Iterable[BlockHash]) -> dict[int, list[LMCachePlace]]:
         numbers = sorted({self._set_of(block_hash) for block_hash in hashes})
         found = await self._client.get([self._index_key(number) for number in numbers], MAX_INDEX_BYTES)
         return {number: self._read_index(value) for number, value in zip(numbers, found, strict=True)}
 
-    def _read_index(self, value: bytes | DamagedValue | None) -> list[Place]:
+    def _read_index(self, value: bytes | DamagedValue | None) -> list[LMCachePlace]:
         """Of a set; one that cannot be read is empty."""
         if isinstance(value, bytes) and xxhash.xxh3_64_digest(value[8:]) == value[:8]:
             try:
-                places = msgspec.msgpack.decode(value[8:], type=list[Place])
+                places = msgspec.msgpack.decode(value[8:], type=list[LMCachePlace])
             except (msgspec.DecodeError, RecursionError):
                 places = []
             if len(places) == self._ways:
                 return places
-        return [Place() for _ in range(self._ways)]
+        return [LMCachePlace() for _ in range(self._ways)]
 
-    def _index_values(self, sets: dict[int, list[Place]]) -> list[tuple[str, bytes]]:
+    def _index_values(self, sets: dict[int, list[LMCachePlace]]) -> list[tuple[str, bytes]]:
         encoded = {number: msgspec.msgpack.encode(places) for number, places in sets.items()}
         return [(self._index_key(number), xxhash.xxh3_64_digest(body) + body) for number, body in encoded.items()]
 

@@ -22,7 +22,7 @@ class SessionSettings(PrefixSettings):
     """Most conversations remembered; beyond, those that were silent longest are forgotten."""
 
 
-class Session(PrefixAware):
+class SessionAffinity(PrefixAware):
     """Named conversations stay; the others follow their prefix."""
 
     Settings = SessionSettings

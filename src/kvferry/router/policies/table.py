@@ -19,7 +19,7 @@ POLICIES = {
     "prefix": "kvferry.router.policies.prefix:PrefixAware",
     "random": "kvferry.router.policies.random:RandomChoice",
     "round_robin": "kvferry.router.policies.round_robin:RoundRobin",
-    "session": "kvferry.router.policies.session:Session",
+    "session": "kvferry.router.policies.session:SessionAffinity",
 }
 EXTENSIONS = ExtensionPoint("--policy", POLICIES, "kvferry.policies")
 
