@@ -1,0 +1,118 @@
+"""`kvferry cache warm` with real instances, a router and an engine of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from conftest import ModelMaker
+from kvferry.cli.main import main
+from support.processes import AUTH_TOKEN, KvferryProcess, kvferry, until
+
+pytestmark = pytest.mark.processes
+
+TEXT = "The ferry carries the cache across the river. " * 12
+ENGINE = (
+    *("--served-model-name=m", "--dtype=float32", "--kv-cache-memory=16MiB", "--block-size=16"),
+    *("--max-num-batched-tokens=64", "--max-num-seqs=16"),
+)
+
+
+def warm(*arguments: object, code: int = 0, stdin: str = "") -> list[dict[str, Any]]:
+    """What the command says, as JSON."""
+    done = subprocess.run(
+        [sys.executable, "-m", "kvferry.cli.main", "cache", "warm", *map(str, arguments), "--json"],
+        check=False, input=stdin, capture_output=True, text=True, timeout=120,
+        env={**os.environ, "KVFERRY_AUTH_TOKEN": AUTH_TOKEN},
+    )  # fmt: skip
+    assert done.returncode == code, done.stderr
+    found: list[dict[str, Any]] = json.loads(done.stdout) if code < 2 else [{"error": done.stderr}]
+    return found
+
+
+def transfer(*stores: str, **more: Any) -> str:
+    extra = {"store": list(stores), **more}
+    return json.dumps({"kv_connector": "KVStoreConnector", "kv_connector_extra_config": extra})
+
+
+@contextmanager
+def instance(model: Path, log: Path, config: str | None, *more: str) -> Iterator[KvferryProcess]:
+    given = () if config is None else (f"--kv-transfer-config={config}",)
+    with kvferry("serve", str(model), *ENGINE, *given, *more, log=log) as running:
+        yield running
+
+
+@pytest.fixture
+def document(tmp_path: Path) -> Path:
+    path = tmp_path / "document.txt"
+    path.write_text(TEXT)
+    return path
+
+
+def test_blocks_that_the_engine_has_and_the_store_has_lost_are_kept_again(
+    model_maker: ModelMaker, tmp_path: Path, document: Path
+) -> None:
+    folder = tmp_path / "store"
+    with instance(
+        model_maker("llama", max_position_embeddings=1024), tmp_path / "log", transfer(f"file:{folder}")
+    ) as running:
+        [one] = warm(document, "--url", running.url)
+        assert main(["cache", "rm", str(folder), "--all", "--pinned"]) == 0
+        [two] = warm(document, "--url", running.url)
+        assert two["num_before"] == 0
+        assert two["num_kept"] == one["num_blocks"]
+
+
+def test_with_an_engine_of_its_own_which_ends_with_it(model_maker: ModelMaker, tmp_path: Path, document: Path) -> None:
+    folder, model = tmp_path / "store", str(model_maker("llama", max_position_embeddings=1024))
+    own = ("--model", model, "--dtype", "float32", "--kv-cache-memory", "16MiB", "--block-size", "16")
+    lines = tmp_path / "more.jsonl"
+    lines.write_text(json.dumps({"prompt": TEXT * 20}) + '\n{"prompt": [7, 8]}\n{"prompt": [99999999]}\n')
+    good, long, short, strange = warm(document, lines, *own, "--store", f"file:{folder}", code=1)
+    assert good["num_pinned"] == good["num_blocks"] > 10
+    assert "maximum context length" in long["error"]
+    assert "a block of KV is 16" in short["error"]
+    assert "out of vocabulary" in strange["error"]
+    assert not [one for one in psutil.Process().children(recursive=True) if str(folder) in " ".join(one.cmdline())]
+    [full] = warm(document, *own, "--store", f"file:{tmp_path}/small?max_bytes=40kB", code=1)
+    assert f"of {good['num_blocks']} blocks" in full["error"]
+
+
+def test_what_cannot_be_is_one_line(model_maker: ModelMaker, tmp_path: Path, document: Path) -> None:
+    absent = tmp_path / "absent"
+    for arguments, said in (
+        ([absent, "--url", "http://127.0.0.1:1"], "is no file"),
+        ([document], "by --url of a running instance"),
+        ([document, "--url", "http://127.0.0.1:1", "--store", "file:/x"], "--store is for an engine"),
+        ([document, "--model", "m"], "one of them"),
+        ([document, "--model", "m", "--store", "memry:1GiB"], "did you mean"),
+        ([document, "--url", "http://127.0.0.1:1"], "127.0.0.1:1"),
+        (["--urk", document], "neither a flag"),
+        (["-", "-", "--url", "http://127.0.0.1:1"], "once only"),
+    ):
+        assert said in warm(*arguments, code=2)[0]["error"]
+    with instance(model_maker("llama"), tmp_path / "log", None) as running:
+        assert "no connector that keeps KV" in warm(document, "--url", running.url, code=1)[0]["error"]
+
+
+def test_ctrl_c_ends_the_engine_too(model_maker: ModelMaker, tmp_path: Path, document: Path) -> None:
+    store = f"file:{tmp_path}/store"
+    command = [sys.executable, "-m", "kvferry.cli.main", "cache", "warm", str(document), "--store", store]
+    command += ["--model", str(model_maker("llama"))]
+    with subprocess.Popen(command, stderr=subprocess.DEVNULL) as process:
+        mine = psutil.Process(process.pid)
+        until(lambda: bool(mine.children()), 60)
+        started = mine.children(recursive=True)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=60) == 130
+    assert psutil.wait_procs(started, timeout=10)[1] == []
