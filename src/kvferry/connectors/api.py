@@ -230,10 +230,14 @@ class SchedulerSide(ABC, Generic[Plan]):
 
     | raised by | what the engine does |
     |---|---|
+    | the constructor | does not start, with that error; `ConfigError` for user errors |
     | `arrived`, `refusal`, `match`, `allocated` | ends the request with `RequestFailed` |
     | `plan` | ends the requests of the step |
     | `completed` | gives the report again event by event, and ends the requests whose event raises again |
     | `finish` | calls it once more; if it raises again, the request's blocks are never reused |
+    | `has_work` | ends: it cannot tell any more whether to make a step |
+    | `release`, `refused`, `kept`, `reset_cache`, `statistics`, `check` | the caller gets the error; serving goes on |
+    | `close` | the process exits with that error |
     """
 
     gauges: ClassVar[frozenset[str]] = frozenset()
@@ -340,10 +344,13 @@ class WorkerSide(ABC, Generic[Plan]):
 
     | raised by | what the engine does |
     |---|---|
-    | `register` | does not start, with that error; `ConfigError` for what the user can correct |
+    | the constructor, `register`, `on_report` | does not start, with that error; `ConfigError` for user errors |
     | `withdraw`, `start` | ends the requests of the step, and gives the plan again before the next; then it ends |
     | `wait_layer`, `save_layer`, `flush` | calls `discard`, and ends the requests of the step |
+    | `discard` | ends the requests of the step |
     | `poll` | calls it again with the next step, and ends after many failures, or at once with `ConnectorLost` |
+    | `statistics`, `check` | the caller gets the error; serving goes on |
+    | `close` | the process exits with that error |
     """
 
     hands_off = False
