@@ -48,6 +48,7 @@ OWN = {
 FOREIGN = {
     # vLLM's and SGLang's
     "--disaggregation-mode", "--enforce-eager", "--kv-events-config", "--disable-hybrid-kv-cache-manager",
+    "--enable-sleep-mode",
     "--hf-overrides",
     "--enable-prompt-tokens-details", "--disable-access-log-for-endpoints", "--kv-cache-memory-bytes",
     "--gpu-memory-utilization", "--pipeline-parallel-size", "--data-parallel-size",

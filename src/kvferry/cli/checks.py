@@ -31,11 +31,11 @@ def check_before_start(
     if router is not None:
         read_settings(router.policy, find_policy(router.policy), router.policy_option)
     if engine.kv_events is not None:
-        zmq()
         if fleet is not None and fleet.is_split and not engine.kv_events.endswith((":*", ":0")):
             raise ConfigError(
                 f"--kv-events {engine.kv_events}: several instances cannot share one address; give port *"
             )
+        zmq()
     if choice.engine == "kvferry":
         source = resolve(engine.model)
         if isinstance(source, str):
