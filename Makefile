@@ -56,6 +56,7 @@ test-vllm-next:  ## run the tests of test-vllm with the Python of vLLM 0.33, whi
 		--numprocesses=auto --maxprocesses=4 --dist=loadfile tests/adapters $(ARGS)
 
 soak: $(STAMP)  ## thousands of random faults against real processes (FAULTS=3000 SEED=1)
+	@KVFERRY_FAKE_REQUESTS=$(or $(FAULTS),3000) $(BIN)/pytest -s --timeout=3600 tests/router/test_random_faults.py $(ARGS)
 	@KVFERRY_FAULTS=$(or $(FAULTS),3000) KVFERRY_SEED=$(or $(SEED),1) $(BIN)/pytest -s tests/end_to_end/test_random_faults.py $(ARGS)
 
 check: $(STAMP)  ## formatting, lint, types, borders

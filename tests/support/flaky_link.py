@@ -12,11 +12,10 @@ PIECE = 64 * 2**10
 
 
 class FlakyLink:
-    """Listens on `port` and passes everything on to `upstream_port`, both on 127.0.0.1, as long as it is allowed to; or
-    to the Unix socket at `upstream_path`."""
+    """Listens on `port` and passes everything on to `upstream_port`, both on 127.0.0.1, as long as it is allowed to."""
 
-    def __init__(self, upstream_port: int, upstream_path: str | None = None) -> None:
-        self.upstream_port, self.upstream_path = upstream_port, upstream_path
+    def __init__(self, upstream_port: int) -> None:
+        self.upstream_port = upstream_port
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="flaky-link")
         self._thread.start()
@@ -69,7 +68,7 @@ class FlakyLink:
         self._writers.add(writer)
         try:
             with suppress(OSError):
-                up_reader, up_writer = await self._connect()
+                up_reader, up_writer = await asyncio.open_connection("127.0.0.1", self.upstream_port)
                 self._writers.add(up_writer)
                 try:
                     await asyncio.gather(self._pump(reader, up_writer), self._pump(up_reader, writer))
@@ -79,11 +78,6 @@ class FlakyLink:
         finally:
             self._writers.discard(writer)
             writer.transport.abort()
-
-    async def _connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        if self.upstream_path is not None:
-            return await asyncio.open_unix_connection(self.upstream_path)
-        return await asyncio.open_connection("127.0.0.1", self.upstream_port)
 
     async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while piece := await reader.read(PIECE):
@@ -97,9 +91,9 @@ class FlakyLink:
 
 
 @contextmanager
-def flaky_link(upstream_port: int = 0, upstream_path: str | None = None) -> Iterator[FlakyLink]:
+def flaky_link(upstream_port: int) -> Iterator[FlakyLink]:
     """One that is closed in the end."""
-    link = FlakyLink(upstream_port, upstream_path)
+    link = FlakyLink(upstream_port)
     try:
         yield link
     finally:
