@@ -1,0 +1,176 @@
+"""Hundreds of faults in some seconds: servers of kvferry's whose engines compute nothing, and break at random.
+
+Connections are cut in the middle of answers, engines stand still or tell of errors, servers are gone for a while and
+come back, clients leave. Every answer is compared with what one server alone says, event for event; none is missing,
+and nothing is left at the end. `test_random_faults.py` in `end_to_end` has real processes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+from collections import Counter
+from collections.abc import AsyncIterator
+from typing import Any
+
+import aiohttp
+import pytest
+
+from engine.server.running import running
+from kvferry.core.errors import Unavailable
+from kvferry.core.request import EngineOutput, Request
+from router.peers import routing
+from router.test_continuation import CHAT, TEXT, Failing, timeless
+
+NUM_REQUESTS = int(os.environ.get("KVFERRY_FAKE_REQUESTS", "300"))
+FAULTS = 0.15
+"""Of requests to an instance."""
+AT_ONCE = 12
+ANSWER_S = 60.0
+SETTINGS: dict[str, Any] = {
+    "first_byte_timeout_s": 5.0,
+    "between_bytes_timeout_s": 0.5,
+    "health_interval_s": 0.05,
+    "retries": 4,
+    "continuations": 10,
+    "busy_wait_s": 10.0,
+    "disaggregate_from": "0",
+    "policy": "random",
+}
+ASKED: list[tuple[str, dict[str, Any]]] = [
+    ("/v1/completions", TEXT),
+    ("/v1/completions", {**TEXT, "logprobs": 2, "temperature": 0, "stream_options": {"include_usage": True}}),
+    ("/v1/completions", {**TEXT, "stream": False}),
+    ("/v1/chat/completions", {**CHAT, "seed": 9, "stop": ["zzz"], "logprobs": True}),
+    ("/v1/chat/completions", {**CHAT, "seed": 10, "temperature": 0, "stream": False}),
+]
+
+
+class Chaotic(Failing):
+    """Some of its requests meet a fault."""
+
+    def __init__(self, role: str, dice: random.Random, met: Counter[str]) -> None:
+        super().__init__()
+        self.role, self.dice, self.met = role, dice, met
+
+    def describe(self) -> dict[str, Any]:
+        return {**super().describe(), "engine_id": self.role}
+
+    def ticket(self, request: Request, first_token: int) -> dict[str, Any] | None:
+        ticket = super().ticket(request, first_token)
+        return ticket and {**ticket, "remote_engine_id": self.role}
+
+    async def outputs(self, request: Request) -> AsyncIterator[EngineOutput]:
+        number, at = 0, self.dice.randrange(25) if self.dice.random() < FAULTS else -1
+        if request.sampling.max_tokens == 1:
+            at = min(at, 0)
+        async for output in super().outputs(request):
+            if number == at:
+                await self._meet(self.dice.choice(["cut", "cut", "hang", "error"]))
+            number += 1
+            yield output
+
+    async def _meet(self, fault: str) -> None:
+        self.met[fault] += 1
+        if fault == "error":
+            raise Unavailable("the engine is gone")
+        if fault == "cut":
+            self.stop()
+        await asyncio.Event().wait()
+
+
+class Place:
+    """One instance's address, where a server is, or is not."""
+
+    def __init__(self, engine: Chaotic) -> None:
+        self.engine, self.url = engine, ""
+        self._ready, self._over = asyncio.Event(), asyncio.Event()
+        self._task: asyncio.Task[None]
+
+    async def start(self) -> None:
+        self._ready, self._over = asyncio.Event(), asyncio.Event()
+        self._task = asyncio.create_task(self._serve())
+        await self._ready.wait()
+
+    async def _serve(self) -> None:
+        port = int(self.url.rpartition(":")[2]) if self.url else 0
+        async with running(self.engine, port=port) as server:
+            self.url = server.url
+            self.engine.stop = lambda: [one.abort() for one in tuple(server.server._connections)]
+            self._ready.set()
+            await self._over.wait()
+
+    async def stop(self) -> None:
+        self._over.set()
+        await self._task
+
+
+async def disturb(places: list[Place], dice: random.Random, met: Counter[str]) -> None:
+    """One after the other is gone for a moment."""
+    while True:
+        await asyncio.sleep(dice.random() * 0.3)
+        place = dice.choice(places)
+        met["restart"] += 1
+        await place.stop()
+        await asyncio.sleep(dice.random() * 0.1)
+        await place.start()
+
+
+async def ask(session: aiohttp.ClientSession, url: str, path: str, body: dict[str, Any]) -> list[bytes]:
+    async with session.post(url + path, json=body, headers={"X-Request-Id": "one"}) as response:
+        text = await response.read()
+        assert response.status == 200, text
+        return timeless(text.removesuffix(b"\n\n").split(b"\n\n"))
+
+
+async def everything(url: str, dice: random.Random) -> Counter[str]:
+    """All requests, `AT_ONCE` at a time; what came of them."""
+    found: Counter[str] = Counter()
+    left = iter(range(NUM_REQUESTS))
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=ANSWER_S)) as session:
+        async with running(Failing()) as alone:
+            expected = [await ask(session, alone.url, *one) for one in ASKED]
+
+        async def client() -> None:
+            for _ in left:
+                number = dice.randrange(len(ASKED))
+                if dice.random() < 0.05:
+                    found["left"] += 1
+                    asking = asyncio.create_task(ask(session, url, *ASKED[number]))
+                    await asyncio.wait([asking], timeout=dice.random() * 0.05)
+                    asking.cancel()
+                    await asyncio.gather(asking, return_exceptions=True)
+                    continue
+                assert await ask(session, url, *ASKED[number]) == expected[number]
+                found["answered"] += 1
+
+        async with asyncio.TaskGroup() as group:
+            for _ in range(AT_ONCE):
+                group.create_task(client())
+    return found
+
+
+@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.full), pytest.param(3, marks=pytest.mark.full)])
+async def test_whatever_breaks_every_answer_is_right(seed: int) -> None:
+    dice, met = random.Random(seed), Counter[str]()
+    roles = ("p0", "p1", "d0", "d1", "d2", "d3")
+    places = [Place(Chaotic(role, dice, met)) for role in roles]
+    for place in places:
+        await place.start()
+    urls = [place.url for place in places]
+    try:
+        async with routing(urls[:2], urls[2:], **SETTINGS) as (router, url):
+            disturbing = asyncio.create_task(disturb(places[1:3], dice, met))
+            found = await everything(url, dice)
+            disturbing.cancel()
+            await asyncio.gather(disturbing, return_exceptions=True)
+            metrics = router.services.metrics.expose(router.services.pools).decode()
+    finally:
+        for place in places:
+            await place.stop()
+    continued = [line for line in metrics.splitlines() if line.startswith("kvferry_router_continuations_total")]
+    print(dict(found), dict(met), continued)
+    assert found["answered"] + found["left"] == NUM_REQUESTS
+    assert sum(met.values()) > NUM_REQUESTS / 10
+    assert not any(place.engine.running for place in places)
