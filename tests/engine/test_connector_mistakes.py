@@ -1,0 +1,64 @@
+"""What the docstring of `SchedulerSide` says of methods that raise by mistake, beyond the steps of a request."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from typing import Any
+
+import pytest
+
+from kvferry.core.errors import Unavailable
+from kvferry.core.request import Request
+from kvferry.core.sampling import SamplingParams
+from kvferry.core.transfer_config import KVTransferConfig
+from kvferry.engine.async_engine import AsyncEngine
+from kvferry.engine.config import EngineConfig
+from kvferry.engine.engine import Engine
+
+
+@pytest.fixture
+async def engine(model_maker: Any) -> AsyncIterator[AsyncEngine]:
+    config = EngineConfig(
+        model=str(model_maker("llama")), dtype="float32", device="cpu", block_size=8, kv_cache_memory="16MiB"
+    )
+    engine = AsyncEngine(Engine(config, KVTransferConfig(kv_connector="P2pConnector"), auth_token="secret"), ["m"])
+    engine.start()
+    yield engine
+    await engine.close()
+
+
+def _raise(*_: object) -> Any:
+    raise KeyError("a mistake of the connector's")
+
+
+async def _answer(engine: AsyncEngine, name: str) -> list[int]:
+    sampling = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
+    request = Request(request_id=name, prompt_token_ids=[1, 2, 3], sampling=sampling)
+    return [token async for output in engine.generate(request) for token in output.token_ids]
+
+
+@pytest.mark.parametrize("name", ["statistics", "check", "release"])
+async def test_who_asks_gets_the_error_and_serving_goes_on(
+    engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    before = await _answer(engine, "before")
+    call = {"statistics": engine.statistics, "check": engine.check, "release": lambda: engine.release("t")}[name]
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.engine.scheduler_side, name, _raise)
+        with pytest.raises(KeyError, match="a mistake"):
+            await call()
+    assert await _answer(engine, "after") == before
+    assert engine.healthy
+
+
+async def test_a_side_that_cannot_say_whether_it_has_work_ends_the_engine(
+    engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine.engine.scheduler_side, "has_work", _raise)
+    with suppress(Unavailable):  # it is asked between two steps, and after the last
+        await _answer(engine, "a")
+    await engine.failed()
+    assert not engine.healthy
+    with pytest.raises(Unavailable, match="a mistake"):
+        await _answer(engine, "b")
