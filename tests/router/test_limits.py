@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -31,6 +32,7 @@ SOON: dict[str, Any] = {
     "between_bytes_timeout_s": 0.2,
     "answer_timeout_s": 30,
     "health_timeout_s": 0.3,
+    "release_timeout_s": 0.3,
 }
 """Limits for tests; a body adds a tenth of a second to the first."""
 
@@ -495,6 +497,8 @@ async def test_an_exception_in_one_request_is_that_requests_error(
 
 def fail_for(point: str) -> Callable[..., Any]:
     def fail(*arguments: Any, **options: Any) -> Any:
+        for one in filter(inspect.iscoroutine, arguments):
+            one.close()  # nobody else will
         raise ZeroDivisionError(point)
 
     return fail
