@@ -12,6 +12,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from support.stopping import stop
+
 START_S = 120.0
 
 
@@ -47,7 +49,7 @@ class LMCacheServer:
                 time.sleep(0.05)
 
     def pause(self) -> None:
-        self.process.send_signal(signal.SIGSTOP)
+        stop(self.process)
 
     def resume(self) -> None:
         self.process.send_signal(signal.SIGCONT)

@@ -10,6 +10,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from support.stopping import stop
+
 BINARIES = ("valkey-server", "redis-server")
 START_S = 20.0
 
@@ -61,7 +63,7 @@ class ValkeyServer:
         return int(self.say("DBSIZE")[1:])
 
     def pause(self) -> None:
-        self.process.send_signal(signal.SIGSTOP)
+        stop(self.process)
 
     def resume(self) -> None:
         self.process.send_signal(signal.SIGCONT)
