@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from conftest import ModelMaker
-from kvferry.connectors.kv_store.load_policy import Decision, LoadPolicy, Way
+from kvferry.connectors.kv_store.load_policy import LoadDecision, LoadPolicy, Way
 from kvferry.core.request import Request
 from kvferry.core.transfer_config import KVTransferConfig
 from kvferry.engine.config import EngineConfig
@@ -63,19 +63,19 @@ def force(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Counter[Way]]:
     def force(ways: Sequence[Way], seed: int = 1) -> Counter[Way]:
         draws, taken = random.Random(seed), Counter[Way]()
 
-        def decide(self: LoadPolicy, runs: Sequence[Run], num_rest: int, now: float, *, can_meet: bool) -> Decision:
+        def decide(self: LoadPolicy, runs: Sequence[Run], num_rest: int, now: float, *, can_meet: bool) -> LoadDecision:
             num_blocks = sum(run.num_blocks for run in runs)
             possible = [way for way in ways if num_blocks > 1 or way in (Way.LOAD, Way.RECOMPUTE)] or [Way.LOAD]
             way = draws.choice(possible)
             place = draws.randint(1, max(1, num_blocks - 1))
             return {
-                Way.LOAD: Decision(way, 0, num_blocks),
-                Way.PREFIX: Decision(way, 0, place),
-                Way.MEET: Decision(way, place, num_blocks),
-                Way.RECOMPUTE: Decision(way, 0, 0),
+                Way.LOAD: LoadDecision(way, 0, num_blocks),
+                Way.PREFIX: LoadDecision(way, 0, place),
+                Way.MEET: LoadDecision(way, place, num_blocks),
+                Way.RECOMPUTE: LoadDecision(way, 0, 0),
             }[way]
 
-        def took(self: LoadPolicy, decision: Decision, num_blocks: int) -> None:
+        def took(self: LoadPolicy, decision: LoadDecision, num_blocks: int) -> None:
             taken[decision.way] += 1
 
         monkeypatch.setattr(LoadPolicy, "decide", decide)

@@ -21,8 +21,8 @@ from kvferry.cli.flags import complete
 from kvferry.cli.serve import flag_variables
 from kvferry.cli.warming import (
     Document,
+    NotWarmed,
     Outcome,
-    Refused,
     Server,
     find_instances,
     read_documents,
@@ -194,9 +194,9 @@ async def _with_engine(fleet: LocalFleet, visit: Visit) -> None:
     try:
         await asyncio.wait([serving, visiting], return_when=asyncio.FIRST_COMPLETED)
         if not visiting.done():
-            raise (
-                KeyboardInterrupt if await serving in (0, 130) else Refused("the engine ended; its last lines say why")
-            )
+            if await serving in (0, 130):
+                raise KeyboardInterrupt
+            raise NotWarmed("the engine ended; its last lines say why")
         visiting.result()
     finally:
         visiting.cancel()

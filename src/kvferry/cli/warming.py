@@ -31,11 +31,11 @@ LONGEST_ANSWER = 2**30
 STANDARD_INPUT = "-"
 
 
-class Refused(KvferryError):
+class NotWarmed(KvferryError):
     """One document cannot be kept; others may be."""
 
 
-class NotThere(Refused):
+class NotThere(NotWarmed):
     """The server knows no such path."""
 
 
@@ -137,7 +137,7 @@ class Server:
     async def ask(
         self, method: str, path: str, body: object, answer_type: type[Answer], timeout_s: float = ASK_S
     ) -> Answer:
-        """The answer. Raises `Refused` with what the server said, and `TransferError` when it says nothing."""
+        """The answer. Raises `NotWarmed` with what the server said, and `TransferError` when it says nothing."""
         headers: RawHeaders = [(b"content-type", b"application/json")]
         headers += [] if self.key is None else [bearer(self.key)]
         sent = None if body is None else msgspec.json.encode(body)
@@ -151,11 +151,11 @@ class Server:
             max_bytes=LONGEST_ANSWER,
         )
         if status != 200:
-            raise (NotThere if status == 404 else Refused)(_said(self.url, status, content))
+            raise (NotThere if status == 404 else NotWarmed)(_said(self.url, status, content))
         try:
             return msgspec.json.decode(content, type=answer_type)
         except msgspec.MsgspecError as error:
-            raise Refused(f"{self.url} gave an answer to {path} that cannot be read: {error}") from error
+            raise NotWarmed(f"{self.url} gave an answer to {path} that cannot be read: {error}") from error
 
 
 def _said(url: str, status: int, content: bytes) -> str:
@@ -167,7 +167,7 @@ def _said(url: str, status: int, content: bytes) -> str:
 
 
 async def find_instances(server: Server) -> list[Server]:
-    """The server itself, or the instances that can keep KV behind a router: its prefill instances. Raises `Refused`."""
+    """The server itself, or behind a router its prefill instances, which can keep KV. Raises `NotWarmed`."""
     try:
         found = await server.ask("GET", "/kvferry/instances", None, dict[str, list[dict[str, Any]]])
     except NotThere:
@@ -179,9 +179,9 @@ async def find_instances(server: Server) -> list[Server]:
     ]
     ready = [one for one in shown if one.get("alive") and not one.get("draining")]
     if not ready:
-        raise Refused(f"the router at {server.url} has no prefill instance of kvferry's that serves")
+        raise NotWarmed(f"the router at {server.url} has no prefill instance of kvferry's that serves")
     if any("url" not in one for one in ready):
-        raise Refused(f"the router at {server.url} tells its instances' addresses to operators: give --admin-key")
+        raise NotWarmed(f"the router at {server.url} tells its instances' addresses to operators: give --admin-key")
     return [Server(server.client, one["url"], server.key) for one in ready]
 
 
@@ -238,7 +238,7 @@ class Warming:
                 self._tokens = await self._tokenize()
                 before = await self._look()
                 if not before.num_blocks:
-                    raise Refused(f"it has {before.num_tokens} tokens, and a block of KV is {before.block_size}")
+                    raise NotWarmed(f"it has {before.num_tokens} tokens, and a block of KV is {before.block_size}")
                 after = before if _has_all(before) else await self._fill(before)
                 if pin and after.is_complete:
                     after = await self._look(pin=True)
@@ -261,7 +261,7 @@ class Warming:
         try:
             kept = await self._instance.ask("POST", "/kvferry/kept", body, KeptBlocks)
         except NotThere as error:
-            raise Refused(
+            raise NotWarmed(
                 f"{self._instance.url} is no instance of kvferry's engine, and only those say what they keep"
             ) from error
         self._on_progress(self._document.name, kept.num_present, kept.num_blocks)
@@ -319,7 +319,7 @@ def _token_ids(given: object) -> list[int]:
     try:
         return msgspec.convert(given, list[int])
     except msgspec.ValidationError as error:
-        raise Refused(f"its tokens cannot be read: {error}") from error
+        raise NotWarmed(f"its tokens cannot be read: {error}") from error
 
 
 def _has_all(kept: KeptBlocks) -> bool:

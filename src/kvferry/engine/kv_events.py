@@ -1,7 +1,7 @@
-"""What the prefix cache took in and gave up in a step, on its way to who follows it (`kv_events`).
+"""Reports which blocks the prefix cache stored and evicted in a step (`kv_events`).
 
-Owns the events of the step under way, and the publisher. Prompts with a `cache_salt`, and sequences beyond the trained
-context, are not told of: their blocks are found under the same tokens only by who knows more.
+Owns the events of the current step, and the publisher. Prompts with a `cache_salt` and sequences beyond the trained
+context are not reported, because their blocks cannot be found by their tokens alone.
 """
 
 from __future__ import annotations

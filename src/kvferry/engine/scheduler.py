@@ -165,14 +165,15 @@ class Scheduler:
         return self.external.plan_between_steps()
 
     def update(self, step: Step, sampled: dict[str, Sampled], failed: Mapping[str, KvferryError] = NONE_FAILED) -> None:
-        """Note what the step computed and sampled. `failed`: loads that did; `transferred` is told of them next."""
+        """Note what the step computed and sampled. `failed`: requests whose load failed during it; `transferred`
+        follows with the same failures."""
         for chunk in step.chunks:
             if chunk.sequence.status is Status.RUNNING:
                 with self._isolated(chunk.sequence):
                     self._advance(chunk, sampled.get(chunk.sequence.request_id), failed)
 
     def fail(self, request_id: str, error: Exception) -> None:
-        """End a request that something broke for; unknown ids are ignored."""
+        """End a request because of an error; unknown ids are ignored."""
         sequence = self._sequences.get(request_id)
         if sequence is not None:
             self._fail(sequence, error)
@@ -190,7 +191,7 @@ class Scheduler:
             self.fail(request_id, error)
 
     def transferred(self, report: TransferReport) -> None:
-        """A report of the connector's worker sides. To be told of the same again changes nothing."""
+        """Act on a report of the connector's worker sides. An event that is reported twice has no further effect."""
         for event in report:
             sequence = self._sequences.get(event.request_id)
             if isinstance(event, Released):
@@ -482,8 +483,8 @@ class Scheduler:
     # Hand-offs and loads.
 
     def _adopt(self, sequence: Sequence, result: PrefillResult) -> None:
-        """The prefill instance's token becomes the first of the answer, before any KV has come; one that is no token
-        of this model is passed over, and drawn here."""
+        """Take the prefill instance's first token as the first of the answer, before any KV has come. A token id that
+        this model does not have is ignored, and the token is sampled here."""
         if result.first_token >= self.limits.vocab_size:
             log.warning("request %s: its ticket's first token is none of this model's", sequence.request_id)
             return

@@ -19,7 +19,7 @@ SETTLED_S = 60.0
 
 @dataclass(frozen=True, kw_only=True)
 class RestartPolicy:
-    """What is done about processes that end, or stand still, though nobody asked them to."""
+    """What happens when processes end, or hang, without having been asked to end."""
 
     max_restarts: int = 5
     """How many times in a row an instance or the router is restarted, at growing intervals, after it has exited by

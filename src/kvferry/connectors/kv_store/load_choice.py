@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvferry.connectors.api import ConnectorContext, Hit, Miss, StepView
-from kvferry.connectors.kv_store.load_policy import Decision, LoadPolicy, Way
+from kvferry.connectors.kv_store.load_policy import LoadDecision, LoadPolicy, Way
 from kvferry.connectors.kv_store.settings import StoreSettings
 from kvferry.store.base import Run, part_of
 
@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 class _Choice:
     """Of one request: what was decided about so many blocks, and the runs that are loaded."""
 
-    decision: Decision | None = None
+    decision: LoadDecision | None = None
     num_blocks: int = 0
     loads: Sequence[Run] = ()
 
@@ -47,7 +47,7 @@ class LoadChoice:
         """For blocks that could be loaded, and the prompt's tokens behind them. `may_compute`: whether they need not be
         loaded. May be asked many times."""
         num_blocks = sum(run.num_blocks for run in runs)
-        decision = Decision(Way.LOAD, 0, num_blocks)
+        decision = LoadDecision(Way.LOAD, 0, num_blocks)
         if self._decides and may_compute:
             decision = self._policy.decide(runs, num_rest_tokens, self._clock.monotonic(), can_meet=True)
         if decision.way is Way.RECOMPUTE:

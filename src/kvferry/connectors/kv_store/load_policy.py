@@ -41,7 +41,7 @@ class Way(Enum):
 
 
 @dataclass(frozen=True)
-class Decision:
+class LoadDecision:
     """Blocks `[first, last)`, counted from the first that could be loaded, are loaded; those before are computed
     meanwhile. `estimated_s`: to the first token; None where too little was measured."""
 
@@ -133,19 +133,19 @@ class LoadPolicy:
 
     # What follows.
 
-    def decide(self, runs: Sequence[Run], num_rest_tokens: int, now: float, *, can_meet: bool) -> Decision:
+    def decide(self, runs: Sequence[Run], num_rest_tokens: int, now: float, *, can_meet: bool) -> LoadDecision:
         """For blocks that could be loaded, in their order, and the prompt's tokens behind them."""
         num_blocks = sum(run.num_blocks for run in runs)
-        load_all = Decision(Way.LOAD, 0, num_blocks)
+        load_all = LoadDecision(Way.LOAD, 0, num_blocks)
         if not self._is_sure(runs, now):
             return load_all
         rest_s = self._prefill.seconds(num_rest_tokens)
-        load_all = Decision(Way.LOAD, 0, num_blocks, self._load_s(runs) + rest_s)
+        load_all = LoadDecision(Way.LOAD, 0, num_blocks, self._load_s(runs) + rest_s)
         others = [*self._prefixes(runs, num_rest_tokens), *([self._meeting(runs, rest_s)] if can_meet else [])]
         best = min(others, key=_estimate, default=load_all)
         return best if _estimate(best) <= WORTH_IT * _estimate(load_all) else load_all
 
-    def took(self, decision: Decision, num_blocks: int) -> None:
+    def took(self, decision: LoadDecision, num_blocks: int) -> None:
         """A decision about so many blocks is carried out; for the statistics."""
         self._decided[decision.way] += 1
         self._num_not_loaded += num_blocks - (decision.last - decision.first)
@@ -174,19 +174,19 @@ class LoadPolicy:
         paces = [self._pace(run.tier) for run in runs]
         return self._prefill.is_known and all(now - pace.measured_at <= STALE_S for pace in paces)
 
-    def _prefixes(self, runs: Sequence[Run], num_rest_tokens: int) -> list[Decision]:
+    def _prefixes(self, runs: Sequence[Run], num_rest_tokens: int) -> list[LoadDecision]:
         """To load the runs before each border between tiers, and to compute from there on."""
         num_left = sum(run.num_blocks for run in runs)
         found, last = [], 0
         for index, run in enumerate(runs):
             num_tokens = num_left * self._block_tokens + num_rest_tokens
             seconds = self._load_s(runs[:index]) + self._prefill.seconds(num_tokens)
-            found.append(Decision(Way.PREFIX if index else Way.RECOMPUTE, 0, last, seconds))
+            found.append(LoadDecision(Way.PREFIX if index else Way.RECOMPUTE, 0, last, seconds))
             num_left -= run.num_blocks
             last += run.num_blocks
         return found
 
-    def _meeting(self, runs: Sequence[Run], rest_s: float) -> Decision:
+    def _meeting(self, runs: Sequence[Run], rest_s: float) -> LoadDecision:
         """The place at which both ends arrive at the same time. The later it is, the longer the front takes, and the
         shorter the load."""
         num_blocks = sum(run.num_blocks for run in runs)
@@ -198,9 +198,9 @@ class LoadPolicy:
             else:
                 high = middle
         if not FEWEST_TO_MEET <= low <= num_blocks - FEWEST_TO_MEET:
-            return Decision(Way.LOAD, 0, num_blocks, float("inf"))
+            return LoadDecision(Way.LOAD, 0, num_blocks, float("inf"))
         seconds = max(self._front_s(low), self._load_s(_from(runs, low)))
-        return Decision(Way.MEET, low, num_blocks, seconds + rest_s)
+        return LoadDecision(Way.MEET, low, num_blocks, seconds + rest_s)
 
     def _front_s(self, num_blocks: int) -> float:
         return self._prefill.seconds(num_blocks * self._block_tokens)
@@ -223,5 +223,5 @@ def _from(runs: Sequence[Run], first: int) -> list[Run]:
     return part_of(runs, first, sum(run.num_blocks for run in runs))
 
 
-def _estimate(decision: Decision) -> float:
+def _estimate(decision: LoadDecision) -> float:
     return float("inf") if decision.estimated_s is None else decision.estimated_s

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -18,6 +17,7 @@ from concurrent.futures import Future
 from kvferry.connectors.api import Failed, Loaded, Prefilled, Released
 from kvferry.connectors.kv_store.plan import LoadBlocks
 from kvferry.connectors.kv_store.reports import ReportBox
+from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.core.errors import KvferryError, StoreError, TransferTimeout
 from kvferry.store.base import KVStore, Read
 from kvferry.store.copying import copy_bytes
@@ -147,9 +147,9 @@ class StoreLoader:
     async def _run(self, load: _Load) -> None:
         try:
             async with asyncio.timeout(self._timeout_s), self._turns:
-                begun = time.monotonic()
+                begun = SYSTEM_CLOCK.monotonic()
                 await self._read_blocks(load)
-                load.seconds = time.monotonic() - begun
+                load.seconds = SYSTEM_CLOCK.monotonic() - begun
         except asyncio.CancelledError:
             load.cancelled = True
         except Exception as error:  # noqa: BLE001 - the task's outermost edge: the request must hear of it
@@ -157,14 +157,14 @@ class StoreLoader:
         self._end(load)
 
     async def _run_layerwise(self, step: LayerwiseStep) -> None:
-        begun, reading = time.monotonic(), asyncio.create_task(self._read_layers(step))
+        begun, reading = SYSTEM_CLOCK.monotonic(), asyncio.create_task(self._read_layers(step))
         try:
             done, _ = await asyncio.wait({reading}, timeout=self._timeout_s)
             if not done:
                 raise TimeoutError
             reading.result()
             if len(step.loads) == 1:  # of several, whose time it was is not known
-                step.loads[0].seconds = time.monotonic() - begun
+                step.loads[0].seconds = SYSTEM_CLOCK.monotonic() - begun
         except asyncio.CancelledError:
             for load in step.loads:
                 load.error = StoreError("the engine ends")

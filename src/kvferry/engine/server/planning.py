@@ -215,7 +215,8 @@ def _require_countable(number: int, num_prompts: int, most: int) -> None:
 
 
 def _require_continuable(body: GenerationRequest, num_choices: int, hand_off: HandOff) -> None:
-    """Only a stream of one choice can be told of what its client has already."""
+    """Raise `InvalidRequest` unless the request is one that can be continued: a stream of one choice, without a hand-
+    off."""
     if not body.stream or num_choices != 1 or hand_off is not None:
         raise InvalidRequest("only a stream of one choice, without a hand-off, can be continued", param=CONTINUED)
 

@@ -138,7 +138,8 @@ class AnswerWriter(ABC):
         return self._logprobs.prompt(delta.prompt_logprobs, self._num_prompt_logprobs)
 
     def _worth_sending(self, delta: Delta, logprobs: object) -> bool:
-        """Tokens whose text is held back, or is none, are no event, unless something else is to be told of them."""
+        """Tokens whose text is held back, or that have none, are no event of their own, unless the event says something
+        else."""
         return bool(
             delta.text
             or delta.finish_reason is not None

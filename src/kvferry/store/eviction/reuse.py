@@ -40,12 +40,12 @@ UNKNOWN_OUTPUT = 7
 _BUCKET_OF_TURN = (0, 1, 2, 3, 4, 4)
 
 
-class Run:
+class ReuseRun:
     """Blocks that one request inserted, one after the other."""
 
     __slots__ = ("before", "groups", "last", "num_before", "num_kept", "num_kept_after", "output", "size")
 
-    def __init__(self, before: Run | None) -> None:
+    def __init__(self, before: ReuseRun | None) -> None:
         self.before = before
         self.num_before: int = 0 if before is None else before.num_before + 1
         self.size, self.output = 0, UNKNOWN_OUTPUT
@@ -61,7 +61,7 @@ class Group:
 
     __slots__ = ("class_number", "is_rest", "keys", "moves_to", "num_uses", "run", "started", "trial")
 
-    def __init__(self, run: Run, num_uses: int, now: float) -> None:
+    def __init__(self, run: ReuseRun, num_uses: int, now: float) -> None:
         self.run, self.num_uses, self.started = run, num_uses, now
         self.keys: dict[Key, None] = {}
         self.is_rest = False
@@ -110,7 +110,7 @@ class Reuse(EvictionPolicy):
         if before is not None and before.num_uses == 0 and not before.is_rest and before.run.last == parent:
             group = before
         else:
-            group = Group(Run(None if before is None else before.run), 0, now)
+            group = Group(ReuseRun(None if before is None else before.run), 0, now)
         group.run.size, group.run.last = group.run.size + 1, key
         self._join(key, group)
         self._classify(group)
