@@ -12,6 +12,7 @@ import aiohttp
 import pytest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
+from kvferry.core.hand_off import Produce, parse_hand_off
 from router.peers import CONCURRENT, DECODE, Peer, answer, instances, routing, ticket
 
 SETTINGS: dict[str, Any] = {"keep_for_next_turn": True, "disaggregate_from": "0", "hand_off": "sequential"}
@@ -84,6 +85,13 @@ async def test_the_next_turn_brings_the_ticket_of_the_last(stream: bool) -> None
             assert asked["transfer_id"] == told(d)["transfer_id"]
             assert asked.get("remote_transfer_id") == (f"kept-{number}" if number else None)
             assert asked["remote_host"] == ("10.9.8.7" if number else None)
+            hand_off = parse_hand_off(asked, "p")  # as P reads it
+            assert isinstance(hand_off, Produce)
+            assert hand_off.transfer_id == told(d)["transfer_id"]
+            source = hand_off.source
+            assert (source and (source.transfer_id, source.remote_port)) == (
+                (f"kept-{number}", 4711) if number else None
+            )
         if stream:
             assert content.endswith(b"data: [DONE]\n\n")
             assert b'"total_tokens":3' in content.replace(b" ", b"")
