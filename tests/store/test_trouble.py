@@ -27,6 +27,7 @@ from kvferry.store.table import find_stores
 from kvferry.store.tiers import Tier, TieredStore
 from kvferry.store.upkeep import export, import_, verify
 from kvferry.testing.stores import LAYOUT, block_of, fetch, is_block, name_of, names_of, read_of
+from support.stopping import stop
 
 WRITER = """
 import asyncio, itertools, os, signal, sys
@@ -264,7 +265,7 @@ def test_a_server_that_hangs_dies_and_comes_back_empty(tmp_path: Path) -> None:
         first, second = store.tiers
         assert await store.put([block_of(0), block_of(1)]) == [Put.STORED] * 2
         await first.store.delete(names_of(2))
-        server.send_signal(signal.SIGSTOP)
+        stop(server)
         reads = [read_of(0)]
         assert await store.get(reads) == [False], "a tier that is late has nothing"
         assert second.num_late == 1
