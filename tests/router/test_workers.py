@@ -24,11 +24,13 @@ import json, sys
 from kvferry.http.config import HttpConfig
 from kvferry.router.config import RouterConfig
 from kvferry.router.server import run_router
+from kvferry.router.workers import Workers
 
 def tell(about):
     print(json.dumps(about), flush=True)
 
 prefill, decode, settings = json.loads(sys.argv[1])
+Workers.silent_s = settings.pop("silent_s", Workers.silent_s)
 config = RouterConfig(prefill_url=tuple(prefill), decode_url=tuple(decode), **settings)
 sys.exit(run_router(config, HttpConfig(port=0, admin_key=("operator",)), on_ready=tell))
 """
@@ -193,6 +195,18 @@ async def test_a_signal_has_all_workers_finish_what_they_do() -> None:
             await until(lambda: len(router.now()) == 1)  # those without a request are gone
             d.go.set()
             assert await response.content.read() == event("two") + b"data: [DONE]\n\n"
+        assert await router.process.wait() == 0
+
+
+async def test_a_worker_that_stands_still_is_replaced_and_keeps_nobody_from_ending() -> None:
+    d = Peer("decode", answer, facts=DECODE)
+    async with instances(d), workers([], [d.url], silent_s=4.0) as router:
+        still = router.pids[0]
+        os.kill(still, signal.SIGSTOP)
+        await until(lambda: len(router.now()) == 2 and still not in router.now())
+        await until(lambda: _names_are(router, ["decode-0"]))
+        os.kill(router.now()[0], signal.SIGSTOP)
+        router.process.terminate()
         assert await router.process.wait() == 0
 
 

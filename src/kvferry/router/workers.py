@@ -18,7 +18,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from math import ceil
-from typing import Any
+from typing import Any, ClassVar
 
 from kvferry.core.errors import ConfigError
 from kvferry.http.config import HttpConfig, InstanceAccess
@@ -44,8 +44,10 @@ logger = logging.getLogger(__name__)
 
 _LEAST_PAUSE_S, _MOST_PAUSE_S = 0.2, 10.0
 _LIVED_LONG_S = 60.0
-_SILENT_S = 30.0
+SILENT_S = 30.0
 """A worker reports every second; one that has been silent for so long stands still, and is ended for another."""
+START_S = 120.0
+"""What it is given to begin to serve, instead."""
 _CLOSE_S = 15.0
 """What a worker is given beyond the grace of its requests."""
 
@@ -85,6 +87,7 @@ class Workers:
     http: HttpConfig
     access: InstanceAccess
     on_ready: Callable[[dict[str, Any]], None]
+    silent_s: ClassVar[float] = SILENT_S
     _secret: str = field(default_factory=secrets.token_hex)
     _running: dict[int, _Worker] = field(default_factory=dict)
     _members: list[WorkerMember] | None = None
@@ -103,9 +106,10 @@ class Workers:
                 self.http = replace(self.http, admin_port=held[1].getsockname()[1])
             with _signals(self._stop):
                 async with asyncio.TaskGroup() as group:
-                    for number in range(self.config.workers):
-                        group.create_task(self._keep(number))
-                    group.create_task(self._watch())
+                    kept = [group.create_task(self._keep(number)) for number in range(self.config.workers)]
+                    watching = group.create_task(self._watch())
+                    await asyncio.wait(kept)
+                    watching.cancel()
         finally:
             for one in held:
                 one.close()
@@ -197,15 +201,13 @@ class Workers:
             self.on_ready({"url": url, "workers": [one.process.pid for one in ready]})
 
     async def _watch(self) -> None:
-        """End who stands still; runs until the end."""
-        while not self._ending.is_set():
-            with suppress(TimeoutError):
-                async with asyncio.timeout(_SILENT_S / 10):
-                    await self._ending.wait()
+        """End who stands still, also when all are to end; runs until it is cancelled."""
+        while True:
+            await asyncio.sleep(self.silent_s / 10)
             now = asyncio.get_running_loop().time()
             for worker in self._running.values():
-                if now - worker.heard > _SILENT_S:
-                    logger.error("worker %d has stood still for %d s and is ended", worker.number, _SILENT_S)
+                if now - worker.heard > (self.silent_s if worker.port is not None else START_S):
+                    logger.error("worker %d has stood still for %d s and is ended", worker.number, now - worker.heard)
                     worker.process.kill()
 
     async def _reap(self, worker: _Worker) -> None:
