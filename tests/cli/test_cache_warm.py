@@ -17,7 +17,8 @@ import pytest
 
 from conftest import ModelMaker
 from kvferry.cli.main import main
-from support.processes import AUTH_TOKEN, KvferryProcess, kvferry, until
+from kvferry.store import upkeep
+from support.processes import AUTH_TOKEN, KvferryProcess, cluster, kvferry, until
 
 pytestmark = pytest.mark.processes
 
@@ -59,6 +60,39 @@ def document(tmp_path: Path) -> Path:
     return path
 
 
+def test_at_an_instance_all_tiers_have_it_pinned_and_prompts_that_begin_so_load_it(
+    model_maker: ModelMaker, tmp_path: Path, document: Path
+) -> None:
+    folder, model = tmp_path / "store", model_maker("llama", max_position_embeddings=1024)
+    lines = tmp_path / "more.jsonl"
+    lines.write_text(
+        json.dumps({"prompt": list(range(5, 105))}) + '\n\n{"prompt": [7, 8]}\n{"prompt": "a", "messages": []}\n'
+    )
+    config = transfer("memory:32MiB", f"file:{folder}", write="back")
+    with instance(model, tmp_path / "log", config) as running:
+        alone = running.complete(TEXT)
+        [one] = warm(document, "--url", running.url)
+        assert one["error"] is None
+        assert one["num_kept"] == one["num_pinned"] == one["num_blocks"] > 10
+        assert [tier["num_present"] for tier in one["tiers"]] == [one["num_blocks"]] * 2
+        again, from_stdin = warm(document, "-", "--url", running.url, "--no-pin", stdin=TEXT)
+        assert again["num_before"] == from_stdin["num_before"] == one["num_blocks"]
+        [other] = warm(document, "--url", running.url, "--cache-salt", "a tenant")
+        assert other["num_before"] == 0, "another tenant's was found"
+        assert "either prompt" in warm(lines, "--url", running.url, code=2)[0]["error"]
+    num_of_first_line = 100 // 16  # what comes before a line that is wrong is kept
+    pinned = sum(entry.is_pinned for entry in upkeep.entries(folder))
+    assert pinned == one["num_blocks"] + other["num_blocks"] + num_of_first_line
+    with instance(model, tmp_path / "log2", transfer(f"file:{folder}")) as fresh:
+        answer = fresh.complete(TEXT)
+        assert answer["choices"][0]["token_ids"] == alone["choices"][0]["token_ids"]
+        assert (
+            fresh.metric("vllm:external_prefix_cache_hits_total")
+            + fresh.metric("vllm:external_prefix_cache_hits_total")
+            >= (one["num_blocks"] - 1) * 16
+        )
+
+
 def test_blocks_that_the_engine_has_and_the_store_has_lost_are_kept_again(
     model_maker: ModelMaker, tmp_path: Path, document: Path
 ) -> None:
@@ -71,6 +105,17 @@ def test_blocks_that_the_engine_has_and_the_store_has_lost_are_kept_again(
         [two] = warm(document, "--url", running.url)
         assert two["num_before"] == 0
         assert two["num_kept"] == one["num_blocks"]
+
+
+def test_behind_a_router_the_prefill_instances_keep_it(model_maker: ModelMaker, tmp_path: Path, document: Path) -> None:
+    folder = tmp_path / "store"
+    config = {"kv_connector": "KVStoreConnector", "kv_connector_extra_config": {"store": f"file:{folder}"}}
+    with cluster(
+        model_maker("llama", max_position_embeddings=1024), tmp_path, transfer=config, engine=("--block-size=16",)
+    ) as running:
+        [one] = warm(document, "--url", running.router.url)
+        assert one["num_pinned"] == one["num_blocks"] > 10
+        assert "kv_consumer" in warm(document, "--url", running.decode[0].url, code=1)[0]["error"]
 
 
 def test_with_an_engine_of_its_own_which_ends_with_it(model_maker: ModelMaker, tmp_path: Path, document: Path) -> None:

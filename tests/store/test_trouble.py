@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from servers import start_server
+from servers import start_mooncake_master, start_server
 from valkey import exceptions
 
 from kvferry.core.errors import StoreError
@@ -640,6 +640,66 @@ def test_a_file_that_cannot_be_read_is_a_miss_of_that_block_only(
         assert store.tiers[0].health.num_failures == 0
 
     run([f"file:{tmp_path}"], use)
+
+
+def test_permissions_that_are_lost_and_come_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = os.open
+
+    def refuse(path: str, *arguments: int, **more: int) -> int:
+        if str(tmp_path) in str(path) or "dir_fd" in more:
+            raise PermissionError(13, "Permission denied")
+        return opened(path, *arguments, **more)
+
+    async def use(store: TieredStore) -> None:
+        await store.put([block_of(0)])
+        with monkeypatch.context() as lost:
+            lost.setattr(os, "open", refuse)
+            assert await store.put([block_of(1)]) == [Put.DROPPED]
+            assert not store.tiers[0].health.is_good
+            await until(lambda: is_true(fetch(store, [0]), [False]))
+        await until(lambda: is_true(store.put([block_of(1)]), [Put.STORED]))
+        assert store.tiers[0].health.is_good
+        assert await fetch(store, [0, 1]) == [True, True], "what could not be read was not taken for damaged"
+
+    run([f"file:{tmp_path}"], use)
+
+
+@pytest.mark.full
+def test_values_of_any_length_at_a_mooncake_store_are_not_fetched(tmp_path: Path) -> None:
+    address, master = start_mooncake_master(tmp_path)
+
+    async def use(store: TieredStore) -> None:
+        inner: Any = store.tiers[0].store
+        enormous = bytes(inner.records.max_record_bytes + 1)
+        assert inner._joined.put(inner._key(name_of(0)), enormous) == 0
+        fetched: list[str] = []
+        inner._client = _Listening(inner._client, fetched)
+        assert await fetch(store, [0]) == [False]
+        assert fetched == []
+        assert store.statistics()["corrupt_blocks"] == 1
+        assert await store.put([block_of(0)]) == [Put.STORED], "what was in the way is gone"
+        assert await fetch(store, [0]) == [True]
+        await store.write_note("one", b"two", 60.0)
+        assert await store.read_note("one") == b"two"
+
+    try:
+        run([f"mooncake://{address}?segment_bytes=32MiB&buffer_bytes=16MiB"], use)
+    finally:
+        end(master)
+
+
+class _Listening:
+    """A client, and which keys it fetched."""
+
+    def __init__(self, client: Any, fetched: list[str]) -> None:
+        self._client, self._fetched = client, fetched
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._client, name)
+
+    def get(self, key: str) -> Any:
+        self._fetched.append(key)
+        return self._client.get(key)
 
 
 def test_a_note_comes_after_the_blocks_written_back_before_it(tmp_path: Path) -> None:

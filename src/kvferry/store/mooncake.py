@@ -105,7 +105,7 @@ class MooncakeStore(KVStore):
 
     async def read_note(self, name: str) -> bytes | None:
         """Unless its time is over."""
-        found: bytes = await self._threads.ask(lambda: self._read(_note_key(name)))
+        found = await self._threads.ask(lambda: self._read(_note_key(name), _EXPIRY_BYTES + MAX_NOTE_BYTES)) or b""
         if len(found) < _EXPIRY_BYTES or int.from_bytes(found[:_EXPIRY_BYTES], "little") < SYSTEM_CLOCK.wall() * 1000:
             return None
         return found[_EXPIRY_BYTES : _EXPIRY_BYTES + MAX_NOTE_BYTES]
@@ -159,20 +159,24 @@ class MooncakeStore(KVStore):
             raise StoreError(f"the Mooncake master at {self.location} does not answer: code {min(there)}")
         return next((index for index, code in enumerate(there) if code != EXISTS), len(there))
 
-    def _read(self, key: str) -> bytes:
-        """Empty: there is none."""
+    def _read(self, key: str, most: int) -> bytes | None:
+        """Empty: there is none. None: there is something longer than `most` bytes, which is not fetched."""
         if self._joined.is_exist(key) != EXISTS:
             return b""
+        if self._joined.get_size(key) > most:
+            return None
         found: bytes = self._joined.get(key)
         return found
 
     def _get(self, read: Read) -> bool:
-        record = self._read(self._key(read.block_hash))
-        if not record:
+        record = self._read(self._key(read.block_hash), self.records.max_record_bytes)
+        if record == b"":
             self.count(missing_blocks=1)
             self.note_removed([read.block_hash])
             return False
         try:
+            if record is None:
+                raise CorruptBlock("it is longer than any block of this layout")
             self.records.decode(memoryview(record), read.block_hash, read.into)
         except CorruptBlock:
             self.count(corrupt_blocks=1)
@@ -206,7 +210,7 @@ class MooncakeStore(KVStore):
     def _write_again(self, block_hash: BlockHash, pinned: bool) -> bool:
         from mooncake.store import ReplicateConfig
 
-        record = self._read(self._key(block_hash))
+        record = self._read(self._key(block_hash), self.records.max_record_bytes)
         if not record:
             return False
         config = ReplicateConfig()
