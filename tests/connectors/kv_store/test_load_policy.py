@@ -93,6 +93,7 @@ def test_a_pace_is_never_negative(times: list[tuple[int, float]]) -> None:
     assert pace.each_s >= 0
     assert pace.seconds(0) == 0
     assert 0 < pace.seconds(300) < 20
+    assert pace.seconds(3000) > 5 * pace.seconds(300), "much takes longer than little, whatever was measured"
 
 
 def test_a_pace_follows_what_is_new() -> None:

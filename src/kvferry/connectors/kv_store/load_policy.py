@@ -89,17 +89,16 @@ class Pace:
         return begin + each * amount if amount > 0 else 0.0
 
     def _line(self) -> tuple[float, float]:
-        """Neither is negative: where amounts hardly differ, or times contradict each other, one of them is all."""
+        """Neither is negative: where amounts hardly differ, or more took less time, all is proportional, so that much
+        is never taken to cost as little as the little that was measured."""
         if not self._weight:
             return 0.0, 0.0
         spread = self._weight * self._xx - self._x * self._x
         if spread > 1e-3 * self._x * self._x:
             each = (self._weight * self._xy - self._x * self._y) / spread
             begin = (self._y - each * self._x) / self._weight
-            if each >= 0 and begin >= 0:
+            if each > 0 and begin >= 0:
                 return begin, each
-            if each < 0:
-                return self._y / self._weight, 0.0
         return 0.0, self._xy / self._xx
 
 
