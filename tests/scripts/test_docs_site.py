@@ -27,7 +27,7 @@ COMMANDS = commands.commands()
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_flag_is_in_the_reference_with_its_meaning(command: str) -> None:
     section = commands.page().partition(f"## kvferry {command}\n")[2].partition("\n## kvferry")[0]
-    rows = {row.split("|")[1].strip(): row for row in section.splitlines() if row.startswith("| `--")}
+    rows = {row.split("|")[1].strip(): row for row in section.splitlines() if row.startswith("| `")}
     names = {name for flag in commands.flags(COMMANDS[command]) for name in flag.names if not name.startswith("--no-")}
     assert {name for cell in rows for name in re.findall(r"`(.+?)`", cell)} == names
     assert all(len(row.rsplit("|", 2)[1].strip()) > 8 for row in rows.values())
