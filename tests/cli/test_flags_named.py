@@ -7,43 +7,19 @@ import io
 import re
 import tokenize
 from collections.abc import Iterator
-from dataclasses import fields
+from functools import cache
 from pathlib import Path
 
 import pytest
 
-from kvferry.cli.cache_simulate import simulate
-from kvferry.cli.demo import demo
-from kvferry.engine.config import EngineConfig
-from kvferry.fleet.arguments import flag_name
-from kvferry.fleet.restart import RestartPolicy
-from kvferry.fleet.spec import EngineChoice, FleetSpec, InstanceSpec, Listen
-from kvferry.http.config import HttpAccess, InstanceAccess
-from kvferry.http.limits import HttpLimits
-from kvferry.observe.logs import LogConfig
-from kvferry.router.config import RouterConfig
+from docs_site import commands
 
 ROOT = Path(__file__).parents[2]
 FLAG = re.compile(r"(?<![\w`-])--([a-z][a-z0-9-]*[a-z0-9])(?![a-z0-9-])")
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 
-ENGINE = (EngineConfig, EngineChoice, FleetSpec, InstanceSpec)
-CONFIGS = (*ENGINE, Listen, LogConfig, RestartPolicy, RouterConfig, HttpAccess, HttpLimits, InstanceAccess)
-"""What flags are made from; `tests/cli/test_main.py` proves that each field of each is one."""
-
-OWN = {
-    "--all",
-    "--config",
-    "--help",
-    "--version",
-    "--ready-fd",
-    "--model",
-    "--keep",
-    "--router",
-    "--router-ca",
-    "--wait-s",
-    "--force",
-}
+OWN = {"--config", "--help", "--version", "--ready-fd"}
+"""Of every command, or shown by none."""
 
 FOREIGN = {
     # vLLM's and SGLang's
@@ -59,12 +35,10 @@ FOREIGN = {
 }  # fmt: skip
 
 
+@cache
 def known() -> set[str]:
-    aliases = {f"--{one.metadata['alias']}" for config in CONFIGS for one in fields(config) if "alias" in one.metadata}
-    own = {flag_name(one.name) for config in CONFIGS for one in fields(config)}
-    negated = {f"--no-{name.removeprefix('--')}" for name in own}
-    demos = {flag_name(name) for command in (demo, simulate) for name in command.__annotations__} | {"--plot"}
-    return own | aliases | negated | demos | OWN | FOREIGN
+    shown = {name for one in commands.commands().values() for flag in commands.flags(one) for name in flag.names}
+    return shown | OWN | FOREIGN
 
 
 def texts(path: Path) -> Iterator[str]:
