@@ -435,7 +435,7 @@ def test_without_checksums_it_is_not(make_engine: MakeEngine, extra: dict[str, A
         consumer.run(consumed(PROMPT, producer.run(produced(PROMPT)).ticket))
     consumer.requests.clear()
     consumer.free = list(range(consumer.region.memory.num_blocks))
-    consumer.scheduler._fetches._fetches.clear()
+    consumer.scheduler._fetches.clear()
 
 
 # x prefill and y decode instances.
