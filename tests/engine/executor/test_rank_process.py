@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -68,6 +70,27 @@ def test_a_rank_that_did_not_fail_is_told_nothing_and_a_failure_is_of_its_own_st
     fail(pipe, process)
     process.send(Check())  # rank 0 is still in this step: nothing was said before
     assert isinstance(pipe.receive_command(), Check)
+
+
+def test_a_step_that_begins_as_soon_as_the_answer_is_there_does_not_overtake_proceed(rank: Any) -> None:
+    process, pipe = rank
+    has_gone_on = threading.Event()
+
+    class Held(SimpleQueue[Any]):
+        """Whose thread gets no further, once an answer is there, before the engine has begun the next step."""
+
+        def put(self, item: Any, block: bool = True, timeout: float | None = None) -> None:
+            super().put(item)
+            has_gone_on.wait(10)
+
+    process._answers = Held()
+    process.send(STEP)
+    process.leave_step()
+    fail(pipe, process)
+    process.send(STEP)
+    has_gone_on.set()
+    assert isinstance(pipe.receive_command(), Proceed)
+    assert isinstance(pipe.receive_command(), RankStep)
 
 
 def test_an_answer_to_something_else_is_a_lost_rank(rank: Any) -> None:

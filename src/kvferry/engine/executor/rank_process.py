@@ -184,11 +184,11 @@ class RankProcess:
                     error = RankLost(f"rank {self.rank} (process {self.pid}) failed: {kind}: {text}")
                 self._losses.add(1 if kind in _USER_ERRORS else CONSEQUENCE, error)
             case _:
-                self._answers.put(message)
                 if isinstance(message, Done) and message.failure:
                     with self._lock:
                         self._has_failed = True
                         self._proceed()
+                self._answers.put(message)  # last: whoever has the answer may send the next step at once
 
     def _proceed(self) -> None:
         if self._has_left and self._has_failed:
