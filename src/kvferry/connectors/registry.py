@@ -54,7 +54,7 @@ class ConnectorSpec:
 
     def check(self, config: KVTransferConfig) -> None:
         """Raise `ConfigError` for settings that can be known to be wrong now."""
-        config = self._with_defaults(config)
+        config = self.completed(config)
         if self.settings_check:
             resolve(self.settings_check)(config)
         if self.options:
@@ -62,12 +62,13 @@ class ConnectorSpec:
 
     def lossy_codecs(self, config: KVTransferConfig) -> list[str] | None:
         """Why KV that it loads may not be exact, if so. None: it keeps nothing, and only hands on what it is given."""
-        return resolve(self.lossy)(self._with_defaults(config)) if self.lossy else None
+        return resolve(self.lossy)(self.completed(config)) if self.lossy else None
 
     def _completed(self, context: ConnectorContext) -> ConnectorContext:
-        return replace(context, config=self._with_defaults(context.config))
+        return replace(context, config=self.completed(context.config))
 
-    def _with_defaults(self, config: KVTransferConfig) -> KVTransferConfig:
+    def completed(self, config: KVTransferConfig) -> KVTransferConfig:
+        """With the defaults that go with the name."""
         extras = {**self.defaults, **config.kv_connector_extra_config}
         return msgspec.structs.replace(config, kv_connector_extra_config=extras)
 

@@ -11,7 +11,8 @@ import pytest
 from fake_engine import FakeEngine, FakeRequest
 from kv_support import make_layout
 
-from kvferry.connectors.api import Miss
+from kvferry.connectors.api import Hit, Miss
+from kvferry.connectors.kv_store.load_policy import LoadPolicy
 from kvferry.connectors.multi.settings import child_configs
 from kvferry.connectors.registry import find_connector
 from kvferry.core.errors import ConfigError, ConnectorLost, LeakError, StoreError
@@ -21,6 +22,8 @@ from kvferry.core.transfer_config import KVTransferConfig
 MakeEngine = Callable[..., FakeEngine]
 PROMPT = list(range(100, 119))
 HAND_OFF = {"kv_connector": "P2pConnector", "kv_connector_extra_config": {"transport": "shm"}}
+
+BY_LAYERS = {"kv_connector": "KVStoreConnector", "kv_connector_extra_config": {"store": "file:/x", "load": "layerwise"}}
 
 
 def storage(folder: Path, **more: Any) -> dict[str, Any]:
@@ -203,6 +206,40 @@ def test_one_that_is_slow_is_not_waited_for_when_another_has_it(make: MakeEngine
     assert (request.error, request.num_computed_here) == (None, 3)
 
 
+def test_a_load_that_fails_leaves_nothing_wrong_in_the_other_s_store(
+    make: MakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With `auto` too, where a connector alone would load layer by layer."""
+    monkeypatch.setattr(LoadPolicy, "sooner_by_layers", lambda *arguments, **named: True)
+    alone = make("kv_both", storage(tmp_path / "a"))
+    alone.run(FakeRequest("a", PROMPT))
+    settle(alone, 0)
+    for path in (tmp_path / "a").rglob("*.kv"):
+        path.write_bytes(path.read_bytes()[:-1] + b"?")
+    first = storage(tmp_path / "a")
+    first["kv_connector_extra_config"]["load"] = "auto"
+    both = make("kv_both", first, storage(tmp_path / "b"), chunk=100)
+    request = both.run(FakeRequest("b", PROMPT))
+    assert isinstance(request.error, StoreError), "the damage showed"
+    settle(both, 1)
+    other = make("kv_both", storage(tmp_path / "b"))
+    again = other.run(FakeRequest("c", PROMPT))
+    assert (again.error, again.num_computed_here) == (None, 3)
+    other.require_right(again)
+
+
+def test_nobody_loads_layer_by_layer_beside_others(
+    make: MakeEngine, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whatever connector says that it would: the others would take what the model computes on a load that fails."""
+    engine = make("kv_both", storage(tmp_path / "a"), storage(tmp_path / "b"))
+    engine.scheduler._children[0].match = lambda request, num_computed_tokens: Hit(16, layerwise=True)
+    request = engine.run(FakeRequest("a", PROMPT))
+    assert (request.error, request.num_computed_here) == (None, len(PROMPT))
+    engine.require_right(request)
+    assert "would load layer by layer" in caplog.text
+
+
 def test_requests_that_end_while_they_wait_or_load(make: MakeEngine, tmp_path: Path) -> None:
     engine = make("kv_both", HAND_OFF, storage(tmp_path))
     engine.run(FakeRequest("a", PROMPT))
@@ -231,6 +268,8 @@ def test_requests_that_end_while_they_wait_or_load(make: MakeEngine, tmp_path: P
             [storage(Path("/x")), storage(Path("/y?codec=int4"))],
             "keeps KV exact and int4, .* tiers of one KVStoreConnector",
         ),
+        ([HAND_OFF, BY_LAYERS], r"connectors\[1\]: load layerwise is for a connector alone"),
+        ([BY_LAYERS, storage(Path("/y"))], r"connectors\[0\]: load layerwise"),
         ([HAND_OFF, storage(Path("/y?codec=int4"))], "or allow it with kv_connector_extra_config.hand_off_lossy"),
     ],
 )

@@ -115,6 +115,8 @@ class MultiSchedulerSide(SchedulerSide[MultiPlan]):
         self._held: set[str] = set()
         self._answered_at: dict[str, float] = {}
         self._lost: set[int] = set()
+        self._by_layers: set[int] = set()
+        """Those of which it was said that they load nothing."""
 
     # Admission.
 
@@ -150,7 +152,18 @@ class MultiSchedulerSide(SchedulerSide[MultiPlan]):
         if index in self._lost:
             return nothing
         match = self._children[index].match
-        return self._try(index, partial(match, self._seen(index, request), num_computed_tokens), nothing)
+        found = self._try(index, partial(match, self._seen(index, request), num_computed_tokens), nothing)
+        return self._whole(index, found)
+
+    def _whole(self, index: int, match: Match) -> Match:
+        """What `settings` refuses of kvferry's own is refused of any: were a layerwise load to fail, the others would
+        have taken what the model computed on it."""
+        if not (isinstance(match, Hit) and match.layerwise):
+            return match
+        if index not in self._by_layers:
+            log.error("connector %d of several would load layer by layer, and so does not load: set it to async", index)
+            self._by_layers.add(index)
+        return Miss()
 
     def _is_worth_waiting(self, request: RequestView, has_hit: bool) -> bool:
         """Without a hit those that still look are waited for, within their own deadlines."""

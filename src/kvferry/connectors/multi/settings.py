@@ -75,7 +75,7 @@ def child_configs(config: KVTransferConfig) -> list[KVTransferConfig]:
     listed = read_options(MultiOptions, config.kv_connector_extra_config).connectors
     if not 1 <= len(listed) <= MAX_CHILDREN:
         raise ConfigError(f"kv_connector_extra_config.connectors must list 1 to {MAX_CHILDREN} connectors")
-    children = [_child(config, given, index) for index, given in enumerate(listed)]
+    children = [_loading_whole(_child(config, given, index), index) for index, given in enumerate(listed)]
     hands_off = _handing_off(children)
     return [
         child
@@ -83,6 +83,23 @@ def child_configs(config: KVTransferConfig) -> list[KVTransferConfig]:
         else msgspec.structs.replace(child, kv_role="kv_both")
         for index, child in enumerate(children)
     ]
+
+
+def _loading_whole(child: KVTransferConfig, index: int) -> KVTransferConfig:
+    """A cache that loads before the model runs, and not beside it: where a load fails during a step, what the model
+    computed in that step is wrong, and the other connectors have taken it by then."""
+    spec = find_connector(child)
+    load = spec.completed(child).kv_connector_extra_config.get("load") if spec.lossy else None
+    if load == "layerwise":
+        raise ConfigError(
+            f"kv_connector_extra_config.connectors[{index}]: load layerwise is for a connector alone: where blocks do"
+            " not come, the others would keep or hand off what was computed without them; leave load out, or make"
+            " all stores tiers of one KVStoreConnector (store: a list)"
+        )
+    if load != "auto":
+        return child
+    extra = {**child.kv_connector_extra_config, "load": "async"}
+    return msgspec.structs.replace(child, kv_connector_extra_config=extra)
 
 
 def _handing_off(children: list[KVTransferConfig]) -> int:
