@@ -61,6 +61,21 @@ async def test_when_too_many_wait_it_is_the_greediest_who_is_refused() -> None:
     assert crowd.order[:4] == ["a0", "a1", "b0", "c0"]
 
 
+async def test_who_is_leaving_when_a_line_is_full_makes_room_for_the_newcomer() -> None:
+    crowd = Crowd(Turns(1, max_waiting=2, wait_s=60))
+    for name in ("a0", "a1", "a2"):
+        await crowd.ask(name)
+    newcomer = asyncio.create_task(crowd.ask("b0"))
+    await asyncio.sleep(0)  # b0 has its first step next
+    crowd.tasks[2].cancel()  # a2 hears of it only after that
+    await newcomer
+    await asyncio.sleep(0)
+    assert crowd.turns.num_waiting == 2
+    await crowd.end()
+    assert crowd.order == ["a0", "a1", "b0"]
+    assert not crowd.refused
+
+
 async def test_one_tenant_alone_is_refused_when_its_line_is_full() -> None:
     crowd = Crowd(Turns(1, max_waiting=2, wait_s=60))
     for name in ("a0", "a1", "a2", "a3"):

@@ -140,7 +140,8 @@ class Turns:
         self._take_out(greediest, last)
         if last is turn:
             raise full
-        last[2].set_exception(full)
+        if not last[2].done():  # it was leaving already, and makes room as well
+            last[2].set_exception(full)
 
     def _list(self, line: _Line | None) -> None:
         """A line whose turn it may be from now on is among the next."""
