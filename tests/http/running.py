@@ -215,8 +215,9 @@ class Wire:
 
 @asynccontextmanager
 async def wire(port: int, **options: Any) -> AsyncIterator[Wire]:
-    """A connection to a server on this machine."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", port, **options)
+    """A connection to a server on this machine; with `sock`, the one that this is."""
+    place = {} if "sock" in options else {"host": "127.0.0.1", "port": port}
+    reader, writer = await asyncio.open_connection(**place, **options)
     try:
         yield Wire(reader, writer)
     finally:

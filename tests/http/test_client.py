@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
@@ -362,4 +363,107 @@ async def test_a_stream_passes_on_event_by_event_and_ends_with_its_client() -> N
             caller.send(request("/ok"))
             assert (await caller.reply()).json() == {"ok": True}
             assert instance.server.statistics()["connections"] == 1
+        client.check()
+
+
+NUM_BYTES = 200_000
+"""More than a server keeps for a client before it calls it slow, less than a connection to an instance keeps."""
+
+
+async def test_a_connection_that_the_end_of_an_answer_paused_is_read_again() -> None:
+    ended_slow = asyncio.get_running_loop().create_future()
+
+    async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(HEAD + b"Content-Length: %d\r\n\r\n" % NUM_BYTES + b"x" * NUM_BYTES)
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(OK)
+        await reader.read()
+
+    async def whole(request: Request, response: Response) -> None:
+        answer = await client.open(origin, "GET", "/", [], deadlines=ASK)
+        connection = answer._connection
+        while connection.num_buffered < NUM_BYTES:
+            await connection.wait()
+        (caller,) = front.server._connections
+        caller._transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        response.start(200, [(b"content-length", b"%d" % NUM_BYTES)])
+        await answer.relay(response)  # in one piece, which the client does not read
+        ended_slow.set_result(response.slow)
+
+    async with peer(script) as origin, HttpClient() as client:
+        routes = Routes([], Route("*", "*", whole))
+        async with running(routes=routes) as front, wire(front.port, sock=small_socket(front.port)) as caller:
+            caller.reader._transport.pause_reading()  # type: ignore[attr-defined]
+            caller.send(request("/"))
+            assert await ended_slow
+            (connection,) = client._pools[origin]._open
+            assert not connection.paused
+            assert (await client.ask(origin, "GET", "/", timeout_s=20))[2] == b"ok"
+            caller.reader._transport.resume_reading()  # type: ignore[attr-defined]
+            assert len((await caller.reply()).body) == NUM_BYTES
+            assert client.statistics()[str(origin)] == 1
+        client.check()
+
+
+def small_socket(port: int) -> socket.socket:
+    """Connected, with room for little that its owner does not read."""
+    found = socket.socket()
+    found.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    found.connect(("127.0.0.1", port))
+    found.setblocking(False)
+    return found
+
+
+@pytest.mark.parametrize("payload", [False, True])
+async def test_who_was_slow_already_has_the_next_answers_instance_wait(payload: bool) -> None:
+    handlers, passed_on = Handlers(), 0
+
+    async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal passed_on
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(CHUNKED)
+        while True:
+            writer.write(b"10000\r\n" + b"x" * 65536 + b"\r\n")
+            await writer.drain()
+
+    async def much(request: Request, response: Response) -> None:
+        response.send(200, b"x" * 2**24)
+
+    async def more(request: Request, response: Response) -> None:
+        answer = await client.open(origin, "GET", "/", [], deadlines=ASK)
+        await answer.ready()
+        response.start(200, [])
+        assert response.slow
+        handlers.running.set()
+
+        def see(data: bytes) -> bytes:
+            nonlocal passed_on
+            passed_on += len(data)
+            if passed_on > 2**23:
+                raise ProtocolError("the instance was not made to wait")
+            return data
+
+        try:
+            await (answer.relay_payload(response, see) if payload else answer.relay(response, see))
+        finally:
+            handlers.cancelled.set()
+            answer.close()
+
+    async with peer(script) as origin, HttpClient() as client:
+        routes = Routes([Route("GET", "/much", much), Route("GET", "/more", more)], None)
+        async with running(routes=routes) as front, wire(front.port) as caller:
+            caller.reader._transport.pause_reading()  # type: ignore[attr-defined]
+            caller.send(request("/much") + request("/more"))
+            await handlers.running.wait()
+            (connection,) = client._pools[origin]._open
+            seen = -1
+            while seen != passed_on:
+                seen = passed_on
+                await asyncio.sleep(0.05)
+            assert connection.paused
+            assert connection.lost is None
+            assert passed_on < 2**20
+            caller.reset()
+            await handlers.cancelled.wait()
         client.check()

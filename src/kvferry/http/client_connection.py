@@ -43,13 +43,14 @@ class ClientConnection(asyncio.Protocol):
         self._between_s: float | None = None
         self._deadline = inf
         self._phase: Literal["first byte", "next byte"] = "first byte"
-        self._paused = False
+        self._full = self._slow = False  # why reading is paused: too much waits here; who it is passed on to is slow
         self.begin(bodiless=False)
         self._resting = True
 
     def rest(self) -> None:
-        """The last exchange is over: nothing may come until the next begins."""
+        """The last exchange is over: nothing may come until the next begins, and nobody makes the instance wait."""
         self._resting = True
+        self._pause(full=False, slow=False)
         self.idle_since, self._deadline = self._loop.time(), inf
 
     def begin(self, *, bodiless: bool) -> None:
@@ -171,13 +172,13 @@ class ClientConnection(asyncio.Protocol):
         self._pieces.append(data)
         self._buffered += len(data)
         if self._buffered > _BUFFERED_BYTES:
-            self.pause_reading()
+            self._pause(full=True, slow=self._slow)
         self._wake()
 
     def take(self) -> bytes:
         """What has come of the body, framed as it came; empty when nothing new has."""
         pieces, self._pieces, self._buffered = self._pieces, [], 0
-        self.resume_reading()
+        self._pause(full=False, slow=self._slow)
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     @property
@@ -249,18 +250,25 @@ class ClientConnection(asyncio.Protocol):
     @property
     def paused(self) -> bool:
         """Whether the instance is made to wait."""
-        return self._paused
+        return self._full or self._slow
 
     def pause_reading(self) -> None:
-        """Have the instance wait: who reads its answer is slow."""
-        if not self._paused and self.lost is None:
-            self._paused = True
-            self.transport.pause_reading()
+        """Have the instance wait: who its answer is passed on to is slow."""
+        self._pause(full=self._full, slow=True)
 
     def resume_reading(self) -> None:
-        """Go on."""
-        if self._paused and self.lost is None:
-            self._paused = False
+        """Who was slow has caught up."""
+        self._pause(full=self._full, slow=False)
+
+    def _pause(self, *, full: bool, slow: bool) -> None:
+        """Read while there is neither reason not to: one that ends does not end the other."""
+        was_paused = self.paused
+        self._full, self._slow = full, slow
+        if self.paused == was_paused or self.lost is not None:
+            return
+        if self.paused:
+            self.transport.pause_reading()
+        else:
             self.transport.resume_reading()
             self._extend()
 
@@ -268,7 +276,7 @@ class ClientConnection(asyncio.Protocol):
         """Enforce the deadline. Called by the pool several times a second."""
         if now < self._deadline:
             return
-        if self._paused:
+        if self.paused:
             self._extend()  # it is we who do not read
             return
         what = "did not answer" if self._phase == "first byte" else "stopped in the middle of its answer"
