@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import os
 import subprocess
 import sys
 import tarfile
@@ -84,6 +85,7 @@ def test_export_and_import(root: Path, tmp_path: Path, capsys: pytest.CaptureFix
     archive, other = tmp_path / "blocks.tar", tmp_path / "other"
     assert run(capsys, "export", root, archive) == (0, "5 blocks written\n")
     assert run(capsys, "export", root, archive)[0] == 2, "nothing is overwritten"
+    assert [path.name for path in tmp_path.iterdir()] == ["kv", archive.name]
     assert run(capsys, "import", other, archive) == (0, "5 blocks taken, 0 refused\n")
     assert found(other) == [True] * NUM_BLOCKS
 
@@ -128,6 +130,70 @@ def test_what_is_wrong_is_one_line(
     assert code == 2
     assert said in text
     assert len(text.strip().splitlines()) == 1
+
+
+def unreadable(path: Path) -> Path:
+    """A folder in place of a block's file, which not even root can read."""
+    path.unlink()
+    path.mkdir()
+    return path
+
+
+def block_file(root: Path, index: int) -> Path:
+    [path] = root.rglob(f"{name_of(index).hex()}.kv")
+    return path
+
+
+def test_what_cannot_be_read_is_named_and_the_rest_is_looked_at(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bad = unreadable(block_file(root, 1))
+    code, said = run(capsys, "verify", root)
+    assert code == 1
+    assert f"left {bad}: it cannot be read" in said
+    assert "4 blocks" in said
+    code, said = run(capsys, "export", root, tmp_path / "blocks.tar")
+    assert (code, said) == (0, "4 blocks written, 1 left out: damaged, or not to be read\n")
+    assert run(capsys, "import", tmp_path / "other", tmp_path / "blocks.tar")[0] == 0
+    assert found(tmp_path / "other") == [True, False, True, True, True]
+
+
+def test_an_export_that_cannot_be_leaves_no_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(capsys, "export", tmp_path / "absent", tmp_path / "out.tar")[0] == 2
+    (tmp_path / "kv").mkdir()
+    assert run(capsys, "export", tmp_path / "kv", tmp_path / "out.tar", "xyz")[0] == 2
+    assert run(capsys, "export", tmp_path / "kv", tmp_path / "absent" / "out.tar")[0] == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["kv"]
+
+
+@pytest.mark.parametrize("command", ["pin", "unpin"])
+def test_a_mark_that_cannot_be_written_is_one_line(
+    root: Path, command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mark = block_file(root, 1).with_suffix(".pin")
+    mark.mkdir()
+    code, said = run(capsys, command, root, name_of(1).hex())
+    assert code == 1
+    assert said.startswith(f"kvferry: error: cannot {command} {mark.with_suffix('.kv')}")
+    assert len(said.splitlines()) == 1
+
+
+@pytest.mark.parametrize(("folder_mode", "file_mode"), [(0o700, 0o600), (0o770, 0o660)])
+def test_import_and_pin_leave_files_to_whom_the_store_is_open(
+    root: Path, tmp_path: Path, folder_mode: int, file_mode: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    archive, other = tmp_path / "blocks.tar", tmp_path / "other"
+    run(capsys, "export", root, archive)
+    other.mkdir()
+    other.chmod(folder_mode)
+    umask = os.umask(0o007)
+    try:
+        run(capsys, "import", other, archive)
+        run(capsys, "pin", other)
+    finally:
+        os.umask(umask)
+    found_modes = {(path.is_dir(), path.stat().st_mode & 0o777) for path in other.rglob("*")}
+    assert found_modes == {(True, folder_mode), (False, file_mode)}
 
 
 def test_it_needs_no_torch() -> None:

@@ -142,6 +142,7 @@ def test_what_cannot_be_is_one_line(model_maker: ModelMaker, tmp_path: Path, doc
         ([document, "--model", "m"], "one of them"),
         ([document, "--model", "m", "--store", "memry:1GiB"], "did you mean"),
         ([document, "--url", "http://127.0.0.1:1"], "127.0.0.1:1"),
+        ([document, "--url", "http://127.0.0.1:1", "--admin-key", "a\nb"], "a line break"),
         (["--urk", document], "neither a flag"),
         (["-", "-", "--url", "http://127.0.0.1:1"], "once only"),
     ):

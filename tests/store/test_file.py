@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -375,3 +376,30 @@ def test_a_read_for_nothing_is_told(tmp_path: Path, layout: KVLayout) -> None:
     store.delete(name_of(2))
     store.put(name_of(2), block_of(layout, 2))
     assert store.take_removed() == [], "it is there again"
+
+
+def test_a_block_that_another_user_wrote_for_themselves_alone_is_absent_and_is_replaced(layout: KVLayout) -> None:
+    """Root may read all, so root becomes another user for this."""
+    with TemporaryDirectory() as folder:
+        root = Path(folder)
+        root.chmod(0o777)
+        effective = os.geteuid()
+        if effective == 0:
+            os.seteuid(65534)
+        try:
+            store = FileStore(root, layout)
+            for index in (0, 1):
+                store.put(name_of(index), block_of(layout, index))
+            others = file_of(root, 1)
+            others.chmod(0)
+            if effective == 0:
+                os.seteuid(0)
+                os.chown(others, 0, 0)
+                os.seteuid(65534)
+            assert store.match([name_of(0), name_of(1)]) == 1
+            assert fetch(store, layout, 1) is None
+            if effective == 0:  # else it is one's own, and counts as one's own to renew
+                assert store.put(name_of(1), block_of(layout, 1))
+                assert store.match([name_of(0), name_of(1)]) == 2
+        finally:
+            os.seteuid(effective)

@@ -736,7 +736,7 @@ def test_a_block_written_with_another_codec_is_a_miss_and_stays(tmp_path: Path) 
     found = verify(tmp_path)
     assert (found.num_blocks, found.removed) == (2, {})
     with (tmp_path / "kv.tar").open("wb") as archive:
-        assert export(tmp_path, archive) == 2
+        assert export(tmp_path, archive) == (2, 0)
     with (tmp_path / "kv.tar").open("rb") as archive:
         assert import_(tmp_path / "other", archive) == (2, 0)
     assert verify(tmp_path / "other").num_blocks == 2

@@ -5,6 +5,7 @@ All work on a directory, with or without instances that use it, and need neither
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -56,15 +57,18 @@ def stat(store: Folder, *, json: Json = False) -> None:
 
 
 def verify(store: Folder) -> int:
-    """Read every block, and remove those that are damaged, and what crashes left. Exit code 1 if there were any."""
+    """Read every block; remove what is damaged and what crashes left. Exit code 1 if any was damaged or unreadable."""
     found = upkeep.verify(upkeep.require_root(store))
     for path, reason in found.removed.items():
         print(f"removed {path}: {reason}")  # noqa: T201 - the answer
+    for path, reason in found.left.items():
+        print(f"left {path}: {reason}")  # noqa: T201
     print(  # noqa: T201
         f"{found.num_blocks} blocks ({format_bytes(found.num_bytes)}) are right; {len(found.removed)} damaged ones and"
         f" {found.num_orphans} leftovers of crashes were removed"
+        + (f"; {len(found.left)} could not be read or removed" if found.left else "")
     )
-    return 1 if found.removed else 0
+    return 1 if found.removed or found.left else 0
 
 
 def pin(store: Folder, prefix: Prefix = "") -> None:
@@ -92,13 +96,19 @@ def remove(
 
 def export(store: Folder, archive: Annotated[Path, Parameter(help="A tar file.")], prefix: Prefix = "") -> None:
     """Write blocks to an archive. Damaged ones are left out."""
+    root, prefix = upkeep.require_root(store), _checked(prefix)
+    if archive.exists():
+        raise ConfigError(f"{archive} is there already")
+    temporary = archive.with_name(f".{archive.name}.{os.getpid()}.tmp")
     try:
-        with archive.open("xb") as file:
-            _say(upkeep.export(upkeep.require_root(store), file, _checked(prefix)), "written")
-    except FileExistsError as error:
-        raise ConfigError(f"{archive} is there already") from error
+        with temporary.open("xb") as file:
+            written, left_out = upkeep.export(root, file, prefix)
+        temporary.rename(archive)
     except OSError as error:
         raise ConfigError(f"cannot write {archive}: {error.strerror}") from error
+    finally:
+        temporary.unlink(missing_ok=True)
+    _say(written, "written" + (f", {left_out} left out: damaged, or not to be read" if left_out else ""))
 
 
 def import_(store: Folder, archive: Annotated[Path, Parameter(help="What export wrote.")]) -> None:

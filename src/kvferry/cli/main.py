@@ -1,4 +1,5 @@
-"""The `kvferry` command. A wrong flag, file or value is one line on standard error and exit code 2."""
+"""The `kvferry` command. A wrong flag, file or value is one line on standard error and exit code 2; what could not be
+done for another reason that kvferry knows, one line and exit code 1."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from kvferry.cli.fleet import app as fleet
 from kvferry.cli.instance import decode, prefill
 from kvferry.cli.router import router
 from kvferry.cli.serve import serve
-from kvferry.core.errors import ConfigError, UnsupportedModel
+from kvferry.core.errors import ConfigError, KvferryError, UnsupportedModel
 from kvferry.fleet.arguments import flag_name
 from kvferry.fleet.supervisor import ERROR_PREFIX, EXIT_USER_ERROR
 from kvferry.observe.logs import LogConfig, set_up_logging
@@ -80,7 +81,9 @@ def main(arguments: list[str] | None = None) -> int:
         said = for_engine(sys.argv[1:] if arguments is None else arguments)
         code = app.meta(said, exit_on_error=False, print_error=False, result_action="return_value")
     except (CycloptsError, ConfigError, UnsupportedModel) as error:
-        return _complain(error)
+        return _complain(error, EXIT_USER_ERROR)
+    except KvferryError as error:
+        return _complain(error, 1)
     except KeyboardInterrupt:
         return 130
     return code or 0
@@ -94,10 +97,10 @@ def for_engine(arguments: list[str]) -> list[str]:
     return arguments[:place] + [f"{flag_name('engine_argument')}={word}" for word in arguments[place + 1 :]]
 
 
-def _complain(error: Exception) -> int:
+def _complain(error: Exception, code: int) -> int:
     hint = "; see kvferry --help" if isinstance(error, CycloptsError) else ""
     sys.stderr.write(f"{ERROR_PREFIX}{' '.join(str(error).split()).rstrip('.')}{hint}\n")
-    return EXIT_USER_ERROR
+    return code
 
 
 if __name__ == "__main__":

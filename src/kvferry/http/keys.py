@@ -19,6 +19,7 @@ from collections.abc import Iterable
 from enum import Enum
 from typing import Literal
 
+from kvferry.core.errors import ConfigError
 from kvferry.core.openai import UnknownRoute
 from kvferry.http.errors import Unauthorized
 
@@ -43,8 +44,14 @@ def fleet_key(auth_token: str) -> str:
 
 
 def bearer(key: str) -> tuple[bytes, bytes]:
-    """The header that presents a key."""
-    return b"authorization", b"Bearer " + key.encode()
+    """The header that presents a key. Raises `ConfigError` for one that no header can hold; it is not shown."""
+    try:
+        value = key.encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError("a key is not UTF-8 text") from error
+    if any(byte < 0x20 or byte == 0x7F for byte in value):
+        raise ConfigError("a key has a line break or another control character in it; give it without")
+    return b"authorization", b"Bearer " + value
 
 
 class Guard:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import stat
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,3 +25,11 @@ class FileAccess:
 OWNER, GROUP = FileAccess(0o600, 0o700), FileAccess(0o660, 0o770)
 ACCESS = {"owner": OWNER, "group": GROUP}
 """By what a user calls them."""
+
+
+def access_of(*folders: Path) -> FileAccess:
+    """As the first of these that is there has it: `GROUP` where its group may write, else `OWNER`."""
+    for folder in folders:
+        with suppress(OSError):
+            return GROUP if folder.stat().st_mode & stat.S_IWGRP else OWNER
+    return OWNER

@@ -27,7 +27,7 @@ from kvferry.core.layout import KVLayout
 from kvferry.store.access import ACCESS
 from kvferry.store.base import Block, KVStore, Put, Read, StoreFull, StoreOptions
 from kvferry.store.file_room import PIN_SUFFIX, SUFFIX, FileRoom, folder_name, path_of
-from kvferry.store.files import NoteFiles, remove_file, touch_descriptor, touch_path, write_file
+from kvferry.store.files import NoteFiles, is_readable, remove_file, touch_descriptor, touch_path, write_file
 from kvferry.store.record import CorruptBlock, Header, read_exactly
 from kvferry.store.threads import Stop, Threads
 
@@ -150,7 +150,9 @@ class FileStore(KVStore):
     def _match(self, hashes: Sequence[BlockHash]) -> int:
         for index, block_hash in enumerate(hashes):
             try:
-                os.stat(self._path(block_hash))  # noqa: PTH116 - a Path made of it would double the time
+                path = self._path(block_hash)
+                if not is_readable(path, os.stat(path)):  # noqa: PTH116 - a Path made of it would double the time
+                    return index
             except FileNotFoundError:
                 return index
             except OSError as error:

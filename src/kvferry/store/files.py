@@ -6,6 +6,7 @@ import hashlib
 import os
 import secrets
 import socket
+import stat
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache
@@ -66,14 +67,20 @@ def touch_descriptor(descriptor: int) -> None:
 
 
 def touch_path(path: str) -> bool:
-    """Renew a file's time of use; False when it is not there."""
+    """Renew a file's time of use; False when it is not there, or is another user's that this one may not read."""
     try:
         os.utime(path)
     except FileNotFoundError:
         return False
     except PermissionError:  # another user's, so its time is theirs to renew
-        pass
+        return os.access(path, os.R_OK, effective_ids=True)
     return True
+
+
+def is_readable(path: str, status: os.stat_result) -> bool:
+    """Whether this process may read the file of which this is the status."""
+    own = status.st_uid == os.geteuid() and bool(status.st_mode & stat.S_IRUSR)
+    return own or os.access(path, os.R_OK, effective_ids=True)
 
 
 def remove_file(path: str) -> bool:

@@ -7,6 +7,7 @@ the store.
 
 from __future__ import annotations
 
+import io
 import tarfile
 from collections.abc import Iterator
 from contextlib import suppress
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import IO
 
 from kvferry.core.errors import ConfigError, StoreError
-from kvferry.store.access import OWNER, FileAccess
+from kvferry.store.access import access_of
 from kvferry.store.codecs.base import NAME
 from kvferry.store.file_room import PIN_SUFFIX, SUFFIX, folder_name
 from kvferry.store.files import TEMPORARY_SUFFIX, is_stale, remove_file, write_file
@@ -63,11 +64,13 @@ class Totals:
 
 @dataclass
 class Verified:
-    """What `verify` found. `removed`: files that were no blocks, and why; `num_orphans`: what crashes left."""
+    """What `verify` found. `removed`: files that were no blocks, and why; `left`: files that could not be read, or not
+    removed, and why; `num_orphans`: what crashes left."""
 
     num_blocks: int = 0
     num_bytes: int = 0
     removed: dict[Path, str] = field(default_factory=dict)
+    left: dict[Path, str] = field(default_factory=dict)
     num_orphans: int = 0
 
 
@@ -114,11 +117,13 @@ def verify(root: Path) -> Verified:
         except FileNotFoundError:
             continue
         except CorruptBlock as error:
-            remove_file(str(entry.path))
-            remove_file(str(entry.path.with_suffix(PIN_SUFFIX)))
-            found.removed[entry.path] = str(error)
+            if remove_file(str(entry.path)):
+                remove_file(str(entry.path.with_suffix(PIN_SUFFIX)))
+                found.removed[entry.path] = str(error)
+            else:
+                found.left[entry.path] = f"it is damaged ({error}) and cannot be removed"
         except OSError as error:
-            raise StoreError(f"cannot read {entry.path}: {error.strerror}") from error
+            found.left[entry.path] = f"it cannot be read: {error.strerror}"
         else:
             found.num_blocks += 1
             found.num_bytes += entry.num_bytes
@@ -126,12 +131,15 @@ def verify(root: Path) -> Verified:
     return found
 
 
-def _require_right(entry: Entry) -> None:
+def _require_right(entry: Entry) -> bytes:
+    """What its file has. Raises `CorruptBlock`, `OSError`."""
     if entry.num_bytes > MAX_RECORD_BYTES:
         raise CorruptBlock("it is longer than any block")
-    label = verify_record(memoryview(entry.path.read_bytes()))
+    content = entry.path.read_bytes()
+    label = verify_record(memoryview(content))
     if folder_name(label.fingerprint, label.codec) != entry.fingerprint or label.block_hash.hex() != entry.name:
         raise CorruptBlock("it is another block, or of another layout, than its path says")
+    return content
 
 
 def _sweep(root: Path) -> int:
@@ -144,15 +152,19 @@ def _sweep(root: Path) -> int:
     return count
 
 
-def set_pinned(root: Path, prefix: str, pinned: bool, access: FileAccess = OWNER) -> int:
-    """Pin or unpin the blocks whose hash begins so; returns how many there are."""
+def set_pinned(root: Path, prefix: str, pinned: bool) -> int:
+    """Pin or unpin the blocks whose hash begins so; returns how many there are. Raises `StoreError`."""
     count = 0
     for entry in entries(root, prefix):
-        mark = str(entry.path.with_suffix(PIN_SUFFIX))
-        if pinned:
-            write_file(mark, [], access)
-        else:
-            remove_file(mark)
+        mark = entry.path.with_suffix(PIN_SUFFIX)
+        try:
+            if pinned:
+                write_file(str(mark), [], access_of(entry.path.parent))
+            else:
+                mark.unlink(missing_ok=True)
+        except OSError as error:
+            what = "pin" if pinned else "unpin"
+            raise StoreError(f"cannot {what} {entry.path}, after {count} blocks: {error.strerror}") from error
         count += 1
     return count
 
@@ -167,20 +179,28 @@ def remove(root: Path, prefix: str, *, pinned_too: bool = False) -> int:
     return count
 
 
-def export(root: Path, file: IO[bytes], prefix: str = "") -> int:
-    """Write blocks to a tar archive; returns how many. What does not verify is left out."""
-    count = 0
+def export(root: Path, file: IO[bytes], prefix: str = "") -> tuple[int, int]:
+    """Write blocks to a tar archive; returns how many, and how many were left out: damaged, or not to be read."""
+    written = left_out = 0
     with tarfile.open(fileobj=file, mode="w|") as archive:
         for entry in entries(root, prefix):
-            with suppress(CorruptBlock, FileNotFoundError):
-                _require_right(entry)
-                archive.add(entry.path, arcname="/".join(entry.path.parts[-3:]), recursive=False)
-                count += 1
-    return count
+            try:
+                content = _require_right(entry)
+            except FileNotFoundError:  # removed meanwhile
+                continue
+            except (CorruptBlock, OSError):
+                left_out += 1
+                continue
+            member = tarfile.TarInfo("/".join(entry.path.parts[-3:]))
+            member.size, member.mtime = len(content), int(entry.used_s)
+            archive.addfile(member, io.BytesIO(content))
+            written += 1
+    return written, left_out
 
 
-def import_(root: Path, file: IO[bytes], access: FileAccess = OWNER) -> tuple[int, int]:
-    """Take blocks from such an archive; returns how many were taken and how many refused.
+def import_(root: Path, file: IO[bytes]) -> tuple[int, int]:
+    """Take blocks from such an archive; returns how many were taken and how many refused. Who may read them follows
+    from the layout's folder, or the root's.
 
     The archive may be a stranger's: only what verifies is written, to the path that the block itself names.
     """
@@ -193,7 +213,7 @@ def import_(root: Path, file: IO[bytes], access: FileAccess = OWNER) -> tuple[in
                 if path is None:
                     refused += 1
                     continue
-                write_file(str(path[0]), [memoryview(path[1])], access)
+                write_file(str(path[0]), [memoryview(path[1])], access_of(path[0].parents[1], root))
                 taken += 1
     except tarfile.TarError as error:
         raise ConfigError(f"this is no archive of blocks: {error}") from error
