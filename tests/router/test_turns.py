@@ -8,6 +8,7 @@ import random
 import pytest
 
 from kvferry.core.errors import QueueFull
+from kvferry.router import turns as module
 from kvferry.router.tenants import Limits, Tenant
 from kvferry.router.turns import Turns
 
@@ -143,6 +144,52 @@ async def test_shares_are_by_weight() -> None:
     await crowd.end()
     assert sum(name[0] == "a" for name in crowd.order[1:33]) == 24
     assert len(crowd.order) == 80
+
+
+@pytest.mark.parametrize("num_clients", [1, 3])
+async def test_shares_are_by_weight_though_lines_are_empty_after_each_turn(num_clients: int) -> None:
+    turns = Turns(10, max_waiting=1000, wait_s=60)
+    tenants = {name: Tenant(name.encode(), Limits(weight=weight)) for name, weight in (("a", 100), ("b", 1))}
+    order = list[str]()
+
+    async def client(name: str) -> None:
+        while len(order) < 5000:
+            async with turns.take(tenants[name]):
+                order.append(name)
+                await asyncio.sleep(0)
+
+    await asyncio.gather(*(client(name) for name in "a" * 60 + "b" * num_clients))
+    assert 40 <= order.count("b") <= 60
+    turns.check()
+
+
+async def test_who_came_back_after_all_had_left_begins_as_others_do() -> None:
+    crowd = Crowd(Turns(1, max_waiting=100, wait_s=60), a=Limits(weight=100), b=Limits(weight=0.001))
+    for name in ("a0", "b0"):
+        await crowd.ask(name)
+    await crowd.end()
+    crowd.go.clear()
+    for name in ("a1", "b1", "a2", "a3"):
+        await crowd.ask(name)
+    await crowd.end()
+    assert crowd.order == ["a0", "b0", "a1", "b1", "a2", "a3"]
+
+
+async def test_what_is_remembered_of_those_who_do_not_wait_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MOST_TENANTS", 50)
+    turns = Turns(1, max_waiting=2, wait_s=60)
+    before, after = turns.take(Tenant(b"first", Limits())), turns.take(Tenant(b"slow", Limits(weight=0.01)))
+    await before.__aenter__()
+    for number in range(1000):
+        entered = asyncio.create_task(after.__aenter__())
+        await asyncio.sleep(0)
+        await before.__aexit__(None, None, None)
+        await entered
+        before, after = after, turns.take(Tenant(b"%d" % number, Limits()))
+    assert len(turns._ahead) < 200
+    assert turns._ahead[b"slow"] == 100
+    await before.__aexit__(None, None, None)
+    turns.check()
 
 
 async def test_who_may_have_few_at_a_time_waits_for_his_own_and_holds_up_nobody() -> None:

@@ -11,10 +11,11 @@ import asyncio
 import heapq
 from bisect import insort
 from itertools import count
+from operator import itemgetter
 from types import TracebackType
 
 from kvferry.core.errors import LeakError, QueueFull
-from kvferry.router.tenants import Limits, Tenant
+from kvferry.router.tenants import MOST_TENANTS, Limits, Tenant
 
 _Waiting = tuple[int, int, "asyncio.Future[None]"]
 """Priority, order of arrival, and what is set when it is its turn."""
@@ -72,7 +73,10 @@ class Turns:
         """A heap of the lines whose turn it may be."""
         self._order = count()
         self._at = 0.0
-        """The share that was served last; who begins to wait begins here."""
+        """The share that was served last; who begins to wait begins here, or where he has come to himself."""
+        self._ahead: dict[bytes, float] = {}
+        """The shares of tenants that do not wait just now and have had more than that."""
+        self._most_ahead = _MOST_LEFT
 
     def take(self, tenant: Tenant = NOBODY, priority: int = 0) -> Turn:
         """A place, after a wait where there is none free. Entering raises `QueueFull`."""
@@ -107,6 +111,8 @@ class Turns:
             self._list(self._lines.get(tenant.key))
         if self._next:
             self._start_next()
+        if not self.num_requests:  # nobody has taken anything from anybody: all begin alike
+            self._ahead.clear()
 
     def _may_run(self, tenant: Tenant) -> bool:
         most = tenant.limits.max_in_flight
@@ -122,7 +128,8 @@ class Turns:
     def _enqueue(self, tenant: Tenant, priority: int) -> _Waiting:
         line = self._lines.get(tenant.key)
         if line is None:
-            line = self._lines[tenant.key] = _Line(tenant, self._at)
+            at = max(self._at, self._ahead.pop(tenant.key, 0.0))
+            line = self._lines[tenant.key] = _Line(tenant, at)
         turn: _Waiting = priority, next(self._order), asyncio.get_running_loop().create_future()
         insort(line.waiting, turn)
         self.num_waiting += 1
@@ -160,18 +167,30 @@ class Turns:
             if not line.waiting or not self._may_run(line.tenant):
                 continue
             self._at, turn = max(self._at, at), line.waiting[0]
-            line.at = at + 1 / line.tenant.limits.weight
-            self._take_out(line, turn)
-            self._list(line)
             if not turn[2].done():
+                line.at = at + 1 / line.tenant.limits.weight
                 self._start(line.tenant)
                 turn[2].set_result(None)
+            self._take_out(line, turn)
+            self._list(line)
 
     def _take_out(self, line: _Line, turn: _Waiting) -> None:
         line.waiting.remove(turn)
         self.num_waiting -= 1
         if not line.waiting:
-            self._lines.pop(line.tenant.key, None)
+            del self._lines[line.tenant.key]
+            self._remember(line)
+
+    def _remember(self, line: _Line) -> None:
+        """A tenant with one client has an empty line after each turn: its next request is not before others' for that.
+        Of many that are ahead, those are kept that are furthest."""
+        if line.at <= self._at:
+            return
+        self._ahead[line.tenant.key] = line.at
+        if len(self._ahead) > self._most_ahead:
+            ahead = ((key, at) for key, at in self._ahead.items() if at > self._at)
+            self._ahead = dict(heapq.nlargest(MOST_TENANTS, ahead, key=itemgetter(1)))
+            self._most_ahead = 2 * len(self._ahead) + _MOST_LEFT
 
     def _leave(self, tenant: Tenant, turn: _Waiting) -> None:
         """Whose turn it became in the very moment that it left, passes it on."""
