@@ -93,6 +93,17 @@ def test_a_key_that_several_take_ends_with_the_last() -> None:
     assert not table.take("k", generation, 1, 3)
 
 
+def test_the_takers_of_several_consumers_are_not_added_up() -> None:
+    """One of the first consumer's ranks has died; the second, which has the same ticket, still reads with one."""
+    table, generation = sealed_table(ManualClock())
+    assert table.take("k", generation, 0, 2, "first")
+    assert table.take("k", generation, 1, 2, "second")
+    assert table.ended() == []
+    assert table.take("k", generation, 0, 2, "second")
+    assert table.ended() == [("k", "taken")]
+    assert not table.take("k", generation, 1, 2, "first")
+
+
 def test_a_taker_that_never_comes_is_bounded_by_the_lease() -> None:
     clock = ManualClock()
     table, generation = sealed_table(clock, lease_s=10)
@@ -354,6 +365,31 @@ def test_listeners_hear_of_changes_and_ends() -> None:
     heard.clear()
     table.open("k")
     assert heard == []
+
+
+@pytest.mark.parametrize("found_by", ["take", "renew", "expire", "ended"])
+def test_whoever_finds_that_a_lease_is_over_tells_all(found_by: str) -> None:
+    clock = ManualClock()
+    table, generation = sealed_table(clock, lease_s=10)
+    cursor, heard = Cursor("k"), list[str]()
+    table.news(cursor)
+    table.listen(lambda: heard.append("change"))
+    table.on_end = lambda: heard.append("end")
+    clock.advance(10)
+    match found_by:
+        case "take":
+            assert not table.take("k", generation)
+        case "renew":
+            table.renew("another")
+        case "expire":
+            table.expire()
+        case "ended":
+            assert table.ended() == [("k", "expired")]
+    assert heard == ["change", "end"]
+    assert table.news(cursor) == News(0, generation, over="expired")
+    table.renew("k")
+    table.expire()
+    assert heard[2:] == [], "once"
 
 
 def test_many_leases_are_renewed_together() -> None:

@@ -5,11 +5,13 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 
 import pytest
-from kv_support import ProducerProcess, Region, soon, table_for, until
+from kv_support import ProducerProcess, Region, sharded, soon, table_for, until
 from msgspec.structs import replace
 
 from kvferry.core.clock import Clock, ManualClock
 from kvferry.core.errors import AuthenticationFailed, ConfigError, LayoutMismatch, LeaseEnded, PeerLost, ProtocolError
+from kvferry.core.layout import KVLayout
+from kvferry.core.sharding import on_rank
 from kvferry.transport.connection import Connection, Identity
 from kvferry.transport.control import Listener
 from kvferry.transport.fabric.base import FabricContext, FabricPeer, build_fabrics
@@ -198,6 +200,27 @@ async def test_a_release_is_of_its_own_instance_where_another_reads_the_key(
             producer.table.seal("k", b"meta")
             assert (await fetching).meta == b"meta"
         await until(lambda: producer.table.ended() != [])
+
+
+async def test_a_key_is_kept_for_a_consumer_whose_ranks_have_not_all_taken_it(
+    make_region: Callable[..., Region], layout: KVLayout
+) -> None:
+    """As after a retry: one rank of the first consumer has taken the key, and so has the other rank of the second."""
+    theirs = make_region(seed=1, layout=sharded(layout, 1))
+    ranks = [make_region(layout=on_rank(sharded(layout, 2), rank)) for rank in (0, 1, 0)]
+    async with (
+        instance(theirs, "shm") as (producer, source),
+        instance(ranks[0], "shm", engine_id="first") as (first, _),
+        instance(ranks[1], "shm", engine_id="second") as (second, _),
+        instance(ranks[2], "shm", engine_id="second") as (slow, _),
+    ):
+        offer(producer, "k")
+        for consumer in (first, second):
+            await consumer.drop_select(Want("k", source, [0], soon()))
+        assert producer.table.ended() == []
+        await slow.drop_select(Want("k", source, [0], soon()))
+        assert ranks[2].blocks([0]) == ranks[0].blocks([0])
+        assert producer.table.ended() == [("k", "taken")]
 
 
 async def test_the_fence_a_drop_while_the_consumer_reads(make_region: Callable[..., Region]) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -66,7 +66,7 @@ class _Entry:
     num_bytes: int = 0
     num_unheard_bytes: int = 0
     meta: bytes | None = None
-    takers: set[int] = field(default_factory=set)
+    takers: defaultdict[str, set[int]] = field(default_factory=lambda: defaultdict(set))  # by consumer
 
 
 class EntryTable:
@@ -183,25 +183,26 @@ class EntryTable:
             cursor.over = True
             return News(cursor.select_id, cursor.generation, over="released" if reason == "unwanted" else reason)
 
-    def take(self, key: str, generation: int, taker: int = 0, num_takers: int = 1) -> bool:
+    def take(self, key: str, generation: int, taker: int = 0, num_takers: int = 1, consumer: str = "") -> bool:
         """The fence: whether all parts of this generation were kept until now. If so, this taker has it.
 
-        When each of the `num_takers` has it, the key ends as taken. A taker that asks again counts once.
+        When each of the `num_takers` of one `consumer` (an `engine_id`) has it, the key ends as taken: another that has
+        the same ticket, as after a retry, counts for itself. A taker that asks again counts once.
         """
         with self._changing():
             self._expire()
             entry = self._entries.get(key)
             if entry is None or entry.meta is None or entry.generation != generation:
                 return False
-            entry.takers.add(taker)
-            if len(entry.takers) >= num_takers:
+            takers = entry.takers[consumer]
+            takers.add(taker)
+            if len(takers) >= num_takers:
                 self._end(key, "taken")
         return True
 
     def renew(self, *keys: str) -> None:
         """A consumer is at work on these keys: their leases begin anew."""
-        with self._lock:
-            self._expire()
+        with self._expiring():
             for key in keys:
                 entry = self._entries.get(key)
                 if entry is not None and entry.meta is not None:
@@ -216,12 +217,8 @@ class EntryTable:
 
     def expire(self) -> None:
         """End the keys whose time is over."""
-        with self._lock:
-            num_before = len(self._ended)
-            self._expire()
-            changed = len(self._ended) != num_before
-        if changed:
-            self._notify()
+        with self._expiring():
+            pass
 
     # Insight.
 
@@ -246,6 +243,17 @@ class EntryTable:
         with self._lock:
             yield
         self._notify()
+
+    @contextmanager
+    def _expiring(self) -> Iterator[None]:
+        """Keys whose time is over end first; listeners are called only when there were any."""
+        with self._lock:
+            num_before = len(self._ended)
+            self._expire()
+            has_ended = len(self._ended) != num_before
+            yield
+        if has_ended:
+            self._notify()
 
     def _notify(self) -> None:
         for listener in self._listeners:

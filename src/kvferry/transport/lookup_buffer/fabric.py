@@ -253,10 +253,12 @@ class Session:
     def _take(self, message: Take) -> None:
         if not 0 <= message.taker < message.num_takers <= MAX_TAKERS:
             raise ProtocolError(f"taker {message.taker} of {message.num_takers}")
-        cursor, generation = self._selected.get(message.select_id), message.generation
-        if cursor is not None and self._table.take(cursor.key, generation, message.taker, message.num_takers):
+        cursor = self._selected.get(message.select_id)
+        if cursor is not None and self._table.take(
+            cursor.key, message.generation, message.taker, message.num_takers, self.engine_id
+        ):
             del self._selected[message.select_id]
-            self._answer(News(message.select_id, generation, held=True))
+            self._answer(News(message.select_id, message.generation, held=True))
 
     def _release(self, key: str) -> None:
         """A consumer speaks for its own instance: another that has the same ticket, as after a retry, keeps the key."""

@@ -41,7 +41,8 @@ class MemoryLookupBuffer(LookupBuffer):
 
         def take(generation: int) -> None:
             share = selection.share
-            if producer.table.take(want.key, generation, share.taker, share.num_takers):
+            consumer = self._source.engine_id
+            if producer.table.take(want.key, generation, share.taker, share.num_takers, consumer):
                 selection.hear(News(0, generation, held=True))
 
         cursor, loop = Cursor(want.key), asyncio.get_running_loop()
