@@ -429,6 +429,27 @@ def test_fewer_tokens_may_come_than_were_promised() -> None:
     bench.scheduler.check()
 
 
+@pytest.mark.parametrize("comes_at", ["before the meeting", "at the meeting"])
+@pytest.mark.parametrize(("num_loaded", "first_after"), [(2, 8), (8, 8), (12, 12), (13, 13), (None, 16), (99, 16)])
+def test_fewer_tokens_may_come_than_were_to_be_met(comes_at: str, num_loaded: int | None, first_after: int) -> None:
+    """What did not come is computed, not believed, whether the load ends before the front is computed or after it."""
+    bench = Bench(connector=ScriptedConnector(match=Hit(16, num_computed_meanwhile=8)), max_num_batched_tokens=4)
+    bench.add("a", list(range(20)))
+    bench.step()
+    [sequence] = bench.scheduler._running
+    if comes_at == "at the meeting":
+        bench.step()
+        assert bench.scheduler.external.num_loading == 1
+    bench.scheduler.transferred([Loaded("a", num_loaded)])
+    if comes_at == "before the meeting":
+        bench.step()
+    assert (sequence.num_computed_tokens, sequence.num_published_blocks) == (first_after, first_after // BLOCK)
+    assert bench.step().chunks[0].start == first_after
+    bench.run()
+    assert bench.tokens("a") == expected_answer(list(range(20)), 4)
+    bench.scheduler.check()
+
+
 def test_the_connector_hears_of_a_request_that_must_wait() -> None:
     connector = ScriptedConnector()
     bench = Bench(connector=connector, max_num_seqs=1)

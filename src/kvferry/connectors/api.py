@@ -153,7 +153,7 @@ Wake: TypeAlias = Callable[[], None]
 
 class Loaded(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """The KV that `allocated` promised is in the blocks; only that of the prompt's first `num_tokens`, where fewer came
-    than were promised."""
+    than were promised. A layerwise load comes whole, or has `Failed`."""
 
     request_id: str
     num_tokens: int | None = None

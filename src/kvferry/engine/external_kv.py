@@ -144,12 +144,13 @@ class ExternalKV:
         """The KV has come, of the first `num_tokens` (None: of all that was promised). Returns how many tokens have
         their KV now; None: the sequence has been running, and goes on."""
         sequence.request.timeline.stamp("transfer_done", self._clock.wall())
-        if sequence.meeting is not None:
-            sequence.is_load_settled = sequence.meeting.is_loaded = True
+        if (meeting := sequence.meeting) is not None:
+            sequence.is_load_settled = meeting.is_loaded = True
+            meeting.last = _reached(meeting.first, num_tokens, meeting.last)
         if self._loading.pop(sequence.request_id, None) is None:
             return None
         sequence.is_load_settled, sequence.meeting = True, None
-        return sequence.load_target if num_tokens is None else max(num_tokens, sequence.num_computed_tokens)
+        return _reached(sequence.num_computed_tokens, num_tokens, sequence.load_target)
 
     def abandon_load(self, sequence: Sequence) -> None:
         """The KV will not come, or is not wanted any more: back to what the sequence had before."""
@@ -261,3 +262,9 @@ class ExternalKV:
             raise LeakError(f"{len(self._loading)} requests that have ended still wait for their KV")
         if self._connector is not None and not self._held:
             self._connector.check()
+
+
+def _reached(num_computed: int, num_tokens: int | None, num_promised: int) -> int:
+    """How far the KV reaches behind `num_computed` tokens, of which a load says that it brought the first `num_tokens`
+    (None: all). More than was promised has no blocks."""
+    return num_promised if num_tokens is None else max(num_computed, min(num_tokens, num_promised))
