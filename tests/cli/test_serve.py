@@ -146,7 +146,7 @@ def test_tls_towards_clients_and_between_instances(model_maker: ModelMaker, tmp_
     with serving(
         log,
         str(model_maker("llama")),
-        *("--prefill=1", "--tls-cert", str(cert), "--tls-key", str(key), "--hang-timeout-s=1", "--log-level=debug"),
+        *("--prefill=1", "--tls-cert", str(cert), "--tls-key", str(key), "--hang-timeout-s=20", "--log-level=debug"),
         f"--kv-transfer-config={json.dumps(transfer)}",
     ) as (process, url):
         assert url.startswith("https://")
