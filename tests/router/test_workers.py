@@ -6,21 +6,29 @@ import asyncio
 import json
 import os
 import signal
+import socket
+import subprocess
 import sys
 from asyncio.subprocess import PIPE, Process
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext, suppress
+from pathlib import Path
 from typing import Any
 
 import aiohttp
 import psutil
 import pytest
 
+from kvferry.http.config import HttpConfig, InstanceAccess
+from kvferry.router.config import RouterConfig
+from kvferry.router.workers import Workers as Parent
+from kvferry.router.workers import _Worker
 from router.peers import CONCURRENT, DECODE, Peer, answer, answer_when_told, event, instances, routing, ticket
 
 SERVE = """
 import json, sys
+from pathlib import Path
 from kvferry.http.config import HttpConfig
 from kvferry.router.config import RouterConfig
 from kvferry.router.server import run_router
@@ -31,8 +39,11 @@ def tell(about):
 
 prefill, decode, settings = json.loads(sys.argv[1])
 Workers.silent_s = settings.pop("silent_s", Workers.silent_s)
+http = {"port": settings.pop("port", 0), "api_key_file": settings.pop("api_key_file", None)}
+settings = {name: Path(value) if name.endswith("_file") else value for name, value in settings.items()}
 config = RouterConfig(prefill_url=tuple(prefill), decode_url=tuple(decode), **settings)
-sys.exit(run_router(config, HttpConfig(port=0, admin_key=("operator",)), on_ready=tell))
+http["api_key_file"] = http["api_key_file"] and Path(http["api_key_file"])
+sys.exit(run_router(config, HttpConfig(**http, admin_key=("operator",)), on_ready=tell))
 """
 
 BODY: dict[str, Any] = {"model": "m", "prompt": "Hello"}
@@ -57,6 +68,17 @@ class Workers:
         """The workers' process ids."""
         return [one.pid for one in psutil.Process(self.process.pid).children()]
 
+    def num_listening(self) -> int:
+        """How many workers take connections."""
+        num = 0
+        for pid in self.now():
+            with suppress(psutil.NoSuchProcess):
+                found = psutil.Process(pid).net_connections("tcp")
+                num += any(
+                    one.status == psutil.CONN_LISTEN and self.url.endswith(f":{one.laddr.port}") for one in found
+                )
+        return num
+
     async def ask(self, method: str, path: str, body: Any = None) -> tuple[int, bytes]:
         """An operator's request, over a connection of its own."""
         async with aiohttp.ClientSession(headers=OPERATOR) as session:
@@ -70,9 +92,13 @@ class Workers:
 
 
 @asynccontextmanager
-async def workers(prefill: list[str], decode: list[str], num: int = 2, **settings: Any) -> AsyncIterator[Workers]:
-    said = json.dumps([prefill, decode, {"workers": num, **settings}])
-    process = await asyncio.create_subprocess_exec(sys.executable, "-c", SERVE, said, stdout=PIPE)
+async def workers(
+    prefill: list[str], decode: list[str], num: int = 2, log: Path | None = None, **settings: Any
+) -> AsyncIterator[Workers]:
+    """Their parent writes its errors to `log`."""
+    said = json.dumps([prefill, decode, {"workers": num, **settings}], default=str)
+    with log.open("wb") if log is not None else nullcontext() as errors:
+        process = await asyncio.create_subprocess_exec(sys.executable, "-c", SERVE, said, stdout=PIPE, stderr=errors)
     assert process.stdout is not None
     try:
         about = json.loads(await process.stdout.readline())
@@ -208,6 +234,68 @@ async def test_a_worker_that_stands_still_is_replaced_and_keeps_nobody_from_endi
         os.kill(router.now()[0], signal.SIGSTOP)
         router.process.terminate()
         assert await router.process.wait() == 0
+
+
+async def test_a_worker_whose_process_cannot_be_started_is_tried_again_and_harms_no_other(tmp_path: Path) -> None:
+    d, log = Peer("decode", answer, facts=DECODE), tmp_path / "log"
+    async with instances(d), workers([], [d.url], log=log) as router:
+        parent = psutil.Process(router.process.pid)
+        before = parent.rlimit(psutil.RLIMIT_NOFILE)
+        parent.rlimit(psutil.RLIMIT_NOFILE, (3, before[1]))  # it gets no descriptor any more
+        lost, other = router.pids
+        os.kill(lost, signal.SIGKILL)
+        await until(lambda: b"cannot be started" in log.read_bytes())
+        assert router.now() == [other]
+        assert await complete(router) == 200
+        parent.rlimit(psutil.RLIMIT_NOFILE, before)
+        await until(lambda: len(router.now()) == 2)
+        await until(lambda: _names_are(router, ["decode-0"]))
+
+
+async def test_a_file_that_becomes_unusable_ends_nothing_but_the_worker_that_reads_it(tmp_path: Path) -> None:
+    d, log, tenants = Peer("decode", answer, facts=DECODE), tmp_path / "log", tmp_path / "tenants.toml"
+    tenants.write_text("[someone]\nweight = 2\n")
+    async with instances(d), workers([], [d.url], log=log, tenants_file=tenants, tenant_by="user") as router:
+        tenants.write_text("[someone")
+        lost, other = router.pids
+        os.kill(lost, signal.SIGKILL)
+        await until(lambda: b"cannot serve, and is tried again" in log.read_bytes())
+        assert other in router.now()
+        assert await complete(router) == 200
+        tenants.write_text("")
+        await until(lambda: router.num_listening() == 2)
+
+
+async def test_keys_are_those_of_the_start_at_each_worker(tmp_path: Path) -> None:
+    d, keys = Peer("decode", answer, facts=DECODE), tmp_path / "keys"
+    keys.write_text("first\n")
+    async with instances(d), workers([], [d.url], api_key_file=keys) as router:
+        keys.write_text("second\n")
+        for lost in router.pids:
+            os.kill(lost, signal.SIGKILL)
+        await until(lambda: router.num_listening() == 2 and not {*router.now()} & {*router.pids})
+        async with aiohttp.ClientSession(headers={"Authorization": "Bearer first"}) as session:
+            async with session.post(router.url + "/v1/completions", json=BODY) as response:
+                assert response.status == 200
+
+
+async def test_a_worker_that_says_nonsense_is_the_only_one_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    parent = Parent(RouterConfig(decode_url=("http://d:1",)), HttpConfig(), InstanceAccess(), lambda about: None)
+    parent._told_ready = True
+    for said in (b"nonsense\n", b"x" * 200):
+        process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"])  # noqa: ASYNC220
+        ours, theirs = socket.socketpair()
+        reader, writer = await asyncio.open_connection(sock=ours, limit=64)
+        worker = _Worker(0, process, reader, writer, 0.0, 0.0)
+        with theirs:
+            theirs.send(said)
+
+            async def start(number: int, worker: _Worker = worker) -> _Worker:
+                return worker
+
+            monkeypatch.setattr(parent, "_start", start)
+            await parent._live(0)
+        assert process.returncode == -signal.SIGKILL
 
 
 async def test_workers_end_with_their_parent() -> None:

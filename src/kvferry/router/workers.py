@@ -20,6 +20,8 @@ from dataclasses import dataclass, field, replace
 from math import ceil
 from typing import Any, ClassVar
 
+import msgspec
+
 from kvferry.core.errors import ConfigError
 from kvferry.http.config import HttpConfig, InstanceAccess
 from kvferry.http.listen import authority, listen
@@ -48,6 +50,7 @@ SILENT_S = 30.0
 """A worker reports every second; one that has been silent for so long stands still, and is ended for another."""
 START_S = 120.0
 """What it is given to begin to serve, instead."""
+_LOOK_S = 0.05
 _CLOSE_S = 15.0
 """What a worker is given beyond the grace of its requests."""
 
@@ -98,6 +101,8 @@ class Workers:
     async def run(self) -> int:
         """Until SIGINT or SIGTERM; a second one ends what runs. Raises `ConfigError` as a single router does."""
         self._require_divisible()
+        # Read once: after a change of the file, one worker would know other keys than the next.
+        self.http = replace(self.http, api_key=self.http.api_keys(), api_key_file=None)
         held = [listen(self.http.host, self.http.port, reuse_port=True, accepting=False)]
         try:
             self.http = replace(self.http, port=held[0].getsockname()[1], reuse_port=True)
@@ -131,25 +136,51 @@ class Workers:
         """One worker after the other, until the end."""
         pause_s = _LEAST_PAUSE_S
         while not self._ending.is_set():
-            worker = await self._start(number)
-            try:
-                await self._listen_to(worker)
-            finally:
-                self._running.pop(number, None)
-                await self._reap(worker)
+            lived_s = await self._live(number)
             if self._ending.is_set():
                 return
-            lived_s = asyncio.get_running_loop().time() - worker.begun
             pause_s = _LEAST_PAUSE_S if lived_s > _LIVED_LONG_S else min(2 * pause_s, _MOST_PAUSE_S)
-            logger.error("worker %d is lost (%s); another is started", number, worker.process.returncode)
-            self._forget(number)
             with suppress(TimeoutError):
                 async with asyncio.timeout(pause_s):
                     await self._ending.wait()
 
+    async def _live(self, number: int) -> float:
+        """One worker, from its start to its end; returns the seconds between them."""
+        try:
+            worker = await self._start(number)
+        except OSError as error:  # no process, memory or descriptor is to be had
+            self._cannot_serve(number, f"its process cannot be started: {error.strerror or error}")
+            return 0.0
+        try:
+            await self._listen_to(worker)
+        except (ValueError, msgspec.MsgspecError) as error:  # a line too long, or none of ours
+            logger.error("worker %d says what cannot be understood, and is ended: %s", number, error)
+            worker.process.kill()
+        finally:
+            self._running.pop(number, None)
+            await self._reap(worker)
+        if not self._ending.is_set():
+            logger.error("worker %d is lost (%s); another is started", number, worker.process.returncode)
+            self._forget(number)
+        return asyncio.get_running_loop().time() - worker.begun
+
+    def _cannot_serve(self, number: int, reason: str) -> None:
+        """At the start that is the end of all. Later the others serve on, and it is tried again."""
+        if self._told_ready:
+            logger.error("worker %d cannot serve, and is tried again: %s", number, reason)
+        elif not self._ending.is_set():
+            self._failed = reason
+            self._stop()
+
     async def _start(self, number: int) -> _Worker:
         process, ours = _spawned(number)
-        reader, writer = await asyncio.open_connection(sock=ours, limit=LONGEST_LINE)
+        try:
+            reader, writer = await asyncio.open_connection(sock=ours, limit=LONGEST_LINE)
+        except BaseException:
+            ours.close()
+            process.kill()
+            await _ended(process)
+            raise
         now = asyncio.get_running_loop().time()
         worker = self._running[number] = _Worker(number, process, reader, writer, now, now)
         level = logging.getLevelName(logging.getLogger().getEffectiveLevel()).lower()
@@ -167,8 +198,7 @@ class Workers:
                     self._tell_peers()
                     self._tell_ready()
                 case WorkerFailed(reason):
-                    self._failed = self._failed or reason
-                    self._stop()
+                    self._cannot_serve(worker.number, reason)
                 case Report() as report:
                     self._pass_on(worker.number, report)
 
@@ -213,11 +243,18 @@ class Workers:
     async def _reap(self, worker: _Worker) -> None:
         """Its end of the socket is closed: it is gone, or will be at once."""
         worker.writer.close()
-        waiting = asyncio.create_task(asyncio.to_thread(worker.process.wait))
-        await asyncio.wait([waiting], timeout=_CLOSE_S)
-        if not waiting.done():
+        try:
+            async with asyncio.timeout(_CLOSE_S):
+                await _ended(worker.process)
+        except TimeoutError:
             worker.process.kill()
-        await waiting
+            await _ended(worker.process)
+
+
+async def _ended(process: subprocess.Popen[bytes]) -> None:
+    """Looked for rather than waited for in a thread: where no process can be started, often no thread can be either."""
+    while process.poll() is None:  # noqa: ASYNC110 - nothing tells of it
+        await asyncio.sleep(_LOOK_S)
 
 
 def _spawned(number: int) -> tuple[subprocess.Popen[bytes], socket.socket]:
