@@ -305,6 +305,17 @@ async def test_workers_end_with_their_parent() -> None:
         await until(lambda: not any(map(psutil.pid_exists, router.pids)))
 
 
+async def test_a_second_router_on_the_same_port_is_refused() -> None:
+    d = Peer("decode", answer, facts=DECODE)
+    async with instances(d), workers([], [d.url]) as router:
+        said = json.dumps([[], [d.url], {"workers": 2, "port": int(router.url.rpartition(":")[2])}])
+        process = await asyncio.create_subprocess_exec(sys.executable, "-c", SERVE, said, stdout=PIPE, stderr=PIPE)
+        _, told = await process.communicate()
+        assert process.returncode != 0
+        assert b"ConfigError: cannot listen on" in told
+        assert await complete(router) == 200
+
+
 @pytest.mark.parametrize("mistake", [{"decode_url": ()}, {"registration": True}])
 async def test_a_mistake_in_the_settings_ends_all_of_it(mistake: dict[str, Any]) -> None:
     said = json.dumps([[], [] if "decode_url" in mistake else ["http://127.0.0.1:9"], {"workers": 2} | {

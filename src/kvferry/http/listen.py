@@ -9,10 +9,30 @@ from kvferry.core.errors import ConfigError
 BACKLOG = 2048
 
 
-def listen(host: str, port: int, *, reuse_port: bool = False, accepting: bool = True) -> socket.socket:
+def hold(host: str, port: int) -> socket.socket:
+    """A socket that holds a port for processes that `listen` there with `reuse_port`, and does not listen itself; port
+    0 takes any free one. Raises `ConfigError` when someone listens there already, or holds it."""
+    if port:
+        listen(host, port).close()  # unlike one with SO_REUSEPORT, it does not join others of the same user
+    holder = _bound(host, port, reuse_port=True)
+    # What comes later and has no SO_REUSEPORT, such as the line above of another process, cannot listen beside it.
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
+    return holder
+
+
+def listen(host: str, port: int, *, reuse_port: bool = False) -> socket.socket:
     """A listening TCP socket; port 0 takes any free one. `reuse_port`: several processes may listen on one port, and
-    the kernel spreads connections among them. Not `accepting`: it only holds the port for others. Raises `ConfigError`
-    with the reason."""
+    the kernel spreads connections among them. Raises `ConfigError` with the reason."""
+    listener = _bound(host, port, reuse_port=reuse_port)
+    try:
+        listener.listen(BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise _refused(host, port, error) from error
+    return listener
+
+
+def _bound(host: str, port: int, *, reuse_port: bool) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # The protocol is named because asyncio sets TCP_NODELAY only on connections whose socket says that it is TCP.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
@@ -25,15 +45,16 @@ def listen(host: str, port: int, *, reuse_port: bool = False, accepting: bool = 
         if family == socket.AF_INET6:
             listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
         listener.bind((host, port))
-        if accepting:
-            listener.listen(BACKLOG)
         listener.setblocking(False)
     except (OSError, UnicodeError) as error:
         listener.close()
-        reason = getattr(error, "strerror", None) or str(error)
-        address = authority(host, port)
-        raise ConfigError(f"cannot listen on {address}: {reason}; choose another --host or --port") from error
+        raise _refused(host, port, error) from error
     return listener
+
+
+def _refused(host: str, port: int, error: Exception) -> ConfigError:
+    reason = getattr(error, "strerror", None) or str(error)
+    return ConfigError(f"cannot listen on {authority(host, port)}: {reason}; choose another --host or --port")
 
 
 def authority(host: str, port: int) -> str:

@@ -24,7 +24,7 @@ import msgspec
 
 from kvferry.core.errors import ConfigError
 from kvferry.http.config import HttpConfig, InstanceAccess
-from kvferry.http.listen import authority, listen
+from kvferry.http.listen import authority, hold
 from kvferry.observe.logs import helper_environment
 from kvferry.router.config import RouterConfig
 from kvferry.router.worker_messages import (
@@ -103,11 +103,11 @@ class Workers:
         self._require_divisible()
         # Read once: after a change of the file, one worker would know other keys than the next.
         self.http = replace(self.http, api_key=self.http.api_keys(), api_key_file=None)
-        held = [listen(self.http.host, self.http.port, reuse_port=True, accepting=False)]
+        held = [hold(self.http.host, self.http.port)]
         try:
             self.http = replace(self.http, port=held[0].getsockname()[1], reuse_port=True)
             if self.http.admin_port is not None:
-                held.append(listen(self.http.admin_host, self.http.admin_port, reuse_port=True, accepting=False))
+                held.append(hold(self.http.admin_host, self.http.admin_port))
                 self.http = replace(self.http, admin_port=held[1].getsockname()[1])
             with _signals(self._stop):
                 async with asyncio.TaskGroup() as group:
