@@ -11,7 +11,7 @@ import aiohttp
 import pytest
 
 from kvferry.core.clock import ManualClock
-from kvferry.core.errors import ConfigError
+from kvferry.core.errors import ConfigError, InvalidRequest
 from kvferry.http.config import HttpConfig
 from kvferry.router import tenants as module
 from kvferry.router.body import RequestBody
@@ -96,19 +96,44 @@ def test_no_number_of_tenants_fills_the_memory(monkeypatch: Any) -> None:
         ({"prompt": [1, 2, 3]}, 19),
         ({"prompt": [1, 2, 3], "max_tokens": 8, "n": 3}, 27),
         ({"prompt": [1], "max_tokens": -8}, 17),
-        ({"prompt": [1], "max_tokens": "many", "n": "all"}, 17),
         ({"prompt": [1], "max_tokens": 10**30, "n": 10**30}, 10**10 + 1),
         ({}, 16),
+        ({"prompt": ["x" * 36], "max_tokens": 1}, 11),
+        ({"prompt": ["x" * 36, 'a "," b \\\\', ""], "max_tokens": 100}, 315.5),
+        ({"prompt": [[1, 2], [3]], "max_tokens": 100, "n": 2}, 403),
+        ({"prompt": [1], "max_tokens": 100, "best_of": 3}, 301),
+        ({"prompt": [1], "max_tokens": 100, "max_completion_tokens": 1}, 101),
+        ({"prompt": [1], "max_tokens": "100", "n": 3.0}, 301),
+        ({"prompt": [1], "max_tokens": 100.0, "n": "3"}, 301),
+        ({"prompt": [1], "max_tokens": 8, "suffix": "x" * 38}, 19),
     ],
 )
 def test_tokens_are_the_prompt_and_the_longest_answer(fields: dict[str, Any], expected: float) -> None:
-    assert count_tokens(body(**fields), "prompt", 4.0) == expected
+    assert count_tokens(body(**fields), "/v1/completions", 4.0) == expected
+
+
+@pytest.mark.parametrize("wrong", ["many", "inf", "9" * 10**6, 8.5, [8], {"a": 8}, ""])
+@pytest.mark.parametrize("field", ["max_tokens", "n"])
+def test_a_limit_that_no_engine_reads_as_an_integer_is_refused(field: str, wrong: Any) -> None:
+    with pytest.raises(InvalidRequest, match=f"{field} must be an integer, got ") as refused:
+        count_tokens(body(prompt=[1], **{field: wrong}), "/v1/completions", 4.0)
+    assert len(str(refused.value)) < 100
 
 
 def test_tokens_of_chats_and_of_what_is_no_prompt() -> None:
-    assert count_tokens(body(messages=[]), "messages", 4.0) == 1024.5
-    assert count_tokens(body(messages=[], max_completion_tokens=5, max_tokens=7), "messages", 4.0) == 5.5
-    assert count_tokens(b"form", None, 4.0) == count_tokens(None, "prompt", 4.0) == 0
+    chat = "/v1/chat/completions"
+    assert count_tokens(body(messages=[]), chat, 4.0) == 1024.5
+    assert count_tokens(body(messages=[], max_completion_tokens=5, max_tokens=7), chat, 4.0) == 7.5  # SGLang's choice
+    assert count_tokens(body(messages=[], max_completion_tokens=5, tools=["x" * 36]), chat, 4.0) == 15.5
+    assert count_tokens(body(input="x" * 38, max_output_tokens=8), "/v1/responses", 4.0) == 18
+    assert count_tokens(body(messages=[], system="x" * 38, max_tokens=8), "/v1/messages", 4.0) == 18.5
+    assert count_tokens(b"form", "/v1/audio", 4.0) == count_tokens(None, "/v1/completions", 4.0) == 0
+
+
+@pytest.mark.parametrize(("limit", "share"), [(0, 0), (2, 1), (8, 1), (15, 1), (16, 2)])
+def test_workers_together_give_a_tenant_no_more_at_a_time_than_it_may_have(limit: int, share: int) -> None:
+    tenants = Tenants.from_config(RouterConfig(workers=8, tenant_max_in_flight=limit), ManualClock())
+    assert tenants.find(b"key", [], None).limits.max_in_flight == share
 
 
 def test_priorities() -> None:
@@ -190,6 +215,8 @@ async def test_a_limit_of_tokens_counts_what_is_asked_for() -> None:
     async with instances(d), routing([], [d.url], tenant_tokens_per_minute=100) as (_, url):
         assert (await post(url, prompt=[1] * 50, max_tokens=40))[0] == 200
         assert (await post(url, prompt=[1] * 50, max_tokens=40))[0] == 429
+        assert (await post(url, prompt=["a", "b", "c"], max_tokens=5))[0] == 429
+        assert (await post(url, prompt=[1], max_tokens="five"))[0] == 400
         assert (await post(url, prompt=[1], max_tokens=5))[0] == 200
 
 

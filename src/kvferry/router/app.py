@@ -36,7 +36,6 @@ from kvferry.router.instance import Instance, InstanceFacts, SglangFacts, VllmFa
 from kvferry.router.membership import Membership
 from kvferry.router.metrics import CONTENT_TYPE, Metrics
 from kvferry.router.next_turn import NextTurns
-from kvferry.router.paths import PROMPT_FIELDS
 from kvferry.router.pools import Pools
 from kvferry.router.registrations import Registrations
 from kvferry.router.releases import Releases
@@ -167,10 +166,10 @@ class Router:
                 raise
 
     def _charge(self, tenant: Tenant, path: str, body: RequestBody | bytes | None) -> Charge:
-        """Of a request, by its tenant's rates. Raises `OverLimit`."""
+        """Of a request, by its tenant's rates. Raises `OverLimit`, and `InvalidRequest` for what cannot be counted."""
         num_tokens = 0.0
         if tenant.tokens is not None:
-            num_tokens = count_tokens(body, PROMPT_FIELDS.get(path), self.services.chooser.estimates.bytes_per_token)
+            num_tokens = count_tokens(body, path, self.services.chooser.estimates.bytes_per_token)
         return self.tenants.charge(tenant, num_tokens)
 
     def table(self) -> list[Route]:

@@ -126,11 +126,11 @@ class RouterConfig:
 
     tenant_tokens_per_minute: float = 0.0
     """Tokens a minute that a tenant may ask for, likewise: of prompts, about, and the longest answers that requests
-    allow (max_tokens; 1024 for a chat that does not say)."""
+    allow (max_tokens for each choice of each prompt; 1024 for a chat that does not say)."""
 
     tenant_max_in_flight: int = 0
     """Requests of a tenant that are served at the same time; further ones wait without holding up other tenants. 0: as
-    many as of all."""
+    many as of all. Of several workers, each serves at least one."""
 
     tenants_file: Path | None = None
     """TOML file with limits of single tenants: a table for each, with weight (its share of turns when requests wait,

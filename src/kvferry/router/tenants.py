@@ -10,6 +10,7 @@ import hashlib
 import math
 import tomllib
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,7 +18,7 @@ from typing import Annotated, Any
 import msgspec
 
 from kvferry.core.clock import Clock
-from kvferry.core.errors import ConfigError
+from kvferry.core.errors import ConfigError, InvalidRequest
 from kvferry.http.headers import RawHeaders, find_header
 from kvferry.router.body import RequestBody
 from kvferry.router.config import RouterConfig
@@ -28,9 +29,30 @@ MOST_TENANTS = 20_000
 
 _MINUTE_S = 60.0
 _LONGEST_NAME = 256
-_UNSAID_TOKENS = {"prompt": 16, "messages": 1024}
-"""What counts as the answer's length of a request that does not limit it: of a completion, what the API has as its
-default."""
+_MOST_ANSWER_TOKENS, _MOST_ANSWERS = 10**7, 10**3
+_LONGEST_NUMBER = 256
+
+
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """Of one path's bodies: the fields with text that goes into the prompt, those that limit the answer, and how many
+    tokens an answer counts that no field limits. Engines differ in which limit counts, so the highest does."""
+
+    texts: tuple[str, ...]
+    limits: tuple[str, ...]
+    unsaid_tokens: int
+
+
+_FORMS = {
+    "/v1/completions": _Form(("suffix",), ("max_tokens",), 16),  # the API's default; `prompt` may be token ids
+    "/v1/chat/completions": _Form(
+        ("messages", "tools", "documents", "chat_template", "chat_template_kwargs"),
+        ("max_completion_tokens", "max_tokens"),
+        1024,
+    ),
+    "/v1/responses": _Form(("input", "instructions", "tools"), ("max_output_tokens",), 1024),
+    "/v1/messages": _Form(("messages", "system", "tools"), ("max_tokens",), 1024),
+}
 
 Rate = Annotated[float, msgspec.Meta(ge=0)]
 
@@ -166,17 +188,46 @@ class Tenants:
         return Charge(tenant, num_tokens)
 
 
-def count_tokens(body: RequestBody | bytes | None, prompt_field: str | None, bytes_per_token: float) -> float:
-    """What a request counts for: its prompt, about, and the longest answer that it allows. Nothing of the prompt is
-    read but its length."""
-    if prompt_field is None or not isinstance(body, RequestBody):
+def count_tokens(body: RequestBody | bytes | None, path: str, bytes_per_token: float) -> float:
+    """What a request counts for: its prompts, about, and the longest answers that it allows. 0 where nothing is
+    generated. Raises `InvalidRequest` for a limit that is no integer."""
+    form = _FORMS.get(path)
+    if form is None or not isinstance(body, RequestBody):
         return 0.0
-    prompt = body.raw(prompt_field)
-    in_prompt = prompt.count(b",") + 1 if prompt[:1] == b"[" and prompt_field == "prompt" else 0
-    limit, number = body.get("max_completion_tokens") or body.get("max_tokens"), body.get("n")
-    answer = limit if isinstance(limit, int) and limit > 0 else _UNSAID_TOKENS[prompt_field]
-    times = number if isinstance(number, int) and number > 1 else 1
-    return (in_prompt or len(prompt) / bytes_per_token) + min(answer, 10**7) * min(times, 10**3)
+    num_tokens, num_prompts = sum(len(body.raw(field)) for field in form.texts) / bytes_per_token, 1
+    if path == "/v1/completions":
+        in_prompts, num_prompts = _measure_prompts(body.raw("prompt"), bytes_per_token)
+        num_tokens += in_prompts
+    limit = max(_integer(body, field) for field in form.limits)
+    answer = min(limit if limit > 0 else form.unsaid_tokens, _MOST_ANSWER_TOKENS)
+    num_answers = min(max(_integer(body, "n"), _integer(body, "best_of"), 1), _MOST_ANSWERS)
+    return num_tokens + answer * num_answers * num_prompts
+
+
+def _measure_prompts(prompt: bytes, bytes_per_token: float) -> tuple[float, int]:
+    """How many tokens, about, and how many prompts: the JSON of a text, texts, token ids, or lists of token ids, which
+    may be too long to be decoded for this."""
+    if prompt[:1] != b"[":
+        return len(prompt) / bytes_per_token, 1
+    if b'"' not in prompt:
+        return prompt.count(b",") + 1, max(1, prompt.count(b"[") - 1)
+    num_quotes = prompt.replace(rb"\\", b"").replace(rb"\"", b"").count(b'"')
+    return len(prompt) / bytes_per_token, num_quotes // 2
+
+
+def _integer(body: RequestBody, field: str) -> int:
+    """A field's number, 0 when it is missing: 8, 8.0 and "8" are the same to some engines. Raises `InvalidRequest` for
+    what is none to any."""
+    value, raw = body.get(field), body.raw(field)
+    if value is None or isinstance(value, int):
+        return int(value or 0)
+    number = math.nan
+    if isinstance(value, float | str) and len(raw) < _LONGEST_NUMBER:
+        with suppress(ValueError):
+            number = float(value)
+    if not number.is_integer():
+        raise InvalidRequest(f"{field} must be an integer, got {raw[:40].decode(errors='replace')}", param=field)
+    return int(number)
 
 
 def priority_of(body: RequestBody | bytes | None) -> int:
@@ -202,12 +253,13 @@ def read_tenants(path: Path, limits: Limits) -> dict[bytes, Limits]:
 
 
 def _share(limits: Limits, num_workers: int) -> Limits:
-    """What one of several processes of a router lets a tenant have: the kernel spreads its connections among them."""
+    """What one of several processes of a router lets a tenant have: the kernel spreads its connections among them. Of
+    requests at a time at least one, or who comes to this process would wait for ever."""
     return msgspec.structs.replace(
         limits,
         requests_per_minute=limits.requests_per_minute / num_workers,
         tokens_per_minute=limits.tokens_per_minute / num_workers,
-        max_in_flight=math.ceil(limits.max_in_flight / num_workers),
+        max_in_flight=limits.max_in_flight and max(1, limits.max_in_flight // num_workers),
     )
 
 
