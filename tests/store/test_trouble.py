@@ -75,6 +75,66 @@ def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(health, "LONGEST_PAUSE_S", 0.05)
 
 
+# One that does not open.
+
+
+def test_a_tier_that_hangs_while_it_opens_is_waited_for_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever looks opens first, before each look: only the first is held up, and only one attempt hangs."""
+    monkeypatch.setattr(health, "FIRST_PAUSE_S", 3600.0)
+    monkeypatch.setattr(health, "LONGEST_PAUSE_S", 3600.0)
+    attempts = []
+
+    async def main() -> None:
+        may_open = asyncio.Event()
+        store = TieredStore(find_stores(["memory:?num_blocks=9", f"file:{tmp_path}?deadline_s=0.05"]), LAYOUT)
+        tier = store.tiers[1]
+        open_it = tier.store.open
+
+        async def hang() -> None:
+            attempts.append(1)
+            await may_open.wait()
+            await open_it()
+
+        monkeypatch.setattr(tier.store, "open", hang)
+        for _ in range(3):
+            await store.open()
+            assert await store.runs(names_of(2)) == []
+        assert tier.num_late + tier.health.num_failures == 1, "asked once"
+        tier.health.answered()  # as when the pause is over
+        await store.open()
+        assert not tier.health.may_be_asked
+        tier.health.answered()
+        tier.deadline_s = 60.0
+        may_open.set()
+        await until(lambda: is_true(asyncio.sleep(0, tier.is_open), True))
+        await store.open()
+        assert await store.put([block_of(0)]) == [Put.STORED]
+        assert await tier.store.match(names_of(1)) == 1
+        await store.close()
+
+    asyncio.run(main())
+    assert attempts == [1], "the one that hangs is not begun again beside itself"
+
+
+def test_a_tier_that_hangs_while_it_opens_lets_itself_be_closed(tmp_path: Path) -> None:
+    async def main() -> None:
+        store = TieredStore(find_stores([f"file:{tmp_path}?deadline_s=0.05"]), LAYOUT)
+        given_up = asyncio.Event()
+
+        async def hang() -> None:
+            try:
+                await asyncio.Event().wait()
+            finally:
+                given_up.set()
+
+        store.tiers[0].store.open = hang  # type: ignore[method-assign]
+        await store.open()
+        await store.close()
+        assert given_up.is_set()
+
+    asyncio.run(main())
+
+
 # Killed writers.
 
 

@@ -54,16 +54,30 @@ class Tier:
     store: KVStore
     deadline_s: float
     health: TierHealth = field(default_factory=TierHealth)
-    opening: asyncio.Lock = field(default_factory=asyncio.Lock)
+    opening: asyncio.Task[None] | None = None
+    """The one attempt under way, which all wait for and which goes on when they give up; or the last one."""
     is_open: bool = False
     num_late: int = 0
 
     async def open(self) -> None:
-        """Once, whoever comes first."""
-        async with self.opening:
-            if not self.is_open:
-                await self.store.open()
-                self.is_open = True
+        """Once, whoever comes first. One that hangs is not begun a second time beside the first."""
+        if self.is_open:
+            return
+        if self.opening is None or self.opening.done():
+            self.opening = asyncio.create_task(self._open())
+            self.opening.add_done_callback(_look_at)
+        await asyncio.shield(self.opening)
+
+    async def _open(self) -> None:
+        await self.store.open()
+        self.is_open = True
+
+    async def close(self) -> None:
+        """Give up opening, and close the store."""
+        if self.opening is not None and not self.opening.done():
+            self.opening.cancel()
+            await asyncio.wait({self.opening}, timeout=self.deadline_s / 2)
+        await self.store.close()
 
     async def ask(self, call: Callable[[], Awaitable[Result]], otherwise: Result) -> Result:
         """The answer, or `otherwise` when there is none in time."""
@@ -96,6 +110,12 @@ class Tier:
         if self.health.is_good:
             log.warning("store tier %s is left alone for a while: %s", self.name, reason)
         self.health.failed()
+
+
+def _look_at(task: asyncio.Task[None]) -> None:
+    """So that nobody logs its error as forgotten: who still waited has it."""
+    if not task.cancelled():
+        task.exception()
 
 
 class _Late:
@@ -150,8 +170,11 @@ class TieredStore(KVStore):
 
     async def open(self) -> None:
         """Open all that can be opened now. Raises `ConfigError`: nobody wants an instance that quietly keeps nothing. A
-        server that is not there yet is asked again later."""
+        server that is not there yet is asked again later. May be called often: what was tried a moment ago is left
+        alone, as by every call."""
         for tier in self.tiers:
+            if not tier.health.may_be_asked:
+                continue
             try:
                 async with asyncio.timeout(tier.deadline_s):
                     await tier.open()
@@ -174,7 +197,7 @@ class TieredStore(KVStore):
         for tier in self.tiers:
             with suppress(KvferryError, TimeoutError):
                 async with asyncio.timeout(tier.deadline_s):
-                    await tier.store.close()
+                    await tier.close()
 
     # Blocks.
 

@@ -36,6 +36,7 @@ def tiers(**extra: Any) -> list[str]:
             ["memory:5368709120", "file:/kv%20a/?max_bytes=2147483648"],
         ),
         ({"store": "lmcache://kv:1"}, ["lmcache://kv:1"]),
+        ({"store": "lmcache://kv:1", "lmcache__chunk_size": 256}, ["lmcache://kv:1"]),
     ],
 )
 def test_what_lmcache_s_settings_mean(extra: dict[str, Any], found: list[str]) -> None:
@@ -52,6 +53,13 @@ def test_what_lmcache_s_settings_mean(extra: dict[str, Any], found: list[str]) -
         ({"lmcache__remote_url": "kv:65432"}, "no server that is known"),
         ({"lmcache__remote_ur": "lm://kv:1"}, "did you mean 'lmcache.remote_url'"),
         ({"lmcache__local_cpu": "perhaps"}, "lmcache.local_cpu"),
+        ({"store": "memory:1GiB", "lmcache__remote_url": "lm://kv:1"}, "remote_url is not read with store"),
+        ({"cpu_bytes_to_use": "20GiB"}, r"cpu_bytes_to_use is not read with lmcache\.\*; .* memory:20GiB"),
+        ({"max_bytes": "1GiB"}, r"max_bytes is not read with lmcache\.\*; .*URL"),
+        (
+            {"lmcache__local_cpu": False, "lmcache__remote_url": "lm://kv:1", "eviction_policy": "lru"},
+            "eviction_policy is not read",
+        ),
     ],
 )
 def test_what_cannot_be_is_told(extra: dict[str, Any], told: str) -> None:

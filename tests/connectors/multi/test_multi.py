@@ -240,6 +240,15 @@ def test_nobody_loads_layer_by_layer_beside_others(
     assert "would load layer by layer" in caplog.text
 
 
+def test_each_one_measures_how_fast_the_model_is(make: MakeEngine, tmp_path: Path) -> None:
+    """Nothing is loaded meanwhile: a step is told to each, though nothing happened in it."""
+    engine = make("kv_both", HAND_OFF, storage(tmp_path / "a"), storage(tmp_path / "b"))
+    engine.run(FakeRequest("a", PROMPT))
+    said = engine.scheduler.statistics()
+    assert said["1_prefill_tokens_per_s"] > 0
+    assert said["2_prefill_tokens_per_s"] > 0
+
+
 def test_requests_that_end_while_they_wait_or_load(make: MakeEngine, tmp_path: Path) -> None:
     engine = make("kv_both", HAND_OFF, storage(tmp_path))
     engine.run(FakeRequest("a", PROMPT))

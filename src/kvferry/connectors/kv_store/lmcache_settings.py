@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from urllib.parse import quote
 
 import msgspec
@@ -39,8 +39,21 @@ class LMCacheSettings(StoreSettings, frozen=True, kw_only=True, forbid_unknown_f
     chunk_size: int = msgspec.field(default=0, name="lmcache.chunk_size")
     """Without effect: KV is kept in blocks of the engine's size."""
 
+    def way(self) -> str:
+        """LMCache's words name the stores where no other key does."""
+        other = super().way()
+        return other if other in ("store", "shared_storage_path", "num_cpu_blocks") else "lmcache.*"
+
+    def keys_read(self) -> Collection[str]:
+        """`lmcache.chunk_size` has no effect in any way."""
+        if self.way() != "lmcache.*":
+            return (*super().keys_read(), "lmcache.chunk_size")
+        words = [one.encode_name for one in msgspec.structs.fields(type(self))]
+        evicts = ["eviction_policy"] if self.local_cpu or self.local_disk else []
+        return [*(word for word in words if word.startswith("lmcache.")), "codec", *evicts]
+
     def _urls(self, engine_block_size: int) -> str | Sequence[str]:
-        if self.store is not None or self.shared_storage_path or self.num_cpu_blocks is not None:
+        if self.way() != "lmcache.*":
             return super()._urls(engine_block_size)
         chosen = {"eviction": self.eviction_policy, "codec": self.codec}
         tiers = []

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, Literal
 from urllib.parse import quote, urlencode
 
 import msgspec
 
 from kvferry.connectors.api import ConnectorContext
-from kvferry.connectors.registry import BUILTIN, KV_STORE
+from kvferry.connectors.registry import BUILTIN, KV_STORE, find_connector
 from kvferry.core.errors import ConfigError, UnknownName
 from kvferry.core.layout import KVLayout
 from kvferry.core.names import resolve
@@ -23,7 +23,8 @@ from kvferry.store.tiers import TieredStore
 class StoreSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`kv_connector_extra_config` of `KVStoreConnector` and its other names. Seconds; sizes as 4GiB or numbers.
 
-    The stores are named by `store`, or else by `shared_storage_path`, by `num_cpu_blocks` or by `cpu_bytes_to_use`.
+    The stores are named by `store`, or else by `shared_storage_path`, by `num_cpu_blocks` or by `cpu_bytes_to_use`. A
+    key that goes with another of these is an error, so that nothing is set in vain.
     """
 
     store: str | list[str] | None = None
@@ -36,7 +37,8 @@ class StoreSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Host memory for that many blocks of `block_size` tokens."""
 
     block_size: int | None = None
-    """Tokens, a multiple of the engine's block size, in which `num_cpu_blocks` counts; None: the engine's."""
+    """Tokens, a multiple of the engine's block size, in which `num_cpu_blocks` counts; None: the engine's. Without
+    effect on `cpu_bytes_to_use`."""
 
     cpu_bytes_to_use: int | str | None = None
     """Host memory of that size."""
@@ -72,6 +74,14 @@ class StoreSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     timeout_s: float = 30.0
     """Longest wait for a hand-off's prefill, and for the blocks of one request."""
+
+    def way(self) -> str:
+        """The key that names the stores; empty where none does."""
+        return next((key for key in _READ_WITH if getattr(self, key) not in (None, "")), "")
+
+    def keys_read(self) -> Collection[str]:
+        """Those of the keys about stores that have an effect with this `way`."""
+        return (self.way(), *_READ_WITH.get(self.way(), ()))
 
     def specs(self, engine_block_size: int = 1) -> list[StoreSpec]:
         """The stores, checked. Raises `ConfigError`."""
@@ -159,11 +169,46 @@ def _read(config: KVTransferConfig) -> StoreSettings:
             "SharedStorageConnector needs kv_connector_extra_config.shared_storage_path: a directory that all"
             " instances share"
         )
+    _require_read(settings, config)
     if not settings.timeout_s > 0:
         raise ConfigError(f"kv_connector_extra_config.timeout_s must be greater than 0, got {settings.timeout_s:g}")
     return settings
 
 
+def _require_read(settings: StoreSettings, config: KVTransferConfig) -> None:
+    """Raise `ConfigError` for a key that would be ignored. What the connector's name brings along may be."""
+    defaults, read = find_connector(config).defaults, settings.keys_read()
+    for key, value in config.kv_connector_extra_config.items():
+        is_given = value not in (None, "") and value != defaults.get(key)
+        if is_given and is_about_stores(key) and key not in read:
+            raise ConfigError(f"kv_connector_extra_config.{key} is not read with {settings.way()}; {_hint(key, value)}")
+
+
+def is_about_stores(key: str) -> bool:
+    """Whether a key says something of the stores and is only read with some of the keys that name them. That two of
+    those are given is told by `StoreSettings.specs`."""
+    return key.startswith("lmcache.") or key in _OF_ONE_WAY
+
+
+def _hint(key: str, value: Any) -> str:
+    if key in _IN_URL:
+        said = str(value).lower() if isinstance(value, bool) else value
+        return f"write it in the store's URL (store): …?{_IN_URL[key]}={said}"
+    if key == "cpu_bytes_to_use":
+        return f"name a store of that size, store: memory:{value}, or leave out one of the two"
+    return "leave out one of the two"
+
+
+_READ_WITH: dict[str, tuple[str, ...]] = {
+    "store": (),
+    "shared_storage_path": ("eviction_policy", "codec", "max_bytes", "fsync", "access"),
+    "num_cpu_blocks": ("eviction_policy", "codec", "block_size"),
+    "cpu_bytes_to_use": ("eviction_policy", "codec", "block_size"),
+}
+"""The keys that name stores, the first that is given counts, and what else is read with each."""
+_OF_ONE_WAY = {"cpu_bytes_to_use"}.union(*_READ_WITH.values())
+_IN_URL = {"eviction_policy": "eviction"} | {name: name for name in ("codec", "max_bytes", "fsync", "access")}
+"""Keys that are options of a store's URL, by their names there."""
 _CHOICES = {
     "write": ("through", "back"),
     "load": ("async", "layerwise", "auto"),

@@ -218,7 +218,8 @@ class MultiSchedulerSide(SchedulerSide[MultiPlan]):
         return bool(self._loads or self._holds) or any(child.has_work() for child in self._children)
 
     def completed(self, report: TransferReport) -> None:
-        """Loads are told to the one that loaded, all else to all."""
+        """Loads are told to the one that loaded, all else to all. Each is called for each step, as it would be alone:
+        it may measure how long steps take."""
         for event in report:
             if isinstance(event, Failed) and isinstance(event.error, ChildLost):
                 self._is_lost(self._chosen.get(event.request_id))
@@ -228,8 +229,7 @@ class MultiSchedulerSide(SchedulerSide[MultiPlan]):
                 for event in report
                 if isinstance(event, Released) or self._chosen.get(event.request_id, index) == index
             ]
-            if part:
-                self._try(index, partial(child.completed, part), None)
+            self._try(index, partial(child.completed, part), None)
         for event in report:
             if isinstance(event, Released):
                 self._held.discard(event.request_id)
