@@ -58,6 +58,7 @@ def test_chat_is_split() -> None:
 def test_whole(body: dict[str, Any], reason: str) -> None:
     assert plan(body) == Whole(reason)
     assert plan(body, indent=4) == Whole(reason)
+    assert plan(body, indent=200) == Whole(reason)
 
 
 def test_without_prefill_instances_all_is_whole() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import msgspec
 
 from kvferry.router.body import RequestBody
@@ -21,6 +23,8 @@ class Whole(msgspec.Struct, frozen=True):
 
 
 Plan = Split | Whole
+
+_BATCH = re.compile(rb'[ \t\r\n]*\[[ \t\r\n]*["\[]')
 
 
 def make_plan(path: str, body: RequestBody, pools: Pools) -> Plan:
@@ -58,12 +62,9 @@ def _cannot_be_shared(body: RequestBody, pools: Pools) -> str | None:
 
 
 def is_batch(prompt: bytes) -> bool:
-    """Whether the JSON text is a list of strings or of lists (a list of numbers is one prompt).
-
-    Looks at the first characters only: a prompt may be very long.
-    """
-    start = prompt[:64].lstrip()
-    return start[:1] == b"[" and start[1:].lstrip()[:1] in (b'"', b"[")
+    """Whether the JSON text is a list of strings or of lists (a list of numbers is one prompt). A prompt may be very
+    long, so only its beginning is looked at."""
+    return _BATCH.match(prompt) is not None
 
 
 def _asks_for_no_token(body: RequestBody) -> bool:
