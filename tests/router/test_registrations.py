@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import socket
+import threading
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -365,6 +367,67 @@ def test_settings_of_the_instance() -> None:
     assert config is not None
     assert config.routers == ("http://a:1", "http://b:2", "http://c:3")
     assert config.role == "decode"
+    assert config.tls is None
+
+
+def test_the_routers_authority_is_read_before_anything_is_loaded(tmp_path: Path) -> None:
+    broken = tmp_path / "ca.pem"
+    broken.write_text("no certificate")
+    for ca in (tmp_path / "missing.pem", broken, tmp_path):
+        with pytest.raises(ConfigError, match="--register-ca"):
+            make_registrar(("https://127.0.0.1:1",), "decode", TOKEN, ca=ca)
+
+
+async def test_a_fault_is_logged_and_ends_no_registration(caplog: pytest.LogCaptureFixture) -> None:
+    d, num_asked = a_decode(), 0
+
+    async def answers() -> bool:
+        nonlocal num_asked
+        num_asked += 1
+        if num_asked == 1:
+            raise RuntimeError("nobody thought of this")
+        return True
+
+    async with (
+        instances(d),
+        routing([], [], HTTP, **SOON) as (first, first_url),
+        routing([], [], HTTP, **SOON) as (second, second_url),
+    ):
+        config = RegistrarConfig(routers=(first_url, second_url), role="decode", key=SEALING, url=d.url)
+        async with registering(Registrar(config, "", 0, answers)):
+            await holds(lambda: urls(first) == urls(second) == [d.url])
+    assert "nobody thought of this" in caplog.text
+
+
+async def test_the_address_towards_a_router_is_looked_up_beside_the_loop_and_once(monkeypatch: Any) -> None:
+    d, look_up, threads, num_asked = a_decode(), socket.getaddrinfo, [], 0
+
+    def looking_up(*args: Any, **more: Any) -> Any:
+        if socket.SOCK_DGRAM in (*args, *more.values()):
+            threads.append(threading.current_thread())
+        return look_up(*args, **more)
+
+    async def answers() -> bool:
+        nonlocal num_asked
+        num_asked += 1
+        return True
+
+    monkeypatch.setattr(socket, "getaddrinfo", looking_up)
+    async with instances(d), routing([], [], HTTP, **{**SOON, "registration_lease_s": 0.3}) as (router, url):
+        config = RegistrarConfig(routers=(url,), role="decode", key=SEALING)
+        async with registering(Registrar(config, "0.0.0.0", int(d.url.rpartition(":")[2]), answers)):
+            await holds(lambda: urls(router) == [d.url] and num_asked > 5)
+    assert len(threads) == 1
+    assert threads[0] is not threading.current_thread()
+
+
+async def test_a_router_whose_name_is_none_keeps_no_other_waiting(caplog: pytest.LogCaptureFixture) -> None:
+    d = a_decode()
+    async with instances(d), routing([], [], HTTP, **SOON) as (router, url):
+        config = RegistrarConfig(routers=("http://a..b:1", url), role="decode", key=SEALING)
+        async with registering(Registrar(config, "0.0.0.0", int(d.url.rpartition(":")[2]))):
+            await holds(lambda: urls(router) == [d.url] and "a..b" in caplog.text)
+    assert "--advertise-url" in caplog.text
 
 
 async def test_one_that_listens_everywhere_names_the_address_towards_the_router() -> None:

@@ -143,7 +143,7 @@ def _visitor(documents: Iterator[Document], what: Warm, report: _Report) -> Visi
     async def visit(url: str) -> None:
         token = os.environ.get(TOKEN_VARIABLE, "")
         key = what.admin_key or (fleet_key(token) if token else None)
-        async with HttpClient(tls=client_context(what.ca) if url.startswith("https") else None) as client:
+        async with HttpClient(tls=client_context(what.ca, "--ca") if url.startswith("https") else None) as client:
             await warm_all(
                 await find_instances(Server(client, url, key)),
                 documents,

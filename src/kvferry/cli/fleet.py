@@ -144,7 +144,7 @@ async def _exchange(where: Where, method: str, path: str, body: object) -> tuple
     key = where.admin_key or (fleet_key(token) if token else None)
     headers: RawHeaders = [] if key is None else [bearer(key)]
     sent = None if body is None else msgspec.json.encode(body)
-    tls = client_context(where.router_ca) if where.router.startswith("https") else None
+    tls = client_context(where.router_ca, "--router-ca") if where.router.startswith("https") else None
     async with HttpClient(tls=tls) as client:
         origin = Origin.parse(where.router.rstrip("/"))
         status, _, content = await client.ask(origin, method, path, timeout_s=_ASK_S, headers=headers, body=sent)

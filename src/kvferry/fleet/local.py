@@ -68,7 +68,7 @@ class LocalFleet:
         if not self.spec.is_split:
             require_nothing_said(self.access, self.limits)
             return
-        make_registrar(self.instance.register, "both", os.environ.get(TOKEN_VARIABLE, ""))
+        make_registrar(self.instance.register, "both", os.environ.get(TOKEN_VARIABLE, ""), ca=self.instance.register_ca)
         if self.instance.advertise_url is not None:
             raise ConfigError("--advertise-url is for one instance alone, not for a fleet of several")
 

@@ -140,7 +140,7 @@ class InstanceAccess:
 
     def tls_context(self) -> ssl.SSLContext:
         """For connections to https:// URLs. Raises `ConfigError` when a file cannot be used."""
-        return client_context(self.instance_ca, self.instance_cert)
+        return client_context(self.instance_ca, "--instance-ca", self.instance_cert)
 
 
 def _keys_in(path: Path) -> tuple[str, ...]:

@@ -10,11 +10,13 @@ import asyncio
 import logging
 import secrets
 import socket
+import ssl
 from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -65,6 +67,14 @@ class RegistrarConfig:
                 "--register needs KVFERRY_AUTH_TOKEN in the environment, the same as the routers': it authenticates"
                 " registrations"
             )
+        _ = self.tls  # so that a file that cannot be used is found now, not when a model has been loaded
+
+    @cached_property
+    def tls(self) -> ssl.SSLContext | None:
+        """How routers at https:// URLs are known. Its file is read once."""
+        if self.ca is None and not any(Origin.parse(one.rstrip("/")).tls for one in self.routers):
+            return None
+        return client_context(self.ca, "--register-ca")
 
 
 def make_registrar(
@@ -108,13 +118,10 @@ class Registrar:
         self._changed, self._done = asyncio.Event(), asyncio.Event()
 
     async def run(self) -> None:
-        """Tell all routers, until `leave` has been called and is done. Raises `ConfigError` for a file that cannot be
-        used."""
-        config = self._config
-        tls = client_context(config.ca) if any(one.startswith("https") for one in config.routers) else None
+        """Tell all routers, until `leave` has been called and is done."""
         try:
-            async with HttpClient(tls=tls) as client, asyncio.TaskGroup() as group:
-                for router in config.routers:
+            async with HttpClient(tls=self._config.tls) as client, asyncio.TaskGroup() as group:
+                for router in self._config.routers:
                     group.create_task(self._keep(client, Origin.parse(router.rstrip("/"))))
         finally:
             self._done.set()
@@ -163,17 +170,18 @@ class Registrar:
             if answer.unknown_router:  # it was started anew, or this is the first word
                 answer = await self._ask(client, router, state)
             return router.heard(answer, self._config.role)
-        except KvferryError as error:
+        except Exception as error:  # noqa: BLE001 - a fault of our own must not end the registration unheard
             return router.failed(error)
 
     async def _ask(self, client: HttpClient, router: _Router, state: State) -> Registered:
         config = self._config
+        url = config.url or await self._url_for(router)
         self._number = max(self._number + 1, int(SYSTEM_CLOCK.wall() * 1e9))
         announcement = Announcement(
             router=router.name,
             process=self._process,
             number=self._number,
-            url=config.url or self._url_for(router.origin),
+            url=url,
             role=config.role,
             state=state,
             engine_id=config.engine_id,
@@ -197,9 +205,12 @@ class Registrar:
         router.name = answer.router
         return answer
 
-    def _url_for(self, router: Origin) -> str:
+    async def _url_for(self, router: _Router) -> str:
         """Where that router reaches this process, which may listen on all of the machine's addresses."""
-        host = self._host if self._host not in _WILDCARDS else _own_address(router)
+        host = self._host
+        if host in _WILDCARDS:
+            router.address = router.address or await _look_up(router.origin)
+            host = _own_address(router.address, router.origin)
         return f"{self._config.scheme}://{authority(host, self._port)}"
 
 
@@ -261,6 +272,8 @@ class _Router:
         self.origin = origin
         self.name = ""
         """What the router calls itself; empty until it has answered."""
+        self.address: _Address | None = None
+        """Where it is, looked up once while it answers."""
         self.drained = False
         self.lost = False
         """Whether it did not answer, or refused, when it was last told."""
@@ -275,12 +288,14 @@ class _Router:
         self._trouble, self._wait_s = None, _FIRST_WAIT_S
         return answer.lease_s / _RENEWALS_PER_LEASE
 
-    def failed(self, error: KvferryError) -> float:
-        """It did not, or refused; likewise."""
-        self.lost = True
-        if str(error) != self._trouble:
-            logger.warning("not registered at %s: %s", self.origin, error)
-        self._trouble = str(error)
+    def failed(self, error: Exception) -> float:
+        """It did not, or refused, or it was not even told; likewise."""
+        self.lost, self.address = True, None
+        expected = isinstance(error, KvferryError)
+        trouble = str(error) if expected else repr(error)
+        if trouble != self._trouble:
+            logger.warning("not registered at %s: %s", self.origin, trouble, exc_info=None if expected else error)
+        self._trouble = trouble
         self._wait_s = min(2 * self._wait_s, _MOST_WAIT_S)
         return self._wait_s
 
@@ -293,12 +308,33 @@ def _complaint(content: bytes) -> str:
         return content[:200].decode(errors="replace")
 
 
-def _own_address(peer: Origin) -> str:
-    """This machine's address on the way to a peer. Nothing is sent. Raises `ConfigError`."""
+_Address = tuple[socket.AddressFamily, Any]
+"""As the socket module has it."""
+
+
+async def _look_up(peer: Origin) -> _Address:
+    """A peer's address, within `_ASK_S`. Raises `ConfigError`."""
     try:
-        family, _, _, _, address = socket.getaddrinfo(peer.host, peer.port, type=socket.SOCK_DGRAM)[0]
+        async with asyncio.timeout(_ASK_S):
+            found = await asyncio.get_running_loop().getaddrinfo(peer.host, peer.port, type=socket.SOCK_DGRAM)
+    except TimeoutError as error:
+        raise _no_way(peer, f"its name was not looked up within {_ASK_S:g} s") from error
+    except (OSError, UnicodeError) as error:
+        raise _no_way(peer, getattr(error, "strerror", None) or str(error)) from error
+    family, _, _, _, address = found[0]
+    return family, address
+
+
+def _own_address(way: _Address, peer: Origin) -> str:
+    """This machine's address on the way to a peer. Nothing is sent, nothing waited for. Raises `ConfigError`."""
+    family, address = way
+    try:
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect(address)
             return str(probe.getsockname()[0])
     except OSError as error:
-        raise ConfigError(f"no way to {peer}: {error.strerror or error}; say --advertise-url") from error
+        raise _no_way(peer, error.strerror or str(error)) from error
+
+
+def _no_way(peer: Origin, reason: str) -> ConfigError:
+    return ConfigError(f"no way to {peer}: {reason}; say --advertise-url")

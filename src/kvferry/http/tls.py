@@ -21,12 +21,13 @@ def server_context(cert: Path, key: Path | None, client_ca: Path | None) -> ssl.
     return context
 
 
-def client_context(ca: Path | None, cert: Path | None = None, key: Path | None = None) -> ssl.SSLContext:
-    """For connections to instances: `ca` vouches for them (the system's authorities when None), `cert` for us."""
+def client_context(ca: Path | None, ca_name: str, cert: Path | None = None, key: Path | None = None) -> ssl.SSLContext:
+    """For connections to servers: `ca` vouches for them (the system's authorities when None), `cert` for us.
+    `ca_name` is the flag that names `ca`."""
     context = ssl.create_default_context()
     if ca is not None:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-        load_authority(context, ca, "--instance-ca")
+        load_authority(context, ca, ca_name)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     if cert is not None:
         load_certificate(context, cert, key, "--instance-cert", "--instance-cert")
