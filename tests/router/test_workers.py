@@ -266,6 +266,23 @@ async def test_a_file_that_becomes_unusable_ends_nothing_but_the_worker_that_rea
         await until(lambda: router.num_listening() == 2)
 
 
+async def test_a_new_first_worker_follows_the_file_from_where_the_last_one_was(tmp_path: Path) -> None:
+    path, (a, b, c) = tmp_path / "instances", [Peer("decode", answer, facts=DECODE) for _ in range(3)]
+    async with instances(a, b, c):
+        path.write_text(f"decode {a.url}\ndecode {b.url}\n")
+        async with workers([], [], instances_file=path) as router:
+            path.write_text(f"decode {b.url}\ndecode {c.url}\n")
+            await until(lambda: _names_are(router, ["decode-1", "decode-2"]))
+            os.kill(router.pids[0], signal.SIGKILL)
+            await until(lambda: router.num_listening() == 2 and router.pids[0] not in router.now())
+            await until(lambda: _names_are(router, ["decode-1", "decode-2"]))
+            path.write_text(f"decode {c.url}\n")
+            await until(lambda: _names_are(router, ["decode-2"]))
+            b.calls.clear()
+            assert {await complete(router) for _ in range(4)} == {200}
+            assert not b.calls
+
+
 async def test_keys_are_those_of_the_start_at_each_worker(tmp_path: Path) -> None:
     d, keys = Peer("decode", answer, facts=DECODE), tmp_path / "keys"
     keys.write_text("first\n")

@@ -220,11 +220,17 @@ def build_router(
     http: HttpConfig | None = None,
     access: InstanceAccess | None = None,
     clock: Clock | None = None,
+    *,
+    file_text: str | None = None,
 ) -> Router:
-    """All parts, joined. Raises `ConfigError` when the instances named make no router, or a file cannot be used."""
+    """All parts, joined. Raises `ConfigError` when the instances named make no router, or a file cannot be used.
+
+    `file_text` is for the successor of another process, whose instances it takes over instead of those that are named:
+    what the file of instances said when that process last followed it.
+    """
     http, access = http or HttpConfig(), access or InstanceAccess()
     clock = clock or SystemClock()
-    pools = Pools.from_config(config, clock)
+    pools = Pools.from_config(config, clock) if file_text is None else Pools.empty(clock)
     upstream, metrics = Upstream(config, clock, access, http.fleet_keys), Metrics()
     releases = Releases(upstream, metrics, config.release_timeout_s)
     services = Services(
@@ -241,7 +247,7 @@ def build_router(
     turns = Turns(config.max_in_flight, config.max_waiting, config.waiting_timeout_s)
     tenants = Tenants.from_config(config, clock)
     health = Health(pools, upstream, config, clock)
-    membership = Membership(config, pools, upstream)
+    membership = Membership(config, pools, upstream, file_text)
     registrations = Registrations(config, http.registration_key, pools, upstream, clock, membership.names)
     feeds = EventFeeds(pools, services.chooser.index, metrics, config.instance_kv_events)
     clients = Guard(http.api_keys(), http.admin_keys(), http.fleet_keys)

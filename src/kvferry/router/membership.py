@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 from kvferry.core.errors import ConfigError, TransferError
@@ -38,13 +39,21 @@ Wanted = dict[str, tuple[LegRole, int]]
 class Membership:
     """Changes `Pools`."""
 
-    def __init__(self, config: RouterConfig, pools: Pools, upstream: Upstream) -> None:
-        """Raises `ConfigError` when there is a file of instances that cannot be used."""
+    def __init__(self, config: RouterConfig, pools: Pools, upstream: Upstream, file_text: str | None = None) -> None:
+        """`file_text`: what a predecessor, whose instances are taken over, last read in the file of instances. Raises
+        `ConfigError` when there is such a file and it cannot be used."""
         self._config, self._pools, self._upstream = config, pools, upstream
         self._wanted: Wanted = {}
         self._last_text = self._applied_text = ""
         self._last_error = ""
-        if config.instances_file is not None:
+        self.file_text = ""
+        """What the file said when it was last followed."""
+        self.all_know: Callable[[Instance], bool] = lambda instance: True
+        """Whether all processes of this router know that an instance is drained, and have said what they do there."""
+        if config.instances_file is not None and file_text is not None:
+            self._wanted = _parse(file_text, config.instances_file)
+            self.file_text = self._last_text = self._applied_text = file_text
+        elif config.instances_file is not None:
             self._last_text = _read(config.instances_file)
             self._apply(self._last_text, config.instances_file)
 
@@ -129,7 +138,7 @@ class Membership:
             logger.exception("whether %s is drained could not be seen", instance)
 
     async def _look_at(self, instance: Instance) -> None:
-        drained = await self._is_idle(instance) and not instance.is_held
+        drained = await self._is_idle(instance) and self.all_know(instance) and not instance.is_held
         if instance not in self._pools.leaving:
             return  # it was removed meanwhile
         if drained and not instance.drained:
@@ -199,7 +208,7 @@ class Membership:
             raise ConfigError(f"{path} names no decode instance; a router needs at least one ('decode URL')")
         if not wanted:
             raise ConfigError(f"{path} names no instance; remove them by `kvferry fleet drain` if that is meant")
-        before, self._wanted = self._wanted, wanted
+        before, self._wanted, self.file_text = self._wanted, wanted, text
         for instance in [one for one in self._pools if one.url in before]:
             self._keep_or_retire(instance, before[instance.url], wanted.get(instance.url))
         for url, (role, port) in wanted.items():

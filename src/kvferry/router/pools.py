@@ -90,6 +90,11 @@ class Pools:
             decode=RolePool("decode", config.decode_url, clock=clock),
         )
 
+    @classmethod
+    def empty(cls, clock: Clock) -> Pools:
+        """Without any instance yet."""
+        return cls(RolePool("prefill", (), clock=clock), RolePool("decode", (), clock=clock))
+
     def __iter__(self) -> Iterator[Instance]:
         yield from self.prefill.instances
         yield from self.decode.instances

@@ -11,7 +11,7 @@ import asyncio
 import hmac
 import json
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from weakref import WeakKeyDictionary
 
@@ -27,12 +27,12 @@ from kvferry.http.routes import Handler, Route, Routes
 from kvferry.router.admin import INSTANCES_PATH
 from kvferry.router.app import DECISIONS_PATH, Router, wanted_decisions
 from kvferry.router.headers import for_client, for_instance
-from kvferry.router.instance import Instance
+from kvferry.router.instance import Instance, LegRole
 from kvferry.router.metrics import CONTENT_TYPE
 from kvferry.router.policies.base import Asked, Choice
 from kvferry.router.prompt import Prefix
 from kvferry.router.summed import summed
-from kvferry.router.worker_messages import Counts, Placed, Report, WorkerMember
+from kvferry.router.worker_messages import Counts, Members, Placed, Report, WorkerMember
 
 _SECRET = b"x-kvferry-worker"
 _MOST_PLACED = 4096
@@ -51,11 +51,17 @@ class Siblings:
         self._counts: dict[int, dict[str, Counts]] = {}
         self._applied: WeakKeyDictionary[Instance, Counts] = WeakKeyDictionary()
         self._placed: deque[Placed] = deque(maxlen=_MOST_PLACED)
-        self._members: list[WorkerMember] | None = None
+        self._members: Members | None = None
+        self._version = 0
+        self._others: set[int] | None = None
+        self._followed: dict[int, int] = {}
+        self._told: WeakKeyDictionary[Instance, int] = WeakKeyDictionary()
         self.last_report = Report()
         self._chooser.on_placed = self._note_placed
         self.on_change: Callable[[], object] = lambda: None
         """Called when there is something to report that should not wait."""
+        if self.leads:
+            router.membership.all_know = self.all_know
 
     @property
     def leads(self) -> bool:
@@ -70,10 +76,11 @@ class Siblings:
         members = self._new_members() if self.leads else None
         placed = list(self._placed)
         self._placed.clear()
-        if counts == self.last_report.counts and not placed and members is None:
+        now = Report(counts=counts, followed=self._version)
+        if now == self.last_report and not placed and members is None:
             return None
-        self.last_report = Report(counts=counts)
-        return Report(counts=counts, placed=placed, members=members)
+        self.last_report = now
+        return Report(counts=counts, placed=placed, members=members, followed=self._version)
 
     def _own(self, instance: Instance) -> Counts:
         load, others = instance.load, self._applied.get(instance, _NOTHING)
@@ -85,15 +92,15 @@ class Siblings:
             load.num_decodes - others.num_decodes,
         )
 
-    def _new_members(self) -> list[WorkerMember] | None:
-        now = [
-            WorkerMember(one.name, one.role, one.url, one.bootstrap_port, one.draining, one.drained)
-            for one in self._pools
-        ]
+    def _new_members(self) -> Members | None:
+        now = Members([_as_member(one) for one in self._pools], self._router.membership.file_text, self._version)
         if now == self._members:
             return None
-        self._members = now
-        return now
+        self._version += 1
+        self._members = Members(now.instances, now.file_text, self._version)
+        for instance in self._pools.leaving:
+            self._told.setdefault(instance, self._version)
+        return self._members
 
     def _note_placed(self, asked: Asked, choice: Choice[Instance]) -> None:
         prefill = choice.prefill.name if choice.prefill is not None else None
@@ -102,16 +109,17 @@ class Siblings:
 
     # What is heard.
 
-    def meet(self, ports: dict[int, int]) -> None:
-        """Who serves now, and where."""
+    def meet(self, ports: dict[int, int], starting: Iterable[int] = ()) -> None:
+        """Who serves now, and where, and who soon will."""
         self._ports = {number: port for number, port in ports.items() if number != self._number}
+        self._others = {*ports, *starting} - {self._number}
         self.last_report = Report()  # for who is new
 
     def hear(self, report: Report) -> None:
         """Of another worker."""
         if report.members is not None and not self.leads:
             self.follow(report.members)
-        self._counts[report.number] = report.counts
+        self._counts[report.number], self._followed[report.number] = report.counts, report.followed
         for instance in self._pools:
             self._apply(instance)
         by_name = {one.name: one for one in self._pools}
@@ -138,16 +146,25 @@ class Siblings:
         load.num_prefills += now.num_prefills - before.num_prefills
         load.num_decodes += now.num_decodes - before.num_decodes
 
-    def follow(self, members: list[WorkerMember]) -> None:
+    def all_know(self, instance: Instance) -> bool:
+        """Whether all others have been told that an instance is drained, and have said since what they do there: one
+        that does not know may be giving it a request."""
+        version = self._told.get(instance)
+        if version is None or self._others is None:
+            return False
+        return all(self._followed.get(number, 0) >= version for number in self._others)
+
+    def follow(self, members: Members) -> None:
         """Have these instances, and no others."""
-        known = {one.name: one for one in self._pools}
-        for member in members:
-            instance = known.pop(member.name, None)
+        self._version = members.version
+        known = {_identity(one): one for one in self._pools}
+        for member in members.instances:
+            instance = known.pop(_identity(member), None)
             if instance is None:
                 instance = self._pools.pool(member.role).add(member.url, member.bootstrap_port, name=member.name)
             if member.draining:
                 self._pools.retire(instance)
-            instance.drained = member.drained
+            instance.drained, instance.leaves_by_itself = member.drained, member.leaves_by_itself
         for gone in known.values():
             self._pools.retire(gone)
             self._router.membership.forget(gone)
@@ -252,6 +269,17 @@ _NOTHING = Counts()
 
 def _key(instance: Instance) -> str:
     return f"{instance.name} {instance.url}"
+
+
+def _identity(one: Instance | WorkerMember) -> tuple[str, LegRole, str, int]:
+    """Names alone do not say it: a process that starts later gives them anew."""
+    return one.name, one.role, one.url, one.bootstrap_port
+
+
+def _as_member(one: Instance) -> WorkerMember:
+    return WorkerMember(
+        one.name, one.role, one.url, one.bootstrap_port, one.draining, one.drained, one.leaves_by_itself
+    )
 
 
 def _told(text: bytes) -> list[dict[str, dict[str, float]]]:

@@ -67,10 +67,12 @@ class RouterWorker:
 
     def __init__(self, begin: Begin, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._begin, self._reader, self._writer = begin, reader, writer
-        self._router = build_router(begin.router, begin.http, begin.access)
+        members = begin.members
+        file_text = None if members is None else members.file_text
+        self._router = build_router(begin.router, begin.http, begin.access, file_text=file_text)
         self._siblings = Siblings(self._router, begin.number, begin.secret)
-        if begin.members is not None:
-            self._siblings.follow(begin.members)
+        if members is not None:
+            self._siblings.follow(members)
         self._siblings.on_change = self._tell_news
         self._server = HttpServer(self._siblings.routes(), begin.http, Lifecycle("router"))
         own = HttpConfig(port=0, max_body_bytes=begin.http.max_body_bytes, limits=begin.http.limits)
@@ -101,8 +103,8 @@ class RouterWorker:
         """What the parent says; its end is ours."""
         while line := await self._next():
             match from_parent(line):
-                case Peers(ports):
-                    self._siblings.meet(ports)
+                case Peers(ports, starting):
+                    self._siblings.meet(ports, starting)
                 case Report() as report:
                     self._siblings.hear(report)
                 case Follow(members):

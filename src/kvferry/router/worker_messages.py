@@ -26,6 +26,16 @@ class WorkerMember(msgspec.Struct, frozen=True):
     bootstrap_port: int
     draining: bool = False
     drained: bool = False
+    leaves_by_itself: bool = False
+
+
+class Members(msgspec.Struct, frozen=True):
+    """All instances, as the first worker has them. `file_text`: what --instances-file said when it was last followed.
+    `version` grows with every change, also when the first worker is replaced."""
+
+    instances: list[WorkerMember]
+    file_text: str = ""
+    version: int = 0
 
 
 class Counts(msgspec.Struct, frozen=True, array_like=True):
@@ -57,7 +67,7 @@ class Begin(msgspec.Struct, frozen=True, tag=True):
     router: RouterConfig
     http: HttpConfig
     access: InstanceAccess
-    members: list[WorkerMember] | None = None
+    members: Members | None = None
 
 
 class WorkerReady(msgspec.Struct, frozen=True, tag=True):
@@ -74,24 +84,26 @@ class WorkerFailed(msgspec.Struct, frozen=True, tag=True):
 
 class Report(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """Of a worker, again and again; passed on to all others. `counts` by instance; `members`: the first worker's, when
-    they have changed. `number` is set by the parent."""
+    they have changed. `followed`: the version of the members by which it goes. `number` is set by the parent."""
 
     number: int = 0
     counts: dict[str, Counts] = {}
     placed: list[Placed] = []
-    members: list[WorkerMember] | None = None
+    members: Members | None = None
+    followed: int = 0
 
 
 class Peers(msgspec.Struct, frozen=True, tag=True):
-    """To all workers: the ports of those that serve, by number."""
+    """To all workers: the ports of those that serve, by number, and the numbers of those that are being started."""
 
     ports: dict[int, int]
+    starting: list[int] = []
 
 
 class Follow(msgspec.Struct, frozen=True, tag=True):
     """To a worker other than the first: have these members."""
 
-    members: list[WorkerMember]
+    members: Members
 
 
 class StopWorker(msgspec.Struct, frozen=True, tag=True):

@@ -31,12 +31,12 @@ from kvferry.router.worker_messages import (
     LONGEST_LINE,
     Begin,
     Follow,
+    Members,
     Peers,
     Report,
     StopWorker,
     ToWorker,
     WorkerFailed,
-    WorkerMember,
     WorkerReady,
     from_worker,
     to_line,
@@ -93,7 +93,7 @@ class Workers:
     silent_s: ClassVar[float] = SILENT_S
     _secret: str = field(default_factory=secrets.token_hex)
     _running: dict[int, _Worker] = field(default_factory=dict)
-    _members: list[WorkerMember] | None = None
+    _members: Members | None = None
     _told_ready: bool = False
     _failed: str = ""
     _ending: asyncio.Event = field(default_factory=asyncio.Event)
@@ -185,6 +185,7 @@ class Workers:
         worker = self._running[number] = _Worker(number, process, reader, writer, now, now)
         level = logging.getLevelName(logging.getLogger().getEffectiveLevel()).lower()
         worker.tell(Begin(number, self._secret, level, divided(self.config), self.http, self.access, self._members))
+        self._tell_peers()
         if self._ending.is_set():
             worker.tell(StopWorker())
         return worker
@@ -205,10 +206,12 @@ class Workers:
     def _pass_on(self, number: int, report: Report) -> None:
         if report.members is not None:
             self._members = report.members
-        said = Report(number, report.counts, report.placed, report.members)
+        said = Report(number, report.counts, report.placed, report.members, report.followed)
         for other in self._running.values():
             if other.number != number and other.port is not None:
                 other.tell(said)
+            elif other.number != number and report.members is not None:
+                other.tell(Follow(report.members))  # it may take requests before it says that it serves
 
     def _forget(self, number: int) -> None:
         """What it had given instances to do is over."""
@@ -218,8 +221,9 @@ class Workers:
 
     def _tell_peers(self) -> None:
         ports = {one.number: one.port for one in self._running.values() if one.port is not None}
+        peers = Peers(ports, [one.number for one in self._running.values() if one.port is None])
         for worker in self._running.values():
-            worker.tell(Peers(ports))
+            worker.tell(peers)
             if self._members is not None and worker.number:
                 worker.tell(Follow(self._members))
 
