@@ -17,6 +17,9 @@ import pytest
 
 from conftest import ModelMaker
 from kvferry.cli.main import main
+from kvferry.cli.warming import Document, Server, Warming
+from kvferry.core.kept import KeptBlocks, TierShare
+from kvferry.http.client import HttpClient
 from kvferry.store import upkeep
 from support.processes import AUTH_TOKEN, KvferryProcess, cluster, kvferry, until
 
@@ -80,9 +83,12 @@ def test_at_an_instance_all_tiers_have_it_pinned_and_prompts_that_begin_so_load_
         [other] = warm(document, "--url", running.url, "--cache-salt", "a tenant")
         assert other["num_before"] == 0, "another tenant's was found"
         assert "either prompt" in warm(lines, "--url", running.url, code=2)[0]["error"]
-    num_of_first_line = 100 // 16  # what comes before a line that is wrong is kept
-    pinned = sum(entry.is_pinned for entry in upkeep.entries(folder))
-    assert pinned == one["num_blocks"] + other["num_blocks"] + num_of_first_line
+        num_of_first_line = 100 // 16  # what comes before a line that is wrong is kept
+        pinned = sum(entry.is_pinned for entry in upkeep.entries(folder))
+        assert pinned == one["num_blocks"] + other["num_blocks"] + num_of_first_line
+        [freed] = warm(document, "--url", running.url, "--unpin")
+        assert (freed["error"], freed["num_kept"], freed["num_pinned"]) == (None, one["num_blocks"], 0)
+        assert sum(entry.is_pinned for entry in upkeep.entries(folder)) == pinned - one["num_blocks"]
     with instance(model, tmp_path / "log2", transfer(f"file:{folder}")) as fresh:
         answer = fresh.complete(TEXT)
         assert answer["choices"][0]["token_ids"] == alone["choices"][0]["token_ids"]
@@ -131,6 +137,37 @@ def test_with_an_engine_of_its_own_which_ends_with_it(model_maker: ModelMaker, t
     assert not [one for one in psutil.Process().children(recursive=True) if str(folder) in " ".join(one.cmdline())]
     [full] = warm(document, *own, "--store", f"file:{tmp_path}/small?max_bytes=40kB", code=1)
     assert f"of {good['num_blocks']} blocks" in full["error"]
+
+
+@pytest.mark.parametrize("num_present", [4, 3])
+async def test_what_others_have_on_its_way_to_the_store_is_not_waited_for(
+    num_present: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A busy instance always has something on its way: all blocks there, or no more coming, is the end."""
+    monkeypatch.setattr("kvferry.cli.warming.STALLED_S", 0.0)
+    pinned = []
+
+    class Busy(Server):
+        """Blocks are there once it has computed, and it is never settled."""
+
+        computed = False
+
+        async def ask(self, method: str, path: str, body: Any, answer_type: Any, timeout_s: float = 1.0) -> Any:
+            if path == "/v1/completions":
+                Busy.computed = True
+                return {}
+            pinned.append(body.get("pin"))
+            num = num_present if Busy.computed else 0
+            return KeptBlocks(
+                num_tokens=8, block_size=2, num_blocks=4, tiers=[TierShare("0", num, num, True)], is_settled=False
+            )
+
+    async with HttpClient() as client:
+        document = Document("d", {"prompt": [1] * 8})
+        one = Warming(Busy(client, "http://127.0.0.1:1"), document, None, 60.0, lambda *_: None)
+        outcome = await one.run(pin=True)
+    assert (outcome.num_kept, outcome.error is None) == (num_present, num_present == 4)
+    assert (pinned[-1] is True) == (num_present == 4)
 
 
 def test_what_cannot_be_is_one_line(model_maker: ModelMaker, tmp_path: Path, document: Path) -> None:

@@ -245,6 +245,34 @@ def test_what_a_crash_left_is_swept_in_time(tmp_path: Path, layout: KVLayout) ->
     assert (stale.exists(), dead.exists()) == (False, False)
 
 
+def test_what_is_pinned_leaves_room_or_the_rest_is_dropped_without_a_look_each_time(
+    tmp_path: Path, layout: KVLayout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size = FileStore(tmp_path, layout).file_bytes
+    store = FileStore(tmp_path, layout, max_bytes=64 * size)
+    names = [name_of(index) for index in range(100)]
+    for index in range(60):
+        assert store.put(names[index], block_of(layout, index))
+    assert store.run(store.inner.pin(names[:60])) == 60
+    for index in range(60, 80):  # little is left beside what is pinned, and what is put last is there
+        assert store.put(names[index], block_of(layout, index))
+        assert store.path(names[index]).exists()
+    for index in range(60, 100):
+        store.put(names[index], block_of(layout, index))
+        store.run(store.inner.pin([names[index]]))
+    looks = []
+    look = store.inner._room._scan
+    monkeypatch.setattr(store.inner._room, "_scan", lambda: (looks.append(1), look())[1])
+    for index in range(300, 332):
+        assert not store.put(name_of(index), block_of(layout, index)), "it says that it keeps what it throws away"
+        assert not store.path(name_of(index)).exists()
+    assert len(looks) <= 32 // 2
+    assert store.statistics()["dropped_blocks"] >= 32
+    assert store.run(store.inner.unpin(names)) > 0
+    assert store.put(name_of(400), block_of(layout, 400)), "there is room again"
+    assert sum(path.stat().st_size for path in tmp_path.rglob("*.kv")) <= 64 * size
+
+
 # Trouble.
 
 

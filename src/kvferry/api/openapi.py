@@ -134,7 +134,7 @@ OPERATIONS = (
         "What the KV stores of this instance have of a prompt.",
         (requests.KeptRequest,),
         KeptBlocks,
-        examples={"pinned": {"tokens": [1, 2, 3], "pin": True}},
+        examples={"pinned": {"tokens": [1, 2, 3], "pin": True}, "unpinned": {"tokens": [1, 2, 3], "pin": False}},
         errors=_READ,
     ),
     Operation(

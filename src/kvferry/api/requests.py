@@ -222,11 +222,12 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True):
 
 
 class KeptRequest(msgspec.Struct, kw_only=True):
-    """`POST /kvferry/kept`: what of this prompt's KV is kept for reuse; with `pin`, that is pinned."""
+    """`POST /kvferry/kept`: what of this prompt's KV is kept for reuse. `pin` true: that is pinned; false: it is
+    unpinned."""
 
     tokens: list[Integer]
     cache_salt: Annotated[Name, msgspec.Meta(min_length=1)] | None = None
-    pin: bool = False
+    pin: bool | None = None
 
 
 class ReleaseRequest(msgspec.Struct, kw_only=True):

@@ -60,7 +60,10 @@ class Warm:
     """With --model, in place of --store: the JSON that the serving instances have."""
 
     pin: bool = True
-    """Keep the blocks whatever room is needed, until `kvferry cache unpin`; --no-pin lets them be evicted."""
+    """Keep the blocks whatever room is needed, until --unpin; --no-pin lets them be evicted."""
+
+    unpin: Annotated[bool, Parameter(negative=())] = False
+    """Compute nothing: let what is kept of the documents be evicted again, in all tiers of every instance."""
 
     cache_salt: str | None = None
     """The tenant whose prompts are to find the KV; a line's own `cache_salt` wins."""
@@ -105,8 +108,8 @@ def warm(
 
         kvferry cache warm handbook.txt --model MODEL --store file:/var/lib/kvferry
 
-    What is there already is not computed again. Exit code 1 if a document is not kept as a whole.
-    """
+    What is there already is not computed again; --unpin lets it be evicted again. Exit code 1 if a document is not
+    kept as a whole."""
     if not documents:
         raise ConfigError("kvferry cache warm: name the documents, or - for standard input")
     if not what.timeout_s > 0:
@@ -147,7 +150,7 @@ def _visitor(documents: Iterator[Document], what: Warm, report: _Report) -> Visi
             await warm_all(
                 await find_instances(Server(client, url, key)),
                 documents,
-                pin=what.pin,
+                pin=None if what.unpin else what.pin,
                 cache_salt=what.cache_salt,
                 timeout_s=what.timeout_s,
                 on_progress=report.on_progress,

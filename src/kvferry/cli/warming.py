@@ -1,7 +1,7 @@
 """Has a running instance compute documents once and keep their KV, and says what became of each.
 
-Speaks HTTP only: `/tokenize` makes a document's tokens, `/kvferry/kept` says what of them is in the store and pins it,
-and a completion of one token computes what is missing. What is shown on the way is what the store has.
+Speaks HTTP only: `/tokenize` makes a document's tokens, `/kvferry/kept` says what of them is in the store, pins
+and unpins it, and a completion of one token computes what is missing. What is shown on the way is what the store has.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.core.errors import ConfigError, KvferryError
 from kvferry.core.kept import KeptBlocks, TierShare
 from kvferry.http.client import HttpClient
@@ -23,6 +24,8 @@ from kvferry.http.keys import bearer
 from kvferry.http.origin import Origin
 
 LOOK_EVERY_S = 0.25
+STALLED_S = 10.0
+"""No more blocks came for so long: none will."""
 ASK_S = 60.0
 MOST_TRIES = 3
 """Of one document, where the store dropped some of its blocks."""
@@ -195,21 +198,27 @@ async def warm_all(
     instances: Sequence[Server],
     documents: Iterable[Document],
     *,
-    pin: bool,
+    pin: bool | None,
     cache_salt: str | None,
     timeout_s: float,
     on_progress: OnProgress,
     on_outcome: Callable[[Outcome], None],
 ) -> None:
-    """Every document on one of the instances, each of which computes one at a time. Raises `ConfigError` for a
-    document that cannot be read."""
+    """Every document on one of the instances, each of which computes one at a time; with `pin` None, each is
+    unpinned at all of them, since nobody knows which one pinned it. Raises `ConfigError` for a document that cannot
+    be read."""
     left = iter(documents)
 
     async def work(instance: Server) -> None:
         for document in left:  # one iterator, and nothing awaited while it is asked
             one = Warming(instance, document, cache_salt, timeout_s, on_progress)
-            on_outcome(await one.run(pin=pin))
+            on_outcome(await one.run(pin=bool(pin)))
 
+    if pin is None:
+        for document in left:
+            each = (Warming(instance, document, cache_salt, timeout_s, on_progress) for instance in instances)
+            on_outcome(_worst(await asyncio.gather(*(one.unpin() for one in each))))
+        return
     tasks = [asyncio.create_task(work(instance)) for instance in instances]
     try:
         await asyncio.gather(*tasks)
@@ -248,6 +257,27 @@ class Warming:
             return Outcome(document=name, error=str(error))
         return self._outcome(before, after, pin)
 
+    async def unpin(self) -> Outcome:
+        """What is there of it may be evicted again. Errors are its, and are told there."""
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                self._tokens = await self._tokenize()
+                after = await self._look(pin=False)
+        except TimeoutError:
+            return Outcome(document=self._document.name, error=f"not unpinned within {self._timeout_s:g} s")
+        except KvferryError as error:
+            return Outcome(document=self._document.name, error=str(error))
+        ill = [tier.tier for tier in after.tiers if not tier.is_healthy]
+        return Outcome(
+            document=self._document.name,
+            error=f"tier {', '.join(ill)} does not answer, and may have it pinned" if ill else None,
+            num_tokens=after.num_tokens,
+            num_blocks=after.num_blocks,
+            num_before=after.num_present,
+            num_kept=after.num_present,
+            tiers=tuple(after.tiers),
+        )
+
     async def _tokenize(self) -> list[int]:
         given = self._document.body.get("prompt")
         if isinstance(given, list):
@@ -256,8 +286,8 @@ class Warming:
         answer = await self._instance.ask("POST", "/tokenize", body, dict[str, Any])
         return _token_ids(answer.get("tokens"))
 
-    async def _look(self, *, pin: bool = False) -> KeptBlocks:
-        body = {"tokens": self._tokens, "pin": pin, **self._salted()}
+    async def _look(self, *, pin: bool | None = None) -> KeptBlocks:
+        body = {"tokens": self._tokens, **({} if pin is None else {"pin": pin}), **self._salted()}
         try:
             kept = await self._instance.ask("POST", "/kvferry/kept", body, KeptBlocks)
         except NotThere as error:
@@ -277,15 +307,21 @@ class Warming:
         return kept
 
     async def _compute(self) -> KeptBlocks:
-        """Once. Returns when nothing is on its way to the store any more."""
+        """Once. Returns when the store has all, or nothing is on its way to it any more, or nothing of this document
+        came for `STALLED_S`: on a busy instance something of others is always on its way."""
         body = {"prompt": self._tokens, "max_tokens": 1, **self._salted()}
         answer = self._instance.ask("POST", "/v1/completions", body, dict[str, Any], self._timeout_s)
         computing = asyncio.create_task(answer)
         try:
+            num_held, since_s = -1, SYSTEM_CLOCK.monotonic()
             while True:
                 is_computed = computing.done()
                 kept = await self._look()
-                if is_computed and kept.is_settled:
+                if not is_computed or _num_held(kept) != num_held:
+                    num_held, since_s = _num_held(kept), SYSTEM_CLOCK.monotonic()
+                if is_computed and (
+                    kept.is_settled or _has_all(kept) or SYSTEM_CLOCK.monotonic() - since_s >= STALLED_S
+                ):
                     computing.result()
                     return kept
                 await asyncio.sleep(LOOK_EVERY_S)
@@ -313,6 +349,11 @@ class Warming:
             num_pinned=num_pinned,
             tiers=tuple(after.tiers),
         )
+
+
+def _worst(outcomes: Sequence[Outcome]) -> Outcome:
+    """Of one document at several instances: one that failed, else the one that has most of it."""
+    return max(outcomes, key=lambda one: (one.error is not None, one.num_kept))
 
 
 def _token_ids(given: object) -> list[int]:

@@ -314,9 +314,10 @@ class SchedulerSide(ABC, Generic[Plan]):
         """Of a plan: the blocks that it wants kept, which follow one another in the prompt, by request id."""
         return ()
 
-    def kept(self, hashes: Sequence[BlockHash], *, pin: bool) -> Sequence[Future[list[TierShare]]]:
-        """What each tier of each store has of these blocks; with `pin`, that is pinned. The next request for just these
-        blocks puts into the store what it lacks, though the engine's own prefix cache has it. The futures raise
+    def kept(self, hashes: Sequence[BlockHash], *, pin: bool | None) -> Sequence[Future[list[TierShare]]]:
+        """What each tier of each store has of these blocks; with `pin`, that is pinned, or unpinned if it is
+        False. The next request for just these blocks puts into the store what it lacks, though the engine's own
+        prefix cache has it. The futures raise
         `StoreError`. Default: nothing is kept. Raises `InvalidRequest` where this instance only loads."""
         return ()
 

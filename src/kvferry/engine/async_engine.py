@@ -136,8 +136,9 @@ class AsyncEngine:
         wait."""
         self._tell(lambda: self.engine.prefill_refused(transfer_id))
 
-    async def kept(self, request: Request, *, pin: bool) -> KeptBlocks:
-        """What the connector's store has of a prompt; with `pin`, that is pinned there. Raises `InvalidRequest`."""
+    async def kept(self, request: Request, *, pin: bool | None) -> KeptBlocks:
+        """What the connector's store has of a prompt; with `pin`, that is pinned there, or unpinned if it is False.
+        Raises `InvalidRequest`."""
         hashes = await asyncio.to_thread(self.engine.scheduler.block_names, request)
         # First, whether anything is on its way: then what is found afterwards is all that comes.
         figures = (await self.statistics()).connector

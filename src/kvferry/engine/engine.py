@@ -119,7 +119,7 @@ class Engine:
         if self.scheduler_side is not None:
             self.scheduler_side.refused(transfer_id)
 
-    def kept(self, hashes: Sequence[BlockHash], *, pin: bool) -> Sequence[Future[list[TierShare]]]:
+    def kept(self, hashes: Sequence[BlockHash], *, pin: bool | None) -> Sequence[Future[list[TierShare]]]:
         """As `SchedulerSide.kept`. Raises `InvalidRequest` where no connector keeps KV."""
         looks = self.scheduler_side.kept(hashes, pin=pin) if self.scheduler_side is not None else ()
         if not looks:

@@ -26,7 +26,7 @@ from kvferry.core.errors import ConfigError, StoreError
 from kvferry.core.layout import KVLayout
 from kvferry.store.access import ACCESS
 from kvferry.store.base import Block, KVStore, Put, Read, StoreFull, StoreOptions
-from kvferry.store.file_room import PIN_SUFFIX, SUFFIX, FileRoom, folder_name, path_of
+from kvferry.store.file_room import PIN_SUFFIX, SUFFIX, FileRoom, Removed, folder_name, path_of
 from kvferry.store.files import NoteFiles, is_readable, remove_file, touch_descriptor, touch_path, write_file
 from kvferry.store.record import CorruptBlock, Header, read_exactly
 from kvferry.store.threads import Stop, Threads
@@ -249,13 +249,21 @@ class FileStore(KVStore):
             return Put.PRESENT
         record = self.records.encode(block.block_hash, block.layers)
         num_bytes = sum(len(piece) for piece in record)
+        fits, removed = self._room.admit(num_bytes)
+        self._note_room(removed)
+        if not fits:
+            self.warn_full(StoreFull(f"{self.root}: what is pinned leaves no room within max_bytes"))
+            self.count(dropped_blocks=1)
+            return Put.DROPPED
         write_file(path, record, self._access, fsync=self.options.fsync)
         self.count(stored_blocks=1, written_bytes=num_bytes)
         self._note_kept(block)
-        removed = self._room.written(path, self._path(block.parent) if block.parent else None, num_bytes)
+        self._note_room(self._room.written(path, self._path(block.parent) if block.parent else None, num_bytes))
+        return Put.STORED
+
+    def _note_room(self, removed: Removed) -> None:
         self.count(evicted_blocks=removed.num_evicted)
         self.note_removed(self._name(gone) for gone in removed.gone if gone.startswith(str(self._folder)))
-        return Put.STORED
 
     def _note_kept(self, block: Block) -> None:
         self.note_kept([block.block_hash])
@@ -287,4 +295,5 @@ class FileStore(KVStore):
     def _unmark(self, hashes: Sequence[BlockHash]) -> int:
         for name in hashes:
             remove_file(self._path(name, PIN_SUFFIX))
+        self._room.unpinned()
         return sum(Path(self._path(name)).exists() for name in hashes)

@@ -66,6 +66,9 @@ class FileRoom:
         self._pinned: set[str] = set()
         self._num_unseen = self._num_pinned = 0
         self._last_look_s = 0.0
+        self._pinned_bytes = 0
+        self._num_refused = 0
+        """Bytes that found no room since the last look."""
         self._num_stored: int | None = None
         """Bytes under the root when last looked at; None: not yet, which the first write does."""
 
@@ -95,6 +98,24 @@ class FileRoom:
         with self._lock:
             self._watched.add(path)
 
+    def admit(self, num_bytes: int) -> tuple[bool, Removed]:
+        """Whether there is room for a block beside what is pinned, as far as is known; looks when that is not known, or
+        was long ago."""
+        if self._max_bytes is None:
+            return True, Removed()
+        with self._lock:
+            is_known = self._num_stored is not None and self._num_refused < self._max_bytes * LOOK_SHARE
+        removed = Removed() if is_known else self._look()
+        with self._lock:
+            fits = self._pinned_bytes + max(num_bytes, self._max_bytes * LOOK_SHARE) <= self._max_bytes
+            self._num_refused += 0 if fits else num_bytes
+        return fits, removed
+
+    def unpinned(self) -> None:
+        """Blocks are not pinned any more: the next put finds out what that leaves room for."""
+        with self._lock:
+            self._num_refused += self._max_bytes or 0
+
     def written(self, path: str, parent: str | None, num_bytes: int) -> Removed:
         """A block is new; makes room, when it is time for it."""
         with self._lock:
@@ -102,7 +123,7 @@ class FileRoom:
                 self._policy.insert(path, self._clock.monotonic(), parent)
             self._num_unseen += num_bytes
             due = self._look_is_due()
-        return self._look() if due else Removed()
+        return self._look(num_bytes) if due else Removed()
 
     def statistics(self) -> dict[str, float]:
         """What is under the root, as far as this process knows."""
@@ -119,17 +140,18 @@ class FileRoom:
 
     # Looks.
 
-    def _look(self) -> Removed:
-        """Count what is there, and remove what is too much and what a crash left."""
+    def _look(self, new_bytes: int = 0) -> Removed:
+        """Count what is there, and remove what is too much and what a crash left. `new_bytes`: of the newest block."""
         with self._look_lock:
             began_s = SYSTEM_CLOCK.wall()  # compared with the times of files
             files, pinned = self._scan()
             with self._lock:
-                self._num_unseen = 0
+                self._num_unseen = self._num_refused = 0
+                self._pinned_bytes = sum(files[path].num_bytes for path in pinned)
                 self._learn(files, pinned)
             total, num_evicted = sum(files[path].num_bytes for path in files), 0
             if self._max_bytes is not None and total > self._max_bytes:
-                total, num_evicted = self._evict(files, total)
+                total, num_evicted = self._evict(files, total, new_bytes)
             with self._lock:
                 self._last_look_s, self._num_stored, self._num_pinned = began_s, total, len(pinned)
                 gone = self._watched - files.keys()
@@ -151,11 +173,13 @@ class FileRoom:
             self._policy.unpin(path, self._clock.monotonic())
         self._pinned = pinned
 
-    def _evict(self, files: dict[str, _File], total: int) -> tuple[int, int]:
-        """Remove blocks as long as they are too much; returns the bytes that are left and how many went."""
+    def _evict(self, files: dict[str, _File], total: int, new_bytes: int) -> tuple[int, int]:
+        """Remove blocks as long as they are too much; returns the bytes that are left and how many went. Where much is
+        pinned, half of what is not is left, and the newest block."""
         assert self._max_bytes is not None
-        num_evicted = 0
-        while total > self._max_bytes * (1 - FREED_SHARE):
+        num_evicted, pinned = 0, self._pinned_bytes
+        goal = max(self._max_bytes * (1 - FREED_SHARE), (self._max_bytes + pinned) / 2, pinned + new_bytes)
+        while total > min(goal, self._max_bytes):
             with self._lock:
                 victim = self._policy.evict(self._clock.monotonic())
             if not isinstance(victim, str):

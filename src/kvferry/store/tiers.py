@@ -272,13 +272,16 @@ class TieredStore(KVStore):
         """From every tier."""
         return await self._most(lambda store: store.delete(hashes))
 
-    async def shares(self, hashes: Sequence[BlockHash], *, pin: bool = False) -> list[TierShare]:
-        """What each tier has of these blocks; with `pin`, that is pinned there."""
+    async def shares(self, hashes: Sequence[BlockHash], *, pin: bool | None = None) -> list[TierShare]:
+        """What each tier has of these blocks; with `pin`, that is pinned there; if it is False, all that
+        is there of them is unpinned."""
         self._require_any()
         found = []
         for tier in self.tiers:
             num_present = await tier.ask(partial(tier.store.match, hashes), 0)
             num_pinned = await tier.ask(partial(tier.store.pin, hashes[:num_present]), 0) if pin else 0
+            if pin is False:
+                await tier.ask(partial(tier.store.unpin, hashes), 0)
             found.append(TierShare(tier.name, num_present, num_pinned, tier.health.is_good))
         return found
 

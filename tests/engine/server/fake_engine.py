@@ -76,7 +76,7 @@ class FakeEngine:
     def prefill_refused(self, transfer_id: str) -> None:
         self.refused.append(transfer_id)
 
-    async def kept(self, request: Request, *, pin: bool) -> KeptBlocks:
+    async def kept(self, request: Request, *, pin: bool | None) -> KeptBlocks:
         raise InvalidRequest("nothing is kept here")
 
     async def statistics(self) -> EngineSnapshot:

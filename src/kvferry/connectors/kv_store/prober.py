@@ -88,8 +88,9 @@ class Prober:
         with self._lock:
             self._questions[request_id] = loop.submit(self._answer(request_id, question))
 
-    def shares(self, hashes: Sequence[BlockHash], *, pin: bool) -> Future[list[TierShare]]:
-        """What each tier has of these blocks on every rank; with `pin`, that is pinned. Raises `StoreError`."""
+    def shares(self, hashes: Sequence[BlockHash], *, pin: bool | None) -> Future[list[TierShare]]:
+        """What each tier has of these blocks on every rank; with `pin`, that is pinned, or unpinned if it is
+        False. Raises `StoreError`."""
         return self._started().submit(self._find_shares(hashes, pin))
 
     def _started(self) -> TransferLoop:
@@ -170,7 +171,7 @@ class Prober:
             self._prefetch(hashes)
         return StoreAnswer(tuple(part_of(runs, 0, len(hashes))), marker)
 
-    async def _find_shares(self, hashes: Sequence[BlockHash], pin: bool) -> list[TierShare]:
+    async def _find_shares(self, hashes: Sequence[BlockHash], pin: bool | None) -> list[TierShare]:
         found: list[list[TierShare]] = []
         for store in self._stores:
             await store.open()

@@ -419,11 +419,11 @@ class KVStoreSchedulerSide(SchedulerSide[StorePlan]):
 
     # Insight and end.
 
-    def kept(self, hashes: Sequence[BlockHash], *, pin: bool) -> Sequence[Future[list[TierShare]]]:
+    def kept(self, hashes: Sequence[BlockHash], *, pin: bool | None) -> Sequence[Future[list[TierShare]]]:
         """Of this connector's one store."""
         if not self._config.produces:
             raise InvalidRequest("this instance has kv_role kv_consumer: it keeps nothing; ask a prefill instance")
-        if hashes:
+        if hashes and pin is not False:
             self._wanted[hashes[-1]] = None
         if len(self._wanted) > MAX_WANTED:
             self._wanted.popitem(last=False)

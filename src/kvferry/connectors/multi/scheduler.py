@@ -277,7 +277,7 @@ class MultiSchedulerSide(SchedulerSide[MultiPlan]):
 
     # Insight and end.
 
-    def kept(self, hashes: Sequence[BlockHash], *, pin: bool) -> Sequence[Future[list[TierShare]]]:
+    def kept(self, hashes: Sequence[BlockHash], *, pin: bool | None) -> Sequence[Future[list[TierShare]]]:
         """Of all that keep blocks."""
         return [look for child in self._children for look in child.kept(hashes, pin=pin)]
 

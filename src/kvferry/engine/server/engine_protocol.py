@@ -54,9 +54,9 @@ class EngineFront(Protocol):
     def prefill_refused(self, transfer_id: str) -> None:
         """A prefill for another instance was refused before `generate`: who waits for its KV is told."""
 
-    async def kept(self, request: Request, *, pin: bool) -> KeptBlocks:
-        """What the connector's store has of a prompt; with `pin`, that is pinned there. Raises `InvalidRequest`, also
-        where there is no store."""
+    async def kept(self, request: Request, *, pin: bool | None) -> KeptBlocks:
+        """What the connector's store has of a prompt; with `pin`, that is pinned there, or unpinned if it is
+        False. Raises `InvalidRequest`, also where there is no store."""
 
     async def statistics(self) -> EngineSnapshot:
         """Gauges now, counters since the start. Raises `Unavailable` when the engine is gone, as the others do."""

@@ -144,7 +144,8 @@ class UtilityRoutes:
         response.send_json(msgspec.json.encode({"released": released}))
 
     async def kept(self, request: Request, response: Response) -> None:
-        """What the KV stores have of a prompt, pinned if so asked; the next request for it fills what is missing."""
+        """What the KV stores have of a prompt, pinned or unpinned if so asked; the next request for it fills what
+        is missing."""
         body = await self._decoded(request, response, KeptRequest)
         require_known_tokens(body.tokens, self._context.front.vocab_size, "tokens")
         asked = EngineRequest(
