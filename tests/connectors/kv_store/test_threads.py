@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 from kv_support import Region, make_layout
@@ -19,7 +20,7 @@ from kvferry.core.clock import ManualClock
 from kvferry.core.errors import StoreError, TransferTimeout
 from kvferry.core.hand_off import PrefillResult
 from kvferry.store.arena import Arena
-from kvferry.store.base import Block, KVStore, Put, Read, StoreOptions
+from kvferry.store.base import Block, KVStore, Put, Read, Run, StoreOptions
 from kvferry.store.table import find_stores
 from kvferry.store.tiers import TieredStore
 from kvferry.transport.transfer_loop import TransferLoop
@@ -393,6 +394,34 @@ def test_a_store_that_cannot_be_asked_now_may_have_the_marker_later(loop: Transf
     assert answer is not None
     assert answer.marker == marker_of("t")
     prober.close()
+
+
+def test_blocks_that_were_brought_near_are_told_to_be_near(tmp_path: Path) -> None:
+    """What is decided while the request is queued is decided by where its blocks are then."""
+    names = [bytes([index]) * 32 for index in range(3)]
+    tiers = find_stores([f"memory:6MiB?name={tmp_path.name}", f"file:{tmp_path}"])
+
+    async def fill() -> None:
+        store = TieredStore(tiers[1:], LAYOUT)
+        await store.open()
+        layers = [memoryview(bytes(LAYOUT.span_bytes(layer))) for layer in range(LAYOUT.num_layers)]
+        assert await store.put([Block(name, layers) for name in names]) == [Put.STORED] * 3
+        await store.close()
+
+    asyncio.run(fill())
+    prober = Prober(lambda: [TieredStore(tiers, LAYOUT)], Markers("secret", ManualClock()))
+    prober.ask("r", StoreQuestion(names))
+
+    def runs() -> tuple[Run, ...] | None:
+        answer = prober.answer("r")
+        return None if answer is None else answer.runs
+
+    try:
+        until(lambda: runs() is not None)
+        assert runs() in ((Run(0, 3),), (Run(1, 3),)), "at once, or so soon"
+        until(lambda: runs() == (Run(0, 3),))
+    finally:
+        prober.close()
 
 
 # Markers.

@@ -9,9 +9,10 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvferry.connectors.api import ConnectorContext, Hit, Miss, StepView
+from kvferry.connectors.api import ConnectorContext, Hit, Miss, ScheduledChunk, StepView
 from kvferry.connectors.kv_store.load_policy import LoadDecision, LoadPolicy, Way
 from kvferry.connectors.kv_store.settings import StoreSettings
+from kvferry.core.errors import KvferryError, TransferTimeout
 from kvferry.store.base import Run, part_of
 
 log = logging.getLogger(__name__)
@@ -19,11 +20,14 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class _Choice:
-    """Of one request: what was decided about so many blocks, and the runs that are loaded."""
+    """Of one request: what was decided about so many blocks, of so many tokens with what is behind them, and the runs
+    that are loaded, since when (monotonic, s)."""
 
     decision: LoadDecision | None = None
     num_blocks: int = 0
+    num_tokens: int = 0
     loads: Sequence[Run] = ()
+    begun_at: float = 0.0
 
 
 class LoadChoice:
@@ -50,10 +54,10 @@ class LoadChoice:
         decision = LoadDecision(Way.LOAD, 0, num_blocks)
         if self._decides and may_compute:
             decision = self._policy.decide(runs, num_rest_tokens, self._clock.monotonic(), can_meet=True)
+        num_tokens = num_blocks * self._block_size + num_rest_tokens
+        self._choices[request_id] = _Choice(decision, num_blocks, num_tokens)
         if decision.way is Way.RECOMPUTE:
-            self._policy.took(decision, num_blocks)
             return Miss()
-        self._choices[request_id] = _Choice(decision, num_blocks)
         rest = num_rest_tokens + (num_blocks - decision.last) * self._block_size
         by_layers = not decision.first and self._is_by_layers(part_of(runs, 0, decision.last), rest)
         return Hit(decision.last * self._block_size, by_layers, decision.first * self._block_size)
@@ -68,7 +72,7 @@ class LoadChoice:
     def load_begins(self, request_id: str, runs: Sequence[Run]) -> None:
         """These are loaded, as was chosen."""
         choice = self._choices.setdefault(request_id, _Choice())
-        choice.loads = runs
+        choice.loads, choice.begun_at = runs, self._clock.monotonic()
         if choice.decision is not None:
             self._policy.took(choice.decision, choice.num_blocks)
 
@@ -78,16 +82,39 @@ class LoadChoice:
         if choice is not None and seconds is not None:
             self._policy.loaded(choice.loads, seconds, self._clock.monotonic())
 
+    def failed(self, request_id: str, error: KvferryError) -> None:
+        """They did not come. What was given up after a long wait would have taken at least as long; what failed sooner
+        than it would have come says nothing of the speed."""
+        choice = self._choices.pop(request_id, None)
+        if choice is not None and choice.loads:
+            now = self._clock.monotonic()
+            timed_out = isinstance(error, TransferTimeout)
+            self._policy.failed(choice.loads, now - choice.begun_at, now, timed_out=timed_out)
+
     def forget(self, request_id: str) -> None:
-        """The request is over, or its load failed."""
+        """The request is over."""
         self._choices.pop(request_id, None)
 
-    def step_begins(self, step: StepView) -> None:
-        """The model is about to run."""
+    def step_begins(self, step: StepView, *, loads_by_layers: bool = False) -> None:
+        """The model is about to run; with `loads_by_layers` it waits for loads meanwhile, and its time says nothing."""
         if step.chunks:
             lengths = [(chunk.num_tokens, len(chunk.request.prompt_token_ids) - chunk.start) for chunk in step.chunks]
             self._step = self._clock.monotonic(), sum(num for num, left in lengths if left > 0)
             self._num_in_step = len(step.chunks)
+            for chunk in step.chunks:
+                self._computes(chunk)
+        if loads_by_layers:
+            self._step = None
+
+    def _computes(self, chunk: ScheduledChunk) -> None:
+        """Where nothing was to be loaded, that is now carried out, unless another connector has loaded it."""
+        request_id = chunk.request.request_id
+        choice = self._choices.get(request_id)
+        if choice is None or choice.decision is None or choice.decision.way is not Way.RECOMPUTE:
+            return
+        del self._choices[request_id]
+        if len(chunk.request.prompt_token_ids) - chunk.start == choice.num_tokens:
+            self._policy.took(choice.decision, choice.num_blocks)
 
     def step_ended(self) -> None:
         """It has. Steps with at least a block of prompts in them tell how fast those are computed."""

@@ -130,6 +130,13 @@ class LoadPolicy:
             share = expected[tier] / total if total else 1 / len(sizes)
             self._pace(tier).measured(size, seconds * share, now)
 
+    def failed(self, runs: Sequence[Run], seconds: float, now: float, *, timed_out: bool) -> None:
+        """These blocks had not come after that time. It counts where they were expected sooner, or were timed out where
+        nothing is known."""
+        is_known = all(self._pace(run.tier).is_known for run in runs)
+        if (is_known or timed_out) and seconds > self._load_s(runs):
+            self.loaded(runs, seconds, now)
+
     # What follows.
 
     def decide(self, runs: Sequence[Run], num_rest_tokens: int, now: float, *, can_meet: bool) -> LoadDecision:

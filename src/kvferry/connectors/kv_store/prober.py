@@ -154,9 +154,13 @@ class Prober:
         except Exception as error:  # the task's outermost edge: the request must hear of it
             log.exception("looking into the store failed unexpectedly")
             answer = StoreAnswer(error=StoreError(f"looking into the store failed: {error!r}"))
+        answer = replace(answer, at=self._clock.monotonic())
         with self._lock:
-            if self._questions.pop(request_id, None) is not None:
-                self._answers[request_id] = replace(answer, at=self._clock.monotonic())
+            is_wanted = self._questions.pop(request_id, None) is not None
+            if is_wanted:
+                self._answers[request_id] = answer
+        if is_wanted and self._prefetches and answer.num_present:
+            self._prefetch(request_id, question.hashes[: answer.num_present], answer)
 
     async def _look(self, question: StoreQuestion) -> StoreAnswer:
         """A block is there when every rank has its share."""
@@ -167,8 +171,6 @@ class Prober:
         hashes = question.hashes[: sum(run.num_blocks for run in runs)]
         for store in self._stores[1:]:
             hashes = hashes[: await store.match(hashes)]
-        if self._prefetches and hashes:
-            self._prefetch(hashes)
         return StoreAnswer(tuple(part_of(runs, 0, len(hashes))), marker)
 
     async def _find_shares(self, hashes: Sequence[BlockHash], pin: bool | None) -> list[TierShare]:
@@ -178,12 +180,26 @@ class Prober:
             found.append(await store.shares(hashes, pin=pin))
         return [_least(of_ranks) for of_ranks in zip(*found, strict=True)]
 
-    def _prefetch(self, hashes: Sequence[BlockHash]) -> None:
+    def _prefetch(self, request_id: str, hashes: Sequence[BlockHash], answer: StoreAnswer) -> None:
         """Begin to bring the blocks near, while the request still waits for its turn."""
-        for store in self._stores:
-            task = asyncio.create_task(_quietly(store, hashes))
-            self._ahead.add(task)
-            task.add_done_callback(self._ahead.discard)
+        task = asyncio.create_task(self._bring_near(request_id, hashes, answer))
+        self._ahead.add(task)
+        task.add_done_callback(self._ahead.discard)
+
+    async def _bring_near(self, request_id: str, hashes: Sequence[BlockHash], answer: StoreAnswer) -> None:
+        """Afterwards the answer says in which tiers the blocks are now: whether to load them is decided by that, and
+        the speed of the load is credited to those."""
+        await asyncio.gather(*(_quietly(store, hashes) for store in self._stores))
+        if all(run.tier == 0 for run in answer.runs):
+            return
+        try:
+            runs = await self._stores[0].runs(hashes)
+        except KvferryError as error:
+            log.debug("not looked at again: %s", error)
+            return
+        with self._lock:
+            if self._answers.get(request_id) is answer:
+                self._answers[request_id] = replace(answer, runs=tuple(runs))
 
     async def _wait_for_marker(self, question: StoreQuestion) -> Marker | None:
         transfer_id = question.transfer_id

@@ -275,7 +275,7 @@ class KVStoreSchedulerSide(SchedulerSide[StorePlan]):
 
     def plan(self, step: StepView) -> StorePlan | None:
         """Blocks that are full after this step, and all that came up since the last plan."""
-        self._choice.step_begins(step)
+        self._choice.step_begins(step, loads_by_layers=any(load.layerwise for load in self._work.loads))
         if self._config.produces:
             for chunk in step.chunks:
                 self._save(chunk)
@@ -322,9 +322,9 @@ class KVStoreSchedulerSide(SchedulerSide[StorePlan]):
                     transfer_id = self._used_by.pop(request_id, None)
                     if transfer_id is not None:
                         self._work.forgets.append(transfer_id)
-                case Failed():
+                case Failed(error=error):
                     self._load_ended(request_id)
-                    self._choice.forget(request_id)
+                    self._choice.failed(request_id, error)
                     self._used_by.pop(request_id, None)
                     if request_id in self._known:  # what the store was thought to have, it has not: save it again
                         self._known[request_id].num_kept = 0
