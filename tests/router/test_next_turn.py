@@ -13,7 +13,8 @@ import pytest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from kvferry.core.hand_off import Produce, parse_hand_off
-from router.peers import CONCURRENT, DECODE, Peer, answer, instances, routing, ticket
+from kvferry.http.origin import Origin
+from router.peers import CONCURRENT, DECODE, Peer, answer, instances, routing, ticket, unused_address
 
 SETTINGS: dict[str, Any] = {"keep_for_next_turn": True, "disaggregate_from": "0", "hand_off": "sequential"}
 BODY: dict[str, Any] = {"model": "m", "prompt": "Hello", "max_tokens": 8}
@@ -140,6 +141,28 @@ async def test_a_ticket_is_good_for_once() -> None:
         await post(url)
         assert told(first)["remote_transfer_id"] == "kept-1"
         assert "remote_transfer_id" not in told(next(one for one in ps if one is not first))
+
+
+async def test_a_ticket_that_reached_nobody_is_the_next_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with fleet(num_prefill=2) as (router, url, ps, d), unused_address() as nobody:
+        await post(url)
+        first = next(number for number, one in enumerate(ps) if not one.calls)  # by turns
+        gone, other = router.services.pools.prefill.instances[first], ps[1 - first]
+        monkeypatch.setattr(gone, "origin", Origin.parse(nobody))
+        await post(url)
+        assert told(other)["remote_transfer_id"] == "kept-1"
+        assert d.released.empty()
+
+
+async def test_a_ticket_is_released_when_no_prefill_instance_is_reached(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with fleet() as (router, url, (p,), d), unused_address() as nobody:
+        await post(url)
+        monkeypatch.setattr(router.services.pools.prefill.instances[0], "origin", Origin.parse(nobody))
+        await post(url)
+        assert len(p.calls) == 1
+        async with asyncio.timeout(30):
+            assert await d.released.get() == "kept-1"
+        assert not router.services.next_turns._kept
 
 
 async def test_what_is_of_no_use_is_released() -> None:

@@ -333,7 +333,7 @@ async def test_a_second_router_on_the_same_port_is_refused() -> None:
         assert await complete(router) == 200
 
 
-@pytest.mark.parametrize("mistake", [{"decode_url": ()}, {"registration": True}])
+@pytest.mark.parametrize("mistake", [{"decode_url": ()}, {"registration": True}, {"keep_for_next_turn": True}])
 async def test_a_mistake_in_the_settings_ends_all_of_it(mistake: dict[str, Any]) -> None:
     said = json.dumps([[], [] if "decode_url" in mistake else ["http://127.0.0.1:9"], {"workers": 2} | {
         name: value for name, value in mistake.items() if name != "decode_url"

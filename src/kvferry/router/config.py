@@ -71,7 +71,7 @@ class RouterConfig:
     """Have decode instances keep the KV of answers to named conversations (--session-header, user), so that the prefill
     instance fetches it for the next turn instead of computing the answer's tokens again. The instances need
     "kv_role": "kv_both" in --kv-transfer-config; what is kept there is bounded by kv_buffer_size and
-    decoder_kv_blocks_ttl."""
+    decoder_kv_blocks_ttl. Not with several workers."""
 
     prefix_index_entries: int = 400_000
     """Most prefixes remembered for all instances together; about 150 bytes each."""

@@ -49,7 +49,7 @@ from kvferry.router.legs import (
     whole_body,
 )
 from kvferry.router.metrics import Metrics
-from kvferry.router.next_turn import NextTurns
+from kvferry.router.next_turn import Kept, NextTurns
 from kvferry.router.patience import Patience, retry_after_s
 from kvferry.router.plan import Plan, Split
 from kvferry.router.pools import Pools
@@ -140,8 +140,7 @@ class Exchange:
         if isinstance(plan, Split):
             return await self._split()
         self._metrics.served("whole", plan.reason)
-        if self._services.next_turns is not None and self._session is not None:
-            self._services.next_turns.drop(self._session)
+        self._drop_kept()
         return await self._whole()
 
     async def delivered(self) -> None:
@@ -214,7 +213,13 @@ class Exchange:
             if not outcome.by_decode:
                 self._candidates.forgive_decodes()
         self._metrics.served("local")
+        self._drop_kept()
         return await self._whole()
+
+    def _drop_kept(self) -> None:
+        """No prefill instance fetches the turns before."""
+        if self._services.next_turns is not None and self._session is not None:
+            self._services.next_turns.drop(self._session)
 
     async def _whole(self) -> Answer:
         """Both phases on one decode instance."""
@@ -305,13 +310,15 @@ class Exchange:
     # The prefill leg.
 
     async def _prefill(self, prefill: Instance, form: Form) -> PrefillOutcome:
-        body = prefill_body(self._body, form, self._seed_for(form), self._kept_for(prefill, form))
+        kept = self._kept_for(prefill, form)
+        body = prefill_body(self._body, form, self._seed_for(form), kept.params if kept is not None else {})
         wait = self._upstream.wait_for(prefill, body)
         try:
             answer = await self._call(prefill, body, wait, _NOT_COMPRESSED + form.prefill_headers)
         except PeerLost as error:
             if isinstance(error, Unreachable):
                 self._tickets.settle(form.transfer_id)
+                self._keep_for_another(kept)
             return PrefillFailed(str(error))
         if verdict(answer.status) is not Verdict.SERVED:
             answer.close()
@@ -376,10 +383,15 @@ class Exchange:
             and all(isinstance(one.facts, InstanceFacts) for one in self._pools.decode.instances)
         )
 
-    def _kept_for(self, prefill: Instance, form: Form) -> dict[str, Any]:
-        """From where P fetches the turns before; the first that is tried, as it can be fetched once."""
+    def _kept_for(self, prefill: Instance, form: Form) -> Kept | None:
+        """From where P fetches the turns before; the first that is reached, as it can be fetched once."""
         turns = self._services.next_turns
-        return turns.take(self._session, prefill) if turns and self._session and form.shares_seed else {}
+        return turns.take(self._session, prefill) if turns and self._session and form.shares_seed else None
+
+    def _keep_for_another(self, kept: Kept | None) -> None:
+        """P has not been reached."""
+        if kept is not None and self._services.next_turns is not None and self._session is not None:
+            self._services.next_turns.put_back(self._session, kept)
 
     async def _decode_with_ticket(self, prefill: Instance, outcome: Prefilled, last: Answer | None = None) -> Answer:
         if outcome.params is None:

@@ -38,8 +38,8 @@ class _Ticket(msgspec.Struct):
 
 
 @dataclass(frozen=True)
-class _Kept:
-    """`decode` keeps blocks until `until`, under `transfer_id`."""
+class Kept:
+    """`decode` keeps blocks until `until`, under `transfer_id`; `params` is what P is told so that it fetches them."""
 
     decode: Instance
     engine_id: str
@@ -54,17 +54,25 @@ class NextTurns:
     def __init__(self, instances: Iterable[Instance], clock: Clock, releases: Releases) -> None:
         """`instances` is asked anew each time."""
         self._instances, self._clock, self._releases = instances, clock, releases
-        self._kept: OrderedDict[str, _Kept] = OrderedDict()
+        self._kept: OrderedDict[str, Kept] = OrderedDict()
 
-    def take(self, session: str, prefill: Instance) -> dict[str, Any]:
-        """What `prefill` is told so that it fetches the turns before; empty when there is nothing to fetch."""
+    def take(self, session: str, prefill: Instance) -> Kept | None:
+        """From where `prefill` fetches the turns before; None when there is nothing to fetch."""
         kept = self._kept.pop(session, None)
         if kept is None or kept.until <= self._clock.monotonic() or not _is_same(kept):
-            return {}
+            return None
         if not isinstance(prefill.facts, InstanceFacts):
             self._release(kept)
-            return {}
-        return kept.params
+            return None
+        return kept
+
+    def put_back(self, session: str, kept: Kept) -> None:
+        """It has not reached the prefill instance that it was taken for: it is the next one's to fetch, or to release
+        as ever."""
+        if session in self._kept or kept.decode.draining:
+            self._release(kept)
+        else:
+            self._insert(session, kept)
 
     def drop(self, session: str) -> None:
         """The conversation goes on without a prefill instance."""
@@ -110,15 +118,18 @@ class NextTurns:
         self.drop(session)
         until = self._clock.monotonic() + _REMEMBERED_S
         engine_id = facts.engine_id if isinstance(facts, InstanceFacts) else ""
-        kept = _Kept(decode, engine_id, told.remote_transfer_id, params, until)
+        kept = Kept(decode, engine_id, told.remote_transfer_id, params, until)
         if decode.draining or not engine_id or len(ticket) > _LONGEST_TICKET:
             self._release(kept)
             return
+        self._insert(session, kept)
+
+    def _insert(self, session: str, kept: Kept) -> None:
         self._kept[session] = kept
         while len(self._kept) > _MOST_CONVERSATIONS:
             self._release(self._kept.popitem(last=False)[1])
 
-    def _release(self, kept: _Kept) -> None:
+    def _release(self, kept: Kept) -> None:
         if kept.until > self._clock.monotonic():
             self._releases.start(kept.decode, kept.transfer_id)
 
@@ -138,7 +149,7 @@ class NextTurns:
                 del self._kept[session]
 
 
-def _is_same(kept: _Kept) -> bool:
+def _is_same(kept: Kept) -> bool:
     """Whether the process that keeps it is, as far as is known, still there."""
     facts = kept.decode.facts
     return isinstance(facts, InstanceFacts) and facts.engine_id == kept.engine_id

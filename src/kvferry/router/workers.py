@@ -125,6 +125,11 @@ class Workers:
     def _require_divisible(self) -> None:
         if self.config.registration:
             raise ConfigError("--workers and --registration do not go together yet; leave one of them out")
+        if self.config.keep_for_next_turn:
+            raise ConfigError(
+                "--workers and --keep-for-next-turn do not go together yet: the next turn may come to a worker that"
+                " does not know where the last one is kept; leave one of them out"
+            )
 
     def _stop(self) -> None:
         now = self._ending.is_set()
