@@ -13,7 +13,7 @@ import pytest
 
 from kvferry.core.errors import ConfigError, StoreError
 from kvferry.store.base import Put
-from kvferry.store.lmcache import LMCachePlace, LMCacheStore, _Found
+from kvferry.store.lmcache import MAX_INDEX_BYTES, LMCachePlace, LMCacheStore, _Found
 from kvferry.store.lmcache_client import DamagedValue, LMCacheClient, _request
 from kvferry.store.table import find_store, find_stores
 from kvferry.store.tiers import TieredStore
@@ -87,6 +87,36 @@ async def test_what_is_pinned_stays_and_the_rest_is_dropped(port: int) -> None:
         assert await store.put([block_of(50)]) == [Put.STORED]
         assert await fetch(store, range(store._ways)) == [index != 1 for index in range(store._ways)]
         await store.delete([*names, name_of(50)])
+
+
+async def test_a_pin_while_another_store_puts_is_not_lost(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is asked to pin and what puts are different stores: neither writes back what the other has changed."""
+    async with store_at(port, "?max_bytes=240001") as puts, store_at(port, "?max_bytes=240001") as pins:
+        document = list(range(12))
+        await puts.put([block_of(index) for index in document])
+        sending, pinned = asyncio.Event(), asyncio.Event()
+        send = puts._client.put
+
+        async def slow(values: Sequence[tuple[str, bytes]]) -> None:
+            if any(len(value) > MAX_INDEX_BYTES or "@1@0@" not in key for key, value in values):
+                sending.set()
+                await pinned.wait()
+            await send(values)
+
+        monkeypatch.setattr(puts._client, "put", slow)
+        putting = asyncio.create_task(puts.put([block_of(index) for index in range(100, 124)]))
+        await sending.wait()
+        num_pinned = await pins.pin([name_of(index) for index in document])
+        pinned.set()
+        await putting
+        monkeypatch.undo()
+        assert num_pinned > 0
+        sets = await puts._read_sets([name_of(index) for index in document])
+        places = [puts._find(sets, name_of(index)) for index in document]
+        assert sum(at is not None and sets[at.set_number][at.way].pinned for at in places) == num_pinned
+        await puts.put([block_of(index) for index in range(200, 260)])
+        assert sum(await fetch(puts, document)) == num_pinned, "a pinned block made room"
+        await puts.delete([name_of(index) for index in [*document, *range(100, 124), *range(200, 260)]])
 
 
 async def test_of_one_set_the_block_used_longest_ago_goes(port: int, monkeypatch: pytest.MonkeyPatch) -> None:

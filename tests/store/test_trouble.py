@@ -748,6 +748,38 @@ def test_values_of_any_length_at_a_mooncake_store_are_not_fetched(tmp_path: Path
         end(master)
 
 
+@pytest.mark.full
+def test_a_block_that_a_mooncake_store_does_not_pin_is_still_there(tmp_path: Path) -> None:
+    address, master = start_mooncake_master(tmp_path)
+
+    async def use(store: TieredStore) -> None:
+        inner: Any = store.tiers[0].store
+        assert await store.put([block_of(0)]) == [Put.STORED]
+        client, inner._client = inner._client, _Unpinning(inner._client)
+        assert await inner.pin([name_of(0)]) == 0
+        assert await fetch(store, [0]) == [True]
+        inner._client = client
+        assert await inner.pin([name_of(0)]) == 1
+
+    try:
+        run([f"mooncake://{address}?segment_bytes=32MiB&buffer_bytes=16MiB"], use)
+    finally:
+        end(master)
+
+
+class _Unpinning:
+    """A client whose master has no room for what is to be pinned."""
+
+    def __init__(self, client: Any) -> None:
+        self._client = client
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._client, name)
+
+    def put(self, key: str, record: bytes, *config: Any) -> Any:
+        return -200 if config and config[0].with_hard_pin else self._client.put(key, record, *config)
+
+
 class _Listening:
     """A client, and which keys it fetched."""
 

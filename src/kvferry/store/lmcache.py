@@ -6,20 +6,26 @@ writes and however they end. A block belongs into one of the `WAYS` places of it
 set's *index* is one more value, and says what is where, when it was used, and what is pinned; of an unpinned block the
 one used longest ago makes room.
 
-Two instances that change one index at the same moment lose what one of them put. Then a place holds another block than
-the index says; records say whose they are, so that is a miss. All instances say the same `max_bytes`: another one is
-another set of places. Notes (markers of hand-offs) have places of their own.
+An index is read just before it is written, by one store of a process at a time. A put first takes its places off the
+index, sends the blocks, and then enters them: nobody finds or pins what is about to be replaced. Two processes that
+change one index within these two round trips lose what one of them did: a place may hold another block than the index
+says (records say whose they are, so that is a miss), and a pin is read back and set again.
+
+All instances say the same `max_bytes`: another one is another set of places. Notes (markers of hand-offs) have
+places of their own.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
+from threading import Lock
 from typing import TypeVar
 from urllib.parse import urlsplit
+from weakref import WeakValueDictionary
 
 import msgspec
 import xxhash
@@ -40,6 +46,8 @@ TOUCH_S = 60.0
 """A block's time of use is renewed when it is older than this, to spare the server."""
 BATCH_BYTES = 64 * 2**20
 MAX_INDEX_BYTES = 4096
+PIN_TRIES = 3
+LOCK_POLL_S = 0.001
 
 
 class LMCacheOptions(StoreOptions, frozen=True, kw_only=True):
@@ -64,6 +72,25 @@ class _Found:
     way: int
 
 
+class _IndexLock:
+    """Of the indexes of one layout on one server: all stores of this process share it, whatever loop they are on."""
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+
+    @asynccontextmanager
+    async def held(self) -> AsyncIterator[None]:
+        """Polled, as the holder may be on another thread's loop and a cancelled wait must not take it."""
+        while not self._lock.acquire(blocking=False):  # noqa: ASYNC110 - no event reaches from loop to loop
+            await asyncio.sleep(LOCK_POLL_S)
+        try:
+            yield
+        finally:
+            self._lock.release()
+
+
+_index_locks: WeakValueDictionary[str, _IndexLock] = WeakValueDictionary()
+
 _Change = Callable[[LMCachePlace], LMCachePlace]
 
 
@@ -86,7 +113,8 @@ class LMCacheStore(KVStore):
         self._name = f"kvferry.{layout.fingerprint()}.{self.records.codec.name}.{self._num_sets}.{self._ways}"
         self._client = LMCacheClient(host, port)
         self._threads = Threads(2, "kvferry-lmcache-codec")
-        self._index_lock = asyncio.Lock()
+        self._index_lock = _index_locks.setdefault(f"{host}:{port}/{self._name}", _IndexLock())
+        self._put_lock = asyncio.Lock()
 
     @classmethod
     def check(cls, location: str, options: object) -> None:
@@ -128,8 +156,15 @@ class LMCacheStore(KVStore):
         return outcomes
 
     async def pin(self, hashes: Sequence[BlockHash]) -> int:
-        """A flag in the index."""
-        return await self._change(hashes, lambda place: msgspec.structs.replace(place, pinned=True))
+        """A flag in the index, which is read back."""
+        for _ in range(PIN_TRIES):
+            num_there = await self._change(hashes, lambda place: msgspec.structs.replace(place, pinned=True))
+            sets = await self._read_sets(hashes)
+            found = {at for name in hashes if (at := self._find(sets, name)) is not None}
+            num_pinned = sum(sets[at.set_number][at.way].pinned for at in found)
+            if num_pinned >= num_there:
+                break
+        return num_pinned
 
     async def unpin(self, hashes: Sequence[BlockHash]) -> int:
         """The other way."""
@@ -222,29 +257,49 @@ class LMCacheStore(KVStore):
             await self._change(old, lambda place: msgspec.structs.replace(place, used_s=now))
 
     async def _put(self, blocks: Sequence[Block]) -> list[Put]:
-        async with self._index_lock:
-            sets = await self._read_sets([block.block_hash for block in blocks])
-            outcomes, placed, gone = [], [], set[BlockHash]()
-            for block in blocks:
-                outcome, way = self._make_room(sets[self._set_of(block.block_hash)], block.block_hash, gone)
-                outcomes.append(outcome)
-                if outcome is Put.STORED:
-                    placed.append((block, _Found(self._set_of(block.block_hash), way)))
+        async with self._put_lock:
+            outcomes, placed, gone = await self._claim(blocks)
+            self.note_removed(gone)
             records = await self._threads.run(lambda stop: [self._encode(block, stop) for block, _ in placed])
             values = [(self._place_key(at), record) for (_, at), record in zip(placed, records, strict=True)]
             try:
-                await self._client.put([*values, *self._index_values(sets)])
+                await self._client.put(values)
+                await self._enter({at: block.block_hash for block, at in placed})
             except StoreError:
                 self.count(dropped_blocks=len(placed))
                 raise
         self.count(evicted_blocks=len(gone), written_bytes=sum(map(len, records)))
-        self.note_removed(gone)
         self.note_kept(
             block.block_hash
             for block, outcome in zip(blocks, outcomes, strict=True)
             if outcome is not Put.DROPPED and block.block_hash not in gone
         )
         return outcomes
+
+    async def _claim(self, blocks: Sequence[Block]) -> tuple[list[Put], list[tuple[Block, _Found]], set[BlockHash]]:
+        """Places for these, in which the index says nothing is any more; what was there is the last of the results."""
+        outcomes, placed, gone = [], [], set[BlockHash]()
+        async with self._index_lock.held():
+            sets = await self._read_sets([block.block_hash for block in blocks])
+            for block in blocks:
+                outcome, way = self._make_room(sets[self._set_of(block.block_hash)], block.block_hash, gone)
+                outcomes.append(outcome)
+                if outcome is Put.STORED:
+                    placed.append((block, _Found(self._set_of(block.block_hash), way)))
+            for _, at in placed:
+                sets[at.set_number][at.way] = LMCachePlace(used_s=SYSTEM_CLOCK.wall())
+            await self._client.put(self._index_values(sets))
+        return outcomes, placed, gone
+
+    async def _enter(self, placed: dict[_Found, BlockHash]) -> None:
+        """These are in their places now; unless another process has put them meanwhile, or pinned what it put there."""
+        async with self._index_lock.held():
+            sets = await self._read_sets(placed.values())
+            for at, block_hash in placed.items():
+                places = sets[at.set_number]
+                if self._find(sets, block_hash) is None and not places[at.way].pinned:
+                    places[at.way] = LMCachePlace(block_hash, SYSTEM_CLOCK.wall())
+            await self._client.put(self._index_values(sets))
 
     def _encode(self, block: Block, stop: Stop) -> bytes:
         return b"" if stop.requested else b"".join(self.records.encode(block.block_hash, block.layers))
@@ -260,7 +315,7 @@ class LMCacheStore(KVStore):
         if not free:
             self.warn_full(StoreFull("all blocks that share a place with these are pinned"))
             return Put.DROPPED, 0
-        way = min(free, key=lambda way: (bool(places[way].block_hash), places[way].used_s))
+        way = min(free, key=lambda way: places[way].used_s)  # never used: 0; about to be: now
         gone.discard(block_hash)
         if places[way].block_hash:
             gone.add(places[way].block_hash)
@@ -271,7 +326,7 @@ class LMCacheStore(KVStore):
         """Change the places of blocks that are there; returns how many are."""
         if not hashes:
             return 0
-        async with self._index_lock:
+        async with self._index_lock.held():
             sets = await self._read_sets(hashes)
             found = {at for name in hashes if (at := self._find(sets, name)) is not None}
             for at in found:

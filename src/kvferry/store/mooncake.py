@@ -9,6 +9,7 @@ leaves hard-pinned blocks alone. It authenticates nobody: for networks you trust
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -21,6 +22,8 @@ from kvferry.core.layout import KVLayout
 from kvferry.store.base import MAX_NOTE_BYTES, Block, KVStore, Put, Read, StoreFull, StoreOptions
 from kvferry.store.record import CorruptBlock
 from kvferry.store.threads import Stop, Threads
+
+log = logging.getLogger(__name__)
 
 EXISTS, NO_ROOM = 1, (-200, -10)
 """Mooncake's codes: of `is_exist`, and of a put that finds no memory (no handle, buffer overflow)."""
@@ -80,7 +83,7 @@ class MooncakeStore(KVStore):
         return await self._threads.run(lambda stop: [self._put(block, stop) for block in blocks])
 
     async def pin(self, hashes: Sequence[BlockHash]) -> int:
-        """Written anew, hard-pinned: Mooncake has no other way."""
+        """Written anew, hard-pinned: Mooncake has no other way, an upsert leaves the block as evictable as it was."""
         return await self._threads.ask(lambda: sum(self._write_again(name, True) for name in hashes))
 
     async def unpin(self, hashes: Sequence[BlockHash]) -> int:
@@ -215,8 +218,15 @@ class MooncakeStore(KVStore):
             return False
         config = ReplicateConfig()
         config.with_hard_pin = pinned
-        self._remove(self._key(block_hash))
-        return not self._joined.put(self._key(block_hash), record, config)
+        key = self._key(block_hash)
+        self._remove(key)
+        code = self._joined.put(key, record, config)
+        if not code:
+            return True
+        log.warning("the Mooncake Store of the master at %s pinned or unpinned no block: code %d", self.location, code)
+        if self._joined.put(key, record):  # as it was, into the room that it had
+            self.note_removed([block_hash])
+        return False
 
     def _remove(self, key: str) -> bool:
         return bool(self._joined.is_exist(key) == EXISTS and self._joined.remove(key, True) == 0)
