@@ -4,7 +4,7 @@ import pytest
 from fake_engine import FakeRequest
 from kv_support import make_layout
 
-from kvferry.connectors.api import ConnectorContext, Hold, Release, Released, ScheduledChunk, StepView
+from kvferry.connectors.api import ConnectorContext, Hold, Miss, Pending, Release, Released, ScheduledChunk, StepView
 from kvferry.connectors.p2p.plan import P2pPlan, Save, decode_meta
 from kvferry.connectors.p2p.scheduler import P2pSchedulerSide
 from kvferry.core.errors import LeakError
@@ -79,6 +79,32 @@ def test_the_end_of_a_prefill(side: P2pSchedulerSide) -> None:
         side.check()
     side.completed([Released("r")])
     side.check()
+
+
+@pytest.mark.parametrize("begins", [False, True])
+def test_a_prefill_that_was_let_in_counts_until_it_begins_or_ends(*, begins: bool) -> None:
+    """However many steps it waits for blocks, or for another connector that loads for it."""
+    layout = make_layout(block_size=4)
+    config = KVTransferConfig(kv_connector="P2pConnector", kv_buffer_size=len(BLOCKS) * layout.block_bytes)
+    side = P2pSchedulerSide(ConnectorContext(config, layout))
+    side.set_addresses([{"host": "h", "port": 5, "engine_id": "here"}])
+    first, second = (FakeRequest(name, PROMPT, Produce(name)) for name in ("first", "second"))
+    assert side.match(first, 0) == Miss()
+    for _ in range(3):
+        side.plan(StepView())
+        assert side.match(second, 0) == Pending()
+    with pytest.raises(LeakError, match="first"):
+        side.check()
+    if begins:
+        saves(side, first, 0, 4)
+        assert side.match(first, 0) == Miss(), "preempted, it does not wait for itself"
+        assert side.match(second, 0) == Pending()
+        assert isinstance(side.finish(first, BLOCKS), Hold)
+        side.completed([Released("first")])
+    else:
+        side.finish(first, ())
+    side.check()
+    assert side.match(second, 0) == Miss()
 
 
 def test_a_request_that_never_ran_is_released(side: P2pSchedulerSide) -> None:

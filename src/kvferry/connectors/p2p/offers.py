@@ -68,6 +68,8 @@ class Offers:
         self._by_transfer: dict[str, _Offer] = {}
         self._announced_by: defaultdict[int, set[_Offer]] = defaultdict(set)
         self._admitted: dict[str, int] = {}
+        """How many blocks they will hold, of requests that were let in, until their first chunk or their end: meanwhile
+        they may wait for blocks, or for another connector that loads for them."""
 
     def set_addresses(self, addresses: Sequence[dict[str, Any]]) -> None:
         """Where this instance's ranks listen."""
@@ -86,10 +88,12 @@ class Offers:
         other = self._by_transfer.get(hand_off.transfer_id)
         if other is not None and other.request_id != request.request_id:
             return Miss(ProtocolError(f"transfer_id {hand_off.transfer_id!r} is in use by another request"))
+        if other is not None:
+            return Miss()  # it was preempted, and counts already
         num_blocks = self._num_blocks(len(request.prompt_token_ids))
         if not self._has_room(num_blocks, request.request_id):
             return Pending()
-        self._admitted[request.request_id] = num_blocks  # counts until the plan, in which its first chunk is
+        self._admitted[request.request_id] = num_blocks
         return Miss()
 
     def _has_room(self, num_blocks: int, request_id: str) -> bool:
@@ -98,10 +102,6 @@ class Offers:
         return not held or (held + num_blocks) * self._layout.block_bytes <= self._config.kv_buffer_size
 
     # Steps.
-
-    def planned(self) -> None:
-        """The step is scheduled: what was admitted is in it, or asks again."""
-        self._admitted.clear()
 
     def restart(self, request: RequestView) -> None:
         """A preempted request begins again, in other blocks."""
@@ -156,6 +156,7 @@ class Offers:
 
     def _track(self, request: RequestView, transfer_id: str) -> _Offer | None:
         """The record of this request's hand-off; None when another request has that transfer id."""
+        self._admitted.pop(request.request_id, None)
         offer = self._by_transfer.get(transfer_id)
         if offer is None:
             offer = _Offer(request.request_id, transfer_id, self._num_blocks(len(request.prompt_token_ids)))
@@ -250,7 +251,8 @@ class Offers:
         )
 
     def released(self, request_id: str) -> None:
-        """The blocks of a hand-off are free again."""
+        """The blocks of a hand-off are free again, or it was never begun."""
+        self._admitted.pop(request_id, None)
         offer = self._offers.pop(request_id, None)
         if offer is not None:
             self._forget_announced(offer)
@@ -262,6 +264,11 @@ class Offers:
         return transfer_id in self._by_transfer
 
     # Insight.
+
+    @property
+    def admitted(self) -> list[str]:
+        """Requests that count, and have not begun."""
+        return list(self._admitted)
 
     @property
     def names(self) -> list[str]:

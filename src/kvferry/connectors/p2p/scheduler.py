@@ -154,7 +154,6 @@ class P2pSchedulerSide(SchedulerSide[P2pPlan]):
 
     def plan(self, step: StepView) -> P2pPlan | None:
         """Announcements of this step's chunks, and all that came up since the last plan."""
-        self._offers.planned()
         for request in step.preempted:
             self._offers.restart(request)
         self._offers.void(step.chunks)
@@ -234,7 +233,7 @@ class P2pSchedulerSide(SchedulerSide[P2pPlan]):
 
     def check(self) -> None:
         """Raise `LeakError` when a hand-off or a load is left."""
-        if names := [*self._offers.names, *self._fetches, *self._cancelled]:
+        if names := [*self._offers.names, *self._offers.admitted, *self._fetches, *self._cancelled]:
             raise LeakError(f"the P2P connector still keeps blocks of requests {', '.join(names[:8])}")
 
 
