@@ -65,6 +65,8 @@ class FolderPlan(msgspec.Struct):
 class FolderSchedulerSide(SchedulerSide[FolderPlan]):
     """Beside the scheduler."""
 
+    hands_off = True
+
     def __init__(self, context: ConnectorContext) -> None:
         super().__init__(context)
         self._plan = FolderPlan()
@@ -127,6 +129,7 @@ class FolderSchedulerSide(SchedulerSide[FolderPlan]):
 class FolderWorkerSide(WorkerSide[FolderPlan]):
     """Beside the KV cache of each rank."""
 
+    hands_off = True
     plan_type = FolderPlan
 
     def __init__(self, context: ConnectorContext) -> None:

@@ -32,3 +32,6 @@ class TestMulti(ConnectorContract):
         store = {"kv_connector": "SharedStorageConnector"}
         store["kv_connector_extra_config"] = {"shared_storage_path": str(folder)}  # type: ignore[assignment]
         return {"connectors": [{"kv_connector": "P2pConnector"}, store]}
+
+    def test_it_says_that_it_hands_off_or_that_it_is_a_cache(self) -> None:
+        """It is what its connectors are."""

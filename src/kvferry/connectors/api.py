@@ -244,7 +244,8 @@ class SchedulerSide(ABC, Generic[Plan]):
     """Names in `statistics` that are gauges; all others are counters."""
 
     hands_off = False
-    """Whether other instances fetch KV from this one by its tickets."""
+    """Whether other instances fetch KV from this one by its tickets. Set in the class: of several connectors the first
+    that says so takes part in hand-offs, and the others are not shown them."""
 
     takes_parts: ClassVar[bool] = False
     """Whether the engine may present one request as several, each with a part of the prompt, with blocks and a transfer

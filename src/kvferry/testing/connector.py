@@ -219,6 +219,12 @@ class ConnectorContract:
         pair.decoded("next", PROMPT, pair.prefilled("t2", PROMPT))
         assert pair.tokens("next") == pair.expected(PROMPT)
 
+    def test_it_says_that_it_hands_off_or_that_it_is_a_cache(self) -> None:
+        """`hands_off` of both classes, or `ConnectorSpec.lossy`: `MultiConnector` goes by it."""
+        spec = find_connector(KVTransferConfig(kv_connector=self.connector))
+        sides = (spec.scheduler_class(), spec.worker_class())
+        assert spec.lossy or all(side.hands_off for side in sides), "set `hands_off = True` in both classes"
+
     def test_an_unknown_option_is_an_error_before_anything_is_started(self, tmp_path: Path) -> None:
         """`ConnectorSpec.options` names the class that is checked against."""
         extra = {**self.extra(tmp_path), "no_such_option": 1}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -72,6 +73,80 @@ def test_a_hand_off_and_a_cache_in_both_roles(make: MakeEngine, order: int) -> N
     assert decode.error is None
     consumer.require_right(decode)
     producer.run_until(lambda: not producer.held)
+
+
+def test_prefills_that_a_cache_loads_wait_while_too_much_is_held(make: MakeEngine, tmp_path: Path) -> None:
+    prompts = [[number, *PROMPT] for number in range(4)]
+    filler = make("kv_both", storage(tmp_path))
+    for number, prompt in enumerate(prompts):
+        filler.run(FakeRequest(f"f{number}", prompt))
+    settle(filler, 0)
+    bound = 6.0 * filler.layout.block_bytes  # one prompt has five blocks
+    producer = make("kv_producer", HAND_OFF, storage(tmp_path), buffer_size=bound)
+    consumer = make("kv_consumer", HAND_OFF)
+    requests = [producer.add(FakeRequest(f"p{n}", prompt, Produce(f"t{n}"))) for n, prompt in enumerate(prompts)]
+    for number, request in enumerate(requests):
+
+        def is_done(request: FakeRequest = request) -> bool:
+            admitted = [other for other in requests if other.state in ("loading", "running")]
+            assert len(admitted) + len(producer.held) <= 1
+            return request.state == "done" and not producer.scheduler.has_work()
+
+        producer.run_until(is_done)
+        assert request.num_computed_here < len(request.prompt_token_ids), "the cache had the rest"
+        decode = consumer.run(consumed(prompts[number], request.ticket, f"d{number}"))
+        assert (decode.error, decode.num_computed_here) == (None, 0)
+        producer.run_until(lambda: not producer.held)
+    assert producer.worker.statistics().get("0_ended_full", 0) == 0
+
+
+SILENT = """
+from folder_connector import *
+
+class SilentScheduler(FolderSchedulerSide):
+    hands_off = False
+
+class SilentWorker(FolderWorkerSide):
+    hands_off = False
+
+Silent = ConnectorSpec("silent:SilentScheduler", "silent:SilentWorker", options="folder_connector:FolderOptions")
+"""
+
+
+@pytest.mark.parametrize("connector", ["folder_connector:FolderConnector", "silent:Silent"])
+@pytest.mark.parametrize("order", [1, -1])
+def test_another_package_s_connector_hands_off(
+    make: MakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, connector: str, order: int
+) -> None:
+    """Wherever it is in the list, with the role of the instance, also if it does not say that it does."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[3] / "examples"))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "silent.py").write_text(SILENT)
+    for name in ("folder_connector", "silent"):
+        sys.modules.pop(name, None)
+    folder = {"kv_connector": connector, "kv_connector_extra_config": {"folder": str(tmp_path)}}
+    children = [memory("both"), folder][::order]
+    config = KVTransferConfig(
+        kv_connector="MultiConnector", kv_role="kv_producer", kv_connector_extra_config={"connectors": children}
+    )
+    assert [child.kv_role for child in child_configs(config)] == ["kv_both", "kv_producer"][::order]
+    producer, consumer = make("kv_producer", *children), make("kv_consumer", *children)
+    prefill = producer.run(FakeRequest("p", PROMPT, Produce("t")))
+    assert prefill.ticket is not None
+    decode = consumer.run(consumed(PROMPT, prefill.ticket))
+    assert (decode.error, decode.num_computed_here) == (None, 0)
+    consumer.require_right(decode)
+
+
+def test_both_sides_agree_on_the_one_that_hands_off(make: MakeEngine, tmp_path: Path) -> None:
+    for children, chosen in (
+        ([storage(tmp_path), HAND_OFF], 1),
+        ([HAND_OFF, HAND_OFF], 0),
+        ([storage(tmp_path)] * 2, None),
+    ):
+        engine = make("kv_both", *children)
+        assert (engine.scheduler.hands_off, engine.scheduler._hands_off) == (chosen is not None, chosen or 0)
+        assert (engine.worker.hands_off, engine.worker._hands_off) == (chosen is not None, chosen)
 
 
 def test_the_one_that_has_the_most_loads(make: MakeEngine, tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 Owns which of them loads for which request, and who of them still keeps the blocks of requests that have ended.
 
-* One of them takes part in hand-offs: the first whose instances reach each other (it has addresses), or else the first.
+* One of them takes part in hand-offs (`handing_off`).
   The others are shown requests without hand-off: they see prompts that they may know, and keep what is computed.
 * The one that has the most loads; of those that have as much, the first. A hand-off that can be had is had: with it
   comes the first token. One that is still looking is waited for `PATIENCE_S` when another has an answer.
@@ -38,7 +38,7 @@ from kvferry.connectors.api import (
     TransferReport,
 )
 from kvferry.connectors.multi.plan import MultiPlan
-from kvferry.connectors.multi.settings import child_gauges, read_children
+from kvferry.connectors.multi.settings import child_gauges, handing_off, read_children
 from kvferry.connectors.registry import ConnectorSpec
 from kvferry.core.block_hash import BlockHash
 from kvferry.core.errors import ChildLost, KvferryError, LeakError
@@ -106,9 +106,10 @@ class MultiSchedulerSide(SchedulerSide[MultiPlan]):
     def __init__(self, context: ConnectorContext) -> None:
         super().__init__(context)
         self._clock = context.clock
-        self._children = [spec.build_scheduler_side(own) for spec, own in read_children(context)]
-        self.hands_off = any(child.hands_off for child in self._children)
-        self._hands_off = next((index for index, child in enumerate(self._children) if child.hands_off), 0)
+        children = read_children(context)
+        self._children = [spec.build_scheduler_side(own) for spec, own in children]
+        hands_off = handing_off([own.config for _, own in children])
+        self.hands_off, self._hands_off = hands_off is not None, hands_off or 0
         self._chosen: dict[str, int] = {}
         self._loads: dict[str, int] = {}
         self._holds: dict[str, list[int]] = {}

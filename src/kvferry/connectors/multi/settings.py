@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -76,7 +76,7 @@ def child_configs(config: KVTransferConfig) -> list[KVTransferConfig]:
     if not 1 <= len(listed) <= MAX_CHILDREN:
         raise ConfigError(f"kv_connector_extra_config.connectors must list 1 to {MAX_CHILDREN} connectors")
     children = [_loading_whole(_child(config, given, index), index) for index, given in enumerate(listed)]
-    hands_off = _handing_off(children)
+    hands_off = handing_off(children) or 0
     return [
         child
         if index == hands_off or "kv_role" in listed[index] or not find_connector(child).lossy
@@ -102,9 +102,13 @@ def _loading_whole(child: KVTransferConfig, index: int) -> KVTransferConfig:
     return msgspec.structs.replace(child, kv_connector_extra_config=extra)
 
 
-def _handing_off(children: list[KVTransferConfig]) -> int:
-    """Which of them takes part in hand-offs: the first that is no cache, or else the first."""
-    return next((index for index, child in enumerate(children) if not find_connector(child).lossy), 0)
+def handing_off(children: Sequence[KVTransferConfig]) -> int | None:
+    """Which of them takes part in hand-offs: the first that says so (`hands_off`), or else the first that is no cache.
+    None: all are caches, of which the first hands off by what it keeps."""
+    specs = [find_connector(child) for child in children]
+    says_so = (index for index, spec in enumerate(specs) if spec.scheduler_class().hands_off)
+    is_no_cache = (index for index, spec in enumerate(specs) if not spec.lossy)
+    return next(says_so, next(is_no_cache, None))
 
 
 def _child(config: KVTransferConfig, given: dict[str, Any], index: int) -> KVTransferConfig:

@@ -25,7 +25,7 @@ from kvferry.connectors.api import (
     WorkerSide,
 )
 from kvferry.connectors.multi.plan import MultiPlan
-from kvferry.connectors.multi.settings import child_gauges, read_children
+from kvferry.connectors.multi.settings import child_gauges, handing_off, read_children
 from kvferry.connectors.registry import ConnectorSpec
 from kvferry.core.errors import ChildLost, ConfigError, ConnectorLost, LeakError
 from kvferry.transport.memory import BlockMemory
@@ -45,10 +45,11 @@ class MultiWorkerSide(WorkerSide[MultiPlan]):
 
     def __init__(self, context: ConnectorContext) -> None:
         super().__init__(context)
-        self._children = [spec.build_worker_side(own) for spec, own in read_children(context)]
+        children = read_children(context)
+        self._children = [spec.build_worker_side(own) for spec, own in children]
         if context.layout.tp_size > 1 and any(child.plan_type is None for child in self._children):
             raise ConfigError("one of the connectors of MultiConnector works on one rank only")
-        self._hands_off = next((index for index, child in enumerate(self._children) if child.hands_off), None)
+        self._hands_off = handing_off([own.config for _, own in children])
         self.hands_off = self._hands_off is not None
         self._lost: set[int] = set()
         self._closing: dict[int, threading.Thread] = {}
