@@ -48,9 +48,10 @@ class Candidates:
         self._asked, self.decision = asked, decision
         self._tries = {"prefill": 0, "decode": 0}
         self._failed: set[Instance] = set()
-        cached = chooser.cached(asked)
+        # What has left is forgotten a moment later.
+        cached = {one: num_tokens for one, num_tokens in chooser.cached(asked).items() if not one.draining}
         decision.cached_tokens = {one.name: num_tokens for one, num_tokens in cached.items()}
-        self._account = Account(chooser.estimates, chooser.clock, dict(cached), asked.num_tokens)
+        self._account = Account(chooser.estimates, chooser.clock, cached, asked.num_tokens)
         self._choice: Choice[Instance] | None = None
         self._span = span
         self._legs: dict[Instance, Span] = {}

@@ -22,13 +22,17 @@ BODIES: list[dict[str, Any]] = [
 ]
 
 
-def stream(router: KvferryProcess, body: dict[str, Any], kills: KvferryProcess | None = None) -> dict[str, Any]:
-    """What a stream says in all; `kills` ends in its middle."""
+def stream(
+    router: KvferryProcess, body: dict[str, Any], kills: dict[str, KvferryProcess] | None = None
+) -> dict[str, Any]:
+    """What a stream says in all; the server of `kills` that it comes from ends in its middle."""
     found: dict[str, Any] = {"ids": [], "text": "", "finish": [], "logprobs": 0, "usage": None}
-    with httpx.stream("POST", f"{router.url}/v1/completions", json=body, timeout=200) as response:
+    name = {"X-Request-Id": "killing"} if kills else {}
+    with httpx.stream("POST", f"{router.url}/v1/completions", json=body, headers=name, timeout=200) as response:
         for number, line in enumerate(one for one in response.iter_lines() if one.startswith("data: {")):
             if number == 30 and kills is not None:
-                kill(kills)
+                decisions = router.get("/kvferry/decisions").json()["decisions"]
+                kill(kills[next(one["decode"] for one in decisions if one["request_id"] in name.values())])
             event = json.loads(line.removeprefix("data: "))
             assert "error" not in event, event
             found["usage"] = event.get("usage") or found["usage"]
@@ -54,7 +58,8 @@ def test_one_of_two_dies(tmp_path: Path) -> None:
         assert all(len(one["ids"]) == 200 and one["finish"] == ["length"] for one in expected)
         with ThreadPoolExecutor(4) as pool:  # half of them on the server that dies
             asked = [pool.submit(stream, router, body) for body in BODIES]
-            killing = pool.submit(stream, router, BODIES[0], servers["other"])
+            by_name = {f"decode-{number}": one for number, one in enumerate(servers.values())}
+            killing = pool.submit(stream, router, BODIES[0], by_name)
             assert killing.result() == expected[0]
             assert [one.result() for one in asked] == expected
         assert router.metric("kvferry_router_continuations_total", outcome="done") >= 1
