@@ -11,6 +11,9 @@ import pytest
 
 from kvferry.core.errors import ConfigError
 from kvferry.http.limits import HttpLimits
+from kvferry.http.request import Request
+from kvferry.http.response import Response
+from kvferry.http.routes import Route, Routes
 
 from .running import Handlers, limits, request, running, wire
 
@@ -177,3 +180,30 @@ async def test_the_number_of_connections_is_bounded_and_recovers() -> None:
         async with wire(served.port) as client:
             client.send(request("/ok"))
             assert (await client.reply()).status == 200
+
+
+async def test_a_client_that_reads_nothing_has_its_next_requests_wait() -> None:
+    num_begun, num_requests = 0, 40
+
+    async def large(request: Request, response: Response) -> None:
+        nonlocal num_begun
+        num_begun += 1
+        response.send(200, b"x" * 2**20)
+
+    async with running(routes=Routes([Route("GET", "/large", large)], None)) as served, wire(served.port) as client:
+        client.reader._transport.pause_reading()  # type: ignore[attr-defined]
+        client.send(request("/large") * num_requests)
+        seen = 0
+        while not num_begun or seen != num_begun:  # it stops by itself
+            seen = num_begun
+            await asyncio.sleep(0.05)
+        assert num_begun < num_requests
+        (connection,) = served.server._connections
+        assert connection._transport.get_write_buffer_size() < 2**21
+        client.reader._transport.resume_reading()  # type: ignore[attr-defined]
+        for _ in range(num_requests):
+            await client.reader.readuntil(b"\r\n\r\n")
+            await client.reader.readexactly(2**20)
+        assert num_begun == num_requests
+        client.send(request("/missing"))
+        assert (await client.reply()).status == 404

@@ -1,6 +1,7 @@
 """One client's connection: from bytes to requests, one running at a time, and from responses to bytes.
 
-Owns the parser, the requests that wait behind the running one, and the deadline of whatever the client is to do next.
+Owns the parser, the requests that wait behind the running one or until the client has read its answers, and the
+deadline of whatever the client is to do next.
 The parser is llhttp in its strict form; what it lets pass and two readers might still read in two ways (several hosts,
 transfer codings other than `chunked`, HTTP/1.0 with chunks) is refused here. After a refusal the connection is closed.
 
@@ -193,6 +194,9 @@ class ServerConnection(asyncio.Protocol):
         if self._producer is not None:
             self._producer.resume_reading()
         self._wake_drained()
+        if self._turn is None and self._waiting and self._phase != "closing":
+            self._begin_next()
+            self._after_turn()
 
     # The parser's calls.
 
@@ -239,10 +243,9 @@ class ServerConnection(asyncio.Protocol):
         now = self._loop.time()
         self._phase, self._body_deadline = "body", now + self._limits.http_body_s
         self._deadline = now + self._limits.http_body_gap_s
+        self._waiting.append(turn)
         if self._turn is None:
-            self._begin(turn)
-        else:
-            self._waiting.append(turn)
+            self._begin_next()
 
     def on_body(self, piece: bytes) -> None:
         """A part of the body."""
@@ -298,7 +301,7 @@ class ServerConnection(asyncio.Protocol):
             self._body.fail(self._broken)
 
     def _after_feed(self) -> None:
-        if self._broken is not None and self._turn is None:
+        if self._broken is not None and self._turn is None and not self._waiting:
             self._refuse_with(self._broken)
             return
         body = self._body
@@ -335,6 +338,12 @@ class ServerConnection(asyncio.Protocol):
         expects = (find_header(self._headers, b"expect") or b"").lower() == b"100-continue" and version == "1.1"
         response = Response(self, request, version_1_0=version == "1.0")
         return _Turn(request, response, bool(self._parser.should_keep_alive()), expects)
+
+    def _begin_next(self) -> None:
+        """Begin with the first that waits, once the client has read most of what it was answered: what answers come to
+        is not kept for one that only asks."""
+        if self._writable:
+            self._begin(self._waiting.popleft())
 
     def _begin(self, turn: _Turn) -> None:
         self._turn = turn
@@ -397,7 +406,7 @@ class ServerConnection(asyncio.Protocol):
         elif over or response.framing is Framing.CLOSE:
             self._close()
         elif self._waiting:
-            self._begin(self._waiting.popleft())
+            self._begin_next()
             self._after_turn()
         elif self._broken is not None:
             self._loop.call_soon(self._refuse_with, self._broken)
@@ -476,7 +485,7 @@ class ServerConnection(asyncio.Protocol):
 
     def end_idle(self) -> None:
         """Close the connection if no request is on it; one that is there ends it with its answer."""
-        if self._made and self._turn is None and self._phase != "closing":
+        if self._made and self._turn is None and not self._waiting and self._phase != "closing":
             self._close()
 
     def set_abort_reason(self, reason: RequestError) -> None:
