@@ -149,6 +149,7 @@ async def test_operators_reach_all_workers_and_a_new_first_worker_knows_what_the
         assert (await router.ask("POST", "/kvferry/instances/drain", {"instance": "nobody"}))[0] == 404
         await until(lambda: _everyone_serves(router, more))
         assert (await router.ask("POST", "/kvferry/instances/remove", {"instance": d.url, "force": True}))[0] == 200
+        await until(lambda: _nobody_serves(router, d))
 
         first = router.pids[0]
         os.kill(first, signal.SIGKILL)
@@ -165,6 +166,10 @@ async def _everyone_serves(router: Workers, peer: Peer) -> bool:
     for number in range(12):
         await complete(router, prompt=f"{number} " * 200)
     return bool(peer.calls)
+
+
+async def _nobody_serves(router: Workers, peer: Peer) -> bool:
+    return not await _everyone_serves(router, peer)
 
 
 async def _names_are(router: Workers, names: list[str]) -> bool:
