@@ -35,7 +35,8 @@ def stream(
                 kill(kills[next(one["decode"] for one in decisions if one["request_id"] in name.values())])
             event = json.loads(line.removeprefix("data: "))
             assert "error" not in event, event
-            found["usage"] = event.get("usage") or found["usage"]
+            if event.get("usage"):  # how much of the prompt was cached differs between servers
+                found["usage"] = {name: n for name, n in event["usage"].items() if name != "prompt_tokens_details"}
             for choice in event["choices"]:
                 found["ids"] += choice["token_ids"] or []
                 found["text"] += choice["text"]
