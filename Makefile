@@ -30,7 +30,7 @@ install-media: $(STAMP)  ## add the libraries of the nixl and mooncake transport
 demo: $(STAMP)  ## serve a model with prefill and decode apart, and watch it work (KEEP=1 leaves it serving)
 	@$(BIN)/kvferry demo $(if $(KEEP),--keep)
 
-test: $(STAMP)  ## run the tests, but for long matrices: about 17 minutes (some: ARGS="tests/router -x")
+test: $(STAMP)  ## run the tests, but for long matrices: about 20 minutes (some: ARGS="tests/router -x")
 	@scripts/run_tests $(BIN)/python '$(SHORT)' $(ARGS)
 
 test-all: $(STAMP)  ## run the tests with their long matrices too
