@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -12,7 +11,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from support.stopping import stop
+from support.stopping import StoppableServer
 
 START_S = 120.0
 
@@ -22,7 +21,7 @@ def is_installed() -> bool:
     return importlib.util.find_spec("lmcache") is not None
 
 
-class LMCacheServer:
+class LMCacheServer(StoppableServer):
     """Running, on a port of the loopback interface."""
 
     def __init__(self) -> None:
@@ -47,18 +46,3 @@ class LMCacheServer:
                 assert self.process.poll() is None, log.read_text()
                 assert time.monotonic() < deadline, "the server did not start"
                 time.sleep(0.05)
-
-    def pause(self) -> None:
-        stop(self.process)
-
-    def resume(self) -> None:
-        self.process.send_signal(signal.SIGCONT)
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.wait()
-
-    def close(self) -> None:
-        self.resume()
-        self.kill()
-        self._folder.cleanup()

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import shutil
-import signal
 import socket
 import subprocess
 import tempfile
 import time
 from pathlib import Path
 
-from support.stopping import stop
+from support.stopping import StoppableServer
 
 BINARIES = ("valkey-server", "redis-server")
 START_S = 20.0
@@ -21,7 +20,7 @@ def server_binary() -> str | None:
     return next((found for name in BINARIES if (found := shutil.which(name))), None)
 
 
-class ValkeyServer:
+class ValkeyServer(StoppableServer):
     """Running, on a Unix socket in a folder of its own, keeping nothing on disk."""
 
     def __init__(self, *options: str) -> None:
@@ -61,21 +60,6 @@ class ValkeyServer:
 
     def num_keys(self) -> int:
         return int(self.say("DBSIZE")[1:])
-
-    def pause(self) -> None:
-        stop(self.process)
-
-    def resume(self) -> None:
-        self.process.send_signal(signal.SIGCONT)
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.wait()
-
-    def close(self) -> None:
-        self.resume()
-        self.kill()
-        self._folder.cleanup()
 
 
 def free_port() -> int:
