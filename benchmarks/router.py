@@ -1,7 +1,7 @@
 """What a router costs, beside others and beside no router: processor time, added delay, memory.
 
     python benchmarks/router.py [--requests 2000] [--streams 1 32 64] [--tokens 200] [--rate 200]
-        [--peers FOLDER/bin] [--nginx PATH] [--profile FILE] [--save]
+        [--peers FOLDER/bin] [--nginx PATH] [--floor] [--profile FILE] [--save]
 
 P, D, router and clients are processes of their own, on loopback: the router has one core, all else the others. P and D
 compute nothing: P answers with a ticket at once; D answers whole, or with an event for each token, `--rate` a second.
@@ -13,7 +13,8 @@ Streams have `--rate` tokens a second each, and fewer where that would be more t
 and clients here could not do. `--save` writes `results/router.<processor>.json`.
 
 `--peers`: the folder of the programs of an environment with the wheels of vllm-router and sglang-router
-(`pip install vllm-router sglang-router`). `--nginx`: the program; it passes requests to D alone. `--only NAME` measures
+(`pip install vllm-router sglang-router`). `--nginx`: the program; it passes requests to D alone.
+`--floor`: what is left when a router in Python does nothing else (`router_floor.py`). `--only NAME` measures
 one. A busy machine's figures wander: compare what was measured in one run, and run again.
 """
 
@@ -44,7 +45,7 @@ from kvferry.http.client import Deadlines, HttpClient
 from kvferry.http.config import HttpConfig
 from kvferry.http.keys import Access
 from kvferry.http.origin import Origin
-from kvferry.http.request import Request
+from kvferry.http.request import HttpRequest
 from kvferry.http.response import JSON, Response
 from kvferry.http.routes import Route, Routes
 from kvferry.http.server import HttpServer
@@ -84,16 +85,16 @@ class Mock:
             ]
         )
 
-    async def health(self, request: Request, response: Response) -> None:
+    async def health(self, request: HttpRequest, response: Response) -> None:
         """Always well."""
         await request.body.read()
         response.send_json(b'{"released":true}')
 
-    async def models(self, request: Request, response: Response) -> None:
+    async def models(self, request: HttpRequest, response: Response) -> None:
         """As OpenAI's."""
         response.send_json(b'{"object":"list","data":[{"id":"m","object":"model","owned_by":"kvferry"}]}')
 
-    async def instance(self, request: Request, response: Response) -> None:
+    async def instance(self, request: HttpRequest, response: Response) -> None:
         """As kvferry's own describe themselves."""
         facts = {
             "role": self._role, "engine_id": f"engine-{self._role}", "kv_host": "127.0.0.1", "kv_port": 4711,
@@ -101,7 +102,7 @@ class Mock:
         }  # fmt: skip
         response.send_json(json.dumps(facts).encode())
 
-    async def prefill(self, request: Request, response: Response) -> None:
+    async def prefill(self, request: HttpRequest, response: Response) -> None:
         """The ticket, at once."""
         body = json.loads(await request.body.read())
         asked = body.get("kv_transfer_params") or {}
@@ -112,7 +113,7 @@ class Mock:
         }  # fmt: skip
         response.send_json(json.dumps({"choices": [{"text": "x"}], "kv_transfer_params": ticket}).encode())
 
-    async def decode(self, request: Request, response: Response) -> None:
+    async def decode(self, request: HttpRequest, response: Response) -> None:
         """Whole, or token by token."""
         body = json.loads(await request.body.read())
         if not body.get("stream"):
@@ -294,6 +295,9 @@ def commands(said: argparse.Namespace, prefill: str, decode: str, folder: Path) 
             decode,
         ]
     found = {"kvferry": [*ours, "auto", "PORT"], "kvferry, sequential": [*ours, "sequential", "PORT"]}
+    if said.floor:
+        floor = str(Path(__file__).with_name("router_floor.py"))
+        found["uvloop and httptools alone"] = [sys.executable, floor, prefill, decode, "PORT"]
     if said.peers:
         shared = ["--prefill", prefill, "--decode", decode, "--host", "127.0.0.1", "--port", "PORT"]
         quiet = ["--policy", "round_robin", "--prometheus-port", "PORT1", "--prometheus-host", "127.0.0.1"]
@@ -380,6 +384,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=200)
     parser.add_argument("--rate", type=float, default=200.0)
     parser.add_argument("--peers", help="folder with vllm-router and sglang-router")
+    parser.add_argument("--floor", action="store_true", help="measure the three exchanges alone, too (router_floor.py)")
     parser.add_argument("--nginx", help="the program")
     parser.add_argument("--save", action="store_true", help="keep the results")
     parser.add_argument("--only", help="the name of one router")

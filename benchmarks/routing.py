@@ -4,9 +4,10 @@ prefix index and estimates, driven over a trace on a virtual clock.
     python benchmarks/routing.py TRACE.jsonl                    a trace in Mooncake's form
     python benchmarks/routing.py --generated                    sessions with a shared system block
 
-Each instance has a block LRU and computes uncached tokens one prompt after the other. The *hit ratio* is that of
-blocks of 512 tokens; *uncached load* is the tokens that an instance had to compute, over the whole trace and within
-windows of a minute. Nothing is timed, so a busy machine gives the same figures.
+Each instance has the engine's own block pool, without bytes, with each order of eviction that is asked for, and
+computes uncached tokens one prompt after the other. The *hit ratio* is that of blocks of 512 tokens; *uncached load* is
+the tokens that an instance had to compute, over the whole trace and within windows of a minute. Nothing is timed, so a
+busy machine gives the same figures.
 """
 
 from __future__ import annotations
@@ -16,14 +17,15 @@ import heapq
 import json
 import math
 import random
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from kvferry.core.clock import ManualClock
+from kvferry.core.clock import Clock, ManualClock
+from kvferry.engine.block_pool import BlockPool
+from kvferry.engine.cached_order import make_cached_order
 from kvferry.router.account import Account
 from kvferry.router.cost import Estimates
 from kvferry.router.disaggregation import Threshold
@@ -81,26 +83,39 @@ def generate(num_sessions: int = 5000, seconds: float = 3600.0, seed: int = 7) -
 
 
 class BlockCache:
-    """Blocks by least recent use; of a prompt the deepest go first, as in an engine."""
+    """The prefix cache of an instance: its block pool. A prompt's blocks are in use for no time at all."""
 
-    def __init__(self, num_blocks: float) -> None:
-        self._blocks: OrderedDict[int, None] = OrderedDict()
-        self._num_blocks = num_blocks
+    def __init__(self, num_blocks: int, eviction: str, clock: Clock) -> None:
+        self._pool = BlockPool(num_blocks, order=make_cached_order(eviction, num_blocks, clock))
+        self._num_blocks, self._gone = num_blocks, list[int]()
+        events: Any = self
+        self._pool.events = events
 
-    def match(self, blocks: Sequence[int]) -> int:
-        """How many of them are there, from the first."""
-        return next((place for place, block in enumerate(blocks) if block not in self._blocks), len(blocks))
+    def removed(self, name: bytes) -> None:
+        """The pool has evicted this block."""
+        self._gone.append(int.from_bytes(name, "big"))
 
-    def put(self, blocks: Sequence[int]) -> tuple[list[int], list[int]]:
-        """Which are new, and which had to go."""
-        new = [block for block in blocks if block not in self._blocks]
-        for block in reversed(blocks):
-            self._blocks[block] = None
-            self._blocks.move_to_end(block)
-        gone = []
-        while len(self._blocks) > self._num_blocks:
-            gone.append(self._blocks.popitem(last=False)[0])
-        return new, gone
+    def put(self, blocks: Sequence[int]) -> tuple[int, list[int]]:
+        """How many of a prompt's blocks were there, from the first, and which had to go for the others."""
+        names = [name_of(block) for block in blocks][: self._num_blocks]
+        self._gone = []
+        held = self._pool.match(names)
+        num_found = len(held)
+        self._pool.acquire(held)
+        held += self._pool.allocate(len(names) - num_found)
+        for place in range(num_found, len(names)):
+            self._pool.publish(held[place], names[place], names[place - 1] if place else None)
+        self._pool.release(held)
+        return num_found, self._gone
+
+    def finished(self, blocks: Sequence[int], num_answer: int) -> None:
+        """The answer is complete."""
+        self._pool.finished([name_of(block) for block in blocks], num_answer)
+
+
+def name_of(block: int) -> bytes:
+    """As a block hash."""
+    return block.to_bytes(8, "big")
 
 
 @dataclass(eq=False)
@@ -144,15 +159,17 @@ KNOWLEDGE = (
 class Simulation:
     """One policy over one trace."""
 
-    def __init__(self, settings: argparse.Namespace, policy: str, knowledge: Knowledge, options: Sequence[str]) -> None:
+    def __init__(self, settings: argparse.Namespace, policy: str, knowledge: Knowledge, eviction: str) -> None:
         self._settings, self._knowledge = settings, knowledge
         self._clock, self._chance = ManualClock(), random.Random(3)
         self._index, self._estimates = PrefixIndex(2_000_000), Estimates()
         threshold = Threshold(self._estimates, self._index, 0)
         context = PolicyContext(self._clock, random.Random(5), self._index, self._estimates, threshold)
-        self._policy = make_policy(policy, context, options)
+        self._policy = make_policy(policy, context, settings.policy_option)
         blocks = settings.cache_tokens // BLOCK
-        self.servers = [Server(f"decode-{place}", BlockCache(blocks)) for place in range(settings.instances)]
+        self.servers = [
+            Server(f"decode-{place}", BlockCache(blocks, eviction, self._clock)) for place in range(settings.instances)
+        ]
         for server in self.servers:
             self._index.set_capacity(server, settings.cache_tokens)
         self._due: list[tuple[float, int, Callable[[], None]]] = []
@@ -187,20 +204,21 @@ class Simulation:
         self._policy.placed(asked, choice)
         account: Any = Account(self._estimates, self._clock, dict(cached), asked.num_tokens)
         account.begin_decode(server, whole=True)
-        hits = server.cache.match(arrival.blocks)
+        hits, gone = server.cache.put(arrival.blocks)
         self.hits, self.total = self.hits + hits, self.total + len(arrival.blocks)
         first = server.compute(self._clock.now, len(arrival.blocks) - hits, self._settings.tokens_per_s)
         self._waits.append(first - self._clock.now)
-        self._tell(server, arrival.blocks, *server.cache.put(arrival.blocks))
+        self._tell(server, arrival.blocks, hits, gone)
         self._at(first, partial(account.answered, server, streams=True))
-        self._at(first + arrival.num_answer * TOKEN_S, partial(account.close, arrival.num_answer * 240))
+        end = first + arrival.num_answer * TOKEN_S
+        self._at(end, partial(account.close, arrival.num_answer * 240))
+        self._at(end, partial(server.cache.finished, arrival.blocks, arrival.num_answer))
 
-    def _tell(self, server: Server, blocks: Sequence[int], new: Sequence[int], gone: Sequence[int]) -> None:
+    def _tell(self, server: Server, blocks: Sequence[int], first: int, gone: Sequence[int]) -> None:
         knowledge = self._knowledge
         if not knowledge.events:
             return
-        if self._chance.random() >= knowledge.lost and new:
-            first = blocks.index(new[0])
+        if self._chance.random() >= knowledge.lost and first < len(blocks):
             parent = blocks[first - 1] if first else None
             ids = [block for block in blocks[first:] for _ in range(BLOCK)]
             self._later(partial(self._index.stored, server, blocks[first:], parent, ids, BLOCK))
@@ -237,12 +255,17 @@ def evenness(servers: Sequence[Server]) -> dict[str, float]:
     }
 
 
-def pooled(trace: Iterable[Arrival], num_blocks: float) -> float:
+def pooled(trace: Iterable[Arrival], num_blocks: int, eviction: str) -> float:
     """The hit ratio of one cache of this size."""
-    cache, hits, total = BlockCache(num_blocks), 0, 0
-    for one in trace:
-        hits, total = hits + cache.match(one.blocks), total + len(one.blocks)
-        cache.put(one.blocks)
+    clock = ManualClock()
+    cache, hits, total, answers = BlockCache(num_blocks, eviction, clock), 0, 0, list[tuple[float, int, Arrival]]()
+    for number, one in enumerate(trace):
+        while answers and answers[0][0] <= one.at:
+            clock.now, _, finished = heapq.heappop(answers)
+            cache.finished(finished.blocks, finished.num_answer)
+        clock.now = one.at
+        hits, total = hits + cache.put(one.blocks)[0], total + len(one.blocks)
+        heapq.heappush(answers, (one.at + one.num_answer * TOKEN_S, number, one))
     return hits / total
 
 
@@ -261,22 +284,26 @@ def shape(trace: Sequence[Arrival]) -> dict[str, float]:
 
 
 def measure(settings: argparse.Namespace, name: str, trace: Sequence[Arrival]) -> dict[str, Any]:
-    """All policies over one trace."""
+    """All policies over one trace, with each eviction."""
+    different = len({block for one in trace for block in one.blocks})
+    found: dict[str, Any] = {"shape": shape(trace), "infinite": pooled(trace, different, "lru"), "eviction": {}}
+    print(f"\n{name}: {found['shape']}\ninfinite {found['infinite']:.4f}")
+    for eviction in settings.eviction:
+        found["eviction"][eviction] = _with_eviction(settings, eviction, trace)
+    return found
+
+
+def _with_eviction(settings: argparse.Namespace, eviction: str, trace: Sequence[Arrival]) -> dict[str, Any]:
     num_blocks = settings.instances * settings.cache_tokens // BLOCK
-    found: dict[str, Any] = {
-        "shape": shape(trace),
-        "pooled LRU": pooled(trace, num_blocks),
-        "infinite": pooled(trace, math.inf),
-        "policies": {},
-    }
-    print(f"\n{name}: {found['shape']}\npooled LRU {found['pooled LRU']:.4f}, infinite {found['infinite']:.4f}\n")
+    found: dict[str, Any] = {"pooled": pooled(trace, num_blocks, eviction), "policies": {}}
+    print(f"\ninstances with {eviction}; pooled {found['pooled']:.4f}\n")
     heads = ("hit ratio", "max/mean", "in a minute", "TTFT mean s", "TTFT p90 s")
     print(f"{'policy':<14}{'knowledge':<20}" + "".join(f"{head:>13}" for head in heads))
     for policy, knowledge in _cells(settings.policy):
-        figures = Simulation(settings, policy, knowledge, settings.policy_option).run(trace)
+        figures = Simulation(settings, policy, knowledge, eviction).run(trace)
         found["policies"].setdefault(policy, {})[knowledge.name] = figures
         cells = "".join(f"{value:>13.3f}" for value in figures.values())
-        print(f"{policy:<14}{knowledge.name:<20}{cells}")
+        print(f"{policy:<14}{knowledge.name:<20}{cells}", flush=True)
     return found
 
 
@@ -295,6 +322,7 @@ def main() -> None:
     parser.add_argument("--cache-tokens", type=int, default=1_500_000)
     parser.add_argument("--tokens-per-s", type=float, default=10_000.0)
     parser.add_argument("--policy", nargs="+", default=["cost", *sorted(POLICIES.keys() - {"cost"})])
+    parser.add_argument("--eviction", nargs="+", default=["lru", "reuse"], help="of the instances' prefix caches")
     parser.add_argument("--policy-option", action="append", default=[])
     parser.add_argument("--no-save", action="store_true")
     settings = parser.parse_args()

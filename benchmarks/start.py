@@ -1,14 +1,15 @@
-"""How long from the command to the first token?
+"""How long from the command to the first token, and how much CPU time until it has ended again?
 
 Each side is started with its own command, asked for one token as soon as its port answers, and ended; the page cache is
 warm for all (one uncounted start each). Sides take turns, so that a slow spell of the machine hits all.
-Prints medians, writes results/start.json.
+CPU time is that of all its processes. Prints medians, writes results/start.json.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import resource
 import signal
 import socket
 import statistics
@@ -23,9 +24,10 @@ import httpx
 
 from kvferry.models.catalog import resolve
 from models import make_bench_model
-from report import print_machine, save
+from report import earlier, print_machine, save
 
 LIMIT_S = 300.0
+MODELS = ("tiny-python", "88M random Llama")
 
 
 def parse() -> argparse.Namespace:
@@ -33,6 +35,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--vllm", type=Path, help="the Python of an environment with vLLM; left out when not given")
     parser.add_argument("--runs", type=int, default=3, help="counted starts of each side")
+    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS, help="only these; the others stay")
     return parser.parse_args()
 
 
@@ -53,7 +56,13 @@ def commands(model: str, port: int, vllm: Path | None) -> dict[str, list[str]]:
     return sides
 
 
-def start_once(command: list[str], port: int) -> float:
+def cpu_s() -> float:
+    """Of all processes that have ended and were waited for."""
+    spent = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return spent.ru_utime + spent.ru_stime
+
+
+def start_once(client: httpx.Client, command: list[str], port: int) -> float:
     """Seconds from the command to its first token."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
     environment["VLLM_CPU_OMP_THREADS_BIND"] = "0"
@@ -65,7 +74,7 @@ def start_once(command: list[str], port: int) -> float:
         while time.perf_counter() - began < LIMIT_S:
             if process.poll() is not None:
                 raise RuntimeError(f"{' '.join(command)} ended with {process.returncode}; run it by hand to see why")
-            if answers(port):
+            if answers(client, port):
                 return time.perf_counter() - began
             time.sleep(0.02)
         raise RuntimeError(f"{command[0]} gave no token within {LIMIT_S:g} s")
@@ -74,11 +83,11 @@ def start_once(command: list[str], port: int) -> float:
         process.wait(timeout=60)
 
 
-def answers(port: int) -> bool:
-    """Whether one token can be had."""
+def answers(client: httpx.Client, port: int) -> bool:
+    """Whether one token can be had. The client is not made anew: that would cost more than what it waits for."""
     body = {"model": "m", "prompt": [5, 6, 7], "max_tokens": 1}
     try:
-        return httpx.post(f"http://127.0.0.1:{port}/v1/completions", json=body, timeout=60).status_code == 200
+        return client.post(f"http://127.0.0.1:{port}/v1/completions", json=body).status_code == 200
     except httpx.TransportError:
         return False
 
@@ -94,27 +103,39 @@ def free_port() -> int:
 def measure(model: str, options: argparse.Namespace) -> dict[str, Any]:
     """Medians of one model, by side."""
     times: dict[str, list[float]] = {}
+    spent: dict[str, list[float]] = {}
+    client = httpx.Client(timeout=60, headers={"Connection": "close"})
     for run in range(options.runs + 1):
         port = free_port()
         for name, command in commands(model, port, options.vllm).items():
-            seconds = start_once(command, port)
+            before_s = cpu_s()
+            seconds = start_once(client, command, port)
             if run:
                 times.setdefault(name, []).append(seconds)
-    medians = {name: {"median_s": statistics.median(runs), "runs_s": runs} for name, runs in times.items()}
+                spent.setdefault(name, []).append(cpu_s() - before_s)
+    medians = {
+        name: {
+            "median_s": statistics.median(runs),
+            "runs_s": runs,
+            "median_cpu_s": statistics.median(spent[name]),
+            "runs_cpu_s": spent[name],
+        }
+        for name, runs in times.items()
+    }
     for name, figures in medians.items():
-        print(f"  {name:24s} {figures['median_s']:6.2f} s", flush=True)
+        print(f"  {name:24s} {figures['median_s']:6.2f} s, CPU {figures['median_cpu_s']:6.2f} s", flush=True)
     return medians
 
 
 def main() -> None:
-    """Both models, all sides."""
+    """The models, all sides."""
     options = parse()
     print_machine()
-    results = {}
+    results = earlier("start", {})
     with tempfile.TemporaryDirectory() as folder:
-        large = make_bench_model(Path(folder))
-        for name, model in (("tiny-python", resolve("kvferry/tiny-python")), ("88M random Llama", large)):
+        for name in options.models:
             print(name)
+            model = resolve("kvferry/tiny-python") if name == "tiny-python" else make_bench_model(Path(folder))
             results[name] = measure(str(model), options)
     print(f"wrote {save('start', {'runs': options.runs, 'dtype': 'float32'}, results)}")
 

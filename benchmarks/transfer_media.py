@@ -161,9 +161,7 @@ class Ours(Medium):
         blocks = BlockMemory.dense(layout, memory.num_bytes // PAGE, memory.address, segment=memory.segment.name)
         identity = Identity("transfer", layout)
         self._listener = Listener(identity, "", tls=self.tls)
-        self._context = FabricContext(
-            blocks, self._listener, identity, settings=TransportOptions(**self.options), tls=self.tls
-        )
+        self._context = FabricContext(blocks, self._listener, TransportOptions(**self.options))
         [self._fabric] = build_fabrics(self.transport, self._context)
 
 
@@ -204,7 +202,7 @@ class OursCompared(Ours):
 
     def open(self, memory: Memory, where: dict[str, Any]) -> None:
         super().open(memory, where)
-        dial = self._context.dial(where["host"], where["port"], "digest", time.monotonic() + 30)
+        dial = self._listener.dial(where["host"], where["port"], "digest", time.monotonic() + 30)
         self._connection = self._runner.run(dial)
 
     def read(self, prepared: Any) -> None:

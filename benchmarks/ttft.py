@@ -32,7 +32,7 @@ import aiohttp
 
 from load import Streamed, stream_completion
 from models import SHAPE, make_bench_model
-from report import RESULTS, print_machine, save
+from report import RESULTS, earlier, print_machine, processor, save
 from served import kvferry
 
 Figures = dict[str, float]
@@ -142,7 +142,7 @@ def main() -> None:
     options = parse()
     print_machine()
     cores = sorted(os.sched_getaffinity(0))[:2]
-    results: dict[str, Any] = {}
+    results: dict[str, Any] = earlier("ttft", {})  # media that are not measured now
     with tempfile.TemporaryDirectory() as folder:
         longest = max(options.prompts) + 8
         model = make_bench_model(Path(folder), max_position_embeddings=max(longest, 4096))
@@ -154,8 +154,9 @@ def main() -> None:
                 show(f"{medium}, {form}", figures)
     settings = {"model": SHAPE, **vars(options)}
     path = save("ttft", settings, results)
-    plot(results, RESULTS / "ttft.png")
-    print(f"wrote {path} and {RESULTS / 'ttft.png'}")
+    picture = RESULTS / f"ttft.{processor()}.png"
+    plot(results, picture)
+    print(f"wrote {path} and {picture}")
 
 
 def plot(results: dict[str, Any], path: Path) -> None:

@@ -1,21 +1,25 @@
-"""How long does a hand-off between two vLLM servers take, and what does it cost to be ready for one?
+"""How long does a hand-off between two vLLM servers take, and how much CPU time?
 
 Prefill and decode are real vLLM servers on a core each. In one run, with the same model, prompts and cores:
 
   kvferry's P2pConnector over shared memory, and over TCP
-  vLLM's NixlConnector as it is
+  vLLM's NixlConnector
   vLLM's ExampleConnector, which writes files
-  the first and NIXL's once more, in servers whose threads sleep where they would spin (scripts/calm_vllm)
 
-Measured at each prompt length: the hand-off (from P's answer to D's first token, D's step for it included), the time to
-the first token through the router, and D's first token when the prompt is in its own cache already, but for the last
-block. While nobody asks: the CPU that the pair uses. At the end: lines of code.
+all of them up at once and asked in turns, prompt by prompt, in servers whose threads sleep where they would spin
+(scripts/calm_vllm); and then each by itself in servers as they are, since such a server keeps its core busy for some
+seconds after each request.
 
-Prints tables, writes results/vllm_handoff.json.
+Measured at each prompt length: the hand-off (from P's answer to D's first token, D's step for it included), the CPU
+time of both servers from there to the end of D's answer of two tokens, and before; the time to the first token through
+the router; and D's first token when the prompt is in its own cache already, but for the last block. At the end: lines
+of code. What servers use while nobody asks is in vllm_idle.py.
+
+Prints tables, writes results/vllm_handoff.json, where sides that are measured again (`--sides`) replace themselves.
 
     python benchmarks/vllm_handoff.py --vllm FOLDER/bin/python
 
-About half an hour. FOLDER is what scripts/install_vllm_cpu.sh made, with NIXL in it.
+About half an hour, and 10 GB of memory. FOLDER is what scripts/install_vllm_cpu.sh made, with NIXL in it.
 """
 
 from __future__ import annotations
@@ -30,9 +34,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -41,13 +46,10 @@ import psutil
 
 from code_lines import count
 from models import SHAPE, make_bench_model
-from report import print_machine, save
+from report import RESULTS, print_machine, processor, save
 from served import Running, kvferry, running
 
 LENGTHS = [128, 512, 1024, 2000]
-CACHED = "(in D's cache, but for a block)"
-SETTLE_S = 5.0
-"""vLLM's workers look for work without pause for some seconds after they had any."""
 SOURCE = Path(__file__).parents[1] / "src" / "kvferry"
 CALM = Path(__file__).parents[1] / "scripts" / "calm_vllm"
 VLLM_CONNECTORS = "distributed/kv_transfer/kv_connector/v1"
@@ -58,10 +60,15 @@ ALWAYS = ("--disaggregate-from", "0")
 
 @dataclass(frozen=True)
 class Side:
-    """One connector between the two servers."""
+    """One connector between the two servers. `calm`: they sleep where they would spin."""
 
     transfer: dict[str, Any]
-    environment: dict[str, str] = field(default_factory=dict)
+    calm: bool
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Of the servers."""
+        return {"PYTHONPATH": os.pathsep.join([str(CALM), *_python_path()])} if self.calm else {}
 
 
 @dataclass(frozen=True)
@@ -80,31 +87,28 @@ def parse() -> argparse.Namespace:
         "--vllm", type=Path, default=Path(sys.executable), help="the Python of an environment with vLLM"
     )
     parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS, help="prompt lengths")
-    parser.add_argument("--repeat", type=int, default=12, help="prompts of each length in a round")
-    parser.add_argument("--rounds", type=int, default=2, help="how often every side takes its turn")
-    parser.add_argument("--idle-s", type=float, default=6.0, help="seconds over which idle CPU is measured")
+    parser.add_argument("--repeat", type=int, default=12, help="prompts of each length")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--sides", nargs="+", help="only these")
+    parser.add_argument("--only-hand-off", action="store_true", help="no time to first token, nothing from D's cache")
     return parser.parse_args()
 
 
 def sides(folder: Path) -> dict[str, Side]:
     """What is compared, by name."""
-    calm = {"PYTHONPATH": os.pathsep.join([str(CALM), *_python_path()])}
     files = {"shared_storage_path": str(folder / "example")}
 
     def p2p(transport: str) -> dict[str, Any]:
         return {"kv_connector": "P2pConnector", "kv_connector_extra_config": {"transport": transport}}
 
-    nixl = {"kv_connector": "NixlConnector"}
-    return {
-        "kvferry P2P, shared memory": Side(p2p("shm")),
-        "kvferry P2P, TCP": Side(p2p("tcp")),
-        "NixlConnector": Side(nixl),
-        "ExampleConnector": Side({"kv_connector": "ExampleConnector", "kv_connector_extra_config": files}),
-        "kvferry P2P, shared memory, calm": Side(p2p("shm"), calm),
-        "NixlConnector, calm": Side(nixl, calm),
+    transfers = {
+        "kvferry P2P, shared memory": p2p("shm"),
+        "kvferry P2P, TCP": p2p("tcp"),
+        "NixlConnector": {"kv_connector": "NixlConnector"},
+        "ExampleConnector": {"kv_connector": "ExampleConnector", "kv_connector_extra_config": files},
     }
+    calm = {f"{name}, calm": Side(transfer, calm=True) for name, transfer in transfers.items()}
+    return {**calm, **{name: Side(transfer, calm=False) for name, transfer in transfers.items()}}
 
 
 def _python_path() -> list[str]:
@@ -147,36 +151,42 @@ def cpu_seconds(pid: int) -> float:
     return total
 
 
-def idle_cpu(pair: Pair, seconds: float) -> float:
-    """Cores that the two servers use while nobody asks for anything."""
-    time.sleep(SETTLE_S)
-    pids = (pair.prefill.pid, pair.decode.pid)
-    before, begun = sum(map(cpu_seconds, pids)), time.monotonic()
-    time.sleep(seconds)
-    return (sum(map(cpu_seconds, pids)) - before) / (time.monotonic() - begun)
-
-
 class Client:
     """Asks for one token at a time."""
 
-    def __init__(self, session: aiohttp.ClientSession, pair: Pair, source: random.Random) -> None:
-        self._session, self._pair, self._source = session, pair, source
+    def __init__(
+        self, session: aiohttp.ClientSession, pair: Pair, source: random.Random, *, only_hand_off: bool = False
+    ) -> None:
+        self._session, self._pair, self._source, self._only_hand_off = session, pair, source, only_hand_off
 
     def prompt(self, length: int) -> list[int]:
         """A new one."""
         return [self._source.randrange(5, SHAPE["vocab_size"]) for _ in range(length)]
 
-    async def hand_off(self, prompt: Sequence[int]) -> float:
-        """Seconds from P's answer to D's first token."""
+    async def turn(self, length: int) -> dict[str, float]:
+        """Seconds of each measurement."""
+        prompt = self.prompt(length)
+        found = await self.hand_off(prompt)
+        if self._only_hand_off:
+            return found
+        return {**found, "cached": await self.cached(prompt), "ttft": await self.first_token(self.prompt(length))}
+
+    async def hand_off(self, prompt: Sequence[int]) -> dict[str, float]:
+        """From P's answer to D's first token; CPU time of both servers until P's answer, and from there to D's end."""
         empty = {"remote_engine_id": None, "remote_block_ids": None, "remote_host": None, "remote_port": None}
         name = f"{self._source.getrandbits(128):032x}"
         asked = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": name, **empty}
         body = _body(prompt, max_tokens=1, kv_transfer_params=asked)
+        begun = self._cpu_seconds()
         async with self._session.post(self._pair.prefill.url + "/v1/completions", json=body) as response:
             response.raise_for_status()
             ticket = (await response.json())["kv_transfer_params"]
-        more = {} if ticket is None else {"kv_transfer_params": ticket}
-        return await self._first_token(self._pair.decode.url, _body(prompt, **more))
+        more, answered = {} if ticket is None else {"kv_transfer_params": ticket}, self._cpu_seconds()
+        took = await self._first_token(self._pair.decode.url, _body(prompt, **more))
+        return {"hand_off": took, "prefill_cpu": answered - begun, "hand_off_cpu": self._cpu_seconds() - answered}
+
+    def _cpu_seconds(self) -> float:
+        return cpu_seconds(self._pair.prefill.pid) + cpu_seconds(self._pair.decode.pid)
 
     async def cached(self, prompt: Sequence[int]) -> float:
         """Seconds to a first token of a prompt that D has just served."""
@@ -191,9 +201,9 @@ class Client:
         async with self._session.post(url + "/v1/completions", json={**body, "stream": True}) as response:
             response.raise_for_status()
             async for line in response.content:
+                if line.startswith(b'data: {"error"'):  # an answer may have the word too
+                    raise RuntimeError(line.decode())
                 if first is None and line.startswith(b"data: {"):
-                    if b'"error"' in line:
-                        raise RuntimeError(line.decode())
                     first = time.perf_counter()
         if first is None:
             raise RuntimeError(f"{url} answered without a token")
@@ -204,40 +214,62 @@ def _body(prompt: Sequence[int], **more: Any) -> dict[str, Any]:
     return {"model": "bench", "prompt": list(prompt), "max_tokens": 2, "temperature": 0, "ignore_eos": True, **more}
 
 
-async def measure(pair: Pair, options: argparse.Namespace, seed: int) -> dict[int, dict[str, list[float]]]:
-    """By prompt length: seconds of each measurement."""
-    found: dict[int, dict[str, list[float]]] = {}
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=300)) as session:
-        client = Client(session, pair, random.Random(seed))
+async def measure(
+    pairs: Mapping[str, Pair], options: argparse.Namespace
+) -> dict[str, dict[int, list[dict[str, float]]]]:
+    """By side and prompt length: seconds of each turn. All have the same prompts."""
+    found: dict[str, dict[int, list[dict[str, float]]]] = {name: {} for name in pairs}
+    connector = aiohttp.TCPConnector(keepalive_timeout=1)  # vLLM closes a connection after five seconds without a word
+    async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=300)) as session:
+        clients = {
+            name: Client(session, pair, random.Random(1), only_hand_off=options.only_hand_off)
+            for name, pair in pairs.items()
+        }
         for length in options.lengths:
-            runs: dict[str, list[float]] = {"hand_off": [], "cached": [], "ttft": []}
             for turn in range(options.repeat + 1):
-                prompt = client.prompt(length)
-                took = {"hand_off": await client.hand_off(prompt), "cached": await client.cached(prompt)}
-                took["ttft"] = await client.first_token(client.prompt(length))
-                if turn:  # the first warms up
-                    for name, seconds in took.items():
-                        runs[name].append(seconds)
-            found[length] = runs
+                order = list(clients.items())
+                for name, client in order if turn % 2 else reversed(order):  # whoever was before has yet to calm down
+                    took = await client.turn(length)
+                    if turn:  # the first warms up
+                        found[name].setdefault(length, []).append(took)
     return found
+
+
+def measured(group: Mapping[str, Side], model: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Medians in milliseconds of sides that are up at once, by name, prompt length and measurement."""
+    with ExitStack() as stack, ThreadPoolExecutor(len(group)) as pool:
+        starting = {
+            name: pool.submit(stack.enter_context, started(side, model, options)) for name, side in group.items()
+        }
+        pairs = {name: future.result() for name, future in starting.items()}
+        asyncio.run(measure(pairs, argparse.Namespace(lengths=[64], repeat=1, only_hand_off=False)))
+        runs = asyncio.run(measure(pairs, options))
+    return {
+        name: {
+            str(length): {what: statistics.median(turn[what] for turn in turns) * 1e3 for what in turns[0]}
+            for length, turns in by_length.items()
+        }
+        for name, by_length in runs.items()
+    }
 
 
 # Telling.
 
 
-def show(results: dict[str, Any], lengths: Sequence[int]) -> None:
+def show(results: Mapping[str, Any], lengths: Sequence[int]) -> None:
     """Medians in milliseconds."""
-    for name, title in (("hand_off", "hand-off, ms"), ("ttft", "first token through the router, ms")):
-        print(f"\n{title:32s}" + "".join(f"{length:>12d}" for length in lengths) + "  (prompt tokens)")
+    titles = {
+        "hand_off": "hand-off, ms",
+        "hand_off_cpu": "hand-off, ms of CPU time",
+        "ttft": "first token through the router, ms",
+        "cached": "in D's cache but for a block, ms",
+        "prefill_cpu": "prefill, ms of CPU time",
+    }
+    for name, title in titles.items():
+        print(f"\n{title:40s}" + "".join(f"{length:>12d}" for length in lengths) + "  (prompt tokens)")
         for side, figures in results.items():
-            cells = (figures["ms"][str(length)][name] for length in lengths)
-            print(f"{side:32s}" + "".join(f"{cell:12.1f}" for cell in cells))
-        if name == "hand_off":
-            cached = {length: [one["ms"][str(length)]["cached"] for one in results.values()] for length in lengths}
-            print(f"{CACHED:32s}" + "".join(f"{statistics.median(cached[length]):12.1f}" for length in lengths))
-    print(f"\n{'idle CPU of the pair, cores':32s}")
-    for side, figures in results.items():
-        print(f"{side:32s}{figures['idle_cores']:12.2f}")
+            cells = (figures.get(str(length), {}).get(name) for length in lengths)
+            print(f"{side:40s}" + "".join(f"{'':12s}" if cell is None else f"{cell:12.1f}" for cell in cells))
 
 
 def code(vllm: Path) -> dict[str, dict[str, int]]:
@@ -263,49 +295,34 @@ def code(vllm: Path) -> dict[str, dict[str, int]]:
 
 
 def main() -> None:
-    """All sides in turn, then the tables."""
+    """All sides, then the tables."""
     options = parse()
     print_machine()
-    runs: dict[str, list[dict[int, dict[str, list[float]]]]] = {}
-    idle: dict[str, list[float]] = {}
+    path = RESULTS / f"vllm_handoff.{processor()}.json"
+    results: dict[str, Any] = json.loads(path.read_text())["results"]["sides"] if path.exists() else {}
+    lines = code(options.vllm)
+    settings = {"model": SHAPE, "dtype": options.dtype, "repeat": options.repeat, "threads": 1}
     with tempfile.TemporaryDirectory() as folder:
         model = make_bench_model(Path(folder))
-        chosen = {
-            name: side for name, side in sides(Path(folder)).items() if not options.sides or name in options.sides
-        }
-        for turn in range(options.rounds):
-            for name, side in chosen.items():
-                with started(side, model, options) as pair:
-                    asyncio.run(measure(pair, argparse.Namespace(lengths=[64], repeat=1), 0))
-                    idle.setdefault(name, []).append(idle_cpu(pair, options.idle_s))
-                    runs.setdefault(name, []).append(asyncio.run(measure(pair, options, turn + 1)))
-                print(f"  {name} done", flush=True)
-    results = {name: {"idle_cores": statistics.median(idle[name]), "ms": _medians(runs[name])} for name in chosen}
+        for group in groups(Path(folder), options):
+            for name, found in measured(group, model, options).items():
+                results[name] = {**results.get(name, {}), **found}
+            save("vllm_handoff", settings, {"sides": results, "lines_of_code": lines})
+            print(f"  {', '.join(group)}: done", flush=True)
     show(results, options.lengths)
-    lines = code(options.vllm)
     for what, parts in lines.items():
         print(f"\nlines of code, {what}")
         for part, number in parts.items():
             print(f"{part:48s}{number:8d}")
-    settings = {
-        "model": SHAPE,
-        "dtype": options.dtype,
-        "repeat": options.repeat,
-        "rounds": options.rounds,
-        "threads": 1,
-    }
-    print(f"\nwrote {save('vllm_handoff', settings, {'sides': results, 'lines_of_code': lines})}")
+    print(f"\nwrote {path}")
 
 
-def _medians(rounds: Sequence[dict[int, dict[str, list[float]]]]) -> dict[str, dict[str, float]]:
-    """By prompt length and measurement, over all rounds."""
-    return {
-        str(length): {
-            name: statistics.median(one for each in rounds for one in each[length][name]) * 1e3
-            for name in rounds[0][length]
-        }
-        for length in rounds[0]
-    }
+def groups(folder: Path, options: argparse.Namespace) -> Iterator[dict[str, Side]]:
+    """The sides that are up at once: those that are calm; of the others each by itself."""
+    wanted = {name: side for name, side in sides(folder).items() if not options.sides or name in options.sides}
+    if calm := {name: side for name, side in wanted.items() if side.calm}:
+        yield calm
+    yield from ({name: side} for name, side in wanted.items() if not side.calm)
 
 
 if __name__ == "__main__":

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
 from pathlib import Path
 from zlib import crc32
 
@@ -12,6 +14,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from support.lmcache_server import LMCacheServer, is_installed
+from support.long_files import starting_place
 from support.valkey_server import BINARIES, ValkeyServer, server_binary
 
 # How fast this machine is at the moment is not what a test is about.
@@ -19,6 +22,10 @@ settings.register_profile("kvferry", deadline=None, suppress_health_check=[Healt
 settings.load_profile("kvferry")
 
 ModelMaker = Callable[..., Path]
+
+# Collections would look through all that is imported again and again, now and in every test: a third of the time that
+# it takes to import the tests, and a tenth of theirs.
+gc.disable()
 
 
 @pytest.fixture(scope="session")
@@ -40,26 +47,24 @@ def model_maker(tmp_path_factory: pytest.TempPathFactory) -> ModelMaker:
 def pytest_addoption(parser: pytest.Parser) -> None:
     help_text = "of the tests marked full, run the K-th of N parts (K from 0), chosen by name; all others as selected"
     parser.addoption("--full-part", metavar="K/N", help=help_text)
-    parser.addoption("--files-with", metavar="WORD", help="import only test files in which this stands")
 
 
-def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """`--files-with`: to import all files takes longer than most tests."""
-    word = config.getoption("--files-with")
-    return True if word and collection_path.suffix == ".py" and word not in collection_path.read_text() else None
-
-
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """`--full-part`; and tests marked `vllm` are skipped where vLLM is not installed."""
+    """`diagonal`, `--full-part`, long files first; and tests marked `vllm` are skipped where vLLM is not installed."""
     # Processes that share the tests out must have the same names for them.
     addressed = [item.nodeid for item in items if re.search(r" at 0x[0-9a-f]{6,}", item.nodeid)]
     if addressed:
         raise pytest.UsageError(f"name these tests with `ids`, not by an address: {', '.join(addressed)}")
+    for name, matrix in groupby(items, lambda item: item.nodeid.partition("[")[0]):
+        leave_diagonal([item for item in matrix if item.get_closest_marker("diagonal")], name)
     if part := config.getoption("--full-part"):
         number, _, count = part.partition("/")
         left_out = [one for one in items if _is_parted(one) and crc32(_group(one).encode()) % int(count) != int(number)]
         config.hook.pytest_deselected(items=left_out)
-        items[:] = [one for one in items if one not in set(left_out)]
+        left = set(left_out)
+        items[:] = [one for one in items if one not in left]
+    items.sort(key=lambda item: starting_place(item.path))
     # `tests` is on the path, and a folder of that name in it is a namespace package, which has no origin.
     spec = importlib.util.find_spec("vllm")
     if spec is not None and spec.origin is not None:
@@ -69,16 +74,33 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="vLLM is not installed; make test-vllm has it"))
 
 
+def leave_diagonal(matrix: Sequence[pytest.Item], name: str) -> None:
+    """Mark `full` all cases of a test but so many that each value of each parameter is in one of them."""
+    cases = [item for item in matrix if item.get_closest_marker("full") is None]
+    chosen = [list(item.callspec.params.values()) for item in cases]  # type: ignore[attr-defined]
+    axes = [[value for at, value in enumerate(axis) if value not in axis[:at]] for axis in zip(*chosen, strict=True)]
+    kept = [[axis[number % len(axis)] for axis in axes] for number in range(max(map(len, axes), default=0))]
+    assert all(one in chosen for one in kept), f"{name} has no diagonal"
+    for item, one in zip(cases, chosen, strict=True):
+        if one not in kept:
+            item.add_marker("full")
+
+
 def _is_parted(item: pytest.Item) -> bool:
-    """Whether only one part has it; `full(in_every_part=True)` is in all."""
-    full = item.get_closest_marker("full")
-    return full is not None and not full.kwargs.get("in_every_part")
+    """Whether only one part has it; `full(in_every_part=True)` is in all, unless another mark says just `full`."""
+    return not all(mark.kwargs.get("in_every_part") for mark in item.iter_markers("full"))
 
 
 def _group(item: pytest.Item) -> str:
     """Those that share instances are in one part: the tests of a file with the same first parameter."""
     _, _, parameters = item.nodeid.partition("[")
     return f"{item.path.name} {parameters.rstrip(']').partition('-')[0]}"
+
+
+def pytest_collection_finish() -> None:
+    """What is imported is set aside from garbage collection, which works again in the tests."""
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session")

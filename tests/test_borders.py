@@ -60,3 +60,19 @@ def test_imports_with_torch_blocked() -> None:
     command = [sys.executable, "-c", BLOCK_TORCH + IMPORT_ALL, *TORCH_FREE]
     done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
+
+
+SHARED_MEMORY_HAND_OFF = """
+import sys
+import kvferry.connectors.p2p.scheduler, kvferry.connectors.p2p.worker
+import kvferry.transport.fabric.shm, kvferry.transport.lookup_buffer.fabric
+print(*(name for name in sys.modules if name.startswith("kvferry.transport")))
+"""
+
+
+def test_a_hand_off_over_shared_memory_loads_no_other_medium() -> None:
+    done = subprocess.run([sys.executable, "-c", SHARED_MEMORY_HAND_OFF], check=True, capture_output=True, text=True)
+    loaded = {name.removeprefix("kvferry.transport").removeprefix(".") for name in done.stdout.split()}
+    assert {"fabric.shm", "lookup_buffer.fabric"} <= loaded
+    others = {"tls", "checksum", "memory_vector", "pipe", "fabric.tcp", "fabric.nixl", "fabric.mooncake"}
+    assert not loaded & others

@@ -24,17 +24,6 @@ def test_no_docstring_only_refers_to_another() -> None:
     assert found == [], "say what it is, or leave the docstring out"
 
 
-SHARED_NAMES = {
-    "Answer": {"http/answer.py", "router/upstream.py"},
-    "Prefilled": {"connectors/api.py", "router/legs.py"},
-    "Refused": {"router/legs.py", "transport/control.py", "transport/fabric/pipe.py"},
-    "Region": {"testing/kv.py", "transport/memory.py"},
-    "Request": {"core/request.py", "http/request.py"},
-    "Step": {"engine/ops/native.py", "engine/step.py"},  # one mirrors a structure of C++
-}
-"""Names of public classes that two modules share so far; it gets shorter, not longer."""
-
-
 def test_names_of_public_classes_are_unique() -> None:
     """So that a search for one finds one."""
     found: dict[str, set[str]] = {}
@@ -43,5 +32,4 @@ def test_names_of_public_classes_are_unique() -> None:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 found.setdefault(node.name, set()).add(str(path.relative_to(ROOT)))
     shared = {name: places for name, places in found.items() if len(places) > 1}
-    again = {name: places for name, places in shared.items() if not places <= SHARED_NAMES.get(name, set())}
-    assert again == {}, "choose a name that no other module has"
+    assert shared == {}, "choose a name that no other module has"

@@ -16,8 +16,8 @@ from kvferry.core.transfer_config import KVTransferConfig
 
 HEAD = """# KV transfer configuration
 
-`--kv-transfer-config` takes vLLM's JSON object, with the same keys. An unknown key ends the start with an error
-that names the nearest known one.
+`--kv-transfer-config` takes vLLM's JSON object, with the same keys. An unknown key is an error
+at start that names the nearest known one.
 
 ```bash
 kvferry serve kvferry/tiny-python --prefill 1 --decode 1 \\

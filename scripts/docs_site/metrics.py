@@ -15,14 +15,14 @@ from kvferry.router.metrics import Metrics
 HEAD = """# Metrics
 
 Every instance and the router answer `GET /metrics` in Prometheus' text format. Names are vLLM's where the meaning is
-the same; what only kvferry has begins with `kvferry`.
+the same; kvferry's own begin with `kvferry`.
 
 """
 
 CONNECTOR = """
 Metrics of the connector are named `kvferry:connector_` and the connector's own name for the figure. Inside vLLM the
 same figures are `vllm:kvferry_p2p_connector_…` (the connector's name in snake case): see
-[Ask, and see that the KV came](../vllm.md#five-minutes).
+[check that the KV was transferred](../vllm.md#five-minutes).
 """
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from kvferry.connectors.api import StoreEvents
+from kvferry.core.clock import ManualClock
 from kvferry.core.errors import LeakError
 from kvferry.store.base import Changes
 
@@ -17,6 +18,7 @@ OURS = [bytes([index]) * 32 for index in range(3)]
 THEIRS = [bytes([index]) * 32 for index in range(10, 13)]
 NAMES = [int.from_bytes(name[-8:]) for name in THEIRS]
 """As vLLM publishes them, unless it is told otherwise."""
+CLOCK = ManualClock(100.0)
 
 
 @pytest.fixture
@@ -24,7 +26,7 @@ def events() -> Any:
     """Of blocks of 4 tokens, on two ranks."""
     from kvferry.adapters.vllm.events import VllmBlockEvents
 
-    return VllmBlockEvents(4, 2)
+    return VllmBlockEvents(4, 2, CLOCK)
 
 
 @pytest.fixture
@@ -122,6 +124,24 @@ def test_a_block_is_told_of_each_medium(events: Any, view: Any) -> None:
         ("BlockRemoved", "STORAGE"),
         ("BlockStored", "CPU"),
     ]
+
+
+def test_blocks_of_which_nothing_is_heard_are_given_up_in_time(events: Any, view: Any) -> None:
+    """Of several connectors one may be lost, and with it the word of what it was to keep."""
+    events.saving(view, OURS[:2])
+    CLOCK.advance(40.0)
+    events.happened(stored(OURS[0]))
+    CLOCK.advance(40.0)
+    assert events.has_work()
+    CLOCK.advance(40.0)
+    assert not events.has_work()
+    events.check()
+    for _ in range(3):
+        events.happened(stored(OURS[0]))  # late, and more often than is right
+    assert published(events) == [("BlockStored", NAMES[0])]
+    assert not events.has_work()
+    events.saving(view, OURS[2:])
+    assert events.has_work()
 
 
 def test_what_is_remembered_is_bounded(events: Any, view: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,7 +40,8 @@ def extra_of(name: str, folder: Path) -> dict[str, Any]:
         case "LMCacheConnector":
             return {"lmcache.max_local_cpu_size": 0.0625}
         case "MultiConnector":
-            host = {"kv_connector": "OffloadingConnector", "kv_connector_extra_config": {"cpu_bytes_to_use": "64MiB"}}
+            tier = {"cpu_bytes_to_use": "64MiB", "eviction_policy": "s3fifo"}
+            host = {"kv_connector": "OffloadingConnector", "kv_connector_extra_config": tier}
             return {"connectors": [{"kv_connector": "P2pConnector"}, host]}
     return {}
 

@@ -46,6 +46,8 @@ class Side:
 class Idle:
     """Notes what each step was told to be."""
 
+    longest_s = 0.02
+
     def __init__(self) -> None:
         self.steps: list[bool] = []
 
@@ -109,6 +111,22 @@ def test_the_loop_may_sleep_only_in_steps_without_work(half: Any, side: Side, id
     assert idle.steps == [False, True, True, True, True, False]
 
 
+def test_steps_last_longer_only_while_all_requests_load(half: Any, idle: Idle) -> None:
+    assert half.plan(step()).wait_s == 0
+    add_request(half, Hit(16), [4, 5])
+    assert half.plan(step()).wait_s == 0
+    half.allocated(SimpleNamespace(request_id="r"), [[4, 5]], 16)
+    assert half.plan(step()).wait_s == idle.longest_s
+    assert half.plan(step(num_tokens=1)).wait_s == 0
+    half._requests["another"] = half._requests["r"]
+    assert half.plan(step()).wait_s == 0
+    del half._requests["another"]
+    assert half.plan(step()).wait_s == idle.longest_s
+    report(half, Loaded("r#0"))
+    report(half, Loaded("r"))
+    assert half.plan(step()).wait_s == 0
+
+
 def test_a_load_goes_into_the_blocks_that_vllm_has_reserved(half: Any, side: Side) -> None:
     add_request(half, hit := Hit(16), [4, 5])
     half.allocated(SimpleNamespace(request_id="r"), [[4, 5]], 16)
@@ -126,6 +144,25 @@ def test_a_load_without_a_block_is_refused_and_nobody_is_told_to_write(half: Any
     assert not metadata.loads
     assert view.failed
     assert half.num_failures == {"TransferError": 1}
+
+
+@pytest.mark.parametrize(
+    ("is_alone", "windows", "waits"),
+    [(True, [None], False), (False, [None], True), (True, [None, 16], True)],
+    ids=["alone", "beside-others", "several-groups"],
+)
+def test_a_request_waits_for_its_load_where_others_would_keep_what_is_computed_without_it(
+    side: Side, is_alone: bool, windows: list[int | None], waits: bool
+) -> None:
+    from kvferry.adapters.vllm.parts import Partition
+    from kvferry.adapters.vllm.pins import Pins
+    from kvferry.adapters.vllm.scheduler_half import SchedulerHalf
+
+    settings: Any = SimpleNamespace(options=SimpleNamespace(hand_off=True))
+    half = SchedulerHalf(settings, side, LAYOUT, Partition(windows, BLOCK_SIZE), Pins(None), is_alone=is_alone)  # type: ignore[arg-type]
+    view = SimpleNamespace(request=SimpleNamespace(num_tokens=20))
+    assert half._found(view, Hit(16, layerwise=True), 0) == (16, waits)  # type: ignore[arg-type]
+    assert view.asked[1].layerwise is not waits
 
 
 def report(half: Any, *events: TransferEvent) -> None:

@@ -34,7 +34,8 @@ class Setting:
     architecture: str = "llama"
     args: dict[str, Any] = field(default_factory=dict)
     store: bool = False
-    """Whether both keep blocks in one shared storage too, layer by layer, in vLLM's MultiConnector."""
+    """Whether both keep blocks in one shared storage too, in vLLM's MultiConnector, in which no load is layer by
+    layer, though it is asked for."""
 
 
 SETTINGS = {

@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 
-from kvferry.connectors.api import Failed, Loaded, Released, TransferReport, failures
+from kvferry.connectors.api import Failed, Loaded, Prefilled, Released, TransferReport, failures
 from kvferry.connectors.report_codec import decode_report
 from kvferry.core.errors import PeerLost
+from kvferry.core.hand_off import PrefillResult
 
 pytestmark = pytest.mark.vllm
 
@@ -32,6 +33,23 @@ class Recorder:
 
     def __getattr__(self, name: str) -> Any:
         return lambda *arguments: self.calls.append(" ".join(map(str, [name, *arguments])))
+
+
+class LateRecorder(Recorder):
+    """Has something to report whenever it has just said that it has not; `half` is woken."""
+
+    half: Any
+
+    def __init__(self, *reports: TransferReport) -> None:
+        super().__init__()
+        self.reports = list(reports)
+
+    def poll(self) -> TransferReport:
+        found = super().poll()
+        if self.reports:
+            self.report = self.reports.pop(0)
+            self.half._news.set()
+        return found
 
 
 class FakeStream:
@@ -197,6 +215,38 @@ def test_an_aborted_load_is_told_as_a_load(side: Recorder) -> None:
     half.check()
 
 
+PREFILLED = Prefilled("r", PrefillResult(first_token=1))
+LONG_S = 600.0
+
+
+def test_a_step_in_which_vllm_waits_for_loads_lasts_until_one_has_ended() -> None:
+    """What vLLM is not told, as P's first token, does not end it."""
+    side = LateRecorder([PREFILLED], [Loaded("r")], [Loaded("s")])
+    side.half = half = make_half(side)
+    assert run(half, step(loads={"r": [5], "s": [6]}, computes=False, wait_s=LONG_S)).finished_recving == {"r"}
+    assert run(half, step(computes=False, wait_s=LONG_S)).finished_recving == {"s"}
+
+
+def test_other_steps_do_not_wait_for_loads() -> None:
+    side = LateRecorder([Loaded("r")])
+    side.half = half = make_half(side)
+    assert not run(half, step(loads={"r": [5]})).finished_recving
+    assert run(half, step()).finished_recving == {"r"}
+
+
+def test_a_rank_whose_loads_have_ended_waits_for_nothing(side: Recorder) -> None:
+    """Another rank's has not."""
+    half = make_half(side)
+    side.report.append(Loaded("r"))
+    waiting = {"computes": False, "wait_s": LONG_S}
+    assert run(half, step(loads={"r": [5]}, **waiting)).finished_recving == {"r"}
+    assert not run(half, step(**waiting)).finished_recving
+
+
+def test_a_step_does_not_last_longer_than_it_may(side: Recorder) -> None:
+    assert not run(make_half(side), step(loads={"r": [5]}, computes=False, wait_s=0.001)).finished_recving
+
+
 def test_what_is_held_after_a_load_is_told_as_sent(side: Recorder) -> None:
     """Even if it is released in the very step that says that the load is over."""
     half = make_half(side)
@@ -217,6 +267,15 @@ def test_a_failed_load_of_a_step_names_its_blocks(side: Recorder) -> None:
     results = half.report(metadata)
     assert results.invalid_block_ids == {7, 8}
     assert not results.finished_recving | results.failed_recving
+
+
+def test_a_load_of_a_step_that_came_in_part_names_its_blocks(side: Recorder) -> None:
+    half = make_half(side)
+    metadata = step(step_loads={"r": [7, 8]})
+    half.start(metadata)
+    side.report.append(Loaded("r", 7))
+    assert half.report(metadata).invalid_block_ids == {7, 8}
+    half.check()
 
 
 def test_a_load_of_fewer_tokens_names_the_blocks_that_lack_some(

@@ -48,6 +48,8 @@ def test_the_four_kinds_of_prompt(prompt: bytes) -> None:
         ('{"prompt":"a"}'.encode("utf-32-le"), None, "must be JSON in UTF-8"),
         (b'{"prompt":"a","prompt":"b"}', "prompt", "prompt appears twice"),
         (b'{"prompt":"a","x":1,"\\u0078":2}', "x", "x appears twice"),
+        (b'{"prompt":"a","logit_bias":{"5":1,"5":2}}', None, "'5' is listed twice in one object"),
+        (b'{"prompt":"a","x":[{"y":{"z":1,"z" :1}}]}', None, "'z' is listed twice in one object"),
         (b'{"prompt":"a","stop":"' + b"a" * 300 + b'"}', "stop", "must have at most 256 characters"),
         (b'{"prompt":"a","stop":[' + b'"a",' * 40 + b'"a"]}', "stop", "stop must have at most 32 items"),
         (b'{"prompt":"a","stop":[' + b'"a",' * 50_000 + b'"a"]}', "stop", "at most 131072 are accepted"),

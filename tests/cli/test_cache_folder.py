@@ -67,7 +67,7 @@ def test_pins(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(capsys, "pin", root, name[:12]) == (0, "1 blocks pinned\n")
     assert run(capsys, "rm", root, "--all") == (0, "4 blocks removed\n")
     assert found(root) == [False, False, True, False, False]
-    assert run(capsys, "unpin", root, name) == (0, "1 blocks not pinned any more\n")
+    assert run(capsys, "unpin", root, name) == (0, "1 blocks no longer pinned\n")
     assert run(capsys, "rm", root, name) == (0, "1 blocks removed\n")
 
 
@@ -153,7 +153,7 @@ def test_what_cannot_be_read_is_named_and_the_rest_is_looked_at(
     assert f"left {bad}: it cannot be read" in said
     assert "4 blocks" in said
     code, said = run(capsys, "export", root, tmp_path / "blocks.tar")
-    assert (code, said) == (0, "4 blocks written, 1 left out: damaged, or not to be read\n")
+    assert (code, said) == (0, "4 blocks written, 1 left out: damaged or unreadable\n")
     assert run(capsys, "import", tmp_path / "other", tmp_path / "blocks.tar")[0] == 0
     assert found(tmp_path / "other") == [True, False, True, True, True]
 

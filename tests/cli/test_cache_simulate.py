@@ -42,7 +42,7 @@ def test_json_and_plots(trace: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
         (["--policy", "s3fifi"], "did you mean 's3fifo'"),
         (["--plot", "plot.gif"], "must end in .svg or .png"),
         (["--plot", "/no/such/folder/plot.svg"], "no folder /no/such/folder"),
-        (["--block-tokens", "0"], "at least 1 token"),
+        (["--block-tokens", "0"], "--block-tokens must be at least 1, got 0"),
     ],
 )
 def test_wrong_values_are_one_line(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -16,12 +15,13 @@ import psutil
 import pytest
 
 from conftest import ModelMaker
+from kvferry.cli.documents import Document
 from kvferry.cli.main import main
-from kvferry.cli.warming import Document, Server, Warming
+from kvferry.cli.warming import Server, Warming
 from kvferry.core.kept import KeptBlocks, TierShare
 from kvferry.http.client import HttpClient
 from kvferry.store import upkeep
-from support.processes import AUTH_TOKEN, KvferryProcess, cluster, kvferry, until
+from support.processes import KvferryProcess, cluster, kvferry, run, until
 
 pytestmark = pytest.mark.processes
 
@@ -34,11 +34,7 @@ ENGINE = (
 
 def warm(*arguments: object, code: int = 0, stdin: str = "") -> list[dict[str, Any]]:
     """What the command says, as JSON."""
-    done = subprocess.run(
-        [sys.executable, "-m", "kvferry.cli.main", "cache", "warm", *map(str, arguments), "--json"],
-        check=False, input=stdin, capture_output=True, text=True, timeout=120,
-        env={**os.environ, "KVFERRY_AUTH_TOKEN": AUTH_TOKEN},
-    )  # fmt: skip
+    done = run("cache", "warm", *map(str, arguments), "--json", stdin=stdin)
     assert done.returncode == code, done.stderr
     found: list[dict[str, Any]] = json.loads(done.stdout) if code < 2 else [{"error": done.stderr}]
     return found
@@ -124,6 +120,7 @@ def test_behind_a_router_the_prefill_instances_keep_it(model_maker: ModelMaker, 
         assert "kv_consumer" in warm(document, "--url", running.decode[0].url, code=1)[0]["error"]
 
 
+@pytest.mark.full(in_every_part=True)
 def test_with_an_engine_of_its_own_which_ends_with_it(model_maker: ModelMaker, tmp_path: Path, document: Path) -> None:
     folder, model = tmp_path / "store", str(model_maker("llama", max_position_embeddings=1024))
     own = ("--model", model, "--dtype", "float32", "--kv-cache-memory", "16MiB", "--block-size", "16")
@@ -135,8 +132,14 @@ def test_with_an_engine_of_its_own_which_ends_with_it(model_maker: ModelMaker, t
     assert "a block of KV is 16" in short["error"]
     assert "out of vocabulary" in strange["error"]
     assert not [one for one in psutil.Process().children(recursive=True) if str(folder) in " ".join(one.cmdline())]
-    [full] = warm(document, *own, "--store", f"file:{tmp_path}/small?max_bytes=40kB", code=1)
-    assert f"of {good['num_blocks']} blocks" in full["error"]
+
+
+def test_a_store_that_is_too_small_is_told(model_maker: ModelMaker, tmp_path: Path, document: Path) -> None:
+    model, config = model_maker("llama", max_position_embeddings=1024), transfer(f"file:{tmp_path}/kv?max_bytes=40kB")
+    with instance(model, tmp_path / "log", config) as running:
+        [full] = warm(document, "--url", running.url, code=1)
+        assert full["num_kept"] < full["num_blocks"]
+        assert f"of {full['num_blocks']} blocks" in full["error"]
 
 
 @pytest.mark.parametrize("num_present", [4, 3])
@@ -174,14 +177,14 @@ def test_what_cannot_be_is_one_line(model_maker: ModelMaker, tmp_path: Path, doc
     absent = tmp_path / "absent"
     for arguments, said in (
         ([absent, "--url", "http://127.0.0.1:1"], "is no file"),
-        ([document], "by --url of a running instance"),
+        ([document], "give the --url of a running instance or router"),
         ([document, "--url", "http://127.0.0.1:1", "--store", "file:/x"], "--store is for an engine"),
         ([document, "--model", "m"], "one of them"),
         ([document, "--model", "m", "--store", "memry:1GiB"], "did you mean"),
         ([document, "--url", "http://127.0.0.1:1"], "127.0.0.1:1"),
         ([document, "--url", "http://127.0.0.1:1", "--admin-key", "a\nb"], "a line break"),
         (["--urk", document], "neither a flag"),
-        (["-", "-", "--url", "http://127.0.0.1:1"], "once only"),
+        (["-", "-", "--url", "http://127.0.0.1:1"], "only once"),
     ):
         assert said in warm(*arguments, code=2)[0]["error"]
     with instance(model_maker("llama"), tmp_path / "log", None) as running:
@@ -199,3 +202,17 @@ def test_ctrl_c_ends_the_engine_too(model_maker: ModelMaker, tmp_path: Path, doc
         process.send_signal(signal.SIGINT)
         assert process.wait(timeout=60) == 130
     assert psutil.wait_procs(started, timeout=10)[1] == []
+
+
+def test_pins_that_have_no_room_are_told_with_the_reason(
+    model_maker: ModelMaker, tmp_path: Path, document: Path
+) -> None:
+    config = transfer("memory:32MiB?pinned_share=0", f"file:{tmp_path}/kv?max_bytes=64MiB&pinned_share=0")
+    with instance(model_maker("llama", max_position_embeddings=1024), tmp_path / "log", config) as running:
+        [one] = warm(document, "--url", running.url, code=1)
+        assert "pinned 0 of" in one["error"]
+        assert "pinned_share" in one["error"]
+        assert all("pins at most 0% of its room" in tier["refusal"] for tier in one["tiers"])
+        assert one["num_kept"] == one["num_blocks"]
+        [one] = warm(document, "--url", running.url, "--no-pin")
+        assert one["error"] is None

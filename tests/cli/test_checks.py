@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import json
-import math
 import socket
-import subprocess
 import sys
-from dataclasses import fields
+import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 
-from cli.test_main import TORCH_BLOCKED
+from cli.torch_blocked import TorchBlocked
 from kvferry.cli.checks import check_before_start
 from kvferry.cli.flags import complete, flags_of
 from kvferry.core.errors import ConfigError
 from kvferry.engine.config import EngineConfig
-from kvferry.fleet.restart import RestartPolicy
-from kvferry.fleet.spec import EngineChoice, FleetSpec, Listen
+from kvferry.fleet.spec import EngineChoice, FleetSpec, InstanceSpec, Listen
 from kvferry.fleet.transfer import check_transfer
 from kvferry.http.config import HttpAccess
-from kvferry.http.limits import HttpLimits
 from kvferry.router.config import RouterConfig
 
 TINY = "kvferry/tiny-python"
@@ -64,18 +60,60 @@ def test_instances_and_the_router_do_not_get_one_port(taken: int) -> None:
         check_before_start(EngineConfig(model=TINY), EngineChoice(), Listen(port=taken - 1), HttpAccess(), fleet)
 
 
+def test_a_machine_that_is_read_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: ["/proc"])
+    with pytest.raises(
+        ConfigError, match=r"No usable temporary directory .*; mount one at /tmp, or name one in TMPDIR"
+    ):
+        check()
+
+
+def test_more_instances_than_a_machine_runs() -> None:
+    with pytest.raises(ConfigError, match="ask for 20000 instances on this machine; at most 256"):
+        FleetSpec(prefill=10_000, decode=10_000)
+
+
+@pytest.mark.parametrize(
+    ("transfer", "told"),
+    [
+        ({"kv_connector": "P2pConnector", "kv_ip": "192.0.2.1"}, "cannot listen on kv_ip 192.0.2.1"),
+        (
+            {
+                "kv_connector": "SharedStorageConnector",
+                "kv_connector_extra_config": {"shared_storage_path": "/proc/nowhere"},
+            },
+            "cannot keep KV blocks in /proc/nowhere",
+        ),
+    ],
+)
+def test_what_the_connectors_of_a_fleet_need(transfer: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        check_before_start(
+            EngineConfig(model=TINY), EngineChoice(), Listen(port=0), HttpAccess(), FleetSpec(prefill=1),
+            transfer=json.dumps(transfer),
+        )  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("said", "told"),
     [
         ({"policy": "prefx"}, "did you mean 'prefix'"),
         ({"policy_option": ("pressure=much",)}, "--policy-option of cost"),
         ({"policy_option": ("presure=1",)}, "did you mean 'pressure'"),
+        ({"policy_option": ("pressure=1", "pressure=2")}, "pressure is given twice"),
     ],
 )
 def test_policies_of_the_router(said: dict[str, Any], told: str) -> None:
     router = RouterConfig(**said)
     with pytest.raises(ConfigError, match=told):
         check_before_start(EngineConfig(model=TINY), EngineChoice(), Listen(port=0), HttpAccess(), router=router)
+
+
+@pytest.mark.parametrize("name", ["a b", "X-Session-Id:", "é"])
+def test_the_header_that_names_a_conversation(name: str) -> None:
+    with pytest.raises(ConfigError, match="--session-header must be the name of a header"):
+        RouterConfig(session_header=name)
 
 
 def test_addresses_for_kv_events() -> None:
@@ -88,12 +126,16 @@ def test_addresses_for_kv_events() -> None:
         check_before_start(engine, EngineChoice(), Listen(port=0), HttpAccess(), fleet)
 
 
-@pytest.mark.parametrize("config", [Listen, RouterConfig, RestartPolicy, HttpLimits])
-def test_no_number_is_nan(config: Any) -> None:
-    for one in fields(config):
-        if isinstance(one.default, float):
-            with pytest.raises(ConfigError, match=f"--{one.name.replace('_', '-')} must be a number, got nan"):
-                complete(config, flags_of(config)(**{one.name: math.nan}))
+@pytest.mark.parametrize("config", [EngineConfig, InstanceSpec, EngineChoice, Listen, RouterConfig, HttpAccess])
+def test_nothing_that_is_given_is_empty(config: Any) -> None:
+    """A variable that is not set makes `--kv-transfer-config "$CONFIG"` empty: that is not the default."""
+    for name, hint in get_type_hints(config).items():
+        empty = {str: "", str | None: "", tuple[str, ...]: ("",)}.get(hint)
+        if empty is not None and name != "model":
+            with pytest.raises(ConfigError, match=f"--{name.replace('_', '-')} must not be empty"):
+                complete(config, flags_of(config, ("model",))(**{name: empty}))
+    with pytest.raises(ConfigError, match="--model must not be empty"):
+        complete(EngineConfig, flags_of(EngineConfig, ("model",))(), model="")
 
 
 def test_a_port_whose_last_connections_are_still_closing_is_free() -> None:
@@ -119,6 +161,7 @@ TRANSFERS = [
     ({"tls_key": "/nowhere"}, "tls_key needs .*tls_cert"),
     ({"tls_cert": "/nowhere", "tls_ca": "/nowhere"}, "tls_cert /nowhere: No such file"),
     ({"advertise_port": -1}, "advertise_port: must be 0 to 65535"),
+    ({"advertise_host": "a..b"}, "advertise_host: must be a name or an address of a machine, got a..b"),
     ({"lookup_buffer": "fabrik"}, "did you mean 'fabric'"),
     ({"lookup_buffer": "valkey"}, "by a store: .*KVStoreConnector.*valkey://host"),
     ({"kv_connector": "NixlConnector", "kv_connector_extra_config": {"valkey_url": "unix:///s"}}, "by a store: "),
@@ -183,30 +226,31 @@ def test_a_library_that_is_not_installed(name: str, monkeypatch: pytest.MonkeyPa
         (["--prefill", "1", "--log-level", "loud"], "--log-level"),
     ],
 )
-def test_nothing_is_loaded_first(more: list[str], told: str) -> None:
-    require_told(["serve", TINY, "--port", "0", *more], told)
+def test_nothing_is_loaded_first(more: list[str], told: str, blocked: TorchBlocked) -> None:
+    require_told(blocked, ["serve", TINY, "--port", "0", *more], told)
 
 
 @pytest.mark.parametrize("command", ["serve", "prefill", "decode"])
 @pytest.mark.parametrize("model", ["kvferry/tiny-pyton", "/nowhere/model"])
-def test_models_that_are_not_there(command: str, model: str) -> None:
-    require_told([command, model, "--port", "0"], "did you mean" if "tiny" in model else "there is no directory")
+def test_models_that_are_not_there(command: str, model: str, blocked: TorchBlocked) -> None:
+    require_told(
+        blocked, [command, model, "--port", "0"], "did you mean" if "tiny" in model else "there is no directory"
+    )
 
 
 @pytest.mark.parametrize("model", ["kvferry/tiny-pyton", "/nowhere/model"])
-def test_models_that_are_not_there_with_vllm(model: str, tmp_path: Path) -> None:
+def test_models_that_are_not_there_with_vllm(model: str, blocked: TorchBlocked, tmp_path: Path) -> None:
     from cli import fake_vllm
 
     script = tmp_path / "python"
     script.write_text(f'#!/bin/sh\nexec {sys.executable} {fake_vllm.__file__} "$@"\n')
     script.chmod(0o755)
     flags = ["--engine", "vllm", "--engine-python", str(script), "--prefill", "1", "--port", "0"]
-    require_told(["serve", model, *flags], "did you mean" if "tiny" in model else "there is no directory")
+    require_told(blocked, ["serve", model, *flags], "did you mean" if "tiny" in model else "there is no directory")
 
 
-def require_told(arguments: list[str], told: str) -> None:
-    command = [sys.executable, "-c", TORCH_BLOCKED, *arguments]
-    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
+def require_told(blocked: TorchBlocked, arguments: list[str], told: str) -> None:
+    done = blocked.run(*arguments)
     assert done.returncode == 2, done.stderr
     (line,) = done.stderr.splitlines()
     assert told in line

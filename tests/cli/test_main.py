@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from cli.torch_blocked import TorchBlocked
 from kvferry import __version__
 from kvferry.cli.config_file import ConfigFile
 from kvferry.cli.flags import complete, field_help
@@ -31,17 +32,6 @@ from kvferry.router.config import RouterConfig
 
 COMMON = [Listen, LogConfig, HttpAccess, HttpLimits]
 CONFIGS = [EngineConfig, EngineChoice, InstanceSpec, FleetSpec, RouterConfig, RestartPolicy, *COMMON]
-
-TORCH_BLOCKED = """
-import sys
-class Blocker:
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in {"torch", "transformers", "safetensors", "starlette", "uvicorn"}:
-            raise ImportError(f"{name} is blocked")
-sys.meta_path.insert(0, Blocker())
-from kvferry.cli.main import main
-sys.exit(main(sys.argv[1:]))
-"""
 
 
 @pytest.fixture(autouse=True)
@@ -72,9 +62,8 @@ def complaint(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 
 @pytest.mark.parametrize("arguments", [["--help"], *([command, "--help"] for command in COMMANDS), ["--version"]])
-def test_help_needs_neither_a_model_nor_a_server(arguments: list[str]) -> None:
-    command = [sys.executable, "-c", TORCH_BLOCKED, *arguments]
-    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
+def test_help_needs_neither_a_model_nor_a_server(arguments: list[str], blocked: TorchBlocked) -> None:
+    done = blocked.run(*arguments)
     assert done.returncode == 0, done.stderr
     assert (__version__ if arguments == ["--version"] else "Usage: kvferry") in done.stdout
 

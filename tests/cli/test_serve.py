@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import ssl
 import subprocess
@@ -21,7 +20,7 @@ import pytest
 from conftest import ModelMaker
 from kvferry.fleet.vllm.ports import free_ports
 from support.certificates import Authority
-from support.processes import until
+from support.processes import kvferry, until
 
 pytestmark = pytest.mark.processes
 
@@ -60,13 +59,18 @@ def get(url: str) -> str:
         return response.read().decode()  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("hand_off", ["concurrent", pytest.param("sequential", marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "hand_off",
+    [
+        pytest.param("concurrent", marks=pytest.mark.full(in_every_part=True)),
+        pytest.param("sequential", marks=pytest.mark.full),
+    ],
+)
 def test_prefill_and_decode_say_what_one_instance_says(hand_off: str, tmp_path: Path, model_maker: ModelMaker) -> None:
     model = str(model_maker())
-    with serving(tmp_path / "one.log", model) as (process, url):
-        alone = post(url, BODY)["choices"][0]["text"]
-        process.send_signal(signal.SIGINT)
-        assert process.wait(timeout=60) == 0
+    flags = ("--served-model-name=tiny", "--kv-cache-memory=32MiB")
+    with kvferry("serve", model, *flags, log=tmp_path / "one.log") as one:
+        alone = post(one.url, BODY)["choices"][0]["text"]
     with serving(tmp_path / "two.log", model, "--prefill", "1", "--hand-off", hand_off) as (process, url):
         started = psutil.Process(process.pid).children(recursive=True)
         assert len(started) >= 3
@@ -81,43 +85,44 @@ def test_prefill_and_decode_say_what_one_instance_says(hand_off: str, tmp_path: 
 
 
 def test_an_instance_that_is_killed_comes_back_while_the_others_answer(tmp_path: Path, model_maker: ModelMaker) -> None:
-    log = tmp_path / "log"
-    with serving(log, str(model_maker()), "--decode", "2") as (process, url):
+    """Where it was said to be, and all log as they were told."""
+    log, first = tmp_path / "log", free_ports(1)[0]
+    addresses = [f"http://127.0.0.1:{first + number}" for number in range(3)]
+    more = ("--instance-ports", str(first), "--log-format", "json", "--log-level", "debug")
+    with serving(log, str(model_maker()), "--prefill", "1", "--decode", "2", *more) as (process, url):
         before = post(url, BODY)["choices"][0]["text"]
-        (killed,) = (one for one in psutil.Process(process.pid).children() if "decode-1" in named(one))
-        killed.kill()
+        for address in addresses:
+            assert "vllm:num_requests_running" in get(address + "/metrics")
+        assert said_by(log, "decode-1", "ready at ") == [f"ready at {addresses[2]}"]
+        serving_at(process.pid, first + 2).kill()
         for _ in range(4):
             assert post(url, BODY)["choices"][0]["text"] == before
-        until(lambda: log.read_text().count("[decode-1] ready at ") == 2, 120, log.read_text())
-        addresses = re.findall(r"\[decode-1\] ready at (\S+)", log.read_text())
-        assert addresses[0] == addresses[1]
-        assert post(addresses[1], BODY)["choices"][0]["text"] == before
+        until(lambda: len(said_by(log, "decode-1", "ready at ")) == 2, 120, log.read_text())
+        assert said_by(log, "decode-1", "ready at ") == [f"ready at {addresses[2]}"] * 2
+        assert post(addresses[2], BODY)["choices"][0]["text"] == before
         process.send_signal(signal.SIGINT)
         assert process.wait(timeout=60) == 0
-    assert "decode-1 was killed by SIGKILL; starting it again in 0.5 s" in log.read_text()
+    assert {"supervisor", "prefill-0", "decode-0", "decode-1", "router"} <= {line["instance"] for line in logged(log)}
+    assert all({"time", "level", "message"} <= set(line) for line in logged(log))
+    assert said_by(log, "supervisor", f"decode-0   {addresses[1]}")
+    assert said_by(log, "supervisor", "decode-1 was killed by SIGKILL; starting it again in 0.5 s")
 
 
-def named(process: psutil.Process) -> str:
-    """What its supervisor calls it."""
-    name: str = process.environ().get("KVFERRY_INSTANCE_NAME", "")
-    return name
+def serving_at(supervisor: int, port: int) -> psutil.Process:
+    """The process of a fleet that listens there."""
+    of_the_fleet = psutil.Process(supervisor).children(recursive=True)
+    (found,) = [one for one in of_the_fleet if any(at.laddr.port == port for at in one.net_connections("tcp"))]
+    return found
 
 
-def test_instances_are_where_they_are_said_to_be_and_log_as_they_are_told(
-    tmp_path: Path, model_maker: ModelMaker
-) -> None:
-    log, first = tmp_path / "log", free_ports(1)[0]
-    more = ("--instance-ports", str(first), "--log-format", "json", "--log-level", "debug")
-    with serving(log, str(model_maker()), "--prefill", "1", *more) as (process, url):
-        post(url, BODY)
-        for number in (0, 1):
-            assert "vllm:num_requests_running" in get(f"http://127.0.0.1:{first + number}/metrics")
-        process.send_signal(signal.SIGINT)
-        assert process.wait(timeout=60) == 0
-    lines = [json.loads(line) for line in log.read_text().splitlines()]
-    assert {"supervisor", "prefill-0", "decode-0", "router"} <= {line["instance"] for line in lines}
-    assert all({"time", "level", "message"} <= set(line) for line in lines)
-    assert any(line["message"].startswith(f"decode-0   http://127.0.0.1:{first + 1}") for line in lines)
+def logged(log: Path) -> list[dict[str, Any]]:
+    """The lines of JSON that are whole so far."""
+    return [json.loads(line) for line in log.read_text().splitlines(keepends=True) if line.endswith("\n")]
+
+
+def said_by(log: Path, instance: str, beginning: str) -> list[str]:
+    messages = [line["message"] for line in logged(log) if line["instance"] == instance]
+    return [message for message in messages if message.startswith(beginning)]
 
 
 def test_a_model_that_is_not_there_is_told_in_one_line(tmp_path: Path) -> None:

@@ -13,8 +13,9 @@ from kv_support import make_layout, sharded
 from pipe_support import KINDS
 
 from kvferry.connectors.p2p import worker
+from kvferry.core.errors import LeaseEnded
 from kvferry.core.hand_off import Consume, HandOff, Produce, parse_hand_off
-from support import tickets
+from kvferry.testing import tickets
 from support.libraries import require_library
 
 CONNECTORS = {
@@ -45,8 +46,13 @@ SHAPES = {
 }
 """Layouts of P and of D that differ."""
 NUM_ACTIONS = 1500
+NUMBERED_SHAPES = [
+    pytest.param(seed, name, marks=[pytest.mark.full] if name == "four ranks to two" else [])
+    for seed, name in enumerate(SHAPES)
+]
 SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.full) for seed in range(1, 4))]
 MAX_OPEN = 6
+NUM_LAST = 20
 
 
 class Traffic:
@@ -124,14 +130,23 @@ class Traffic:
                 engine.step()
 
     def require_a_hand_off(self) -> None:
-        """After all that, one that nothing happens to works."""
-        self.prompts["last"] = [5000, 5001, 5002, 5003, 5004]
-        prefill = self.producer.run(FakeRequest("last-p", self.prompts["last"], Produce("last")))
+        """After all that, one that nothing happens to works: not even the end of its short lease, which a machine that
+        stands still would bring."""
+        for number in range(NUM_LAST):
+            last = self.one_more(f"last-{number}")
+            if not isinstance(last.error, LeaseEnded):
+                break
+        assert last.error is None
+        assert last.num_computed_here < len(last.prompt_token_ids)
+
+    def one_more(self, name: str) -> FakeRequest:
+        """A hand-off from its beginning to its end; the request of it at D."""
+        self.prompts[name] = [5000, 5001, 5002, 5003, 5004]
+        prefill = self.producer.run(FakeRequest(f"{name}-p", self.prompts[name], Produce(name)))
         assert prefill.ticket is not None
-        self.decode("last", prefill.ticket)
-        self.consumer.run_until(lambda: self.decodes["last"].state == "done")
-        assert self.decodes["last"].error is None
-        assert self.decodes["last"].num_computed_here < len(self.prompts["last"])
+        self.decode(name, prefill.ticket)
+        self.consumer.run_until(lambda: self.decodes[name].state == "done")
+        return self.decodes[name]
 
 
 class Conversations(Traffic):
@@ -215,7 +230,7 @@ def suffer(
     return traffic
 
 
-@pytest.mark.parametrize(("seed", "name"), list(enumerate(SHAPES)))
+@pytest.mark.parametrize(("seed", "name"), NUMBERED_SHAPES)
 def test_whatever_happens_between_shapes(make_engine: Callable[..., FakeEngine], name: str, seed: int) -> None:
     options = {"lease_s": 0.1, "timeout_s": 1.0, "transport": ["shm", "tcp"][seed % 2]}
     theirs, ours = SHAPES[name]
@@ -224,7 +239,7 @@ def test_whatever_happens_between_shapes(make_engine: Callable[..., FakeEngine],
     run(Traffic(producer, consumer, seed), NUM_ACTIONS)
 
 
-@pytest.mark.parametrize(("seed", "name"), list(enumerate(SHAPES)))
+@pytest.mark.parametrize(("seed", "name"), NUMBERED_SHAPES)
 def test_whatever_happens_in_conversations(make_engine: Callable[..., FakeEngine], name: str, seed: int) -> None:
     options = {"lease_s": 0.1, "timeout_s": 1.0, "decoder_kv_blocks_ttl": 0.3, "checksum": seed % 2 == 0}
     theirs, ours = SHAPES[name]

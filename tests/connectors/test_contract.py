@@ -3,15 +3,20 @@
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from kvferry.testing.connector import ConnectorContract
 
 
 class TestP2p(ConnectorContract):
     connector = "P2pConnector"
+    takes_early = True
 
 
+@pytest.mark.full
 class TestP2pOverTcp(ConnectorContract):
     connector = "P2pConnector"
+    takes_early = True
 
     def extra(self, folder: Path) -> dict[str, Any]:
         return {"transport": "tcp"}
@@ -19,6 +24,7 @@ class TestP2pOverTcp(ConnectorContract):
 
 class TestSharedStorage(ConnectorContract):
     connector = "SharedStorageConnector"
+    takes_early = True
 
     def extra(self, folder: Path) -> dict[str, Any]:
         # A ticket's second use waits for so long: the first has taken the marker.
@@ -27,6 +33,7 @@ class TestSharedStorage(ConnectorContract):
 
 class TestMulti(ConnectorContract):
     connector = "MultiConnector"
+    takes_early = True
 
     def extra(self, folder: Path) -> dict[str, Any]:
         store = {"kv_connector": "SharedStorageConnector"}

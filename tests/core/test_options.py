@@ -14,6 +14,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     path: str
     lease_s: Annotated[float, Meta(gt=0)] = 30.0
     streams: int = 1
+    sizes: list[Annotated[int, Meta(ge=1)]] = []
 
 
 def test_given_values_are_converted_and_others_have_their_defaults() -> None:
@@ -24,13 +25,14 @@ def test_given_values_are_converted_and_others_have_their_defaults() -> None:
     ("given", "message"),
     [
         ({"path": "/x", "leases": 3}, r"kv_connector_extra_config\.leases is not a known key; did you mean 'lease_s'"),
-        ({"path": "/x", "zzz": 3}, "known: path, lease_s, streams"),
+        ({"path": "/x", "zzz": 3}, "known: path, lease_s, streams, sizes"),
         ({}, r"kv_connector_extra_config\.path is required"),
         ({"path": 7}, r"kv_connector_extra_config\.path: "),
         ({"path": "/x", "lease_s": 0}, r"kv_connector_extra_config\.lease_s: "),
         ({"path": "/x", "lease_s": "soon"}, r"kv_connector_extra_config\.lease_s: "),
         ({"path": "/x", "streams": 1.5}, r"kv_connector_extra_config\.streams: "),
         ({"path": "/x", "streams": 1e400}, r"kv_connector_extra_config\.streams: "),
+        ({"path": "/x", "sizes": 5}, r"kv_connector_extra_config\.sizes: Expected `array`"),
         ({"path": None}, r"kv_connector_extra_config\.path: "),
     ],
 )

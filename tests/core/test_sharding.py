@@ -57,8 +57,8 @@ def test_each_producer_rank_knows_when_all_have_taken(theirs: list[KVLayout], ou
     released = [rank for mine in ours for rank in orphans(mine, theirs[-1])]
     for rank, layout in enumerate(theirs):
         shares = [share(mine, layout) for mine in ours if rank in sources(mine, theirs[0])]
-        assert [found.taker for found in shares] == list(range(len(shares)))
-        assert {found.num_takers for found in shares} <= {len(shares)}
+        assert [found.reader for found in shares] == list(range(len(shares)))
+        assert {found.num_readers for found in shares} <= {len(shares)}
         assert released.count(rank) == (0 if shares else 1)
 
 
@@ -116,5 +116,5 @@ def test_spans_without_meaning_are_read_from_the_same_rank() -> None:
         model_fingerprint="m", layers=(layer,), dtype="float32", block_size=8, packing="x", tp_size=2, tp_rank=1
     )
     assert sources(mine, mine) == (1,)
-    assert (share(mine, mine).taker, share(mine, mine).num_takers) == (0, 1)
+    assert (share(mine, mine).reader, share(mine, mine).num_readers) == (0, 1)
     assert orphans(mine, mine) == ()

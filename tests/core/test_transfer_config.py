@@ -19,7 +19,27 @@ def test_unknown_key_names_the_nearest() -> None:
         parse_transfer_config('{"kv_conector": "P2pConnector"}')
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{", '"x"', '{"kv_connector": 3}', '{"kv_role": "kv_both"}'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        "{",
+        '"x"',
+        '{"kv_connector": 3}',
+        '{"kv_role": "kv_both"}',
+        "[" * 100_000,
+        '{"kv_connector": ' * 100_000,
+        '{"kv_connector": "P2pConnector", "engine_id": "\\ud800"}',
+        '{"kv_connector": "P2pConnector", "engine_id": ""}',
+        '{"kv_connector": "P2pConnector", "engine_id": "a\\nb"}',
+        f'{{"kv_connector": "P2pConnector", "engine_id": "{"x" * 257}"}}',
+        '{"kv_connector": "P2pConnector", "kv_connector": "NixlConnector"}',
+        '{"kv_connector": "P2pConnector", "kv_connector_extra_config": {"lease_s": 5, "lease_s": 6}}',
+        '{"kv_connector": "P2pConnector", "kv_connector_extra_config": {"lease_s": NaN}}',
+        '{"kv_connector": "P2pConnector", "kv_connector_extra_config": {"transport_options": {"x": 1e999}}}',
+    ],
+)
 def test_bad_json_is_a_config_error(text: str) -> None:
     with pytest.raises(ConfigError, match="--kv-transfer-config"):
         parse_transfer_config(text)

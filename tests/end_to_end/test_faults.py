@@ -167,6 +167,6 @@ def ask_and_stay(started: Cluster, prompt: list[int], salt: str, max_tokens: int
     body = json.dumps(fields).encode()
     address = urlsplit(started.router.url)
     client = socket.create_connection((address.hostname, address.port), timeout=10)
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: kvferry\r\nContent-Length: {len(body)}\r\n\r\n"
-    client.sendall(head.encode() + body)
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: kvferry\r\nContent-Length: {len(body)}\r\n"
+    client.sendall(head.encode() + b"Content-Type: application/json\r\n\r\n" + body)
     return client

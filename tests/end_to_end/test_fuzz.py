@@ -52,7 +52,7 @@ def require_unharmed(model: Path, folder: Path, *, seed: int, num: int) -> None:
 
 
 def test_a_deployment_under_requests_of_every_kind(model_maker: Any, tmp_path: Path) -> None:
-    require_unharmed(model_maker("llama"), tmp_path, seed=int(os.environ.get("KVFERRY_SEED", "1")), num=1500)
+    require_unharmed(model_maker("llama"), tmp_path, seed=int(os.environ.get("KVFERRY_SEED", "1")), num=600)
 
 
 @pytest.mark.full(in_every_part=True)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
-from openai import OpenAI
 
 from support.openai_suite import CHECKS
 from support.processes import KvferryProcess, cluster, kvferry
+
+if TYPE_CHECKING:
+    from openai import OpenAI
 
 pytestmark = pytest.mark.processes
 
@@ -54,5 +56,7 @@ def endpoint(
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 def test_openai(check: Callable[[OpenAI, str], None], endpoint: KvferryProcess) -> None:
+    from openai import OpenAI
+
     with OpenAI(base_url=f"{endpoint.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
         check(client, "m")

@@ -10,7 +10,8 @@ import httpx
 import pytest
 
 from kvferry.http.keys import fleet_key
-from support.members import Member, free_port
+from support.members import Member
+from support.ports import free_port
 from support.processes import AUTH_TOKEN, KvferryProcess, kvferry, until
 
 pytestmark = pytest.mark.processes

@@ -125,6 +125,7 @@ def readme_serves() -> tuple[str, str]:
 
 
 @pytest.mark.processes
+@pytest.mark.full(in_every_part=True)
 @pytest.mark.parametrize("bare", [False, True], ids=["as usual", "no home, no compiler"])
 def test_readme_serves_and_answers(bare: bool, programs: Path, tmp_path: Path) -> None:
     serves, asks = readme_serves()

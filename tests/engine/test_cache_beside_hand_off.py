@@ -34,7 +34,7 @@ def engine_of(model: Path, role: str, folder: Path, order: int) -> Engine:
 def test_both_keep_what_they_have_and_find_it_again(model_maker: Any, tmp_path: Path, form: str, order: int) -> None:
     model = model_maker("llama")
     alone = Engine(EngineConfig(model=str(model), **SETTINGS))
-    prompts = random_prompts(12, alone.model.vocab_size, longest=90, block_size=8, seed=6)
+    prompts = random_prompts(8, alone.model.vocab_size, longest=64, block_size=8, seed=6)
     expected = run_prompts(alone, prompts, GREEDY)
     alone.close()
     num_blocks = len({tuple(prompt[: 8 * end]) for prompt in prompts for end in range(1, len(prompt) // 8 + 1)})

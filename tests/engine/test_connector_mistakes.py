@@ -15,6 +15,7 @@ from kvferry.core.transfer_config import KVTransferConfig
 from kvferry.engine.async_engine import AsyncEngine
 from kvferry.engine.config import EngineConfig
 from kvferry.engine.engine import Engine
+from kvferry.transport.shared_memory import owned_segment_names
 
 
 @pytest.fixture
@@ -50,6 +51,33 @@ async def test_who_asks_gets_the_error_and_serving_goes_on(
             await call()
     assert await _answer(engine, "after") == before
     assert engine.healthy
+
+
+async def test_what_raises_while_the_engine_ends_leaves_nothing_else_open(model_maker: Any) -> None:
+    """The first error is raised, when all parts are closed."""
+    config = EngineConfig(model=str(model_maker("llama")), dtype="float32", device="cpu", kv_cache_memory="16MiB")
+    names = owned_segment_names()
+    engine = Engine(config, KVTransferConfig(kv_connector="P2pConnector"), auth_token="secret")
+    closed: list[str] = []
+
+    def wrap(part: Any, name: str) -> None:
+        close = part.close
+
+        def close_and_raise() -> None:
+            close()
+            closed.append(name)
+            raise KeyError(name)
+
+        part.close = close_and_raise
+
+    side = engine.executor._worker._side  # type: ignore[attr-defined]
+    wrap(side, "worker side")
+    wrap(engine.scheduler_side, "scheduler side")
+    assert owned_segment_names() != names
+    with pytest.raises(KeyError, match="worker side"):
+        engine.close()
+    assert closed == ["worker side", "scheduler side"]
+    assert owned_segment_names() == names
 
 
 async def test_a_side_that_cannot_say_whether_it_has_work_ends_the_engine(

@@ -21,9 +21,10 @@ from kvferry.core.errors import KvferryError, LeakError
 from kvferry.core.hand_off import Consume, Produce, parse_hand_off
 from kvferry.core.request import EngineOutput, Request
 from kvferry.core.sampling import SamplingParams
+from kvferry.testing.stepping import Rest
+from kvferry.testing.tickets import early_ticket
 from support.engines import Answer
 from support.pairs import Pair, pair_of
-from support.tickets import early_ticket
 
 SCHEDULER = "kvferry.engine.scheduler:Scheduler."
 EXTERNAL = "kvferry.engine.external_kv:ExternalKV."
@@ -45,9 +46,7 @@ ALONE = [
             "_start_running",
             "_give_chunk",
             "_advance",
-            "_publish",
             "_append",
-            "_end_of",
             "_loaded",
             "_expire",
             "plan_between_steps",
@@ -58,6 +57,9 @@ ALONE = [
     *(EXTERNAL + name for name in ("promised_result", "arrived", "match", "begin_load", "end_load")),
     *(EXTERNAL + name for name in ("plan_between_steps", "released", "completed")),
     *(POOL + name for name in ("match", "acquire", "allocate", "publish", "num_free_after_acquiring")),
+    "kvferry.engine.queues:SequenceQueues.start",
+    *("kvferry.engine.sequence_blocks:SequenceBlocks." + name for name in ("cached", "reserve", "extend", "publish")),
+    "kvferry.engine.limits:SchedulerLimits.end_of",
     "kvferry.engine.sequence:Sequence.hashes",
     "kvferry.engine.sequence:Sequence.num_blocks_for",
     "kvferry.engine.model_runner:sample",
@@ -67,7 +69,7 @@ ALONE = [
     *(P2P + "scheduler:P2pSchedulerSide." + name for name in ("_find", "_unusable", "_end_fetch")),
     *(P2P + "offers:Offers." + name for name in ("match", "finish", "released", "_ticket")),
     *(P2P + "arrivals:Arrivals." + name for name in ("_wait", "_start", "_cancel", "_give_up", "_each_rank")),
-    *(P2P + "arrivals:Arrivals." + name for name in ("_release", "_sources", "_fetch_one", "_sealed", "_report_end")),
+    *(P2P + "arrivals:Arrivals." + name for name in ("_release", "_sources", "_fetch_one", "_sealed", "_fetch")),
     P2P + "arrivals:_judge",
     P2P + "worker:P2pWorkerSide._begin",
     P2P + "worker:P2pWorkerSide.poll",
@@ -177,7 +179,7 @@ class Load:
             self._begin(f"concurrent-{index}", index)
             self._begin(f"alone-{index}", index)
         self._begin("concurrent-waiting-left", 0)
-        end = time.monotonic() + DEADLINE_S
+        end, rest = time.monotonic() + DEADLINE_S, Rest(self.pair.prefill, self.pair.decode)
         while any(answer.last is None or answer.last.finish_reason is None for answer in self.answers.values()):
             assert time.monotonic() < end, "some requests have no answer"
             for output in self.pair.decode.step():
@@ -186,6 +188,7 @@ class Load:
                 self.pair.decode.abort(self._name(kind))
             for output in self.pair.prefill.step():
                 self._prefilled(output)
+            rest()
         return self.answers
 
     def _begin(self, kind: str, index: int) -> None:
@@ -242,6 +245,7 @@ def expected(pair: Pair) -> dict[str, list[int]]:
 NUMBERS = iter(range(1, 10_000))
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("nth", [1, 6])
 @pytest.mark.parametrize("point", [*ALONE, *TOGETHER], ids=lambda point: point.removeprefix("kvferry."))
 def test_a_fault_ends_what_it_belongs_to(

@@ -11,11 +11,12 @@ from kvferry.core.hand_off import Consume, Produce, parse_hand_off
 from kvferry.core.request import EngineOutput, Request
 from kvferry.core.sampling import SamplingParams
 from kvferry.engine.engine import Engine
+from kvferry.testing.stepping import Rest
+from kvferry.testing.tickets import early_ticket
 from support.engines import GREEDY, SEEDED, Answer, random_prompts, require_same, run_prompts
 from support.pairs import Pair, pair_of
-from support.tickets import early_ticket
 
-NUM_PROMPTS = 24
+NUM_PROMPTS = 14
 SHORT = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True, logprobs=2)
 BLOCK_SIZES = [(8, 32), *(pytest.param(sizes, marks=pytest.mark.full) for sizes in [(16, 32), (32, 16)])]
 
@@ -58,12 +59,13 @@ def ticket_of(output: EngineOutput) -> Any:
 
 def run_one(engine: Engine, other: Engine, request: Request) -> Answer:
     """Serve one request, with the other engine stepping along."""
-    answer = Answer()
+    answer, rest = Answer(), Rest(engine, other)
     engine.add(request)
     while answer.last is None or answer.last.finish_reason is None:
         other.step()
         for output in engine.step():
             answer.add(output)
+        rest()
     return answer
 
 
@@ -166,7 +168,7 @@ def test_a_next_turn_that_tells_it_differently_fetches_what_is_common(model: Pat
 
 def test_checksums_change_nothing(model: Path) -> None:
     with pair(model, (16, 32), checksum=True) as engines:
-        prompts = random_prompts(20, engines.decode.model.vocab_size, longest=110, block_size=8, seed=4)
+        prompts = random_prompts(NUM_PROMPTS, engines.decode.model.vocab_size, longest=110, block_size=8, seed=4)
         require_same(run_prompts(engines.prefill, prompts, GREEDY), engines.run(prompts, GREEDY, "concurrent"))
         engines.settle()
         assert engines.decode.statistics().external.num_load_failures == {}

@@ -11,14 +11,17 @@ import pytest
 from kvferry.core.errors import RankLost, RequestError
 from kvferry.core.hand_off import Produce
 from kvferry.core.request import Request
+from kvferry.core.sampling import SamplingParams
 from kvferry.core.transfer_config import KVTransferConfig
 from kvferry.engine.config import EngineConfig
 from kvferry.engine.engine import Engine
 from kvferry.engine.executor import patience
+from kvferry.testing.stepping import Rest
 from support import raising_connector
-from support.engines import GREEDY, Answer, run_requests
+from support.engines import Answer, run_requests
 
 pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("warm_ranks")]
+SHORT = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
 PROMPT = [(7 * place) % 90 + 1 for place in range(30)]
 
 
@@ -49,7 +52,7 @@ def engine(model_maker: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def request(name: str, hand_off: Produce | None = None) -> Request:
-    return Request(request_id=name, prompt_token_ids=PROMPT, sampling=GREEDY, hand_off=hand_off)
+    return Request(request_id=name, prompt_token_ids=PROMPT, sampling=SHORT, hand_off=hand_off)
 
 
 def run(engine: Engine, name: str) -> tuple[Answer, Answer]:
@@ -57,8 +60,10 @@ def run(engine: Engine, name: str) -> tuple[Answer, Answer]:
     made = request(f"{name}-made", Produce(name))
     [first] = run_requests(engine, [made]).values()
     engine.release(name)
+    rest = Rest(engine)
     while engine.has_work or engine.scheduler.external.statistics().num_held:
         engine.step()
+        rest()
     [second] = run_requests(engine, [request(f"{name}-plain")]).values()
     engine.check()
     return first, second

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -20,18 +19,19 @@ from kvferry.core.sampling import SamplingParams
 from kvferry.engine.async_engine import AsyncEngine
 from kvferry.engine.config import EngineConfig
 from kvferry.engine.engine import Engine
-from kvferry.engine.executor import group
+from kvferry.engine.executor import group, rank_process
+from support import warm
 from support.processes import kvferry, until
 
 pytestmark = pytest.mark.processes
 
-SOON_S = 15.0
+START_S, SOON_S = 120.0, 15.0
 
 PARENT = """
-import sys, time
+import time
 from kvferry.engine.config import EngineConfig
 from kvferry.engine.engine import Engine
-engine = Engine(EngineConfig(model=sys.argv[1], dtype="float32", device="cpu", kv_cache_memory="4MiB",
+engine = Engine(EngineConfig(model={model!r}, dtype="float32", device="cpu", kv_cache_memory="4MiB",
                              tensor_parallel_size=2))
 print(*engine.executor.pids, flush=True)
 time.sleep(600)
@@ -80,6 +80,7 @@ def bounded(call: Callable[[], object]) -> float:
     return time.monotonic() - start
 
 
+@pytest.mark.usefixtures("warm_ranks")
 def test_a_rank_killed_while_steps_run_is_named(model_maker: Any) -> None:
     engine = two_ranks(model_maker("llama"))
     pid = pid_of(engine)
@@ -93,6 +94,7 @@ def test_a_rank_killed_while_steps_run_is_named(model_maker: Any) -> None:
     assert bounded(engine.close) < SOON_S
 
 
+@pytest.mark.usefixtures("warm_ranks")
 def test_a_rank_that_stands_still_is_not_waited_for_for_ever(model_maker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(group, "STEP_S", 1.0)
     monkeypatch.setattr("kvferry.engine.executor.ranks.ANSWER_S", 2.0)
@@ -106,6 +108,7 @@ def test_a_rank_that_stands_still_is_not_waited_for_for_ever(model_maker: Any, m
     assert is_gone(pid)
 
 
+@pytest.mark.usefixtures("warm_ranks")
 async def test_a_rank_lost_while_nothing_runs_ends_the_engine_too(model_maker: Any) -> None:
     engine = AsyncEngine(two_ranks(model_maker("llama")), ["m"])
     engine.start()
@@ -125,17 +128,19 @@ def test_a_rank_lost_while_it_starts_is_named(model_maker: Any, monkeypatch: pyt
         two_ranks(model_maker("llama"))
     assert time.monotonic() - start < SOON_S
     monkeypatch.undo()
+    monkeypatch.setattr(rank_process, "_start", warm.run_rank)
     two_ranks(model_maker("llama")).close()
 
 
-def test_no_rank_outlives_rank_0(model_maker: Any) -> None:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", PARENT, str(model_maker("llama"))]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as parent:
-        assert parent.stdout is not None
-        pid = int(parent.stdout.readline())
-        parent.kill()
-        until(lambda: is_gone(pid), SOON_S)
+@pytest.mark.full(in_every_part=True)
+def test_no_rank_outlives_rank_0(model_maker: Any, tmp_path: Path) -> None:
+    parent = warm.Program(PARENT.format(model=str(model_maker("llama"))), tmp_path / "parent")
+    try:
+        until(lambda: parent.output.endswith("\n"), START_S)
+        pid = int(parent.output)
+    finally:
+        parent.process.kill()
+    until(lambda: is_gone(pid), SOON_S)
 
 
 def test_an_instance_of_two_ranks_serves_and_ends_with_one_of_them(model_maker: Any, tmp_path: Path) -> None:

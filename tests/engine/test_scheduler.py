@@ -36,9 +36,11 @@ from kvferry.core.request import EngineOutput, Request
 from kvferry.core.sampling import SamplingParams
 from kvferry.core.transfer_config import KVTransferConfig
 from kvferry.engine.block_pool import BlockPool
+from kvferry.engine.cached_order import CachedOrder, PolicyOrder, ReleaseOrder
 from kvferry.engine.limits import SchedulerLimits
 from kvferry.engine.scheduler import Scheduler
 from kvferry.engine.step import Sampled, Step
+from kvferry.store.eviction.fifo import Fifo
 
 BLOCK = 4
 
@@ -93,7 +95,13 @@ class ScriptedConnector(SchedulerSide):
 class Bench:
     """A scheduler and the rule that stands for the model."""
 
-    def __init__(self, num_blocks: int = 64, connector: SchedulerSide | None = None, **limits: Any) -> None:
+    def __init__(
+        self,
+        num_blocks: int = 64,
+        connector: SchedulerSide | None = None,
+        order: CachedOrder | None = None,
+        **limits: Any,
+    ) -> None:
         settings = {
             "block_size": BLOCK,
             "max_model_len": 200,
@@ -102,7 +110,7 @@ class Bench:
             "max_waiting": 32,
         }
         self.clock = ManualClock()
-        self.pool = BlockPool(num_blocks)
+        self.pool = BlockPool(num_blocks, order=order)
         self.scheduler = Scheduler(SchedulerLimits(**{**settings, **limits}), self.pool, "model", self.clock, connector)
         self.outputs: dict[str, list[EngineOutput]] = {}
         self.steps: list[Step] = []
@@ -117,7 +125,8 @@ class Bench:
         sampled = {
             chunk.sequence.request_id: Sampled(rule(chunk.sequence.tokens)) for chunk in step.chunks if chunk.samples
         }
-        self.scheduler.update(step, sampled, failures(report or []))
+        report = self.scheduler.settled(step.chunks, report or [])
+        self.scheduler.update(step, sampled, failures(report))
         if report:
             self.scheduler.transferred(report)
         for output in self.scheduler.take_outputs():
@@ -182,6 +191,47 @@ def test_a_shared_prefix_is_computed_once() -> None:
     step = bench.step()
     assert step.num_tokens == 1
     assert bench.last("b").num_cached_tokens == 12
+
+
+def test_the_order_of_eviction_hears_of_whole_answers_only() -> None:
+    order = HearsAnswers()
+    bench = Bench(order=order, connector=ScriptedConnector())
+    bench.add("whole", list(range(9)), max_tokens=3)
+    bench.add("left", list(range(20, 29)), max_tokens=50)
+    bench.add("handed off", list(range(40, 49)), hand_off=Produce("t"))
+    while "whole" not in bench.outputs or bench.last("whole").finish_reason is None:
+        bench.step()
+    bench.scheduler.abort("left")
+    bench.run()
+    assert order.heard == [(2, 3)]
+
+
+class HearsAnswers(ReleaseOrder):
+    def __init__(self) -> None:
+        super().__init__()
+        self.heard: list[tuple[int, int]] = []
+
+    def finished(self, names: Ordered[bytes], num_output_tokens: int) -> None:
+        self.heard.append((len(names), num_output_tokens))
+
+
+@pytest.mark.parametrize("mistake", ["insert", "access", "pin", "unpin", "evict", "finish", "__len__", "__contains__"])
+def test_an_eviction_policy_that_raises_costs_no_request(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def raises(*_: object) -> int:
+        raise KeyError("a mistake of the policy's")
+
+    monkeypatch.setattr(Fifo, mistake, raises)
+    bench = Bench(num_blocks=8, order=PolicyOrder(Fifo(8), ManualClock()))
+    prompts = {name: [ord(name)] * 9 for name in "abcd"}
+    for name, prompt in prompts.items():
+        bench.add(name, prompt, max_tokens=5)
+        bench.step()
+    bench.run()
+    for name, prompt in prompts.items():
+        assert bench.tokens(name) == expected_answer(prompt, 5)
+    assert bench.scheduler.num_faults == 0
+    bench.scheduler.audit()
+    bench.scheduler.check()
 
 
 def test_a_wholly_cached_prompt_still_computes_its_last_block() -> None:
@@ -436,7 +486,7 @@ def test_fewer_tokens_may_come_than_were_to_be_met(comes_at: str, num_loaded: in
     bench = Bench(connector=ScriptedConnector(match=Hit(16, num_computed_meanwhile=8)), max_num_batched_tokens=4)
     bench.add("a", list(range(20)))
     bench.step()
-    [sequence] = bench.scheduler._running
+    [sequence] = bench.scheduler._queues.running()
     if comes_at == "at the meeting":
         bench.step()
         assert bench.scheduler.external.num_loading == 1
@@ -594,6 +644,18 @@ def test_a_layerwise_load_computes_the_rest_in_the_same_step() -> None:
     assert bench.step([Loaded("a")]).num_tokens == 2
     bench.run()
     assert bench.tokens("a") == expected_answer(list(range(10)), 4)
+
+
+@pytest.mark.parametrize("report", [[Loaded("a", 7)], []], ids=["short", "not reported"])
+def test_a_layerwise_load_that_is_not_reported_whole_has_failed(report: TransferReport) -> None:
+    bench = Bench(connector=ScriptedConnector(match=Hit(8, layerwise=True)))
+    bench.add("a", list(range(10)))
+    bench.step(report)
+    assert "a" not in bench.outputs
+    assert bench.scheduler.external.statistics().num_load_failures == {"TransferError": 1}
+    bench.run()
+    assert bench.tokens("a") == expected_answer(list(range(10)), 4)
+    bench.scheduler.check()
 
 
 def test_aborting_a_loading_request_leaves_its_blocks_with_the_connector() -> None:

@@ -4,7 +4,7 @@ them: the tokens of one engine alone."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +13,11 @@ import pytest
 from kvferry.core.transfer_config import KVTransferConfig
 from kvferry.engine.config import EngineConfig
 from kvferry.engine.engine import Engine
+from kvferry.store.upkeep import verify
 from support.engines import GREEDY, SEEDED, random_prompts, require_same, run_prompts, run_side_by_side
 from support.pairs import pair_of
 
-NUM_PROMPTS = 40
+NUM_PROMPTS = 24
 BLOCK_SIZE = 8
 FULL = pytest.mark.full
 Extra = Callable[[Path, str], dict[str, Any]]
@@ -77,10 +78,12 @@ def extra_of(name: str, folder: Path, request: pytest.FixtureRequest) -> tuple[s
     return connector, extra(folder, url)
 
 
-def engine_of(model: Path, connector: str, extra: dict[str, Any]) -> Engine:
+def engine_of(
+    model: Path, connector: str, extra: dict[str, Any], block_size: int = BLOCK_SIZE, prefix_caching: bool = True
+) -> Engine:
     config = EngineConfig(
-        model=str(model), dtype="float32", device="cpu", kv_cache_memory="8MiB", block_size=BLOCK_SIZE,
-        max_num_batched_tokens=40, max_num_seqs=16,
+        model=str(model), dtype="float32", device="cpu", kv_cache_memory="8MiB", block_size=block_size,
+        max_num_batched_tokens=40, max_num_seqs=16, prefix_caching=prefix_caching,
     )  # fmt: skip
     return Engine(config, KVTransferConfig(kv_connector=connector, kv_connector_extra_config=extra))
 
@@ -113,3 +116,28 @@ def test_hand_offs_through_it(
     with pair_of(alone["model"], connector, extra=extra, prefill=settings, decode={"block_size": BLOCK_SIZE}) as pair:
         require_same(alone["greedy"], pair.run(alone["prompts"], GREEDY, form))
         pair.settle()
+
+
+@pytest.mark.parametrize("kind", ["file", pytest.param("valkey", marks=FULL), pytest.param("memory", marks=FULL)])
+def test_engines_with_other_codecs_and_layouts_in_one_place(
+    kind: str, alone: dict[str, Any], tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """Each finds what its own kind wrote, and takes nobody else's for damaged."""
+    place = {"file": f"file:{tmp_path}", "memory": "memory:16MiB"}.get(kind) or request.getfixturevalue("valkey_url")
+    query = f"name={tmp_path.name}" if kind == "memory" else "max_bytes=16MiB"
+    extras = [{"store": f"{place}?{query}&codec={codec}"} for codec in ("none", "lossless", "none")]
+    sizes = (BLOCK_SIZE, BLOCK_SIZE, 2 * BLOCK_SIZE)
+    with ExitStack() as stack:
+        engines = []
+        for extra, size in zip(extras, sizes, strict=True):
+            engine = engine_of(alone["model"], "KVStoreConnector", extra, block_size=size, prefix_caching=False)
+            engines.append(stack.enter_context(closing(engine)))
+        for _ in range(2):
+            for answers in run_side_by_side(engines, alone["prompts"]):
+                require_same(alone["greedy"], answers)
+        for engine in engines:
+            assert engine.statistics().external.num_external_hits > 0
+            assert engine.statistics().connector.get("corrupt_blocks", 0) == 0
+            engine.check()
+    if kind == "file":
+        assert not verify(tmp_path).removed

@@ -23,7 +23,7 @@ sys.path[:0] = [str(Path(__file__).parents[1] / "store" / "support")]
 from servers import start_mooncake_master  # noqa: E402 - found through the line above
 
 BLOCK_SIZE = 8
-NUM_PROMPTS = 20
+NUM_PROMPTS = 12
 TIERS = {
     "memory": ("memory",),
     "file": ("file",),

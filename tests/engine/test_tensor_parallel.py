@@ -50,7 +50,7 @@ def engine(model: Path, num_ranks: int, **settings: Any) -> Iterator[Engine]:
 def test_two_ranks_answer_as_one(family: str, model_maker: Any) -> None:
     model = model_maker(family)
     with engine(model, 1) as alone:
-        prompts = random_prompts(20, alone.model.vocab_size, longest=60, block_size=8, seed=4)
+        prompts = random_prompts(12, alone.model.vocab_size, longest=60, block_size=8, seed=4)
         expected = [run_prompts(alone, prompts, sampling) for sampling in (GREEDY, SEEDED)]
         layers, fingerprint = alone.layout.layers, alone.model.fingerprint
     with engine(model, 2) as both:
@@ -71,7 +71,7 @@ def test_preemption_and_prompt_logprobs_change_nothing(model_maker: Any) -> None
     answers = []
     for num_ranks in (1, 2):
         with engine(model, num_ranks, kv_cache_memory=str(14 * 8 * 3 * 2 * 32 * 4)) as one:
-            prompts = random_prompts(30, one.model.vocab_size, longest=50, block_size=8, seed=7)
+            prompts = random_prompts(20, one.model.vocab_size, longest=50, block_size=8, seed=7)
             found = run_prompts(one, prompts, GREEDY)
             logprobs = run_requests(one, [Request(request_id="p", prompt_token_ids=prompts[0], sampling=asking)])
             assert one.executor.num_blocks == 14
@@ -135,7 +135,7 @@ def test_a_process_is_a_rank_of_one_instance(model_maker: Any) -> None:
 def test_hand_offs_between_one_rank_and_two(prefill: int, decode: int, family: str, model_maker: Any) -> None:
     model = model_maker(family)
     with engine(model, 1) as alone:
-        prompts = random_prompts(16, alone.model.vocab_size, longest=70, block_size=8, seed=9)
+        prompts = random_prompts(8, alone.model.vocab_size, longest=70, block_size=8, seed=9)
         expected = {sampling.temperature: run_prompts(alone, prompts, sampling) for sampling in (GREEDY, SEEDED)}
     with pair_of(
         model,

@@ -19,7 +19,7 @@ def tell(**message):
     os.write(ready_fd, json.dumps(message).encode() + b"\\n")
 
 def serve(url="http://here:1"):
-    tell(url=url, control={"host": "127.0.0.1", "port": 7})
+    tell(url=url)
 
 def forever():
     while True:

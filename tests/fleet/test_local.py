@@ -88,6 +88,20 @@ def test_what_the_json_says_stays_but_for_what_must_differ() -> None:
     ]
 
 
+@pytest.mark.parametrize("role", ["kv_producer", "kv_consumer"])
+def test_a_role_that_cannot_be_that_of_all_instances(role: str) -> None:
+    with pytest.raises(ConfigError, match=f"cannot have kv_role {role}"):
+        fleet(transfer=json.dumps({"kv_connector": "P2pConnector", "kv_role": role})).plan()
+
+
+def test_what_must_differ_has_room_too() -> None:
+    said = {"kv_connector": "P2pConnector", "engine_id": "e" * 250}
+    with pytest.raises(ConfigError, match="engine_id must have 1 to 256 characters"):
+        fleet(transfer=json.dumps(said)).plan()
+    with pytest.raises(ConfigError, match="kv_port must be between"):
+        fleet(transfer=json.dumps({**said, "engine_id": "e", "kv_port": 65535})).plan()
+
+
 def test_errors_come_before_anything_is_started() -> None:
     with pytest.raises(UnknownName, match="P2pConnector"):
         fleet(transfer='{"kv_connector": "P2pConector"}').plan()

@@ -41,7 +41,7 @@ async def test_what_it_says_is_passed_on() -> None:
     assert lines[:2] == ["one", "two"]
     assert "".join(lines[2:]) == "x" * 200000 + "no end of line"
     assert max(map(len, lines)) <= 2 * MAX_LINE_BYTES
-    assert any("is not understood" in line for line in process.last_lines)
+    assert any("invalid start message" in line for line in process.last_lines)
 
 
 async def test_nothing_is_left_open() -> None:

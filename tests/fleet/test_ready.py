@@ -7,20 +7,18 @@ import os
 import pytest
 
 from kvferry.core.errors import ProtocolError
-from kvferry.fleet.ready import Control, InstanceReady, ReadyWriter, StartProgress, parse_message
+from kvferry.fleet.ready import InstanceReady, ReadyWriter, StartProgress, parse_message
 
 
 def test_what_is_written_is_what_is_read() -> None:
     read, write = os.pipe()
     writer = ReadyWriter(write)
     writer.progress("loading weights", 0.4)
-    writer.ready({"url": "http://a:1", "control": {"host": "h", "port": 2}, "role": "decode"})
-    writer.ready({"url": "http://a:1", "control": None})
+    writer.ready({"url": "http://a:1", "role": "decode"})
     os.close(write)
     with os.fdopen(read, "rb") as lines:
         assert [parse_message(line) for line in lines] == [
             StartProgress(0.4, "loading weights"),
-            InstanceReady("http://a:1", Control("h", 2)),
             InstanceReady("http://a:1"),
         ]
 

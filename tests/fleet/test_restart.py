@@ -47,7 +47,7 @@ def test_nothing_is_started_again_where_that_is_said() -> None:
 
 @pytest.mark.parametrize("wrong", [{"max_restarts": -1}, {"hang_timeout_s": -0.1}, {"hang_timeout_s": float("nan")}])
 def test_wrong_settings(wrong: dict[str, float]) -> None:
-    with pytest.raises(ConfigError, match="must not be negative"):
+    with pytest.raises(ConfigError, match=r"must (not be negative|be a number)"):
         RestartPolicy(**wrong)  # type: ignore[arg-type]
 
 

@@ -130,6 +130,11 @@ async def test_who_does_not_end_is_killed_when_the_grace_is_over() -> None:
     await display.until(lambda seen: bool(seen.of("up")))
     assert await end_by(signal.SIGINT, task) == 0
     assert ["prefill-0", "no"] in display.of("line")
+    assert display.of("note") == [
+        ["SIGINT: stopping everything once running answers have ended; Ctrl-C again ends everything now"],
+        ["waiting for prefill-0"],
+        ["killing prefill-0: not ended within 0.2 s"],
+    ]
 
 
 async def test_a_second_ctrl_c_kills_at_once() -> None:
@@ -137,8 +142,29 @@ async def test_a_second_ctrl_c_kills_at_once() -> None:
     task = asyncio.create_task(run(FleetPlan((child("prefill-0", STUBBORN),)), display, grace_s=3600))
     await display.until(lambda seen: bool(seen.of("up")))
     os.kill(os.getpid(), signal.SIGINT)
-    await display.until(lambda seen: ["prefill-0", "no"] in seen.of("line"))
+    await display.until(lambda seen: ["waiting for prefill-0"] in seen.of("note"))
     assert await end_by(signal.SIGINT, task) == 130
+
+
+async def test_nor_does_a_second_ctrl_c_wait_for_a_router() -> None:
+    class Draining:
+        left: list[float] = []  # noqa: RUF012
+
+        async def leave(self, within_s: float) -> bool:
+            self.left.append(within_s)
+            await asyncio.sleep(within_s)
+            return False
+
+    display, draining = RecordingDisplay(), Draining()
+    supervisor = LocalSupervisor(display, 3600)
+    task = asyncio.create_task(supervisor.run(FleetPlan((child("prefill-0", STUBBORN),))))
+    await display.until(lambda seen: bool(seen.of("up")))
+    supervisor._registrars.append((draining, asyncio.create_task(asyncio.sleep(0))))  # type: ignore[arg-type]
+    os.kill(os.getpid(), signal.SIGINT)
+    while not draining.left:
+        await asyncio.sleep(0)
+    assert await end_by(signal.SIGINT, task) == 130
+    assert draining.left == [3600, 0]
 
 
 async def test_what_a_child_leaves_behind_is_ended_too() -> None:

@@ -12,10 +12,11 @@ from typing import Any
 import httptools
 
 from kvferry.http.config import HttpConfig
+from kvferry.http.fast_path import Pattern
 from kvferry.http.keys import Access
 from kvferry.http.limits import HttpLimits
 from kvferry.http.origin import Origin
-from kvferry.http.request import Request
+from kvferry.http.request import HttpRequest
 from kvferry.http.response import Response
 from kvferry.http.routes import Route, Routes
 from kvferry.http.server import HttpServer
@@ -55,26 +56,26 @@ class Handlers:
             fallback,
         )
 
-    async def ok(self, request: Request, response: Response) -> None:
+    async def ok(self, request: HttpRequest, response: Response) -> None:
         response.send_json(b'{"ok":true}')
 
-    async def echo(self, request: Request, response: Response) -> None:
+    async def echo(self, request: HttpRequest, response: Response) -> None:
         response.send(200, await request.body.read(), [(b"x-target", request.target.encode("latin-1"))])
 
-    async def pieces(self, request: Request, response: Response) -> None:
+    async def pieces(self, request: HttpRequest, response: Response) -> None:
         response.start(200, [])
         async for piece in request.body:
             response.write(piece)
             await response.drain()
         response.end()
 
-    async def stream(self, request: Request, response: Response) -> None:
+    async def stream(self, request: HttpRequest, response: Response) -> None:
         response.start(200, [(b"content-type", b"text/event-stream")])
         for number in range(3):
             response.write(b"data: %d\n\n" % number)
         response.end(b"data: [DONE]\n\n")
 
-    async def wait(self, request: Request, response: Response) -> None:
+    async def wait(self, request: HttpRequest, response: Response) -> None:
         self.running.set()
         try:
             await self.go.wait()
@@ -83,7 +84,7 @@ class Handlers:
             raise
         response.send(200, b"done")
 
-    async def wait_stream(self, request: Request, response: Response) -> None:
+    async def wait_stream(self, request: HttpRequest, response: Response) -> None:
         response.start(200, [(b"content-type", b"text/event-stream")])
         response.write(b"data: first\n\n")
         self.running.set()
@@ -94,7 +95,7 @@ class Handlers:
             raise
         response.end(b"data: last\n\n")
 
-    async def flood(self, request: Request, response: Response) -> None:
+    async def flood(self, request: HttpRequest, response: Response) -> None:
         response.start(200, [])
         self.running.set()
         try:
@@ -107,30 +108,43 @@ class Handlers:
             raise
         response.end()
 
-    async def raise_error(self, request: Request, response: Response) -> None:
+    async def raise_error(self, request: HttpRequest, response: Response) -> None:
         raise RuntimeError("a secret of the server")
 
-    async def raise_late(self, request: Request, response: Response) -> None:
+    async def raise_late(self, request: HttpRequest, response: Response) -> None:
         response.start(200, [(b"content-type", b"text/event-stream")])
         response.write(b"data: first\n\n")
         raise RuntimeError("a secret of the server")
 
-    async def nothing(self, request: Request, response: Response) -> None:
+    async def nothing(self, request: HttpRequest, response: Response) -> None:
         pass
 
-    async def half(self, request: Request, response: Response) -> None:
+    async def half(self, request: HttpRequest, response: Response) -> None:
         response.start(200, [])
         response.write(b"half of it")
 
-    async def short(self, request: Request, response: Response) -> None:
+    async def short(self, request: HttpRequest, response: Response) -> None:
         response.start(200, [(b"content-length", b"100")])
         response.end(b"less")
 
-    async def name(self, request: Request, response: Response) -> None:
+    async def name(self, request: HttpRequest, response: Response) -> None:
         response.send(200, request.rest.encode())
 
-    async def unread(self, request: Request, response: Response) -> None:
+    async def unread(self, request: HttpRequest, response: Response) -> None:
         response.send(200, b"no, thank you")
+
+
+class Seen:
+    """A passage of a body that looks at whatever may not be forwarded unread, and remembers what was kept."""
+
+    def __init__(self, take: Callable[[bytes], bytes], pattern: Pattern | None = None) -> None:
+        self.take, self._pattern, self.kept = take, pattern, b""
+
+    def pattern(self) -> Pattern | None:
+        return self._pattern
+
+    def passed(self, kept: bytes) -> None:
+        self.kept += kept
 
 
 @dataclass

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from kvferry.core.errors import ConfigError
-from kvferry.http.client import Deadlines, HttpClient
+from kvferry.http.client import ClientConfig, Deadlines, HttpClient
 from kvferry.http.config import HttpConfig
 from kvferry.http.errors import Unreachable
 from kvferry.http.keys import fleet_key
@@ -123,7 +123,7 @@ async def test_tls(certificates: Path) -> None:
     settings = {"tls_cert": certificates / "cert.pem", "tls_key": certificates / "key.pem"}
     async with running(**settings) as served:
         origin = Origin("127.0.0.1", served.port, tls=True)
-        async with HttpClient(tls=client_context(certificates / "ca.pem", CA)) as client:
+        async with HttpClient(ClientConfig(idle_s=60), tls=client_context(certificates / "ca.pem", CA)) as client:
             body = bytes(300_000)
             for _ in range(2):
                 answer = await client.open(origin, "POST", "/echo", [], body, deadlines=ASK)
@@ -146,7 +146,7 @@ async def test_handshakes_that_are_not_finished_are_counted_and_end(certificates
         while served.server.statistics()["connections"]:
             await asyncio.sleep(0)
         origin = Origin("127.0.0.1", served.port, tls=True)
-        async with HttpClient(tls=client_context(certificates / "ca.pem", CA)) as client:
+        async with HttpClient(ClientConfig(idle_s=60), tls=client_context(certificates / "ca.pem", CA)) as client:
             assert (await client.ask(origin, "GET", "/ok", timeout_s=20))[0] == 200
 
 

@@ -49,11 +49,11 @@ def test_the_payload_is_the_same_however_it_is_cut(
     decode, found, place = _Chunked(), b"", 0
     for cut in [*sorted(cuts), len(whole)]:
         if cut > place:
-            found += decode(whole[place:cut])
+            found += decode.payload(whole[place:cut])
         place = cut
     assert (found, decode.done) == (b"".join(payloads), True)
     with pytest.raises(ProtocolError):
-        decode(b"1\r\na\r\n")
+        decode.payload(b"1\r\na\r\n")
 
 
 @pytest.mark.parametrize(

@@ -10,14 +10,18 @@ from contextlib import asynccontextmanager
 import pytest
 
 from kvferry.core.errors import ConfigError, PeerLost, ProtocolError, TransferError
+from kvferry.http.answer import Mask
 from kvferry.http.client import ClientConfig, Deadlines, HttpClient
 from kvferry.http.errors import AnswerTimeout, Unreachable
 from kvferry.http.origin import Origin
-from kvferry.http.request import Request
+from kvferry.http.request import HttpRequest
 from kvferry.http.response import Response
 from kvferry.http.routes import Route, Routes
 
-from .running import Handlers, request, running, wire
+from .running import Handlers, Seen, request, running, wire
+
+KEEPING = ClientConfig(idle_s=60)
+"""Free connections are kept, however long the test stands still."""
 
 ASK = Deadlines(connect_s=5, first_byte_s=20, between_s=20)
 OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
@@ -65,6 +69,7 @@ def answering(*pieces: bytes, then: asyncio.Event | None = None) -> Script:
         ("http://a:1", Origin("a", 1)),
         ("http://a", Origin("a", 80)),
         ("https://[::1]/", Origin("::1", 443, tls=True)),
+        ("http://k\u00f6ln.example:1", Origin("xn--kln-sna.example", 1)),
     ],
 )
 def test_origins(url: str, origin: Origin) -> None:
@@ -73,7 +78,11 @@ def test_origins(url: str, origin: Origin) -> None:
 
 
 @pytest.mark.parametrize(
-    "url", ["", "a:1", "ftp://a", "http://", "http://a:b", "http://a:1/v1", "http://u@a", "http://a:99999"]
+    "url",
+    [
+        *("", "a:1", "ftp://a", "http://", "http://a:b", "http://a:1/v1", "http://u@a", "http://a:99999"),
+        *("http://a b:1", "http://a..b", "http://a<b", "http://" + "a" * 254, "http://k\u00f6ln..de"),
+    ],
 )
 def test_what_is_no_origin(url: str) -> None:
     with pytest.raises(ConfigError, match="--prefill-url"):
@@ -81,7 +90,7 @@ def test_what_is_no_origin(url: str) -> None:
 
 
 async def test_connections_are_reused() -> None:
-    async with running() as served, HttpClient() as client:
+    async with running() as served, HttpClient(KEEPING) as client:
         for path in ("/ok", "/stream", "/ok"):
             answer = await client.open(served.origin, "GET", path, [], deadlines=ASK)
             await answer.read(1000)
@@ -104,6 +113,12 @@ async def test_what_cannot_be_sent() -> None:
         for target, headers in (("/a b", []), ("/", [(b"x", b"a\r\nb: c")])):
             with pytest.raises(ValueError):
                 await client.open(Origin("127.0.0.1", 9), "GET", target, headers, deadlines=ASK)
+
+
+def test_names_beyond_ascii_go_over_the_wire_in_ascii() -> None:
+    assert Origin.parse("http://Bücher.example:81").authority == "xn--bcher-kva.example:81"
+    with pytest.raises(ConfigError, match="neither a name nor an address"):
+        Origin.parse(f"http://{'ü' * 300}:81")
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "a..b", "nowhere.invalid"])
@@ -245,7 +260,7 @@ def proxy(client: HttpClient, origin: Origin, seen: list[bytes] | None = None) -
         seen.append(data)
         return data
 
-    async def handle(request: Request, response: Response) -> None:
+    async def handle(request: HttpRequest, response: Response) -> None:
         headers = [one for one in request.headers if one[0] not in (b"host", b"content-length", b"transfer-encoding")]
         body = await request.body.read()
         try:
@@ -255,7 +270,7 @@ def proxy(client: HttpClient, origin: Origin, seen: list[bytes] | None = None) -
             return
         try:
             response.start(answer.status, [one for one in answer.headers if one[0] not in _HOP])
-            await answer.relay(response, None if seen is None else see)
+            await answer.relay(response, None if seen is None else Mask(b"", see))
         except TransferError:
             response.cut()
         finally:
@@ -354,7 +369,7 @@ async def test_a_slow_client_has_the_instance_wait() -> None:
 
 async def test_a_stream_passes_on_event_by_event_and_ends_with_its_client() -> None:
     handlers = Handlers()
-    async with running(handlers) as instance, HttpClient() as client:
+    async with running(handlers) as instance, HttpClient(KEEPING) as client:
         async with running(routes=proxy(client, instance.origin)) as front, wire(front.port) as caller:
             caller.send(request("/wait-stream"))
             assert b"data: first\n\n" in await caller.reader.readuntil(b"first\n\n\r\n")
@@ -380,7 +395,7 @@ async def test_a_connection_that_the_end_of_an_answer_paused_is_read_again() -> 
         writer.write(OK)
         await reader.read()
 
-    async def whole(request: Request, response: Response) -> None:
+    async def whole(request: HttpRequest, response: Response) -> None:
         answer = await client.open(origin, "GET", "/", [], deadlines=ASK)
         connection = answer._connection
         while connection.num_buffered < NUM_BYTES:
@@ -391,7 +406,7 @@ async def test_a_connection_that_the_end_of_an_answer_paused_is_read_again() -> 
         await answer.relay(response)  # in one piece, which the client does not read
         ended_slow.set_result(response.slow)
 
-    async with peer(script) as origin, HttpClient() as client:
+    async with peer(script) as origin, HttpClient(KEEPING) as client:
         routes = Routes([], Route("*", "*", whole))
         async with running(routes=routes) as front, wire(front.port, sock=small_socket(front.port)) as caller:
             caller.reader._transport.pause_reading()  # type: ignore[attr-defined]
@@ -427,7 +442,7 @@ async def test_who_was_slow_already_has_the_next_answers_instance_wait(payload: 
             writer.write(b"10000\r\n" + b"x" * 65536 + b"\r\n")
             await writer.drain()
 
-    async def more(request: Request, response: Response) -> None:
+    async def more(request: HttpRequest, response: Response) -> None:
         answer = await client.open(origin, "GET", "/", [], deadlines=ASK)
         await answer.ready()
         response.start(200, [])
@@ -443,7 +458,7 @@ async def test_who_was_slow_already_has_the_next_answers_instance_wait(payload: 
             return data
 
         try:
-            await (answer.relay_payload(response, see) if payload else answer.relay(response, see))
+            await (answer.relay_payload(response, Seen(see)) if payload else answer.relay(response, Mask(b"", see)))
         finally:
             handlers.cancelled.set()
             answer.close()

@@ -46,6 +46,22 @@ async def test_a_request_that_comes_while_draining() -> None:
         assert reply.headers["connection"] == "close"
 
 
+async def test_it_is_told_what_is_waited_for_and_how_that_ends(caplog: pytest.LogCaptureFixture) -> None:
+    handlers = Handlers()
+    with caplog.at_level("INFO", logger="kvferry.http.server"):
+        async with running(handlers, shutdown_grace_s=600.0) as served, wire(served.port) as client:
+            client.send(request("/wait"))
+            await handlers.running.wait()
+            served.server.stop()
+            await until_refused(served.port)
+            served.server.abort()
+            assert (await client.reply()).status == 503
+    assert [record.getMessage() for record in caplog.records] == [
+        "stopping: 1 requests have up to 600 s to finish; a second signal ends them now",
+        "1 requests did not finish in time, and are ended",
+    ]
+
+
 @pytest.mark.parametrize("by", ["grace", "second signal"])
 async def test_requests_that_do_not_end_are_told_why(by: str) -> None:
     handlers = Handlers()

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from kvferry.core.errors import ConfigError
+from kvferry.http import server
 from kvferry.http.limits import HttpLimits
-from kvferry.http.request import Request
+from kvferry.http.request import HttpRequest
 from kvferry.http.response import Response
 from kvferry.http.routes import Route, Routes
 
@@ -65,6 +66,25 @@ async def test_a_client_that_never_reads_is_cut() -> None:
         await handlers.cancelled.wait()
 
 
+async def test_where_few_files_may_be_opened_fewer_connections_are_served(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Told once, at the start; a part of the descriptors is left for everything else."""
+    monkeypatch.setattr(server, "_file_limit", lambda wanted: 8)
+    async with running() as served, AsyncExitStack() as stack:
+        open_ones = [await stack.enter_async_context(wire(served.port)) for _ in range(4)]
+        open_ones[0].send(request("/ok"))
+        assert (await open_ones[0].reply()).status == 200
+        async with wire(served.port) as refused:
+            assert (await refused.to_end()).startswith(b"HTTP/1.1 503 ")
+        open_ones[1].send(request("/ok"))
+        assert (await open_ones[1].reply()).status == 200
+    assert [record.getMessage() for record in caplog.records] == [
+        "at most 4 connections are served at the same time, not 10000: this process may open 8 files; raise the limit"
+        " (ulimit -n, LimitNOFILE=), or lower --http-connections"
+    ]
+
+
 async def test_an_idle_connection_is_closed() -> None:
     async with running(limits=limits(http_idle_s=0.3)) as served, wire(served.port) as client:
         client.send(request("/ok"))
@@ -87,6 +107,24 @@ async def test_a_header_that_is_too_large(header: str) -> None:
         answer = await client.to_end()
         assert answer.startswith(b"HTTP/1.1 431 ")
         assert b'"code":"headers_too_large"' in answer
+
+
+@pytest.mark.parametrize("cut", [0, 66_000])
+async def test_the_first_line_counts_too(cut: int) -> None:
+    message = request("/ok?" + "y" * 70_000, "GET")
+    async with running() as served, wire(served.port) as client:
+        client.send(message[:cut])
+        client.send(message[cut:])
+        assert (await client.to_end()).startswith(b"HTTP/1.1 431 ")
+
+
+@pytest.mark.parametrize("header", ["X: " + "y" * 70_000, "\r\n".join(f"X-{number}: y" for number in range(200))])
+async def test_a_header_that_is_too_large_right_behind_another_request(header: str) -> None:
+    async with running() as served, wire(served.port) as client:
+        client.send(request("/ok", "GET") + request("/ok", "GET", header))
+        answer = await client.to_end()
+        assert answer.startswith(b"HTTP/1.1 200 ")
+        assert b"HTTP/1.1 431 " in answer
 
 
 async def test_a_header_without_an_end_is_not_kept() -> None:
@@ -185,7 +223,7 @@ async def test_the_number_of_connections_is_bounded_and_recovers() -> None:
 async def test_a_client_that_reads_nothing_has_its_next_requests_wait() -> None:
     num_begun, num_requests = 0, 40
 
-    async def large(request: Request, response: Response) -> None:
+    async def large(request: HttpRequest, response: Response) -> None:
         nonlocal num_begun
         num_begun += 1
         response.send(200, b"x" * 2**20)

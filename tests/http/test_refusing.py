@@ -14,7 +14,33 @@ SMUGGLED = b"GET /ok HTTP/1.1\r\nHost: smuggled\r\n\r\n"
 CHUNKED = b"Transfer-Encoding: chunked\r\n"
 NO_CHUNK = b"\r\n0\r\n\r\n"
 
+WRONG_HOSTS = [
+    b"", b" ", b"a b", b"a, b",
+    b"a\tb", b"\xc3\xa4.example", b"user@a", b"user:secret@a", b"a:1:2", b"a:b", b"a:-1", b":80",
+    b"a:123456",
+    b"a/b", b"http://a", b"[::1", b"::1", b"[::1]x", b"[x]", b"a?b", b"a#b", b"a\\b", b"a%", b"a%zz", b"<a>",
+    b'"a"', b"a\x7f",
+]  # fmt: skip
+HOSTS = [
+    b"a",
+    b"A.example",
+    b"a:80",
+    b"a:",
+    b"127.0.0.1:8000",
+    b"[::1]",
+    b"[::1]:8000",
+    b"[fe80::1%25eth0]:80",
+    b"[fe80::1%eth0]",
+    b"my_host-1.local",
+    b"a%20b",
+]
+
 BAD = {
+    **{f"host {host!r}": b"GET /ok HTTP/1.1\r\nHost: %b\r\n\r\n" % host for host in WRONG_HOSTS},
+    **{f"host {host!r} in HTTP/1.0": b"GET /ok HTTP/1.0\r\nHost: %b\r\n\r\n" % host for host in (b"a b", b"u@a")},
+    "a user in the target": b"GET http://u@a/ok HTTP/1.1\r\nHost: a\r\n\r\n",
+    "no host in the target": b"GET http:///ok HTTP/1.1\r\nHost: a\r\n\r\n",
+    "two ports in the target": b"GET http://a:1:2/ok HTTP/1.1\r\nHost: a\r\n\r\n",
     "length and chunks": POST + b"Content-Length: 5\r\n" + CHUNKED + NO_CHUNK,
     "chunks and length": POST + CHUNKED + b"Content-Length: 5\r\n" + NO_CHUNK,
     "two lengths": POST + b"Content-Length: 3\r\nContent-Length: 4\r\n\r\nabc",
@@ -82,6 +108,21 @@ async def test_it_is_refused_and_nothing_behind_it_is_read(name: str) -> None:
         async with wire(served.port) as client:
             client.send(request("/ok"))
             assert (await client.reply()).status == 200
+
+
+@pytest.mark.parametrize("host", HOSTS, ids=repr)
+async def test_hosts_as_clients_write_them(host: bytes) -> None:
+    """Spaces around a value are not part of it; a target may be a whole URL."""
+    async with running() as served, wire(served.port) as client:
+        for target in (b"/ok", b"http://%b/ok" % host, b"https://%b/ok?a=@" % host):
+            client.send(b"GET %b HTTP/1.1\r\nHost: \t %b \r\n\r\n" % (target, host))
+            assert (await client.reply()).status == 200
+
+
+async def test_in_http_1_0_a_host_need_not_be_named() -> None:
+    async with running() as served, wire(served.port) as client:
+        client.send(b"GET /ok HTTP/1.0\r\n\r\n")
+        assert b"200 OK" in await client.to_end()
 
 
 async def test_what_follows_a_good_request_is_refused_after_its_answer() -> None:

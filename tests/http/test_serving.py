@@ -101,6 +101,8 @@ async def test_bodies_by_length_and_in_chunks(path: str) -> None:
         body = bytes(range(256)) * 4096
         client.send(request(path, "POST", body=body))
         assert (await client.reply()).body == body
+        client.send(f"POST {path} HTTP/1.1\r\nHost: a\r\nContent-Length: {'0' * 9000}3\r\n\r\nabc".encode())
+        assert (await client.reply()).body == b"abc"
         head = f"POST {path} HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n".encode()
         client.send(head + b"3\r\nabc\r\n4;why=not\r\ndefg\r\n0\r\nTrailer: x\r\n\r\n" + request("/ok"))
         assert (await client.reply()).body == b"abcdefg"

@@ -159,6 +159,43 @@ def test_who_would_say_too_much_is_cut_off(publisher: KVEventPublisher, kind: by
     context.destroy(linger=0)
 
 
+async def test_who_asks_for_endless_topics_is_sent_away_and_others_miss_nothing(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    publisher = KVEventPublisher("tcp://127.0.0.1:*", None, ManualClock(5.0))
+    context = zmq.Context()
+    greedy = context.socket(zmq.XSUB)
+    greedy.setsockopt(zmq.SNDHWM, 0)
+    greedy.connect(publisher.addresses.endpoint)
+    for topic in range(2000):
+        greedy.send(b"\x01" + topic.to_bytes(200, "big"))
+    heard: list[Told] = []
+
+    async def hear(number: int) -> None:
+        while stored(number) not in heard:
+            heard.extend(await take(told, 1))
+
+    try:
+        async with aclosing(at(publisher)) as told:
+            count = 0
+            while "too many topics" not in caplog.text:
+                publisher.publish(stored(count))
+                assert publisher.topic_bytes < 2**17, "of 400 KB that were asked for"
+                count += 1
+                await asyncio.sleep(0)
+            greedy.close(linger=0)
+            last = asyncio.create_task(hear(count))
+            while not last.done():  # what is missing is seen with the next that comes
+                publisher.publish(stored(count))
+                count += 1
+                await asyncio.wait([last], timeout=0.05)
+            last.result()
+    finally:
+        publisher.close()
+        context.destroy(linger=0)
+    assert heard == [stored(number) for number in range(len(heard))]
+
+
 async def test_a_gap_is_filled_and_one_that_cannot_be_is_told(publisher: KVEventPublisher) -> None:
     published = publisher._pub.send_multipart
     publisher.publish(stored(0))

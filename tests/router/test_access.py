@@ -7,6 +7,7 @@ from typing import Any
 import aiohttp
 
 from kvferry.http.config import HttpConfig
+from kvferry.router.turns import Turns
 from router.peers import CONCURRENT, DECODE, Peer, answer, instances, routing, ticket
 from router.test_hand_off import BODY
 
@@ -54,18 +55,15 @@ async def test_without_keys_nobody_sees_addresses() -> None:
 
 async def test_one_client_is_one_tenant_however_it_writes_its_key(monkeypatch: Any) -> None:
     d = Peer("decode", answer, facts=DECODE)
-    written = ["Bearer client", "bearer client", "BEARER   client ", "Bearer  \tclient"]
+    begin, written = Turns.begin, ["Bearer client", "bearer client", "BEARER   client ", "Bearer  \tclient"]
     for keys, headers in ((("client",), written), ((), [*written, "Bearer x", "Basic y"])):
         async with (
             instances(d),
-            routing([], [d.url], HttpConfig(api_key=keys, shutdown_grace_s=1)) as (router, url),
+            routing([], [d.url], HttpConfig(api_key=keys, shutdown_grace_s=1)) as (_, url),
             aiohttp.ClientSession() as session,
         ):
             tenants: set[bytes] = set()
-            turn = router.turns.take
-            monkeypatch.setattr(
-                router.turns, "take", lambda one, priority, turn=turn, to=tenants: (to.add(one.key), turn(one))[1]
-            )
+            monkeypatch.setattr(Turns, "begin", lambda turns, one, to=tenants: (to.add(one.key), begin(turns, one))[1])
             for header in headers:
                 async with session.post(
                     url + "/v1/completions", json=BODY, headers={"Authorization": header}

@@ -55,8 +55,8 @@ def test_reading_fields() -> None:
         ('{"a": 1}'.encode("utf-32-be"), "not valid JSON"),
         (b'{"a": NaN}', "NaN is not a JSON number"),
         (b'{"a": [-Infinity]}', "-Infinity is not a JSON number"),
-        (b'{"a": 1, "b": 2, "a": 3}', "'a' is there twice"),
-        (b'{"a": {"b": [{"c": 1, "\\u0063": 2}]}}', "'c' is there twice"),
+        (b'{"a": 1, "b": 2, "a": 3}', "'a' is listed twice"),
+        (b'{"a": {"b": [{"c": 1, "\\u0063": 2}]}}', "'c' is listed twice"),
         (b'{"a": "\\ud800"}', "surrogate"),
         (b'{"a": ["\\udc00\\ud800"]}', "surrogate"),
         (b'{"\\uDFFF": 1}', "surrogate"),
@@ -65,9 +65,9 @@ def test_reading_fields() -> None:
         (b'{"a": ' + b"[" * 64 + b"]" * 64 + b"}", "64 levels"),
         (b'{"a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "64 levels"),
         (b'{"a":' * 5000 + b"1" + b"}" * 5000, "64 levels"),
-        (b'{"a": {"kv_transfer_params": {}}}', "not for clients"),
-        (b'{"vllm_xargs": {"kv_transfer\\u005fparams": {}}}', "not for clients"),
-        (b'{"a": [[{"ec_transfer_params": 1}]]}', "not for clients"),
+        (b'{"a": {"kv_transfer_params": {}}}', "not accepted from clients"),
+        (b'{"vllm_xargs": {"kv_transfer\\u005fparams": {}}}', "not accepted from clients"),
+        (b'{"a": [[{"ec_transfer_params": 1}]]}', "not accepted from clients"),
     ],
 )
 def test_what_could_be_read_in_two_ways_is_refused(data: bytes, why: str) -> None:

@@ -12,6 +12,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import aiohttp
+import msgspec
 import pytest
 
 from engine.server.conftest import make_tokenizer
@@ -19,6 +20,7 @@ from engine.server.fake_engine import DeterministicEngine
 from engine.server.running import running
 from kvferry.core.continuation import PROGRESS_HEADER
 from kvferry.core.errors import InvalidRequest, Unavailable
+from kvferry.core.instance_facts import InstanceFacts
 from kvferry.core.request import EngineOutput, Request
 from router.peers import DECODE, Peer, failing, instances, routing
 
@@ -26,6 +28,9 @@ TEXT = {"prompt": "Zürich 日本語", "max_tokens": 30, "stream": True, "seed":
 CHAT = {"messages": [{"role": "user", "content": "naïve 🎉"}], "max_tokens": 30, "stream": True}
 SOON = {"first_byte_timeout_s": 5.0, "between_bytes_timeout_s": 0.2}
 """For instances that hang."""
+
+_TURNS = 50
+"""Of the event loop that all run on, after which the router has read what an instance has written."""
 
 
 class Failing(DeterministicEngine):
@@ -35,9 +40,10 @@ class Failing(DeterministicEngine):
         super().__init__(make_tokenizer())
         self.after, self.times, self.fail = after, times, fail
         self.stop: Callable[[], None] = lambda: None
+        self.role = "decode"
 
-    def describe(self) -> dict[str, Any]:
-        return {**super().describe(), "engine_id": "engine", "connector": None}
+    def describe(self) -> InstanceFacts:
+        return msgspec.structs.replace(super().describe(), engine_id="engine", role=self.role)
 
     def ticket(self, request: Request, first_token: int) -> dict[str, Any] | None:
         ticket = super().ticket(request, first_token)
@@ -55,7 +61,8 @@ class Failing(DeterministicEngine):
     async def _break(self, output: EngineOutput) -> None:
         if isinstance(self.fail, Exception):
             raise self.fail
-        await asyncio.sleep(0.02)  # what was written is sent
+        for _ in range(_TURNS):
+            await asyncio.sleep(0)
         if self.fail == "cut":
             self.stop()
         await asyncio.Event().wait()
@@ -66,6 +73,8 @@ async def fleet(*decode: Failing, prefill: tuple[Failing, ...] = (), **settings:
     """A router before such instances."""
     async with AsyncExitStack() as stack:
         urls = []
+        for engine in prefill:
+            engine.role = "prefill"
         for engine in (*decode, *prefill):
             server = await stack.enter_async_context(running(engine))
             engine.stop = lambda server=server.server: [one.abort() for one in tuple(server._connections)]
@@ -124,7 +133,7 @@ async def test_several_in_turn_are_lost_and_a_prefill_instance_gives_the_rest() 
 
 
 async def test_unseeded_sampling_goes_on_with_the_seed_that_it_began_with() -> None:
-    body = {key: value for key, value in TEXT.items() if key != "seed"}
+    body = {key: value for key, value in TEXT.items() if key != "seed"} | {"ignore_eos": True}
     bad, good = Failing(10, 1, "cut"), Failing()
     async with fleet(bad, good) as (_, url):
         got = await stream(url, body)

@@ -11,12 +11,12 @@ import pytest
 
 from kvferry.core.clock import ManualClock
 from kvferry.core.errors import ConfigError
+from kvferry.core.instance_facts import EventsAddress
 from kvferry.kv_events.messages import AllBlocksCleared, BlockRemoved, BlockStored
 from kvferry.kv_events.publisher import KVEventPublisher
 from kvferry.router import event_feeds
 from kvferry.router.app import Router
 from kvferry.router.event_feeds import parse_events_address
-from kvferry.router.instance import EventsAddress
 from router.peers import CONCURRENT, DECODE, Peer, answer, instances, routing, ticket
 from router.test_hand_off import post
 

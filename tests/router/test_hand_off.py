@@ -108,6 +108,13 @@ async def test_concurrent_calls_decode_before_prefill_has_answered() -> None:
     assert p.released.empty()
 
 
+async def test_an_instance_that_gets_no_ticket_does_not_decide_how_the_others_do() -> None:
+    p, d, plain = a_prefill(ticket_when_told), a_decode(), a_decode(facts={**DECODE, "connector": None})
+    async with instances(p, d, plain), routing([p.url], [plain.url, d.url]) as (_, url):
+        await _with_go_once_both_are_called(p, d, post(url))
+    assert not plain.calls
+
+
 async def test_decode_is_told_of_all_ranks_of_a_prefill_instance() -> None:
     p = a_prefill(ticket_when_told, kv_ranks=[["127.0.0.1", 4711], ["127.0.0.1", 4712]])
     d = a_decode()

@@ -6,10 +6,13 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+import pytest
+
 from kvferry.core.clock import Clock, SystemClock
+from kvferry.core.instance_facts import InstanceFacts
 from kvferry.router.config import RouterConfig
 from kvferry.router.health import Health
-from kvferry.router.instance import Absent, InstanceFacts, Unasked
+from kvferry.router.instance import Absent, Unasked
 from kvferry.router.pools import Pools
 from kvferry.router.upstream import Upstream
 from router.peers import CONCURRENT, Peer, answer, instances, routing, ticket, unused_address
@@ -66,3 +69,19 @@ async def test_the_router_looks_again_and_again() -> None:
     async with instances(d), routing([], [d.url], health_interval_s=0.01):
         for _ in range(3):
             await d.looked_at.get()
+
+
+async def test_why_one_is_not_alive_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    p, d = Peer("prefill", ticket, healthy=False), Peer("decode", answer, hangs=True)
+    async with instances(p, d), unused_address() as nowhere:
+        async with looking(a_config(p.url, nowhere)) as (health, pools):
+            for _ in range(3):
+                await health.look(pools)
+        async with looking(a_config(p.url, d.url, health_timeout_s=0.1)) as (health, pools):
+            for _ in range(5):
+                await health.look(pools.decode.instances)
+    told = sorted(record.getMessage().partition("not alive: ")[2] for record in caplog.records)
+    assert len(told) == 3
+    assert "cannot be reached" in told[0]
+    assert told[1] == "it answers GET /health with 503"
+    assert told[2] == "it does not answer for its health within 0.1 s"

@@ -208,9 +208,10 @@ async def test_a_prefill_that_gave_no_answer_is_left_out_until_it_answers_again(
 
 
 async def holds(condition: Callable[[], bool]) -> None:
-    """Wait for what the router does beside requests; the test's time limit ends it."""
-    while not condition():
-        await asyncio.sleep(0.01)
+    """Wait for what the router does beside requests."""
+    async with asyncio.timeout(60):
+        while not condition():
+            await asyncio.sleep(0.01)
 
 
 # Decode instances.
@@ -375,9 +376,10 @@ async def test_decode_may_be_silent_while_prefill_works() -> None:
 
     p = Peer("prefill", ticket_when_told, facts=CONCURRENT, metrics=metrics)
     d = a_decode(answer_late)
-    async with instances(p, d), routing([p.url], [d.url], **SOON) as (_, url), asyncio.TaskGroup() as group:
+    limits = {**SOON, "first_byte_timeout_s": 1.0}
+    async with instances(p, d), routing([p.url], [d.url], **limits) as (_, url), asyncio.TaskGroup() as group:
         asked = group.create_task(post(url))
-        await holds(lambda: steps > 10)
+        await holds(lambda: steps > 6 or asked.done())  # they are read in turns of the limit's fourth
         p.go.set()
         d.go.set()
         assert (await asked)[0] == 200
@@ -389,7 +391,7 @@ async def test_decode_may_be_silent_while_prefill_works() -> None:
 
 async def test_an_instance_that_does_not_answer_for_its_health_is_avoided_and_taken_back() -> None:
     p, bad, good = a_prefill(), a_decode(), a_decode()
-    settings = {"health_interval_s": 0.05, "health_timeout_s": 0.1}
+    settings = {"health_interval_s": 0.05, "health_timeout_s": 0.5}
     async with instances(p, bad, good), routing([p.url], [bad.url, good.url], **settings) as (router, url):
         first, _ = router.services.pools.decode.instances
         bad.hangs = True
@@ -429,7 +431,7 @@ async def test_requests_that_wait_for_an_instance_that_stands_still_go_elsewhere
 
 async def test_who_answers_for_its_health_and_nothing_else_is_not_asked() -> None:
     mute, d = Broken(silence), a_decode()
-    settings = {"health_interval_s": 0.02, "health_timeout_s": 0.1}
+    settings = {"health_interval_s": 0.02, "health_timeout_s": 0.5}
     async with mute.serving(), instances(d), routing([mute.url], [d.url], **settings) as (router, url):
         (prefill,) = router.services.pools.prefill.instances
         await holds(lambda: not prefill.alive)
@@ -450,21 +452,27 @@ async def test_who_answers_for_its_health_and_nothing_else_is_not_asked() -> Non
         "exchange.prefill_body",
         "exchange.decode_body",
         "exchange.ticket_origin",
-        "exchange.for_instance",
+        "exchange.LegHeaders.with_own",
         "exchange.verdict",
-        "exchange.Exchange._prefill",
+        "exchange.Exchange._prefill, without a free connection",
         "exchange.Exchange._concurrent",
-        "exchange.Exchange._decode_beside",
-        "candidates.can_pair",
-        "candidates.Candidates._next_ones",
+        "exchange.Exchange._send_both",
+        "exchange.Exchange._both_well",
+        "exchange.Exchange._prefilled",
+        "exchange.Exchange._decode_beside, without a free connection",
+        "chooser.Chooser.choose",
+        "candidates.Candidates.next_prefill",
         "tickets.Tickets.open",
         "tickets.Tickets.give",
         "relay.for_client",
         "relay.Relay.send",
         "upstream.Upstream.wait_for",
-        "upstream.Upstream._send",
-        "upstream.Answer.relay",
-        "watchdog.Watchdog.within",
+        "upstream.Upstream.send",
+        "upstream.Upstream.finish_now",
+        "upstream.Upstream._send, without a free connection",
+        "upstream.UpstreamAnswer.relay",
+        "watchdog.Watchdog.begin",
+        "watchdog.Watchdog.within, without a free connection",
     ],
 )
 async def test_an_exception_in_one_request_is_that_requests_error(
@@ -473,15 +481,20 @@ async def test_an_exception_in_one_request_is_that_requests_error(
     async def hold_some(peer: Peer, request: Any, body: Any) -> Any:
         return await (answer_when_told if body.get("hold") else answer)(peer, request, body)
 
+    monkeypatch.setattr("kvferry.router.upstream._IDLE_CONNECTION_S", 60.0)
+    point, _, without = point.partition(", ")
     p, d = a_prefill(), a_decode(hold_some)
     async with (
         instances(p, d),
-        routing([p.url], [d.url], health_interval_s=0.05) as (router, url),
+        routing([p.url], [d.url], health_interval_s=60) as (router, url),
         aiohttp.ClientSession() as session,
         session.post(url + "/v1/completions", json={**BODY, "stream": True, "hold": True}) as running,
     ):
         assert await running.content.readany() == event("one")
+        assert (await post(url))[0] == 200  # over connections that are free from now on
         with monkeypatch.context() as patched:
+            if without:
+                patched.setattr("kvferry.router.upstream.Upstream.send", lambda *arguments: None)
             patched.setattr(f"kvferry.router.{point}", fail_for(point))
             status, body, _ = await post(url, {**BODY, "stream": stream})
         if status == 200:  # the hand-off was given up, or the stream had begun

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import socket
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
+from starlette.responses import Response
 
 from kvferry.cli import fleet
 from kvferry.core.clock import ManualClock
@@ -18,7 +21,19 @@ from kvferry.http.listen import listen
 from kvferry.router.app import Router
 from kvferry.router.pools import Pools, RolePool
 from kvferry.router.relay import Relay
-from router.peers import CONCURRENT, DECODE, Peer, answer, answer_when_told, instances, routing, ticket, unused_address
+from kvferry.router.upstream import Upstream
+from router.peers import (
+    CONCURRENT,
+    DECODE,
+    Peer,
+    answer,
+    answer_when_told,
+    instances,
+    routing,
+    serving,
+    ticket,
+    unused_address,
+)
 
 BODY: dict[str, Any] = {"model": "m", "prompt": "Hello", "max_tokens": 8}
 KEY = "operator"
@@ -133,14 +148,14 @@ async def test_one_that_is_silently_gone_is_drained_and_delays_no_other() -> Non
 async def test_what_an_instance_answers_keeps_no_other_from_being_drained(monkeypatch: Any) -> None:
     strange, other = a_decode(), a_decode()
     async with instances(strange, other), routing([], [strange.url, other.url], HTTP, **SOON) as (router, url):
-        ask = router.services.upstream.ask
+        ask = Upstream.ask
 
-        async def asked(instance: Any, *arguments: Any) -> Any:
+        async def asked(upstream: Upstream, instance: Any, *arguments: Any) -> Any:
             if instance.url == strange.url and "/metrics" in arguments:
                 raise ValueError("nobody thought of this")
-            return await ask(instance, *arguments)
+            return await ask(upstream, instance, *arguments)
 
-        monkeypatch.setattr(router.services.upstream, "ask", asked)
+        monkeypatch.setattr(Upstream, "ask", asked)
         for name in ("decode-0", "decode-1"):
             await change(url, "drain", instance=name)
         first, second = router.services.pools.leaving
@@ -168,7 +183,7 @@ async def test_only_what_says_so_is_drained(status: int, text: bytes, drained: b
         async def asked(*arguments: Any) -> tuple[int, bytes]:
             return status, text
 
-        monkeypatch.setattr(router.services.upstream, "ask", asked)
+        monkeypatch.setattr(Upstream, "ask", asked)
         await router.membership._look_at(leaving)
         assert leaving.drained is drained
 
@@ -201,7 +216,7 @@ async def test_one_that_changed_its_role_and_is_drained_works_until_it_says_othe
 async def test_the_connections_of_another_instance_at_the_same_origin_stay(monkeypatch: Any) -> None:
     forgotten: list[str] = []
     async with routing([], ["http://127.0.0.1:9/one", "http://127.0.0.1:9/two"]) as (router, _):
-        monkeypatch.setattr(router.services.upstream, "forget", lambda one: forgotten.append(one.name))
+        monkeypatch.setattr(Upstream, "forget", lambda upstream, one: forgotten.append(one.name))
         router.membership.remove("decode-0", force=True)
         assert forgotten == []
         router.membership.remove("decode-1", force=True)
@@ -221,8 +236,8 @@ async def test_an_instance_changes_its_role() -> None:
 
 
 async def test_what_operators_ask_wrongly() -> None:
-    p, d = a_prefill(), a_decode()
-    async with instances(p, d), routing([p.url], [d.url], HTTP) as (_, url):
+    p, d, plain = a_prefill(), a_decode(), Peer("decode", answer, facts={**DECODE, "role": "both", "connector": None})
+    async with instances(p, d, plain), routing([p.url], [d.url, plain.url], HTTP) as (_, url):
         for what, fields, status, word in [
             ("drain", {"instance": "decode-7"}, 404, "no instance is called"),
             ("drain", {"instance": ""}, 400, "cannot be read"),
@@ -231,6 +246,7 @@ async def test_what_operators_ask_wrongly() -> None:
             ("add", {"role": "both", "url": "http://x:1"}, 400, "both"),
             ("add", {"role": "decode", "url": "ftp://x"}, 400, "not an instance's URL"),
             ("role", {"instance": "prefill-0", "role": "decode"}, 409, "prefill instance"),
+            ("role", {"instance": "decode-1", "role": "prefill"}, 409, "without a connector"),
             ("remove", {"instance": "decode-0"}, 409, "drain it first"),
         ]:
             answered, told = await change(url, what, **fields)
@@ -333,8 +349,39 @@ async def test_the_commands(capsys: Any, monkeypatch: Any) -> None:
         where = fleet.Where(router=url, admin_key="wrong")
         with pytest.raises(ConfigError, match="401"):
             await said(fleet.drain, "decode-1")
-    with pytest.raises(ConfigError, match="gave no answer"):
+    with pytest.raises(ConfigError, match="did not answer"):
         await said(fleet.show)
+
+
+GARBAGE = [
+    b"", b"[]", b"{}", b"null", b"<html>", b"\xff\xfe", b'{"instances":{}}', b'{"instances":[1]}',
+    b'{"instances":[{"name":1}]}', b'{"error":1}', b'{"error":{"message":1}}', b"[" * 100_000, b'{"name":"a"}',
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("status", [200, 404, 500])
+async def test_the_commands_at_what_is_no_router(status: int) -> None:
+    content = b""
+
+    async def garbage(scope: Any, receive: Any, send: Any) -> None:
+        await Response(content, status)(scope, receive, send)
+
+    told = "no router of kvferry's" if status == 200 else f"answered {status}"
+    async with serving(garbage) as url:
+        where = fleet.Where(router=url)
+        for content in GARBAGE:  # noqa: B007 - it is what is answered
+            for command in (fleet.show, partial(fleet.drain, "x"), partial(fleet.add, "decode", "http://d:1")):
+                with pytest.raises(ConfigError, match=told):
+                    await asyncio.to_thread(command, where=where)
+
+
+async def test_the_commands_do_not_wait_for_ever_for_a_router_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleet, "_ASK_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as hanging:
+        where = fleet.Where(router=f"http://127.0.0.1:{hanging.getsockname()[1]}")
+        for command in (fleet.show, partial(fleet.drain, "x", wait_s=60)):
+            with pytest.raises(ConfigError, match="did not answer"):
+                await asyncio.to_thread(command, where=where)
 
 
 async def test_the_command_waits_for_one_that_leaves_by_itself(capsys: Any, monkeypatch: Any) -> None:

@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from kvferry.core.hand_off import Produce, parse_hand_off
 from kvferry.http.origin import Origin
-from router.peers import CONCURRENT, DECODE, Peer, answer, instances, routing, ticket, unused_address
+from router.peers import CONCURRENT, DECODE, Peer, answer, go_or_disconnect, instances, routing, ticket, unused_address
 
 SETTINGS: dict[str, Any] = {"keep_for_next_turn": True, "disaggregate_from": "0", "hand_off": "sequential"}
 BODY: dict[str, Any] = {"model": "m", "prompt": "Hello", "max_tokens": 8}
@@ -93,6 +93,7 @@ async def test_the_next_turn_brings_the_ticket_of_the_last(stream: bool) -> None
             assert (source and (source.transfer_id, source.remote_port)) == (
                 (f"kept-{number}", 4711) if number else None
             )
+        assert d.released.empty()
         if stream:
             assert content.endswith(b"data: [DONE]\n\n")
             assert b'"total_tokens":3' in content.replace(b" ", b"")
@@ -116,6 +117,16 @@ async def test_what_cannot_be_taken_off_again_is_not_asked_for(fields: dict[str,
         await post(url, **fields)
         if "keep_for_next_turn" in d.calls[-1].body.get("kv_transfer_params", {}):
             assert told(d)["keep_for_next_turn"] is False
+
+
+@pytest.mark.parametrize("alive", [False, True])
+async def test_an_instance_that_is_gone_keeps_no_other_from_keeping(alive: bool) -> None:
+    async with fleet() as (router, url, _ps, d), unused_address() as nobody:
+        other = router.services.pools.decode.add(nobody)  # nobody knows what it is
+        other.alive = alive
+        await post(url)
+        await post(url)
+        assert told(d)["keep_for_next_turn"] is not alive
 
 
 async def test_it_is_off_unless_asked_for() -> None:
@@ -162,7 +173,36 @@ async def test_a_ticket_is_released_when_no_prefill_instance_is_reached(monkeypa
         assert len(p.calls) == 1
         async with asyncio.timeout(30):
             assert await d.released.get() == "kept-1"
-        assert not router.services.next_turns._kept
+        assert not router.services.next_turns.own
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+async def test_what_a_prefill_instance_that_failed_did_not_fetch_is_released(leaves: bool) -> None:
+    async def never(peer: Peer, request: Any, body: Any) -> Response:
+        await go_or_disconnect(peer, request)
+        return JSONResponse({"error": {"message": "broken"}}, status_code=500)
+
+    async with fleet() as (_, url, (p,), d):
+        await post(url)
+        p.answering = never
+        asking = asyncio.create_task(post(url))
+        async with asyncio.timeout(30):
+            while len(p.calls) < 2:
+                await asyncio.sleep(0.01)
+            assert told(p)["remote_transfer_id"] == "kept-1"
+            if leaves:
+                asking.cancel()
+            else:
+                p.go.set()
+            assert await _released(d, "kept-1")
+        await asyncio.gather(asking, return_exceptions=True)
+
+
+async def _released(d: Peer, transfer_id: str) -> bool:
+    """P's own hand-off may be released there too, as it is released everywhere."""
+    while await d.released.get() != transfer_id:
+        pass
+    return True
 
 
 async def test_what_is_of_no_use_is_released() -> None:
@@ -176,10 +216,28 @@ async def test_what_is_of_no_use_is_released() -> None:
         async with asyncio.timeout(30):
             assert await d.released.get() == "kept-1"
         router.services.pools.retire(router.services.pools.decode.instances[0])
-        turns.look()
+        turns.own.look()
         async with asyncio.timeout(30):
             assert await d.released.get() == "kept-2"
-        assert not turns._kept
+        assert not turns.own
+
+
+async def test_what_an_instance_keeps_that_failed_once_is_not_forgotten() -> None:
+    """It may be there all the same; what would not be fetched is released."""
+    async with fleet() as (router, url, (p,), d):
+        turns, (instance,) = router.services.next_turns, router.services.pools.decode.instances
+        for session in ("a", "b"):
+            await post(url, session)
+        facts = instance.facts
+        instance.failed(reachable=True)
+        turns.own.look()
+        assert len(turns.own) == 2
+        assert await turns.own.take(f"{BODY['model']} a") is None
+        async with asyncio.timeout(30):
+            assert await _released(d, "kept-1")
+        instance.facts = facts
+        await post(url, "b")
+        assert told(p)["remote_transfer_id"] == "kept-2"
 
 
 async def test_what_another_process_kept_is_forgotten() -> None:
@@ -204,10 +262,10 @@ async def test_nonsense_is_passed_on_or_left_out_but_breaks_nothing(nonsense: by
 
     async with fleet(answering) as (router, url, _ps, _d):
         await post(url)
-        assert not router.services.next_turns._kept
+        assert not router.services.next_turns.own
 
 
 async def test_an_answer_that_brings_none_is_as_it_was() -> None:
     async with fleet(answer) as (router, url, _ps, _d):
         assert json.loads(await post(url)) == {"choices": [{"text": "done"}], "usage": {"total_tokens": 3}}
-        assert not router.services.next_turns._kept
+        assert not router.services.next_turns.own

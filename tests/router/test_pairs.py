@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import msgspec
 import pytest
 
+from kvferry.core.instance_facts import InstanceFacts
 from kvferry.core.layout import KVLayout, LayerLayout
-from kvferry.router.instance import Absent, InstanceFacts, Unasked, VllmFacts
+from kvferry.router.instance import Absent, Facts, SglangFacts, Unasked, VllmFacts
 from kvferry.router.protocols.choose import can_pair
 from router.peers import CONCURRENT, DECODE, Peer, answer, instances, routing, ticket
 from router.test_hand_off import BODY, get, post
@@ -26,7 +28,7 @@ def facts(of: KVLayout) -> dict[str, Any]:
 
 
 def known(of: KVLayout) -> InstanceFacts:
-    return InstanceFacts(layout=of.fingerprint(), kv_layout=of)
+    return InstanceFacts(connector="P2pConnector", layout=of.fingerprint(), kv_layout=of)
 
 
 @pytest.mark.parametrize(
@@ -37,7 +39,8 @@ def known(of: KVLayout) -> InstanceFacts:
         (known(layout()), known(layout(block_size=24)), False),
         (known(layout()), known(layout("bfloat16")), False),
         (known(layout()), known(layout(num_layers=3)), False),
-        (known(layout()), InstanceFacts(layout="of an older kvferry"), True),
+        (known(layout()), InstanceFacts(connector="P2pConnector", layout="without its parts"), True),
+        (known(layout()), InstanceFacts(layout=layout().fingerprint()), False),
         (known(layout()), VllmFacts(), False),
         (known(layout()), Unasked(), True),
         (VllmFacts(), Absent(), True),
@@ -50,6 +53,27 @@ def known(of: KVLayout) -> InstanceFacts:
 def test_pairs(prefill: Any, decode: Any, fits: bool) -> None:
     assert can_pair(prefill, decode) is fits
     assert can_pair(decode, prefill) is fits
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "fits"),
+    [
+        ("prefill", "decode", True),
+        ("both", "both", True),
+        ("decode", "prefill", False),
+        ("prefill", "prefill", False),
+        ("decode", "decode", False),
+    ],
+)
+@pytest.mark.parametrize("kind", ["kvferry", "sglang"])
+def test_roles_for_which_instances_were_started(prefill: str, decode: str, fits: bool, kind: str) -> None:
+    """Their URLs may have been confused."""
+
+    def facts_of(role: str) -> Facts:
+        mode = "null" if role == "both" else role
+        return InstanceFacts(role=role, connector="P2pConnector") if kind == "kvferry" else SglangFacts(mode=mode)
+
+    assert can_pair(facts_of(prefill), facts_of(decode)) is fits
 
 
 @pytest.mark.parametrize("policy", ["cost", "round_robin", "session", "power_of_two"])
@@ -68,15 +92,27 @@ async def test_each_prefill_hands_off_to_the_decode_that_can_read_its_kv(policy:
     assert sum(len(one.calls) for one in prefills) == 12
 
 
-async def test_where_no_pair_can_be_formed_decode_does_both() -> None:
-    p = Peer("prefill", ticket, facts=CONCURRENT | facts(layout("bfloat16")))
-    d = Peer("decode", answer, facts=DECODE | facts(layout()))
+@pytest.mark.parametrize(
+    ("of_prefill", "of_decode", "told"),
+    [
+        (facts(layout("bfloat16")), facts(layout()), ""),
+        ({"role": "decode"}, {"role": "prefill"}, "prefill-0 .* takes no part in hand-offs: it was started for decode"),
+        ({"role": "both", "connector": None}, {}, "prefill-0 .* takes no part in hand-offs: it has no connector"),
+        ({}, {"role": "both", "connector": None}, "decode-0 .* takes no part in hand-offs: it has no connector"),
+    ],
+)
+async def test_where_no_pair_can_be_formed_decode_does_both(
+    of_prefill: dict[str, Any], of_decode: dict[str, Any], told: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    p = Peer("prefill", ticket, facts=CONCURRENT | of_prefill)
+    d = Peer("decode", answer, facts=DECODE | of_decode)
     async with instances(p, d), routing([p.url], [d.url]) as (_, url):
         assert (await post(url))[0] == 200
         metrics = (await get(url, "/metrics"))[1]
     assert not p.calls
     assert d.calls[0].body == BODY
     assert 'hand_offs_total{kind="whole",reason="no_pair"} 1.0' in metrics
+    assert re.search(told, caplog.text)
 
 
 async def test_a_model_goes_to_the_instances_that_serve_it() -> None:

@@ -20,7 +20,7 @@ from kvferry.http.answer import Answer as HttpAnswer
 from kvferry.router.body import RequestBody
 from kvferry.router.candidates import Candidates
 from kvferry.router.exchange import Exchange
-from kvferry.router.upstream import Answer as UpstreamAnswer
+from kvferry.router.upstream import UpstreamAnswer
 from router.peers import (
     CONCURRENT,
     DECODE,
@@ -40,6 +40,7 @@ from router.peers import (
 )
 
 BODY: dict[str, Any] = {"model": "m", "prompt": "Hello"}
+JSON = {"Content-Type": "application/json"}
 
 
 @pytest.mark.parametrize("hand_off", ["sequential", "concurrent"])
@@ -103,7 +104,7 @@ async def test_a_whole_request_keeps_its_very_bytes() -> None:
         instances(p, d),
         routing([p.url], [d.url]) as (_, url),
         aiohttp.ClientSession() as session,
-        session.post(url + "/v1/completions", data=odd) as response,
+        session.post(url + "/v1/completions", data=odd, headers=JSON) as response,
     ):
         assert await response.read() == b'{ "odd":  1.0 }'
         assert response.headers["X-Odd"] == "1"
@@ -129,7 +130,7 @@ async def test_a_body_that_is_not_strict_json_goes_nowhere(path: str) -> None:
     d = Peer("decode", answer)
     async with instances(d), routing([], [d.url]) as (_, url), aiohttp.ClientSession() as session:
         for body in bodies:
-            async with session.post(url + path, data=body) as response:
+            async with session.post(url + path, data=body, headers=JSON) as response:
                 assert response.status == 400, body
                 assert (await response.json())["error"]["type"] == "invalid_request_error"
     assert d.calls == d.others == []
@@ -154,17 +155,30 @@ async def test_a_ticket_of_a_client_reaches_no_instance(path: str, trust: bool) 
     assert got["input"] == "x"
 
 
-async def test_a_compressed_body_is_refused() -> None:
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/embeddings"])
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"Content-Type": "application/json", "Content-Encoding": "gzip"},
+        {"Content-Type": "application/json; charset=utf-16"},
+        {"Content-Type": "text/plain"},  # the three that a web page may send to another's server without being asked
+        {"Content-Type": "application/x-www-form-urlencoded"},
+        {"Content-Type": "multipart/form-data; boundary=x"},
+        {"Content-Type": ""},
+    ],
+    ids=str,
+)
+async def test_a_body_that_is_not_said_to_be_plain_json_goes_nowhere(path: str, headers: dict[str, str]) -> None:
     d = Peer("decode", answer)
-    headers = {"Content-Encoding": "gzip", "Content-Type": "application/json"}
     async with (
         instances(d),
         routing([], [d.url]) as (_, url),
         aiohttp.ClientSession() as session,
-        session.post(url + "/v1/completions", data=gzip.compress(b'{"prompt": "x"}'), headers=headers) as response,
+        session.post(url + path, data=b'{"prompt": "x", "input": "x"}', headers=headers) as response,
     ):
-        assert response.status == 415
-    assert d.calls == []
+        assert response.status == 400
+        assert (await response.json())["error"]["param"] in headers
+    assert d.calls == d.others == []
 
 
 async def test_a_compressed_answer_stays_compressed_and_tickets_are_read_all_the_same() -> None:
@@ -195,7 +209,7 @@ async def test_other_paths_go_to_decode_as_they_are() -> None:
     asked = [("POST", "/tokenize?q=1&q=%20", b'{ "prompt":1.50}'), ("GET", "/v1/models/org/m%2Fx", None)]
     async with instances(p, d), routing([p.url], [d.url]) as (_, url), aiohttp.ClientSession() as session:
         for method, path, data in asked:
-            async with session.request(method, URL(url + path, encoded=True), data=data) as response:
+            async with session.request(method, URL(url + path, encoded=True), data=data, headers=JSON) as response:
                 assert response.status == 200
                 assert response.headers["X-Other"] == "kept"
                 assert (await response.json())["role"] == "decode"
@@ -252,7 +266,8 @@ async def test_more_paths_can_be_opened_by_name() -> None:
             ("GET", "/v1/files/a/b", None, 200),
             ("GET", "/v1/files/", None, 404),
         ):
-            async with session.request(method, url + path, data=data) as response:
+            headers = {} if data is form else JSON
+            async with session.request(method, url + path, data=data, headers=headers) as response:
                 assert response.status == status, path
     assert [call.path for call in d.others] == ["/v1/audio/transcriptions?"] * 2 + ["/v1/files/a/b?"]
 

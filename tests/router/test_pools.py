@@ -85,6 +85,14 @@ def test_a_router_needs_decode_instances_and_each_once() -> None:
         Pools.from_config(RouterConfig())
     with pytest.raises(ConfigError, match=r"--prefill-url http://p:1 is given twice"):
         Pools.from_config(RouterConfig(prefill_url=("p:1", "http://p:1/"), decode_url=("d:1",)))
+    with pytest.raises(ConfigError, match=r"--prefill-url http://d:1 is a --decode-url too"):
+        Pools.from_config(RouterConfig(prefill_url=("p:1", "http://d:1/"), decode_url=("d:1",)))
+
+
+@pytest.mark.parametrize("url", ["http://d:1/v1", "d:1/v1/", "http://d:1/behind/v1"])
+def test_the_url_that_clients_have_is_not_a_base_url(url: str) -> None:
+    with pytest.raises(ConfigError, match="leave out /v1"):
+        Instance("decode", url)
 
 
 @pytest.mark.parametrize(

@@ -76,3 +76,42 @@ def test_the_end_of_a_stream_has_an_end() -> None:
 def feed(passage: EventPassage, piece: bytes) -> None:
     for _ in range(100):
         passage.take(piece)
+
+
+def test_what_passed_unread_counts_as_if_it_had_been_read() -> None:
+    body = [mark.encode() + event for mark, event in STREAM]
+    one, other = Progress(), Progress()
+    for passage in (one, other):
+        passage.take(body[0])
+    pattern = one.pattern()
+    assert pattern is not None
+    assert body[1].startswith(pattern.prefix)
+    one.passed(b"".join(mark.encode() for mark, _ in STREAM[1:3]))
+    other.take(body[1] + body[2])
+    for passage in (one, other):
+        passage.take(body[3] + b"data: {}\n\n" + DONE)
+        assert passage.pattern() is None
+    assert (one.fields(), one.closing) == (other.fields(), other.closing)
+
+
+@pytest.mark.parametrize("mark", [b': {"a":' + b"[" * 5000 + b"\n", b": \xff\n", b': {"tokens":["x"]}\n'])
+def test_a_stream_with_unreadable_marks_goes_on_and_cannot_be_continued(mark: bytes) -> None:
+    progress = Progress()
+    progress.take(STREAM[0][0].encode() + STREAM[0][1])
+    progress.passed(mark * 1000)
+    assert progress.hopeless
+    assert not progress.can_go_elsewhere
+    assert progress.take(STREAM[1][0].encode() + STREAM[1][1]) == STREAM[1][1]
+
+
+@pytest.mark.parametrize("unread", [False, True])
+def test_events_of_vllm_that_are_not_json_go_on_and_are_not_kept(unread: bool) -> None:
+    replay = Replay(VllmFacts)
+    events = [b"data: {}\n\n", *([b"data: nonsense\n\n"] * 1000)]
+    assert replay.take(events[0]) == events[0]
+    if unread:
+        replay.passed(b"".join(events[1:]))
+    else:
+        assert replay.take(b"".join(events[1:])) == b"".join(events[1:])
+    assert len(replay._unread) <= 256
+    assert replay.hopeless

@@ -7,8 +7,9 @@ from typing import Any, Literal
 
 import pytest
 
+from kvferry.core.instance_facts import InstanceFacts
 from kvferry.router.config import RouterConfig
-from kvferry.router.instance import Absent, Bootstrap, InstanceFacts, Unasked, VllmFacts
+from kvferry.router.instance import Absent, Bootstrap, Unasked, VllmFacts
 from kvferry.router.protocols.choose import can_pair, choose_form
 from kvferry.router.protocols.mooncake import mooncake, read_bootstrap
 from router.peers import CONCURRENT, DECODE, Peer, answer, failing, instances, routing, ticket, unused_address
@@ -270,7 +271,7 @@ def test_what_is_told_wins_over_what_is_found() -> None:
 def test_pairs() -> None:
     assert not can_pair(VllmFacts(), InstanceFacts())
     assert not can_pair(InstanceFacts(), VllmFacts())
-    for facts in (InstanceFacts(), VllmFacts(), Unasked(), Absent()):
+    for facts in (InstanceFacts(connector="P2pConnector"), VllmFacts(), Unasked(), Absent()):
         assert can_pair(facts, facts)
         assert can_pair(facts, Unasked())
         assert can_pair(Absent(), facts)

@@ -15,13 +15,16 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import aiohttp
+import msgspec
 import pytest
 
 from engine.server.running import running
 from kvferry.core.errors import Unavailable
+from kvferry.core.instance_facts import InstanceFacts
 from kvferry.core.request import EngineOutput, Request
 from router.peers import routing
 from router.test_continuation import CHAT, TEXT, Failing, timeless
+from support.ports import free_port
 
 NUM_REQUESTS = int(os.environ.get("KVFERRY_FAKE_REQUESTS", "300"))
 FAULTS = 0.15
@@ -50,16 +53,17 @@ ASKED: list[tuple[str, dict[str, Any]]] = [
 class Chaotic(Failing):
     """Some of its requests meet a fault."""
 
-    def __init__(self, role: str, dice: random.Random, met: Counter[str]) -> None:
+    def __init__(self, name: str, dice: random.Random, met: Counter[str]) -> None:
         super().__init__()
-        self.role, self.dice, self.met = role, dice, met
+        self.name, self.dice, self.met = name, dice, met
+        self.role = "prefill" if name.startswith("p") else "decode"
 
-    def describe(self) -> dict[str, Any]:
-        return {**super().describe(), "engine_id": self.role}
+    def describe(self) -> InstanceFacts:
+        return msgspec.structs.replace(super().describe(), engine_id=self.name)
 
     def ticket(self, request: Request, first_token: int) -> dict[str, Any] | None:
         ticket = super().ticket(request, first_token)
-        return ticket and {**ticket, "remote_engine_id": self.role}
+        return ticket and {**ticket, "remote_engine_id": self.name}
 
     async def outputs(self, request: Request) -> AsyncIterator[EngineOutput]:
         number, at = 0, self.dice.randrange(25) if self.dice.random() < FAULTS else -1
@@ -84,7 +88,7 @@ class Place:
     """One instance's address, where a server is, or is not."""
 
     def __init__(self, engine: Chaotic) -> None:
-        self.engine, self.url = engine, ""
+        self.engine, self.url, self._port = engine, "", free_port()
         self._ready, self._over = asyncio.Event(), asyncio.Event()
         self._task: asyncio.Task[None]
 
@@ -94,8 +98,7 @@ class Place:
         await self._ready.wait()
 
     async def _serve(self) -> None:
-        port = int(self.url.rpartition(":")[2]) if self.url else 0
-        async with running(self.engine, port=port) as server:
+        async with running(self.engine, port=self._port) as server:
             self.url = server.url
             self.engine.stop = lambda: [one.abort() for one in tuple(server.server._connections)]
             self._ready.set()
@@ -103,7 +106,7 @@ class Place:
 
     async def stop(self) -> None:
         self._over.set()
-        await self._task
+        await asyncio.shield(self._task)  # who is cancelled while he waits for it leaves it be
 
 
 async def disturb(places: list[Place], dice: random.Random, met: Counter[str]) -> None:

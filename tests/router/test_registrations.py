@@ -16,9 +16,11 @@ import aiohttp
 import msgspec
 import pytest
 
-from kvferry.core.errors import ConfigError
-from kvferry.core.registration import REGISTER_PATH, Announcement, registration_key, seal
+from kvferry.core.errors import ConfigError, Unavailable
+from kvferry.core.registration import REGISTER_PATH, Announcement, Registered, registration_key, seal
+from kvferry.http import registrar as registrar_module
 from kvferry.http.config import HttpConfig
+from kvferry.http.origin import Origin
 from kvferry.http.registrar import Registrar, RegistrarConfig, make_registrar
 from kvferry.router.app import Router
 from kvferry.router.config import RouterConfig
@@ -204,6 +206,32 @@ async def test_taking_its_leave_waits_for_what_runs() -> None:
             assert await leaving
 
 
+async def test_a_router_that_cannot_be_told_for_a_moment_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With several workers, while the first of them is replaced."""
+    d, refused = a_decode(answer_when_told), asyncio.Event()
+    async with a_router(d) as (router, sender):
+        telling = registrar(sender.url, d)
+        async with registering(telling):
+            await holds(lambda: urls(router) == [d.url])
+            running = asyncio.create_task(post(sender.url, stream=True))
+            await d.called.wait()
+            drain = router.registrations._draining
+
+            def not_now(*arguments: Any) -> Any:
+                if not refused.is_set():
+                    refused.set()
+                    raise Unavailable("worker 0 of the router is starting")
+                return drain(*arguments)
+
+            monkeypatch.setattr(router.registrations, "_draining", not_now)
+            leaving = asyncio.create_task(telling.leave(within_s=30))
+            await holds(lambda: refused.is_set() and not urls(router))
+            assert not leaving.done()
+            d.go.set()
+            assert await running == 200
+            assert await leaving
+
+
 async def test_a_leave_does_not_wait_for_ever() -> None:
     d = a_decode(answer_when_told)
     async with a_router(d) as (router, sender):
@@ -262,6 +290,59 @@ async def test_an_old_message_is_refused() -> None:
         assert "clocks" in told["error"]["message"]
 
 
+class SetClock:
+    """The machine's, set forward or back."""
+
+    def __init__(self) -> None:
+        self.by_s = 0.0
+
+    def monotonic(self) -> float:
+        return time.monotonic()
+
+    def wall(self) -> float:
+        return time.time() + self.by_s
+
+
+@pytest.mark.parametrize("by_s", [-3600.0, -90.0, -5.0, 5.0, 3600.0])
+async def test_a_clock_that_is_set_loses_no_instance_and_lets_no_message_in_twice(
+    by_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a machine that both are on."""
+    d, clock = a_decode(), SetClock()
+    monkeypatch.setattr(registrar_module, "SYSTEM_CLOCK", clock)
+    monkeypatch.setattr(registrar_module, "_MOST_RENEWAL_S", 0.05)
+    async with a_router(d) as (router, sender):
+        router.registrations._clock = clock
+        async with registering(registrar(sender.url, d)):
+            await holds(lambda: urls(router) == [d.url])
+            (one,) = router.services.pools
+            sender.number = int(clock.wall() * 1e9)
+            overheard = sender.message(d, process="someone else")
+            clock.by_s = by_s
+            lease = router.registrations.leases[d.url]
+            until = lease.until
+            await holds(lambda: lease.until > until + 0.2)  # it goes on being renewed
+            assert list(router.services.pools) == [one]
+            assert router.registrations.leases[d.url] is lease
+            assert (await sender.send(overheard))[0] in (401, 409)
+            assert router.registrations.leases[d.url] is lease
+
+
+async def test_an_instance_whose_clock_was_ahead_and_is_set_back_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a machine of its own."""
+    d, clock = a_decode(), SetClock()
+    clock.by_s = 50.0
+    monkeypatch.setattr(registrar_module, "SYSTEM_CLOCK", clock)
+    monkeypatch.setattr(registrar_module, "_MOST_RENEWAL_S", 0.05)
+    async with a_router(d) as (router, sender), registering(registrar(sender.url, d)):
+        await holds(lambda: urls(router) == [d.url])
+        clock.by_s = -15.0
+        lease = router.registrations.leases[d.url]
+        until = lease.until
+        await holds(lambda: lease.until > until + 0.2)
+        assert router.registrations.leases[d.url] is lease
+
+
 async def test_what_registers_must_be_there_and_be_what_it_says() -> None:
     d, sick, other = a_decode(), a_decode(healthy=False), Peer("decode", answer)
     async with a_router(d, sick, other) as (router, sender), unused_address() as nobody:
@@ -272,7 +353,7 @@ async def test_what_registers_must_be_there_and_be_what_it_says() -> None:
             ({"role": "prefill"}, "started as a decode instance"),
             ({"engine_id": "another"}, "another instance"),
             ({"url": "ftp://x"}, "not an instance's URL"),
-            ({"url": "http://user:word@127.0.0.1:1"}, "must be scheme, host and port alone"),
+            ({"url": "http://user:word@127.0.0.1:1"}, "must be scheme, host and port only, as in http://HOST:PORT"),
         ):
             status, told = await sender.say(d, **said)
             assert status == (400 if "ftp" in str(said) or "user" in str(said) else 409)
@@ -318,6 +399,33 @@ async def test_what_operators_say_stands_while_the_process_lives() -> None:
         assert "operator" in told["error"]["message"]
         assert (await sender.say(d, process="started anew"))[1]["state"] == "serving"
         assert urls(router) == [d.url]
+
+
+@pytest.mark.parametrize("how", ["operator", "restart"])
+async def test_who_was_drained_is_back_when_added_or_started_anew(how: str) -> None:
+    """And not before, however often it renews its lease; what still runs there is finished."""
+    d = a_decode(answer_when_told)
+    async with a_router(d) as (router, sender):
+        await sender.say(d)
+        running = asyncio.create_task(post(sender.url, stream=True))
+        await holds(lambda: len(d.calls) == 1)
+        assert (await change(sender.url, "drain", instance=d.url))[0] == 200
+        assert (await sender.say(d))[1]["state"] == "draining"
+        assert urls(router) == []
+        if how == "operator":
+            assert (await change(sender.url, "add", role="decode", url=d.url))[0] == 200
+            assert (await change(sender.url, "add", role="decode", url=d.url))[0] == 409
+            assert (await sender.say(d))[1]["state"] == "serving"
+        else:
+            assert (await sender.say(d, process="started anew"))[1]["state"] == "serving"
+        assert urls(router) == [d.url]
+        assert [one.draining for one in router.services.pools] == [False, True]
+        d.go.set()
+        assert await running == 200
+        await holds(lambda: [one.draining for one in router.services.pools] == [False])
+        assert await post(sender.url) == 200
+        assert (await sender.say(d, process="a" if how == "operator" else "started anew", state="gone"))[0] == 200
+        await holds(lambda: list(router.services.pools) == [])
 
 
 async def test_another_role_is_kept() -> None:
@@ -424,9 +532,9 @@ async def test_the_address_towards_a_router_is_looked_up_beside_the_loop_and_onc
 async def test_a_router_whose_name_is_none_keeps_no_other_waiting(caplog: pytest.LogCaptureFixture) -> None:
     d = a_decode()
     async with instances(d), routing([], [], HTTP, **SOON) as (router, url):
-        config = RegistrarConfig(routers=("http://a..b:1", url), role="decode", key=SEALING)
+        config = RegistrarConfig(routers=("http://nowhere.invalid:1", url), role="decode", key=SEALING)
         async with registering(Registrar(config, "0.0.0.0", int(d.url.rpartition(":")[2]))):
-            await holds(lambda: urls(router) == [d.url] and "a..b" in caplog.text)
+            await holds(lambda: urls(router) == [d.url] and "nowhere.invalid" in caplog.text)
     assert "--advertise-url" in caplog.text
 
 
@@ -453,3 +561,10 @@ async def test_while_it_does_not_answer_its_lease_is_not_renewed() -> None:
             await holds(lambda: not urls(router))
             serves = True
             await holds(lambda: urls(router) == [d.url])
+
+
+@pytest.mark.parametrize("lease_s", [0.0, -5.0, 1e-300, 1e300])
+async def test_whatever_lease_a_router_gives_it_is_told_again_in_good_time(lease_s: float) -> None:
+    told = Registered(router="r", lease_s=lease_s)
+    pause_s = registrar_module._Router(Origin.parse("http://r:1")).heard(told, "decode")
+    assert 0.05 <= pause_s <= 60

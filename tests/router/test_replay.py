@@ -95,6 +95,7 @@ def whole(events: list[Any]) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("body", [BODY, CHAT, {**BODY, "temperature": 1.0, "seed": 5}])
 @pytest.mark.parametrize("sizes", [[1], [2], [3, 1], [100]])
 async def test_wherever_it_broke_off_and_however_the_events_are_cut(body: dict[str, Any], sizes: list[int]) -> None:

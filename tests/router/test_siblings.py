@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from kvferry.http.config import HttpConfig
+from kvferry.router import siblings as module
 from kvferry.router.app import Router, build_router
 from kvferry.router.config import RouterConfig
+from kvferry.router.registrations import Lease
 from kvferry.router.siblings import Siblings
 from kvferry.router.worker_messages import Counts, Members, Report, WorkerMember
 from router.peers import DECODE, Peer, answer, instances, routing
+from router.test_membership import KEY, change
 
 
 def told(siblings: Siblings) -> Members:
@@ -97,3 +103,39 @@ async def test_a_name_that_now_means_another_instance_is_taken_as_that_one() -> 
         Siblings(router, 1, "secret").follow(Members(members))
         assert names(router) == {"decode-0": "http://b:1", "decode-1": "http://c:1"}
         assert router.services.pools.decode.instances[1].bootstrap_port == 1
+
+
+async def test_an_operator_is_answered_when_the_change_outlives_the_first_worker(monkeypatch: Any) -> None:
+    async with routing([], ["http://d:1"], HttpConfig(admin_key=(KEY,))) as (router, url):
+        siblings, reports = Siblings(router, 0, "secret"), list[Report | None]()
+        siblings.on_change = lambda: reports.append(siblings.report())
+        siblings.stored(told(siblings).version)
+        adding = asyncio.create_task(change(url, "add", role="decode", url="http://d:2"))
+        while not reports:
+            await asyncio.sleep(0)
+        await change(url, "drain", instance="nobody")  # requests that change nothing are answered meanwhile
+        assert not adding.done()
+        members = reports[0].members if reports[0] is not None else None
+        assert members is not None
+        assert [one.url for one in members.instances] == ["http://d:1", "http://d:2"]
+        siblings.stored(members.version - 1)
+        assert (await change(url, "drain", instance="nobody"))[0] == 404
+        assert not adding.done()
+        siblings.stored(members.version)
+        assert (await adding)[0] == 200
+        monkeypatch.setattr(module, "_TIMEOUT_S", 0.01)
+        assert (await change(url, "remove", instance="decode-1", force=True))[0] == 503  # the parent stands still
+
+
+async def test_leases_are_among_what_a_new_first_worker_is_told() -> None:
+    settings = {"registration": True, "registration_lease_s": 60.0}
+    async with routing([], [], **settings) as (first, _), routing([], [], **settings) as (second, _):
+        leases = first.registrations.leases
+        leases["http://gone:1"] = Lease("removed by an operator", 7.0)
+        members = told(Siblings(first, 0, "secret"))
+        leases["http://gone:1"].until = 8.0  # a renewal is no news
+        assert members.leases == {"http://gone:1": "removed by an operator"}
+        Siblings(second, 0, "secret").follow(members)
+        lease = second.registrations.leases["http://gone:1"]
+        assert lease.process == "removed by an operator"
+        assert lease.until > second.services.clock.monotonic()

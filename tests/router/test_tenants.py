@@ -17,6 +17,7 @@ from kvferry.router import tenants as module
 from kvferry.router.body import RequestBody
 from kvferry.router.config import RouterConfig
 from kvferry.router.errors import OverLimit
+from kvferry.router.paths import JSON_PATHS
 from kvferry.router.tenants import Bucket, Limits, Tenants, count_tokens, priority_of, read_tenants
 from router.peers import CONCURRENT, DECODE, Peer, answer, answer_when_told, instances, routing, ticket
 
@@ -63,11 +64,11 @@ def test_each_tenant_has_its_own() -> None:
     one, two = (tenants.find(name, [], None) for name in (b"one", b"two"))
     for _ in range(2):
         tenants.charge(one, 10)
-    with pytest.raises(OverLimit, match="2 requests a minute") as refused:
+    with pytest.raises(OverLimit, match="2 requests per minute") as refused:
         tenants.charge(one, 10)
     assert refused.value.retry_after_s == 30
     tenants.charge(two, 90)
-    with pytest.raises(OverLimit, match="100 tokens a minute") as refused:
+    with pytest.raises(OverLimit, match="100 tokens per minute") as refused:
         tenants.charge(two, 20)
     assert refused.value.retry_after_s == 6
     tenants.charge(two, 10).give_back()
@@ -127,7 +128,44 @@ def test_tokens_of_chats_and_of_what_is_no_prompt() -> None:
     assert count_tokens(body(messages=[], max_completion_tokens=5, tools=["x" * 36]), chat, 4.0) == 15.5
     assert count_tokens(body(input="x" * 38, max_output_tokens=8), "/v1/responses", 4.0) == 18
     assert count_tokens(body(messages=[], system="x" * 38, max_tokens=8), "/v1/messages", 4.0) == 18.5
+    assert count_tokens(body(text="x" * 38), "/tokenize", 4.0) == 0
     assert count_tokens(b"form", "/v1/audio", 4.0) == count_tokens(None, "/v1/completions", 4.0) == 0
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "expected"),
+    [
+        ("/v1/embeddings", {"input": "x" * 38}, 10),
+        ("/v1/embeddings", {"input": [1, 2, 3], "max_tokens": "no limit here"}, 3),
+        ("/v1/embeddings", {"input": [[1, 2], [3]]}, 3),
+        ("/v1/embeddings", {"messages": "x" * 38}, 10),
+        ("/pooling", {"input": ["x" * 36]}, 10),
+        ("/classify", {"input": "x" * 38}, 10),
+        ("/rerank", {"query": "x" * 38, "documents": "x" * 38}, 20),
+        ("/v1/rerank", {"query": "x" * 38, "documents": ["a,b", '"]']}, 23.5),
+        ("/v1/rerank", {"query": "x" * 38, "documents": []}, 10.5),
+        ("/rerank", {"query": "x" * 38, "documents": {"content": ["x"]}}, 14.5),
+        ("/score", {"text_1": "x" * 38, "text_2": ["a"] * 8}, 90),
+        ("/v1/score", {"text_1": ["x" * 36] * 2, "text_2": ["x" * 36] * 2}, 40),
+        ("/v1/score", {"queries": "x" * 38, "items": ["a"] * 2}, 22.5),
+        ("/v1/score", {"text_2": ["a", 1, None]}, 3.5),
+        ("/score", {"text_1": ["x" * 36], "text_2": ["a"] * 8}, 90),
+        ("/score", {"text_1": "x" * 38, "text_2": ["a"] * 8, "instruction": "x" * 38}, 170),
+        # Fields that mean the same: the costliest choice, in whatever order.
+        ("/score", {"queries": [], "text_1": "x" * 38, "text_2": ["a"] * 8}, 90),
+        ("/score", {"text_2": ["a"] * 8, "items": "", "text_1": "x" * 38, "query": ["a", "b"]}, 90),
+        ("/v1/rerank", {"query": "x" * 38, "documents": ["a"], "items": ["b"]}, 11.25),
+        ("/v1/rerank", {"query": "x" * 38, "documents": "", "items": ["a"] * 8}, 90),
+    ],
+)
+def test_tokens_of_what_is_computed_and_answers_no_text(path: str, fields: dict[str, Any], expected: float) -> None:
+    assert count_tokens(body(**fields), path, 4.0) == expected
+
+
+def test_every_path_with_a_model_behind_it_counts() -> None:
+    asked = dict.fromkeys(("prompt", "messages", "input", "query", "text_1", "documents", "text_2", "text"), "x" * 38)
+    uncounted = {path for path in JSON_PATHS if not count_tokens(body(**asked), path, 4.0)}
+    assert uncounted == {"/tokenize", "/detokenize"}
 
 
 @pytest.mark.parametrize(("limit", "share"), [(0, 0), (2, 1), (8, 1), (15, 1), (16, 2)])
@@ -177,7 +215,7 @@ def test_single_tenants_have_limits_of_their_own(tmp_path: Path) -> None:
         ("[acme]\nwheight = 1", r"\[acme\].*wheight"),
         ("[acme]\nweight = 0", r"\[acme\]"),
         ("acme = 3", r"\[acme\]"),
-        ('[a]\napi_key = ["k"]\n[b]\napi_key = ["k"]', "another tenant's"),
+        ('[a]\napi_key = ["k"]\n[b]\napi_key = ["k"]', "also belongs to another tenant"),
     ],
 )
 def test_a_file_that_cannot_be_used_is_an_error_that_says_where(tmp_path: Path, text: str, complaint: str) -> None:
@@ -189,7 +227,7 @@ def test_a_file_that_cannot_be_used_is_an_error_that_says_where(tmp_path: Path, 
         read_tenants(tmp_path / "nowhere", Limits())
 
 
-@pytest.mark.parametrize("wrong", [{"tenant_by": "ip"}, {"tenant_max_in_flight": -1}, {"tenant_by": "header:"}])
+@pytest.mark.parametrize("wrong", [{"tenant_by": "ip"}, {"tenant_max_in_flight": -1}, {"tenant_by": "header:a b"}])
 def test_settings_are_checked(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="--tenant-"):
         RouterConfig(**wrong)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import pytest
 
@@ -11,6 +13,17 @@ from kvferry.core.errors import QueueFull
 from kvferry.router import turns as module
 from kvferry.router.tenants import Limits, Tenant
 from kvferry.router.turns import Turns
+
+
+@asynccontextmanager
+async def a_turn(turns: Turns, tenant: Tenant, priority: int = 0) -> AsyncIterator[None]:
+    """As the router takes one."""
+    if not turns.begin(tenant):
+        await turns.wait(tenant, priority)
+    try:
+        yield
+    finally:
+        turns.end(tenant)
 
 
 class Crowd:
@@ -32,7 +45,7 @@ class Crowd:
 
     async def _run(self, name: str, priority: int) -> None:
         try:
-            async with self.turns.take(self.tenants[name[0]], priority):
+            async with a_turn(self.turns, self.tenants[name[0]], priority):
                 self.order.append(name)
                 await self.go.wait()
         except QueueFull:
@@ -89,7 +102,7 @@ async def test_without_a_line_nobody_waits() -> None:
     crowd = Crowd(Turns(1, max_waiting=0))
     await crowd.ask("a0")
     with pytest.raises(QueueFull):
-        async with crowd.turns.take(crowd.tenants["b"]):
+        async with a_turn(crowd.turns, crowd.tenants["b"]):
             pass
     await crowd.end()
 
@@ -154,7 +167,7 @@ async def test_shares_are_by_weight_though_lines_are_empty_after_each_turn(num_c
 
     async def client(name: str) -> None:
         while len(order) < 5000:
-            async with turns.take(tenants[name]):
+            async with a_turn(turns, tenants[name]):
                 order.append(name)
                 await asyncio.sleep(0)
 
@@ -178,17 +191,18 @@ async def test_who_came_back_after_all_had_left_begins_as_others_do() -> None:
 async def test_what_is_remembered_of_those_who_do_not_wait_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MOST_TENANTS", 50)
     turns = Turns(1, max_waiting=2, wait_s=60)
-    before, after = turns.take(Tenant(b"first", Limits())), turns.take(Tenant(b"slow", Limits(weight=0.01)))
-    await before.__aenter__()
+    before, after = Tenant(b"first", Limits()), Tenant(b"slow", Limits(weight=0.01))
+    assert turns.begin(before)
     for number in range(1000):
-        entered = asyncio.create_task(after.__aenter__())
+        assert not turns.begin(after)
+        waiting = asyncio.create_task(turns.wait(after))
         await asyncio.sleep(0)
-        await before.__aexit__(None, None, None)
-        await entered
-        before, after = after, turns.take(Tenant(b"%d" % number, Limits()))
+        turns.end(before)
+        await waiting
+        before, after = after, Tenant(b"%d" % number, Limits())
     assert len(turns._ahead) < 200
     assert turns._ahead[b"slow"] == 100
-    await before.__aexit__(None, None, None)
+    turns.end(before)
     turns.check()
 
 

@@ -25,11 +25,14 @@ from kvferry.router.config import RouterConfig
 from kvferry.router.workers import Workers as Parent
 from kvferry.router.workers import _Worker
 from router.peers import CONCURRENT, DECODE, Peer, answer, answer_when_told, event, instances, routing, ticket
+from support.certificates import Authority
 
 SERVE = """
 import json, sys
 from pathlib import Path
+from kvferry.core.registration import registration_key
 from kvferry.http.config import HttpConfig
+from kvferry.http.limits import HttpLimits
 from kvferry.router.config import RouterConfig
 from kvferry.router.server import run_router
 from kvferry.router.workers import Workers
@@ -39,11 +42,14 @@ def tell(about):
 
 prefill, decode, settings = json.loads(sys.argv[1])
 Workers.silent_s = settings.pop("silent_s", Workers.silent_s)
-http = {"port": settings.pop("port", 0), "api_key_file": settings.pop("api_key_file", None)}
-settings = {name: Path(value) if name.endswith("_file") else value for name, value in settings.items()}
+paths = ("_file", "_cert", "_key")
+settings = {name: Path(value) if name.endswith(paths) else value for name, value in settings.items()}
+of_http = ("port", "api_key_file", "tls_cert", "tls_key")
+http = {"port": 0} | {name: settings.pop(name) for name in of_http if name in settings}
+http["limits"] = HttpLimits(**{name: settings.pop(name) for name in [*settings] if name.startswith("http_")})
 config = RouterConfig(prefill_url=tuple(prefill), decode_url=tuple(decode), **settings)
-http["api_key_file"] = http["api_key_file"] and Path(http["api_key_file"])
-sys.exit(run_router(config, HttpConfig(**http, admin_key=("operator",)), on_ready=tell))
+access = HttpConfig(**http, admin_key=("operator",), registration_key=registration_key("fleet"))
+sys.exit(run_router(config, access, on_ready=tell))
 """
 
 BODY: dict[str, Any] = {"model": "m", "prompt": "Hello"}
@@ -120,7 +126,7 @@ async def until(done: Callable[[], Any]) -> None:
 
 async def complete(router: Workers, **more: Any) -> int:
     async with aiohttp.ClientSession() as session:
-        async with session.post(router.url + "/v1/completions", json={**BODY, **more}) as response:
+        async with session.post(router.url + "/v1/completions", json={**BODY, **more}, ssl=False) as response:
             await response.read()
             return response.status
 
@@ -257,18 +263,24 @@ async def test_a_worker_whose_process_cannot_be_started_is_tried_again_and_harms
         await until(lambda: _names_are(router, ["decode-0"]))
 
 
-async def test_a_file_that_becomes_unusable_ends_nothing_but_the_worker_that_reads_it(tmp_path: Path) -> None:
-    d, log, tenants = Peer("decode", answer, facts=DECODE), tmp_path / "log", tmp_path / "tenants.toml"
-    tenants.write_text("[someone]\nweight = 2\n")
-    async with instances(d), workers([], [d.url], log=log, tenants_file=tenants, tenant_by="user") as router:
-        tenants.write_text("[someone")
-        lost, other = router.pids
-        os.kill(lost, signal.SIGKILL)
-        await until(lambda: b"cannot serve, and is tried again" in log.read_bytes())
-        assert other in router.now()
-        assert await complete(router) == 200
-        tenants.write_text("")
-        await until(lambda: router.num_listening() == 2)
+async def test_a_worker_that_is_started_later_goes_by_the_same_files_as_the_others(tmp_path: Path) -> None:
+    d, tenants, (cert, key) = (
+        Peer("decode", answer, facts=DECODE),
+        tmp_path / "tenants.toml",
+        Authority(tmp_path).issue(),
+    )
+    tenants.write_text("[someone]\nrequests_per_minute = 0.001\n")
+    settings = {"tenants_file": tenants, "tenant_by": "user", "tls_cert": cert, "tls_key": key}
+    async with instances(d), workers([], [d.url], **settings) as router:
+        for path in (tenants, cert, key):
+            path.write_text("[nonsense")
+        for lost in router.pids:
+            os.kill(lost, signal.SIGKILL)
+        await until(lambda: router.num_listening() == 2 and not {*router.now()} & {*router.pids})
+        statuses = [await complete(router, user="someone") for _ in range(20)]
+        assert Counter(statuses) == {200: statuses.count(200), 429: 20 - statuses.count(200)}
+        assert 1 <= statuses.count(200) <= 2  # one at each worker that it came to
+        assert await complete(router, user="another") == 200
 
 
 async def test_a_new_first_worker_follows_the_file_from_where_the_last_one_was(tmp_path: Path) -> None:
@@ -338,15 +350,15 @@ async def test_a_second_router_on_the_same_port_is_refused() -> None:
         assert await complete(router) == 200
 
 
-@pytest.mark.parametrize("mistake", [{"decode_url": ()}, {"registration": True}, {"keep_for_next_turn": True}])
-async def test_a_mistake_in_the_settings_ends_all_of_it(mistake: dict[str, Any]) -> None:
-    said = json.dumps([[], [] if "decode_url" in mistake else ["http://127.0.0.1:9"], {"workers": 2} | {
-        name: value for name, value in mistake.items() if name != "decode_url"
-    }])  # fmt: skip
+@pytest.mark.parametrize("mistake", ["no decode instance", "tenants_file", "tls_cert"])
+async def test_a_mistake_in_the_settings_ends_all_of_it(mistake: str, tmp_path: Path) -> None:
+    file = {} if mistake == "no decode instance" else {mistake: str(tmp_path / "missing")}
+    said = json.dumps([[], ["http://127.0.0.1:9"] if file else [], {"workers": 2, **file}])
     process = await asyncio.create_subprocess_exec(sys.executable, "-c", SERVE, said, stdout=PIPE, stderr=PIPE)
     _, told = await process.communicate()
     assert process.returncode != 0
     assert b"ConfigError" in told
+    assert not file or b"missing" in told
 
 
 async def test_two_routers_before_the_same_instances_do_not_disturb_each_other() -> None:

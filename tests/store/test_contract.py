@@ -6,15 +6,19 @@ from collections.abc import Iterator
 import pytest
 from servers import start_mooncake_master, start_server
 
+from kvferry.core.errors import ConfigError
+from kvferry.store.table import find_store
 from kvferry.testing.stores import StoreContract
 
 
 class TestMemory(StoreContract):
     url = "memory:8MiB"
+    bounded_url = "memory:?num_blocks=16&name=bounded"
 
 
 class TestFile(StoreContract):
     url = "file:{folder}/kv"
+    bounded_url = "file:{folder}/bounded?max_bytes=200kB"
 
 
 class TestSyncedFile(StoreContract):
@@ -29,12 +33,13 @@ class WithServer(StoreContract):
     def _server(cls, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         folder = tmp_path_factory.mktemp("server")
         socket, process = start_server(folder)
-        written = cls.url
+        written, bounded = cls.url, cls.bounded_url
         cls.url = tuple(
             url.replace("{server}", str(socket)) for url in ([written] if isinstance(written, str) else written)
         )
+        cls.bounded_url = bounded.replace("{server}", str(socket)) if bounded is not None else None
         yield
-        cls.url = written
+        cls.url, cls.bounded_url = written, bounded
         end(process)
 
 
@@ -47,8 +52,15 @@ class TestValkey(WithServer):
     url = "valkey:{server}"
 
 
+@pytest.mark.parametrize("share", ["-0.1", "1.5", "half"])
+def test_a_pinned_share_that_is_none_is_refused(share: str) -> None:
+    with pytest.raises(ConfigError, match="pinned_share"):
+        find_store(f"memory:1MiB?pinned_share={share}")
+
+
 class TestBoundedValkey(WithServer):
     url = "valkey:{server}?max_bytes=8MiB&ttl_s=60"
+    bounded_url = "valkey:{server}?max_bytes=200kB"
 
 
 class TestMemoryOverFile(StoreContract):
@@ -63,15 +75,16 @@ class TestMemoryOverFileOverValkey(WithServer):
 class TestMooncake(StoreContract):
     outlives_instances = False
     url = "mooncake://{master}?segment_bytes=32MiB&buffer_bytes=16MiB"
+    bounded_url = "mooncake://{master}?segment_bytes=32MiB&buffer_bytes=16MiB&pinned_share=0.005"
 
     @pytest.fixture(autouse=True, scope="class")
     @classmethod
     def _master(cls, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         address, process = start_mooncake_master(tmp_path_factory.mktemp("master"))
-        written = cls.url
-        cls.url = written.replace("{master}", address)
+        written, bounded = cls.url, cls.bounded_url
+        cls.url, cls.bounded_url = (url.replace("{master}", address) for url in (written, bounded))
         yield
-        cls.url = written
+        cls.url, cls.bounded_url = written, bounded
         end(process)
 
 

@@ -1,3 +1,4 @@
+import errno
 import hashlib
 import os
 import signal
@@ -15,9 +16,11 @@ from sync_store import OPEN, FileStore
 
 from kvferry.core.errors import ConfigError, StoreError
 from kvferry.core.layout import KVLayout
+from kvferry.store import upkeep
 from kvferry.store.codecs.table import make_codec
 from kvferry.store.files import _machine
 from kvferry.store.record import RecordFormat
+from support.examples import examples
 
 STORES = str(Path(__file__).parent / "support")
 SUPPORT = str(Path(__file__).parents[1] / "transport" / "support")
@@ -140,7 +143,7 @@ def test_a_damaged_block_is_a_miss_and_is_removed(
     assert fetch(store, layout, 1) == bytes_of(block_of(layout, 1))
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(200), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_no_flipped_bit_goes_unnoticed(store: FileStore, layout: KVLayout, tmp_path: Path, data: st.DataObject) -> None:
     store.put(name_of(1), block_of(layout, 1))
@@ -245,11 +248,35 @@ def test_what_a_crash_left_is_swept_in_time(tmp_path: Path, layout: KVLayout) ->
     assert (stale.exists(), dead.exists()) == (False, False)
 
 
+def test_files_of_others_are_neither_counted_nor_removed(tmp_path: Path, layout: KVLayout) -> None:
+    """The directory may be somebody's home: Kivy's files end with .kv too, and are in folders of any name."""
+    of_ours = tmp_path / layout.fingerprint()
+    others = [
+        *(tmp_path / "app" / "ui" / name for name in ("main.kv", "main.pin", "draft.tmp", "a.kv.elsewhere.1.0.tmp")),
+        *(of_ours / "other" / name for name in ("main.kv", "draft.tmp")),
+        *(tmp_path / "notes" / name for name in ("a", "b.tmp", "c.note")),
+    ]
+    for path in others:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"\0" * 10)
+        age(path, 10_000)
+    size = FileStore(tmp_path, layout).file_bytes
+    store = FileStore(tmp_path, layout, max_bytes=4 * size)
+    store.run(store.inner.write_note("n", b"note", 60.0))
+    for index in range(20):
+        store.put(name_of(index), block_of(layout, index))
+    assert store.statistics()["kept_bytes"] <= 4 * size
+    found = upkeep.verify(tmp_path)
+    assert (found.num_orphans, found.removed, found.left) == (0, {}, {})
+    assert upkeep.remove(tmp_path, "") == found.num_blocks > 0
+    assert all(path.exists() for path in others)
+
+
 def test_what_is_pinned_leaves_room_or_the_rest_is_dropped_without_a_look_each_time(
     tmp_path: Path, layout: KVLayout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     size = FileStore(tmp_path, layout).file_bytes
-    store = FileStore(tmp_path, layout, max_bytes=64 * size)
+    store = FileStore(tmp_path, layout, max_bytes=64 * size, pinned_share=1)
     names = [name_of(index) for index in range(100)]
     for index in range(60):
         assert store.put(names[index], block_of(layout, index))
@@ -309,6 +336,19 @@ if store.put(bytes(32), layers) or store.statistics()["dropped_blocks"] != 1:
     sys.exit("the disk was not full")
 assert not [path for path in Path(sys.argv[1]).rglob("*") if path.is_file()], "a half-written file was left"
 """
+
+
+@pytest.mark.parametrize("number", [errno.EOPNOTSUPP, errno.EINVAL], ids=["unsupported", "invalid"])
+def test_a_file_system_that_allocates_nothing_ahead_is_written_to(
+    tmp_path: Path, layout: KVLayout, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def refuse(*asked: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr("os.posix_fallocate", refuse)
+    store = FileStore(tmp_path, layout)
+    assert store.put(name_of(1), block_of(layout, 1))
+    assert store.path(name_of(1)).stat().st_size == store.file_bytes
 
 
 def test_a_full_disk_leaves_nothing_behind(tmp_path: Path) -> None:

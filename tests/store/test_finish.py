@@ -19,6 +19,7 @@ NUM_BLOCKS = 6
 
 def outputs(policy: Any) -> list[int]:
     """What is known of the answers of blocks 0, 1, …; by name, or by a path with the name in it."""
+    policy = policy.policy
     assert isinstance(policy, Reuse)
     known = {(Path(key).stem if isinstance(key, str) else key.hex()): group for key, group in policy._kept.items()}
     return [known[name_of(index).hex()].run.output for index in range(NUM_BLOCKS)]

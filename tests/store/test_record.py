@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from kvferry.store.codecs.table import make_codec
 from kvferry.store.record import CorruptBlock, RecordFormat, read_label, verify_record
 from kvferry.testing.stores import LAYOUT, block_of, name_of, read_of
+from support.examples import examples
 
 CODECS = ("none", "lossless", "int4")
 FORMATS = {name: RecordFormat(LAYOUT, make_codec(name, LAYOUT)) for name in CODECS}
@@ -61,7 +62,7 @@ def test_what_was_written_is_read(codec: str) -> None:
     assert looked_at(record, verify_record)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(st.sampled_from(CODECS), st.binary(max_size=400))
 @example("none", b"")
 def test_any_bytes_are_refused(codec: str, content: bytes) -> None:
@@ -70,7 +71,7 @@ def test_any_bytes_are_refused(codec: str, content: bytes) -> None:
     looked_at(content, read_label)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(st.sampled_from(CODECS), st.data())
 def test_cut_or_zeroed_anywhere_it_is_refused(codec: str, data: st.DataObject) -> None:
     record = record_of(codec)
@@ -83,7 +84,7 @@ def test_cut_or_zeroed_anywhere_it_is_refused(codec: str, data: st.DataObject) -
         assert not looked_at(damaged, verify_record)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.sampled_from(CODECS), st.lists(st.tuples(st.integers(0, 12), NUMBERS), min_size=1, max_size=4))
 def test_a_forged_header_is_refused_and_no_memory_is_taken_by_its_word(codec: str, lies: list[tuple[int, int]]) -> None:
     """Its checksum is right, its fields are not."""
@@ -103,7 +104,7 @@ def test_a_forged_header_is_refused_and_no_memory_is_taken_by_its_word(codec: st
         tracemalloc.stop()
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(st.sampled_from(CODECS), st.data())
 def test_forged_payloads_decode_to_some_block_or_are_refused(codec: str, data: st.DataObject) -> None:
     """All checksums are right: only the codec stands between its bytes and the memory of the KV cache."""

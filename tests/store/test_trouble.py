@@ -16,15 +16,19 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from servers import start_mooncake_master, start_server
 from valkey import exceptions
 
 from kvferry.core.errors import StoreError
+from kvferry.core.layout import KVLayout, LayerLayout
 from kvferry.store import health
 from kvferry.store.base import Put
-from kvferry.store.table import find_stores
-from kvferry.store.tiers import Tier, TieredStore
+from kvferry.store.eviction.fifo import Fifo
+from kvferry.store.table import find_store, find_stores
+from kvferry.store.tier import Tier
+from kvferry.store.tiers import TieredStore
 from kvferry.store.upkeep import export, import_, verify
 from kvferry.testing.stores import LAYOUT, block_of, fetch, is_block, name_of, names_of, read_of
 from support.stopping import stop
@@ -280,6 +284,7 @@ def test_a_directory_that_is_lost_and_comes_back(tmp_path: Path) -> None:
     run([f"file:{root}"], use)
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("eviction", ["lru", "s3fifo", "arc", "lfu", "fifo"])
 @pytest.mark.parametrize("kind", ["memory", "file"])
 def test_a_store_far_too_small_is_right_and_keeps_what_is_pinned(tmp_path: Path, kind: str, eviction: str) -> None:
@@ -387,6 +392,31 @@ def test_a_bounded_server_keeps_its_bound_and_what_is_pinned(tmp_path: Path) -> 
 
     try:
         run([f"valkey:{socket}?max_bytes=40000"], use)
+    finally:
+        end(server)
+
+
+def test_the_ranks_of_an_instance_together_leave_a_server_room_for_what_is_not_pinned(tmp_path: Path) -> None:
+    socket, server = start_server(tmp_path, "--maxmemory", "12mb", "--maxmemory-policy", "volatile-lru")
+
+    async def fill(layout: KVLayout) -> None:
+        store = find_store(f"valkey:{socket}?pinned_share=0.8").make(layout)
+        try:
+            for first in range(0, 1000, 50):
+                await store.put([block_of(index, layout) for index in range(first, first + 50)])
+            await store.pin([name_of(index) for index in range(1000)])
+        finally:
+            await store.close()
+
+    async def use(store: TieredStore) -> None:
+        for rank in range(4):
+            await fill(msgspec.structs.replace(ranks, tp_rank=rank))
+        assert await store.put([block_of(index) for index in range(20)]) == [Put.STORED] * 20
+
+    spans = tuple(LayerLayout(num_kv_heads=1, key_dim=1024, value_dim=1024) for _ in range(4))
+    ranks = KVLayout(model_fingerprint="m", dtype="float32", block_size=1, layers=spans, tp_size=4)
+    try:
+        run([f"valkey:{socket}"], use)
     finally:
         end(server)
 
@@ -572,7 +602,59 @@ def test_a_mistake_in_one_tier_s_code_is_that_tier_s_failure(tmp_path: Path, mon
     run([f"memory:?num_blocks=8&name={tmp_path.name}", f"file:{tmp_path}"], use)
 
 
+@pytest.mark.parametrize("mistake", ["insert", "access", "pin", "unpin", "evict", "remove"])
+@pytest.mark.parametrize("url", ["memory:?num_blocks=8&name={name}", "file:{folder}?max_bytes=40000"])
+def test_a_mistake_of_the_eviction_policy_costs_its_order_alone(
+    url: str, mistake: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def raises(*_: object) -> int:
+        raise KeyError("a mistake of the policy's")
+
+    async def use(store: TieredStore) -> None:
+        for index in range(20):
+            assert await store.put([block_of(index)]) == [Put.STORED]
+            assert await fetch(store, [index]) == [True]
+            assert await store.pin(names_of(1)) == await store.unpin(names_of(1)) == (await store.match(names_of(1)))
+            if index % 5 == 4:
+                assert await store.delete([name_of(index)]) == 1
+        assert store.statistics()["evicted_blocks"] > 0
+        assert store.tiers[0].health.num_failures == 0
+
+    monkeypatch.setattr(Fifo, mistake, raises)
+    run([url.format(name=tmp_path.name, folder=tmp_path) + "&eviction=fifo"], use)
+
+
 # Slots, servers and notes in trouble.
+
+
+def test_the_lock_of_shared_memory_looks_no_policy_up_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To find one takes longer than all else that is done under the lock."""
+
+    async def use(store: TieredStore) -> None:
+        await store.put([block_of(0)])
+        made = []
+        monkeypatch.setattr("kvferry.store.memory_index.make_eviction_policy", lambda *named: made.append(named))
+        await store.put([block_of(1)])
+        assert await fetch(store, [0, 1]) == [True, True]
+        assert made == []
+
+    run([f"memory:8MiB?name={tmp_path.name}"], use)
+
+
+def test_what_a_tier_does_not_pin_is_told_with_the_reason(tmp_path: Path) -> None:
+    async def use(store: TieredStore) -> None:
+        await store.put([block_of(index) for index in range(10)])
+        memory, file = await store.shares(names_of(10), pin=True)
+        assert (memory.num_present, memory.num_pinned) == (10, 6)
+        assert memory.refusal is not None
+        assert "did not pin all of it" in memory.refusal
+        assert "pinned_share" in memory.refusal
+        assert (file.num_pinned, file.refusal) == (10, None)
+        memory, file = await store.shares(names_of(10), pin=False)
+        assert memory.refusal is file.refusal is None
+        assert store.statistics()["pinned_blocks"] == 0
+
+    run([f"memory:?num_blocks=12&name={tmp_path.name}", f"file:{tmp_path}"], use)
 
 
 def test_slots_of_a_put_that_fails_are_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -767,6 +849,54 @@ def test_a_block_that_a_mooncake_store_does_not_pin_is_still_there(tmp_path: Pat
         end(master)
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("loss", ["lost and put again", "unpinned by another", "removed as damaged by another"])
+def test_a_mooncake_store_pins_what_it_pinned_before_it_was_lost(tmp_path: Path, loss: str) -> None:
+    address, master = start_mooncake_master(tmp_path)
+    url = f"mooncake://{address}?segment_bytes=32MiB&buffer_bytes=16MiB"
+
+    async def use(store: TieredStore) -> None:
+        inner: Any = store.tiers[0].store
+        another: Any = find_store(url).make(LAYOUT)
+        await another.open()
+        await store.put([block_of(0), block_of(1)])
+        inner._client = _Pinning(inner._client)
+        assert await inner.pin(names_of(2)) == 2
+        if loss == "unpinned by another":
+            assert await another.unpin(names_of(1)) == 1
+        else:
+            await another.delete(names_of(1))
+            assert await inner.pin(names_of(2)) == 1
+            assert inner._pinned == {name_of(1)}, "what is lost takes no room"
+            await store.put([block_of(0)])
+        inner._client.pinned.clear()
+        assert await inner.pin(names_of(1)) == 1
+        assert inner._client.pinned == [inner._key(name_of(0))]
+        assert await fetch(store, [0, 1]) == [True, True]
+        await another.close()
+
+    try:
+        run([url], use)
+    finally:
+        end(master)
+
+
+class _Pinning:
+    """A client, and which keys it put hard-pinned."""
+
+    def __init__(self, client: Any) -> None:
+        self._client = client
+        self.pinned: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._client, name)
+
+    def put(self, key: str, record: bytes, *config: Any) -> Any:
+        if config and config[0].with_hard_pin:
+            self.pinned.append(key)
+        return self._client.put(key, record, *config)
+
+
 class _Unpinning:
     """A client whose master has no room for what is to be pinned."""
 
@@ -792,6 +922,10 @@ class _Listening:
     def get(self, key: str) -> Any:
         self._fetched.append(key)
         return self._client.get(key)
+
+    def batch_get_buffer(self, keys: list[str]) -> Any:
+        self._fetched += keys
+        return self._client.batch_get_buffer(keys)
 
 
 def test_a_note_comes_after_the_blocks_written_back_before_it(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Addresses of stores, read strictly."""
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -7,7 +8,7 @@ from hypothesis import strategies as st
 from kvferry.core.errors import ConfigError
 from kvferry.store.table import BUILTIN, find_store, find_stores
 from kvferry.store.url import parse_store_url, read_options
-from kvferry.store.valkey import ValkeyOptions
+from kvferry.store.valkey_client import ValkeyOptions
 
 
 def test_what_an_address_says() -> None:
@@ -71,3 +72,20 @@ def test_nothing_else_is_raised(text: str) -> None:
             read_options(url, ValkeyOptions)
         except ConfigError:
             pass
+
+
+class Region(msgspec.Struct, frozen=True, kw_only=True):
+    region: str
+    copies: int = 1
+
+    def __post_init__(self) -> None:
+        if self.region != "eu":
+            raise ValueError("region must be eu")
+
+
+def test_options_of_another_package_are_checked_as_it_says() -> None:
+    assert read_options(parse_store_url("x:y?region=eu&copies=2", ["x"]), Region) == Region(region="eu", copies=2)
+    with pytest.raises(ConfigError, match="missing required field `region`"):
+        read_options(parse_store_url("x:y?copies=2", ["x"]), Region)
+    with pytest.raises(ConfigError, match="region must be eu"):
+        read_options(parse_store_url("x:y?region=us", ["x"]), Region)

@@ -13,7 +13,8 @@ from kvferry.store.base import Put
 from kvferry.store.table import find_store
 from kvferry.testing.stores import LAYOUT, block_of, fetch
 from support.certificates import Authority
-from support.valkey_server import BINARIES, ValkeyServer, free_port, server_binary
+from support.ports import free_port
+from support.valkey_server import BINARIES, ValkeyServer, server_binary
 
 PASSWORD = "geheim und lang"
 QUOTED = "geheim%20und%20lang"

@@ -1,7 +1,8 @@
 """What tests cost in CPU time, their child processes included: `pytest -p support.cpu_times …` ends with a list.
 
 Wall time says little on a busy machine. A child counts where it is waited for, so that of a shared instance counts for
-the test in which it ends; commands run by `support.warm` are not counted. Fixtures count for the test that makes them.
+the test in which it ends, as do the processes that `support.warm` forks, which are the children of another. Fixtures
+count for the test that makes them.
 Works in the processes of pytest-xdist too. `KVFERRY_CPU_TIMES=FILE` writes all of it there, a line for each test.
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import os
 import resource
+import sys
 from collections import Counter
 from collections.abc import Generator
 from pathlib import Path
@@ -21,7 +23,17 @@ _spent: Counter[str] = Counter()
 
 def _cpu_s() -> float:
     usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages) + _forked_cpu_s()
+
+
+def _forked_cpu_s() -> float:
+    """Of the process that `support.warm` forks others from, once there is one, and of those that have ended."""
+    module = sys.modules.get("multiprocessing.forkserver")
+    pid = module._forkserver._forkserver_pid if module is not None else None
+    if pid is None:
+        return 0.0
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
 
 
 class _Meter:

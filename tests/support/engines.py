@@ -13,6 +13,23 @@ from kvferry.core.hand_off import TokenLogprobs
 from kvferry.core.request import EngineOutput, Request
 from kvferry.core.sampling import SamplingParams
 from kvferry.engine.engine import Engine
+from kvferry.testing.stepping import Rest
+
+ARCHITECTURES = [
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+    "mixtral",
+    "gemma2",
+    "gemma3",
+    "phi3",
+    "olmo2",
+    "gpt_oss",
+    "deepseek_v3",
+]
+"""One family of each kind of attention, norm and feed-forward that the engine runs."""
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True, logprobs=2)
 SEEDED = SamplingParams(max_tokens=12, temperature=0.9, top_p=0.95, top_k=50, seed=11, ignore_eos=True, logprobs=2)
@@ -38,9 +55,11 @@ def run_requests(engine: Engine, requests: Iterable[Request]) -> dict[str, Answe
     for request in requests:
         answers[request.request_id] = Answer()
         engine.add(request)
+    rest = Rest(engine)
     while engine.has_work:
         for output in engine.step():
             answers[output.request_id].add(output)
+        rest()
     return answers
 
 
@@ -56,7 +75,7 @@ def run_prompts(engine: Engine, prompts: Sequence[Sequence[int]], sampling: Samp
 
 def run_side_by_side(engines: Sequence[Engine], prompts: Sequence[Sequence[int]]) -> list[list[Answer]]:
     """Serve the prompts on each engine, stepped in turn."""
-    found = [[Answer() for _ in prompts] for _ in engines]
+    found, rest = [[Answer() for _ in prompts] for _ in engines], Rest(*engines)
     for engine in engines:
         for number, prompt in enumerate(prompts):
             engine.add(Request(request_id=str(number), prompt_token_ids=list(prompt), sampling=GREEDY))
@@ -64,6 +83,7 @@ def run_side_by_side(engines: Sequence[Engine], prompts: Sequence[Sequence[int]]
         for engine, answers in zip(engines, found, strict=True):
             for output in engine.step():
                 answers[int(output.request_id)].add(output)
+        rest()
     return found
 
 

@@ -11,6 +11,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from support.ports import free_port
 from support.stopping import StoppableServer
 
 START_S = 120.0
@@ -26,8 +27,7 @@ class LMCacheServer(StoppableServer):
 
     def __init__(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="kvferry-lmcache-")
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            self.port: int = free.getsockname()[1]
+        self.port = free_port()
         self.start()
 
     def start(self) -> None:

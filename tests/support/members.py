@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import socket
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from support.flaky_link import FlakyLink
+from support.ports import free_port
 from support.processes import KvferryProcess, kvferry
 
 
@@ -67,10 +67,3 @@ class Member:
         self.process.kill()
         self.stop()
         self.start()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

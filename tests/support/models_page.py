@@ -30,6 +30,7 @@ compares it with this page.
 ## What is checked at start
 
 - The configuration, before any weight is read: the types of layers, and whether kvferry's attention can be used.
+- `generation_config.json`: sampling settings that every request would be refused with, and end tokens that are none.
 - The weights: missing, unexpected or misshapen ones are named in an error. Nothing is filled with random numbers.
 - The masks that the model builds, position by position around each boundary and up to the last position. They show what
   a layer attends to: some families define a sliding window in the mask only.

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import openai
 import pytest
-from openai import AsyncOpenAI, OpenAI
-from openai.types import Completion
-from openai.types.chat import ChatCompletion, ChatCompletionChunk
+
+if TYPE_CHECKING:  # its import takes most of a second, in each process that collects tests
+    from openai import AsyncOpenAI, OpenAI
 
 PROMPT = "The quick brown fox"
 OTHER_PROMPT = "What is the capital of France?"
@@ -174,6 +173,8 @@ def token_ids_are_as_good_as_text(client: OpenAI, model: str) -> None:
 
 
 def many_at_once_get_what_one_gets(client: OpenAI, model: str) -> None:
+    from openai import AsyncOpenAI
+
     prompts = [f"{PROMPT} number {number}" for number in range(16)]
     alone = [complete(client, model, prompt).choices[0].text for prompt in prompts]
 
@@ -290,6 +291,9 @@ def the_timeline_comes_when_asked_for(client: OpenAI, model: str) -> None:
 
 def answers_are_of_openais_types(client: OpenAI, model: str) -> None:
     """Strictly: the client itself takes anything."""
+    from openai.types import Completion
+    from openai.types.chat import ChatCompletion, ChatCompletionChunk
+
     whole = client.chat.completions.with_raw_response
     for options in ({}, {"logprobs": True, "top_logprobs": 3, "n": 2}):
         raw = whole.create(model=model, messages=MESSAGES, max_tokens=4, **options)  # type: ignore[call-overload]
@@ -315,6 +319,8 @@ def what_openai_has_and_changes_nothing_is_passed_over(client: OpenAI, model: st
 
 
 def a_typo_is_refused(client: OpenAI, model: str) -> None:
+    import openai
+
     for ask in (complete, chat):
         with pytest.raises(openai.BadRequestError, match="did you mean 'max_tokens'") as caught:
             ask(client, model, extra_body={"max_token": 5})
@@ -325,6 +331,8 @@ def a_typo_is_refused(client: OpenAI, model: str) -> None:
 
 
 def wrong_values_are_bad_requests(client: OpenAI, model: str) -> None:
+    import openai
+
     for field, options in {
         "temperature": {"temperature": -1},
         "n": {"n": 0},
@@ -347,6 +355,8 @@ def wrong_values_are_bad_requests(client: OpenAI, model: str) -> None:
 
 
 def wrong_chat_values_are_bad_requests(client: OpenAI, model: str) -> None:
+    import openai
+
     image = {"type": "image_url", "image_url": {"url": "data:,"}}
     for field, options in {
         "messages": {"messages": []},
@@ -363,6 +373,8 @@ def wrong_chat_values_are_bad_requests(client: OpenAI, model: str) -> None:
 
 
 def too_long_a_context_has_its_code(client: OpenAI, model: str) -> None:
+    import openai
+
     longest = client.models.retrieve(model).model_extra["max_model_len"]
     for ask in (
         lambda: complete(client, model, max_tokens=longest),
@@ -376,6 +388,8 @@ def too_long_a_context_has_its_code(client: OpenAI, model: str) -> None:
 
 
 def an_unknown_model_is_not_found(client: OpenAI, model: str) -> None:
+    import openai
+
     for ask in (lambda: complete(client, "no-such"), lambda: chat(client, "no-such")):
         with pytest.raises(openai.NotFoundError) as caught:
             ask()

@@ -16,8 +16,9 @@ from kvferry.core.sampling import SamplingParams
 from kvferry.core.transfer_config import KVTransferConfig
 from kvferry.engine.config import EngineConfig
 from kvferry.engine.engine import Engine
+from kvferry.testing.stepping import Rest
+from kvferry.testing.tickets import early_ticket
 from support.engines import Answer
-from support.tickets import early_ticket
 
 DEADLINE_S = 60.0
 """Far beyond what anything here takes; for a run of prompts, a second more for each of them."""
@@ -40,7 +41,7 @@ class Pair:
             if form == "concurrent":
                 self.decode.add(self._request(name, prompt, sampling, Consume(self._early_ticket(f"t-{name}"))))
         by_name = dict(zip(answers, prompts, strict=True))
-        deadline = time.monotonic() + DEADLINE_S + len(prompts)
+        deadline, rest = time.monotonic() + DEADLINE_S + len(prompts), Rest(self.prefill, self.decode)
         while any(answer.last is None or answer.last.finish_reason is None for answer in answers.values()):
             assert time.monotonic() < deadline, "the hand-offs did not end in time"
             for output in self.prefill.step():
@@ -51,11 +52,12 @@ class Pair:
                     self.decode.add(self._request(output.request_id, prompt, sampling, ticket))
             for output in self.decode.step():
                 answers[output.request_id].add(output)
+            rest()
         return list(answers.values())
 
     def settle(self) -> None:
         """Step until neither side keeps anything; `LeakError` says what, when that does not happen in time."""
-        deadline = time.monotonic() + DEADLINE_S
+        deadline, rest = time.monotonic() + DEADLINE_S, Rest(self.prefill, self.decode)
         while True:
             self.prefill.step()
             self.decode.step()
@@ -64,6 +66,7 @@ class Pair:
             except LeakError:
                 if time.monotonic() > deadline:
                     raise
+                rest()
             else:
                 return
 

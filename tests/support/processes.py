@@ -8,6 +8,7 @@ import selectors
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -16,9 +17,15 @@ from typing import Any
 
 import httpx
 
-from support.warm import Child, run_command
+from support.warm import Child, Program, run_command
 
 START_S = 120.0
+RUN = """
+import sys
+from kvferry.cli.main import main
+sys.stdin = open({stdin!r})
+sys.exit(main({arguments!r}))
+"""
 AUTH_TOKEN = "test-token"
 
 
@@ -51,7 +58,7 @@ class KvferryProcess:
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGCONT)
             self._process.send_signal(signal.SIGTERM)
-        return self._process.wait(timeout=30)
+        return self._process.wait(timeout=60)
 
     @property
     def log(self) -> str:
@@ -101,6 +108,15 @@ def until(holds: Callable[[], bool], within_s: float, context: str = "") -> None
     while not holds():
         assert time.monotonic() < deadline, f"not within {within_s} s\n{context[-3000:]}"
         time.sleep(0.02)  # between two HTTP requests, so that the asked one gets its core
+
+
+def run(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
+    """`kvferry ARGUMENTS` to its end."""
+    with tempfile.TemporaryDirectory() as folder:
+        said = Path(folder, "stdin")
+        said.write_text(stdin)
+        code = RUN.format(stdin=str(said), arguments=list(arguments))
+        return Program(code, Path(folder), KVFERRY_AUTH_TOKEN=AUTH_TOKEN).end()
 
 
 @contextmanager

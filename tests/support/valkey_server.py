@@ -60,10 +60,3 @@ class ValkeyServer(StoppableServer):
 
     def num_keys(self) -> int:
         return int(self.say("DBSIZE")[1:])
-
-
-def free_port() -> int:
-    """Of the loopback interface, that nobody listens on now."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port: int = free.getsockname()[1]
-        return port

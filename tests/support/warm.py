@@ -1,4 +1,4 @@
-"""Runs `kvferry` commands and ranks in processes forked from one that has imported torch and transformers already.
+"""Runs `kvferry` commands, ranks and code in processes forked from one that has torch and transformers already.
 
 An instance spends five of its six seconds of CPU time on those imports, and a test run starts over a hundred. What is
 forked has everything else of its own: descriptors, environment, signals, exit code. How processes start from nothing
@@ -12,15 +12,18 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any, Protocol
 
 _IMPORTS = "support.warm_imports"
+_starting = threading.Lock()
 
 
 class Child(Protocol):
@@ -93,10 +96,46 @@ def run_rank(rank: int, size: int, pipe: int) -> Forked:
     return Forked(_run_rank, pipe, {**os.environ, "OMP_NUM_THREADS": "1"})
 
 
-@cache
+class Program:
+    """`python -c CODE`, under way."""
+
+    def __init__(self, code: str, folder: Path, **environment: str) -> None:
+        """`folder` is for what it prints, `environment` is added to this process's."""
+        self._output, self._errors = folder / "output", folder / "errors"
+        folder.mkdir(exist_ok=True)
+        given = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
+        with self._output.open("wb") as output:
+            self.process = Forked(_run_program, output.fileno(), code, given, str(self._errors))
+
+    @property
+    def output(self) -> str:
+        """What it has printed so far."""
+        return self._output.read_text()
+
+    def end(self, timeout: float = 200) -> subprocess.CompletedProcess[str]:
+        """Wait for it. Raises `subprocess.TimeoutExpired`."""
+        status = self.process.wait(timeout)
+        return subprocess.CompletedProcess([], status, self.output, self._errors.read_text())
+
+
 def _context() -> ForkServerContext:
+    with _starting:  # a cache's function may run in two threads at once, and this one changes the environment
+        return _make_context()
+
+
+@cache
+def _make_context() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([_IMPORTS])
+    # It passes over what it cannot import, and before Python 3.13 does not look where this process does.
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+    try:
+        forkserver.ensure_running()
+    finally:
+        del os.environ["PYTHONPATH"]
+        if before is not None:
+            os.environ["PYTHONPATH"] = before
     return context
 
 
@@ -110,6 +149,7 @@ def _call(target: Callable[..., None], copied: Connection, *arguments: Any) -> N
 
 
 def _take_environment(environment: dict[str, str]) -> None:
+    assert _IMPORTS in sys.modules, "the process that is forked has imported nothing"
     import torch
 
     os.environ.clear()
@@ -131,8 +171,15 @@ def _run_command(ready_fd: int, arguments: list[str], environment: dict[str, str
     sys.exit(main(command))
 
 
+def _run_program(output: int, code: str, environment: dict[str, str], errors: str) -> None:
+    _take_environment(environment)
+    os.dup2(output, 1)
+    os.dup2(os.open(errors, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666), 2)
+    exec(compile(code, "<program>", "exec"), {"__name__": "__main__"})
+
+
 def _run_rank(pipe: int, environment: dict[str, str]) -> None:
-    """What `python -m kvferry.engine.executor.rank_main` does."""
+    """What `python -m kvferry.engine.executor.rank_start` does."""
     from kvferry.engine.executor.rank_main import main
 
     _take_environment(environment)

@@ -6,7 +6,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent / "support"))
 
-from kv_support import Region, make_layout, no_leftovers
+from kv_support import BlockRegion, make_layout, no_leftovers
 
 from kvferry.core.layout import KVLayout
 
@@ -23,11 +23,11 @@ def layout() -> KVLayout:
 
 
 @pytest.fixture
-def make_region(layout: KVLayout) -> Iterator[Callable[..., Region]]:
-    regions: list[Region] = []
+def make_region(layout: KVLayout) -> Iterator[Callable[..., BlockRegion]]:
+    regions: list[BlockRegion] = []
 
-    def make(num_blocks: int = 16, seed: int | None = None, layout: KVLayout = layout) -> Region:
-        regions.append(Region(layout, num_blocks, seed))
+    def make(num_blocks: int = 16, seed: int | None = None, layout: KVLayout = layout) -> BlockRegion:
+        regions.append(BlockRegion(layout, num_blocks, seed))
         return regions[-1]
 
     yield make

@@ -23,7 +23,8 @@ from kvferry.transport.connection import (
     encode_frame,
     translated_errors,
 )
-from kvferry.transport.control import Hello, Listener, Proof, Refused, dial
+from kvferry.transport.control import Listener, dial
+from kvferry.transport.handshake import Hello, Proof, Refused
 
 HERE = Identity("here", make_layout())
 THERE = Identity("there", make_layout())
@@ -186,7 +187,7 @@ async def test_nobody_there() -> None:
 
 
 def test_strangers_are_kept_out() -> None:
-    with pytest.raises(ConfigError, match="token"):
+    with pytest.raises(ConfigError, match="KVFERRY_AUTH_TOKEN"):
         Listener(HERE, "", "0.0.0.0")
     listener = Listener(HERE, "secret", "0.0.0.0")
     assert listener.host != "0.0.0.0", "peers need an address that leads here"

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from kv_support import Region, make_layout, table_for
+from kv_support import BlockRegion, make_layout, table_for
 
 from kvferry.connectors.p2p.plan import HandOffMeta, decode_meta, encode_meta
 from kvferry.core.errors import ConfigError, InvalidRequest, KvferryError, ProtocolError
@@ -30,10 +30,11 @@ from kvferry.transport.connection import (
     encode_frame,
     frame_length,
 )
-from kvferry.transport.control import Hello, Listener, Proof, Refused, dial
+from kvferry.transport.control import Listener, dial
 from kvferry.transport.fabric.base import FabricContext
 from kvferry.transport.fabric.shm import ShmFabric
 from kvferry.transport.fabric.tcp import ReadAnswer, ReadRequest, TcpFabric
+from kvferry.transport.handshake import Hello, Proof, Refused
 from kvferry.transport.lookup_buffer.base import Source, Want
 from kvferry.transport.lookup_buffer.entries import EntryBounds
 from kvferry.transport.lookup_buffer.fabric import FabricLookupBuffer
@@ -50,10 +51,11 @@ from kvferry.transport.lookup_buffer.messages import (
     Verify,
 )
 from kvferry.transport.memory import LayerPlace
+from support.examples import examples
 
 TOKEN = "secret"
 LAYOUT = make_layout()
-PATIENT = settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+PATIENT = settings(max_examples=examples(300), deadline=None, suppress_health_check=list(HealthCheck))
 
 HONEST: list[tuple[Any, Any]] = [
     (Hello(1, "lookup", b"n" * 32), Hello),
@@ -141,19 +143,19 @@ def test_any_transfer_config_is_one_or_a_config_error(text: str | bytes) -> None
         parse_transfer_config(text if isinstance(text, str) else text.decode())
 
 
-def test_a_meta_of_no_text_is_a_decode_error() -> None:
+def test_a_meta_of_no_text_is_a_protocol_error() -> None:
     body = encode_meta(HandOffMeta(7, [(7, "digest")], None)).replace(b"digest", b"\xff\xfe\xfd\xfc\xfb\xfa")
-    with pytest.raises(msgspec.DecodeError):
+    with pytest.raises(ProtocolError):
         decode_meta(body)
 
 
 @PATIENT
 @given(st.data())
-def test_a_damaged_meta_is_one_or_a_decode_error(data: st.DataObject) -> None:
+def test_a_damaged_meta_is_one_or_a_protocol_error(data: st.DataObject) -> None:
     body = bytearray(encode_meta(HandOffMeta(7, [(7, "d")], PrefillResult(first_token=3, seed=4))))
     for _ in range(data.draw(st.integers(1, 3))):
         body[data.draw(st.integers(0, len(body) - 1))] = data.draw(st.integers(0, 255))
-    with suppress(msgspec.DecodeError):
+    with suppress(ProtocolError):
         decode_meta(bytes(body))
 
 
@@ -161,15 +163,15 @@ def test_a_damaged_meta_is_one_or_a_decode_error(data: st.DataObject) -> None:
 
 
 @pytest.fixture
-def region(make_region: Callable[..., Region]) -> Iterator[Region]:
+def region(make_region: Callable[..., BlockRegion]) -> Iterator[BlockRegion]:
     return make_region(16, seed=1)
 
 
 @asynccontextmanager
-async def serving(region: Region) -> AsyncIterator[tuple[Listener, FabricLookupBuffer]]:
+async def serving(region: BlockRegion, handshake_s: float = 30) -> AsyncIterator[tuple[Listener, FabricLookupBuffer]]:
     """A producer that holds one sealed key, "here"."""
     identity = Identity("producer", region.memory.layout)
-    context = FabricContext(region.memory, Listener(identity, TOKEN, handshake_s=0.5), identity, TOKEN)
+    context = FabricContext(region.memory, Listener(identity, TOKEN, handshake_s=handshake_s))
     buffer = FabricLookupBuffer(
         context, [ShmFabric(context), TcpFabric(context)], table_for(region.memory, EntryBounds(lease_s=60))
     )
@@ -184,11 +186,11 @@ async def serving(region: Region) -> AsyncIterator[tuple[Listener, FabricLookupB
         await asyncio.gather(task, return_exceptions=True)
 
 
-async def require_serves(listener: Listener, make_region: Callable[..., Region]) -> None:
+async def require_serves(listener: Listener, make_region: Callable[..., BlockRegion]) -> None:
     """An honest consumer still gets "here"."""
     own = make_region(16, seed=2)
     identity = Identity("consumer", own.memory.layout)
-    context = FabricContext(own.memory, Listener(identity, TOKEN), identity, TOKEN)
+    context = FabricContext(own.memory, Listener(identity, TOKEN))
     consumer = FabricLookupBuffer(context, [TcpFabric(context)], table_for(own.memory))
     task = asyncio.create_task(consumer.run())
     source = Source(listener.host, listener.port, "producer")
@@ -201,16 +203,16 @@ async def require_serves(listener: Listener, make_region: Callable[..., Region])
 async def until_closed(connection: Connection) -> None:
     """The other end hangs up, soon."""
     try:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             while True:
                 await connection.receive_body()
     except KvferryError:
         pass
 
 
-async def test_strangers_who_talk_nonsense(region: Region, make_region: Callable[..., Region]) -> None:
+async def test_strangers_who_talk_nonsense(region: BlockRegion, make_region: Callable[..., BlockRegion]) -> None:
     dice = random.Random(1)
-    async with serving(region) as (listener, _):
+    async with serving(region, handshake_s=0.5) as (listener, _):
         for _ in range(60):
             reader, writer = await asyncio.open_connection(listener.host, listener.port)
             for _ in range(dice.randrange(1, 4)):
@@ -218,9 +220,10 @@ async def test_strangers_who_talk_nonsense(region: Region, make_region: Callable
                 writer.write(noise if dice.random() < 0.5 else len(noise).to_bytes(4, "big") + noise)
             if dice.random() < 0.5:
                 writer.write_eof()
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(30):
                 await reader.read()
             writer.close()
+        listener._handshake_s = 30  # time for the honest one
         await require_serves(listener, make_region)
 
 
@@ -248,13 +251,13 @@ def anything_from_a_consumer(dice: random.Random) -> Any:
 
 
 async def test_a_consumer_who_knows_the_token_and_not_the_manners(
-    region: Region, make_region: Callable[..., Region]
+    region: BlockRegion, make_region: Callable[..., BlockRegion]
 ) -> None:
     dice = random.Random(2)
     identity = Identity("rude", region.memory.layout)
     async with serving(region) as (listener, _):
         for _ in range(60):
-            connection = await dial(listener.host, listener.port, "lookup", identity, TOKEN, time.monotonic() + 5)
+            connection = await dial(listener.host, listener.port, "lookup", identity, TOKEN, time.monotonic() + 30)
             try:
                 for _ in range(dice.randrange(1, 12)):
                     if dice.random() < 0.1:
@@ -270,13 +273,13 @@ async def test_a_consumer_who_knows_the_token_and_not_the_manners(
 
 
 async def test_a_reader_who_asks_for_bytes_that_are_not_there(
-    region: Region, make_region: Callable[..., Region]
+    region: BlockRegion, make_region: Callable[..., BlockRegion]
 ) -> None:
     dice, size = random.Random(3), region.memory.num_bytes
     identity = Identity("rude", region.memory.layout)
     async with serving(region) as (listener, _):
         for _ in range(60):
-            connection = await dial(listener.host, listener.port, "read", identity, TOKEN, time.monotonic() + 5)
+            connection = await dial(listener.host, listener.port, "read", identity, TOKEN, time.monotonic() + 30)
             offset = dice.choice([-1, 0, size - 4, size, 2**62])
             length = dice.choice([-1, 0, 4, 8, size + 1, 2**62])
             spans = np.array([offset, length]).tobytes() + bytes(dice.choice([0, 0, 0, 1, 8, 15]))
@@ -301,11 +304,11 @@ def anything_from_a_producer(dice: random.Random) -> Any:
     )
 
 
-async def test_a_producer_without_manners(make_region: Callable[..., Region]) -> None:
+async def test_a_producer_without_manners(make_region: Callable[..., BlockRegion]) -> None:
     dice, theirs, ours = random.Random(4), make_region(16, seed=1), make_region(16, seed=2)
     identity = Identity("producer", theirs.memory.layout)
     listener = Listener(identity, TOKEN)
-    shm = ShmFabric(FabricContext(theirs.memory, listener, identity, TOKEN))
+    shm = ShmFabric(FabricContext(theirs.memory, listener))
 
     async def serve(connection: Connection) -> None:
         places = theirs.memory.geometry.places
@@ -319,7 +322,7 @@ async def test_a_producer_without_manners(make_region: Callable[..., Region]) ->
     listener.handle("lookup", serve)
     serving_task = asyncio.create_task(listener.serve())
     own = Identity("consumer", ours.memory.layout)
-    context = FabricContext(ours.memory, Listener(own, TOKEN), own, TOKEN)
+    context = FabricContext(ours.memory, Listener(own, TOKEN))
     consumer = FabricLookupBuffer(context, [ShmFabric(context)], table_for(ours.memory))
     running = asyncio.create_task(consumer.run())
     before = ours.bytes[4 * ours.memory.layout.span_bytes(0) :].copy()

@@ -1,7 +1,6 @@
 import numpy as np
 import pytest
-from kv_support import Region as KvRegion
-from kv_support import make_layout
+from kv_support import BlockRegion, make_layout
 
 from kvferry.core.errors import ProtocolError
 from kvferry.transport.memory import BlockGeometry, BlockMemory, LayerPlace, Region, RegionMap, columns
@@ -40,11 +39,44 @@ def test_offsets_count_through_all_regions() -> None:
             places.locate(*columns([span]))
 
 
+@pytest.mark.parametrize(
+    "regions", [[(0, -1)], [(-1, 8)], [(0, 8), (8, -4)], [(2**63, 8)], [(0, 2**63)], [(0, 2**61)] * 5], ids=str
+)
+def test_regions_that_no_memory_has(regions: list[tuple[int, int]]) -> None:
+    """As a peer may describe its own."""
+    with pytest.raises(ProtocolError, match="the peer's regions"):
+        RegionMap([Region(address, num_bytes) for address, num_bytes in regions], "peer's")
+
+
 def test_a_view_is_the_memory(make_region) -> None:
-    region: KvRegion = make_region(4, seed=1)
+    region: BlockRegion = make_region(4, seed=1)
     view = region.memory.view((3, 10))
     view[2] = view[2] ^ 0xFF
     assert bytes(view) == region.bytes[3:13].tobytes()
+
+
+@pytest.mark.parametrize("is_dense", [True, False])
+def test_views_of_blocks_are_what_their_spans_say(make_region, *, is_dense: bool) -> None:
+    region: BlockRegion = make_region(8, seed=1)
+    memory, layout = region.memory, region.memory.layout
+    if not is_dense:
+        starts = [sum(map(layout.span_bytes, range(layer))) for layer in range(layout.num_layers)]
+        geometry = BlockGeometry(layout, 8, tuple(LayerPlace(start, layout.block_bytes) for start in starts))
+        memory = BlockMemory(geometry, memory.regions)
+    for layer in range(layout.num_layers):
+        views = memory.block_views(layer, [5, 0, 6, 7])
+        assert [bytes(view) for view in views] == [
+            bytes(memory.view(memory.spans(layer, [block_id])[0])) for block_id in [5, 0, 6, 7]
+        ]
+        views[1][:] = b"\x07" * len(views[1])
+        assert bytes(memory.view(memory.spans(layer, [0])[0])) == bytes(views[1])
+    assert memory.block_views(0, []) == []
+
+
+def test_views_of_blocks_that_are_not_there(make_region) -> None:
+    memory = make_region(4, seed=1).memory
+    with pytest.raises(ProtocolError, match="outside"):
+        memory.block_views(memory.layout.num_layers - 1, [3, 4])
 
 
 def test_layers_in_regions_of_their_own() -> None:

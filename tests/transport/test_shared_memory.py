@@ -1,4 +1,6 @@
+import mmap
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -41,6 +43,18 @@ def test_a_new_segment_is_zeros_and_shared() -> None:
         segment.close()
     with pytest.raises(PeerLost, match="closed it"):
         SharedSegment.attach(owner.name)
+
+
+def test_a_populated_segment_is_written_to_without_page_faults() -> None:
+    num_pages = 512
+    segment = SharedSegment.create(num_pages * mmap.PAGESIZE, populated=True)
+    view = np.frombuffer(segment.buffer, np.uint8)
+    before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+    view[:: mmap.PAGESIZE] = 1
+    num_faults = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before
+    assert num_faults < num_pages // 8
+    del view
+    segment.close()
 
 
 def test_closing_an_attached_segment_leaves_it_to_its_owner() -> None:

@@ -15,14 +15,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from kv_support import Region, make_layout, soon, until
+from kv_support import BlockRegion, make_layout, soon, until
 
 from kvferry.core.errors import AuthenticationFailed, ConfigError, KvferryError, PeerLost, ProtocolError
+from kvferry.core.transfer_config import KVTransferConfig
 from kvferry.transport.connection import PROTOCOL_VERSION, Connection, Identity
-from kvferry.transport.control import Hello, Listener, dial
-from kvferry.transport.fabric.base import FABRICS, FabricContext, build_fabrics, fabric_class
+from kvferry.transport.control import Listener, dial
+from kvferry.transport.fabric.base import FABRICS, FabricContext, build_fabrics, transport_class
 from kvferry.transport.fabric.tcp import send_with
-from kvferry.transport.lookup_buffer.base import check_lookup_buffer
+from kvferry.transport.handshake import Hello
+from kvferry.transport.lookup_buffer.base import check as check_config
 from kvferry.transport.memory_vector import MemoryVector
 from kvferry.transport.options import TransportOptions
 from kvferry.transport.pipe.base import PIPES, pipe_class
@@ -127,7 +129,7 @@ async def test_one_side_without_tls_is_told_on_both(
         with caplog.at_level(logging.WARNING), pytest.raises(ProtocolError, match=r"TLS.*tls_cert, tls_key and tls_ca"):
             await call(listener, dialler)
         await until(lambda: "rejected_ProtocolError" in listener.statistics())
-        assert "the peer speaks" in caplog.text
+        assert "the peer uses" in caplog.text
         await call(listener, listening)
 
 
@@ -290,7 +292,7 @@ async def test_an_aborted_connection_gives_out_nothing_that_is_not_clear_text(me
 
 
 def check(**extras: object) -> None:
-    check_lookup_buffer(TransportOptions(**extras))
+    check_config(KVTransferConfig(kv_connector="P2pConnector", kv_connector_extra_config=extras))
 
 
 def test_good_files_are_taken(options: dict[str, str], authority: Authority) -> None:
@@ -352,16 +354,16 @@ def test_a_medium_with_channels_of_its_own_is_refused(options: dict[str, str], t
 
 
 def test_which_media_tls_covers() -> None:
-    assert {name for name in FABRICS.table if fabric_class(name).under_tls} == {"shm", "tcp", "cuda_ipc"}
+    assert {name for name in FABRICS.table if transport_class(name).under_tls} == {"shm", "tcp", "cuda_ipc"}
     assert {name for name in PIPES.table if pipe_class(name).under_tls} == set()
 
 
 async def test_a_fabric_that_is_not_covered_is_not_built(
-    member: ChannelTls, make_region: Callable[..., Region]
+    member: ChannelTls, make_region: Callable[..., BlockRegion]
 ) -> None:
     region = make_region()
     listener = Listener(HERE, "secret", tls=member)
-    context = FabricContext(region.memory, listener, HERE, "secret", tls=member)
+    context = FabricContext(region.memory, listener)
     with pytest.raises(ConfigError, match="TLS does not cover"):
         build_fabrics("nixl", context)
     assert [fabric.name for fabric in build_fabrics("auto", context)] == ["shm", "tcp"]

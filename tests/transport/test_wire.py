@@ -11,7 +11,7 @@ from kvferry.transport.connection import (
     encode_frame,
     frame_length,
 )
-from kvferry.transport.control import Hello, Proof
+from kvferry.transport.handshake import Hello, Proof
 from kvferry.transport.lookup_buffer.messages import FromConsumer, News, Offer, Part, Select
 from kvferry.transport.memory import LayerPlace
 
@@ -67,12 +67,12 @@ def test_a_sealed_frame_that_was_changed_is_refused() -> None:
     assert decode_frame(body, FromConsumer, key) == Select(1, "key")
     for place in range(len(body)):
         changed = body[:place] + bytes([body[place] ^ 1]) + body[place + 1 :]
-        with pytest.raises(ProtocolError, match="changed"):
+        with pytest.raises(ProtocolError, match="modified"):
             decode_frame(changed, FromConsumer, key)
     for cut in (body[:-1], body[:5], b"x", body + b"x"):
-        with pytest.raises(ProtocolError, match="changed"):
+        with pytest.raises(ProtocolError, match="modified"):
             decode_frame(cut, FromConsumer, key)
-    with pytest.raises(ProtocolError, match="changed"):
+    with pytest.raises(ProtocolError, match="modified"):
         decode_frame(body, FromConsumer, b"another" * 4)
 
 

@@ -16,6 +16,7 @@ import msgspec
 
 from kvferry.api.fields import ignored_fields
 from kvferry.api.requests import MAX_FIELD_BYTES
+from kvferry.api.strict import MAX_DEPTH, read_object
 from kvferry.core.errors import InvalidRequest
 
 Body = TypeVar("Body", bound=msgspec.Struct)
@@ -31,9 +32,6 @@ MAX_STRUCTURE = 100_000
 
 MAX_FIELDS = 256
 """Most fields of one body; each one that nobody knows is compared with all that are known."""
-
-MAX_DEPTH = 64
-"""Most levels of arrays and objects. Whatever walks through a body may recurse."""
 
 _WORDS = {
     "int": "an integer",
@@ -125,6 +123,8 @@ def read_fields(raw: bytes) -> dict[str, msgspec.Raw]:
                 raise InvalidRequest(f"{_clip(name.text)} appears twice", param=_clip(name.text))
             fields[name.text] = value
         _require_shallow(raw)
+        if raw.count(b"{") > 1:
+            read_object(raw)
     except msgspec.ValidationError as error:
         raise explain(str(error)) from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:

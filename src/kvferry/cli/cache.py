@@ -8,7 +8,7 @@ from kvferry.cli.cache_folder import add_to
 from kvferry.cli.cache_simulate import simulate
 from kvferry.cli.cache_warm import warm
 
-cache = App(name="cache", sort_key=6, help="KV that is kept for reuse: what is there, and which of it to keep.")
+cache = App(name="cache", sort_key=6, help="Show and manage KV that is kept for reuse.")
 cache.command(warm)
 cache.command(simulate)
 add_to(cache)

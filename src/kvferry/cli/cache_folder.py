@@ -1,6 +1,6 @@
-"""`kvferry cache ls`, `stat`, `verify`, `pin`, `unpin`, `rm`, `export`, `import`: looking after a file store.
+"""`kvferry cache ls`, `stat`, `verify`, `pin`, `unpin`, `rm`, `export`, `import`: manage the directory of a file store.
 
-All work on a directory, with or without instances that use it, and need neither a model nor torch.
+All work on a directory, whether or not instances use it at the same time, and need neither a model nor torch.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from kvferry.store.table import BUILTIN
 Folder = Annotated[
     Path, Parameter(help="The store: its directory, or file:/directory.", converter=lambda _, t: _path(t[0].value))
 ]
-Prefix = Annotated[str, Parameter(help="Block hashes that begin so, in hexadecimal; all if none is given.")]
+Prefix = Annotated[str, Parameter(help="Hexadecimal beginnings of block hashes; all blocks if none is given.")]
 Json = Annotated[bool, Parameter(help="Print JSON instead of a table.", negative=())]
 
 
 def list_blocks(store: Folder, prefix: Prefix = "", *, json: Json = False) -> None:
-    """Say which blocks there are, layout by layout."""
+    """List the blocks, layout by layout."""
     found = upkeep.entries(upkeep.require_root(store), _checked(prefix))
     rows = [(one.fingerprint, one.name, one.num_bytes, one.used_s, one.is_pinned) for one in found]
     if json:
@@ -44,7 +44,7 @@ def list_blocks(store: Folder, prefix: Prefix = "", *, json: Json = False) -> No
 
 
 def stat(store: Folder, *, json: Json = False) -> None:
-    """Say how much there is of each layout (a model, its dtype, block size and ranks)."""
+    """Show the number and size of the blocks of each layout (a model, its dtype, block size and ranks)."""
     found = upkeep.totals(upkeep.require_root(store))
     if json:
         _print_json(found)
@@ -57,7 +57,8 @@ def stat(store: Folder, *, json: Json = False) -> None:
 
 
 def verify(store: Folder) -> int:
-    """Read every block; remove what is damaged and what crashes left. Exit code 1 if any was damaged or unreadable."""
+    """Read every block; remove damaged ones and files that crashes left behind. Exit code 1 if any block was damaged or
+    unreadable."""
     found = upkeep.verify(upkeep.require_root(store))
     for path, reason in found.removed.items():
         print(f"removed {path}: {reason}")  # noqa: T201 - the answer
@@ -72,25 +73,27 @@ def verify(store: Folder) -> int:
 
 
 def pin(store: Folder, prefix: Prefix = "") -> None:
-    """Keep blocks whatever room is needed."""
+    """Protect blocks from eviction."""
     _say(upkeep.set_pinned(upkeep.require_root(store), _checked(prefix), True), "pinned")
 
 
 def unpin(store: Folder, prefix: Prefix = "") -> None:
     """Let blocks be evicted again."""
-    _say(upkeep.set_pinned(upkeep.require_root(store), _checked(prefix), False), "not pinned any more")
+    _say(upkeep.set_pinned(upkeep.require_root(store), _checked(prefix), False), "no longer pinned")
 
 
 def remove(
     store: Folder,
     prefix: Prefix = "",
     *,
-    all_blocks: Annotated[bool, Parameter(name="--all", help="Without a prefix: all of them.", negative=())] = False,
+    all_blocks: Annotated[
+        bool, Parameter(name="--all", help="Remove all blocks, if no prefix is given.", negative=())
+    ] = False,
     pinned: Annotated[bool, Parameter(help="Pinned ones too.", negative=())] = False,
 ) -> None:
     """Remove blocks."""
     if not prefix and not all_blocks:
-        raise ConfigError("kvferry cache rm: say which blocks by the beginning of their hash, or --all")
+        raise ConfigError("kvferry cache rm: name the blocks by the beginning of their hash, or use --all")
     _say(upkeep.remove(upkeep.require_root(store), _checked(prefix), pinned_too=pinned), "removed")
 
 
@@ -98,7 +101,7 @@ def export(store: Folder, archive: Annotated[Path, Parameter(help="A tar file.")
     """Write blocks to an archive. Damaged ones are left out."""
     root, prefix = upkeep.require_root(store), _checked(prefix)
     if archive.exists():
-        raise ConfigError(f"{archive} is there already")
+        raise ConfigError(f"{archive} already exists; choose another name")
     temporary = archive.with_name(f".{archive.name}.{os.getpid()}.tmp")
     try:
         with temporary.open("xb") as file:
@@ -108,11 +111,11 @@ def export(store: Folder, archive: Annotated[Path, Parameter(help="A tar file.")
         raise ConfigError(f"cannot write {archive}: {error.strerror}") from error
     finally:
         temporary.unlink(missing_ok=True)
-    _say(written, "written" + (f", {left_out} left out: damaged, or not to be read" if left_out else ""))
+    _say(written, "written" + (f", {left_out} left out: damaged or unreadable" if left_out else ""))
 
 
 def import_(store: Folder, archive: Annotated[Path, Parameter(help="What export wrote.")]) -> None:
-    """Take blocks from an archive. What does not verify is refused."""
+    """Read blocks from an archive. Blocks that do not verify are refused."""
     try:
         with archive.open("rb") as file:
             taken, refused = upkeep.import_(store, file)
@@ -133,7 +136,7 @@ def add_to(cache: App) -> None:
 def _path(text: str) -> Path:
     scheme, colon, rest = text.partition(":")
     if colon and scheme in BUILTIN and scheme != "file":
-        raise ConfigError(f"kvferry cache looks after file stores, and {scheme}: is another kind")
+        raise ConfigError(f"kvferry cache manages file stores, and {scheme}: is another kind of store")
     return path_of(rest.partition("?")[0]) if scheme == "file" and colon else Path(text).expanduser()
 
 

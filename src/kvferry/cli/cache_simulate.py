@@ -16,24 +16,28 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from rich.table import Table
 
 from kvferry.cli.cache_plot import check_plot, plot
+from kvferry.core.bounds import COUNT, Bounds
 from kvferry.core.errors import ConfigError
 from kvferry.store.eviction.table import eviction_class, eviction_names
 from kvferry.store.trace.comparison import Comparison, compare_file
 
 DEFAULT_CAPACITIES = ("0.5M", "1M", "3M", "5M", "15M")
+TOKENS = Bounds(1, 2**53)
 _TOKENS = re.compile(r"([0-9]+(?:\.[0-9]+)?)([kmg]?)", re.IGNORECASE)
 _POWERS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9}
 
 
 def simulate(
-    trace: Annotated[Path, Parameter(help="Requests as JSON lines, in the form that Mooncake publishes.")],
+    trace: Annotated[
+        Path, Parameter(help="Requests as JSON lines, in the format of the traces that Mooncake publishes.")
+    ],
     *,
     capacity: Annotated[
         tuple[str, ...],
         Parameter(
             consume_multiple=True,
             negative=(),
-            help="Sizes of the cache in tokens: 500k, 3M; several after one another.",
+            help="Sizes of the cache in tokens, such as 500k or 3M; one or several.",
         ),
     ] = DEFAULT_CAPACITIES,
     policy: Annotated[
@@ -44,20 +48,21 @@ def simulate(
             help="Eviction policies by name, or module:Class; all that have a name if none is given.",
         ),
     ] = (),
-    block_tokens: Annotated[int, Parameter(help="Tokens of a block of the trace.")] = 512,
+    block_tokens: Annotated[int, Parameter(help="Tokens in a block of the trace.")] = 512,
     finishes: Annotated[
         bool,
-        Parameter(help="Tell policies when answers are complete, which a store apart from the engine cannot know."),
+        Parameter(help="Tell policies when answers are complete; a store outside of the engine does not know that."),
     ] = True,
     json: Annotated[bool, Parameter(help="Print JSON instead of a table.", negative=())] = False,
     plot_file: Annotated[
         Path | None, Parameter(name="--plot", help="Write a plot: .svg or .png (needs kvferry[plot]).")
     ] = None,
 ) -> None:
-    """Replay recorded requests through eviction policies: the share of their blocks that was found.
+    """Replay recorded requests through eviction policies, and show which share of their blocks was found.
 
-    Beside them, the most that any cache of that size could have found (Belady's optimum), and one without bounds.
+    Also shows the most that any cache of that size could have found (Belady's optimum), and an unbounded cache.
     """
+    COUNT.require("--block-tokens", block_tokens)
     names = policy or tuple(eviction_names())
     for name in names:
         eviction_class(name)
@@ -80,7 +85,9 @@ def _tokens(text: str) -> int:
     match = _TOKENS.fullmatch(text)
     if match is None:
         raise ConfigError(f"--capacity {text!r} is not a number of tokens; write it as 500k, 3M or 3000000")
-    return int(float(match[1]) * _POWERS[match[2].lower()])
+    found = float(match[1]) * _POWERS[match[2].lower()]
+    TOKENS.require("--capacity", found)
+    return int(found)
 
 
 @contextmanager

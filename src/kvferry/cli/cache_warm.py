@@ -1,4 +1,5 @@
-"""`kvferry cache warm`: long documents computed once and kept, so that prompts that begin with them start at once."""
+"""`kvferry cache warm`: computes long documents once and keeps their KV, so that prompts that begin with them start at
+once."""
 
 from __future__ import annotations
 
@@ -16,18 +17,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from kvferry.cli.common import ENGINE, LOG, EngineFlags, LogFlags
+from kvferry.cli.common import END_MARGIN_S, ENGINE, LOG, EngineFlags, LogFlags
+from kvferry.cli.documents import Document, read_documents
 from kvferry.cli.flags import complete
 from kvferry.cli.serve import flag_variables
-from kvferry.cli.warming import (
-    Document,
-    NotWarmed,
-    Outcome,
-    Server,
-    find_instances,
-    read_documents,
-    warm_all,
-)
+from kvferry.cli.warming import NotWarmed, Outcome, Server, find_instances, warm_all
+from kvferry.core.bounds import SECONDS
 from kvferry.core.errors import ConfigError, KvferryError
 from kvferry.engine.config import EngineConfig
 from kvferry.fleet.display import Display, make_display
@@ -45,37 +40,37 @@ from kvferry.router.config import RouterConfig
 
 @dataclass(frozen=True, kw_only=True)
 class Warm:
-    """What is to be done with which documents."""
+    """What to do with which documents."""
 
     url: str | None = None
-    """A running instance that keeps KV, or a router: its prefill instances then share the documents."""
+    """A running instance that keeps KV, or a router, whose prefill instances then share the documents."""
 
     model: str | None = None
-    """Without --url: the model of an engine that is started for this, and ended afterwards."""
+    """Without --url: the model of an engine that is started for this, and stopped afterwards."""
 
     store: tuple[str, ...] = ()
-    """With --model: where its KV is kept, such as file:/path; repeat it for tiers, the fastest first."""
+    """With --model: where to keep the KV, such as file:/path; repeat it for tiers, the fastest first."""
 
     kv_transfer_config: str | None = None
-    """With --model, in place of --store: the JSON that the serving instances have."""
+    """With --model, instead of --store: the JSON of the instances that serve."""
 
     pin: bool = True
-    """Keep the blocks whatever room is needed, until --unpin; --no-pin lets them be evicted."""
+    """Protect the blocks from eviction until --unpin; --no-pin lets them be evicted."""
 
     unpin: Annotated[bool, Parameter(negative=())] = False
-    """Compute nothing: let what is kept of the documents be evicted again, in all tiers of every instance."""
+    """Compute nothing, and let the KV of the documents be evicted again, in all tiers of all instances."""
 
     cache_salt: str | None = None
-    """The tenant whose prompts are to find the KV; a line's own `cache_salt` wins."""
+    """The cache_salt of the prompts that are to find the KV; a line's own `cache_salt` takes precedence."""
 
     admin_key: str | None = None
-    """Admin key of the instance or router. Without one, the key that goes with KVFERRY_AUTH_TOKEN."""
+    """Admin key of the instance or router. Default: the key derived from KVFERRY_AUTH_TOKEN."""
 
     ca: Path | None = None
-    """Authority (PEM) that vouches for https://; the system's authorities when not given."""
+    """Certificate authority (PEM) of https:// URLs. Default: the system's authorities."""
 
     timeout_s: float = 3600.0
-    """Longest time for one document."""
+    """Most seconds for one document."""
 
 
 WarmFlags = Annotated[Warm, Parameter(name="*")]
@@ -87,7 +82,7 @@ def warm(
         tuple[str, ...],
         Parameter(
             name="documents",
-            help="Text files; - for standard input; .jsonl: a prompt or messages a line.",
+            help="Text files, - for standard input, or .jsonl files with a prompt or messages on each line.",
             allow_leading_hyphen=True,
         ),
     ],
@@ -100,7 +95,7 @@ def warm(
 ) -> int:
     """Compute documents once and keep their KV, pinned, in all tiers of a store.
 
-    Prompts that begin with one of them then load what they would have computed. With a running instance or router:
+    Prompts that begin with one of them then load this KV instead of computing it. With a running instance or router:
 
         kvferry cache warm handbook.txt questions.jsonl --url http://127.0.0.1:8000
 
@@ -108,12 +103,12 @@ def warm(
 
         kvferry cache warm handbook.txt --model MODEL --store file:/var/lib/kvferry
 
-    What is there already is not computed again; --unpin lets it be evicted again. Exit code 1 if a document is not
-    kept as a whole."""
+    Blocks that are already there are not computed again; --unpin lets them be evicted again. Exit code 1 if a document
+    is not kept completely.
+    """
     if not documents:
         raise ConfigError("kvferry cache warm: name the documents, or - for standard input")
-    if not what.timeout_s > 0:
-        raise ConfigError(f"--timeout-s must be greater than 0, got {what.timeout_s:g}")
+    SECONDS.require("--timeout-s", what.timeout_s)
     logs = complete(LogConfig, log)
     set_up_logging(logs, "warm")
     report = _Report(json)
@@ -165,7 +160,7 @@ def _visitor(documents: Iterator[Document], what: Warm, report: _Report) -> Visi
 
 def _fleet(what: Warm, engine: Any, log: LogConfig) -> LocalFleet:
     if what.model is None:
-        raise ConfigError("kvferry cache warm: say where, by --url of a running instance, or by --model and --store")
+        raise ConfigError("kvferry cache warm: give the --url of a running instance or router, or --model and --store")
     if bool(what.store) == (what.kv_transfer_config is not None):
         raise ConfigError("kvferry cache warm --model: give --store or --kv-transfer-config, one of them")
     text = (
@@ -191,7 +186,7 @@ async def _with_engine(fleet: LocalFleet, visit: Visit) -> None:
     """The engine and the visitor, side by side; whichever is done ends the other."""
     DigestCache()  # says what is wrong with it, if anything
     up: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-    supervisor = LocalSupervisor(_Quiet(make_display(fleet.log), up), fleet.listen.grace_s)
+    supervisor = LocalSupervisor(_Quiet(make_display(fleet.log), up), fleet.listen.grace_s + END_MARGIN_S)
     serving = asyncio.create_task(supervisor.run(FleetPlan((plain_instance(fleet, "engine"),))))
     visiting = asyncio.create_task(_visit_when_up(up, visit))
     try:
@@ -199,7 +194,7 @@ async def _with_engine(fleet: LocalFleet, visit: Visit) -> None:
         if not visiting.done():
             if await serving in (0, 130):
                 raise KeyboardInterrupt
-            raise NotWarmed("the engine ended; its last lines say why")
+            raise NotWarmed("the engine exited; its last log lines give the reason")
         visiting.result()
     finally:
         visiting.cancel()
@@ -287,5 +282,7 @@ def _table(outcomes: list[Outcome]) -> Table:
 
 def _lacking(one: Outcome) -> Iterator[str]:
     for tier in one.tiers:
+        if tier.refusal is not None:
+            yield tier.refusal
         if tier.num_present < one.num_blocks:
             yield f"tier {tier.tier} has {tier.num_present}" + ("" if tier.is_healthy else " and does not answer")

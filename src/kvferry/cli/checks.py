@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import tempfile
+
+from kvferry.connectors.registry import find_connector
 from kvferry.core.errors import ConfigError
+from kvferry.core.transfer_config import parse_transfer_config
 from kvferry.engine.config import EngineConfig
 from kvferry.fleet.listening import require_free
 from kvferry.fleet.local import LOOPBACK
@@ -22,8 +26,10 @@ def check_before_start(
     access: HttpAccess,
     fleet: FleetSpec | None = None,
     router: RouterConfig | None = None,
+    transfer: str | None = None,
 ) -> None:
-    """Raises `ConfigError`. Whoever starts under a supervisor need not: the supervisor has asked."""
+    """Raises `ConfigError`. Not needed for processes under a supervisor, which has called it already."""
+    _require_temporary_folder()
     access.check_files()
     require_free(listen.host, listen.port)
     if fleet is not None and fleet.instance_ports is not None:
@@ -36,18 +42,34 @@ def check_before_start(
                 f"--kv-events {engine.kv_events}: several instances cannot share one address; give port *"
             )
         zmq()
+    if transfer is not None:
+        config = parse_transfer_config(transfer)
+        find_connector(config).check_here(config, known=True)  # whoever starts several draws a token for them
     if choice.engine == "kvferry":
         source = resolve(engine.model)
         if isinstance(source, str):
             require_on_hub(source)
 
 
+def _require_temporary_folder() -> None:
+    """PyTorch looks for one when it is imported, and ends with a traceback without: as in a container that is read-only
+    from top to bottom."""
+    try:
+        tempfile.gettempdir()
+    except FileNotFoundError as error:
+        raise ConfigError(
+            f"{error.strerror}: PyTorch needs a writable directory for temporary files; mount one at /tmp, or name one"
+            " in TMPDIR"
+        ) from error
+
+
 def _require_free_ports(fleet: FleetSpec, listen: Listen) -> None:
-    for index in range(fleet.num_prefill + fleet.num_decode):
-        port = fleet.instance_port(index)
+    ports = [fleet.instance_port(index) for index in range(fleet.num_prefill + fleet.num_decode)]
+    for port in ports:
         if port == listen.port:
             raise ConfigError(
                 f"--instance-ports {fleet.instance_ports} gives an instance port {port}, which is the --port of all;"
                 " choose another"
             )
+    for port in ports:
         require_free(LOOPBACK, port, "--instance-ports")

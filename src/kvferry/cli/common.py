@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Protocol
 from cyclopts import Group, Parameter
 
 from kvferry.cli.flags import field_help, flags_of, nothing_said
-from kvferry.core.names import resolve
+from kvferry.core.names import resolve, without_collections
 from kvferry.core.registration import registration_key
 from kvferry.core.transfer_config import KVTransferConfig
 from kvferry.engine.config import EngineConfig
@@ -80,7 +80,7 @@ ROUTER, ROUTER_OPTIONS = nothing_said(RouterFields), nothing_said(RouterOptionFi
 ENGINE, CHOICE = nothing_said(EngineFields), nothing_said(ChoiceFields)
 ReadyFd = Annotated[int | None, Parameter(show=False, help="For the supervisor: where to write start messages.")]
 
-_END_MARGIN_S = 5.0
+END_MARGIN_S = 5.0
 """How much longer than its own grace a process may take to end before it is killed."""
 
 RUN_INSTANCE = "kvferry.engine.launch:run_instance"
@@ -98,7 +98,7 @@ class Reporter(Protocol):
 
 
 class TerminalReporter:
-    """Tells the person at the terminal."""
+    """Shows the progress at the terminal."""
 
     def __init__(self, name: str, log: LogConfig) -> None:
         self._name, self._display, self._started = name, make_display(log), False
@@ -119,7 +119,7 @@ class TerminalReporter:
 
 @contextmanager
 def reporting(name: str, ready_fd: int | None, log: LogConfig) -> Iterator[Reporter]:
-    """A reporter to the supervisor if there is one, else to the terminal; sets up logging for a process of that
+    """A reporter to the supervisor if there is one, otherwise to the terminal; sets up logging for a process with that
     name."""
     set_up_logging(log, name)
     if ready_fd is not None:
@@ -135,15 +135,15 @@ def reporting(name: str, ready_fd: int | None, log: LogConfig) -> Iterator[Repor
 def run_fleet(
     plan: FleetPlan, listen: Listen, ready_fd: int | None, log: LogConfig, policy: RestartPolicy = DEFAULT_POLICY
 ) -> int:
-    """Run processes until SIGINT or SIGTERM, and end them all; returns the exit code."""
+    """Run processes until SIGINT or SIGTERM, and stop them all; returns the exit code."""
     set_up_logging(log, "supervisor")
     DigestCache()  # says what is wrong with it, if anything, once for all that is started
     display = make_display(log) if ready_fd is None else ReportingDisplay(ReadyWriter(ready_fd))
-    return asyncio.run(LocalSupervisor(display, listen.grace_s + _END_MARGIN_S, policy).run(plan))
+    return asyncio.run(LocalSupervisor(display, listen.grace_s + END_MARGIN_S, policy).run(plan))
 
 
 def http_settings(listen: Listen, access: HttpAccess, limits: HttpLimits) -> dict[str, Any]:
-    """What a command says of its HTTP server, as the fields of an `HttpConfig`."""
+    """What a command's flags say about its HTTP server, as fields of an `HttpConfig`."""
     token = os.environ.get(TOKEN_VARIABLE, "")
     return {
         **vars(access),
@@ -177,11 +177,11 @@ def run_engine(
         url=instance.advertise_url,
         ca=instance.register_ca,
     )
-    run_instance = resolve(RUN_INSTANCE)
+    with without_collections():
+        run_instance = resolve(RUN_INSTANCE)
     with reporting(role if role != "both" else "engine", ready_fd, log) as reporter:
         code: int = run_instance(
             engine=engine,
-            role=role,
             transfer=transfer,
             served_model_names=instance.served_model_name,
             server=ServerConfig(**http_settings(listen, access, limits)),

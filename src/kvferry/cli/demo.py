@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from kvferry.cli.common import LOG, LogFlags
+from kvferry.cli.common import END_MARGIN_S, LOG, LogFlags
 from kvferry.cli.flags import complete
 from kvferry.core.errors import KvferryError, Unavailable
 from kvferry.core.timeline import Timeline
@@ -109,7 +109,7 @@ async def _run(fleet: LocalFleet, console: Console, keep: bool) -> int:
     urls: dict[str, str] = {}
     up = asyncio.Event()
     display = _Watching(make_display(fleet.log), urls, up)
-    supervisor = LocalSupervisor(display, fleet.listen.grace_s)
+    supervisor = LocalSupervisor(display, fleet.listen.grace_s + END_MARGIN_S)
     serving = asyncio.create_task(supervisor.run(_with_plain_instance(fleet.plan(), fleet)))
     visiting = asyncio.create_task(_visit(urls, up, console, display.printing))
     await asyncio.wait([serving, visiting], return_when=asyncio.FIRST_COMPLETED)
@@ -195,7 +195,7 @@ async def _visit(urls: Mapping[str, str], up: asyncio.Event, console: Console, p
         console.print(
             "\nPrefill and decode run on two instances; the KV cache goes from one to the other."
             f" Each prompt is the beginning of a file of Python's own library, followed by {NUM_TOKENS} tokens"
-            " of the model's.\n"
+            " that the model generates.\n"
         )
         answers = [await _show(router, piece, console, printing) for piece in pieces]
         console.print(_times(pieces, answers))
@@ -320,7 +320,7 @@ def _legend() -> Text:
     for name, _, _, colour in PHASES:
         legend.append("█ ", style=colour)
         legend.append(f"{name}   ")
-    legend.append("(transfer: what is left of it when prefill is done)\n", style="dim")
+    legend.append("(transfer: its part after the end of prefill)\n", style="dim")
     return legend
 
 
@@ -334,5 +334,5 @@ def _compare(
         console.print(f"✗ The tokens of {', '.join(differing)} differ from those of one plain instance.", style="red")
         return 1
     total = sum(len(answer.token_ids) for answer in found)
-    console.print(f"✓ All {total} tokens are those of one plain instance.", style="bold green")
+    console.print(f"✓ All {total} tokens equal those of one plain instance.", style="bold green")
     return 0

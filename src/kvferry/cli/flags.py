@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import ast
 import inspect
-import math
 import textwrap
 from collections.abc import Iterable
 from dataclasses import MISSING, Field, asdict, field, fields, make_dataclass
@@ -63,9 +62,10 @@ def nothing_said(flags: type[T]) -> T:
 def complete(config: type[T], flags: Any, **more: Any) -> T:
     """The settings that the flags say, with the fields that were left out. Raises `ConfigError`."""
     said = asdict(flags)
-    for name, value in said.items():
-        if isinstance(value, float) and math.isnan(value):  # which no bound refuses, as it compares with nothing
-            raise ConfigError(f"--{name.replace('_', '-')} must be a number, got nan")
+    for name, value in (said | more).items():
+        flag = f"--{name.replace('_', '-')}"
+        if value == "" or (isinstance(value, tuple | list) and "" in value):  # often a variable that was not set
+            raise ConfigError(f"{flag} must not be empty; leave it out to have its default")
     return config(**said, **more)
 
 

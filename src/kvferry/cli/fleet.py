@@ -8,11 +8,12 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal, TypeVar
 
 import msgspec
 from cyclopts import App, Parameter
 
+from kvferry.core.bounds import PORT, SECONDS_OR_ZERO
 from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.core.errors import ConfigError, KvferryError
 from kvferry.fleet.local import TOKEN_VARIABLE
@@ -29,41 +30,72 @@ _ASK_S = 10.0
 _LOOK_AGAIN_S = 0.5
 
 
+class _Member(msgspec.Struct):
+    name: str
+    in_flight: int
+    alive: bool
+    draining: bool
+    drained: bool
+    engine: str | None = None
+    url: str = "(its address is only shown to operators)"
+
+
+class _ErrorDetail(msgspec.Struct):
+    message: str
+
+
+class _Error(msgspec.Struct):
+    error: _ErrorDetail
+
+
+class _Listed(msgspec.Struct):
+    instances: list[_Member]
+
+
+class _Changed(msgspec.Struct):
+    """What a router says of an instance that it has changed."""
+
+    name: str
+    url: str
+    drained: bool = False
+
+
+Answer = TypeVar("Answer")
+
+
 class _NotThere(ConfigError):
     """The router knows no such instance."""
 
 
-app = App(name="fleet", help="See and change the instances behind a running router.", sort_key=6)
+app = App(name="fleet", help="Show and change the instances behind a running router.", sort_key=6)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Where:
-    """The router, and the key that opens it."""
+    """The router, and the key for it."""
 
     router: str = "http://127.0.0.1:8000"
     """URL of the router; with --admin-port, of its admin listener."""
 
     admin_key: str | None = None
-    """Admin key of the router. Without one, the key that goes with KVFERRY_AUTH_TOKEN."""
+    """Admin key of the router. Default: the key derived from KVFERRY_AUTH_TOKEN."""
 
     router_ca: Path | None = None
-    """Authority (PEM) that vouches for a router at https://; the system's authorities when not given."""
+    """Certificate authority (PEM) of a router at an https:// URL. Default: the system's authorities."""
 
 
 WhereFlags = Annotated[Where, Parameter(name="*")]
 _HERE = Where()
-RoleArgument = Annotated[Role, Parameter(help="What the router is to use the instance for.")]
+RoleArgument = Annotated[Role, Parameter(help="The role in which the router uses the instance.")]
 Name = Annotated[str, Parameter(help="An instance's name or URL, as in `kvferry fleet list`.")]
 
 
 @app.command(name="list")
 def show(*, where: WhereFlags = _HERE) -> int:
-    """Show all instances, with what runs there."""
-    answer = ask(where, "GET", _PATH)
-    for one in answer["instances"]:
-        state = "drained" if one["drained"] else "draining" if one["draining"] else "up" if one["alive"] else "down"
-        engine, url = one["engine"] or "?", one.get("url", "(its address is for operators)")
-        sys.stdout.write(f"{one['name']:<14} {state:<9} {one['in_flight']:>5} running  {engine:<8} {url}\n")
+    """Show all instances, with the number of requests running there."""
+    for one in ask(where, "GET", _PATH, _Listed).instances:
+        state = "drained" if one.drained else "draining" if one.draining else "up" if one.alive else "down"
+        sys.stdout.write(f"{one.name:<14} {state:<9} {one.in_flight:>5} running  {one.engine or '?':<8} {one.url}\n")
     return 0
 
 
@@ -73,13 +105,15 @@ def add(
     url: Annotated[str, Parameter(help="Base URL of the instance, such as http://10.0.0.3:8000.")],
     *,
     bootstrap_port: Annotated[
-        int | None, Parameter(help="Port of a prefill instance's Mooncake bootstrap server.")
+        int | None, Parameter(help="Port of a prefill instance's bootstrap server (Mooncake's in vLLM, SGLang's).")
     ] = None,
     where: WhereFlags = _HERE,
 ) -> int:
     """Add an instance that is running: `kvferry fleet add decode http://10.0.0.3:8000`."""
+    if bootstrap_port is not None:
+        PORT.require("--bootstrap-port", bootstrap_port)
     more = {} if bootstrap_port is None else {"bootstrap_port": bootstrap_port}
-    return _told(ask(where, "POST", f"{_PATH}/add", {"role": role, "url": url, **more}), "added")
+    return _told(ask(where, "POST", f"{_PATH}/add", _Changed, {"role": role, "url": url, **more}), "added")
 
 
 @app.command
@@ -89,18 +123,19 @@ def drain(
     wait_s: Annotated[float, Parameter(help="Seconds to wait until the instance is drained.")] = 0.0,
     where: WhereFlags = _HERE,
 ) -> int:
-    """Give an instance no new requests. With --wait-s, wait until nothing runs there and nothing is kept for others;
-    exit code 1 when that takes longer."""
+    """Send an instance no new requests. With --wait-s, wait until none runs there and no ticket is outstanding; exit
+    code 1 if that takes longer."""
+    SECONDS_OR_ZERO.require("--wait-s", wait_s)
     deadline = SYSTEM_CLOCK.monotonic() + wait_s
-    answer = ask(where, "POST", f"{_PATH}/drain", {"instance": instance})
-    while not answer["drained"] and SYSTEM_CLOCK.monotonic() < deadline:
+    answer = ask(where, "POST", f"{_PATH}/drain", _Changed, {"instance": instance})
+    while not answer.drained and SYSTEM_CLOCK.monotonic() < deadline:
         time.sleep(_LOOK_AGAIN_S)
         try:
-            answer = ask(where, "POST", f"{_PATH}/drain", {"instance": answer["name"]})
+            answer = ask(where, "POST", f"{_PATH}/drain", _Changed, {"instance": answer.name})
         except _NotThere:
-            answer["drained"] = True  # one that leaves by itself is forgotten as soon as it is drained
-    _told(answer, "drained" if answer["drained"] else "draining")
-    return 0 if answer["drained"] or not wait_s else 1
+            answer.drained = True  # one that leaves by itself is forgotten as soon as it is drained
+    _told(answer, "drained" if answer.drained else "draining")
+    return 0 if answer.drained or not wait_s else 1
 
 
 @app.command
@@ -110,33 +145,42 @@ def remove(
     force: Annotated[bool, Parameter(help="Remove it even if it is not drained.")] = False,
     where: WhereFlags = _HERE,
 ) -> int:
-    """Forget an instance that is drained; with --force, one that is not."""
-    return _told(ask(where, "POST", f"{_PATH}/remove", {"instance": instance, "force": force}), "removed")
+    """Remove an instance that is drained; with --force, one that is not."""
+    return _told(ask(where, "POST", f"{_PATH}/remove", _Changed, {"instance": instance, "force": force}), "removed")
 
 
 @app.command(name="role")
 def change_role(instance: Name, role: RoleArgument, *, where: WhereFlags = _HERE) -> int:
-    """Have an instance that can do both prefill instead of decode, or the other way round."""
-    return _told(ask(where, "POST", f"{_PATH}/role", {"instance": instance, "role": role}), "changed")
+    """Make an instance that can do both prefill instead of decode, or the other way round."""
+    return _told(ask(where, "POST", f"{_PATH}/role", _Changed, {"instance": instance, "role": role}), "changed")
 
 
-def _told(answer: dict[str, Any], what: str) -> int:
-    sys.stdout.write(f"{answer['name']} ({answer['url']}): {what}\n")
+def _told(answer: _Changed, what: str) -> int:
+    sys.stdout.write(f"{answer.name} ({answer.url}): {what}\n")
     return 0
 
 
-def ask(where: Where, method: str, path: str, body: object = None) -> dict[str, Any]:
-    """The router's answer. Raises `ConfigError` when there is none, or it says no."""
+def ask(where: Where, method: str, path: str, wanted: type[Answer], body: object = None) -> Answer:
+    """The router's answer. Raises `ConfigError` if there is none, it is an error, or it is not a router's."""
     try:
         status, content = asyncio.run(_exchange(where, method, path, body))
-        answer: dict[str, Any] = msgspec.json.decode(content)
-    except (KvferryError, ValueError, msgspec.MsgspecError) as error:
-        raise ConfigError(f"the router at {where.router} gave no answer: {error}") from error
+    except (KvferryError, ValueError) as error:
+        raise ConfigError(f"the router at {where.router} did not answer: {error}") from error
     if status != 200:
-        said = answer.get("error", {}) if isinstance(answer, dict) else {}
         kind = _NotThere if status == 404 else ConfigError
-        raise kind(f"the router answered {status}: {said.get('message', content[:200].decode(errors='replace'))}")
-    return answer
+        raise kind(f"the router answered {status}: {_message(content)}")
+    try:
+        return msgspec.json.decode(content, type=wanted)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise ConfigError(f"what answers at {where.router} is no router of kvferry's: {error}") from error
+
+
+def _message(content: bytes) -> str:
+    """What an error says."""
+    try:
+        return msgspec.json.decode(content, type=_Error).error.message
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        return repr(content[:200].decode(errors="replace"))
 
 
 async def _exchange(where: Where, method: str, path: str, body: object) -> tuple[int, bytes]:

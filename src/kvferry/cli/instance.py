@@ -46,13 +46,13 @@ def prefill(
     limits: LimitFlags = LIMITS,
     ready_fd: ReadyFd = None,
 ) -> int:
-    """Start one prefill instance: it reads prompts, and hands their KV cache to decode instances.
+    """Start one prefill instance: it computes prompts, and hands their KV cache to decode instances.
 
     Put a router in front of it, and name it there with --prefill-url:
 
         kvferry prefill kvferry/tiny-python --port 8001
 
-    A vLLM server as a prefill instance; what stands behind `--` is vLLM's:
+    A vLLM server as a prefill instance; arguments after `--` are passed to vLLM:
 
         kvferry prefill MODEL --engine vllm --port 8001 -- --dtype bfloat16
     """
@@ -71,9 +71,9 @@ def decode(
     limits: LimitFlags = LIMITS,
     ready_fd: ReadyFd = None,
 ) -> int:
-    """Start one decode instance: it fetches the KV cache of prompts, and writes the answers.
+    """Start one decode instance: it fetches the KV cache of prompts, and generates the answers.
 
-    It can read prompts too, and does so when there is no prefill instance to ask:
+    It can compute prompts too, and does so if there is no prefill instance:
 
         kvferry decode kvferry/tiny-python --port 8002
 

@@ -1,5 +1,5 @@
-"""The `kvferry` command. A wrong flag, file or value is one line on standard error and exit code 2; what could not be
-done for another reason that kvferry knows, one line and exit code 1."""
+"""The `kvferry` command. A wrong flag, file or value gives one line on standard error and exit code 2; a known error
+for another reason, one line and exit code 1."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ ENVIRONMENT = Env("KVFERRY_", command=False)
 HELP = """
 Serve large language models with **prefill and decode on different instances**.
 
-A long prompt then no longer stalls the answers of others: prefill instances read prompts, decode instances write
-answers, and the KV cache is ferried between them. All of it on one machine, behind one OpenAI endpoint:
+A long prompt then no longer stalls other requests' answers: prefill instances compute prompts, decode instances
+generate answers, and the KV cache moves from one to the other. All on one machine, behind one OpenAI endpoint:
 
     kvferry serve kvferry/tiny-python --prefill 1 --decode 1
 
     curl http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/json' -d '{"prompt": "def add(a, b):"}'
 
-With vLLM's servers in place of kvferry's own engine; what stands behind `--` is vLLM's:
+With vLLM's servers instead of kvferry's own engine; arguments after `--` are passed to vLLM:
 
     kvferry serve MODEL --engine vllm --prefill 1 --decode 1 -- --dtype bfloat16
 

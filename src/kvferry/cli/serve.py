@@ -67,7 +67,7 @@ def serve(
 
         kvferry serve kvferry/tiny-python --prefill 1 --decode 1
 
-    Two prefill instances and one decode instance, the KV cache handed over in files:
+    Two prefill instances and one decode instance, the KV cache handed over through files:
 
         kvferry serve kvferry/tiny-python --prefill 2 --kv-transfer-config '{"kv_connector":"SharedStorageConnector",
         "kv_connector_extra_config":{"shared_storage_path":"/tmp/kvferry-blocks"}}'
@@ -76,12 +76,12 @@ def serve(
 
         kvferry serve kvferry/tiny-python
 
-    The same with vLLM's servers, which get all that stands behind `--`. Name the Python of vLLM's environment when it
-    is not kvferry's own:
+    The same with vLLM's servers, which get all arguments after `--`. Name the Python of vLLM's environment if it is not
+    kvferry's own:
 
         kvferry serve MODEL --engine vllm --engine-python /opt/vllm/bin/python --prefill 1 -- --dtype bfloat16
 
-    vLLM's own connectors will do too:
+    One of vLLM's own connectors:
 
         kvferry serve MODEL --engine vllm --prefill 1 --kv-transfer-config '{"kv_connector":"NixlConnector"}'
     """
@@ -101,7 +101,8 @@ def serve(
     if said.spec.is_split or said.choice.engine == "vllm":
         plan = said.plan()
         if ready_fd is None:
-            check_before_start(said.engine, said.choice, said.listen, said.access, said.spec, said.router)
+            transfer = said.instance.kv_transfer_config if said.choice.engine == "kvferry" else None
+            check_before_start(said.engine, said.choice, said.listen, said.access, said.spec, said.router, transfer)
         return run_fleet(plan, said.listen, ready_fd, said.log, policy)
     return _serve_one(said, ready_fd)
 

@@ -1,22 +1,21 @@
-"""Has a running instance compute documents once and keep their KV, and says what became of each.
+"""Lets a running instance compute documents once and keep their KV, and reports the result of each.
 
-Speaks HTTP only: `/tokenize` makes a document's tokens, `/kvferry/kept` says what of them is in the store, pins
-and unpins it, and a completion of one token computes what is missing. What is shown on the way is what the store has.
+Speaks HTTP only: `/tokenize` makes a document's tokens; `/kvferry/kept` reports how much of them is in the store, pins
+and unpins it; a completion of one token computes what is missing. The progress shown is what the store has.
 """
 
 from __future__ import annotations
 
 import asyncio
-import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 
+from kvferry.cli.documents import Document
 from kvferry.core.clock import SYSTEM_CLOCK
-from kvferry.core.errors import ConfigError, KvferryError
+from kvferry.core.errors import KvferryError
 from kvferry.core.kept import KeptBlocks, TierShare
 from kvferry.http.client import HttpClient
 from kvferry.http.headers import RawHeaders
@@ -29,9 +28,7 @@ STALLED_S = 10.0
 ASK_S = 60.0
 MOST_TRIES = 3
 """Of one document, where the store dropped some of its blocks."""
-LONGEST_LINE = 256 * 2**20
 LONGEST_ANSWER = 2**30
-STANDARD_INPUT = "-"
 
 
 class NotWarmed(KvferryError):
@@ -39,20 +36,13 @@ class NotWarmed(KvferryError):
 
 
 class NotThere(NotWarmed):
-    """The server knows no such path."""
-
-
-@dataclass(frozen=True)
-class Document:
-    """`body` has `prompt` or `messages`, as /tokenize takes them."""
-
-    name: str
-    body: dict[str, Any]
+    """The server does not have this path."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What became of one document. Blocks: all of it, those there before in every tier, those there now."""
+    """The result for one document. Blocks: all of its blocks, those that were in every tier before, those that are
+    there now."""
 
     document: str
     error: str | None = None
@@ -62,66 +52,6 @@ class Outcome:
     num_kept: int = 0
     num_pinned: int = 0
     tiers: tuple[TierShare, ...] = ()
-
-
-# Documents.
-
-
-def read_documents(paths: Sequence[str]) -> Iterator[Document]:
-    """Each file, or `-`, is one text; a .jsonl file has one request with `prompt` or `messages` on each line.
-
-    Standard input is read now, files when they are wanted. Raises `ConfigError` that names the file and line; for files
-    that are not there, now.
-    """
-    if paths.count(STANDARD_INPUT) > 1:
-        raise ConfigError("standard input (-) can be read once only")
-    for path in paths:
-        if path != STANDARD_INPUT and not Path(path).is_file():
-            what = "neither a flag of this command nor a file" if path.startswith("-") else "no file"
-            raise ConfigError(f"{path} is {what} that can be read")
-    return _documents(paths, _read_text(STANDARD_INPUT) if STANDARD_INPUT in paths else "")
-
-
-def _documents(paths: Sequence[str], standard_input: str) -> Iterator[Document]:
-    for path in paths:
-        if Path(path).suffix == ".jsonl":
-            yield from _read_lines(path)
-        elif path == STANDARD_INPUT:
-            yield Document("standard input", {"prompt": standard_input})
-        else:
-            yield Document(path, {"prompt": _read_text(path)})
-
-
-def _read_text(path: str) -> str:
-    try:
-        content = sys.stdin.buffer.read() if path == STANDARD_INPUT else Path(path).read_bytes()
-        return content.decode()
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is not UTF-8 text: {error.reason} at byte {error.start}") from error
-
-
-def _read_lines(path: str) -> Iterator[Document]:
-    try:
-        with Path(path).open("rb") as file:
-            number = 0
-            while line := file.readline(LONGEST_LINE):
-                number += 1
-                if line.strip():
-                    yield Document(f"{path}:{number}", _request_of(line, f"{path}:{number}"))
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
-
-
-def _request_of(line: bytes, where: str) -> dict[str, Any]:
-    try:
-        body = msgspec.json.decode(line, type=dict[str, Any])
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise ConfigError(f"{where} is not a JSON object: {error}") from error
-    if ("prompt" in body) == ("messages" in body):
-        raise ConfigError(f"{where} must have either prompt (a text or token ids) or messages")
-    return body
 
 
 # The server.
@@ -140,7 +70,7 @@ class Server:
     async def ask(
         self, method: str, path: str, body: object, answer_type: type[Answer], timeout_s: float = ASK_S
     ) -> Answer:
-        """The answer. Raises `NotWarmed` with what the server said, and `TransferError` when it says nothing."""
+        """The answer. Raises `NotWarmed` with the server's error, and `TransferError` if it does not answer."""
         headers: RawHeaders = [(b"content-type", b"application/json")]
         headers += [] if self.key is None else [bearer(self.key)]
         sent = None if body is None else msgspec.json.encode(body)
@@ -157,20 +87,20 @@ class Server:
             raise (NotThere if status == 404 else NotWarmed)(_said(self.url, status, content))
         try:
             return msgspec.json.decode(content, type=answer_type)
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise NotWarmed(f"{self.url} gave an answer to {path} that cannot be read: {error}") from error
 
 
 def _said(url: str, status: int, content: bytes) -> str:
     try:
         message = msgspec.json.decode(content)["error"]["message"]
-    except (msgspec.MsgspecError, KeyError, TypeError):
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, KeyError, TypeError):
         message = content[:200].decode(errors="replace")
     return f"{url} answered {status}: {message}"
 
 
 async def find_instances(server: Server) -> list[Server]:
-    """The server itself, or behind a router its prefill instances, which can keep KV. Raises `NotWarmed`."""
+    """The server itself or, behind a router, its prefill instances, which can keep KV. Raises `NotWarmed`."""
     try:
         found = await server.ask("GET", "/kvferry/instances", None, dict[str, list[dict[str, Any]]])
     except NotThere:
@@ -182,9 +112,11 @@ async def find_instances(server: Server) -> list[Server]:
     ]
     ready = [one for one in shown if one.get("alive") and not one.get("draining")]
     if not ready:
-        raise NotWarmed(f"the router at {server.url} has no prefill instance of kvferry's that serves")
+        raise NotWarmed(f"the router at {server.url} has no prefill instance of kvferry's that is serving")
     if any("url" not in one for one in ready):
-        raise NotWarmed(f"the router at {server.url} tells its instances' addresses to operators: give --admin-key")
+        raise NotWarmed(
+            f"the router at {server.url} shows its instances' addresses to operators only: give --admin-key"
+        )
     return [Server(server.client, one["url"], server.key) for one in ready]
 
 
@@ -204,9 +136,8 @@ async def warm_all(
     on_progress: OnProgress,
     on_outcome: Callable[[Outcome], None],
 ) -> None:
-    """Every document on one of the instances, each of which computes one at a time; with `pin` None, each is
-    unpinned at all of them, since nobody knows which one pinned it. Raises `ConfigError` for a document that cannot
-    be read."""
+    """Warm every document on one of the instances, each of which computes one at a time; with `pin` None, unpin each on
+    all of them, since it is not known which one pinned it. Raises `ConfigError` for a document that cannot be read."""
     left = iter(documents)
 
     async def work(instance: Server) -> None:
@@ -229,7 +160,7 @@ async def warm_all(
 
 
 class Warming:
-    """One document at one instance."""
+    """One document on one instance."""
 
     def __init__(
         self, instance: Server, document: Document, cache_salt: str | None, timeout_s: float, on_progress: OnProgress
@@ -240,7 +171,7 @@ class Warming:
         self._tokens: list[int] = []
 
     async def run(self, *, pin: bool) -> Outcome:
-        """What became of it. Errors are its, and are told there."""
+        """The result. Errors of the document are in it."""
         name = self._document.name
         try:
             async with asyncio.timeout(self._timeout_s):
@@ -258,7 +189,7 @@ class Warming:
         return self._outcome(before, after, pin)
 
     async def unpin(self) -> Outcome:
-        """What is there of it may be evicted again. Errors are its, and are told there."""
+        """Let its blocks be evicted again. Errors of the document are in the result."""
         try:
             async with asyncio.timeout(self._timeout_s):
                 self._tokens = await self._tokenize()
@@ -292,13 +223,13 @@ class Warming:
             kept = await self._instance.ask("POST", "/kvferry/kept", body, KeptBlocks)
         except NotThere as error:
             raise NotWarmed(
-                f"{self._instance.url} is no instance of kvferry's engine, and only those say what they keep"
+                f"{self._instance.url} is not an instance of kvferry's engine; only those report what they keep"
             ) from error
         self._on_progress(self._document.name, kept.num_present, kept.num_blocks)
         return kept
 
     async def _fill(self, kept: KeptBlocks) -> KeptBlocks:
-        """Compute until all tiers have it, or nothing more comes of it."""
+        """Compute until all tiers have it, or no more blocks arrive."""
         for _ in range(MOST_TRIES):
             before = kept
             kept = await self._compute()
@@ -307,8 +238,8 @@ class Warming:
         return kept
 
     async def _compute(self) -> KeptBlocks:
-        """Once. Returns when the store has all, or nothing is on its way to it any more, or nothing of this document
-        came for `STALLED_S`: on a busy instance something of others is always on its way."""
+        """Compute it once. Returns when the store has all of it, or has nothing left to write, or no block of this
+        document came for `STALLED_S`: on a busy instance, there is always something of other requests to write."""
         body = {"prompt": self._tokens, "max_tokens": 1, **self._salted()}
         answer = self._instance.ask("POST", "/v1/completions", body, dict[str, Any], self._timeout_s)
         computing = asyncio.create_task(answer)
@@ -376,4 +307,6 @@ def _why(kept: KeptBlocks) -> str:
     ill = [tier.tier for tier in kept.tiers if not tier.is_healthy]
     if ill:
         return f"tier {', '.join(ill)} does not answer"
+    if refusals := [tier.refusal for tier in kept.tiers if tier.refusal is not None]:
+        return "; ".join(refusals)
     return "it is full, or too small for the document; see the instance's log and its store's max_bytes"

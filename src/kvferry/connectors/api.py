@@ -35,7 +35,7 @@ from kvferry.transport.memory import BlockMemory
 
 
 class RequestView(Protocol):
-    """What a connector may see of a request. `block_hashes` names the full blocks of the prompt, in order."""
+    """What a connector may see of a request. `block_hashes`: of the full blocks of the prompt, in order."""
 
     @property
     def request_id(self) -> str: ...
@@ -52,8 +52,8 @@ class RequestView(Protocol):
 
 @runtime_checkable
 class HasAnswer(Protocol):
-    """A request whose answer's KV may be kept as well. `tokens`: the prompt and the answer so far, the first
-    `num_computed_tokens` of which have their KV; `finish_reason` as in the answer, None while it runs."""
+    """A request whose answer's KV may be kept too. `tokens`: the prompt and the answer so far, of which the first
+    `num_computed_tokens` have their KV. `finish_reason`: as in the answer; None while it runs."""
 
     @property
     def tokens(self) -> Sequence[int]: ...
@@ -71,28 +71,27 @@ class Miss:
     """Nothing to load: compute it."""
 
     error: KvferryError | None = None
-    """Why a hand-off that was promised cannot be had; the engine then follows `kv_load_failure_policy`."""
+    """Why a promised hand-off is not available; the engine then follows `kv_load_failure_policy`."""
 
 
 @dataclass(frozen=True)
 class Pending:
-    """Not known yet; the engine asks again with its next step, and serves others meanwhile."""
+    """Not known yet: the engine asks again with its next step, and serves other requests meanwhile."""
 
 
 @dataclass(frozen=True)
 class Hit:
     """`num_tokens` more than what is computed can be loaded.
 
-    `layerwise` False: the request waits, holding its blocks, until a report says it is loaded. True: the request
-    runs in this very step, and `wait_layer` holds each layer back until its part has come.
+    `layerwise` False: the request waits, holding its blocks, until a report says that it is loaded. True: the request
+    runs in this very step, and `wait_layer` delays each layer until its KV has arrived.
     """
 
     num_tokens: int
     layerwise: bool = False
     num_computed_meanwhile: int = 0
-    """Of these tokens, the first so many are not loaded: the engine computes them at once, in the request's blocks, and
-    goes on behind the last loaded one when a report says that the others have come. Whole blocks. Only for engines that
-    can (`ConnectorContext.computes_meanwhile`), and not `layerwise`."""
+    """So many of these tokens, from the first on, are not loaded: the engine computes them while the others are loaded.
+    Whole blocks; only with `ConnectorContext.computes_meanwhile`, and not `layerwise`."""
 
 
 Match = Hit | Miss | Pending
@@ -106,12 +105,12 @@ class Release:
     """The pool may take the blocks back now."""
 
     ticket: dict[str, Any] | None = None
-    """`kv_transfer_params` for the answer, where the KV can be had elsewhere than in these blocks."""
+    """`kv_transfer_params` for the answer, if the KV can be had elsewhere."""
 
 
 @dataclass(frozen=True)
 class Hold:
-    """The blocks stay until a report names the request in `released`."""
+    """The blocks stay until a report has `Released` for the request. `ticket`: as of `Release`."""
 
     ticket: dict[str, Any] | None
 
@@ -124,7 +123,7 @@ Finish = Release | Hold
 
 @dataclass(frozen=True)
 class ScheduledChunk:
-    """Tokens `[start, start + num_tokens)` of a request are computed in this step, into `block_ids` (all it has)."""
+    """Tokens `[start, start + num_tokens)` of a request are computed in this step. `block_ids`: all its blocks."""
 
     request: RequestView
     start: int
@@ -141,19 +140,19 @@ class StepView:
 
 
 StepPlan: TypeAlias = msgspec.Struct
-"""A connector's own message from its scheduler side to its worker sides. The engine only carries it."""
+"""A connector's own message from its scheduler side to its worker sides, which the engine only passes on."""
 Plan = TypeVar("Plan", bound=msgspec.Struct)
 """One connector's class of plans: `class MySide(SchedulerSide[MyPlan])`."""
 Wake: TypeAlias = Callable[[], None]
-"""Called from any thread when `poll` has something new; does not block, and may be called more often than needed."""
+"""Called on any thread when `poll` has something new. Does not block; may be called more often than needed."""
 
 
 # What happened on the worker side, of one request each.
 
 
 class Loaded(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """The KV that `allocated` promised is in the blocks; only that of the prompt's first `num_tokens`, where fewer came
-    than were promised. A layerwise load comes whole, or has `Failed`."""
+    """The KV that `allocated` promised is in the blocks. `num_tokens`: if less arrived, of how many tokens from the
+    prompt's first on. A layerwise load is reported with its step, and has failed if it is not complete."""
 
     request_id: str
     num_tokens: int | None = None
@@ -175,7 +174,7 @@ class Released(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Prefilled(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """The transfer brought the prefill's result, which the ticket did not have. May be told again with the KV."""
+    """The transfer brought the prefill's result, which was not in the ticket. May be reported again with the KV."""
 
     request_id: str
     result: PrefillResult
@@ -193,10 +192,10 @@ def failures(report: TransferReport) -> dict[str, KvferryError]:
 
 @dataclass
 class StoreEvents:
-    """What became of blocks that a worker side keeps in a store, since the last time it was asked.
+    """What happened to blocks that a worker side keeps in a store, since the last call.
 
-    `stored`: they are somewhere in it now. `dropped`: they were to be kept, and are not. Each block that a plan wants
-    kept is once in one of these two. `changes`: what is now on which medium, and what is not any more.
+    `stored`: blocks that are in it now. `dropped`: blocks that were to be stored and are not. Each block that a plan
+    wants stored is in one of these two, once. `changes`: which blocks are now on which medium, and which no longer are.
     """
 
     stored: list[BlockHash] = field(default_factory=list)
@@ -215,12 +214,13 @@ class ConnectorContext:
     layout: KVLayout
     auth_token: str = ""
     clock: Clock = SYSTEM_CLOCK
-    """The engine's; whatever a scheduler side decides by time it decides by this."""
+    """The engine's clock, by which a scheduler side makes all decisions that depend on time."""
     computes_meanwhile: bool = False
     """Whether the engine can compute the beginning of a hit while its end is loaded, and calls `plan` and `completed`
     right before and after each step, so that steps can be timed."""
     saves_are_complete: bool = False
-    """Whether a device has written a layer's KV when `save_layer` is called for it: a worker side need not wait."""
+    """Whether a layer's KV has been written when `save_layer` is called, so that a worker side need not wait for a
+    device."""
 
 
 class SchedulerSide(ABC, Generic[Plan]):
@@ -244,13 +244,13 @@ class SchedulerSide(ABC, Generic[Plan]):
     """Names in `statistics` that are gauges; all others are counters."""
 
     hands_off = False
-    """Whether other instances fetch KV from this one by its tickets. Set in the class: of several connectors the first
-    that says so takes part in hand-offs, and the others are not shown them."""
+    """Whether other instances fetch KV from this one with its tickets. Of several connectors, the first class that says
+    so takes part in hand-offs, and the others do not see them."""
 
     takes_parts: ClassVar[bool] = False
-    """Whether the engine may present one request as several, each with a part of the prompt, with blocks and a transfer
-    id of its own, and without chunks of the answer. This works where KV is handed off by transfer id, and not where it
-    is found by block hash."""
+    """Whether the engine may present one request as several, each with a part of the prompt and with blocks and a
+    transfer id of its own, and without chunks of the answer. Possible where KV is handed off by transfer id, but not
+    where it is found by block hash."""
 
     def __init__(self, context: ConnectorContext) -> None:
         self.context = context
@@ -291,15 +291,15 @@ class SchedulerSide(ABC, Generic[Plan]):
         """Whether `plan` has something to send. The engine then makes a step even if no request runs."""
         return False
 
-    # Of one that hands off; of another they do nothing.
+    # For connectors that hand off. Default: nothing.
 
     def set_addresses(self, addresses: Sequence[dict[str, Any]]) -> None:
-        """What `WorkerSide.address` of each rank returned, in rank order, to be written into tickets; called once,
-        before any request."""
+        """Called once, before any request, with what `WorkerSide.address` of each rank returned, in rank order. Tickets
+        contain them."""
 
     def address_seal(self) -> str:
-        """For `Ticket.remote_address_seal`, by which peers that get tickets with these addresses from routers know that
-        they are ours; called after `set_addresses`."""
+        """For `Ticket.remote_address_seal`, which shows peers that a ticket made by a router has addresses of this
+        fleet. Called after `set_addresses`."""
         return ""
 
     def release(self, transfer_id: str) -> bool:
@@ -307,24 +307,22 @@ class SchedulerSide(ABC, Generic[Plan]):
         return False
 
     def refused(self, transfer_id: str) -> None:
-        """A prefill for another was refused before it was admitted: whoever waits for it need not."""
+        """A prefill for another instance was refused before it was admitted: tell consumers that wait for it."""
 
-    # Of one that keeps blocks for reuse.
+    # For connectors that keep blocks for reuse. Default: nothing.
 
     def saves(self, plan: Plan | None) -> Sequence[tuple[str, Sequence[BlockHash]]]:
-        """Of a plan: the blocks that it wants kept, which follow one another in the prompt, by request id."""
+        """The blocks that a plan wants stored: for each request id, consecutive ones of its prompt."""
         return ()
 
     def kept(self, hashes: Sequence[BlockHash], *, pin: bool | None) -> Sequence[Future[list[TierShare]]]:
-        """What each tier of each store has of these blocks; with `pin`, that is pinned, or unpinned if it is
-        False. The next request for just these blocks puts into the store what it lacks, though the engine's own
-        prefix cache has it. The futures raise
-        `StoreError`. Default: nothing is kept. Raises `InvalidRequest` where this instance only loads."""
+        """What each tier of each store has of these blocks, which are pinned if `pin` is True, and unpinned if False.
+        Unless that is False, the next request for exactly these blocks stores what is missing even if the engine's
+        prefix cache has it. Raises `InvalidRequest` if this instance only loads; the futures raise `StoreError`."""
         return ()
 
     def reset_cache(self) -> bool:
-        """Forget all KV that is kept for reuse, because the weights have changed. False if that is not possible.
-        Default: nothing is kept."""
+        """Forget all KV that is kept for reuse, because the weights have changed. False: that is not possible."""
         return True
 
     def statistics(self) -> dict[str, float]:
@@ -356,7 +354,7 @@ class WorkerSide(ABC, Generic[Plan]):
     """
 
     hands_off = False
-    """As of the scheduler side."""
+    """Whether it takes part in hand-offs, as its scheduler side does."""
 
     plan_type: ClassVar[type[msgspec.Struct] | None] = None
     """The class of the plans that `start` takes, so that plans can be sent to the process of another rank. None: the
@@ -395,24 +393,22 @@ class WorkerSide(ABC, Generic[Plan]):
         """Called at the end of a step in which the model ran."""
 
     def discard(self) -> None:
-        """Called in place of `flush` where a step failed after `start`, in the model or before it: its requests end,
-        and what was to be saved of it is not there. When this returns, nothing is written to the step's blocks any
-        more."""
+        """Called instead of `flush` if a step failed after `start`, in the model or before it: its requests end, and
+        what it was to save does not exist. When this returns, nothing is written to the step's blocks any more."""
 
     @abstractmethod
     def poll(self) -> TransferReport:
         """What has happened since the last call. Raises `ConnectorLost` if no transfer can ever finish again, which
-        ends the engine. After another exception it is called again later, and must then report the same."""
+        ends the engine. After another exception it is called again, and must report the same."""
 
     def on_report(self, wake: Wake) -> None:
-        """Call `wake` whenever `poll` has something new to report. It may be called from any thread, and does not
-        block."""
+        """Call `wake` whenever `poll` has something new to report."""
 
     def watch_store(self) -> None:
-        """From now on, keep what `store_events` gives. Called once, after `register`."""
+        """From now on, record what `store_events` returns. Called once, after `register`."""
 
     def store_events(self) -> StoreEvents:
-        """What became of blocks that were to be kept for reuse, since the last call."""
+        """What happened to blocks that were to be kept for reuse, since the last call."""
         return StoreEvents()
 
     def statistics(self) -> dict[str, float]:
@@ -424,4 +420,4 @@ class WorkerSide(ABC, Generic[Plan]):
         """Raise `LeakError` if something is still held although no request is left."""
 
     def close(self) -> None:
-        """End every transfer, thread, socket and segment; called once, last."""
+        """End every transfer, thread, socket and segment. Called once, last."""

@@ -1,8 +1,8 @@
-"""One report for all ranks: what each rank's worker side says, until it is true of the whole instance.
+"""Joins the reports of all ranks' worker sides into one of the whole instance.
 
 Owns what some ranks have reported and others not yet. It is given every rank's report, in any order and at any time;
-what `take` returns is for the scheduler and for the connector's scheduler side. vLLM's adapter joins with it also the
-reports of the several hand-offs that one request is there.
+what `take` returns is for the scheduler and for the connector's scheduler side. vLLM's adapter also joins with it the
+reports of the several hand-offs that make up one request there.
 
 | of a request | holds for the instance when |
 |---|---|
@@ -23,7 +23,7 @@ from kvferry.core.errors import LeakError, LeaseEnded
 
 
 class RankReports:
-    """See the module. `num_ranks` worker sides report, as ranks 0, 1, …"""
+    """The joined report of `num_ranks` worker sides, which report as ranks 0, 1, …"""
 
     def __init__(self, num_ranks: int) -> None:
         assert num_ranks > 0, "an instance has at least one rank"
@@ -33,7 +33,7 @@ class RankReports:
         self._whole: TransferReport = []
 
     def add(self, rank: int, report: TransferReport) -> None:
-        """What `rank` had to say."""
+        """Add a rank's report."""
         assert 0 <= rank < self._num_ranks, f"there is no rank {rank}"
         for event in report:
             match event:
@@ -50,7 +50,7 @@ class RankReports:
         return whole
 
     def check(self) -> None:
-        """Raise `LeakError` when some ranks have reported what others have not."""
+        """Raise `LeakError` if some ranks have reported what others have not."""
         if names := [*self._ended, *self._released]:
             raise LeakError(f"only some ranks have ended the transfers of requests {', '.join(names[:8])}")
 
@@ -66,7 +66,7 @@ class RankReports:
         released.add(rank)
         if len(released) == self._num_ranks:
             del self._released[request_id]
-            self._ended.pop(request_id, None)  # a load that was cancelled ends as released on the ranks it had not
+            self._ended.pop(request_id, None)  # a cancelled load is `Released` on ranks where it had not ended
             self._whole.append(Released(request_id))
 
 
@@ -74,7 +74,7 @@ def _of_all(ended: Collection[Loaded | Failed]) -> Loaded | Failed:
     """How a load ended that has ended on all ranks."""
     failed = [event for event in ended if isinstance(event, Failed)]
     if failed:
-        # A rank that fails gives the hand-off up, so that its lease ends for the others: that is no cause.
+        # A rank that fails releases the hand-off, which ends the lease for the others: `LeaseEnded` is not the cause.
         causes = [event for event in failed if not isinstance(event.error, LeaseEnded)]
         return [*causes, *failed][0]
     loaded = [event for event in ended if isinstance(event, Loaded)]

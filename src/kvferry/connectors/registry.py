@@ -25,14 +25,18 @@ class ConnectorSpec:
     worker_side: str
     defaults: Mapping[str, Any] = field(default_factory=dict)
     settings_check: str = ""
-    """A function of a `KVTransferConfig` that raises `ConfigError` for settings that are wrong, as
-    `package.module:function`; called before anything is started, without torch. Without it they are checked late."""
+    """`package.module:function`, called with a `KVTransferConfig` before anything is started, without torch: raises
+    `ConfigError` for wrong settings."""
+    here_check: str = ""
+    """`package.module:function`, called with a `KVTransferConfig` and `known=` (whether instances share a token) before
+    an engine loads the model: raises `ConfigError` if this machine lacks what the connector needs, such as its
+    address."""
     options: str = ""
-    """The `msgspec.Struct` whose fields are the keys of `kv_connector_extra_config`, as `package.module:Class`. Before
-    anything is started, keys and types are checked with it. The configuration reference is made from it."""
+    """`package.module:Class`, a `msgspec.Struct` whose fields are the keys of `kv_connector_extra_config`. They are
+    checked with it before anything is started; the configuration reference is generated from it."""
     lossy: str = ""
-    """Of a connector that keeps KV under its block hash: a function of a `KVTransferConfig` that names the lossy codecs
-    with which it does, as `package.module:function`."""
+    """For connectors that keep KV by block hash. `package.module:function`, called with a `KVTransferConfig`: returns
+    the names of the lossy codecs that are used."""
 
     def build_scheduler_side(self, context: ConnectorContext) -> SchedulerSide[StepPlan]:
         """The scheduler side, new."""
@@ -53,22 +57,29 @@ class ConnectorSpec:
         return found
 
     def check(self, config: KVTransferConfig) -> None:
-        """Raise `ConfigError` for settings that can be known to be wrong now."""
+        """Raise `ConfigError` for wrong settings."""
         config = self.completed(config)
         if self.settings_check:
             resolve(self.settings_check)(config)
         if self.options:
             read_options(resolve(self.options), config.kv_connector_extra_config)
 
+    def check_here(self, config: KVTransferConfig, *, known: bool) -> None:
+        """As `check`, and raise `ConfigError` if this machine lacks what the connector needs. `known`: instances share
+        a token."""
+        self.check(config)
+        if self.here_check:
+            resolve(self.here_check)(self.completed(config), known=known)
+
     def lossy_codecs(self, config: KVTransferConfig) -> list[str] | None:
-        """Why KV that it loads may not be exact, if so. None: it keeps nothing, and only hands on what it is given."""
+        """The lossy codecs because of which loaded KV may not be exact. None: the connector keeps no KV."""
         return resolve(self.lossy)(self.completed(config)) if self.lossy else None
 
     def _completed(self, context: ConnectorContext) -> ConnectorContext:
         return replace(context, config=self.completed(context.config))
 
     def completed(self, config: KVTransferConfig) -> KVTransferConfig:
-        """With the defaults that go with the name."""
+        """The configuration with `defaults` added."""
         extras = {**self.defaults, **config.kv_connector_extra_config}
         return msgspec.structs.replace(config, kv_connector_extra_config=extras)
 
@@ -76,13 +87,15 @@ class ConnectorSpec:
 P2P = ConnectorSpec(
     "kvferry.connectors.p2p.scheduler:P2pSchedulerSide",
     "kvferry.connectors.p2p.worker:P2pWorkerSide",
-    settings_check="kvferry.connectors.p2p.options:check",
-    options="kvferry.connectors.p2p.options:P2pOptions",
+    settings_check="kvferry.transport.lookup_buffer.base:check",
+    here_check="kvferry.transport.lookup_buffer.base:check_here",
+    options="kvferry.transport.options:TransportOptions",
 )
 KV_STORE = ConnectorSpec(
     "kvferry.connectors.kv_store.scheduler:KVStoreSchedulerSide",
     "kvferry.connectors.kv_store.worker:KVStoreWorkerSide",
     settings_check="kvferry.connectors.kv_store.settings:check",
+    here_check="kvferry.connectors.kv_store.settings:check_here",
     options="kvferry.connectors.kv_store.settings:StoreSettings",
     lossy="kvferry.connectors.kv_store.settings:lossy_names",
 )
@@ -101,6 +114,7 @@ BUILTIN: dict[str, ConnectorSpec] = {
         "kvferry.connectors.multi.scheduler:MultiSchedulerSide",
         "kvferry.connectors.multi.worker:MultiWorkerSide",
         settings_check="kvferry.connectors.multi.settings:check",
+        here_check="kvferry.connectors.multi.settings:check_here",
         options="kvferry.connectors.multi.settings:MultiOptions",
     ),
 }

@@ -13,7 +13,7 @@ from kvferry.transport.transfer_loop import translated
 
 
 class _Error(msgspec.Struct, frozen=True, array_like=True):
-    """An error of the tree: its class, its words, and what it carries beside them, as text."""
+    """A `KvferryError`: its class, its message, and its attributes as text."""
 
     kind: str
     message: str
@@ -21,12 +21,12 @@ class _Error(msgspec.Struct, frozen=True, array_like=True):
 
 
 def encode_report(report: Sequence[TransferEvent]) -> bytes:
-    """For `decode_report`. Errors keep their class and words."""
+    """Encode a report. Errors keep their class and message."""
     return _encoder.encode(report)
 
 
 def decode_report(encoded: bytes) -> TransferReport:
-    """The other way. Raises `ProtocolError` on what no rank sends."""
+    """Decode a report. Raises `ProtocolError` if it is malformed."""
     try:
         return _decoder.decode(encoded)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -34,18 +34,18 @@ def decode_report(encoded: bytes) -> TransferReport:
 
 
 def _pack(error: Any) -> _Error:
-    """Called by msgspec for the one thing in a report that it does not know, an error: of the tree, or what else a
-    connector of another package says that went wrong."""
+    """Called by msgspec for errors, the only values in a report that it does not know. A connector of another package
+    may report one that is no `KvferryError`."""
     error = translated(error)
     return _Error(type(error).__name__, str(error), {name: str(fact) for name, fact in vars(error).items()})
 
 
 def _unpack(_: type, found: Any) -> KvferryError:
-    """The other way; what msgspec raises for a shape that is not an error's is a `DecodeError`."""
+    """Called by msgspec for errors. Its own error for a malformed one is a `DecodeError`."""
     packed = msgspec.convert(found, _Error)
     kinds = {kind.__name__: kind for kind in _tree(KvferryError)}
     kind = kinds.get(packed.kind, TransferError)
-    error = kind.__new__(kind)  # its own constructor would make the words anew, from what it was given
+    error = kind.__new__(kind)  # its own constructor takes other arguments than the message
     Exception.__init__(error, packed.message)
     vars(error).update(packed.facts)
     return error

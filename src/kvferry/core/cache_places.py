@@ -1,4 +1,4 @@
-"""Directories in which this user's caches may be kept."""
+"""Directories in which this user's caches are kept."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ PLACE = environment.CACHE_DIR
 
 
 def lasting_places() -> Iterator[Path]:
-    """kvferry's folder in each cache directory, in order of preference. They need not exist, nor be writable."""
+    """kvferry's directory in each cache directory, in order of preference. They may not exist, and may not be
+    writable."""
     if named := os.environ.get(PLACE):
         yield Path(named).expanduser()
     if root := os.environ.get("XDG_CACHE_HOME"):

@@ -1,13 +1,13 @@
-"""C++ that is compiled for this machine at first use and kept, to be called by ctypes.
+"""C++ code that is compiled for this machine at first use and kept, to be called through ctypes.
 
-Kept in the first of these places where that can be: KVFERRY_CACHE_DIR, XDG_CACHE_HOME/kvferry, ~/.cache/kvferry, and a
-private directory under the system's temporary one (a container without a home, or with one that is not writable; a
-warning says so, as it may be gone at the next start). What is in one of them already is used, writable or not.
+The libraries are kept in the first of these places that can be used: KVFERRY_CACHE_DIR, XDG_CACHE_HOME/kvferry,
+~/.cache/kvferry, and a private directory within the system's temporary one (for a container without a writable home
+directory; a warning says that it may be gone at the next start). A library that is in one of them already is used,
+whether the place is writable or not.
 
-
-Plain shared libraries: they compile in a second or a few and need no headers but the system's. Where there is no
-compiler, on a platform other than Linux, or with KVFERRY_NATIVE=0, there is no library, and whoever wants one goes
-the slower way in Python.
+They are plain shared libraries, which compile in a few seconds and need no headers but the system's. Without a
+compiler, on a platform other than Linux, or with KVFERRY_NATIVE=0, there is no library, and callers use slower Python
+code.
 """
 
 from __future__ import annotations
@@ -34,14 +34,15 @@ _TIMEOUT_S = 300.0
 
 
 class NotCompiled(Exception):
-    """There is no compiled library. The message says why; it is empty where none is wanted."""
+    """There is no compiled library. The message gives the reason; it is empty if none is wanted."""
 
 
 def compiled(sources: Sequence[Path], flags: Sequence[str], linked: Sequence[str] = (), depends_on: str = "") -> Path:
-    """The path of a library, compiled unless that was done before. The first of `sources` includes the others.
+    """The path of a library, which is compiled unless it has been. The first of `sources` includes the others. May take
+    minutes.
 
-    `linked` are further libraries; `depends_on` names anything else that makes a new compilation necessary. Raises
-    `NotCompiled`.
+    `linked`: libraries to link with; `depends_on`: anything else that requires another compilation when it changes.
+    Raises `NotCompiled`.
     """
     if os.environ.get(SWITCH) == "0":
         raise NotCompiled
@@ -75,7 +76,7 @@ def _compile(command: Sequence[str], target: Path) -> None:
         )
         if done.returncode != 0:
             raise OSError(f"{' '.join(command)}: {done.stderr.strip()[-500:]}")
-        made.rename(target)  # atomic: nobody ever loads half a library
+        made.rename(target)  # atomic: nobody loads a partly written library
 
 
 def _private_place() -> Path:
@@ -90,7 +91,7 @@ def _private_place() -> Path:
 
 
 def _exists(path: Path) -> bool:
-    """Whether the path exists; False also if this user may not look."""
+    """Whether the path exists; False if this user may not look."""
     try:
         return path.exists()
     except OSError:
@@ -98,8 +99,8 @@ def _exists(path: Path) -> bool:
 
 
 def _place(name: str) -> Path:
-    """The first place that has `name` or can take it, else the private one; a warning when it is to be made there.
-    Raises `OSError` when that cannot be had either."""
+    """The first place that has the library `name` or can hold it, else the private one, with a warning if the library
+    is not there yet. Raises `OSError` if that cannot be used either."""
     refused = "this user has no home"
     for place in (folder / "kernels" for folder in lasting_places()):
         if _exists(place / name):

@@ -1,10 +1,10 @@
-"""An answer that one instance has begun and another goes on with.
+"""An answer that one instance has begun and another continues.
 
-Who asks for a stream with the header `X-Kvferry-Progress` gets a comment before each server-sent event: a `Mark`, which
-says what tokens the event completes. Whoever has all marks can have another instance go on where the first broke off:
-it sends the same request there, with a `Continuation` as `kv_transfer_params.continue_from`. The tokens of the answer
-then come without a gap and without a repetition, in events of the same form: only the tokens so far have to be told,
-since a draw is a function of (seed, position), and text, stop strings and counts are functions of the tokens.
+A request for a stream with the header `X-Kvferry-Progress` gets a comment before each server-sent event: a `Mark`,
+which contains the tokens that the event completes. Whoever has all marks can have another instance continue: it sends
+the same request there, with a `Continuation` as `kv_transfer_params.continue_from`. The tokens of the answer then
+arrive without a gap or a repetition, in events of the same form. Only the tokens so far are needed, because each random
+number is a function of (seed, position), and text, stop strings and counts are functions of the tokens.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from kvferry.core.errors import InvalidRequest
 from kvferry.core.hand_off import Count
 
 PROGRESS_HEADER = "X-Kvferry-Progress"
-"""Asks for marks; in the answer it says that they are there."""
+"""In a request, it asks for marks; in the answer, it says that there are marks."""
 
 CONTINUE_KEY = "continue_from"
 """The key of a `Continuation` in `kv_transfer_params`."""
 
 MARK = b": "
-"""How a mark begins; it ends with its line."""
+"""The beginning of a mark, which is one line."""
 
-_LAST = b'"last":true}'
+LAST_MARK = b'"last":true}'
 
 
 class Mark(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """What an event is of. The first of a stream has the fields of the whole answer; `last`: the finish reason is in
-    this event, and what follows (usage, `[DONE]`) has no mark of its own."""
+    """What an event contains: token ids, and in a stream's first mark the fields that hold for the whole answer.
+    `last`: the finish reason is in this event; what follows (usage, `[DONE]`) has no mark."""
 
     tokens: list[Count] = []
     seed: int | None = None
@@ -49,18 +49,18 @@ _decoder = msgspec.json.Decoder(Mark)
 
 
 def decode_mark(line: bytes) -> Mark:
-    """A mark from its line, without the line's end. Raises `msgspec.MsgspecError`."""
+    """The mark in a line, given without its newline. Raises `msgspec.MsgspecError`."""
     return _decoder.decode(line[len(MARK) :])
 
 
 def is_last(line: bytes) -> bool:
-    """Whether this mark's line is that of the last, without reading it whole."""
-    return line.endswith(_LAST)
+    """Whether this is the line of a stream's last mark, without decoding it."""
+    return line.endswith(LAST_MARK)
 
 
 class Continuation(msgspec.Struct, kw_only=True):
-    """An answer so far: its tokens, the seed they were drawn with, and what its chunks say of the whole: when it was
-    created (seconds since the epoch) and how much of the prompt was cached."""
+    """An answer so far: its tokens, the seed with which they were sampled, and what is repeated in all its chunks: when
+    it was created (seconds since the epoch) and how much of the prompt was cached."""
 
     token_ids: list[Count]
     seed: Annotated[int, Meta(ge=-(2**63))]
@@ -73,7 +73,7 @@ class Continuation(msgspec.Struct, kw_only=True):
 
 
 def parse_continuation(params: dict[str, Any] | None) -> Continuation | None:
-    """The answer so far that a request's `kv_transfer_params` tell of, if they do. Raises `InvalidRequest`."""
+    """The answer so far in a request's `kv_transfer_params`; None if there is none. Raises `InvalidRequest`."""
     told = (params or {}).get(CONTINUE_KEY)
     if told is None:
         return None

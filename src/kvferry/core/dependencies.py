@@ -1,4 +1,4 @@
-"""Whether optional packages are installed, found out without importing them."""
+"""Whether optional packages are installed, found without importing them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kvferry.core.errors import MissingDependency
 
 
 def require_library(what: str, package: str, extra: str, modules: Sequence[str]) -> None:
-    """Raise `MissingDependency` unless one of `modules`, which `package` brings, is there; `what` needs it."""
+    """Raise `MissingDependency` unless one of `modules`, which `package` provides, is installed. `what` needs it."""
     if not any(_is_there(module) for module in modules):
         raise MissingDependency(what, package, extra)
 

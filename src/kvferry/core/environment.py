@@ -1,4 +1,4 @@
-"""Environment variables that are not a flag's, by name and meaning. The reference lists them from here.
+"""Environment variables that do not belong to a flag. The documentation's reference lists them from here.
 
 Every flag has a variable too (`--max-num-seqs`: `KVFERRY_MAX_NUM_SEQS`); those follow from the flags.
 """
@@ -14,8 +14,8 @@ INSTANCE_NAME = "KVFERRY_INSTANCE_NAME"
 
 VARIABLES = {
     AUTH_TOKEN: "Secret that all instances and routers of a deployment share. It authenticates the connections on which"
-    " KV travels and seals tickets. Without it, instances accept only tickets with loopback addresses. `kvferry serve`"
-    " draws one where none is set.",
+    " KV travels and seals tickets. Without it, connectors listen on loopback addresses only, and accept only tickets"
+    " with such addresses. `kvferry serve` draws one if none is set.",
     CACHE_DIR: "Folder for compiled kernels and for the digests of checkpoint files. Default:"
     " `$XDG_CACHE_HOME/kvferry`, else `~/.cache/kvferry`; a private temporary folder where neither can be written.",
     NATIVE: "`0`: compile no kernels and use plain PyTorch on CPUs, which is slower.",

@@ -1,34 +1,34 @@
-"""Every error kvferry raises on purpose, in one tree.
+"""Every error that kvferry raises on purpose, in one tree.
 
     KvferryError
-    ├── ConfigError              a flag, file or value the user can correct
-    │   ├── UnknownName          no connector, model, policy … of that name; says the nearest
-    │   └── MissingDependency    an optional package is needed; says which extra brings it
-    ├── UnsupportedModel         the engine cannot run this architecture exactly, so it does not run it
-    ├── RankLost                 a rank of a tensor-parallel instance is gone, and the instance with it
+    ├── ConfigError              a flag, file or value that the user can correct
+    │   ├── UnknownName          there is no connector, model, policy … of that name; names the nearest one
+    │   └── MissingDependency    an optional package is needed; says which extra installs it
+    ├── UnsupportedModel         the engine cannot run this model exactly, and so refuses it
+    ├── RankLost                 a tensor-parallel rank is lost, and the instance with it
     ├── ConnectorLost            the connector's transfers have ended for all requests, and the instance with them
-    ├── RequestError             answered to a client, with an HTTP status
+    ├── RequestError             the answer to a client, with an HTTP status
     │   ├── InvalidRequest       400: a value is wrong; names the field
     │   ├── UnknownModel         404
     │   ├── DeadlineExceeded     408: the request's own deadline passed
-    │   ├── QueueFull            429: bounded queue, come back later
-    │   ├── RequestFailed        500: a mistake of ours met this request; the others go on
+    │   ├── QueueFull            429: the queue is full; try again later
+    │   ├── RequestFailed        500: an internal error in this request; others are not affected
     │   │   └── LogitsNotFinite  500: the model computed NaN or infinity for it
-    │   ├── HandOffFailed        502: the KV of this request could not be had, and the policy is `fail`
-    │   └── Unavailable          503: shutting down, or no instance left to serve it
-    ├── LayoutMismatch           two sides mean different things by a block's bytes; names the field
-    ├── TransferError            bytes in motion
-    │   ├── ProtocolError        a frame that no honest peer sends
+    │   ├── HandOffFailed        502: the KV of this request could not be loaded, and the policy is `fail`
+    │   └── Unavailable          503: shutting down, or no instance to serve it
+    ├── LayoutMismatch           the bytes of a block mean different things on the two sides; names the field
+    ├── TransferError            KV in motion
+    │   ├── ProtocolError        the peer violates the protocol
     │   ├── AuthenticationFailed the peer does not know the shared token
     │   ├── PeerLost             the connection broke
     │   ├── TransferTimeout      the deadline passed first
-    │   ├── ChecksumMismatch     what came is not what was sent
+    │   ├── ChecksumMismatch     what arrived is not what was sent
     │   ├── LeaseEnded           the producer no longer keeps the blocks
     │   └── ChildLost            one of several connectors is lost, and its loads with it
-    ├── StoreError               bytes at rest: the store cannot be read or written
-    └── LeakError                `check()` found something that should have been given back
+    ├── StoreError               KV at rest: the store cannot be read or written
+    └── LeakError                `check()` found a resource that was not released
 
-Foreign exceptions are translated into these at the edge where they occur, with `raise … from`.
+Exceptions of other libraries are translated into these where they occur, with `raise … from`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from difflib import get_close_matches
 
 
 class KvferryError(Exception):
-    """Root of the tree."""
+    """The root of the tree."""
 
 
 class ConfigError(KvferryError):
@@ -46,7 +46,7 @@ class ConfigError(KvferryError):
 
 
 class UnknownName(ConfigError):
-    """There is nothing of this name; the message has the nearest name that exists."""
+    """There is nothing of this name; the message names the nearest one that exists."""
 
     def __init__(self, kind: str, name: str, known: Iterable[str]) -> None:
         names = sorted(known)
@@ -68,11 +68,11 @@ class UnsupportedModel(KvferryError):
 
 
 class RankLost(KvferryError):
-    """A tensor-parallel rank exited, failed or hangs; the instance cannot go on without it."""
+    """A tensor-parallel rank exited, failed or hangs; the instance cannot continue without it."""
 
 
 class ConnectorLost(KvferryError):
-    """What moves KV for all requests has ended, or its two sides disagree; the instance cannot go on without it."""
+    """The connector has failed for all requests, or its two sides disagree; the instance cannot continue without it."""
 
 
 class RequestError(KvferryError):
@@ -111,7 +111,7 @@ class DeadlineExceeded(RequestError):
 
 
 class QueueFull(RequestError):
-    """The waiting queue is at its bound. `retry_after_s`: when it is worth another try."""
+    """The queue is full. `retry_after_s`: when to try again, in seconds."""
 
     status = 429
     kind = "rate_limit_error"
@@ -119,14 +119,14 @@ class QueueFull(RequestError):
 
 
 class RequestFailed(RequestError):
-    """Something broke while this request was served, by a mistake of ours or of the machine; the log has the trace."""
+    """An internal error, or an error of the machine, while this request was served; the log has the traceback."""
 
     status = 500
     kind = "server_error"
 
 
 class LogitsNotFinite(RequestFailed):
-    """The logits of a token are not finite numbers: an overflow of the number format, or damaged weights."""
+    """The logits of a token are not finite: an overflow of the dtype, or damaged weights."""
 
     kind = "logits_not_finite"
 
@@ -139,7 +139,7 @@ class HandOffFailed(RequestError):
 
 
 class Unavailable(RequestError):
-    """Nothing is there to serve the request now. `retry_after_s`: when it is worth another try."""
+    """Nothing can serve the request now. `retry_after_s`: when to try again, in seconds."""
 
     status = 503
     kind = "unavailable_error"
@@ -159,7 +159,7 @@ class TransferError(KvferryError):
 
 
 class ChildLost(TransferError):
-    """One of several connectors has raised and is closed; the others go on."""
+    """One of several connectors has raised and is closed; the others continue."""
 
 
 class ProtocolError(TransferError):
@@ -175,7 +175,7 @@ class PeerLost(TransferError):
 
 
 class TransferTimeout(TransferError):
-    """The deadline passed before the bytes came."""
+    """The deadline passed before the transfer was complete."""
 
 
 class ChecksumMismatch(TransferError):
@@ -183,7 +183,7 @@ class ChecksumMismatch(TransferError):
 
 
 class LeaseEnded(TransferError):
-    """The producer no longer keeps the blocks: fetched, released, or its time was over."""
+    """The producer no longer keeps the blocks: they were fetched or released, or the lease ended by time."""
 
 
 class StoreError(KvferryError):

@@ -1,20 +1,20 @@
 """The hand-off of one request from a prefill instance to a decode instance, as it travels in `kv_transfer_params`.
 
 The keys are vLLM's (`do_remote_decode`, `do_remote_prefill`, `remote_engine_id`, `remote_host`, `remote_port`,
-`remote_request_id`, `remote_block_ids`, `remote_num_tokens`, `tp_size`) with kvferry's own beside them:
+`remote_request_id`, `remote_block_ids`, `remote_num_tokens`, `tp_size`) and kvferry's own:
 
 | key | meaning |
 |---|---|
 | `transfer_id` | names the hand-off, on all ranks |
-| `remote_ranks` | [host, port] of each rank of P, where there are several; the first is `remote_host`, `remote_port` |
+| `remote_ranks` | [host, port] of each rank of P if there are several; the first is `remote_host`, `remote_port` |
 | `prefill_result` | P's first token, its seed and timeline |
-| `keep_for_next_turn` | D keeps its blocks and answers with a ticket for the next P; false: it must not |
-| `remote_transfer_id` | in that ticket: under which D keeps them |
-| `remote_prefixes` | [number of tokens, digest of them] of prefixes whose KV there is |
-| `remote_address_seal` | the fleet's word for where the KV is (`core.ticket_seal`) |
-| `remote_seal` | and for all that is done by the ticket |
+| `keep_for_next_turn` | true: D keeps its blocks and answers with a ticket for the next P; false: it must not |
+| `remote_transfer_id` | in that ticket: the transfer id under which D keeps them |
+| `remote_prefixes` | [number of tokens, digest of them] of the prefixes that there is KV for |
+| `remote_address_seal` | authenticates the addresses (`core.ticket_seal`) |
+| `remote_seal` | authenticates everything else that D acts on |
 
-Whoever only forwards a ticket needs none of them. Every field has its bounds, which hold before it is used.
+Who only forwards a ticket need not know any of them. All fields are validated, within bounds, before they are used.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from kvferry.core.timeline import Timeline
 
 MAX_RANKS = 64
 MAX_TOP = 1024
-"""Likeliest tokens at one place."""
+"""Most likely tokens at one position, at most."""
 MAX_GROUPS = 64
 MAX_BLOCK_IDS = 2**20
 MAX_PREFIXES = 64
@@ -41,8 +41,9 @@ MAX_PREFIXES = 64
 Count = Annotated[int, Meta(ge=0, lt=2**31)]
 TransferId = Annotated[str, Meta(pattern=r"^[\x21-\x7e]{1,256}\Z")]
 Name = Annotated[str, Meta(pattern=r"^[^\x00-\x1f\ud800-\udfff]{0,1024}\Z")]
-Host = Annotated[str, Meta(pattern=r"^(?!.*\.\.)(?!\.)[A-Za-z0-9_.:%-]{0,253}\Z")]
-"""A name or an address, or nothing; one with an empty label is none."""
+HOST_PATTERN = r"^(?!.*\.\.)(?!\.)[A-Za-z0-9_.:%-]{0,253}\Z"
+Host = Annotated[str, Meta(pattern=HOST_PATTERN, description="a name or an address of a machine")]
+"""A host name or an address, or nothing."""
 Port = Annotated[int, Meta(ge=0, lt=2**16)]
 Digest = Annotated[str, Meta(pattern=r"^[0-9a-f]{32}\Z")]
 Seal = Annotated[str, Meta(max_length=128)]
@@ -50,8 +51,8 @@ _TRANSFER_ID = re.compile(r"[\x21-\x7e]{1,256}")
 
 
 class TokenLogprobs(msgspec.Struct, array_like=True):
-    """The log-probability of one token at its position, and those of the most likely tokens there (`top`: id →
-    logprob)."""
+    """The log-probability of one token at its position, its rank among all tokens there (1: the most likely), and those
+    of the most likely tokens (`top`: id → log-probability)."""
 
     token_id: Count
     logprob: Annotated[float, Meta(le=1.0)]
@@ -60,8 +61,8 @@ class TokenLogprobs(msgspec.Struct, array_like=True):
 
 
 class PrefillResult(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """What P knows when its prefill is done, besides the KV: the sampled token, and the seed that it was sampled with.
-    The seed may be missing from engines that do not use counter-based sampling."""
+    """What P knows at the end of its prefill besides the KV: the sampled token, and the seed that it was sampled with.
+    The seed may be missing from engines without counter-based sampling."""
 
     first_token: Count
     seed: int | None = None
@@ -75,14 +76,14 @@ class PrefillResult(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 RankAddress = tuple[Host, Port]
-"""Host and port."""
+"""Host and port of one rank."""
 
 
 class Ticket(msgspec.Struct, kw_only=True, omit_defaults=True):
     """What D needs to fetch one hand-off.
 
-    In a *concurrent* hand-off the ticket holds only `transfer_id` and P's address: D asks before P is done,
-    and `prefill_result` follows over the control channel. Times to live are seconds.
+    In a *concurrent* hand-off, the ticket contains only `transfer_id` and P's address: D asks before P has finished,
+    and `prefill_result` follows over the control connection.
     """
 
     do_remote_prefill: bool = True
@@ -114,7 +115,7 @@ class Ticket(msgspec.Struct, kw_only=True, omit_defaults=True):
         return self.remote_ranks or [(self.remote_host, self.remote_port)]
 
     def agrees_with(self, tokens: Sequence[int]) -> bool:
-        """Whether the ticket can be for these tokens, or for a prefix of them, as far as it says."""
+        """Whether the ticket can be for these tokens, or for a prefix of them, as far as it contains digests."""
         num = self.remote_num_tokens
         return num <= len(tokens) and (not self.remote_prefixes or self.common_prefix(tokens) >= num)
 
@@ -123,7 +124,7 @@ class Ticket(msgspec.Struct, kw_only=True, omit_defaults=True):
         return self.remote_num_tokens in (0, len(tokens)) and self.agrees_with(tokens)
 
     def common_prefix(self, tokens: Sequence[int]) -> int:
-        """How many of the first `tokens` the other side has KV of, if its prompt went on differently from there."""
+        """For how many of the first `tokens` the other side has KV, according to the ticket's digests."""
         return common_prefix(self.remote_prefixes or (), tokens)
 
     def to_params(self) -> dict[str, Any]:
@@ -141,9 +142,9 @@ def common_prefix(prefixes: Iterable[tuple[int, str]], tokens: Sequence[int]) ->
 
 
 class Produce(msgspec.Struct, frozen=True):
-    """This instance prefills, keeps the KV for another, and answers with a ticket.
+    """The request's prefill on P: compute the prompt, keep its KV for D, and answer with a ticket.
 
-    `source`: where KV of an earlier turn can be fetched first.
+    `source`: a ticket with which KV of an earlier turn can be fetched first.
     """
 
     transfer_id: str
@@ -151,10 +152,10 @@ class Produce(msgspec.Struct, frozen=True):
 
 
 class Consume(msgspec.Struct, frozen=True):
-    """This instance fetches the prompt's KV with a ticket and decodes.
+    """The request on D: fetch the prompt's KV with a ticket, and decode.
 
-    `keep`: afterwards it keeps its own KV for the prefill of the next turn, and answers with a ticket too. None: as the
-    instance is configured. A router whose clients may not have tickets says False.
+    `keep`: afterwards keep D's own KV for the prefill of the next turn, and answer with a ticket too. None: as the
+    instance is configured. A router whose clients may not have tickets sends False.
     """
 
     ticket: Ticket
@@ -176,9 +177,9 @@ def prefix_digests(tokens: Sequence[int], lengths: Iterable[int]) -> list[tuple[
 
 
 def parse_hand_off(params: dict[str, Any] | None, request_id: str) -> HandOff:
-    """Read a request's `kv_transfer_params`. Keys nobody here knows are left alone, as vLLM does.
+    """Read a request's `kv_transfer_params`. Unknown keys are ignored, as in vLLM.
 
-    Raises `InvalidRequest` when both directions are asked for, or a known key has a value of the wrong kind.
+    Raises `InvalidRequest` if both directions are asked for, or if a known key has a wrong value.
     """
     if not params:
         return None
@@ -204,8 +205,7 @@ def _read_produce(params: dict[str, Any], request_id: str) -> Produce:
 
 
 def _own_transfer_id(request_id: str) -> str:
-    """The transfer id where the request has none: the request's id, or its hash if the id is not a valid transfer
-    id."""
+    """The transfer id of a request without one: the request's id, or a hash of it if it is not a valid transfer id."""
     if _TRANSFER_ID.fullmatch(request_id):
         return request_id
     return hashlib.sha256(request_id.encode("utf-8", "replace")).hexdigest()

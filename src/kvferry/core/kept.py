@@ -1,4 +1,4 @@
-"""What a KV store has of a prompt."""
+"""What a KV store has of a prompt: the answer of `POST /kvferry/kept`."""
 
 from __future__ import annotations
 
@@ -6,19 +6,22 @@ import msgspec
 
 
 class TierShare(msgspec.Struct, frozen=True):
-    """One tier's: `num_present` blocks from the first on, `num_pinned` of them pinned when it was asked to.
+    """One tier: it has `num_present` of the blocks, from the first on, and `num_pinned` of them were pinned by this
+    request.
 
-    `is_healthy`: whether it answered.
+    `is_healthy`: whether it answered. `refusal`: why it did not pin all that it has.
     """
 
     tier: str
     num_present: int
     num_pinned: int
     is_healthy: bool
+    refusal: str | None = None
 
 
 class KeptBlocks(msgspec.Struct, frozen=True, kw_only=True):
-    """All tiers'. `is_settled`: nothing was on its way to them when they were looked at."""
+    """All tiers. `num_blocks`: the prompt's full blocks; `is_settled`: nothing was on its way to the tiers at that
+    moment."""
 
     num_tokens: int
     block_size: int
@@ -33,5 +36,5 @@ class KeptBlocks(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_complete(self) -> bool:
-        """Whether one tier has them all."""
+        """Whether one tier has all of them."""
         return self.num_present == self.num_blocks

@@ -1,7 +1,7 @@
 """What the bytes of a block mean, and whether two instances can read each other's blocks.
 
-One block of one layer is one contiguous span, `[kv_heads, K then V, block_size, dim]`: heads are outermost, so a
-tensor-parallel shard is contiguous too, and K precedes V within each head.
+One block of one layer is one contiguous span, `[kv_heads, K then V, block_size, dim]`: heads are outermost, so that the
+share of a tensor-parallel rank is contiguous too, and within each head K precedes V.
 """
 
 from __future__ import annotations
@@ -18,36 +18,36 @@ HEADS_FIRST = "heads-kv-tokens"
 
 
 class LayerLayout(msgspec.Struct, frozen=True):
-    """One layer's share of a block, on one tensor-parallel rank: heads `[first_kv_head, + num_kv_heads)`.
+    """One layer's share of a block on one tensor-parallel rank: heads `[first_kv_head, first_kv_head + num_kv_heads)`.
 
-    Ranks may hold the same heads: all of them where a family's KV heads are not split, or each head several times
-    where there are more ranks than heads.
+    Several ranks may hold the same heads: all of them if a model family does not split its KV heads, or each head
+    several times if there are more ranks than heads.
     """
 
     num_kv_heads: int
     key_dim: int
     value_dim: int
     page_bytes: int | None = None
-    """Bytes of one block of the layer, where another engine packs it its own way; None: what the numbers say."""
+    """Bytes of one block of the layer in another engine's packing; None: computed from the heads and dimensions."""
     first_kv_head: int = 0
     total_kv_heads: int | None = None
-    """How many heads the whole model has in this layer; None: this rank holds them all."""
+    """KV heads of the whole model in this layer; None: this rank holds all of them."""
 
     @property
     def whole_kv_heads(self) -> int:
-        """How many heads the whole model has in this layer."""
+        """KV heads of the whole model in this layer."""
         return self.num_kv_heads if self.total_kv_heads is None else self.total_kv_heads
 
     @property
     def end_kv_head(self) -> int:
-        """One past the last head held."""
+        """The head after the last one on this rank."""
         return self.first_kv_head + self.num_kv_heads
 
 
 class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything two instances must agree on before one may read the other's bytes. `packing` names the arrangement of
-    the values in a span; `HEADS_FIRST` is kvferry's own. Spans of any other packing are moved as a whole, without being
-    interpreted."""
+    """Everything that two instances must agree on before one may read the other's bytes. `packing` names the
+    arrangement of the values in a span; `HEADS_FIRST` is kvferry's own. Spans of any other packing are moved as a
+    whole, without being interpreted."""
 
     model_fingerprint: str
     dtype: str
@@ -59,7 +59,7 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_layers(self) -> int:
-        """How many layers keep KV."""
+        """Layers that store KV."""
         return len(self.layers)
 
     def span_bytes(self, layer: int) -> int:
@@ -70,34 +70,34 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
         return spec.num_kv_heads * self.head_bytes(layer)
 
     def head_bytes(self, layer: int) -> int:
-        """Bytes of one head in one block of one layer, where `is_opaque` is False."""
+        """Bytes of one head in one block of one layer; only if not `is_opaque`."""
         spec = self.layers[layer]
         return (spec.key_dim + spec.value_dim) * DTYPE_BYTES[self.dtype] * self.block_size
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block, all layers."""
+        """Bytes of one block in all layers, on this rank."""
         return sum(self.span_bytes(layer) for layer in range(self.num_layers))
 
     @property
     def is_opaque(self) -> bool:
-        """Whether the arrangement inside spans is unknown, so that only whole spans can be moved."""
+        """Whether the arrangement within spans is another engine's, so that only whole spans can be moved."""
         return self.packing != HEADS_FIRST or any(layer.page_bytes is not None for layer in self.layers)
 
     def fingerprint(self) -> str:
-        """A short name of this layout; equal exactly when all fields are."""
+        """32 hexadecimal digits, equal exactly if all fields are equal."""
         return hashlib.sha256(msgspec.json.encode(self)).hexdigest()[:32]
 
     def require_same(self, theirs: KVLayout) -> None:
-        """Raise `LayoutMismatch` on the first field in which `theirs` differs."""
+        """Raise `LayoutMismatch` with the first field in which `theirs` differs."""
         for field in self.__struct_fields__:
             _require_equal(field, getattr(self, field), getattr(theirs, field))
 
     def require_reconcilable(self, theirs: KVLayout) -> None:
-        """Raise `LayoutMismatch` on the first field that prevents converting one side's blocks into the other's.
+        """Raise `LayoutMismatch` with the first field that prevents converting one side's blocks into the other's.
 
-        Block sizes and tensor-parallel sizes may differ if one divides the other; spans of an unknown packing are moved
-        only between equal layouts.
+        Block sizes and tensor-parallel sizes may differ if one divides the other; spans of another engine's packing are
+        moved only between equal layouts.
         """
         for field in ("model_fingerprint", "dtype"):
             _require_equal(field, getattr(self, field), getattr(theirs, field))

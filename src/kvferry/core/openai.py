@@ -1,4 +1,4 @@
-"""What all parts share that speak the OpenAI API: headers, request ids, the error envelope, server-sent events."""
+"""What router and engine share of the OpenAI API: headers, request ids, errors, server-sent events."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from kvferry.core.errors import (
 from kvferry.core.secret_hex import secret_hex
 
 REQUEST_ID_HEADER = "X-Request-Id"
-"""Names a request in every log and on every leg; honoured from the client and sent back."""
+"""Names a request in every log and on both legs; taken from the client, and sent back."""
 
 TIMELINE_HEADER = "X-Kvferry-Timeline"
-"""JSON of a `Timeline`: the stamps of whoever handled the request before (the router's `arrived` and `routed`)."""
+"""JSON of a `Timeline`: the router's stamps `arrived` and `routed`."""
 
 RETRY_AFTER_HEADER = "Retry-After"
 
 RETRY_AFTER_S = 1
-"""What an instance that is full, and does not say so itself, is taken to ask for, in seconds."""
+"""Seconds after which to try an instance again that answered 429 or 503 without `Retry-After`."""
 
 MAX_BODY_BYTES = 16 * 1024 * 1024
-"""The largest request body that is read unless told otherwise."""
+"""Longest request body by default."""
 
 SSE_HEADERS = {
     "Content-Type": "text/event-stream; charset=utf-8",
     "Cache-Control": "no-cache",
-    # Proxies of the nginx family hold small chunks back without it.
+    # Without it, nginx and similar proxies buffer small chunks.
     "X-Accel-Buffering": "no",
 }
 
@@ -68,7 +68,7 @@ class UnknownRoute(RequestError):
 
 
 class ErrorBody(msgspec.Struct, frozen=True):
-    """The inside of OpenAI's error envelope. `code` is a word for programs, `message` a sentence for people."""
+    """The content of OpenAI's error object. `code` is for programs, `message` for people."""
 
     message: str
     type: str
@@ -77,7 +77,7 @@ class ErrorBody(msgspec.Struct, frozen=True):
 
 
 class ErrorEnvelope(msgspec.Struct, frozen=True):
-    """`{"error": {...}}`: the body of every answer that is not a success."""
+    """`{"error": {…}}`: the body of every answer that is not a success."""
 
     error: ErrorBody
 
@@ -92,12 +92,12 @@ _CODES: dict[type[RequestError], str] = {
 
 
 def error_code(error: RequestError) -> str | None:
-    """The error's machine-readable `code`; None if the error's type says everything."""
+    """The error's machine-readable `code`; None if its type says everything."""
     return getattr(error, "code", None) or _CODES.get(type(error))
 
 
 def error_envelope(error: RequestError) -> bytes:
-    """The JSON body that answers a request which failed with `error`."""
+    """The JSON body of the answer to a request that failed with `error`."""
     param = None if error.param is None else _sendable(error.param)
     body = ErrorBody(message=_sendable(error.message), type=error.kind, param=param, code=error_code(error))
     return msgspec.json.encode(ErrorEnvelope(body))
@@ -129,7 +129,7 @@ def sse_event(payload: bytes) -> bytes:
 
 
 def sane_request_id(wanted: str | None) -> str:
-    """`wanted` when it is fit for logs, headers and URLs; a new id otherwise."""
+    """`wanted` if it can be used in logs, headers and URLs; a new id otherwise."""
     if wanted is not None and _SANE_REQUEST_ID.fullmatch(wanted):
         return wanted
     return secret_hex()

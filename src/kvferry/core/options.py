@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from difflib import get_close_matches
-from typing import Annotated, Any, TypeVar, get_args, get_origin
+from types import UnionType
+from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
 
 import msgspec
 
+from kvferry.core.bounds import require_number
 from kvferry.core.errors import ConfigError
 
 Options = TypeVar("Options", bound=msgspec.Struct)
@@ -32,25 +34,36 @@ def read_options(kind: type[Options], given: Mapping[str, Any], where: str = EXT
     for name, one in fields.items():
         if one.required and name not in given:
             raise ConfigError(f"{where}.{name} is required")
-    values = {key: _value(f"{where}.{key}", value, fields[key].type) for key, value in given.items()}
+    values = {key: read_value(f"{where}.{key}", value, fields[key].type) for key, value in given.items()}
     return kind(**{fields[key].name: value for key, value in values.items()})
 
 
-def _value(where: str, value: Any, wanted: Any) -> Any:
+def read_value(where: str, value: Any, wanted: Any) -> Any:
+    """A value of the type `wanted`. Raises `ConfigError` that begins with `where`."""
     try:
-        return msgspec.convert(value, wanted, strict=False)
+        found = msgspec.convert(value, wanted, strict=False)
     except (msgspec.ValidationError, OverflowError, UnicodeError) as error:
-        bounds = _bounds(wanted) if isinstance(value, int | float) else ""
+        bounds = _bounds(wanted) if isinstance(value, int | float | str) else ""
         raise ConfigError(
             f"{where}: must be {bounds}, got {str(value)[:40]}" if bounds else f"{where}: {error}"
         ) from error
+    require_number(f"{where}:", found)
+    return found
 
 
 def _bounds(wanted: Any) -> str:
-    """The bounds of a number, in words; empty if there are none."""
-    for meta in get_args(wanted)[1:] if get_origin(wanted) is Annotated else ():
+    """The bounds of a number or what a text is to be, in words; empty if nothing is said of it."""
+    if get_origin(wanted) in (Union, UnionType):
+        return next((found for part in get_args(wanted) if (found := _bounds(part))), "")
+    if get_origin(wanted) is not Annotated:
+        return ""
+    for meta in get_args(wanted)[1:]:
+        if meta.pattern is not None and meta.description:
+            return str(meta.description)
         if meta.gt is not None:
-            return f"greater than {meta.gt:g}"
+            return (
+                f"greater than {meta.gt:g}" if meta.le is None else f"greater than {meta.gt:g} and at most {meta.le:g}"
+            )
         if meta.ge is not None:
             return f"at least {meta.ge:g}" if meta.le is None else f"{meta.ge:g} to {meta.le:g}"
     return ""

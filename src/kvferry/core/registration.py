@@ -1,8 +1,8 @@
-"""How an instance tells a router that it is there: a message, sealed with a key that is derived from the fleet's token.
+"""How an instance registers at a router: a message that is sealed with a key derived from the shared token.
 
-A message holds for one router process (`router`, a name that the router draws at its start and tells whoever brings
-none or an older one), once (`number` grows with each), and not for longer than clocks may differ. So one that somebody
-has read on the wire is of no use to him, neither at another router nor at the same one after a restart.
+A message is valid for one router process (`router`, a name that the router draws at its start and sends to whoever uses
+none or an older one), once (`number` grows with each), and not for longer than clocks may differ. A message that was
+read on the wire is therefore useless, at another router and at the same one after a restart.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kvferry.core.errors import AuthenticationFailed, LeaseEnded, ProtocolError
 REGISTER_PATH = "/kvferry/instances/register"
 
 LONGEST_MESSAGE = 16 * 1024
-"""Bytes of a message, as it travels."""
+"""Most bytes of a message on the wire."""
 
 SKEW_S = 60.0
 """How much the clocks of two machines may differ."""
@@ -31,8 +31,9 @@ _Name = Annotated[str, msgspec.Meta(max_length=128)]
 
 
 class Announcement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What an instance says of itself. `process` names the process; `number`: nanoseconds since the epoch, and more
-    than in any message before; `engine_id` empty: the engine has none; `bootstrap_port`: as in `--bootstrap-port`."""
+    """What an instance says about itself. `process` names its process; `number`: nanoseconds since the epoch, and
+    greater than in any earlier message; `engine_id` is empty if the engine has none; `bootstrap_port`: as in
+    `--bootstrap-port`."""
 
     router: _Name
     process: _Name
@@ -45,9 +46,9 @@ class Announcement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class Registered(msgspec.Struct, frozen=True, kw_only=True):
-    """A router's answer. `router`: its name, for the next message; `lease_s`: for how long it keeps the instance
-    without hearing of it; `state`: what it does with it; `unknown_router`: the message was for another one, and has to
-    be sent again with this name."""
+    """A router's answer. `router`: its name, for the next message; `lease_s`: how long the registration holds; `state`:
+    what the router does with the instance; `unknown_router`: the message named another router process, and has to be
+    sent again with this name."""
 
     router: str
     lease_s: float
@@ -65,26 +66,26 @@ _ANNOUNCEMENTS = msgspec.json.Decoder(Announcement)
 
 
 def registration_key(token: str) -> bytes:
-    """From the fleet's token; empty without one. Unlike `fleet_key` it never travels."""
+    """A key derived from the shared token; empty without a token. Unlike `fleet_key`, it is never sent."""
     return hmac.digest(token.encode(), b"kvferry registrations", "sha256") if token else b""
 
 
 def seal(key: bytes, announcement: Announcement) -> bytes:
-    """The message, for the wire."""
+    """The message on the wire."""
     content = msgspec.json.encode(announcement)
     return msgspec.json.encode(_Sealed(msgspec.Raw(content), _digest(key, content)))
 
 
 def unseal(key: bytes, message: bytes, now: float) -> Announcement:
-    """What is in a message that came at `now`, in seconds since the epoch. Raises `AuthenticationFailed`,
-    `ProtocolError` and `LeaseEnded`."""
+    """The announcement in a message that arrived at `now` (seconds since the epoch). Raises `AuthenticationFailed`,
+    `ProtocolError` or `LeaseEnded`."""
     try:
         envelope = _ENVELOPES.decode(message)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise ProtocolError(f"the registration cannot be read: {error}") from error
     content = bytes(envelope.announcement)
     if not key or not hmac.compare_digest(envelope.seal.encode(), _digest(key, content).encode()):
-        raise AuthenticationFailed(f"the registration is of no instance of this fleet; {_HINT}")
+        raise AuthenticationFailed(f"the registration was not sealed by an instance of this fleet; {_HINT}")
     try:
         announcement = _ANNOUNCEMENTS.decode(content)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:

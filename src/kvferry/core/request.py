@@ -14,8 +14,8 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 
 
 class Request(msgspec.Struct, kw_only=True):
-    """One sequence to generate. `answer_token_ids`: of an answer that another instance has begun; they count as made
-    here. `priority`: lower is sooner. `deadline` is on the engine's monotonic clock, s."""
+    """One sequence to generate. `answer_token_ids`: of an answer that another instance has begun; they count as
+    generated here. `priority`: lower runs first. `deadline`: on the engine's monotonic clock, in seconds."""
 
     request_id: str
     prompt_token_ids: list[int]
@@ -29,10 +29,10 @@ class Request(msgspec.Struct, kw_only=True):
 
 
 class EngineOutput(msgspec.Struct, kw_only=True):
-    """What one step brought one request. `token_ids` are new; `finish_reason` is set on the last one only.
+    """What one step has done for one request. `token_ids` are new; `finish_reason` is set in the last output only.
 
-    `stop_reason` is the stop token id or string that ended it; `kv_transfer_params` is the ticket of a request
-    that was prefilled for another instance; `error` is set when `finish_reason` is "error".
+    `stop_reason`: the stop token id or string that ended the answer; `kv_transfer_params`: the ticket of a request that
+    was prefilled for another instance; `error`: set if `finish_reason` is "error".
     """
 
     request_id: str

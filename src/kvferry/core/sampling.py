@@ -1,4 +1,4 @@
-"""How a request wants its tokens chosen. Bounds and defaults are those of the OpenAI API and of vLLM."""
+"""A request's sampling parameters. Bounds and defaults are those of the OpenAI API and of vLLM."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ from kvferry.core.errors import InvalidRequest
 
 MAX_LOGPROBS = 20
 LEAST_PENALTY = 1e-6
-"""Of `repetition_penalty`, whose most is its inverse: further out float32 logits overflow, and all are alike."""
+"""Lowest `repetition_penalty`; the highest is its inverse. Beyond them, float32 logits overflow and all become
+equal."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
-    """Sampling settings of one sequence. `temperature` 0 is greedy. `seed` is always set by the time it runs."""
+    """Sampling parameters of one sequence, with the API's names. `temperature` 0 is greedy. `seed` is always set when
+    the sequence runs."""
 
     max_tokens: int = 16
     min_tokens: int = 0
@@ -36,7 +38,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     seed: int | None = None
 
     def validate(self) -> None:
-        """Raise `InvalidRequest` naming the first field that is out of range."""
+        """Raise `InvalidRequest` with the first field that is out of range."""
         for field, value, low, high in self.ranges():
             if value is not None and not (low <= value <= high and value != math.inf):
                 bound = f"between {low:g} and {high:g}" if math.isfinite(high) else f"at least {low:g}"
@@ -55,7 +57,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             raise InvalidRequest("stop strings must not be empty", param="stop")
 
     def ranges(self) -> list[tuple[str, float | None, float, float]]:
-        """Field, value, lowest and highest that is accepted."""
+        """Name, value, and the lowest and highest accepted value of each field."""
         infinity = math.inf
         return [
             ("max_tokens", self.max_tokens, 1, infinity),
@@ -74,9 +76,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def uniform_draw(seed: int, position: int) -> float:
-    """The random number in [0, 1) for the token at `position` (0 is the prompt's first token).
+    """The random number in [0, 1) for the token at `position` (0: the prompt's first token).
 
-    A function of its arguments and nothing else, so batching, preemption and hand-off never change it.
+    It depends on nothing but its arguments, so batching, preemption and hand-off never change it.
     """
     digest = hashlib.blake2b(
         position.to_bytes(8, "little"), key=(seed % 2**64).to_bytes(8, "little"), digest_size=8
@@ -85,7 +87,7 @@ def uniform_draw(seed: int, position: int) -> float:
 
 
 def child_seed(seed: int, index: int) -> int:
-    """The seed of the `index`-th of `n` choices; choice 0 keeps the request's own."""
+    """The seed of choice `index` of `n`; choice 0 has the request's own."""
     if index == 0:
         return seed
     digest = hashlib.blake2b(index.to_bytes(8, "little"), key=(seed % 2**64).to_bytes(8, "little"), digest_size=8)

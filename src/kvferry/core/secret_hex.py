@@ -1,21 +1,23 @@
-"""Names that nobody can guess, many for each look at the system's entropy, which costs more than all else of a name."""
+"""Random names that nobody can guess. They are drawn many at a time, because reading the system's entropy is the
+expensive part."""
 
 from __future__ import annotations
 
 import os
+import re
 
 _BYTES = 16
 _AT_ONCE = 256
+_NAME = re.compile(f".{{{2 * _BYTES}}}")
 
 _names: list[str] = []
 os.register_at_fork(after_in_child=_names.clear)
 
 
 def secret_hex() -> str:
-    """32 hexadecimal digits."""
+    """32 hexadecimal digits. Any thread."""
     while True:
         try:
             return _names.pop()
         except IndexError:
-            drawn = os.urandom(_BYTES * _AT_ONCE).hex()
-            _names.extend(drawn[place : place + 2 * _BYTES] for place in range(0, len(drawn), 2 * _BYTES))
+            _names.extend(_NAME.findall(os.urandom(_BYTES * _AT_ONCE).hex()))

@@ -1,9 +1,9 @@
-"""Which rank of one instance reads which heads from which ranks of another.
+"""Which KV heads each rank of one instance reads from which ranks of another.
 
-Pure functions of two layouts. Every rank of either side comes to the same answers by itself, so nothing has to be
-agreed on the wire: neither who reads what, nor how many consumers a producer's rank waits for.
+Pure functions of two layouts. Every rank of either side computes the same result by itself, so nothing has to be agreed
+on the wire: neither who reads what, nor how many consumers a producer's rank waits for.
 
-Heads lie on ranks in order: with `total` heads and `num` on each rank there are `total / num` groups of heads, and
+Heads are on ranks in order: with `total` heads and `num` on each rank, there are `total / num` groups of heads, and
 `tp_size / groups` neighbouring ranks hold each group (1: split; `tp_size`: not split at all).
 """
 
@@ -18,20 +18,21 @@ from kvferry.core.errors import LayoutMismatch
 from kvferry.core.layout import KVLayout, LayerLayout
 
 HeadRange = range
-"""Heads by their number in the whole model; empty: none."""
+"""Heads by their number in the whole model; may be empty."""
 
 
 @dataclass(frozen=True)
 class Share:
-    """What one consumer rank reads from one producer rank: heads by layer; and which of its `num_takers` it is."""
+    """What one consumer rank reads from one producer rank: `heads` for each layer. It is number `reader`, from 0, of
+    the `num_readers` ranks that read from that producer rank."""
 
     heads: tuple[HeadRange, ...]
-    taker: int
-    num_takers: int
+    reader: int
+    num_readers: int
 
 
 def on_rank(layout: KVLayout, tp_rank: int) -> KVLayout:
-    """The layout of another rank of the same instance. Raises `LayoutMismatch` where heads lie in no known order."""
+    """The layout of another rank of the same instance. Raises `LayoutMismatch` if heads are not on ranks in order."""
     if layout.is_opaque:
         return msgspec.structs.replace(layout, tp_rank=tp_rank)
     layers = tuple(
@@ -42,7 +43,7 @@ def on_rank(layout: KVLayout, tp_rank: int) -> KVLayout:
 
 
 def require_ordered(layout: KVLayout) -> None:
-    """Raise `LayoutMismatch` unless this rank holds the heads that its number says."""
+    """Raise `LayoutMismatch` unless this rank holds the heads that follow from its number."""
     if layout.tp_size < 1 or not 0 <= layout.tp_rank < layout.tp_size:
         raise LayoutMismatch("tp_rank", f"0 to {layout.tp_size - 1}", layout.tp_rank)
     if layout.is_opaque:
@@ -55,7 +56,7 @@ def require_ordered(layout: KVLayout) -> None:
 
 @cache
 def sources(ours: KVLayout, theirs: KVLayout) -> tuple[int, ...]:
-    """The producer ranks that our rank reads from, `theirs` being any of them. Raises `LayoutMismatch`."""
+    """The producer ranks that our rank reads from; `theirs` is the layout of any of them. Raises `LayoutMismatch`."""
     ours.require_reconcilable(theirs)
     if ours.is_opaque:
         return (ours.tp_rank,)
@@ -64,36 +65,37 @@ def sources(ours: KVLayout, theirs: KVLayout) -> tuple[int, ...]:
 
 
 def orphans(ours: KVLayout, theirs: KVLayout) -> tuple[int, ...]:
-    """The producer ranks that no consumer rank reads from and that ours is to release."""
+    """The producer ranks that no consumer rank reads from, and that our rank has to release."""
     if ours.is_opaque:
         return ()
     mine = range(ours.tp_rank, theirs.tp_size, ours.tp_size)
-    return tuple(rank for rank in mine if not _takers(ours, theirs, rank))
+    return tuple(rank for rank in mine if not _readers(ours, theirs, rank))
 
 
 @cache
 def share(ours: KVLayout, theirs: KVLayout) -> Share:
-    """What our rank reads from the rank of `theirs`. Raises `LayoutMismatch`, also when it should read nothing."""
+    """What our rank reads from the rank with layout `theirs`. Raises `LayoutMismatch`, also if it should read
+    nothing."""
     ours.require_reconcilable(theirs)
     if ours.is_opaque:
         return Share(tuple(HeadRange(layer.first_kv_head, layer.end_kv_head) for layer in ours.layers), 0, 1)
     require_ordered(theirs)
-    takers = _takers(ours, theirs, theirs.tp_rank)
-    if ours.tp_rank not in takers:
+    readers = _readers(ours, theirs, theirs.tp_rank)
+    if ours.tp_rank not in readers:
         raise LayoutMismatch("tp_rank", f"one of {sources(ours, theirs)}", theirs.tp_rank)
     heads = tuple(_cover(ours, theirs, index).get(theirs.tp_rank, HeadRange(0)) for index in range(ours.num_layers))
-    return Share(heads, takers.index(ours.tp_rank), len(takers))
+    return Share(heads, readers.index(ours.tp_rank), len(readers))
 
 
-def _takers(ours: KVLayout, theirs: KVLayout, their_rank: int) -> list[int]:
-    """Our ranks that read from this rank of theirs."""
+def _readers(ours: KVLayout, theirs: KVLayout, their_rank: int) -> list[int]:
+    """Our ranks that read from their rank `their_rank`."""
     return [rank for rank in range(ours.tp_size) if their_rank in sources(on_rank(ours, rank), theirs)]
 
 
 def _cover(ours: KVLayout, theirs: KVLayout, index: int) -> dict[int, HeadRange]:
-    """Their ranks, and the heads of each, that together are our rank's heads of one layer; each head once.
+    """Their ranks, and the heads of each, that together are our rank's heads of one layer, each head once.
 
-    Of several ranks that hold the same heads, ours chooses by its own number, so that readers spread.
+    If several ranks hold the same heads, our rank chooses by its own number, so that readers are spread over them.
     """
     mine, layer = ours.layers[index], theirs.layers[index]
     num_copies = _num_copies(theirs, index)

@@ -1,15 +1,15 @@
-"""The fleet's word for a ticket: digests keyed by the shared token, so that D connects only where an instance of its
-own fleet says, and gives out only a first token that one has drawn.
+"""Seals of tickets: digests keyed with the shared token, so that D connects only to addresses, and passes on only first
+tokens, that come from an instance with the same token.
 
-    remote_address_seal   of the engine and its addresses; holds as long as the engine lives, which the handshake proves
-    remote_seal           of all that D acts on; holds until the time it names
+    remote_address_seal   of engine id and addresses; valid as long as the engine lives, which the handshake proves
+    remote_seal           of everything that D acts on; valid until the time that it contains
 
-P makes both. Whoever brings P and D together in a *concurrent* hand-off makes the ticket itself: with the address seal,
-which P tells at `/kvferry/instance` and in each ticket, a transfer id of its own choosing and no first token; so
-routers and proxies know no key. Floats (stamps, log-probabilities) are not sealed, since not every proxy writes them as
-it read them: they are shown, and nothing is done by them.
+P makes both. In a *concurrent* hand-off, the router or proxy makes the ticket itself: from the address seal, which P
+publishes at `/kvferry/instance` and in each ticket, a transfer id of its own and no first token; so routers and proxies
+need no key. Floating-point numbers (time stamps, log-probabilities) are not sealed, since not every proxy writes them
+as it has read them: they are only shown.
 
-Without a token nobody can vouch for anything: then D takes tickets of this machine's loopback interface only.
+Without a token, tickets cannot be authenticated: D then only accepts tickets with addresses of the loopback interface.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ _HINT = "start all instances with the same KVFERRY_AUTH_TOKEN"
 
 
 class TicketSealer:
-    """Seals and judges tickets with one token. Knows no connection."""
+    """Seals and verifies tickets with one token."""
 
     def __init__(self, token: str, clock: Clock = SYSTEM_CLOCK) -> None:
         self._key = hmac.digest(token.encode(), b"kvferry tickets", "sha256") if token else b""
         self._clock = clock
 
     def address_seal(self, ticket: Ticket) -> str:
-        """Of the engine and the addresses that it names; empty without a token."""
+        """The seal of the ticket's engine id and addresses; empty without a token."""
         return self._digest("address", _address_of(ticket))
 
     def seal(self, ticket: Ticket, lease_s: float) -> Ticket:
-        """The ticket with both seals; it holds for `lease_s`."""
+        """The ticket with both seals; valid for `lease_s` seconds, plus `SKEW_S`."""
         expires = int(self._clock.wall() + lease_s + SKEW_S)
         sealed = msgspec.structs.replace(ticket, remote_address_seal=self.address_seal(ticket))
         if self._key:
@@ -50,12 +50,12 @@ class TicketSealer:
         return sealed
 
     def refusal(self, ticket: Ticket, *, connects: bool = True) -> KvferryError | None:
-        """Why nothing may be done by this ticket, if so. An address that passes may be connected to, and a first token
-        given out. `connects` False: nobody connects to the address, wherever it is."""
+        """Why this ticket must not be used; None: it may be. `connects` False: nobody will connect to its address, so
+        that may be any."""
         if not self._key:
             return _strange_address(ticket) if connects else None
         if connects and ticket.has_address and not _same(ticket.remote_address_seal, self.address_seal(ticket)):
-            return AuthenticationFailed(f"the ticket's address is of no instance of this fleet; {_HINT}")
+            return AuthenticationFailed(f"the ticket's address was not sealed by an instance of this fleet; {_HINT}")
         return self._refused_content(ticket) if ticket.remote_seal or ticket.prefill_result is not None else None
 
     def _refused_content(self, ticket: Ticket) -> KvferryError | None:
@@ -63,7 +63,9 @@ class TicketSealer:
         if not (expires.isascii() and expires.isdigit() and len(expires) < 16):
             return AuthenticationFailed(f"the ticket is not sealed by an instance of this fleet; {_HINT}")
         if not _same(digest, self._digest("ticket", [int(expires), _content_of(ticket)])):
-            return AuthenticationFailed(f"the ticket is not as an instance of this fleet has sealed it; {_HINT}")
+            return AuthenticationFailed(
+                f"the ticket was changed after an instance of this fleet had sealed it; {_HINT}"
+            )
         if self._clock.wall() > int(expires):
             return LeaseEnded(f"the ticket of hand-off {ticket.transfer_id!r} is too old")
         return None
@@ -97,9 +99,7 @@ def _content_of(ticket: Ticket) -> list[Any]:
 def _strange_address(ticket: Ticket) -> KvferryError | None:
     if not ticket.has_address or all(_is_loopback(host) for host, _ in ticket.addresses):
         return None
-    return ProtocolError(
-        f"the ticket names another machine, and without a shared token nobody can vouch for it; {_HINT}"
-    )
+    return ProtocolError(f"the ticket names another machine, and without a shared token it cannot be verified; {_HINT}")
 
 
 def _is_loopback(host: str) -> bool:

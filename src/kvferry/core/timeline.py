@@ -1,4 +1,5 @@
-"""When each phase of a request happened, in seconds since the epoch, so that stamps of two instances line up."""
+"""When each phase of a request happened, in seconds since the epoch, so that stamps of two instances can be
+compared."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from typing import Annotated
 import msgspec
 
 Stamp = Annotated[float, msgspec.Meta(ge=0, le=1e11)]
-"""Seconds since the epoch; neither infinite nor a NaN."""
+"""Seconds since the epoch; finite."""
 
 PHASES = (
     "arrived",
@@ -25,7 +26,7 @@ PHASES = (
 
 
 class Timeline(msgspec.Struct, omit_defaults=True):
-    """One stamp a phase; a phase that did not happen stays None. The first stamp of a phase counts."""
+    """One stamp for each phase; None: the phase did not happen. The first stamp of a phase counts."""
 
     arrived: Stamp | None = None
     routed: Stamp | None = None
@@ -40,14 +41,14 @@ class Timeline(msgspec.Struct, omit_defaults=True):
     done: Stamp | None = None
 
     def stamp(self, phase: str, now: float) -> None:
-        """Note that `phase` happened `now`, unless it had happened before."""
+        """Record that `phase` happened at `now`, unless it has a stamp already."""
         if getattr(self, phase) is None:
             setattr(self, phase, now)
 
     def adopt(self, earlier: Timeline) -> None:
-        """Take over the stamps of the leg before this one (P's, brought by the ticket): they win.
+        """Take over the stamps of the leg before this one (P's, from the ticket), which win.
 
-        Not those of the answer itself, which is given by this leg.
+        Those of the answer itself are not taken over, since this leg gives the answer.
         """
         for phase in PHASES:
             value = getattr(earlier, phase)
@@ -55,6 +56,6 @@ class Timeline(msgspec.Struct, omit_defaults=True):
                 setattr(self, phase, value)
 
     def span(self, start: str, end: str) -> float | None:
-        """Seconds from one phase to another, or None when either did not happen."""
+        """Seconds between two phases; None if either did not happen."""
         begun, ended = getattr(self, start), getattr(self, end)
         return None if begun is None or ended is None else float(ended - begun)

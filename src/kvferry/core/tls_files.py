@@ -1,4 +1,4 @@
-"""Certificates and keys from PEM files into TLS contexts. Whoever reads one says what the user calls it."""
+"""Loads certificates and keys from PEM files into TLS contexts. Errors use the names that the caller gives."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from kvferry.core.errors import ConfigError
 
 
 def load_certificate(context: ssl.SSLContext, cert: Path, key: Path | None, cert_name: str, key_name: str) -> None:
-    """What this side shows of itself; the key may be in the certificate's file. Raises `ConfigError` that names the
-    file, also for a key with a password, which OpenSSL would ask a terminal for."""
+    """Load this side's certificate; its key may be in the same file. Raises `ConfigError` that names the file, also for
+    a key with a password, for which OpenSSL would prompt."""
     _require_readable(cert, cert_name)
     told = f"{cert_name} {cert}"
     if key is not None:
@@ -23,7 +23,7 @@ def load_certificate(context: ssl.SSLContext, cert: Path, key: Path | None, cert
 
 
 def load_authority(context: ssl.SSLContext, path: Path, name: str) -> None:
-    """Whose certificates are believed. Raises `ConfigError` that names the file."""
+    """Load an authority whose certificates are trusted. Raises `ConfigError` that names the file."""
     _require_readable(path, name)
     try:
         context.load_verify_locations(path)
@@ -40,7 +40,7 @@ def _require_readable(path: Path, name: str) -> None:
 
 
 def _reason(error: OSError) -> str:
-    reason = getattr(error, "reason", None)  # OpenSSL has none for files that it cannot make sense of
+    reason = getattr(error, "reason", None)  # OpenSSL gives none for files that it cannot parse
     if reason is None:
         return "no certificate with its key: both must be PEM, and the key without a password"
     return str(reason).lower().replace("_", " ")

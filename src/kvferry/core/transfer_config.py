@@ -1,16 +1,20 @@
-"""`--kv-transfer-config`: vLLM's JSON, with the same keys, so that a user's existing line works."""
+"""`--kv-transfer-config`: vLLM's JSON with the same keys, so that an existing configuration works."""
 
 from __future__ import annotations
 
+import re
 import uuid
 from collections.abc import Mapping
 from typing import Any, Literal
 
 import msgspec
 
+from kvferry.core.bounds import MOST_BYTES, Bounds
 from kvferry.core.errors import ConfigError
 from kvferry.core.options import unknown_key
+from kvferry.core.strict_json import STRICT
 
+BUFFER = Bounds(0, MOST_BYTES, above=True)
 KVRole = Literal["kv_producer", "kv_consumer", "kv_both"]
 
 
@@ -21,8 +25,8 @@ class KVTransferConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     """Name of the connector, or `module:attribute` for a `ConnectorSpec` that no installed package registers."""
 
     kv_role: KVRole = "kv_both"
-    """Whether KV leaves this instance (`kv_producer`), comes to it (`kv_consumer`), or both. `kvferry prefill` and
-    `kvferry decode` set it where it is not given."""
+    """Whether KV leaves this instance (`kv_producer`), comes to it (`kv_consumer`), or both. Default of `kvferry
+    prefill` and `kvferry decode`: the role that fits."""
 
     kv_buffer_device: str = "cpu"
     """Accepted because vLLM's configuration has it, and not used: KV is moved from where it is."""
@@ -31,10 +35,12 @@ class KVTransferConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     """Most bytes of KV blocks that this instance keeps for others; further prefills wait."""
 
     kv_ip: str = "127.0.0.1"
-    """Address that the connector listens on, as other instances reach it."""
+    """Address that the connector listens on, as other instances reach it. The default can be reached from the same
+    machine only; any other address needs `KVFERRY_AUTH_TOKEN`."""
 
     kv_port: int = 0
-    """Port that the connector listens on; 0 takes any free one. Tickets carry it, so nothing else has to be set."""
+    """Port that the connector listens on; tensor-parallel rank n listens on `kv_port` + n. 0 takes any free ports.
+    Tickets carry the ports, so nothing else has to be set."""
 
     kv_rank: int | None = None
     """Accepted because vLLM's configuration has it, and not used."""
@@ -43,7 +49,7 @@ class KVTransferConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     """Accepted because vLLM's configuration has it, and not used."""
 
     engine_id: str = msgspec.field(default_factory=lambda: uuid.uuid4().hex)
-    """Name of this instance among those that exchange KV. Drawn at random where it is not given."""
+    """Name of this instance among those that exchange KV. Default: random."""
 
     kv_load_failure_policy: Literal["recompute", "fail"] = "recompute"
     """What D does with a request whose KV cannot be loaded: compute the prompt itself, or answer with an error."""
@@ -69,7 +75,7 @@ class KVTransferConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
         return extra_value(self.kv_connector_extra_config, key, default)
 
     def require_extras_known(self, known: tuple[str, ...]) -> None:
-        """Raise `ConfigError` on a `kv_connector_extra_config` key that the connector does not know."""
+        """Raise `ConfigError` for keys of `kv_connector_extra_config` that the connector does not have."""
         for key in self.kv_connector_extra_config:
             if key not in known:
                 raise ConfigError(unknown_key(f"kv_connector_extra_config.{key}", key, known))
@@ -86,12 +92,7 @@ def extra_value(extras: Mapping[str, Any], key: str, default: Any) -> Any:
 
 def parse_transfer_config(text: str) -> KVTransferConfig:
     """Read the JSON of `--kv-transfer-config`. Raises `ConfigError` that names the key and the nearest known one."""
-    try:
-        raw = msgspec.json.decode(text)
-    except msgspec.DecodeError as error:
-        raise ConfigError(f"--kv-transfer-config is not valid JSON: {error}") from error
-    if not isinstance(raw, dict):
-        raise ConfigError(f"--kv-transfer-config must be a JSON object, got {type(raw).__name__}")
+    raw = read_transfer_json(text)
     known = KVTransferConfig.__struct_fields__
     for key in raw:
         if key not in known:
@@ -104,8 +105,25 @@ def parse_transfer_config(text: str) -> KVTransferConfig:
     return config
 
 
+def read_transfer_json(text: str) -> dict[str, Any]:
+    """The JSON of `--kv-transfer-config`, whoever knows its keys. Raises `ConfigError`, also for a key that is there
+    twice."""
+    try:
+        raw = STRICT.decode(text)
+        msgspec.json.encode(raw)  # for whoever the configuration is passed on to
+    except (ValueError, OverflowError, RecursionError) as error:
+        raise ConfigError(f"--kv-transfer-config is not valid JSON: {error}") from error
+    if not isinstance(raw, dict):
+        raise ConfigError(f"--kv-transfer-config must be a JSON object, got {type(raw).__name__}")
+    return raw
+
+
 def _require_bounds(config: KVTransferConfig) -> None:
     if not 0 <= config.kv_port <= 65535:
         raise ConfigError(f"--kv-transfer-config: kv_port must be between 0 and 65535, got {config.kv_port}")
-    if not config.kv_buffer_size > 0:
-        raise ConfigError(f"--kv-transfer-config: kv_buffer_size must be above 0, got {config.kv_buffer_size:g}")
+    if not re.fullmatch(r"[^\x00-\x1f]{1,256}", config.engine_id):
+        raise ConfigError(
+            f"--kv-transfer-config: engine_id must have 1 to 256 characters, and no control characters, got"
+            f" {config.engine_id[:64]!r}"
+        )
+    BUFFER.require("--kv-transfer-config: kv_buffer_size", config.kv_buffer_size)

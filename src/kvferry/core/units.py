@@ -1,4 +1,4 @@
-"""Sizes as people write them."""
+"""Sizes in bytes as people write them."""
 
 from __future__ import annotations
 
@@ -21,15 +21,18 @@ _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*(k|m|g|t|ki|mi|gi|ti)?b?\s*", re
 
 
 def parse_bytes(text: str, what: str) -> int:
-    """The number of bytes that `512MiB`, `2GB`, `1.5Gi` or `4096` mean. Raises `ConfigError` naming `what`."""
+    """The number of bytes in `512MiB`, `2GB`, `1.5Gi` or `4096`. Raises `ConfigError` that names `what`."""
     match = _SIZE.fullmatch(text)
     if match is None:
         raise ConfigError(f"{what}: {text!r} is not a size; write it as 512MiB, 2GB or a number of bytes")
-    return int(float(match[1]) * _POWERS[(match[2] or "").lower()])
+    size = float(match[1]) * _POWERS[(match[2] or "").lower()]
+    if size > 2**63:
+        raise ConfigError(f"{what}: {text[:32]!r} is more than any machine has")
+    return int(size)
 
 
 def format_bytes(num_bytes: float) -> str:
-    """`num_bytes` for people, in powers of 1024."""
+    """`num_bytes` as text, in powers of 1024."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if num_bytes < 1024:
             return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"

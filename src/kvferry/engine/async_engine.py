@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+import uuid
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
@@ -16,6 +17,7 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 from kvferry.core.errors import KvferryError, StoreError, Unavailable
+from kvferry.core.instance_facts import EventsAddress, InstanceFacts
 from kvferry.core.kept import KeptBlocks
 from kvferry.core.request import EngineOutput, Request
 from kvferry.engine.engine import Engine
@@ -27,6 +29,7 @@ Answer = TypeVar("Answer")
 # While a request waits for something that wakes nobody (a marker file, its own deadline), look this often.
 POLL_S = 0.005
 CALL_DEADLINE_S = 30.0
+_ROLES = {"kv_producer": "prefill", "kv_consumer": "decode", "kv_both": "both"}
 ON_ITS_WAY = ("writer_waiting_bytes", "dirty_blocks")
 """Gauges of connectors, of what is not in all tiers of a store yet."""
 
@@ -34,8 +37,9 @@ ON_ITS_WAY = ("writer_waiting_bytes", "dirty_blocks")
 class AsyncEngine:
     """One engine and its thread. `start` and `close` belong to the owner; the rest may be called from one loop."""
 
-    def __init__(self, engine: Engine, model_names: Sequence[str], role: str = "both") -> None:
-        self.engine, self.role = engine, role
+    def __init__(self, engine: Engine, model_names: Sequence[str]) -> None:
+        self.engine = engine
+        self._engine_id = uuid.uuid4().hex  # without a connector, whose configuration has one
         self.model_names = tuple(model_names)
         self.max_model_len = engine.max_model_len
         self.vocab_size = engine.model.vocab_size
@@ -75,32 +79,28 @@ class AsyncEngine:
         """Return when the engine has failed; wait as long as it has not."""
         await self._failed.wait()
 
-    def describe(self) -> dict[str, Any]:
-        """What a router should know of this instance.
-
-        `kv_host` and `kv_port` are rank 0's, and None where no peer can come; `kv_ranks` are all, where there are
-        several. `kv_seal` is for tickets that a router makes of these addresses.
-        """
+    def describe(self) -> InstanceFacts:
+        """What a router should know of this instance."""
         engine, transfer, side = self.engine, self.engine.transfer, self.engine.scheduler_side
-        address = engine.addresses[0] if engine.addresses else {}
-        ranks = [(one.get("host"), one.get("port")) for one in engine.addresses]
-        return {
-            "role": self.role,
-            "engine_id": transfer.engine_id if transfer else "",
-            "connector": transfer.kv_connector if transfer else None,
-            "kv_host": address.get("host"),
-            "kv_port": address.get("port"),
-            "kv_ranks": ranks if len(ranks) > 1 else None,
-            "kv_seal": side.address_seal() if side is not None else "",
-            "tp_size": engine.layout.tp_size,
-            "layout": engine.layout.fingerprint(),
-            "kv_layout": engine.layout,
-            "num_kv_tokens": engine.pool.num_blocks * engine.layout.block_size,
-            "block_size": engine.layout.block_size,
-            "kv_events": None if engine.events is None else vars(engine.events.addresses),
-            "max_model_len": self.max_model_len,
-            "model_names": list(self.model_names),
-        }
+        ranks = [(str(one["host"]), int(one["port"])) for one in engine.addresses if one]
+        kv_host, kv_port = ranks[0] if ranks else ("", 0)
+        return InstanceFacts(
+            role="both" if transfer is None else _ROLES[transfer.kv_role],
+            engine_id=transfer.engine_id if transfer else self._engine_id,
+            connector=transfer.kv_connector if transfer else None,
+            kv_host=kv_host,
+            kv_port=kv_port,
+            kv_ranks=ranks if len(ranks) > 1 else None,
+            kv_seal=side.address_seal() if side is not None else "",
+            tp_size=engine.layout.tp_size,
+            layout=engine.layout.fingerprint(),
+            kv_layout=engine.layout,
+            num_kv_tokens=engine.pool.num_blocks * engine.layout.block_size,
+            block_size=engine.layout.block_size,
+            kv_events=None if engine.events is None else EventsAddress(**vars(engine.events.addresses)),
+            max_model_len=self.max_model_len,
+            model_names=list(self.model_names),
+        )
 
     # Requests.
 
@@ -147,7 +147,7 @@ class AsyncEngine:
         try:
             tiers = [share for look in looks for share in await asyncio.wrap_future(look)]
         except StoreError as error:
-            raise Unavailable(f"the store cannot be asked: {error}") from error
+            raise Unavailable(f"the store cannot be reached: {error}") from error
         return KeptBlocks(
             num_tokens=len(request.prompt_token_ids),
             block_size=self.engine.layout.block_size,

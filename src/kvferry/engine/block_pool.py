@@ -1,8 +1,9 @@
-"""Owns which KV block belongs to whom, and which free block still holds what content.
+"""Owns the reference counts of all KV blocks, and the prefix cache: which block holds the content of which hash.
 
-It does not know what a block's bytes are, nor who its holders are: it counts them. A block is *used* while its
-reference count is above zero. A free block that was published under a hash stays findable until its place is
-needed: free blocks are reused least recently used first, nameless ones before named ones.
+It knows neither a block's bytes nor who uses it. A block is *in use* while its reference count is above zero, otherwise
+*free*, and *cached* while it can be found under a hash, in use or free. A free cached block is evicted when it is
+needed for other content: free blocks that are not cached are given out first, then cached ones in the order of
+`CachedOrder`. vLLM's `BlockPool` works alike.
 """
 
 from __future__ import annotations
@@ -13,46 +14,50 @@ from dataclasses import dataclass
 
 from kvferry.core.block_hash import BlockHash
 from kvferry.core.errors import LeakError
+from kvferry.engine.cached_order import CachedOrder, ReleaseOrder
 from kvferry.engine.kv_events import BlockEvents
 from kvferry.observe.figures import computed_gauge, counter, gauge
 
 
 @dataclass(frozen=True)
 class BlockPoolStatistics:
-    """Block counts now, and counters since the start."""
+    """Gauges now and counters since the start, in blocks."""
 
     num_blocks: int = gauge("kvferry:num_kv_blocks", "Blocks of the KV cache.")
     num_free: int = 0
     num_cached: int = gauge("kvferry:num_cached_kv_blocks", "Blocks that the prefix cache can find.")
-    num_evicted: int = counter("kvferry:num_evicted_kv_blocks", "Cached blocks whose place was needed.")
+    num_evicted: int = counter("kvferry:num_evicted_kv_blocks", "Cached blocks that were evicted.")
 
-    @computed_gauge("vllm:kv_cache_usage_perc", "Part of the KV cache in use, from 0 to 1.")
+    @computed_gauge("vllm:kv_cache_usage_perc", "Fraction of the KV cache in use, from 0 to 1.")
     def usage(self) -> float:
-        """Blocks that a request has, or that are held, of all."""
+        """Blocks in use, by running requests or held for peers, divided by all blocks."""
         return (self.num_blocks - self.num_free) / self.num_blocks if self.num_blocks else 0.0
 
 
 class BlockPool:
-    """`num_blocks` blocks, numbered from 0."""
+    """Blocks `0` to `num_blocks - 1`. `order` evicts; default: least recently released first."""
 
-    def __init__(self, num_blocks: int, *, prefix_caching: bool = True) -> None:
+    def __init__(self, num_blocks: int, *, prefix_caching: bool = True, order: CachedOrder | None = None) -> None:
         self.num_blocks = num_blocks
         self._prefix_caching = prefix_caching
+        self._order = order or ReleaseOrder()
         self._references = [0] * num_blocks
-        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+        self._num_free = num_blocks
+        self._free_uncached: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+        """The free blocks that are not cached, the next one to give out first."""
         self._hash_of: dict[int, BlockHash] = {}
         self._block_of: dict[BlockHash, int] = {}
         self._num_evicted = 0
         self.events: BlockEvents | None = None
-        """Hears of names that come and go."""
+        """Hears of blocks that are evicted; `SequenceBlocks.publish` tells it of those that become cached."""
 
     @property
     def num_free(self) -> int:
         """Blocks that `allocate` could give out now."""
-        return len(self._free)
+        return self._num_free
 
     def match(self, hashes: Iterable[BlockHash]) -> list[int]:
-        """The blocks that hold the longest present prefix of `hashes`. They are not reserved: see `acquire`."""
+        """Ids of the blocks of the longest cached prefix of `hashes`. Their counts are unchanged: see `acquire`."""
         found = []
         for block_hash in hashes:
             block_id = self._block_of.get(block_hash)
@@ -62,67 +67,92 @@ class BlockPool:
         return found
 
     def num_free_after_acquiring(self, block_ids: Iterable[int]) -> int:
-        """How many blocks would be left to allocate once these matched ones are acquired."""
-        return len(self._free) - sum(1 for block_id in block_ids if self._references[block_id] == 0)
+        """How many blocks `allocate` could give out once these, which `match` found, are acquired."""
+        return self._num_free - sum(1 for block_id in block_ids if self._references[block_id] == 0)
 
     def acquire(self, block_ids: Iterable[int]) -> None:
-        """Become one more holder of blocks that `match` found."""
+        """Raise the reference counts of blocks that `match` found, by one each."""
         for block_id in block_ids:
-            if self._references[block_id] == 0:
-                del self._free[block_id]
+            was_free = self._references[block_id] == 0
+            self._order.acquired(self._hash_of[block_id], was_free=was_free)
+            self._num_free -= was_free
             self._references[block_id] += 1
 
     def allocate(self, count: int) -> list[int]:
-        """Take `count` free blocks; the caller has looked at `num_free`."""
-        assert count <= len(self._free), "allocate without looking at num_free"
-        taken = [self._free.popitem(last=False)[0] for _ in range(count)]
+        """Take `count` free blocks, at most `num_free`, each with a reference count of 1. May evict cached ones."""
+        assert count <= self._num_free, "allocate without looking at num_free"
+        taken = [self._take() for _ in range(count)]
+        self._num_free -= count
         for block_id in taken:
-            self._forget(block_id)
             self._references[block_id] = 1
         return taken
 
-    def publish(self, block_id: int, block_hash: BlockHash) -> bool:
-        """The block's content is complete and has this name: True when it can now be found. A second block of one name
-        stays nameless."""
+    def publish(self, block_id: int, block_hash: BlockHash, parent: BlockHash | None = None) -> bool:
+        """A block in use is full, and its content has this hash; `parent`: the hash of the block before it, if any.
+
+        True: it is cached from now on. False: it is cached already, another block is under this hash, or there is no
+        prefix cache.
+        """
         if not self._prefix_caching or block_id in self._hash_of or block_hash in self._block_of:
             return False
         self._hash_of[block_id] = block_hash
         self._block_of[block_hash] = block_id
+        self._order.published(block_hash, parent)
         return True
 
     def release(self, block_ids: Sequence[int]) -> None:
-        """Stop holding blocks, given in sequence order: the last become reusable first, prefixes live longest."""
+        """Lower the counts of a sequence's blocks, given in its order: its last is evicted before its first."""
         for block_id in reversed(block_ids):
             assert self._references[block_id] > 0, f"block {block_id} released twice"
             self._references[block_id] -= 1
             if self._references[block_id] == 0:
-                self._free[block_id] = None
-                if block_id not in self._hash_of:
-                    self._free.move_to_end(block_id, last=False)
+                self._num_free += 1
+                if block_id in self._hash_of:
+                    self._order.freed(self._hash_of[block_id])
+                else:
+                    self._free_uncached[block_id] = None
+                    self._free_uncached.move_to_end(block_id, last=False)
+
+    def finished(self, hashes: Sequence[BlockHash], num_output_tokens: int) -> None:
+        """The answer to the prompt whose full blocks have these hashes is complete, and of this length."""
+        self._order.finished(hashes, num_output_tokens)
 
     def forget_all(self) -> None:
-        """Drop the names of all free blocks: an empty prefix cache."""
-        for block_id in self._free:
-            self._forget(block_id)
+        """Evict all free cached blocks. Those in use stay cached."""
+        for block_id, block_hash in list(self._hash_of.items()):
+            if self._references[block_id] == 0:
+                self._order.forget(block_hash)
+                self._forget(block_hash)
+                self._free_uncached[block_id] = None
 
     def statistics(self) -> BlockPoolStatistics:
         """A snapshot."""
-        return BlockPoolStatistics(self.num_blocks, len(self._free), len(self._hash_of), self._num_evicted)
+        return BlockPoolStatistics(self.num_blocks, self._num_free, len(self._hash_of), self._num_evicted)
 
     def check(self, num_held: int = 0) -> None:
-        """Raise `LeakError` unless exactly `num_held` blocks are used and the books agree with each other."""
+        """Raise `LeakError` unless exactly `num_held` blocks are in use, and counts, free blocks and hashes agree."""
         used = sum(1 for count in self._references if count)
         if used != num_held:
             raise LeakError(f"{used} KV blocks are in use where {num_held} should be")
-        if used + len(self._free) != self.num_blocks or any(self._references[block] for block in self._free):
+        free_cached = sum(1 for block in self._hash_of if self._references[block] == 0)
+        if used + self._num_free != self.num_blocks or any(self._references[block] for block in self._free_uncached):
             raise LeakError("the free list and the reference counts disagree")
-        if {name: block for block, name in self._hash_of.items()} != self._block_of:
+        if free_cached + len(self._free_uncached) != self._num_free:
+            raise LeakError("the free list lacks blocks, or has some that are cached")
+        if {block_hash: block for block, block_hash in self._hash_of.items()} != self._block_of:
             raise LeakError("the two halves of the block index disagree")
+        self._order.check(free_cached, len(self._hash_of) - free_cached)
 
-    def _forget(self, block_id: int) -> None:
-        block_hash = self._hash_of.pop(block_id, None)
-        if block_hash is not None:
-            del self._block_of[block_hash]
-            self._num_evicted += 1
-            if self.events is not None:
-                self.events.removed(block_hash)
+    def _take(self) -> int:
+        """Take a free block out of the free ones; it is not cached from now on."""
+        if self._free_uncached:
+            return self._free_uncached.popitem(last=False)[0]
+        return self._forget(self._order.evict())
+
+    def _forget(self, block_hash: BlockHash) -> int:
+        block_id = self._block_of.pop(block_hash)
+        del self._hash_of[block_id]
+        self._num_evicted += 1
+        if self.events is not None:
+            self.events.removed(block_hash)
+        return block_id

@@ -9,13 +9,18 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from kvferry.core.bounds import Count, Seed, check_bounds
 from kvferry.core.errors import ConfigError
 from kvferry.core.units import parse_bytes
 from kvferry.engine.model.patch_names import require_known_patches
 from kvferry.kv_events.sockets import require_endpoint
+from kvferry.store.eviction.table import eviction_class
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda"]
+
+MOST_THREADS = 1024
+"""OpenMP ends the process when it cannot start as many as it is asked for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,74 +31,75 @@ class EngineConfig:
     """Model to serve: a local directory, a Hugging Face id, or a built-in one such as kvferry/tiny-python."""
 
     dtype: DType = "auto"
-    """Data type of weights and KV; auto takes the checkpoint's own."""
+    """Data type of weights and KV; auto uses the checkpoint's own."""
 
     device: Device = "auto"
-    """Where the model runs; auto takes a GPU when there is one."""
+    """Where the model runs; auto uses a GPU if there is one."""
 
-    tensor_parallel_size: int = field(default=1, metadata={"alias": "tp"})
+    tensor_parallel_size: Count = field(default=1, metadata={"alias": "tp"})
     """Number of ranks that share the weights, the KV cache and the work of the model. Each is a process on this
     machine, with a GPU of its own where there are GPUs."""
 
-    max_model_len: int | None = None
+    max_model_len: Count | None = None
     """Longest prompt plus answer, in tokens. Default: the model's own limit."""
 
-    block_size: int = 32
+    block_size: Count = 32
     """Tokens per KV block."""
 
     kv_cache_memory: str | None = None
     """Size of the KV cache on all ranks together, such as 512MiB or 2GiB. Default: a share of the free memory."""
 
-    max_num_seqs: int = 128
+    max_num_seqs: Count = 128
     """Most sequences that run at the same time."""
 
-    max_num_batched_tokens: int = 2048
+    max_num_batched_tokens: Count = 2048
     """Token budget of one step. A longer prefill is split into chunks."""
 
-    max_waiting: int = 1024
+    max_waiting: Count = 1024
     """Most requests that wait; further ones are answered with 429."""
 
     prefix_caching: bool = True
     """Keep the blocks of finished requests, and reuse them for prompts with the same prefix."""
 
+    prefix_cache_eviction: str = "lru"
+    """Which blocks the prefix cache gives up first: lru, or any other eviction policy of the stores, such as reuse,
+    which learns what kind of blocks come back. Of one prompt, lru and reuse give up the last block first; the others
+    begin with the first, without which the rest cannot be found."""
+
     kv_events: str | None = None
-    """Publish which blocks the prefix cache takes in and gives up, as vLLM does, at this ZeroMQ address:
-    tcp://127.0.0.1:5557, or with port * for any free one, which routers learn by themselves. Whoever can connect reads
-    the tokens of prompts. Needs kvferry[events]."""
+    """Publish which blocks the prefix cache stores and evicts, as vLLM does, at this ZeroMQ address:
+    tcp://127.0.0.1:5557, or with port * for any free one, which routers find out by themselves. Anyone who can connect
+    can read the tokens of prompts. Needs kvferry[events]."""
 
     kv_events_replay: str | None = None
-    """ZeroMQ address at which followers ask for events that they missed; when not given, a free port of the same
-    host."""
+    """ZeroMQ address at which followers request events that they missed. Default: a free port of the same host."""
 
     batch_invariant: bool = False
-    """Make answers the same to the bit, whatever other requests run at the same time. The CPU kernels guarantee this at
-    no cost. Where a model, a device or a missing compiler leaves matrix products to PyTorch, every token is computed by
+    """Make answers bit-identical, whatever other requests run at the same time. The CPU kernels guarantee this at no
+    cost. If a model, a device or a missing compiler leaves matrix products to PyTorch, every token is computed by
     itself, which takes several times as long."""
 
     model_patch: tuple[str, ...] = ()
-    """Patches of the loaded model, in this order: a name, or module:Class of your own package, with options behind a
+    """Patches of the loaded model, in this order: a name, or module:Class of your own package, with options after a
     question mark (my_patch?min_rows=16). The model must compute the same with each. Default: cpu_kernels, kvferry's
     kernels for CPUs; name it too if you want to keep it beside others."""
 
-    num_threads: int | None = None
+    num_threads: Count | None = None
     """CPU threads of the model on all ranks together. Default: OMP_NUM_THREADS, or all cores that this process may
     use."""
 
-    seed: int | None = None
+    seed: Seed | None = None
     """Seed for requests that have none. Default: a new random seed for each request."""
 
     trust_remote_code: bool = False
     """Run model code that comes with the checkpoint."""
 
     def __post_init__(self) -> None:
-        for name in ("tensor_parallel_size", "block_size", "max_num_seqs", "max_num_batched_tokens", "max_waiting"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(self, name)}")
-        for name in ("max_model_len", "num_threads"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+        check_bounds(self)
+        if self.num_threads is not None and self.num_threads > MOST_THREADS:
+            raise ConfigError(f"--num-threads must be at most {MOST_THREADS}, got {self.num_threads}")
         require_known_patches(self.model_patch)
+        eviction_class(self.prefix_cache_eviction)
         if self.kv_events_replay is not None and self.kv_events is None:
             raise ConfigError("--kv-events-replay needs --kv-events")
         if self.kv_events is not None:

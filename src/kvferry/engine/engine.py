@@ -10,6 +10,7 @@ import logging
 import secrets
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 
 import msgspec
 
@@ -17,12 +18,14 @@ from kvferry.connectors.api import ConnectorContext, SchedulerSide, StepPlan, Tr
 from kvferry.connectors.registry import find_connector
 from kvferry.core.block_hash import BlockHash
 from kvferry.core.clock import Clock, SystemClock
+from kvferry.core.closing import close_all
 from kvferry.core.errors import ConnectorLost, InvalidRequest, LeakError, RankLost, RequestError
 from kvferry.core.hand_off import Consume, Produce
 from kvferry.core.kept import TierShare
 from kvferry.core.request import EngineOutput, Request
 from kvferry.core.transfer_config import KVTransferConfig
 from kvferry.engine.block_pool import BlockPool
+from kvferry.engine.cached_order import make_cached_order
 from kvferry.engine.config import EngineConfig
 from kvferry.engine.executor.base import PlanQueue, StepResult
 from kvferry.engine.executor.build import build_executor
@@ -55,21 +58,27 @@ class Engine:
     ) -> None:
         """Load everything; may take long. Raises `ConfigError` or `UnsupportedModel`."""
         self.config, self.transfer, self.clock = config, transfer, clock or SystemClock()
-        self.executor = build_executor(config, transfer, auth_token, on_progress)
+        # Addresses and folders that cannot be had are found now, and not when the model is loaded.
+        if transfer is not None:
+            find_connector(transfer).check_here(transfer, known=bool(auth_token))
+        self.events = self._publish_events()
+        try:
+            self.executor = build_executor(config, transfer, auth_token, on_progress)
+        except BaseException:
+            if self.events is not None:
+                self.events.close()
+            raise
         self.model, self.layout = self.executor.model, self.executor.layout
         self.max_model_len, self.addresses = self.executor.max_model_len, self.executor.addresses
         self.scheduler_side: SchedulerSide[StepPlan] | None = None
-        self.events: BlockEvents | None = None
         try:
             if transfer is not None:
                 self.scheduler_side = self._build_scheduler_side(transfer, auth_token)
-            if config.kv_events is not None:
-                publisher = KVEventPublisher(config.kv_events, config.kv_events_replay, self.clock)
-                self.events = BlockEvents(publisher, config.block_size)
         except BaseException:
             self.close()
             raise
-        self.pool = BlockPool(self.executor.num_blocks, prefix_caching=config.prefix_caching)
+        order = make_cached_order(config.prefix_cache_eviction, self.executor.num_blocks, self.clock)
+        self.pool = BlockPool(self.executor.num_blocks, prefix_caching=config.prefix_caching, order=order)
         self.pool.events = self.events
         self.scheduler = Scheduler(self._limits(), self.pool, self.model.fingerprint, self.clock, self.scheduler_side)
         self._plans, self._report = PlanQueue(), list[TransferEvent]()
@@ -174,7 +183,7 @@ class Engine:
         """Run the chunks and the waiting plans. A step that fails as a whole ends its requests, since it cannot be told
         which of them caused it. Plans that it did not begin are begun with the next step."""
         if len(self._plans.waiting) > MOST_PLANS:
-            raise ConnectorLost(f"the transfers of {MOST_PLANS} steps could not be begun")
+            raise ConnectorLost(f"the transfers of {MOST_PLANS} steps could not be started")
         try:
             result = self.executor.execute(chunks, self._plans)
         except (RankLost, ConnectorLost):
@@ -182,6 +191,7 @@ class Engine:
         except Exception as error:  # noqa: BLE001 - the edge between this step's requests and all others
             self.scheduler.fail_step(chunks, error)
             return StepResult({}, [])
+        result = replace(result, report=self.scheduler.settled(chunks, result.report))
         self._report += result.report
         return result
 
@@ -192,7 +202,7 @@ class Engine:
         try:
             self.scheduler.transferred(report)
         except Exception as error:
-            log.exception("a report of transfers could not be taken")
+            log.exception("a report of transfers could not be processed")
             for event in report:
                 try:
                     self.scheduler.transferred([event])
@@ -250,14 +260,18 @@ class Engine:
             self.executor.check()
 
     def close(self) -> None:
-        """End every transfer and give the memory back."""
-        if self.events is not None:
-            self.events.close()
-        self.executor.close()
-        if self.scheduler_side is not None:
-            self.scheduler_side.close()
+        """End every transfer and give the memory back. Raises the first error of a part, once all are closed."""
+        parts = (self.events, self.executor, self.scheduler_side)
+        close_all(*(part.close for part in parts if part is not None))
 
     # Parts.
+
+    def _publish_events(self) -> BlockEvents | None:
+        config = self.config
+        if config.kv_events is None:
+            return None
+        publisher = KVEventPublisher(config.kv_events, config.kv_events_replay, self.clock)
+        return BlockEvents(publisher, config.block_size)
 
     def _limits(self) -> SchedulerLimits:
         config = self.config

@@ -7,24 +7,27 @@ not know the queues, the token budget or the order of requests: it answers the s
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from kvferry.connectors.api import (
+    Failed,
     Finish,
     Hit,
     Hold,
+    Loaded,
     Match,
     Miss,
     ScheduledChunk,
     SchedulerSide,
     StepPlan,
     StepView,
+    TransferEvent,
     TransferReport,
 )
 from kvferry.core.clock import Clock
-from kvferry.core.errors import HandOffFailed, KvferryError, LeakError
+from kvferry.core.errors import HandOffFailed, KvferryError, LeakError, TransferError
 from kvferry.core.hand_off import Consume, PrefillResult, Produce
 from kvferry.engine.block_pool import BlockPool
 from kvferry.engine.sequence import Meeting, Sequence, Status
@@ -40,14 +43,16 @@ class ExternalKVStatistics:
 
     num_loading: int = gauge("kvferry:num_requests_loading", "Requests waiting for their KV, with blocks reserved.")
     num_held: int = gauge("kvferry:num_hand_offs_held", "Hand-offs prefilled here and not yet fetched.")
-    num_external_hits: int = counter("vllm:external_prefix_cache_hits", "Tokens found through the connector.")
+    num_external_hits: int = counter(
+        "vllm:external_prefix_cache_hits", "Tokens whose KV was found through the connector."
+    )
     num_load_failures: dict[str, int] = counter_by(
         "kind", "kvferry:kv_load_failures", "KV that could not be loaded, by error."
     )
 
 
 class ExternalKV:
-    """The scheduler's only way to the connector; without a connector it answers that there is nothing to load.
+    """Asks and tells the connector on the scheduler's behalf; without a connector there is nothing to load or to hold.
 
     What the connector raises passes through, except where a docstring says otherwise: the scheduler knows whose request
     it was. `fail_on_lost_hand_off`: the failure policy is `fail`.
@@ -83,7 +88,8 @@ class ExternalKV:
             self._connector.arrived(sequence)
 
     def match(self, sequence: Sequence, num_cached_tokens: int) -> Match:
-        """How much can be loaded beyond `num_cached_tokens`. After a `Miss` the connector is not asked again."""
+        """Ask how much can be loaded beyond the first `num_cached_tokens` of the prompt (vLLM's
+        `get_num_new_matched_tokens`). After a `Miss` the connector is not asked again."""
         if self._connector is None or sequence.is_load_settled or not sequence.reuses_prefix:
             return Miss()
         if not sequence.can_use_offered():
@@ -94,7 +100,7 @@ class ExternalKV:
         return match
 
     def failure_of(self, sequence: Sequence, error: KvferryError) -> HandOffFailed | None:
-        """A load was lost, and is counted: the error that the failure policy ends the request with; None: recompute.
+        """Count a failed load. Returns the error with which the failure policy ends the request; None: recompute.
 
         A prefill that would have fetched an earlier turn's KV is always recomputed: the hand-off only saves it work.
         """
@@ -108,8 +114,8 @@ class ExternalKV:
     # Loads.
 
     def begin_load(self, sequence: Sequence, num_cached: int, hit: Hit) -> bool:
-        """The sequence has blocks for a hit. True: it runs at once, layer by layer or before a meeting; False: it waits
-        for its KV."""
+        """Begin to load a hit, for which the sequence has blocks now. True: the sequence runs at once, because it loads
+        layer by layer or computes what comes before a meeting; False: it waits for its KV."""
         assert self._connector is not None, "only a connector has hits"
         self._connector.allocated(sequence, tuple(sequence.block_ids), num_cached, hit)
         self._counters.num_external_hits += hit.num_tokens - hit.num_computed_meanwhile
@@ -127,8 +133,8 @@ class ExternalKV:
         return hit.layerwise or sequence.meeting is not None
 
     def meet(self, sequence: Sequence) -> int | None:
-        """Some more is computed before a meeting. Returns how many tokens have their KV once both ends have come to the
-        place. None: not yet; where only the load has yet to come, the sequence waits for its KV from now on."""
+        """Look whether all before the meeting is computed now, and all behind it loaded: if so, returns how many tokens
+        have their KV. None: not yet; a sequence that has computed its part waits for its KV from now on."""
         meeting = sequence.meeting
         assert meeting is not None, "only before a meeting"
         if sequence.num_computed_tokens < meeting.first:
@@ -141,8 +147,8 @@ class ExternalKV:
         return None
 
     def end_load(self, sequence: Sequence, num_tokens: int | None) -> int | None:
-        """The KV has come, of the first `num_tokens` (None: of all that was promised). Returns how many tokens have
-        their KV now; None: the sequence has been running, and goes on."""
+        """Note that a load brought the KV of the first `num_tokens` (None: all that was promised). Returns how many
+        tokens have their KV now; None: the sequence did not wait for the load, and runs on."""
         sequence.request.timeline.stamp("transfer_done", self._clock.wall())
         if (meeting := sequence.meeting) is not None:
             sequence.is_load_settled = meeting.is_loaded = True
@@ -152,8 +158,20 @@ class ExternalKV:
         sequence.is_load_settled, sequence.meeting = True, None
         return _reached(sequence.num_computed_tokens, num_tokens, sequence.load_target)
 
+    @staticmethod
+    def settled(chunks: Iterable[Chunk], report: TransferReport) -> TransferReport:
+        """Turn a layerwise load of the step that came in part only, or is missing in the report, into a failed one: the
+        step computed on that KV. All other events stay as they are."""
+        promised = {
+            chunk.sequence.request_id: chunk.start for chunk in chunks if chunk.sequence.layerwise_base is not None
+        }
+        settled = [_whole_or_failed(event, promised) for event in report]
+        reported = {event.request_id for event in settled if isinstance(event, Loaded | Failed)}
+        missing = TransferError("the connector did not report a layerwise load with its step")
+        return [*settled, *(Failed(request_id, missing) for request_id in promised if request_id not in reported)]
+
     def abandon_load(self, sequence: Sequence) -> None:
-        """The KV will not come, or is not wanted any more: back to what the sequence had before."""
+        """End a load that failed or is not wanted any more: the sequence has the KV again that it had before."""
         sequence.is_load_settled, sequence.meeting = True, None
         self._loading.pop(sequence.request_id, None)
         if sequence.layerwise_base is not None:
@@ -162,11 +180,11 @@ class ExternalKV:
     # Plans and reports.
 
     def preempted(self, sequence: Sequence) -> None:
-        """Its blocks go to others; the connector learns it with the next plan that is made."""
+        """Note that the sequence's blocks go to others; the connector is told with the next plan."""
         self._preempted.append(sequence)
 
     def plan(self, chunks: Iterable[Chunk]) -> StepPlan | None:
-        """What the worker sides do in the next step."""
+        """Have the connector plan what its worker sides do in the next step. None: there is no connector."""
         plan = None
         if self._connector is not None:
             views = [self._view(chunk) for chunk in chunks]
@@ -175,8 +193,8 @@ class ExternalKV:
         return plan
 
     def plan_between_steps(self) -> StepPlan | None:
-        """What the worker sides do at once when a prefill has just ended, whose blocks are now held: a consumer need
-        not wait for another step. None: nothing. A plan that fails is logged, and made again with the next step."""
+        """Plan what the worker sides do at once because blocks are newly held, so that a consumer need not wait for
+        another step. None: nothing. A plan that fails is logged; the next step plans as always."""
         if self._connector is None or not self._has_new_hold:
             return None
         self._has_new_hold = False
@@ -187,7 +205,7 @@ class ExternalKV:
             return None
 
     def released(self, request_id: str) -> None:
-        """Nobody needs the blocks held for this request any more; it may be told again."""
+        """Release the blocks held for this request, if any."""
         self._pool.release(self._held.pop(request_id, []))
 
     def completed(self, report: TransferReport) -> None:
@@ -196,7 +214,8 @@ class ExternalKV:
             self._connector.completed(report)
 
     def finish(self, sequence: Sequence) -> dict[str, Any] | None:
-        """The sequence has ended: its blocks go back to the pool, or are held. Returns the ticket for its answer."""
+        """Take the blocks of a sequence that has ended: they are released, or held for as long as the connector says.
+        Returns the ticket for its answer, if there is one."""
         self._loading.pop(sequence.request_id, None)
         blocks, sequence.block_ids = sequence.block_ids, []
         if self._connector is None:
@@ -212,8 +231,8 @@ class ExternalKV:
 
     @staticmethod
     def _ask_finish(connector: SchedulerSide[StepPlan], sequence: Sequence, blocks: tuple[int, ...]) -> Finish:
-        """Who keeps the blocks. If the connector raises twice, the blocks are never used again, since somebody may
-        still read or write them."""
+        """Ask the connector whether the blocks are held. If it raises twice, they are held for good, because somebody
+        may still read or write them."""
         try:
             return connector.finish(sequence, blocks)
         except Exception:
@@ -221,7 +240,11 @@ class ExternalKV:
         try:
             return connector.finish(sequence, blocks)
         except Exception:
-            log.exception("%d KV blocks of request %s are lost to the pool", len(blocks), sequence.request_id)
+            log.exception(
+                "%d KV blocks of request %s are never reused, because the connector failed twice",
+                len(blocks),
+                sequence.request_id,
+            )
             return Hold(None)
 
     @staticmethod
@@ -237,7 +260,7 @@ class ExternalKV:
 
     @property
     def num_loading(self) -> int:
-        """Requests that wait for their KV."""
+        """How many requests wait for their KV."""
         return len(self._loading)
 
     def holds(self, request_id: str) -> bool:
@@ -264,7 +287,19 @@ class ExternalKV:
             self._connector.check()
 
 
+def _whole_or_failed(event: TransferEvent, promised: Mapping[str, int]) -> TransferEvent:
+    if not isinstance(event, Loaded) or event.num_tokens is None:
+        return event
+    num_promised = promised.get(event.request_id, 0)
+    if event.num_tokens >= num_promised:
+        return event
+    error = TransferError(
+        f"a layerwise load brought the KV of {event.num_tokens} tokens instead of the promised {num_promised}"
+    )
+    return Failed(event.request_id, error)
+
+
 def _reached(num_computed: int, num_tokens: int | None, num_promised: int) -> int:
-    """How far the KV reaches behind `num_computed` tokens, of which a load says that it brought the first `num_tokens`
-    (None: all). More than was promised has no blocks."""
+    """How many tokens have their KV after a load to sequences with `num_computed`, if it brought the first `num_tokens`
+    (None: all that was promised). There are no blocks for more than was promised."""
     return num_promised if num_tokens is None else max(num_computed, min(num_tokens, num_promised))

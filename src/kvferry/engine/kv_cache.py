@@ -1,7 +1,8 @@
 """Owns the memory that KV blocks live in.
 
-On the CPU it is a POSIX shared memory segment, so that a decode instance on the same machine copies from it
-directly. It knows how blocks lie in memory, not who uses them (the block pool does).
+On the CPU it is anonymous shared memory (a memfd), so that a decode instance on the same machine copies from it
+directly; on a GPU it is one allocation of torch's. It knows how blocks lie in memory, not who uses them (the block
+pool does).
 """
 
 from __future__ import annotations
@@ -22,7 +23,11 @@ CUDA_SHARE = 0.85
 
 
 class KVCache:
-    """`layers[i]` is layer i's cache, `[num_blocks, kv_heads, block_size * (key_dim + value_dim)]`."""
+    """The KV cache of one rank, of the layout's dtype, zeros at first.
+
+    `layers[i]` is layer i's, `[num_blocks, kv_heads, block_size * (key_dim + value_dim)]`, all in one region of memory,
+    which `memory` describes for connectors.
+    """
 
     def __init__(self, layout: KVLayout, num_blocks: int, device: torch.device) -> None:
         self.layout, self.num_blocks, self.device = layout, num_blocks, device
@@ -39,7 +44,7 @@ class KVCache:
         self.memory = BlockMemory.dense(layout, num_blocks, address, device=device.type, segment=segment)
 
     def _split(self, flat: Tensor) -> list[Tensor]:
-        """The region as one tensor a layer."""
+        """View the region's bytes `[num_bytes]` as one tensor per layer."""
         values = flat.view(getattr(torch, self.layout.dtype))
         layers, start = [], 0
         for spec in self.layout.layers:
@@ -70,13 +75,18 @@ def choose_num_blocks(
     """
     useful = -(-useful_tokens // layout.block_size)
     budget = _free_bytes(device, num_ranks) if asked_bytes is None else asked_bytes // num_ranks
+    require_two_blocks(layout, budget)
     num_blocks = budget // layout.block_bytes
-    if num_blocks < 2:
+    return min(num_blocks, useful) if asked_bytes is None else num_blocks
+
+
+def require_two_blocks(layout: KVLayout, budget: int) -> None:
+    """Raise `ConfigError` when the bytes that a rank has for its KV cache are too few for any sequence."""
+    if budget < 2 * layout.block_bytes:
         raise ConfigError(
             f"the KV cache needs at least two blocks of {format_bytes(layout.block_bytes)}, but only"
             f" {format_bytes(budget)} are set aside for it; raise --kv-cache-memory or lower --block-size"
         )
-    return min(num_blocks, useful) if asked_bytes is None else num_blocks
 
 
 def _free_bytes(device: torch.device, num_ranks: int) -> int:

@@ -7,8 +7,9 @@ import gc
 import logging
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
+import msgspec
 import uvloop
 
 from kvferry.core.transfer_config import KVTransferConfig
@@ -22,13 +23,10 @@ from kvferry.http.registrar import RegistrarConfig
 
 log = logging.getLogger(__name__)
 
-Role = Literal["prefill", "decode", "both"]
-
 
 def run_instance(
     *,
     engine: EngineConfig,
-    role: Role,
     transfer: KVTransferConfig | None,
     served_model_names: tuple[str, ...] = (),
     server: ServerConfig,
@@ -39,19 +37,19 @@ def run_instance(
 ) -> int:
     """Serve one engine until SIGTERM or SIGINT; returns the exit code, 1 when the engine failed meanwhile.
 
-    `on_ready` gets {"url", "control": {"host", "port"} or None} once requests are accepted; the instance is then
-    registered at the routers that `registrar` names, until the end. Main thread only.
+    `on_ready` gets the URL and what the instance tells about itself (`InstanceFacts`) once requests are accepted; the
+    instance is then registered at the routers that `registrar` names, until the end. Main thread only.
     Raises `ConfigError` and `UnsupportedModel` for what the user can correct.
     """
     names = served_model_names or (engine.model,)
     loaded = Engine(engine, transfer, auth_token=auth_token, on_progress=on_progress)
     _freeze()
-    return uvloop.run(_serve(AsyncEngine(loaded, names, role), server, on_ready, registrar))
+    return uvloop.run(_serve(AsyncEngine(loaded, names), server, on_ready, registrar))
 
 
 def _freeze() -> None:
-    """Leave what has been loaded aside from garbage collection: torch and transformers alone are 350,000 objects,
-    and to look through them all, as any large request can bring about, stops every thread for 0.2 s."""
+    """Leave what has been loaded aside from garbage collection, as what has been imported is: to look through all of
+    it, as any large request can bring about, stops every thread for 0.2 s."""
     gc.collect()
     gc.freeze()
 
@@ -64,10 +62,10 @@ async def _serve(
 ) -> int:
     about = front.describe()
     if registrar is not None:
-        registrar = replace(registrar, engine_id=about["engine_id"])
+        registrar = replace(registrar, engine_id=about.engine_id)
 
     def listening(host: str, port: int) -> None:
-        on_ready({"url": f"{server.scheme}://{authority(host, port)}", **about})
+        on_ready({"url": f"{server.scheme}://{authority(host, port)}", **msgspec.to_builtins(about)})
 
     front.start()
     try:

@@ -1,11 +1,12 @@
-"""The bounds of a scheduler, and which requests they rule out."""
+"""The bounds of a scheduler: which requests they rule out, and where an answer ends."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from kvferry.core.errors import InvalidRequest
-from kvferry.core.request import Request
+from kvferry.core.request import FinishReason, Request
+from kvferry.engine.sequence import Sequence
 
 
 @dataclass(frozen=True)
@@ -45,3 +46,16 @@ class SchedulerLimits:
                 " ask for less, or serve with a larger --kv-cache-memory",
                 param="max_tokens",
             )
+
+    def end_of(self, sequence: Sequence, token_id: int) -> tuple[FinishReason | None, int | None]:
+        """Whether an answer ends with `token_id`, which it has already: the finish reason, and the stop token if the
+        client named it."""
+        sampling, num_output = sequence.request.sampling, sequence.num_output_tokens
+        if num_output >= sampling.min_tokens:
+            if token_id in sampling.stop_token_ids:
+                return "stop", token_id
+            if token_id in self.eos_token_ids and not sampling.ignore_eos:
+                return "stop", None
+        if num_output >= sampling.max_tokens or len(sequence.tokens) >= self.max_model_len or sequence.produces:
+            return "length", None
+        return None, None

@@ -25,9 +25,9 @@ log = logging.getLogger(__name__)
 class StepInputs(msgspec.Struct, frozen=True, array_like=True):
     """What the model must know of a step: plain numbers, the same on every rank.
 
-    `token_ids` of all chunks end to end; one entry a chunk in `query_lens`, `context_lens` (KV tokens after this
-    step), `known_lens` (tokens known of the sequence, computed or not) and `block_tables`; `places` are the tokens
-    whose logits are wanted.
+    `token_ids` has the tokens of all chunks end to end. One entry per chunk is in `query_lens` (tokens computed in this
+    step), `context_lens` (tokens with KV after this step; vLLM's `seq_lens`), `known_lens` (tokens of the sequence,
+    computed or not) and `block_tables`. `places` are indices into `token_ids`: the tokens whose logits are wanted.
     """
 
     token_ids: list[int]
@@ -40,7 +40,7 @@ class StepInputs(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass
 class Drawn:
-    """By request id: the next token, or why there is none."""
+    """What sampling gave, by request id: the next token, or the error because of which there is none."""
 
     sampled: dict[str, Sampled] = field(default_factory=dict)
     failed: dict[str, Exception] = field(default_factory=dict)
@@ -48,7 +48,7 @@ class Drawn:
 
 @dataclass(frozen=True)
 class LogitRows:
-    """Which of a step's tokens need logits: their places, and what for."""
+    """Which of a step's tokens need logits (`places`, as in `StepInputs`), and what for."""
 
     places: list[int]
     sampled: list[tuple[int, Sequence]]
@@ -58,14 +58,15 @@ class LogitRows:
 
 
 class ModelRunner:
-    """One rank's share of a model, on one device, with one KV cache."""
+    """Runs one rank's share of a model on one device, with that rank's KV cache."""
 
     def __init__(self, model: LoadedModel, kv_cache: KVCache, hooks: LayerHooks | None) -> None:
         self._model, self._kv_cache, self._hooks = model, kv_cache, hooks
 
     @torch.inference_mode()
     def forward(self, inputs: StepInputs) -> Tensor:
-        """Compute the step's KV; float32 logits [len(places), vocab], whole on every rank."""
+        """Compute a step and write its KV; returns float32 logits `[len(places), vocab]`, the whole vocabulary on every
+        rank. Without places there is one row nonetheless, which means nothing."""
         device = self._kv_cache.device
         batch = AttentionBatch.build(
             inputs.query_lens,
@@ -90,7 +91,8 @@ class ModelRunner:
         return logits.float()
 
     def _long_tokens(self, inputs: StepInputs, device: torch.device) -> Tensor | None:
-        """Which tokens are of sequences beyond the trained context, where the model treats those otherwise."""
+        """Bool `[num_tokens]`: which tokens are of sequences beyond the trained context. None: the model makes no
+        difference between them."""
         border = self._model.trained_context
         if border is None:
             return None
@@ -101,11 +103,12 @@ class ModelRunner:
 class TokenByToken(ModelRunner):
     """Computes every token of a step by itself: the same call for the same token, whatever the step, so the same bits.
 
-    For where products are left to a library that rounds differently from shape to shape (see `model.company`).
+    For where products are left to a library that rounds differently from shape to shape (see `model.batch_invariance`).
     """
 
     def forward(self, inputs: StepInputs) -> Tensor:
-        """As one forward of all tokens; the layers' hooks are called once at the beginning and once at the end."""
+        """As `ModelRunner.forward`. For each layer, the hooks' `wait_layer` is called before the first token and
+        `save_layer` after the last."""
         hooks, places, rows = self._hooks, inputs.places or [0], {}
         last = len(inputs.token_ids) - 1
         try:
@@ -149,7 +152,7 @@ def _single_tokens(inputs: StepInputs) -> Iterator[StepInputs]:
 
 
 def lay_out(chunks: Rows[Chunk], places: list[int]) -> StepInputs:
-    """The chunks as numbers."""
+    """Write the chunks down as numbers; `places` as `choose_logit_rows` chose them."""
     return StepInputs(
         [token for chunk in chunks for token in chunk.sequence.tokens[chunk.start : chunk.start + chunk.num_tokens]],
         [chunk.num_tokens for chunk in chunks],
@@ -162,7 +165,8 @@ def lay_out(chunks: Rows[Chunk], places: list[int]) -> StepInputs:
 
 @torch.inference_mode()
 def draw(logits: Tensor, rows: LogitRows, eos_token_ids: frozenset[int]) -> Drawn:
-    """The next token of those that reached their last token; notes prompt log-probabilities."""
+    """Sample the next token of each of `rows.sampled`, and append prompt log-probabilities to the sequences of
+    `rows.prompt`. `logits` `[len(rows.places), vocab]`, float32."""
     drawn = Drawn()
     for index, sequence, position in rows.prompt:
         try:
@@ -186,7 +190,7 @@ def _draw_rows(logits: Tensor, wanted: Rows[tuple[int, Sequence]], eos_token_ids
         if len(wanted) == 1:
             drawn.failed[drawing[0].request_id] = error
             return
-        log.exception("tokens of %d requests could not be drawn together", len(wanted))
+        log.exception("tokens of %d requests could not be sampled together; sampling them one by one", len(wanted))
         for one in wanted:
             _draw_rows(logits, [one], eos_token_ids, drawn)
     else:
@@ -194,7 +198,10 @@ def _draw_rows(logits: Tensor, wanted: Rows[tuple[int, Sequence]], eos_token_ids
 
 
 def choose_logit_rows(chunks: Rows[Chunk]) -> LogitRows:
-    """The last row of each chunk that samples, and all rows of prompts whose logprobs are wanted."""
+    """Choose the last token of each chunk that samples, and all tokens of prompts whose log-probabilities are wanted.
+
+    Empties the list of a prompt's log-probabilities when the prompt begins (again).
+    """
     rows = LogitRows([], [], [])
     first = 0
     for chunk in chunks:

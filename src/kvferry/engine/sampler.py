@@ -1,10 +1,10 @@
 """Chooses the next token of each sequence from its logits.
 
-Greedy takes the likeliest. Otherwise one uniform number, a function of (seed, position) only, picks from the
-cumulative distribution in token order, so the choice does not depend on who else is in the batch, on preemption, or
-on which instance draws it. Order of adjustments: bias, minimum length, penalties, temperature, min_p, top_k, top_p
-(vLLM's). Reported log-probabilities are those of the untouched logits. Settings may be as extreme as the API admits:
-in the limit of each, the likeliest token is left.
+Greedy sampling takes the most likely token. Otherwise one uniform random number, a function of (seed, position) only,
+picks from the cumulative distribution in token order. So the token does not depend on the other sequences of the
+batch, on preemption, or on which instance samples it. Order of adjustments (vLLM's): bias, minimum length, penalties,
+temperature, min_p, top_k, top_p. Log-probabilities are those of the logits before adjustment. At the extremes that the
+API accepts, each of temperature, min_p, top_k and top_p leaves the most likely token.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ from kvferry.engine.sequence import Sequence
 from kvferry.engine.step import Sampled
 
 LEAST_TEMPERATURE = 1e-300
-"""Below it float64 itself rounds to zero; any two different logits are infinitely far apart long before."""
+"""Lower temperatures count as this one: they are close to zero even in float64, and any two different logits are
+infinitely far apart long before."""
 
 
 def sample(logits: Tensor, sequences: Rows[Sequence], eos_token_ids: frozenset[int]) -> list[Sampled]:
-    """One token for each row of logits [R, vocab], float32. `sequences[r]` tells row r's settings and history.
+    """One token for each row of logits [R, vocab], float32. `sequences[r]`: the settings and tokens of row r.
 
-    Raises `LogitsNotFinite` where the model computed no numbers, `InvalidRequest` where settings leave no token.
+    Raises `LogitsNotFinite` if a row has no usable logits, `InvalidRequest` if the settings leave no token.
     """
     require_finite(logits)
     adjusted = logits
@@ -47,8 +48,8 @@ def sample(logits: Tensor, sequences: Rows[Sequence], eos_token_ids: frozenset[i
 
 
 def require_finite(logits: Tensor) -> None:
-    """Raise `LogitsNotFinite` where a row of logits [.., vocab] has a NaN, an infinite maximum, or none at all. Single
-    tokens may be at minus infinity: some models rule theirs out so."""
+    """Raise `LogitsNotFinite` if a row of logits [.., vocab] contains a NaN or has an infinite maximum. Single logits
+    may be minus infinity: some models rule tokens out in this way."""
     if not bool(logits.amax(dim=-1).isfinite().all()):
         raise LogitsNotFinite(
             "the model computed logits that are not finite for this prompt; its number format may be too narrow"
@@ -62,7 +63,8 @@ def _require_choice(adjusted: Tensor) -> None:
 
 
 def token_logprobs(logits: Tensor, token_id: int, num_top: int | None) -> TokenLogprobs | None:
-    """The log-probabilities a request asked for at one position; logits [vocab]. None where it asked for none."""
+    """The log-probabilities of one position, with the `num_top` most likely tokens (None: no log-probabilities are
+    wanted); logits [vocab]. Raises `LogitsNotFinite`."""
     if num_top is None:
         return None
     require_finite(logits)
@@ -85,7 +87,7 @@ def _adjusts(sequence: Sequence) -> bool:
 
 
 def adjust_logits(logits: Tensor, sequence: Sequence, eos_token_ids: frozenset[int]) -> None:
-    """Bias, minimum length and penalties, in place; logits [vocab]."""
+    """Apply bias, minimum length and penalties in place; logits [vocab]."""
     sampling = sequence.request.sampling
     for token_id, bias in sampling.logit_bias.items():
         logits[token_id] += bias
@@ -103,13 +105,13 @@ def adjust_logits(logits: Tensor, sequence: Sequence, eos_token_ids: frozenset[i
 
 
 def _draw(logits: Tensor, sequences: Rows[Sequence]) -> Tensor:
-    """Random tokens [R] for logits [R, vocab]."""
+    """Sample tokens [R] from logits [R, vocab]."""
     settings = [sequence.request.sampling for sequence in sequences]
-    # Less the largest and in float64, so that nothing overflows but what has no chance.
+    # Relative to the largest and in float64: only logits of tokens without a chance overflow, to minus infinity.
     logits = logits.double()
     temperatures = _column([max(setting.temperature, LEAST_TEMPERATURE) for setting in settings], logits)
     logits = keep_likely(((logits - logits.amax(dim=-1, keepdim=True)) / temperatures).float(), settings)
-    # float64: the cumulative sum's rounding must stay far below the steps between uniform numbers that matter.
+    # float64: rounding in the cumulative sum must stay far below the probabilities of single tokens.
     cumulative = logits.double().softmax(dim=-1).cumsum(dim=-1)
     draws = [uniform_draw(sequence.seed, len(sequence.tokens)) for sequence in sequences]
     targets = _column(draws, cumulative) * cumulative[:, -1:]
@@ -117,7 +119,7 @@ def _draw(logits: Tensor, sequences: Rows[Sequence]) -> Tensor:
 
 
 def keep_likely(logits: Tensor, settings: Rows[SamplingParams]) -> Tensor:
-    """Logits [R, vocab] with everything outside min_p, top_k and top_p of its row at minus infinity."""
+    """Logits [R, vocab] with all tokens that min_p, top_k or top_p of their row exclude at minus infinity."""
     if any(setting.min_p > 0 for setting in settings):
         floors = _column([setting.min_p for setting in settings], logits)
         probabilities = logits.softmax(dim=-1)
@@ -130,7 +132,7 @@ def keep_likely(logits: Tensor, settings: Rows[SamplingParams]) -> Tensor:
     ranks = torch.arange(vocab, device=logits.device)
     limits = _column([min(setting.top_k, vocab) if setting.top_k > 0 else vocab for setting in settings], logits)
     ordered = ordered.masked_fill(ranks >= limits, float("-inf"))
-    # The first token that reaches top_p still counts, so the mass before it decides.
+    # The token that reaches top_p is included, so the mass before each token decides.
     before = ordered.softmax(dim=-1).cumsum(dim=-1) - ordered.softmax(dim=-1)
     masses = _column([setting.top_p for setting in settings], logits)
     ordered = ordered.masked_fill((before >= masses) & (masses < 1) & (ranks > 0), float("-inf"))

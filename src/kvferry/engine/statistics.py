@@ -22,7 +22,7 @@ class EngineSnapshot:
     """The connector's own figures, both sides, by name: counters, but for those that `connector_gauges` names."""
     connector_gauges: frozenset[str] = frozenset()
 
-    @computed_gauge("vllm:num_requests_waiting", "Requests that wait, for their turn or for their KV.")
+    @computed_gauge("vllm:num_requests_waiting", "Requests that wait to be scheduled, or for their KV.")
     def num_requests_waiting(self) -> int:
         """As in vLLM, requests that wait for their KV are waiting too."""
         return self.scheduler.num_waiting + self.external.num_loading

@@ -1,4 +1,4 @@
-"""One step of the engine, as scheduler, executor and sampler pass it on."""
+"""One step of the engine, as it passes between scheduler, executor and sampler."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Sampled:
-    """The next token of one sequence; `logprobs` where it asked for them."""
+    """The next token of one sequence. `logprobs`: None if the request did not ask for them."""
 
     token_id: int
     logprobs: TokenLogprobs | None = None

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from kvferry.connectors.api import ConnectorContext, StepPlan, TransferReport, WorkerSide
 from kvferry.connectors.registry import find_connector
+from kvferry.core.closing import close_all
 from kvferry.core.errors import ConnectorLost, RequestFailed
 from kvferry.core.layout import KVLayout
 from kvferry.core.transfer_config import KVTransferConfig
@@ -27,7 +28,7 @@ from kvferry.engine.model_runner import ModelRunner, StepInputs, TokenByToken
 
 log = logging.getLogger(__name__)
 MOST_FAILED_POLLS = 64
-"""In a row; then nothing will ever be heard of transfers again."""
+"""After so many in a row, transfers are given up: `ConnectorLost`."""
 
 
 class Worker:
@@ -47,7 +48,9 @@ class Worker:
             tp_rank=place.rank,
         )
         self.max_model_len = self.model.max_position if config.max_model_len is None else config.max_model_len
-        self._is_one_by_one = config.batch_invariant and place.agree(bool(self.model.company), self.model.device)
+        self._is_one_by_one = config.batch_invariant and place.agree(
+            bool(self.model.batch_dependence), self.model.device
+        )
         self._kv_cache: KVCache | None = None
         self._side: WorkerSide[StepPlan] | None = None
         self.num_begun = 0
@@ -57,7 +60,7 @@ class Worker:
         self._runner: ModelRunner
 
     def max_num_blocks(self) -> int:
-        """How many KV blocks this rank could hold. Raises `ConfigError` when they are too few."""
+        """How many KV blocks this rank can hold. Raises `ConfigError` if they are too few."""
         asked = self._config.kv_cache_memory
         return choose_num_blocks(
             self.layout,
@@ -68,7 +71,7 @@ class Worker:
         )
 
     def open(self, num_blocks: int, transfer: KVTransferConfig | None, auth_token: str) -> dict[str, Any] | None:
-        """Make the KV cache and join the connector; returns where peers reach this rank, if they do."""
+        """Allocate the KV cache and build the connector's worker side. Returns `WorkerSide.address`."""
         self._kv_cache = KVCache(self.layout, num_blocks, self.model.device)
         address = None
         if transfer is not None:
@@ -85,12 +88,12 @@ class Worker:
     def step(
         self, inputs: StepInputs | None, plans: Collection[StepPlan | bytes], first: int, num_late: int
     ) -> Tensor | None:
-        """Begin the connector's plans (see `PlanQueue`), then run the model; float32 logits [len(places), vocab], or
-        None without inputs. All ranks must do so for the same.
+        """Begin the connector's plans (see `PlanQueue`), then run the model. Returns the logits of
+        `ModelRunner.forward`, or None without inputs. All ranks must be given the same inputs and plans.
 
-        A plan that has begun here is passed over, and one that cannot be begun is given again with the next step. No
-        rank computes unless all have begun: what was not withdrawn is still announced. Raises `ConnectorLost` when the
-        connector cannot take a plan twice in a row.
+        Plans that have begun here are passed over; one that cannot be begun is given again with the next step. No rank
+        computes unless all ranks have begun, since blocks that were not withdrawn could still be read. Raises
+        `ConnectorLost` if the connector raises twice in a row.
         """
         error = self._try_to_begin(plans, first, num_late)
         failed = error is not None
@@ -104,7 +107,7 @@ class Worker:
     def _try_to_begin(self, plans: Collection[StepPlan | bytes], first: int, num_late: int) -> Exception | None:
         """Begin the plans; returns the error if one could not be begun."""
         try:
-            self._discard()  # of a step that never came to its end
+            self._discard()  # what is left of a step that did not end
             for number, plan in enumerate(plans, first):
                 if number >= self.num_begun:
                     self._begin(self._decoded(plan))
@@ -135,7 +138,7 @@ class Worker:
         if not isinstance(plan, bytes):
             return plan
         assert self._side is not None, "a plan, but no connector"
-        assert self._side.plan_type is not None, "the executor has looked at it"
+        assert self._side.plan_type is not None, "the executor has checked it"
         return msgspec.msgpack.decode(plan, type=self._side.plan_type)
 
     def _forward(self, inputs: StepInputs) -> Tensor:
@@ -164,38 +167,35 @@ class Worker:
             report = self._side.poll()
         except ConnectorLost:
             raise
-        except Exception as error:  # it reports the same the next time
+        except Exception as error:  # the next call reports the same
             self._num_failed_polls += 1
-            log.exception("the connector could not say how its transfers are")
+            log.exception("the connector could not report its transfers")
             if self._num_failed_polls >= MOST_FAILED_POLLS:
-                raise ConnectorLost(f"the connector cannot say how its transfers are: {error!r}") from error
+                raise ConnectorLost(f"the connector cannot report its transfers: {error!r}") from error
             return []
         self._num_failed_polls = 0
         return report
 
     def on_report(self, wake: Callable[[], None]) -> None:
-        """`wake` is called, from any thread, when `poll` has something to say."""
+        """Have `wake` called, on any thread, when `poll` has something new."""
         if self._side is not None:
             self._side.on_report(wake)
 
     # Insight and end.
 
     def statistics(self) -> dict[str, float]:
-        """Of the worker side."""
+        """The metrics of the worker side."""
         return self._side.statistics() if self._side is not None else {}
 
     def check(self) -> None:
-        """Raise `LeakError` when the worker side still keeps something."""
+        """Raise `LeakError` if the worker side still keeps something."""
         if self._side is not None:
             self._side.check()
 
     def close(self) -> None:
-        """End every transfer and give the memory back."""
+        """Close the worker side and free the KV cache."""
         side, self._side = self._side, None
-        if side is not None:
-            side.close()
-        if self._kv_cache is not None:
-            self._kv_cache.close()
+        close_all(*(part.close for part in (side, self._kv_cache) if part is not None))
 
 
 def _of_rank(transfer: KVTransferConfig, rank: int) -> KVTransferConfig:

@@ -1,4 +1,4 @@
-"""Settings as command line arguments: the way back from a dataclass to the flags it was made from."""
+"""Settings as command-line arguments: from a dataclass back to the flags that are made from it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def to_arguments(config: Any, without: Iterable[str] = ()) -> list[str]:
-    """Flags that make the same `config` again. Fields of value None, and those in `without`, are left out."""
+    """Flags that give the same `config`. Fields that are None, and those in `without`, are left out."""
     skipped = set(without)
     return [
         argument

@@ -1,4 +1,4 @@
-"""Asking a program over HTTP whether it serves."""
+"""Whether a server answers GET /health."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _PEM = re.compile(r"-----BEGIN CERTIFICATE-----.+?-----END CERTIFICATE-----", re
 
 
 def certificate_in(path: Path) -> bytes:
-    """The certificate (DER) that a server shows which was given this file; empty when there is none in it."""
+    """The certificate (DER) of a server that was given this PEM file; empty if the file has none."""
     try:
         found = _PEM.search(path.read_text(encoding="ascii", errors="replace"))
         return ssl.PEM_cert_to_DER_cert(found.group()) if found else b""
@@ -24,12 +24,14 @@ def certificate_in(path: Path) -> bytes:
 
 
 async def serves(url: str, timeout_s: float = _TIMEOUT_S, certificate: bytes | None = None) -> bool:
-    """Whether GET `url`/health is answered with 200, now.
+    """Whether GET `url`/health is answered with 200 within `timeout_s`.
 
-    At an https:// URL by whoever has the key of exactly this certificate: its names and dates are the clients' concern,
-    and no reason to take a server for hung. Without one, as of programs of others, any will do: nothing is told.
+    At an https:// URL, the server must have the key of exactly this `certificate`: whether its names and dates are
+    valid is the clients' concern, and no reason to take the server for hung. Without `certificate`, any server is
+    accepted, as no secrets are sent.
 
-    By hand, as a client library would be loaded for one line; whoever supervises starts fast and stays small.
+    Written by hand, because a client library would be imported for one request; the supervisor starts fast and stays
+    small.
     """
     address = urlsplit(url)
     try:
@@ -43,7 +45,7 @@ async def serves(url: str, timeout_s: float = _TIMEOUT_S, certificate: bytes | N
                 status = (await reader.readline()).split()
             finally:
                 writer.close()
-    except (OSError, TimeoutError, ValueError):  # ValueError: a line without end
+    except (OSError, TimeoutError, ValueError):  # ValueError: the line is too long
         return False
     return status[1:2] == [b"200"]
 
@@ -54,7 +56,8 @@ def _shown(writer: asyncio.StreamWriter) -> bytes | None:
 
 
 def _to_be_compared() -> ssl.SSLContext:
-    """No authority is asked: the handshake shows that the server has the key of the certificate it shows."""
+    """A context that accepts every certificate: the handshake proves that the server has the key of the one it
+    shows."""
     context = ssl.create_default_context()
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     return context

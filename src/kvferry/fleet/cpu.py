@@ -1,4 +1,4 @@
-"""Which CPU cores each process of a fleet gets. Pure, but for asking what there is."""
+"""Which CPU cores each process of a fleet gets."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ class CorePlan:
 
 
 def available_cores() -> Cores:
-    """The cores this process may use."""
+    """The cores that this process may use."""
     return tuple(sorted(os.sched_getaffinity(0)))
 
 
 def plan_cores(available: Sequence[int], num_instances: int) -> CorePlan:
-    """Share cores out among instances, neighbours together.
+    """Divide cores among instances, neighbouring cores together.
 
-    Instances get sets of their own, as equal as can be, since two engines on one core wait for each other at every
-    step. Where cores are fewer, each instance gets one, and cores are shared in turn. The router, which computes
-    little, shares with whoever has most.
+    Instances get sets of their own, as equal as possible, since two engines on one core wait for each other in every
+    step. If there are fewer cores than instances, each instance gets one core, in turn. The router, which computes
+    little, shares the cores of the instance with the most.
     """
     if not available or num_instances < 1:
         raise ValueError("there must be a core and an instance")
@@ -51,7 +51,8 @@ def plan_cores(available: Sequence[int], num_instances: int) -> CorePlan:
 
 
 def parse_cores(text: str, available: Sequence[int]) -> Cores:
-    """The cores that `0-3,8` names. Raises `ConfigError` when it names none, or one this process may not use."""
+    """The cores in text such as `0-3,8`. Raises `ConfigError` if there are none, or one that this process may not
+    use."""
     cores: set[int] = set()
     for part in text.split(","):
         match = _RANGE.fullmatch(part.strip())
@@ -68,6 +69,6 @@ def parse_cores(text: str, available: Sequence[int]) -> Cores:
 
 
 def thread_variables(cores: Cores) -> dict[str, str]:
-    """Environment that makes numeric libraries use as many threads as there are cores."""
+    """Environment variables that make numeric libraries use as many threads as there are cores."""
     count = str(max(1, len(cores)))
     return {"OMP_NUM_THREADS": count, "MKL_NUM_THREADS": count}

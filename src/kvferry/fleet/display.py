@@ -1,4 +1,4 @@
-"""What a person sees while a fleet starts, runs and ends.
+"""What a user sees while a fleet starts, runs and stops.
 
 The URL goes to standard output, for scripts; everything else goes to standard error.
 """
@@ -23,45 +23,45 @@ _COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "red")
 
 
 class Display(Protocol):
-    """Told what happens, in order; `name` is a process of the fleet."""
+    """Told what happens, in order. `name` names a process of the fleet."""
 
     def starting(self, names: Sequence[str]) -> None:
         """These processes are being started."""
 
     def progress(self, name: str, what: str, fraction: float) -> None:
-        """One of them is `fraction` of 1 done with `what`."""
+        """A process has done `fraction` (0 to 1) of its start, and is now doing `what`."""
 
     def ready(self, name: str, url: str) -> None:
-        """One of them serves."""
+        """A process serves at `url`."""
 
     def members(self, urls: Mapping[str, str]) -> None:
-        """The instances, each with its address; told once, when all serve behind one address."""
+        """The instances with their addresses; called once, when all of them serve behind one address."""
 
     def up(self, url: str) -> None:
-        """Everything serves; this is where."""
+        """Everything serves, at `url`."""
 
     def line(self, name: str, text: str) -> None:
         """A line of a process's log."""
 
     def note(self, text: str) -> None:
-        """A line of the supervisor's own."""
+        """A line of the supervisor."""
 
     def error(self, text: str) -> None:
-        """Why everything ends."""
+        """Why everything is stopped."""
 
     def close(self) -> None:
-        """Nothing more will be told."""
+        """Nothing more follows; the terminal is restored."""
 
 
 def make_display(log: LogConfig = TEXT) -> Display:
-    """Objects where logs are JSON, bars on a terminal, plain lines elsewhere."""
+    """JSON objects if logs are JSON, progress bars on a terminal, otherwise plain lines."""
     if log.log_format == "json":
         return JsonDisplay()
     return BarDisplay() if sys.stderr.isatty() else PlainDisplay()
 
 
 class PlainDisplay:
-    """Lines. Of progress, only what is new to read: each step's beginning, and its end."""
+    """Plain lines. Of progress, only the beginning of each step is shown."""
 
     def __init__(self) -> None:
         self._last: dict[str, str] = {}
@@ -94,11 +94,12 @@ class PlainDisplay:
         self.note(f"error: {text}")
 
     def close(self) -> None:
-        """End the live display and give the terminal back."""
+        """There is nothing to restore."""
 
 
 class JsonDisplay(PlainDisplay):
-    """A JSON object a line: what processes log as such passes through, all else becomes one."""
+    """One JSON object on each line: lines of processes that are objects already are passed through, all others become
+    one."""
 
     def line(self, name: str, text: str) -> None:
         _say(text if _is_object(text) else json_line(name, text))
@@ -111,7 +112,7 @@ class JsonDisplay(PlainDisplay):
 
 
 class ReportingDisplay(PlainDisplay):
-    """Lines, and over the start protocol what a supervisor above this one wants to know."""
+    """Plain lines, and messages of the start protocol to a supervisor above this one."""
 
     def __init__(self, writer: ReadyWriter) -> None:
         super().__init__()
@@ -125,7 +126,7 @@ class ReportingDisplay(PlainDisplay):
 
 
 class BarDisplay:
-    """A bar for each process while they start; log lines scroll above."""
+    """A progress bar for each process while they start; log lines scroll above."""
 
     def __init__(self) -> None:
         self._console = Console(stderr=True, highlight=False)
@@ -153,7 +154,7 @@ class BarDisplay:
             self._bars.update(self._tasks[name], description=what, completed=min(fraction, 0.99))
 
     def ready(self, name: str, url: str) -> None:
-        if self._bars is None:  # started again
+        if self._bars is None:  # restarted
             self.line(name, f"ready at {url}")
         elif name in self._tasks:
             self._bars.update(self._tasks[name], description=f"ready at {url}", completed=1.0)
@@ -189,7 +190,7 @@ class BarDisplay:
 
 
 def _table(urls: Mapping[str, str]) -> Iterator[str]:
-    """Where each instance is, for those who scrape or ask one alone."""
+    """The address of each instance, for scraping its metrics."""
     width = max(map(len, urls), default=0)
     for name, url in urls.items():
         yield f"{name:<{width}}  {url}  (metrics: {url}/metrics)"
@@ -203,7 +204,7 @@ def _is_object(text: str) -> bool:
 
 
 def _say(text: str, *, to_stdout: bool = False) -> None:
-    """Write a line. A reader that has gone is no reason to end a fleet."""
+    """Write a line. If nobody reads any more, it is dropped."""
     stream = sys.stdout if to_stdout else sys.stderr
     with suppress(BrokenPipeError):
         stream.write(text + "\n")

@@ -1,13 +1,14 @@
-"""Becomes a child of the fleet: ties its life to the supervisor's, takes its cores, then is the child's own program.
+"""Becomes a child process of the fleet: ties its life to the supervisor's, takes its cores, and then executes the
+child's program.
 
-Run as a script, before anything else, in the new process: what it sets outlasts `exec`. That keeps the supervisor
-from running Python between `fork` and `exec`, which may deadlock once a process has threads. Nothing of kvferry is
-imported, so that it costs a few milliseconds.
+Run as a script in the new process, before anything else: what it sets survives `exec`. So the supervisor runs no Python
+between `fork` and `exec`, which may deadlock in a process with threads. It imports nothing of kvferry, so that it costs
+a few milliseconds.
 
     python launcher.py SUPERVISOR_PID CORES LEASH -- COMMAND…      CORES: 0,1,2 or "-" for all
 
-LEASH `self`: the command's children end with it. `group`: they may not, so this process stays as its parent, and when
-the supervisor ends, in whatever way, it ends the whole group.
+LEASH `self`: the command's own children end with it. `group`: they may not, so this process stays as its parent, and
+ends the whole group when the supervisor ends, in whatever way.
 """
 
 from __future__ import annotations
@@ -17,11 +18,22 @@ import os
 import signal
 import sys
 
+TYPE_CHECKING = False  # as in typing, without the time that takes to import
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
 _PR_SET_PDEATHSIG = 1
 
 
+def launching(command: Sequence[str], cores: Sequence[int], leash: str) -> tuple[str, ...]:
+    """The command line that runs this script."""
+    named = ",".join(map(str, cores)) or "-"
+    # Isolated and without site: this script needs the standard library only, and must start fast.
+    return (sys.executable, "-I", "-S", __file__, str(os.getpid()), named, leash, "--", *command)
+
+
 def main(arguments: list[str]) -> None:
-    """Does not return: the process is another program then, or ends."""
+    """Does not return: the process becomes another program, or ends."""
     supervisor, cores, leash, separator, *command = arguments
     if separator != "--" or not command:
         sys.exit("launcher: expected SUPERVISOR_PID CORES LEASH -- COMMAND…")
@@ -31,12 +43,12 @@ def main(arguments: list[str]) -> None:
         signal.signal(signal.SIGUSR1, _end_group)
         _signal_when_gone(int(supervisor), signal.SIGUSR1)
         _guard(command)
-    _signal_when_gone(int(supervisor), signal.SIGKILL)  # SIGKILL, as a child that hangs would outlive a request.
+    _signal_when_gone(int(supervisor), signal.SIGKILL)  # SIGKILL, because a child that hangs ignores SIGTERM.
     _become(command)
 
 
 def _signal_when_gone(supervisor: int, number: int) -> None:
-    """Get a signal when the supervisor ends, in whatever way."""
+    """Receive a signal when the supervisor ends, in whatever way."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, number) != 0:
         sys.exit(f"kvferry: error: cannot tie a process to its supervisor: {os.strerror(ctypes.get_errno())}")
@@ -52,7 +64,7 @@ def _become(command: list[str]) -> None:
 
 
 def _guard(command: list[str]) -> None:
-    """Run the command as a child, pass SIGTERM on to it, and end as it ends. The supervisor then ends the group."""
+    """Run the command as a child, forward SIGTERM to it, and end as it ends. The supervisor then ends the group."""
     child = os.fork()
     if child == 0:
         signal.signal(signal.SIGUSR1, signal.SIG_DFL)

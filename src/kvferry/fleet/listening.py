@@ -1,4 +1,4 @@
-"""Addresses that are to be listened on: whether they can be had, asked before anything is started."""
+"""Whether addresses can be listened on, checked before anything is started."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from kvferry.core.errors import ConfigError
 
 
 def require_free(host: str, port: int, flag: str = "--port") -> None:
-    """Raise `ConfigError` when nobody could listen on `port` of `host` now; `flag` set the port. 0 is always free, but
-    the host must be this machine's."""
+    """Raise `ConfigError` if `port` of `host` cannot be listened on now. `flag`: the flag that set the port. Port 0 is
+    always free, but the host must belong to this machine."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind, protocol) as one:
             one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do
             one.bind(address)
-    except (socket.gaierror, UnicodeError) as error:  # UnicodeError: no host can have such a name
+    except (socket.gaierror, UnicodeError) as error:  # UnicodeError: not a valid host name
         reason = getattr(error, "strerror", None) or str(error)
         raise ConfigError(f"--host {host} is not an address: {reason}; 127.0.0.1 is this machine's own") from error
     except OSError as error:

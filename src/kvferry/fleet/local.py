@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import secrets
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 
@@ -13,7 +12,7 @@ from kvferry.core.errors import ConfigError
 from kvferry.engine.config import EngineConfig
 from kvferry.fleet.arguments import flag_name, to_arguments
 from kvferry.fleet.cpu import CorePlan, Cores, available_cores, parse_cores, plan_cores, thread_variables
-from kvferry.fleet.process import ProcessSpec
+from kvferry.fleet.process import PROGRAM, ProcessSpec
 from kvferry.fleet.ready import InstanceReady
 from kvferry.fleet.spec import EngineChoice, FleetSpec, InstanceSpec, Listen
 from kvferry.fleet.supervisor import FleetPlan
@@ -26,9 +25,8 @@ from kvferry.http.registrar import make_registrar
 from kvferry.observe.logs import INSTANCE_VARIABLE, TEXT, LogConfig
 from kvferry.router.config import RouterConfig
 
-PROGRAM = (sys.executable, "-m", "kvferry.cli.main")
 TOKEN_VARIABLE = environment.AUTH_TOKEN
-"""The fleet's shared secret, in the environment: arguments can be read by everyone on the machine."""
+"""The shared secret is passed in the environment, because everyone on the machine can read command lines."""
 
 _VLLM_LOG_LEVEL = "VLLM_LOGGING_LEVEL"
 
@@ -39,7 +37,7 @@ LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True)
 class LocalFleet:
-    """All settings of the user, and which process runs where."""
+    """All settings of the user. `plan` makes processes of them."""
 
     spec: FleetSpec
     engine: EngineConfig
@@ -51,10 +49,11 @@ class LocalFleet:
     access: HttpAccess = OPEN
     limits: HttpLimits = LIMITS
     hidden: frozenset[str] = frozenset()
-    """Variables that children do not inherit: those that set flags, as children get every flag as an argument."""
+    """Environment variables that children do not inherit: those that set flags, since children get every flag as an
+    argument."""
 
     def plan(self) -> FleetPlan:
-        """The processes. Raises `ConfigError` when settings are wrong, before anything is started."""
+        """The processes to run. Raises `ConfigError` if settings are wrong, before anything is started."""
         self._require_heeded()
         cores = self._cores()
         token = os.environ.get(TOKEN_VARIABLE) or secrets.token_urlsafe(32)
@@ -64,7 +63,7 @@ class LocalFleet:
         return FleetPlan(instances, lambda ready: self._front(ready, cores.router, token))
 
     def _require_heeded(self) -> None:
-        """Access and limits are the router's; a vLLM server alone has its own."""
+        """Keys, TLS and HTTP limits are the router's; a vLLM server alone has its own flags for them."""
         if not self.spec.is_split:
             require_nothing_said(self.access, self.limits)
             return
@@ -73,7 +72,8 @@ class LocalFleet:
             raise ConfigError("--advertise-url is for one instance alone, not for a fleet of several")
 
     def _plan_vllm(self, cores: CorePlan, token: str) -> FleetPlan:
-        """vLLM servers, and kvferry's router before them; without a split, one server alone."""
+        """vLLM servers with kvferry's router in front of them; or, without prefill and decode instances, one server
+        alone."""
         split = self.spec.is_split
         number = len(cores.instances)
         servers = VllmInstances.from_settings(self.engine, self.choice, self.instance, splits=split, number=number)
@@ -98,7 +98,7 @@ class LocalFleet:
         return FleetPlan(tuple(specs), lambda ready: self._front(ready, cores.router, token, bootstrap))
 
     def _vllm_logging(self) -> dict[str, str]:
-        """vLLM's own variable, unless the user has set it."""
+        """Sets vLLM's log level, unless the user has."""
         level = {_VLLM_LOG_LEVEL: self.log.log_level.upper()}
         return {} if _VLLM_LOG_LEVEL in os.environ or self.log == TEXT else level
 
@@ -112,11 +112,11 @@ class LocalFleet:
         return plan_cores(chosen, self._num_instances)
 
     def _instance(self, index: int, cores: Cores, token: str) -> ProcessSpec:
-        """Prefill instances first, then decode instances; `index` counts all of them."""
+        """Prefill instances come first, then decode instances; `index` counts all of them."""
         role, number = _role(index, self.spec.num_prefill)
         name = f"{role}-{number}"
         transfer = transfer_for_member(self.instance.kv_transfer_config or DEFAULT, role, name, index)
-        return self._process(
+        process = self._process(
             name,
             [
                 role,
@@ -128,6 +128,7 @@ class LocalFleet:
             cores,
             token,
         )
+        return replace(process, forks=True)
 
     def _front(
         self, ready: Mapping[str, InstanceReady], cores: Cores, token: str, bootstrap: tuple[int, ...] = ()
@@ -140,7 +141,7 @@ class LocalFleet:
         access = to_arguments(self.access, without=("api_key", "admin_key"))
         arguments = ["router", *to_arguments(router), *to_arguments(self.listen), *access, *to_arguments(self.limits)]
         process = self._process("router", arguments, cores, token)
-        # By the environment, as everyone on the machine can read a command line.
+        # In the environment, because everyone on the machine can read command lines.
         keys = {"api_key": self.access.api_key, "admin_key": self.access.admin_key}
         secret = {variable_name(name): " ".join(values) for name, values in keys.items() if values}
         return replace(process, environment={**process.environment, **secret}, tls_cert=self.access.tls_cert)
@@ -164,7 +165,7 @@ def require_nothing_said(access: HttpAccess, limits: HttpLimits) -> None:
 
 
 def plain_instance(fleet: LocalFleet, name: str) -> ProcessSpec:
-    """One more instance of the fleet's model, which does both phases and takes part in nothing."""
+    """One more instance of the fleet's model, which does both phases and moves no KV."""
     cores = available_cores()[-1:]
     listen = replace(fleet.listen, host=LOOPBACK, port=0)
     arguments = ["serve", fleet.engine.model, *to_arguments(fleet.engine, without=("model",))]
@@ -180,6 +181,7 @@ def plain_instance(fleet: LocalFleet, name: str) -> ProcessSpec:
         environment={**thread_variables(cores), INSTANCE_VARIABLE: name},
         hidden=fleet.hidden,
         cores=cores,
+        forks=True,
     )
 
 
@@ -195,7 +197,7 @@ def vllm_instance(
 def _registered(
     process: ProcessSpec, place: InstancePlace, instance: InstanceSpec, bootstrap_port: int | None = None
 ) -> ProcessSpec:
-    """A vLLM server that the supervisor registers at the routers that `--register` names. Raises `ConfigError`."""
+    """A vLLM server that the supervisor registers at the routers of `--register`. Raises `ConfigError`."""
     registrar = make_registrar(
         instance.register,
         place.role,

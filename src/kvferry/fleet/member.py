@@ -1,7 +1,7 @@
-"""One place in a fleet, and the process that fills it now.
+"""One member of a fleet, and the process that currently runs it.
 
-Owns the process and the count of its failures. Every process of a place answers at the address of the first, so that
-whoever knows that address need not be told of a new one.
+Owns the process and the number of its failures. Each new process of a member listens at the address of the first one,
+so that nobody has to be told a new address.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import logging
 from urllib.parse import urlsplit
 
 from kvferry.fleet.asking import certificate_in, serves
+from kvferry.fleet.fork_server import ForkServer
 from kvferry.fleet.process import Process, ProcessSpec
 from kvferry.fleet.ready import InstanceReady
 from kvferry.fleet.restart import Again, GiveUp, RestartPolicy, Restarts
@@ -19,14 +20,14 @@ logger = logging.getLogger(__name__)
 
 _ASK_EVERY_S = 5.0
 _ASKS_PER_TIMEOUT = 4
-"""A process is asked so often, at least, before it counts as hung."""
+"""Health checks, at least, before a process counts as hung."""
 
 
 class Member:
-    """`start` it, `watch` its process until that is gone, and ask `failed` what is next."""
+    """`start` it, `watch` its process until that has ended, and ask `failed` what to do next."""
 
-    def __init__(self, spec: ProcessSpec, policy: RestartPolicy) -> None:
-        self.spec = spec
+    def __init__(self, spec: ProcessSpec, policy: RestartPolicy, fork_server: ForkServer | None = None) -> None:
+        self.spec, self._fork_server = spec, fork_server
         self.process: Process | None = None
         """None before the first start."""
         self._policy, self._restarts = policy, Restarts(policy)
@@ -40,26 +41,26 @@ class Member:
         return self.spec.name
 
     async def start(self) -> Process:
-        """Start a process for it; the one before must be gone. Raises `OSError` when the system has no room."""
+        """Start a process for it; the one before must have ended. Raises `OSError` if the system has no room."""
         spec = self.spec if self._ready is None else self.spec.at_port(urlsplit(self._ready.url).port)
         self._ready_at = None
-        # Now, as the process reads it: it shows this one until its end, whatever becomes of the file.
+        # Read at the same time as the process does: it keeps this certificate even if the file changes.
         self._certificate = None if spec.tls_cert is None else certificate_in(spec.tls_cert)
-        self.process = await Process.start(spec)
+        self.process = await Process.start(spec, self._fork_server)
         self.process.ready.add_done_callback(self._on_ready)
         return self.process
 
     def failed(self) -> Again | GiveUp:
-        """Its process is gone, or could not be started, though nobody asked for that."""
+        """Its process has ended, or could not be started, although nobody asked for that. Returns what to do."""
         served_s = 0.0 if self._ready_at is None else asyncio.get_running_loop().time() - self._ready_at
         self._ready_at = None
         return self._restarts.failed(served_s)
 
     async def kill_when_hung(self) -> None:
-        """Kill the present process when it leaves /health unanswered for too long, and return.
+        """Kill the current process if it leaves /health unanswered for longer than `hang_timeout_s`, and return.
 
-        Only one that has answered is judged. Time counts while it is being asked, so that a supervisor or a machine
-        that was stopped does not take its own sleep for its children's.
+        Only a process that has answered before is judged. Only the time during checks counts, so that a supervisor or
+        machine that was suspended does not take its own pause for its children's.
         """
         process, timeout_s = self.process, self._policy.hang_timeout_s
         if process is None or not timeout_s:

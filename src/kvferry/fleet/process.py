@@ -1,8 +1,8 @@
-"""One child process of the fleet: started, read, told to end.
+"""One child process of the fleet: started, read, and stopped.
 
-A child leads a session of its own, so that a Ctrl-C on the terminal reaches the supervisor only, and so that the
-whole group can be ended. It is started from the supervisor's main thread: the kernel ties a child's life to the
-thread that made it.
+A child leads a session of its own, so that Ctrl-C on the terminal reaches the supervisor only, and so that its whole
+group can be killed. It is started from the supervisor's main thread: the kernel ties a child's life to the thread that
+made it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import re
 import signal
 import sys
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -21,41 +21,43 @@ from pathlib import Path
 from kvferry.core.errors import ProtocolError
 from kvferry.fleet.asking import serves
 from kvferry.fleet.cpu import Cores
-from kvferry.fleet.ready import MAX_LINE_BYTES, InstanceReady, StartProgress, parse_message
+from kvferry.fleet.fork_server import ForkedChild, ForkServer
+from kvferry.fleet.launcher import launching
+from kvferry.fleet.ready import MAX_LINE_BYTES, READY_FLAG, InstanceReady, StartProgress, parse_message
 from kvferry.http.registrar import RegistrarConfig
 
-READY_FLAG = "--ready-fd"
-"""The flag that tells a child where to write its start messages; put behind its command."""
+PROGRAM = (sys.executable, "-m", "kvferry.cli.main")
 
-_LAUNCHER = str(Path(__file__).with_name("launcher.py"))
 _NUM_LAST_LINES = 20
 _ASK_EVERY_S = 0.25
 _DRAIN_S = 1.0
-"""How long after a child's end the rest of its group may last, and its last words are waited for."""
+"""Seconds after a child's end for the rest of its group to end, and to read what it has written."""
 
 
 @dataclass(frozen=True)
 class Foreign:
-    """A program of somebody else's, which does not speak the start protocol.
+    """A program that is not kvferry's and does not speak the start protocol.
 
-    It serves when GET `url`/health says 200. `steps`: what a line of its log tells of its start, and how far that is.
+    It serves when GET `url`/health is answered with 200. `steps`: patterns of log lines, and the progress that they
+    mean.
     """
 
     url: str
     steps: tuple[tuple[re.Pattern[str], StartProgress], ...] = ()
 
     def progress_of(self, line: str) -> StartProgress | None:
-        """How far a line of its log says it is."""
+        """The progress that a log line means, if any."""
         return next((progress for pattern, progress in self.steps if pattern.search(line)), None)
 
 
 @dataclass(frozen=True)
 class ProcessSpec:
-    """What to run. `environment` is added to the supervisor's own, less what is in `hidden`.
+    """What to run. `environment` is added to the supervisor's own, without `hidden`.
 
-    `foreign` is given for a program that is not kvferry's. Its children need not end with it, so it gets a guard.
-    `tls_cert`: the certificate it is given for its https. `registrar`: routers at which the supervisor registers it, as
-    it does not do so itself.
+    `foreign`: set for a program that is not kvferry's; its children may outlive it, so it runs under a guard process.
+    `forks`: it is `PROGRAM` with arguments and imports what every instance imports, so it may be forked. `tls_cert`:
+    the certificate that it serves https with. `registrar`: routers at which the supervisor registers it, if it does not
+    do so itself.
     """
 
     name: str
@@ -66,15 +68,16 @@ class ProcessSpec:
     foreign: Foreign | None = None
     tls_cert: Path | None = None
     registrar: RegistrarConfig | None = None
+    forks: bool = False
 
     def at_port(self, port: int | None) -> ProcessSpec:
-        """The same, at a port that a process of it was given before, where it takes any free one."""
+        """The same with a fixed port, that of an earlier process, instead of any free one."""
         if port is None:
             return self
         return replace(self, command=tuple(f"--port={port}" if one == "--port=0" else one for one in self.command))
 
     def full_environment(self) -> dict[str, str]:
-        """The child's environment. Output is not buffered, so that the last line before a crash is seen."""
+        """The child's environment. Output is unbuffered, so that the last line before a crash is seen."""
         inherited = {name: value for name, value in os.environ.items() if name not in self.hidden}
         return {**inherited, "PYTHONUNBUFFERED": "1", **self.environment}
 
@@ -85,7 +88,7 @@ class Process:
     def __init__(
         self,
         spec: ProcessSpec,
-        process: asyncio.subprocess.Process,
+        process: asyncio.subprocess.Process | ForkedChild,
         log: _Pipe,
         messages: _Pipe,
     ) -> None:
@@ -96,21 +99,14 @@ class Process:
         self._process, self._log, self._messages = process, log, messages
 
     @classmethod
-    async def start(cls, spec: ProcessSpec) -> Process:
-        """Start it. Raises `OSError` when the system has no room for another process."""
+    async def start(cls, spec: ProcessSpec, fork_server: ForkServer | None = None) -> Process:
+        """Start it, by a fork if possible. Raises `OSError` if the system has no room for another process."""
         log_read, log_write = os.pipe()
         ready_read, ready_write = os.pipe()
         log, messages = await _Pipe.open(log_read), await _Pipe.open(ready_read)
         try:
-            process = await asyncio.create_subprocess_exec(
-                *_launch(spec, ready_write),
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=log_write,
-                stderr=log_write,
-                env=spec.full_environment(),
-                start_new_session=True,
-                pass_fds=(ready_write,),
-            )
+            forked = await _forked(spec, fork_server, log_write, ready_write)
+            process = forked or await _spawned(spec, log_write, ready_write)
         except BaseException:
             log.close()
             messages.close()
@@ -127,11 +123,11 @@ class Process:
 
     @property
     def returncode(self) -> int | None:
-        """Exit code; minus the signal's number when a signal ended it; None while it runs."""
+        """Exit code; minus the number of the signal that ended it; None while it runs."""
         return self._process.returncode
 
     async def watch(self, on_line: Callable[[str], None], on_progress: Callable[[StartProgress], None]) -> None:
-        """Pass on what the child says until it has ended and all its group with it."""
+        """Pass on the child's log and progress until it and its whole group have ended."""
         try:
             async with asyncio.TaskGroup() as group:
                 foreign = self.spec.foreign
@@ -140,7 +136,7 @@ class Process:
                     group.create_task(self._read_messages(on_progress) if foreign is None else self._ask(foreign)),
                 ]
                 await self._process.wait()
-                # Helpers of the child hold its pipes, and may still tidy up after it; but not for long.
+                # Processes of the child's group may hold its pipes and finish their work, but not for long.
                 await asyncio.wait(readers, timeout=_DRAIN_S)
                 self.kill()
                 _, late = await asyncio.wait(readers, timeout=_DRAIN_S)
@@ -150,7 +146,7 @@ class Process:
             await self._put_away()
 
     async def _put_away(self) -> None:
-        """Whatever happened, nothing of the child is left when `gone` is set."""
+        """Nothing of the child is left when `gone` is set."""
         self.kill()
         with suppress(TimeoutError):
             async with asyncio.timeout(_DRAIN_S):
@@ -160,15 +156,18 @@ class Process:
         self.gone.set()
 
     def terminate(self) -> None:
-        """Ask the child to end. Its own children are its to end."""
+        """Send SIGTERM to the child, which has to end its own children."""
         if self.returncode is None:
             self._process.terminate()
 
     def kill(self) -> None:
-        """End the child and its whole group, at once."""
-        if not self.gone.is_set():  # Later, the number may be another's.
+        """Send SIGKILL to the child and its whole group."""
+        if not self.gone.is_set():  # Later, the pid may be another process's.
             with suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
+            if self.returncode is None:
+                with suppress(ProcessLookupError):
+                    os.kill(self.pid, signal.SIGKILL)  # right after a fork, it leads no group yet
 
     async def _read_log(self, on_line: Callable[[str], None], on_progress: Callable[[StartProgress], None]) -> None:
         foreign = self.spec.foreign
@@ -181,7 +180,7 @@ class Process:
                 on_progress(progress)
 
     async def _ask(self, foreign: Foreign) -> None:
-        """Ask again and again whether it serves; nobody tells."""
+        """Poll whether it serves, since it sends no message."""
         while self.returncode is None:
             if await serves(foreign.url) and not self.ready.done():
                 self.ready.set_result(InstanceReady(foreign.url))
@@ -203,14 +202,25 @@ class Process:
                 self.ready.set_result(message)
 
 
-def _launch(spec: ProcessSpec, ready_write: int) -> Iterator[str]:
-    cores = ",".join(map(str, spec.cores)) or "-"
-    # Isolated and without site: the launcher needs the standard library only, and must start fast.
-    leash = "self" if spec.foreign is None else "group"
-    yield from (sys.executable, "-I", "-S", _LAUNCHER, str(os.getpid()), cores, leash, "--")
-    yield from spec.command
-    if spec.foreign is None:
-        yield from (READY_FLAG, str(ready_write))
+async def _forked(spec: ProcessSpec, fork_server: ForkServer | None, log: int, ready: int) -> ForkedChild | None:
+    """The forked child; None if it has to be started as a new process."""
+    if fork_server is None or not spec.forks:
+        return None
+    return await fork_server.fork(spec.command[len(PROGRAM) :], spec.full_environment(), spec.cores, log, ready)
+
+
+async def _spawned(spec: ProcessSpec, log: int, ready: int) -> asyncio.subprocess.Process:
+    own = spec.foreign is None
+    command = (*spec.command, READY_FLAG, str(ready)) if own else spec.command
+    return await asyncio.create_subprocess_exec(
+        *launching(command, spec.cores, "self" if own else "group"),
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=log,
+        stderr=log,
+        env=spec.full_environment(),
+        start_new_session=True,
+        pass_fds=(ready,),
+    )
 
 
 class _Pipe:
@@ -221,7 +231,7 @@ class _Pipe:
 
     @classmethod
     async def open(cls, descriptor: int) -> _Pipe:
-        """Take over a descriptor."""
+        """Take ownership of a descriptor."""
         reader = asyncio.StreamReader(limit=MAX_LINE_BYTES)
         transport, _ = await asyncio.get_running_loop().connect_read_pipe(
             lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(descriptor, "rb", buffering=0)
@@ -229,7 +239,7 @@ class _Pipe:
         return cls(reader, transport)
 
     async def lines(self) -> AsyncIterator[bytes]:
-        """Lines as they come, none much longer than `MAX_LINE_BYTES`: what is longer comes in pieces."""
+        """Lines as they arrive, none much longer than `MAX_LINE_BYTES`: longer ones come in pieces."""
         rest = b""
         while chunk := await self._reader.read(MAX_LINE_BYTES):
             *whole, rest = (rest + chunk).split(b"\n")
@@ -242,5 +252,5 @@ class _Pipe:
             yield rest
 
     def close(self) -> None:
-        """Give the descriptor back."""
+        """Close the descriptor."""
         self._transport.close()

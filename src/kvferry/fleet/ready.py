@@ -1,9 +1,10 @@
-"""What a child tells the supervisor while it starts: one JSON object a line, over a pipe the child inherits.
+"""The start protocol: what a child tells the supervisor while it starts, as one JSON object on each line of a pipe that
+the child inherits.
 
-    {"progress": 0.4, "what": "loading weights"}                                     any number of times
-    {"url": "http://127.0.0.1:41234", "control": {"host": "127.0.0.1", "port": 5}}   once, when it serves
+    {"progress": 0.4, "what": "loading weights"}   any number of times
+    {"url": "http://127.0.0.1:41234"}              once, when it serves
 
-The child's side is `ReadyWriter`, the supervisor's `parse_message`. Keys that are not known are kept out of the way.
+The child's side is `ReadyWriter`, the supervisor's `parse_message`. Unknown keys are ignored.
 """
 
 from __future__ import annotations
@@ -16,25 +17,20 @@ import msgspec
 
 from kvferry.core.errors import ProtocolError
 
+READY_FLAG = "--ready-fd"
+"""The flag with the pipe's descriptor, at the end of a child's command line."""
+
 MAX_LINE_BYTES = 64 * 1024
-
-
-class Control(msgspec.Struct, frozen=True):
-    """Where an instance listens for other instances."""
-
-    host: str
-    port: int
 
 
 class InstanceReady(msgspec.Struct, frozen=True):
     """The child answers requests at `url`."""
 
     url: str
-    control: Control | None = None
 
 
 class StartProgress(msgspec.Struct, frozen=True):
-    """How far the child is with starting: `progress` of 1."""
+    """`progress`: how much of the start is done, 0 to 1; `what` it is doing."""
 
     progress: float
     what: str = ""
@@ -44,17 +40,17 @@ Message = InstanceReady | StartProgress
 
 
 class ReadyWriter:
-    """The child's end. A supervisor that is gone is none of the child's concern here, so writing never fails."""
+    """The child's side. Writing never fails: a supervisor that has ended does not matter here."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
 
     def progress(self, what: str, fraction: float) -> None:
-        """Say how far starting is."""
+        """Report how much of the start is done, 0 to 1."""
         self._write({"progress": fraction, "what": what})
 
     def ready(self, about: dict[str, Any]) -> None:
-        """Say that requests are answered; `about` has a `url`."""
+        """Report that requests are answered; `about` contains `url`."""
         self._write(about)
 
     def _write(self, message: dict[str, Any]) -> None:
@@ -63,10 +59,10 @@ class ReadyWriter:
 
 
 def parse_message(line: bytes) -> Message:
-    """Raises `ProtocolError` when the line is no message."""
+    """Raises `ProtocolError` if the line is not a message."""
     try:
         fields = msgspec.json.decode(line, type=dict[str, msgspec.Raw])
         kind: type[Message] = InstanceReady if "url" in fields else StartProgress
         return msgspec.json.decode(line, type=kind)
     except msgspec.MsgspecError as error:
-        raise ProtocolError(f"a child's start message is not understood: {error}") from error
+        raise ProtocolError(f"a child process sent an invalid start message: {error}") from error

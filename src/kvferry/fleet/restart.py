@@ -1,44 +1,42 @@
-"""When a process that ended by itself is started again, and when no more. Pure.
+"""When a process that exited by itself is restarted, and when it is given up.
 
-Owns, for one place in a fleet, how often it has failed in a row. Does not know processes.
+Owns, for one member of a fleet, how often it has failed in a row. Knows no processes and no clock.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvferry.core.errors import ConfigError
+from kvferry.core.bounds import CountOrZero, SecondsOrZero, check_bounds
 
 FIRST_WAIT_S = 0.5
 MOST_WAIT_S = 30.0
-"""Bounds of the wait before a start; it doubles with each."""
+"""Bounds of the wait before a restart, which doubles each time."""
 
 SETTLED_S = 60.0
-"""Who has served so long has recovered: its next failure is a first one."""
+"""A process that has served for this many seconds has recovered: its next failure counts as the first."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RestartPolicy:
-    """What happens when processes end, or hang, without having been asked to end."""
+    """What happens when processes exit or hang without having been told to stop."""
 
-    max_restarts: int = 5
+    max_restarts: CountOrZero = 5
     """How many times in a row an instance or the router is restarted, at growing intervals, after it has exited by
     itself. After that, everything is stopped. The count starts again once it has served for a minute; 0 means no
     restarts."""
 
-    hang_timeout_s: float = 60.0
+    hang_timeout_s: SecondsOrZero = 60.0
     """Seconds that an instance or the router may leave GET /health unanswered before it is killed and restarted; 0
     waits forever."""
 
     def __post_init__(self) -> None:
-        for name in ("max_restarts", "hang_timeout_s"):
-            if not getattr(self, name) >= 0:
-                raise ConfigError(f"--{name.replace('_', '-')} must not be negative, got {getattr(self, name)}")
+        check_bounds(self)
 
 
 @dataclass(frozen=True)
 class Again:
-    """Start it again after `wait_s`; it is the `number`-th time in a row."""
+    """Restart it after `wait_s`; it is the `number`-th time in a row."""
 
     wait_s: float
     number: int
@@ -46,19 +44,19 @@ class Again:
 
 @dataclass(frozen=True)
 class GiveUp:
-    """It has been started again `number` times in a row, and is not worth another."""
+    """It has been restarted `number` times in a row, and is not restarted again."""
 
     number: int
 
 
 class Restarts:
-    """The failures of one place."""
+    """The failures of one member."""
 
     def __init__(self, policy: RestartPolicy) -> None:
         self._policy, self._in_a_row = policy, 0
 
     def failed(self, served_s: float) -> Again | GiveUp:
-        """The process ended by itself after it had served for `served_s`; 0 for one that never did."""
+        """The process exited by itself after it had served for `served_s` seconds; 0 if it never served."""
         if served_s >= SETTLED_S:
             self._in_a_row = 0
         if self._in_a_row >= self._policy.max_restarts:

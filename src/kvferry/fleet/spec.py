@@ -1,4 +1,4 @@
-"""What a user says about a fleet on one machine. Docstrings of fields are the flags' help."""
+"""The settings of a fleet on one machine. Docstrings of fields are the flags' help."""
 
 from __future__ import annotations
 
@@ -6,27 +6,26 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from kvferry.core.bounds import CountOrZero, Port, PortOrAny, SecondsOrZero, check_bounds
 from kvferry.core.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
 class Listen:
-    """Where a process answers HTTP, and how it ends."""
+    """Where a process answers HTTP, and how it stops."""
 
     host: str = "127.0.0.1"
     """Address to listen on; only this machine can reach the default."""
 
-    port: int = 8000
+    port: PortOrAny = 8000
     """Port to listen on; 0 takes any free one."""
 
-    grace_s: float = 5.0
-    """Seconds that running requests have to finish when the process is told to stop."""
+    grace_s: SecondsOrZero = 30.0
+    """Seconds that running requests have to finish when the process is told to stop (SIGTERM, Ctrl-C); a second Ctrl-C
+    ends them at once. A deployment of several processes ends in stages (router, instances), which have so long each."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.port <= 65535:
-            raise ConfigError(f"--port must be between 0 and 65535, got {self.port}")
-        if self.grace_s < 0:
-            raise ConfigError(f"--grace-s must not be negative, got {self.grace_s}")
+        check_bounds(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +39,7 @@ class EngineChoice:
     """Python of an environment with vLLM, such as /opt/vllm/bin/python. Default: the Python that runs kvferry."""
 
     engine_argument: tuple[str, ...] = ()
-    """One argument for vLLM; repeat it for more. `-- --dtype float32` is a shorter way to say the same."""
+    """One argument for vLLM; repeat it for more. `-- --dtype float32` is a shorter form."""
 
     def __post_init__(self) -> None:
         if self.engine != "vllm" and (self.engine_python is not None or self.engine_argument):
@@ -51,7 +50,7 @@ class EngineChoice:
 
 @dataclass(frozen=True, kw_only=True)
 class InstanceSpec:
-    """What an instance is told beside its engine's settings."""
+    """Settings of an instance besides those of its engine."""
 
     served_model_name: tuple[str, ...] = ()
     """Name of the model in the API; repeat it for more. Default: the model's own name."""
@@ -63,46 +62,53 @@ class InstanceSpec:
 
     register: tuple[str, ...] = ()
     """URL of a router (started with --registration) to register at; repeat it, or separate several by commas. The
-    instance says again and again that it is there, and takes its leave when it is told to end. Needs the routers'
-    KVFERRY_AUTH_TOKEN. An instance that does both phases registers for decode."""
+    instance renews its registration until it is stopped, and then deregisters. Needs the same KVFERRY_AUTH_TOKEN as the
+    routers. An instance that does both phases registers for decode."""
 
     advertise_url: str | None = None
-    """URL at which those routers reach the instance. Default: where it listens; if that is all of the machine's
-    addresses, the one that leads to the router."""
+    """URL at which those routers reach the instance. Default: the address that it listens on; if it listens on all
+    addresses of the machine, the one that is used to reach the router."""
 
     register_ca: Path | None = None
     """Certificate authority (PEM) of routers at https:// URLs. Default: the system's authorities."""
+
+
+MOST_INSTANCES = 256
+"""More instances would bring the machine down."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FleetSpec:
     """How many instances of which role run on this machine."""
 
-    prefill: int = 0
+    prefill: CountOrZero = 0
     """Number of prefill instances. With neither prefill nor decode instances, one instance does both phases."""
 
-    decode: int = 0
+    decode: CountOrZero = 0
     """Number of decode instances. If only one of --prefill and --decode is given, the other is 1."""
 
     cores: str | None = None
     """CPU cores to use, such as 0-3,8; they are divided among the instances. Default: all cores that this process may
     use."""
 
-    instance_ports: int | None = None
+    instance_ports: Port | None = None
     """Port of the first instance's own endpoint, for scraping its /metrics. Prefill instances come first, then decode
     instances, each on the next port. Default: any free ports; the addresses are printed at start."""
 
     def __post_init__(self) -> None:
-        for name in ("prefill", "decode"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"--{name} must not be negative, got {getattr(self, name)}")
+        check_bounds(self)
+        if self.prefill + self.decode > MOST_INSTANCES:
+            raise ConfigError(
+                f"--prefill and --decode ask for {self.prefill + self.decode} instances on this machine; at most"
+                f" {MOST_INSTANCES} are started"
+            )
         if self.instance_ports is not None:
             last = self.instance_ports + self.num_prefill + self.num_decode - 1
-            if not (self.instance_ports > 0 and last <= 65535):
+            if last > 65535:
                 raise ConfigError(f"--instance-ports must be between 1 and 65535 for all, got {self.instance_ports}")
 
     def instance_port(self, index: int) -> int:
-        """The port of the `index`-th instance; 0 for any free one."""
+        """The port of instance `index`; 0 for any free one."""
         return 0 if self.instance_ports is None else self.instance_ports + index
 
     @property

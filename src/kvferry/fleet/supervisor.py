@@ -1,11 +1,12 @@
-"""Starts the processes of a fleet on this machine, watches them, and ends them all, whatever happens.
+"""Starts the processes of a fleet on this machine, watches them, and ends all of them in the end, whatever happens.
 
-Owns the processes. Does not know what they are: each is a command that speaks the start protocol of `ready`.
+Owns the processes. Does not know what they do: each is a command that speaks the start protocol of `ready`, or is a
+`Foreign` program.
 
-    start instances, all at once ─► all ready ─► start the router ─► ready: one URL
-    Ctrl-C, SIGTERM, SIGHUP: router, then instances: SIGTERM, grace, SIGKILL.   Ctrl-C again: SIGKILL now.
-    a process ends by itself, or hangs: start it again at its address; a crash loop, or a crash before all serve:
-    say which, with its last lines, and end the rest.
+    start all instances at once ─► all ready ─► start the router ─► ready: one URL
+    Ctrl-C, SIGTERM, SIGHUP: router, then instances: SIGTERM, grace period, SIGKILL.   Ctrl-C again: SIGKILL at once.
+    a process exits by itself, or hangs: restart it at its address; too many restarts, or an exit before all serve:
+    name the process with its last lines, and end the rest.
 """
 
 from __future__ import annotations
@@ -16,10 +17,12 @@ import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 from urllib.parse import urlsplit
 
 from kvferry.fleet.asking import serves
 from kvferry.fleet.display import Display
+from kvferry.fleet.fork_server import ForkServer
 from kvferry.fleet.member import Member
 from kvferry.fleet.process import Process, ProcessSpec
 from kvferry.fleet.ready import InstanceReady
@@ -30,10 +33,16 @@ logger = logging.getLogger(__name__)
 
 EXIT_CRASHED = 1
 EXIT_USER_ERROR = 2
-"""How a process ends that was told something wrong; the fleet then ends so too."""
+"""Exit code of a process with wrong settings; the fleet then ends with it too."""
 EXIT_KILLED = 130
 ERROR_PREFIX = "kvferry: error: "
-"""How the one line begins in which a process says what it was told wrong."""
+"""How the line begins in which a process reports wrong settings."""
+
+_KILLED_S = 5.0
+"""Most seconds to wait for killed processes before their fork server is ended, which may have hung."""
+
+_SOON_S = 1.0
+"""How long the end of processes is waited for before it is said which of them are waited for."""
 
 DEFAULT_POLICY = RestartPolicy()
 
@@ -42,7 +51,7 @@ MakeFront = Callable[[Mapping[str, InstanceReady]], ProcessSpec]
 
 @dataclass(frozen=True)
 class FleetPlan:
-    """What to run: instances first, then what stands in front of them, which is made from their addresses."""
+    """What to run: instances first, then the router, whose process is made from their addresses."""
 
     instances: tuple[ProcessSpec, ...]
     front: MakeFront | None = None
@@ -50,14 +59,15 @@ class FleetPlan:
 
 @dataclass(frozen=True)
 class EndAsked:
-    """The supervisor was asked to end, by this signal or by a call of `stop`."""
+    """The supervisor was asked to stop, by this signal or by a call of `stop`."""
 
     number: int | None = None
 
 
 @dataclass(frozen=True)
 class Crashed:
-    """A process ended though nobody asked it to, and is not started again; it was, `num_restarts` times in a row."""
+    """A process ended although nobody asked it to, and is not restarted; it was restarted `num_restarts` times in a
+    row."""
 
     process: Process
     num_restarts: int = 0
@@ -65,7 +75,7 @@ class Crashed:
 
 @dataclass(frozen=True)
 class NotStarted:
-    """The system refused a process."""
+    """The system could not start a process."""
 
     reason: str
 
@@ -74,7 +84,8 @@ End = EndAsked | Crashed | NotStarted
 
 
 class LocalSupervisor:
-    """Runs one fleet, once. `grace_s`: seconds between SIGTERM and SIGKILL, for the router and again for instances."""
+    """Runs one fleet, once. `grace_s`: seconds between SIGTERM and SIGKILL, for the router and again for the
+    instances."""
 
     def __init__(self, display: Display, grace_s: float = 10.0, policy: RestartPolicy = DEFAULT_POLICY) -> None:
         self._display, self._grace_s, self._policy = display, grace_s, policy
@@ -82,30 +93,35 @@ class LocalSupervisor:
         self._front: list[Member] = []
         self._end: asyncio.Future[End] | None = None
         self._registrars: list[tuple[Registrar, asyncio.Task[None]]] = []
-        self._is_up = self._hurried = False
+        self._is_up = False
+        self._hurry = asyncio.Event()
+        self._fork_server: ForkServer | None = None
+        """None if there are too few instances for it to save time."""
 
     async def run(self, plan: FleetPlan) -> int:
-        """Start everything and serve until the end; returns the exit code. Call it in the main thread."""
+        """Start everything and serve until the end. Returns the exit code. Call it in the main thread."""
         self._end = asyncio.get_running_loop().create_future()
+        if sum(spec.forks for spec in plan.instances) > 1:
+            self._fork_server = ForkServer()
         async with asyncio.TaskGroup() as group:
             with self._signals():
                 starting = group.create_task(self._bring_up(plan, group))
                 try:
                     code = self._report(await self._end)
                 finally:
-                    self._conclude(EndAsked())  # Where something failed here: nothing is to be started again.
+                    self._conclude(EndAsked())  # If something failed here, nothing is restarted.
                     starting.cancel()
                     await asyncio.wait([starting])
                     await self._bring_down()
                     self._display.close()
-        return EXIT_KILLED if self._hurried else code
+        return EXIT_KILLED if self._hurry.is_set() else code
 
     def stop(self) -> None:
         """End everything, as SIGTERM does. Call it from the loop that `run` is on."""
         if self._end is not None:
             self._conclude(EndAsked())
 
-    # The beginning.
+    # Start.
 
     async def _bring_up(self, plan: FleetPlan, group: asyncio.TaskGroup) -> None:
         try:
@@ -123,7 +139,7 @@ class LocalSupervisor:
         self._display.up(next(iter(ready.values())).url)
 
     def _register(self, spec: ProcessSpec, url: str, group: asyncio.TaskGroup) -> None:
-        """Register the process at routers, if it does not register itself."""
+        """Register the process at routers, unless it registers itself."""
         if spec.registrar is None:
             return
 
@@ -136,20 +152,20 @@ class LocalSupervisor:
     async def _start_all(
         self, specs: Sequence[ProcessSpec], members: list[Member], group: asyncio.TaskGroup
     ) -> dict[str, InstanceReady]:
-        """Start them side by side; returns when all serve. One that ends instead concludes the fleet."""
+        """Start all at the same time; returns when all serve. If one ends instead, the fleet ends."""
         self._display.starting([spec.name for spec in specs])
         processes = []
         for spec in specs:
-            member = Member(spec, self._policy)
+            member = Member(spec, self._policy, self._fork_server)
             processes.append(await member.start())
             members.append(member)
             group.create_task(self._keep(member, processes[-1]))
         return {process.name: await process.ready for process in processes}
 
-    # Meanwhile.
+    # Watching.
 
     async def _keep(self, member: Member, process: Process | None) -> None:
-        """Watch the process of a place, and the next, until the end."""
+        """Watch the processes of a member, one after the other, until the end."""
         while process is not None:
             await self._watch(member, process)
             process = await self._start_again(member, process)
@@ -170,7 +186,7 @@ class LocalSupervisor:
             await asyncio.wait([guard])
 
     async def _start_again(self, member: Member, before: Process) -> Process | None:
-        """The next process of a place, after a wait; None when everything ends."""
+        """A member's next process, after a wait; None when everything ends."""
         assert self._end is not None
         why = _how(before.returncode)
         while not self._end.done():
@@ -188,7 +204,7 @@ class LocalSupervisor:
 
     async def _started(self, member: Member) -> Process:
         process = await member.start()
-        if self._end is not None and self._end.done():  # It came too late to be told to end with the others.
+        if self._end is not None and self._end.done():  # It was started too late to be stopped with the others.
             process.kill()
         return process
 
@@ -198,10 +214,10 @@ class LocalSupervisor:
             "%s %s; starting it again in %g s (restart %d of %d in a row)", member.name, why, wait_s, number, most
         )
 
-    # The end.
+    # Stop.
 
     def _conclude(self, end: End) -> None:
-        """End the fleet for this reason, unless it is ending for another already."""
+        """End the fleet for this reason, unless it is ending already."""
         assert self._end is not None
         if not self._end.done():
             self._end.set_result(end)
@@ -210,7 +226,8 @@ class LocalSupervisor:
         match end:
             case EndAsked(number):
                 by = f"{signal.Signals(number).name}: " if number is not None else ""
-                self._display.note(f"{by}ending everything")
+                how = " once running answers have ended; Ctrl-C again ends everything now" if self._is_up else ""
+                self._display.note(f"{by}stopping everything{how}")
                 return 0
             case NotStarted(reason):
                 self._display.error(reason)
@@ -231,20 +248,46 @@ class LocalSupervisor:
         return EXIT_CRASHED
 
     async def _bring_down(self) -> None:
-        """The router first, so that it can end its answers while instances still give them; other routers are told, and
-        may end theirs."""
-        grace_s = 0.0 if self._hurried else self._grace_s
-        await asyncio.gather(*(registrar.leave(grace_s) for registrar, _ in self._registrars))
+        """Stop the router first, so that it can finish its answers while instances still serve. Other routers at which
+        instances are registered are told, and may finish theirs."""
+        await self._leave_routers()
         for _, task in self._registrars:
             task.cancel()
         for members in (self._front, self._instances):
-            processes = _processes(members)
+            await self._end_in_time(_processes(members))
+        if self._fork_server is not None:  # From here on, nobody waits for its report that a child has ended.
+            await self._fork_server.close()
+
+    async def _leave_routers(self) -> None:
+        leaving = asyncio.create_task(self._leave(self._grace_s))
+        hurried = asyncio.create_task(self._hurry.wait())
+        tasks: set[asyncio.Task[Any]] = {leaving, hurried}
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in tasks:
+                task.cancel()
+        if hurried.done():
+            await self._leave(0.0)
+        else:
+            leaving.result()
+
+    async def _leave(self, within_s: float) -> None:
+        await asyncio.gather(*(registrar.leave(within_s) for registrar, _ in self._registrars))
+
+    async def _end_in_time(self, processes: Sequence[Process]) -> None:
+        """Tell them to end, and kill what has not when the grace is over."""
+        for process in processes:
+            process.terminate()
+        soon_s = min(_SOON_S, self._grace_s)
+        if await _all_gone(processes, soon_s):
+            return
+        self._display.note(f"waiting for {_left(processes)}")
+        if not await _all_gone(processes, self._grace_s - soon_s):
+            self._display.note(f"killing {_left(processes)}: not ended within {self._grace_s:g} s")
             for process in processes:
-                process.terminate()
-            if not await _all_gone(processes, self._grace_s):
-                for process in processes:
-                    process.kill()
-                await _all_gone(processes, None)
+                process.kill()
+            await _all_gone(processes, _KILLED_S)
 
     # Signals.
 
@@ -252,7 +295,7 @@ class LocalSupervisor:
     def _signals(self) -> Iterator[None]:
         loop = asyncio.get_running_loop()
         numbers = [signal.SIGINT, signal.SIGTERM]
-        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup has it ignored, and means it.
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup makes a process ignore it.
             numbers.append(signal.SIGHUP)
         for number in numbers:
             loop.add_signal_handler(number, self._on_signal, number)
@@ -266,8 +309,8 @@ class LocalSupervisor:
         assert self._end is not None
         if not self._end.done():
             self._conclude(EndAsked(number))
-        elif number == signal.SIGINT and not self._hurried:
-            self._hurried = True
+        elif number == signal.SIGINT and not self._hurry.is_set():
+            self._hurry.set()
             self._display.note("killing everything")
             for process in _processes([*self._front, *self._instances]):
                 process.kill()
@@ -277,8 +320,12 @@ def _processes(members: Sequence[Member]) -> list[Process]:
     return [member.process for member in members if member.process is not None]
 
 
-async def _all_gone(processes: Sequence[Process], timeout_s: float | None) -> bool:
-    """Wait until all have ended; False when that takes longer than `timeout_s`."""
+def _left(processes: Sequence[Process]) -> str:
+    return ", ".join(process.name for process in processes if not process.gone.is_set())
+
+
+async def _all_gone(processes: Sequence[Process], timeout_s: float) -> bool:
+    """Wait until all have ended; False if that takes longer than `timeout_s`."""
     try:
         async with asyncio.timeout(timeout_s):
             for process in processes:

@@ -1,4 +1,4 @@
-"""The `--kv-transfer-config` of each instance, from the one that the user gave for all."""
+"""The `--kv-transfer-config` of each instance, made from the one that the user gave for all."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import Any, Literal
 import msgspec
 
 from kvferry.connectors.registry import find_connector
-from kvferry.core.transfer_config import KVTransferConfig, parse_transfer_config
+from kvferry.core.errors import ConfigError
+from kvferry.core.transfer_config import KVTransferConfig, parse_transfer_config, read_transfer_json
 
 InstanceRole = Literal["prefill", "decode", "both"]
 
@@ -22,8 +23,17 @@ def kv_role(role: InstanceRole) -> str:
     return _KV_ROLES[role]
 
 
+def require_kv_role(given: str, role: InstanceRole) -> None:
+    """Raise `ConfigError` if it is the `kv_role` of the other role."""
+    if role != "both" and given not in ("kv_both", kv_role(role)):
+        raise ConfigError(
+            f"--kv-transfer-config: a {role} instance cannot have kv_role {given}; leave it out, and each instance has"
+            " its own"
+        )
+
+
 def check_transfer(text: str) -> KVTransferConfig:
-    """Read the JSON, and look through the connector's settings where that needs no code of others. Raises
+    """Parse the JSON, and check the connector's settings as far as that needs no code of others. Raises
     `ConfigError`."""
     config = parse_transfer_config(text)
     if config.kv_connector_module_path is None:
@@ -32,23 +42,27 @@ def check_transfer(text: str) -> KVTransferConfig:
 
 
 def transfer_for(text: str, role: InstanceRole) -> str:
-    """The JSON with the `kv_role` that goes with an instance's role, unless it names one. Raises `ConfigError`."""
+    """The JSON with the `kv_role` that fits an instance's role, unless it has one. Raises `ConfigError`, also if it has
+    that of the other role."""
     check_transfer(text)
-    raw: dict[str, Any] = msgspec.json.decode(text)
-    return _encode({"kv_role": kv_role(role), **raw})
+    raw = {"kv_role": kv_role(role), **read_transfer_json(text)}
+    require_kv_role(raw["kv_role"], role)
+    return _encode(raw)
 
 
 def transfer_for_member(text: str, role: InstanceRole, name: str, index: int) -> str:
-    """As `transfer_for`, for the `index`-th of several instances on one machine.
+    """Like `transfer_for`, for instance `index` of several on one machine.
 
-    What must differ between them does: an `engine_id` gets the instance's name, a fixed `kv_port` is counted up.
+    What must differ between them is changed: `engine_id` gets the instance's name, and a fixed `kv_port` is increased
+    by `index`. Raises `ConfigError`, also if that goes too far.
     """
-    raw: dict[str, Any] = msgspec.json.decode(transfer_for(text, role))
+    raw = read_transfer_json(transfer_for(text, role))
     if raw.get("engine_id"):
         raw["engine_id"] = f"{raw['engine_id']}-{name}"
     if raw.get("kv_port"):
         raw["kv_port"] += index
-    return _encode(raw)
+    parse_transfer_config(own := _encode(raw))
+    return own
 
 
 def _encode(raw: dict[str, Any]) -> str:

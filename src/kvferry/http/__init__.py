@@ -1,7 +1,8 @@
-"""The HTTP room: one server and one client, under both the engine's OpenAI server and the router.
+"""One HTTP server and one HTTP client, used by the engine's OpenAI server and by the router.
 
     server      listen · tls · keys · limits · routes · request · response · connection · server
-    client      origin · client · pool · client_connection · answer
+    client      origin · client · pool · client_connection · answer · fast_path
 
-Knows HTTP/1.1, OpenAI's error envelope and nothing of models, instances or tickets. Imports `core` and `observe` only.
+Knows HTTP/1.1 and OpenAI's error format, and nothing of models, instances or tickets. Imports `core` and `observe`
+only.
 """

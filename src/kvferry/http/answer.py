@@ -1,37 +1,61 @@
-"""An instance's answer, on its way in: read, or passed on to a client."""
+"""An instance's answer as it arrives: read here, or forwarded to a client."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import httptools
 
 from kvferry.core.errors import ProtocolError
 from kvferry.http.chunks import ChunkScanner, only_chunk
 from kvferry.http.client_connection import ClientConnection
-from kvferry.http.headers import RawHeaders, find_header
-from kvferry.http.response import Framing, Response
+from kvferry.http.fast_path import Pattern, Reader
+from kvferry.http.headers import RawHeaders
+from kvferry.http.response import Response
 
 if TYPE_CHECKING:
     from kvferry.http.pool import Pool
 
-Mask = Callable[[bytes], bytes]
-"""Sees what passes, framed as it came, and may change it, but not its length. It must be quick, and raise nothing."""
+
+class Mask(NamedTuple):
+    """Changes pieces that contain `word`, framed as they came, but not their length. `change` must be quick, and raise
+    nothing."""
+
+    word: bytes
+    change: Callable[[bytes], bytes]
+
+    def __call__(self, piece: bytes) -> bytes:
+        """The piece as it is sent."""
+        return self.change(piece) if self.word in piece else piece
+
+
+class Passage(Protocol):
+    """Makes of one body's payload what the client gets; as in `fast_path.Reader`."""
+
+    def take(self, payload: bytes) -> bytes:
+        """What is sent of the next piece. Raises `TransferError`."""
+
+    def pattern(self) -> Pattern | None:
+        """Which chunks may be forwarded without `take`."""
+
+    def passed(self, kept: bytes) -> None:
+        """What was kept of those."""
 
 
 class Answer:
-    """Status and headers (names in lower case) are here; the body may be still to come.
+    """Status and headers (names in lower case) have arrived; the body may still be to come.
 
-    Whoever has it reads it once, by `chunks`, `read` or `relay`, and calls `close` in any case: an answer read to its
-    end gives its connection back to the pool, any other has it cut, so that the instance stops. All of them raise
-    `PeerLost` when the answer breaks off, `AnswerTimeout` when it stands still, and `ProtocolError` when it is not
-    HTTP.
+    Its user reads it once, by `chunks`, `read` or `relay`, and calls `close` in any case: an answer that was read to
+    its end gives its connection back, any other has it cut, so that the instance stops. All of them raise `PeerLost` if
+    the connection breaks, `AnswerTimeout` if nothing comes in time, and `ProtocolError` if the answer is not HTTP.
     """
 
     def __init__(self, connection: ClientConnection, pool: Pool) -> None:
         self.status = connection.status
         self.headers: RawHeaders = connection.headers
+        self.first = connection.first
+        """Of each header, the first value."""
         self._connection, self._pool = connection, pool
         self._decoder: _Decoder | None = None
         self._closed = self._done = False
@@ -40,25 +64,25 @@ class Answer:
 
     @property
     def _decode(self) -> _Decoder:
-        """Made when it is first needed: most answers pass as they are."""
+        """Created when first needed: most answers are forwarded as they are."""
         if self._decoder is None:
             self._decoder = _decoder(self._connection)
         return self._decoder
 
     @property
     def complete(self) -> bool:
-        """Whether all of the body has been read or passed on."""
+        """Whether all of the body has been read or forwarded."""
         return self._done
 
     @property
     def is_event_stream(self) -> bool:
-        """Whether it comes as server-sent events that one can be added to."""
-        kind = find_header(self.headers, b"content-type") or b""
-        return kind.startswith(b"text/event-stream") and find_header(self.headers, b"content-encoding") is None
+        """Whether it is a stream of server-sent events to which an event can be added."""
+        kind = self.first.get(b"content-type", b"")
+        return kind.startswith(b"text/event-stream") and b"content-encoding" not in self.first
 
     def progress(self) -> tuple[int, bool]:
-        """How many bytes have come, and whether it is the reader who makes the instance wait."""
-        return self._connection.num_received, self._connection.paused
+        """How many bytes have come, and whether the reader is what makes the instance wait."""
+        return self._connection.num_received_so_far, self._connection.paused
 
     async def ready(self) -> None:
         """Wait for the body's first bytes, or its end. A proxy that waits for them can still choose another answer."""
@@ -69,12 +93,18 @@ class Answer:
                 return
             await connection.wait()
 
-    async def chunks(self) -> AsyncIterator[bytes]:
+    def chunks(self) -> AsyncIterator[bytes]:
         """The body as it comes, without its framing."""
+        return _Chunks(self)
+
+    async def next_piece(self) -> bytes:
+        """The next piece of the body; empty at its end."""
         while await self._more():
-            if piece := self._decode(self._connection.take()):
-                yield piece
+            piece = self._decode.payload(self._connection.take())
             self._done = self._done or self._decode.done
+            if piece:
+                return piece
+        return b""
 
     async def _more(self) -> bool:
         if not self._done:
@@ -82,13 +112,13 @@ class Answer:
         return not self._done
 
     def read_now(self, max_bytes: int) -> bytes | None:
-        """As `read`, where all of a body that has a length is here already; else None, and nothing was read. Raises
+        """Like `read`, if all of a body of known length has arrived; otherwise None, and nothing was read. Raises
         `ProtocolError` only."""
         connection = self._connection
         if connection.kind != "length" or connection.num_buffered < connection.length or self._done:
             return None
         if connection.num_buffered > connection.length:
-            raise ProtocolError("an instance sends more than its answer")
+            raise ProtocolError("an instance sent more than its answer")
         if connection.length > max_bytes:
             raise ProtocolError(f"an answer is longer than {max_bytes} bytes")
         body = connection.take()
@@ -97,11 +127,11 @@ class Answer:
         return body
 
     def relay_now(self, response: Response, mask: Mask | None = None) -> bool:
-        """As `relay`, where all of a body that has a length is here already and passes as it is; else False, and
-        nothing was passed on."""
+        """Like `relay`, if all of a body of known length has arrived and is forwarded unchanged; otherwise False, and
+        nothing was forwarded."""
         connection = self._connection
         whole = connection.kind == "length" and connection.num_buffered == connection.length
-        if not whole or self._done or response.framing is not Framing.LENGTH:
+        if not whole or self._done or response.framing != "length":
             return False
         body = connection.take()
         self._done = True
@@ -112,7 +142,7 @@ class Answer:
     async def read(self, max_bytes: int) -> bytes:
         """The whole body. Raises `ProtocolError` when it is longer than `max_bytes`."""
         body = bytearray()
-        async for piece in self.chunks():
+        while piece := await self.next_piece():
             body += piece
             if len(body) > max_bytes:
                 raise ProtocolError(f"an answer is longer than {max_bytes} bytes")
@@ -120,29 +150,24 @@ class Answer:
         return bytes(body)
 
     async def relay(self, response: Response, mask: Mask | None = None) -> None:
-        """Pass the body on, as it comes, to a response that has been started with this answer's status and headers,
-        and end it. Framing that is the same on both sides passes unread; `mask` then sees it framed. A client that
-        reads slowly has the instance wait. When the instance breaks off, the response is left open: `fail` it, or go on
-        with another answer's payload by `write`."""
+        """Forward the body as it comes to a response that has been started with this answer's status and headers, and
+        end it. If both sides use the same framing, it is forwarded unread, and `mask` sees it with its framing. A slow
+        client makes the instance wait. If the instance's connection breaks, the response is left open: call its `fail`,
+        or continue with another answer's payload by `write`."""
         relay = _Relay(self, response, mask)
         if self._done:
             response.end()
-        await self._flow(relay.feed(), response)
+        await self._flow(relay.feed(), response, relay)
 
-    async def relay_payload(self, response: Response, take: Callable[[bytes], bytes]) -> None:
-        """As `relay`, but what `take` makes of each piece of the payload is written, whatever its length, and the
-        response is left open at the end."""
+    async def relay_payload(self, response: Response, passage: Passage) -> None:
+        """Like `relay`, but what `passage` makes of the payload is written, whatever its length, and the response is
+        left open at the end."""
+        relay = _PayloadRelay(self, response, passage)
+        await self._flow(relay.feed, response, relay)
 
-        def feed(data: bytes) -> None:
-            decode = self._decode
-            response.write(take(decode(data)))
-            if decode.done or (self._connection.kind == "close" and not data):
-                self._ended()
-
-        await self._flow(feed, response)
-
-    async def _flow(self, feed: Callable[[bytes], None], response: Response) -> None:
-        """Have all of the body go to `feed` as it comes, no faster than the response's client reads."""
+    async def _flow(self, feed: Callable[[bytes], None], response: Response, reader: Reader) -> None:
+        """Pass all of the body to `feed` as it comes, no faster than the response's client reads, but for what `reader`
+        lets pass unread."""
         if self._done:
             self._give_back()
             return
@@ -150,6 +175,8 @@ class Answer:
         response.pauses(connection)
         try:
             connection.set_sink(feed)
+            if self._pool.fast_path is not None and connection.kind == "chunked" and not self._done:
+                self._pool.fast_path.forward(connection, response, reader)
             while not self.complete:
                 if connection.lost is not None:
                     raise connection.lost
@@ -160,7 +187,7 @@ class Answer:
         self._give_back()
 
     def _ended_by_close(self) -> None:
-        """The connection is gone: the end of a body that has no other, or an error."""
+        """The connection has ended: the normal end of a body without length and chunks, otherwise an error."""
         connection = self._connection
         if connection.kind == "close" and connection.closed_orderly:
             self._done = True
@@ -179,7 +206,7 @@ class Answer:
             self._pool.give_back(self._connection)
 
     def close(self) -> None:
-        """Give the connection back, or cut it where the body has not ended. May be called several times."""
+        """Give the connection back, or cut it if the body has not ended. May be called several times."""
         if self._closed:
             return
         if self._done:
@@ -191,8 +218,52 @@ class Answer:
         self._pool.discard(self._connection)
 
 
+class _Chunks:
+    """The pieces of an answer's body."""
+
+    def __init__(self, answer: Answer) -> None:
+        self._answer = answer
+
+    def __aiter__(self) -> AsyncIterator[bytes]:
+        return self
+
+    async def __anext__(self) -> bytes:
+        if piece := await self._answer.next_piece():
+            return piece
+        raise StopAsyncIteration
+
+
+class _PayloadRelay:
+    """Moves what `take` makes of one body's payload to a response, each piece within one call."""
+
+    __slots__ = ("_answer", "_decoder", "_kind", "_passage", "_response", "_take", "passed")
+
+    def __init__(self, answer: Answer, response: Response, passage: Passage) -> None:
+        self._answer, self._response, self._passage, self._take = answer, response, passage, passage.take
+        self.passed = passage.passed
+        self._decoder, self._kind = answer._decode, answer._connection.kind
+
+    def feed(self, data: bytes) -> None:
+        """The next piece."""
+        decoder = self._decoder
+        payload = only_chunk(data) if decoder.between else b""
+        if payload:
+            self._response.write(self._take(payload))
+            return
+        self._response.write(self._take(decoder.payload(data)))
+        if decoder.done or (self._kind == "close" and not data):
+            self._answer._ended()
+
+    def pattern(self) -> Pattern | None:
+        """As in `Reader`: the passage's, between two chunks."""
+        return self._passage.pattern() if self._decoder.between else None
+
+
+_ANY = Pattern()
+
+
 class _Relay:
-    """The way of one body from an instance's socket to a client's, within one call for each piece."""
+    """Moves one body from an instance's socket to a client's, each piece within one call."""
 
     def __init__(self, answer: Answer, response: Response, mask: Mask | None) -> None:
         self._answer, self._response, self._mask = answer, response, mask
@@ -200,12 +271,21 @@ class _Relay:
         self._scanner = ChunkScanner()
         self._left = self._connection.length
 
+    def pattern(self) -> Pattern | None:
+        """As in `Reader`: whatever is not masked, between two chunks."""
+        if self._scanner.mid_chunk or self._response.ended:
+            return None
+        return _ANY if self._mask is None else Pattern(stops=(self._mask.word,))
+
+    def passed(self, kept: bytes) -> None:
+        """Nothing is kept."""
+
     def feed(self) -> Callable[[bytes], None]:
-        """What takes the pieces; not kept here, as it refers to this object."""
+        """The function that takes the pieces; not stored, because it refers to this object."""
         kind, framing = self._connection.kind, self._response.framing
-        if kind == "chunked" and framing is Framing.CHUNKED:
+        if kind == "chunked" and framing == "chunked":
             return self._framed
-        return self._counted if kind == "length" and framing is Framing.LENGTH else self._decoded
+        return self._counted if kind == "length" and framing == "length" else self._decoded
 
     def _framed(self, data: bytes) -> None:
         scanner = self._scanner
@@ -216,14 +296,14 @@ class _Relay:
             self._response.write_framed(data, mid_chunk=scanner.mid_chunk)
             return
         if end != len(data):
-            raise ProtocolError("an instance sends more than its answer")
+            raise ProtocolError("an instance sent more than its answer")
         self._response.end_framed(data)
         self._answer._ended()
 
     def _counted(self, data: bytes) -> None:
         self._left -= len(data)
         if self._left < 0:
-            raise ProtocolError("an instance sends more than its answer")
+            raise ProtocolError("an instance sent more than its answer")
         if self._mask is not None:
             data = self._mask(data)
         self._response.write_framed(data)
@@ -233,7 +313,7 @@ class _Relay:
 
     def _decoded(self, data: bytes) -> None:
         decode = self._answer._decode
-        piece = decode(data)
+        piece = decode.payload(data)
         if self._mask is not None:
             piece = self._mask(piece)
         self._response.write(piece)
@@ -243,12 +323,15 @@ class _Relay:
 
 
 class _Decoder:
-    """Payload of a body from its framed bytes."""
+    """Removes the framing of a body."""
 
     done = False
+    between = False
+    """Whether a chunk would begin with the next piece: one that is exactly one chunk, as tokens mostly are, needs no
+    decoder (`only_chunk`)."""
 
-    def __call__(self, data: bytes) -> bytes:
-        """For bodies that end with the connection: as they are."""
+    def payload(self, data: bytes) -> bytes:
+        """Of the next piece. For bodies that end with the connection: unchanged."""
         return data
 
 
@@ -256,31 +339,29 @@ class _Counted(_Decoder):
     def __init__(self, length: int) -> None:
         self._left = length
 
-    def __call__(self, data: bytes) -> bytes:
+    def payload(self, data: bytes) -> bytes:
         self._left -= len(data)
         if self._left < 0:
-            raise ProtocolError("an instance sends more than its answer")
+            raise ProtocolError("an instance sent more than its answer")
         self.done = self._left == 0
         return data
 
 
 class _Chunked(_Decoder):
-    """By httptools, which is given a head of our own and then the body. A piece that is one whole chunk, as tokens
-    mostly come, does not get there."""
+    """Uses httptools, which is given a made-up header and then the body."""
 
     def __init__(self) -> None:
         self._pieces: list[bytes] = []
-        self._between = True  # chunks: the last has ended, or there was none
+        self.between = True
         self._parser: httptools.HttpResponseParser | None = None
 
-    def __call__(self, data: bytes) -> bytes:
-        if self._between and not self.done:
-            payload = only_chunk(data)
-            if payload:
-                return payload
+    def payload(self, data: bytes) -> bytes:
+        payload = only_chunk(data) if self.between else b""
+        if payload:
+            return payload
         payload = self._parse(data)
         # What has begun behind a chunk and is no whole line yet ends otherwise; a whole line has been told of.
-        self._between = self._between and data.endswith(b"\r\n")
+        self.between = self.between and not self.done and data.endswith(b"\r\n")
         if self.done:
             self._parser = None  # it refers to this object
         return payload
@@ -288,7 +369,7 @@ class _Chunked(_Decoder):
     def _parse(self, data: bytes) -> bytes:
         if self._parser is None:
             if self.done:
-                raise ProtocolError("an instance sends more than its answer")
+                raise ProtocolError("an instance sent more than its answer")
             self._parser = httptools.HttpResponseParser(self)
             self._parser.feed_data(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
         try:
@@ -304,16 +385,16 @@ class _Chunked(_Decoder):
 
     def on_chunk_header(self) -> None:
         """For httptools."""
-        self._between = False
+        self.between = False
 
     def on_chunk_complete(self) -> None:
         """For httptools."""
-        self._between = True
+        self.between = True
 
     def on_message_begin(self) -> None:
         """For httptools: a second message has no place here."""
         if self.done:
-            raise ProtocolError("an instance sends more than its answer")
+            raise ProtocolError("an instance sent more than its answer")
 
     def on_message_complete(self) -> None:
         """For httptools."""

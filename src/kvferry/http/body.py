@@ -1,4 +1,4 @@
-"""The body of one request, on its way in: bounded, with a deadline, and read by one reader."""
+"""The body of one request as it arrives: limited in size and time, and read by one reader."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ SMALL_BYTES, JOINED_BYTES = 1024, 64 * 1024
 
 
 class Body:
-    """Filled by the connection, read once by the handler: by `read`, or piece by piece.
+    """Filled by the connection, read once by the handler: as a whole with `read`, or piece by piece.
 
-    Both raise `BodyTooLarge`, `RequestTimeout`, or `BadHttp`; let them through: they are the request's answer. A client
-    that leaves cancels the handler's task instead.
+    Both raise `BodyTooLarge`, `RequestTimeout` or `BadHttp`, which handlers do not catch, since they are the answer to
+    the request. If the client disconnects, the handler's task is cancelled instead.
     """
 
     def __init__(self, max_bytes: int, on_read: Callable[[], None]) -> None:
@@ -37,8 +37,8 @@ class Body:
     # The handler's side.
 
     async def read(self, on_bytes: Callable[[int], None] | None = None) -> bytes:
-        """The whole body. `on_bytes` is told of each piece's length as it comes, and may refuse by raising a
-        `RequestError`: so bodies can be counted before they are held."""
+        """The whole body. `on_bytes` is called with the length of each piece as it arrives, and may raise a
+        `RequestError` to refuse it, so that bodies can be counted before they are kept."""
         self._whole = True
         if on_bytes is not None and self._buffered:
             on_bytes(self._buffered)
@@ -51,21 +51,23 @@ class Body:
         pieces, self._pieces, self._buffered = self._pieces, deque(), 0
         return bytes(pieces[0]) if len(pieces) == 1 else b"".join(pieces)
 
-    async def __aiter__(self) -> AsyncIterator[bytes]:
-        """The body as it comes. A slow reader holds the client up; nothing is kept beyond `BUFFERED_BYTES`."""
+    def __aiter__(self) -> AsyncIterator[bytes]:
+        """The body as it comes. A slow reader makes the client wait; at most `BUFFERED_BYTES` are kept."""
+        return self
+
+    async def __anext__(self) -> bytes:
         while True:
             if self._pieces:
                 piece = self._pieces.popleft()
                 self._buffered -= len(piece)
                 self._on_read()
-                yield bytes(piece)
-            elif self._error is not None:
+                return bytes(piece)
+            if self._error is not None:
                 raise self._error
-            elif self.complete:
-                return
-            else:
-                self._on_read()
-                await self._wait()
+            if self.complete:
+                raise StopAsyncIteration
+            self._on_read()
+            await self._wait()
 
     async def _wait(self) -> None:
         self._waiter = asyncio.get_running_loop().create_future()
@@ -78,16 +80,16 @@ class Body:
 
     @property
     def full(self) -> bool:
-        """Whether the client should wait, because nobody has read what is here."""
+        """Whether the client should wait, because the handler has not read what has arrived."""
         return self._buffered > BUFFERED_BYTES and not self._whole
 
     def declare(self, length: int) -> None:
-        """The client says how long it will be."""
+        """The client has announced the body's length."""
         if length > self._max_bytes:
             self.fail(BodyTooLarge(f"the body has {length} bytes; at most {self._max_bytes} are accepted"))
 
     def feed(self, piece: bytes) -> None:
-        """One more piece. Nothing of a body that has failed is kept."""
+        """Add a piece. Nothing of a body that has failed is kept."""
         if self._error is not None:
             return
         self.num_bytes += len(piece)
@@ -115,7 +117,7 @@ class Body:
             self._pieces.append(bytearray(piece))
 
     def end(self) -> None:
-        """It is complete."""
+        """The body is complete."""
         self.complete = True
         self._wake()
 
@@ -135,3 +137,16 @@ class Body:
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
+
+
+class AtMost:
+    """For `Body.read`: refuses what is longer than `what` may be, while it comes."""
+
+    def __init__(self, most: int, what: str) -> None:
+        self._most, self._what, self._num_bytes = most, what, 0
+
+    def __call__(self, num_bytes: int) -> None:
+        """So many bytes more. Raises `BodyTooLarge`."""
+        self._num_bytes += num_bytes
+        if self._num_bytes > self._most:
+            raise BodyTooLarge(f"{self._what} has at most {self._most} bytes")

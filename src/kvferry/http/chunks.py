@@ -1,4 +1,4 @@
-"""Chunked transfer coding, read as little as possible: where a message ends, while its bytes pass through."""
+"""Chunked transfer coding, parsed only as far as needed to find where a message ends while its bytes are forwarded."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ _HEX = frozenset(b"0123456789abcdefABCDEF")
 
 
 class ChunkScanner:
-    """Fed the bytes of one chunked body in order; knows where it ends and whether it is within a chunk.
+    """Is fed the bytes of one chunked body in order; knows where the body ends and whether the bytes so far end within
+    a chunk.
 
-    Chunk sizes are read strictly, and extensions skipped, so that nobody behind reads the stream in another way.
+    Chunk sizes are read strictly and extensions are skipped, so that no other parser can read the stream differently.
     """
 
     __slots__ = ("_line", "_remaining", "_trailer_bytes", "done")
@@ -30,8 +31,8 @@ class ChunkScanner:
         return bool(self._remaining or self._line or self._trailer_bytes >= 0)
 
     def scan(self, data: bytes) -> int:
-        """Read on; the place behind the end of the body if `data` has it (`done` is then true), else -1. Raises
-        `ProtocolError`."""
+        """Read on. Returns the position after the end of the body if `data` contains it (`done` is then true),
+        otherwise -1. Raises `ProtocolError`."""
         place, length = 0, len(data)
         while True:
             if self._remaining:
@@ -64,7 +65,7 @@ class ChunkScanner:
                 self._open_chunk(line)
 
     def _join(self, data: bytes, place: int) -> tuple[bytes, int]:
-        """A line that began in earlier bytes, and the place behind it in `data`; -1 when it goes on still."""
+        """A line that began in earlier bytes, and the position after it in `data`; -1 if it is still not complete."""
         joined = self._line + data[place:]
         end = joined.find(b"\r\n")
         if end < 0:
@@ -97,12 +98,12 @@ class ChunkScanner:
 
 
 def only_chunk(data: bytes) -> bytes:
-    """The payload of `data` if that is one whole chunk, without extensions, and nothing else; otherwise nothing."""
+    """The payload of `data` if that is exactly one chunk, its size as nearly all write it (lower case, no zeros before
+    it, no extension); otherwise empty."""
     end = data.find(b"\r\n", 0, _LONGEST_SIZE + 2)
-    digits = data[:end]
-    if end < 1 or not _HEX.issuperset(digits):
-        return b""
-    return data[end + 2 : -2] if len(data) == end + 4 + int(digits, 16) and data.endswith(b"\r\n") else b""
+    if data.endswith(b"\r\n") and data.startswith(b"%x\r\n" % (len(data) - end - 4)):
+        return data[end + 2 : -2]
+    return b""
 
 
 def unchunked(framed: bytes) -> bytes:

@@ -6,6 +6,7 @@ import ssl
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from kvferry.core.bounds import Bytes, Count, PortOrAny, SecondsOrZero, check_bounds
 from kvferry.core.errors import ConfigError
 from kvferry.core.openai import MAX_BODY_BYTES
 from kvferry.http.limits import HttpLimits
@@ -31,7 +32,7 @@ class HttpAccess:
     admin_host: str = "127.0.0.1"
     """Address of the admin listener."""
 
-    admin_port: int | None = None
+    admin_port: PortOrAny | None = None
     """Port that alone serves /metrics and /kvferry/*; the port for clients then answers them with 404. 0 takes any free
     port. Not for instances behind a router, which needs these paths on the port for clients: use an admin key there."""
 
@@ -49,16 +50,15 @@ class HttpAccess:
     """Log one line for every request."""
 
     def __post_init__(self) -> None:
+        check_bounds(self)
         if self.tls_cert is None and (self.tls_key is not None or self.tls_client_ca is not None):
             raise ConfigError("--tls-key and --tls-client-ca need --tls-cert")
-        if self.admin_port is not None and not 0 <= self.admin_port <= 65535:
-            raise ConfigError(f"--admin-port must be between 0 and 65535, got {self.admin_port}")
         for name in ("api_key", "admin_key"):
             for key in getattr(self, name):
                 _require_key(key, f"--{name.replace('_', '-')}")
 
     def api_keys(self) -> tuple[str, ...]:
-        """The clients' keys, from flags and file. Raises `ConfigError` when the file cannot be read or has none."""
+        """The clients' keys, from flags and file. Raises `ConfigError` if the file cannot be read or is empty."""
         return self.api_key if self.api_key_file is None else (*self.api_key, *_keys_in(self.api_key_file))
 
     def admin_keys(self) -> tuple[str, ...]:
@@ -66,32 +66,32 @@ class HttpAccess:
         return self.admin_key
 
     def tls_context(self) -> ssl.SSLContext | None:
-        """What listeners speak under; None for plain HTTP. Raises `ConfigError`."""
+        """The listeners' TLS context; None for plain HTTP. Raises `ConfigError`."""
         return None if self.tls_cert is None else server_context(self.tls_cert, self.tls_key, self.tls_client_ca)
 
     def check_files(self) -> None:
-        """Raise `ConfigError` when a file cannot be used; the server, which reads them again, comes later."""
+        """Raise `ConfigError` if a file cannot be used; the server reads them again later."""
         self.api_keys()
         self.tls_context()
 
 
 @dataclass(frozen=True, kw_only=True)
 class HttpConfig(HttpAccess):
-    """Where a server listens, what it accepts, whom it lets in and how it ends."""
+    """Where a server listens, what it accepts, who may use it, and how it stops."""
 
     host: str = "127.0.0.1"
     """Address to listen on; only this machine can reach the default."""
 
-    port: int = 8000
+    port: PortOrAny = 8000
     """Port to listen on; 0 takes any free one."""
 
     limits: HttpLimits = field(default_factory=HttpLimits)
     """What one client may use."""
 
-    max_body_bytes: int = MAX_BODY_BYTES
+    max_body_bytes: Bytes = MAX_BODY_BYTES
     """Longest request body; a longer one is answered with 413."""
 
-    shutdown_grace_s: float = 30.0
+    shutdown_grace_s: SecondsOrZero = 30.0
     """Seconds that running requests are given to end before they are aborted."""
 
     fleet_keys: tuple[str, ...] = ()
@@ -103,25 +103,18 @@ class HttpConfig(HttpAccess):
     reuse_port: bool = False
     """Whether several processes listen on this port."""
 
-    backlog: int = BACKLOG
+    backlog: Count = BACKLOG
     """Connections that wait to be accepted."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 0 <= self.port <= 65535:
-            raise ConfigError(f"--port must be between 0 and 65535, got {self.port}")
-        if self.shutdown_grace_s < 0:
-            raise ConfigError(f"--grace-s must not be negative, got {self.shutdown_grace_s}")
 
     @property
     def scheme(self) -> str:
-        """How clients' URLs begin."""
+        """The scheme of clients' URLs."""
         return "http" if self.tls_cert is None else "https"
 
 
 @dataclass(frozen=True, kw_only=True)
 class InstanceAccess:
-    """How a router makes itself known to its instances, and knows them."""
+    """How a router authenticates itself to its instances, and verifies them."""
 
     instance_api_key: str | None = None
     """API key that the router sends to the instances, instead of the Authorization header of clients. Without it, the
@@ -139,7 +132,7 @@ class InstanceAccess:
             _require_key(self.instance_api_key, "--instance-api-key")
 
     def tls_context(self) -> ssl.SSLContext:
-        """For connections to https:// URLs. Raises `ConfigError` when a file cannot be used."""
+        """For connections to https:// URLs. Raises `ConfigError` if a file cannot be used."""
         return client_context(self.instance_ca, "--instance-ca", self.instance_cert)
 
 

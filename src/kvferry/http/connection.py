@@ -18,6 +18,7 @@ import asyncio
 import logging
 from collections import deque
 from dataclasses import dataclass
+from itertools import chain
 from math import inf
 from typing import Any, Literal, Protocol, cast
 
@@ -26,12 +27,14 @@ import httptools
 from kvferry.core.errors import RequestError, Unavailable
 from kvferry.core.openai import error_envelope, internal_error
 from kvferry.http.body import Body
-from kvferry.http.errors import BadHttp, HeadersTooLarge, NotImplementedHere, RequestTimeout
-from kvferry.http.headers import HttpDate, RawHeaders, find_header, response_head
+from kvferry.http.errors import BadHttp, HeadersTooLarge, RequestTimeout
+from kvferry.http.fast_path import FastStream, plain_fd
+from kvferry.http.headers import HttpDate, RawHeaders, response_head
 from kvferry.http.keys import Side
 from kvferry.http.limits import HttpLimits
-from kvferry.http.request import Request
-from kvferry.http.response import Framing, Producer, Response, answer_headers
+from kvferry.http.request import HttpRequest
+from kvferry.http.request_head import head_error, origin_form
+from kvferry.http.response import Producer, Response, answer_headers
 from kvferry.http.routes import Handler
 from kvferry.observe.logs import logging_request
 
@@ -59,33 +62,33 @@ class Owner(Protocol):
 
     @property
     def draining(self) -> bool:
-        """Whether connections end with their answer."""
+        """Whether connections end with their current answer."""
 
     @property
     def crowded(self) -> bool:
-        """Whether there is not even room to tell a client that it is refused."""
+        """Whether there is not even room for connections that are only told that they are refused."""
 
     def admit(self, connection: ServerConnection) -> Unavailable | None:
-        """Count a connection; the refusal when there are too many."""
+        """Count a connection; returns the refusal if there are too many."""
 
     def started(self, task: asyncio.Task[None]) -> None:
-        """A handler runs."""
+        """A handler has started."""
 
     def finished(self, task: asyncio.Task[None]) -> None:
         """It has returned."""
 
     def forget(self, connection: ServerConnection) -> None:
-        """It is gone."""
+        """The connection is gone."""
 
-    def handler_of(self, request: Request, side: Side, *, certified: bool) -> Handler:
-        """Who answers. `certified`: the client has shown a certificate. Raises `RequestError`."""
+    def handler_of(self, request: HttpRequest, side: Side, *, certified: bool) -> Handler:
+        """The handler of a request. `certified`: the client has presented a certificate. Raises `RequestError`."""
 
 
 @dataclass
 class _Turn:
-    """One request from its header on."""
+    """One request, from its header on."""
 
-    request: Request
+    request: HttpRequest
     response: Response
     keep_alive: bool
     expects: bool
@@ -106,8 +109,9 @@ class ServerConnection(asyncio.Protocol):
         self._lost = False
         self._reading = True
         # What the parser is at.
-        self._url, self._headers, self._header_bytes = b"", cast(RawHeaders, []), 0
+        self._url, self._headers = b"", cast(RawHeaders, [])
         self._unparsed = 0  # bytes since the parser last had something to show for them
+        self._longest_head = 0  # a header that ends in the present bytes is no longer
         self._body: Body | None = None
         self._in_head = self._replaying = False
         self._broken: RequestError | None = None
@@ -119,18 +123,19 @@ class ServerConnection(asyncio.Protocol):
         self._writable = True
         self._drained: list[asyncio.Future[None]] = []
         self._producer: Producer | None = None
+        self._fast: FastStream | None = None
         self._stalled_since, self._stalled_bytes = 0.0, 0
         self._lingered = 0
 
     @property
     def lost(self) -> bool:
-        """Whether the client is gone."""
+        """Whether the client has disconnected."""
         return self._lost
 
     # The transport's calls.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """A client is there."""
+        """A client has connected."""
         self._transport, self._made = cast(asyncio.Transport, transport), True
         if self._lost:
             self._transport.abort()
@@ -145,12 +150,12 @@ class ServerConnection(asyncio.Protocol):
         self._deadline = self._loop.time() + self._limits.http_header_s
 
     def knock(self, client: str) -> Unavailable | None:
-        """Be counted, before anything is read: the refusal when there are too many."""
+        """Count the connection before anything is read; returns the refusal if there are too many."""
         self.client, self._admitted = client, True
         return self._owner.admit(self)
 
     def data_received(self, data: bytes) -> None:
-        """Bytes of requests."""
+        """Bytes of requests have arrived."""
         if self._phase == "closing":
             self._linger(len(data))
             return
@@ -158,16 +163,23 @@ class ServerConnection(asyncio.Protocol):
             self._phase, self._deadline = "head", self._loop.time() + self._limits.http_header_s
         if self._broken is None:
             self._unparsed += len(data)
+            self._longest_head = len(data) + (self._longest_head if self._in_head else 0)
             self._feed(data)
             if self._unparsed > self._limits.http_header_bytes and self._broken is None:
-                self._break(self._too_large() if self._in_head else BadHttp("the body's framing outgrows the body"))
+                self._break(
+                    self._too_large()
+                    if self._in_head
+                    else BadHttp("the framing of the body is larger than the body; send it in larger chunks")
+                )
         self._after_feed()
 
     def eof_received(self) -> None:
-        """The client sends no more: it has left. The transport closes itself."""
+        """The client sends no more: it has disconnected. The transport closes itself."""
 
     def connection_lost(self, error: Exception | None) -> None:
-        """The client is gone; so is the work for it, unless it has its whole answer."""
+        """The client is gone; its work is cancelled, unless it has its whole answer."""
+        if self._fast is not None:
+            self._fast.stop()  # now: the socket is closed when this call returns, and its number may be another's
         if self._lost:
             return
         self._lost = True
@@ -189,7 +201,7 @@ class ServerConnection(asyncio.Protocol):
             self._producer.pause_reading()
 
     def resume_writing(self) -> None:
-        """It has caught up."""
+        """The client has caught up."""
         self._writable = True
         if self._producer is not None:
             self._producer.resume_reading()
@@ -208,7 +220,7 @@ class ServerConnection(asyncio.Protocol):
             self._broken = BadHttp(f"more than {_MOST_WAITING} requests are waiting on this connection")
             raise self._broken
         self._in_head = True
-        self._url, self._headers, self._header_bytes = b"", [], 0
+        self._url, self._headers = b"", []
 
     def on_url(self, part: bytes) -> None:
         """The target, or a part of it."""
@@ -220,26 +232,22 @@ class ServerConnection(asyncio.Protocol):
         if not self._in_head:
             return
         self._headers.append((name.lower(), value))
-        self._header_bytes += len(name) + len(value) + 4
-        limits = self._limits
-        if len(self._headers) > limits.http_header_count or self._header_bytes > limits.http_header_bytes:
-            self._broken = self._too_large()
-            raise self._broken
 
     def on_headers_complete(self) -> None:
         """A request begins, though its body may be still to come."""
         if self._replaying:
             return
-        self._unparsed = 0
-        self._in_head = False
         version = self._parser.get_http_version()
-        if (error := _header_error(version, self._url, self._headers)) is not None:
+        error = self._too_large() if self._is_too_large() else head_error(version, self._url, self._headers)
+        if error is not None:
             self._broken = error
             raise error
+        self._unparsed = 0
+        self._in_head = False
         turn = self._make_turn(version)
-        if (declared := find_header(self._headers, b"content-length")) is not None:
-            turn.request.body.declare(int(declared))
-        self._body = turn.request.body
+        body = self._body = turn.request.body
+        if (declared := turn.request.first.get(b"content-length")) is not None:
+            body.declare(int(declared.lstrip(b"0") or b"0"))  # int() refuses thousands of digits
         now = self._loop.time()
         self._phase, self._body_deadline = "body", now + self._limits.http_body_s
         self._deadline = now + self._limits.http_body_gap_s
@@ -277,9 +285,10 @@ class ServerConnection(asyncio.Protocol):
             self._break(BadHttp(f"this is not an HTTP/1.1 request: {error}"))
 
     def _cut_short(self) -> bool:
-        """Whether the parser leaves a body out, because the client would rather speak another protocol after the head.
+        """Whether the parser skips a body because the client offers to change to another protocol after the header.
 
-        There is none to change to, so the request is served as it is, with its body (clients for HTTP/2 begin so).
+        No other protocol is available, so the request is served as it is, with its body (clients that offer HTTP/2
+        begin like this).
         """
         return bool(self._body is not None and self._parser.should_upgrade() and self._framing)
 
@@ -288,7 +297,7 @@ class ServerConnection(asyncio.Protocol):
         return [one for one in self._headers if one[0] in (b"content-length", b"transfer-encoding") and one[1] != b"0"]
 
     def _replay(self) -> None:
-        """A new parser, at the beginning of the body that the last one left out."""
+        """Start a new parser at the beginning of the body that the last one skipped."""
         self._parser, self._replaying = httptools.HttpRequestParser(self), True
         lines = b"".join(b"%b: %b\r\n" % header for header in self._framing)
         self._parser.feed_data(b"POST / HTTP/1.1\r\n%b\r\n" % lines)
@@ -317,6 +326,16 @@ class ServerConnection(asyncio.Protocol):
             self._reading = True
             self._transport.resume_reading()
 
+    def _is_too_large(self) -> bool:
+        """Whether a header is, once it is here: what is not is limited by the bytes without an end."""
+        limits, headers = self._limits, self._headers
+        if len(headers) > limits.http_header_count:
+            return True
+        if self._longest_head <= limits.http_header_bytes:
+            return False
+        num_bytes = len(self._url) + sum(map(len, chain.from_iterable(headers))) + 4 * len(headers)
+        return num_bytes > limits.http_header_bytes
+
     def _too_large(self) -> HeadersTooLarge:
         limits = self._limits
         return HeadersTooLarge(
@@ -327,21 +346,21 @@ class ServerConnection(asyncio.Protocol):
 
     def _make_turn(self, version: str) -> _Turn:
         body = Body(self._owner.max_body_bytes, self._body_wanted)
-        request = Request(
+        request = HttpRequest(
             cast(Any, self._parser.get_method()).decode(),
-            _origin_form(self._url.decode("latin-1")),
+            origin_form(self._url.decode("latin-1")),
             self._headers,
             body,
             self.client,
             self._loop.time(),
         )
-        expects = (find_header(self._headers, b"expect") or b"").lower() == b"100-continue" and version == "1.1"
+        expects = request.first.get(b"expect", b"").lower() == b"100-continue" and version == "1.1"
         response = Response(self, request, version_1_0=version == "1.0")
         return _Turn(request, response, bool(self._parser.should_keep_alive()), expects)
 
     def _begin_next(self) -> None:
-        """Begin with the first that waits, once the client has read most of what it was answered: what answers come to
-        is not kept for one that only asks."""
+        """Begin with the next request that waits, once the client has read most of its earlier answers: a client that
+        only sends requests must not fill the memory with answers."""
         if self._writable:
             self._begin(self._waiting.popleft())
 
@@ -360,7 +379,7 @@ class ServerConnection(asyncio.Protocol):
         task.add_done_callback(lambda task: self._handled(turn, task))
 
     def _body_wanted(self) -> None:
-        """The handler reads: have the client send."""
+        """The handler reads the body: let the client send."""
         turn = self._turn
         if turn is not None and turn.expects:
             turn.expects = False
@@ -403,7 +422,7 @@ class ServerConnection(asyncio.Protocol):
         self._turn, self._producer = None, None
         if not turn.request.body.complete:
             self._close_lingering()
-        elif over or response.framing is Framing.CLOSE:
+        elif over or response.framing == "close":
             self._close()
         elif self._waiting:
             self._begin_next()
@@ -424,7 +443,7 @@ class ServerConnection(asyncio.Protocol):
             self._resume()
 
     def _refuse_with(self, error: RequestError) -> None:
-        """Answer what is no request, and close."""
+        """Answer something that is not a valid request, and close."""
         if self._phase == "closing" or self._lost:
             return
         body = error_envelope(error)
@@ -465,6 +484,16 @@ class ServerConnection(asyncio.Protocol):
         if producer is not None and not self._writable:
             producer.pause_reading()
 
+    def plain_fd(self) -> int:
+        return -1 if self._lost else plain_fd(self._transport)
+
+    def take_over(self, fast: FastStream | None) -> None:
+        self._fast = fast
+
+    @property
+    def num_unsent(self) -> int:
+        return self._transport.get_write_buffer_size()
+
     def _wake_drained(self) -> None:
         waiters, self._drained = self._drained, []
         for waiter in waiters:
@@ -478,22 +507,22 @@ class ServerConnection(asyncio.Protocol):
         if turn is None:
             return
         self._log(turn, gone=True)
-        if turn.response.framing is Framing.CLOSE:
+        if turn.response.framing == "close":
             self.abort()  # the end of the connection would look like the end of the body
         else:
             self._close()
 
     def end_idle(self) -> None:
-        """Close the connection if no request is on it; one that is there ends it with its answer."""
+        """Close the connection if no request is running on it; otherwise it closes after the answer."""
         if self._made and self._turn is None and not self._waiting and self._phase != "closing":
             self._close()
 
     def set_abort_reason(self, reason: RequestError) -> None:
-        """What the client is told whose handler is cancelled from now on."""
+        """The error for a client whose handler is cancelled from now on."""
         self._abort_reason = reason
 
     def abort(self) -> None:
-        """Break off now. A handshake under way ends with its task."""
+        """Close the connection now. A handshake in progress ends with its task."""
         if self._made:
             self._phase = "closing"
             self._transport.abort()
@@ -505,7 +534,7 @@ class ServerConnection(asyncio.Protocol):
         self._transport.close()
 
     def _close_lingering(self) -> None:
-        """Close towards a client that may still be sending: a reset would take the answer from it."""
+        """Close the connection to a client that may still be sending: a reset would discard the answer."""
         if self._lost:
             return
         self._phase = "closing"
@@ -524,7 +553,7 @@ class ServerConnection(asyncio.Protocol):
             self._transport.abort()
 
     def check(self, now: float) -> None:
-        """Enforce what the client owes. Called by the server several times a second."""
+        """Enforce the client's deadlines. Called by the server several times a second."""
         if not self._writable and self._stalled(now):
             self.abort()
         elif now >= self._deadline:
@@ -559,34 +588,5 @@ class ServerConnection(asyncio.Protocol):
             )  # fmt: skip
 
 
-def _log_failure(request: Request, error: BaseException) -> None:
+def _log_failure(request: HttpRequest, error: BaseException) -> None:
     logger.error("request %s failed: %s", request.id, error, exc_info=error)
-
-
-def _origin_form(target: str) -> str:
-    """Path and query of a target that names the server too, as a client of a proxy sends it."""
-    if target.startswith("/") or "://" not in target:
-        return target
-    _, slash, path = target.partition("://")[2].partition("/")
-    return slash + path or "/"
-
-
-def _header_error(version: str, url: bytes, headers: RawHeaders) -> RequestError | None:
-    """What the parser lets pass and two readers could read in two ways."""
-    if version not in ("1.1", "1.0"):
-        return BadHttp(f"HTTP/{version} is not spoken here; use HTTP/1.1")
-    hosts = codings = 0
-    for name, value in headers:
-        if name == b"host":
-            hosts += 1
-        elif name == b"transfer-encoding":
-            codings += 1
-            if value.strip().lower() != b"chunked":
-                return NotImplementedHere(f"transfer coding {value.decode('latin-1')!r} is not known; use chunked")
-    if hosts > 1 or (hosts == 0 and version == "1.1"):
-        return BadHttp(f"a request names its host once; this one does so {hosts} times")
-    if codings > 1 or (codings and version == "1.0"):
-        return BadHttp("a request says once, and in HTTP/1.1, that it is chunked")
-    if not (url.startswith((b"/", b"http://", b"https://")) or url == b"*"):
-        return BadHttp("the target of a request is a path")
-    return None

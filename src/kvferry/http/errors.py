@@ -27,7 +27,7 @@ Phase = Literal["connection", "first byte", "next byte"]
 
 
 class BadHttp(InvalidRequest):
-    """400: what came is not HTTP/1.1, or may be read in two ways."""
+    """400: the request is not HTTP/1.1, or could be read in two ways."""
 
     code = "bad_http"
 
@@ -39,7 +39,7 @@ class HttpRefusal(RequestError):
 
     @property
     def headers(self) -> RawHeaders:
-        """What goes into the answer beside the envelope."""
+        """Headers of the answer, in addition to the error's body."""
         return []
 
 
@@ -55,19 +55,19 @@ class MethodNotAllowed(HttpRefusal):
 
     @property
     def headers(self) -> RawHeaders:
-        """The methods that would do."""
+        """The methods that are allowed."""
         return [(b"allow", ", ".join(self.allowed).encode())]
 
 
 class Unauthorized(HttpRefusal):
-    """401: the request brings no key that is known here."""
+    """401: the request has no valid key."""
 
     status = 401
     code = "invalid_api_key"
 
     @property
     def headers(self) -> RawHeaders:
-        """How to bring one."""
+        """How to send a key."""
         return [(b"www-authenticate", b"Bearer")]
 
 
@@ -87,7 +87,7 @@ class HeadersTooLarge(HttpRefusal):
 
 
 class NotImplementedHere(HttpRefusal):
-    """501: an extension of HTTP that the server does not know."""
+    """501: an extension of HTTP that the server does not implement."""
 
     status = 501
     code = "not_implemented"
@@ -98,7 +98,7 @@ class Unreachable(PeerLost):
 
 
 class AnswerTimeout(TransferTimeout):
-    """An instance did not do its next step in time; `phase` says which one. The connection is cut."""
+    """An instance did not do its next step in time; `phase` names the step. The connection is cut."""
 
     def __init__(self, message: str, phase: Phase) -> None:
         super().__init__(message)

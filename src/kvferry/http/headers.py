@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from email.utils import formatdate
+from functools import lru_cache
 from http import HTTPStatus
 
 from kvferry.core.clock import SYSTEM_CLOCK
@@ -12,6 +14,14 @@ RawHeaders = list[tuple[bytes, bytes]]
 """In order, duplicates kept, names in lower case."""
 
 _STATUS_LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus}
+
+
+_REQUEST_LINE = re.compile(rb"[^\r\n\0 ]* [^\r\n\0 ]* HTTP/1\.1\r\n").fullmatch
+
+
+def first_values(headers: RawHeaders) -> dict[bytes, bytes]:
+    """The first value of each name, for who looks for several."""
+    return dict(reversed(headers))
 
 
 def find_header(headers: Iterable[tuple[bytes, bytes]], name: bytes) -> bytes | None:
@@ -27,37 +37,45 @@ def as_raw(headers: Mapping[str, str]) -> RawHeaders:
     return [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
 
 
-def response_head(status: int, headers: Iterable[tuple[bytes, bytes]]) -> bytes:
-    """Status line and headers, with the blank line. Raises `ValueError` for a value that would end its own line."""
-    line = _STATUS_LINES.get(status) or f"HTTP/1.1 {status} \r\n".encode()
-    return _with_blank_line(line, headers)
-
-
-def request_head(method: str, target: str, headers: Iterable[tuple[bytes, bytes]]) -> bytes:
-    """Request line and headers, with the blank line. Raises `ValueError` as `response_head` does."""
-    line = f"{method} {target} HTTP/1.1\r\n"
-    if line.count(" ") != 2:
-        raise ValueError(f"not a request line: {line!r}")
-    return _with_blank_line(line.encode("latin-1"), headers)
-
-
-def _with_blank_line(line: bytes, headers: Iterable[tuple[bytes, bytes]]) -> bytes:
-    lines = [b"%b: %b\r\n" % header for header in headers]
-    head = line + b"".join(lines) + b"\r\n"
-    most = len(lines) + 2
-    if head.count(b"\n") != most or head.count(b"\r") != most or b"\0" in head:
+def header_lines(headers: RawHeaders) -> bytes:
+    """Headers as they are sent, without a blank line. Raises `ValueError` for one with a line break or a NUL."""
+    lines, most = b"".join([b"%b: %b\r\n" % header for header in headers]), len(headers)
+    if lines.count(b"\n") != most or lines.count(b"\r") != most or b"\0" in lines:
         raise ValueError("a header holds a line break or a NUL")
-    return head
+    return lines
+
+
+def response_head(status: int, headers: RawHeaders) -> bytes:
+    """Status line and headers, with the blank line. Raises `ValueError` as `header_lines` does."""
+    line = _STATUS_LINES.get(status) or b"HTTP/1.1 %d \r\n" % status
+    return b"%b%b\r\n" % (line, header_lines(headers))
+
+
+def request_line(method: str, target: str) -> bytes:
+    """The first line of a request. Raises `ValueError` for what is no method or no target."""
+    return _usual_line(method, target) if len(target) < _USUAL_TARGET else _request_line(method, target)
+
+
+def _request_line(method: str, target: str) -> bytes:
+    line = f"{method} {target} HTTP/1.1\r\n".encode("latin-1")
+    if _REQUEST_LINE(line) is None:
+        raise ValueError(f"not a request line: {line!r}")
+    return line
+
+
+_usual_line = lru_cache(64)(_request_line)
+_USUAL_TARGET = 256
+"""Characters: most requests are for one of a few short targets."""
 
 
 class HttpDate:
-    """The `date` header, made once a second."""
+    """The `date` header, formatted once a second."""
 
     def __init__(self) -> None:
         self._second, self._header = -1, (b"date", b"")
 
     def header(self) -> tuple[bytes, bytes]:
-        """The `Date` header of now, made at most once a second."""
+        """The current `Date` header, formatted at most once a second."""
         now = int(SYSTEM_CLOCK.wall())
         if now != self._second:
             self._second, self._header = now, (b"date", formatdate(now, usegmt=True).encode())

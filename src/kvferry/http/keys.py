@@ -1,14 +1,14 @@
-"""Who may use what: API keys for clients, admin keys for operators and for the fleet's own processes.
+"""Who may use which path: API keys for clients, admin keys for operators and for the fleet's own processes.
 
     open    /health, /version, …: everyone
-    key     all that costs or shows a model: an API key or an admin key, once there is an API key
-    admin   /metrics, /kvferry/*: an admin key once there is one; else an API key once there is one
+    key     everything that uses or shows a model: an API key or an admin key, if any API key is set
+    admin   /metrics, /kvferry/*: an admin key if one is set; otherwise an API key if one is set
 
-With an admin listener (`--admin-port`) the admin paths are served there only, and the clients' listener does not know
-them (404). Keys are compared by their SHA-256, all of them, in constant time.
+With an admin listener (`--admin-port`), the admin paths are served there only, and the clients' listener answers them
+with 404. Keys are compared by their SHA-256, all of them, in constant time.
 
-Processes of one fleet know each other by `fleet_key`, which is derived from the token that authenticates their KV
-connections. The token itself never travels, so who reads an HTTP request cannot fetch KV.
+Processes of one fleet authenticate each other with `fleet_key`, which is derived from the token that authenticates
+their KV connections. The token itself is never sent, so that nobody who reads an HTTP request can fetch KV.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _PURPOSE = b"kvferry admin over HTTP"
 
 
 class Access(Enum):
-    """What a route asks of its caller."""
+    """Which key a route requires."""
 
     OPEN = "open"
     KEY = "key"
@@ -39,23 +39,25 @@ Side = Literal["public", "admin", "all"]
 
 
 def fleet_key(auth_token: str) -> str:
-    """The admin key that processes with one `auth_token` have in common."""
+    """The admin key that all processes with the same `auth_token` share."""
     return hmac.new(auth_token.encode(), _PURPOSE, hashlib.sha256).hexdigest()
 
 
 def bearer(key: str) -> tuple[bytes, bytes]:
-    """The header that presents a key. Raises `ConfigError` for one that no header can hold; it is not shown."""
+    """The header that presents a key. Raises `ConfigError` if no header can contain it; the message does not show the
+    key."""
     try:
         value = key.encode()
     except UnicodeEncodeError as error:
         raise ConfigError("a key is not UTF-8 text") from error
     if any(byte < 0x20 or byte == 0x7F for byte in value):
-        raise ConfigError("a key has a line break or another control character in it; give it without")
+        raise ConfigError("a key contains a line break or another control character; remove it")
     return b"authorization", b"Bearer " + value
 
 
 class Guard:
-    """Decides whether a request may be served. `fleet_keys` open admin paths, and demand nothing by being there."""
+    """Decides whether a request may be served. `fleet_keys` are accepted on admin paths, but do not make keys
+    mandatory."""
 
     def __init__(
         self, api_keys: Iterable[str] = (), admin_keys: Iterable[str] = (), fleet_keys: Iterable[str] = ()
@@ -81,8 +83,8 @@ class Guard:
             raise Unauthorized("The key in the Authorization header is not valid")
 
     def caller(self, authorization: bytes | None, address: str) -> bytes:
-        """Whose request for a path of `Access.KEY` it is that has passed `check`: of an accepted key, by its digest
-        however it was written; where none is asked for, of a client's address."""
+        """Identifies the caller of a path with `Access.KEY` after `check`: by the digest of its key, however the header
+        was written; by the client's address if no keys are required."""
         digest = _presented(authorization)
         is_known = digest is not None and any(digest == one for one in self._accepted[Access.KEY] or ())
         return digest if is_known and digest is not None else address.encode()

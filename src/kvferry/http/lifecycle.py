@@ -6,7 +6,7 @@ from kvferry.core.errors import Unavailable
 
 
 class Lifecycle:
-    """Owns the stage. Used from the server's event loop only. `noun` is who ends: "server", "router"."""
+    """Owns the stage. Used from the server's event loop only. `noun` is what shuts down: "server" or "router"."""
 
     def __init__(self, noun: str = "server") -> None:
         self._noun = noun
@@ -14,18 +14,18 @@ class Lifecycle:
 
     @property
     def draining(self) -> bool:
-        """Whether no new request is taken."""
+        """Whether no new requests are accepted."""
         return self._draining
 
     def require_accepting(self) -> None:
-        """Raise `Unavailable` when the server is about to end."""
+        """Raise `Unavailable` if the server is shutting down."""
         if self._draining:
             raise Unavailable(f"the {self._noun} is shutting down")
 
     def drain(self) -> None:
-        """Take no new request."""
+        """Accept no new requests."""
         self._draining = True
 
     def abort_reason(self) -> Unavailable:
-        """What a request is told that is ended because its grace is over."""
-        return Unavailable(f"the {self._noun} is shutting down, and the request was not done in time")
+        """The error for a request that is aborted because the grace period is over."""
+        return Unavailable(f"the {self._noun} is shutting down, and the request did not finish in time")

@@ -10,8 +10,8 @@ BACKLOG = 2048
 
 
 def hold(host: str, port: int) -> socket.socket:
-    """A socket that holds a port for processes that `listen` there with `reuse_port`, and does not listen itself; port
-    0 takes any free one. Raises `ConfigError` when someone listens there already, or holds it."""
+    """A socket that reserves a port for processes that `listen` there with `reuse_port`, and does not listen itself;
+    port 0 takes any free one. Raises `ConfigError` if another process uses the port."""
     if port:
         listen(host, port).close()  # unlike one with SO_REUSEPORT, it does not join others of the same user
     holder = _bound(host, port, reuse_port=True)
@@ -58,5 +58,5 @@ def _refused(host: str, port: int, error: Exception) -> ConfigError:
 
 
 def authority(host: str, port: int) -> str:
-    """`host:port` as it stands in a URL."""
+    """`host:port` as in a URL."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

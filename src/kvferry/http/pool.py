@@ -1,7 +1,7 @@
-"""Connections to one instance: how many, which are free, and how long those are kept.
+"""The connections to one instance: how many there are, which are free, and how long free ones are kept.
 
-Owns all of them. A free connection whose end the instance has announced is dropped when the announcement comes, not
-when it is next used; what remains is the moment between the two, see `HttpClient.open`.
+Owns all of them. A free connection that the instance closes is dropped when that is noticed, not when it is next used;
+for the moment between the two see `HttpClient.open`.
 """
 
 from __future__ import annotations
@@ -13,15 +13,24 @@ from collections import deque
 from kvferry.core.errors import LeakError
 from kvferry.http.client_connection import ClientConnection
 from kvferry.http.errors import AnswerTimeout, Unreachable
+from kvferry.http.fast_path import FastPath
 from kvferry.http.origin import Origin
 
 
 class Pool:
-    """At most `most` connections; who wants one more waits in turn."""
+    """At most `most` connections; requests that need one more wait in turn."""
 
-    def __init__(self, origin: Origin, name: str, most: int, idle_s: float, context: ssl.SSLContext | None) -> None:
+    def __init__(
+        self,
+        origin: Origin,
+        name: str,
+        most: int,
+        idle_s: float,
+        context: ssl.SSLContext | None,
+        fast_path: FastPath | None = None,
+    ) -> None:
         self._origin, self._name, self._most, self._idle_s = origin, name, most, idle_s
-        self._context = context
+        self._context, self.fast_path = context, fast_path
         self.authority = origin.authority.encode()
         self._loop = asyncio.get_running_loop()
         self._free: deque[ClientConnection] = deque()  # the freshest last
@@ -31,16 +40,16 @@ class Pool:
         self._closed = False
 
     def take_free(self) -> ClientConnection | None:
-        """A connection that is free, the freshest first."""
+        """A free connection, the most recently used first."""
         while self._free:
             connection = self._free.pop()
-            if connection.reusable():
+            if connection.lost is None and not connection.transport.is_closing():
                 return connection
             self.discard(connection)
         return None
 
     async def take(self, connect_s: float, *, fresh: bool = False) -> ClientConnection:
-        """A connection, free or new (`fresh`: new). Raises `Unreachable` or `AnswerTimeout`."""
+        """A free or new connection (`fresh`: a new one). Raises `Unreachable` or `AnswerTimeout`."""
         try:
             async with asyncio.timeout(connect_s):
                 while True:
@@ -53,7 +62,7 @@ class Pool:
             raise AnswerTimeout(f"{self._name} took no connection within {connect_s:g} s", "connection") from error
 
     def _make_room(self) -> bool:
-        """Whether one more may be opened; a free one that is not wanted goes first."""
+        """Whether one more may be opened; a free one that is not needed is closed first."""
         if len(self._open) + self._num_connecting >= self._most and self._free:
             oldest = self._free.popleft()
             oldest.close()
@@ -94,7 +103,7 @@ class Pool:
         return connection
 
     def give_back(self, connection: ClientConnection) -> None:
-        """Its answer has been read to the end."""
+        """The answer on this connection has been read to its end."""
         if self._closed or not connection.reusable():
             connection.close()
             self.discard(connection)
@@ -104,7 +113,7 @@ class Pool:
         self._next()
 
     def discard(self, connection: ClientConnection) -> None:
-        """It is gone, or of no use."""
+        """The connection is gone, or cannot be used again."""
         self._open.discard(connection)
         if connection in self._free:
             self._free.remove(connection)
@@ -118,7 +127,7 @@ class Pool:
                 return
 
     def tick(self, now: float) -> None:
-        """Enforce deadlines, and close what has been free for long."""
+        """Enforce deadlines, and close connections that have been free for too long."""
         for connection in tuple(self._open):
             connection.check(now)
         while self._free and now - self._free[0].idle_since > self._idle_s:

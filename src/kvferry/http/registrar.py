@@ -1,7 +1,7 @@
-"""An instance's side of registration: tells each router that it is there, again and again, until it leaves.
+"""An instance's side of registration: it reports to each router periodically until it leaves.
 
-Owns what each router last said. A router that cannot be reached, or was started anew, is told as soon as it answers;
-none keeps another waiting.
+Owns the last answer of each router. A router that cannot be reached, or has been restarted, gets the report as soon as
+it answers; routers do not delay each other.
 """
 
 from __future__ import annotations
@@ -21,9 +21,18 @@ from typing import Any, Literal
 import msgspec
 
 from kvferry.core.clock import SYSTEM_CLOCK
-from kvferry.core.errors import ConfigError, KvferryError, ProtocolError
-from kvferry.core.registration import REGISTER_PATH, Announcement, Registered, Role, State, registration_key, seal
+from kvferry.core.errors import ConfigError, KvferryError, ProtocolError, Unavailable
+from kvferry.core.registration import (
+    REGISTER_PATH,
+    Announcement,
+    Registered,
+    Role,
+    State,
+    registration_key,
+    seal,
+)
 from kvferry.http.client import HttpClient
+from kvferry.http.errors import Unauthorized
 from kvferry.http.listen import authority
 from kvferry.http.origin import Origin
 from kvferry.http.server import HttpServer, OnListening
@@ -39,6 +48,8 @@ _MOST_WAIT_S = 3.0
 _LOOK_S = 0.25
 """How often a router is asked, in the end, whether the instance is drained."""
 _RENEWALS_PER_LEASE = 3
+_LEAST_RENEWAL_S, _MOST_RENEWAL_S = 0.05, 60.0
+"""Bounds of the wait between two renewals, whatever lease a router gives."""
 _LAST_WORD_S = 1.0
 _JSON = (b"content-type", b"application/json")
 _WILDCARDS = frozenset({"0.0.0.0", "::", ""})
@@ -46,8 +57,8 @@ _WILDCARDS = frozenset({"0.0.0.0", "::", ""})
 
 @dataclass(frozen=True, kw_only=True)
 class RegistrarConfig:
-    """Which routers are told, and what. `url` None: made of the host and port that the server listens on. `host` is for
-    a supervisor that registers a server of somebody else's: what that listens on."""
+    """The routers to register at, and what to report. `url` None: made of the host and port that the server listens on.
+    `host` is for a supervisor that registers a server of another program: the host that that server listens on."""
 
     routers: tuple[str, ...]
     role: Role
@@ -71,7 +82,7 @@ class RegistrarConfig:
 
     @cached_property
     def tls(self) -> ssl.SSLContext | None:
-        """How routers at https:// URLs are known. Its file is read once."""
+        """The TLS context for routers at https:// URLs. Its file is read once."""
         if self.ca is None and not any(Origin.parse(one.rstrip("/")).tls for one in self.routers):
             return None
         return client_context(self.ca, "--register-ca")
@@ -88,8 +99,9 @@ def make_registrar(
     ca: Path | None = None,
     bootstrap_port: int | None = None,
 ) -> RegistrarConfig | None:
-    """What flags say; None where no router is named. Each item may name several routers, separated by commas. An
-    instance that does both phases registers for decode, as decode instances can do both. Raises `ConfigError`."""
+    """The registrar that the flags describe; None if no router is named. Each item may name several routers, separated
+    by commas. An instance that does both phases registers for decode, since decode instances can do both. Raises
+    `ConfigError`."""
     named = tuple(one.strip() for item in routers for one in item.split(",") if one.strip())
     if not named:
         return None
@@ -106,19 +118,20 @@ def make_registrar(
 
 
 class Registrar:
-    """Of one instance that listens on `host` and `port`. `serves` says whether it answers just now: while it does not,
-    leases are not renewed. `run` it beside the server; `leave` before the process ends."""
+    """Registers one instance that listens on `host` and `port`. `serves` says whether it answers requests at the
+    moment; while it does not, leases are not renewed. `run` it beside the server, and call `leave` before the process
+    ends."""
 
     def __init__(
         self, config: RegistrarConfig, host: str, port: int, serves: Callable[[], Awaitable[bool]] | None = None
     ) -> None:
         self._config, self._host, self._port, self._serves = config, host, port, serves
-        self._process, self._number = secrets.token_hex(16), 0
+        self._process = secrets.token_hex(16)
         self._state: State = "up"
         self._changed, self._done = asyncio.Event(), asyncio.Event()
 
     async def run(self) -> None:
-        """Tell all routers, until `leave` has been called and is done."""
+        """Report to all routers, until `leave` has been called and is done."""
         try:
             async with HttpClient(tls=self._config.tls) as client, asyncio.TaskGroup() as group:
                 for router in self._config.routers:
@@ -127,8 +140,8 @@ class Registrar:
             self._done.set()
 
     async def leave(self, within_s: float) -> bool:
-        """Have no more requests sent here; wait until the routers say that nothing runs here any more, or are gone
-        themselves, then be forgotten. False when that takes longer than `within_s`; they are told all the same."""
+        """Tell the routers to send no more requests, wait until they report that nothing runs here any more, or are
+        gone themselves, and then deregister. False if that takes longer than `within_s`; they are told all the same."""
         self._change("draining")
         if await self._done_within(within_s):
             return True
@@ -148,7 +161,7 @@ class Registrar:
         return self._done.is_set()
 
     async def _keep(self, client: HttpClient, origin: Origin) -> None:
-        """Tell one router, as often as it takes."""
+        """Report to one router periodically."""
         router = _Router(origin)
         while True:
             state: State = "gone" if router.drained else self._state
@@ -162,10 +175,10 @@ class Registrar:
                         await changed.wait()
 
     async def _tell(self, client: HttpClient, router: _Router, state: State) -> float:
-        """Tell it once; how long to wait before the next time."""
+        """Report to it once; returns the seconds until the next report."""
         try:
             if state == "up" and self._serves is not None and not await self._serves():
-                raise ProtocolError("the instance does not answer just now")
+                raise ProtocolError("the instance does not answer at the moment")
             answer = await self._ask(client, router, state)
             if answer.unknown_router:  # it was started anew, or this is the first word
                 answer = await self._ask(client, router, state)
@@ -176,11 +189,11 @@ class Registrar:
     async def _ask(self, client: HttpClient, router: _Router, state: State) -> Registered:
         config = self._config
         url = config.url or await self._url_for(router)
-        self._number = max(self._number + 1, int(SYSTEM_CLOCK.wall() * 1e9))
+        router.number = _next_number(router.number, refused=router.refused)
         announcement = Announcement(
             router=router.name,
             process=self._process,
-            number=self._number,
+            number=router.number,
             url=url,
             role=config.role,
             state=state,
@@ -196,17 +209,20 @@ class Registrar:
             body=seal(config.key, announcement),
             max_bytes=_LONGEST_ANSWER,
         )
+        router.refused = status == Unauthorized.status
+        if status == Unavailable.status:
+            raise Unavailable(f"it answered {status}: {_complaint(content)}")
         if status not in (200, 409):
             raise ProtocolError(f"it answered {status}: {_complaint(content)}")
         try:
             answer = msgspec.json.decode(content, type=Registered)
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise ProtocolError(f"it answered {status}: {_complaint(content)}") from error
         router.name = answer.router
         return answer
 
     async def _url_for(self, router: _Router) -> str:
-        """Where that router reaches this process, which may listen on all of the machine's addresses."""
+        """The URL at which that router can reach this process, which may listen on all of the machine's addresses."""
         host = self._host
         if host in _WILDCARDS:
             router.address = router.address or await _look_up(router.origin)
@@ -215,8 +231,8 @@ class Registrar:
 
 
 class RegisteredServer:
-    """A server that routers know of: told to stop, it first takes its leave of them, and serves on until nothing runs
-    here or its grace is over. With no `config` it is just the server."""
+    """A server that is registered at routers. When told to stop, it first tells them, and continues to serve until
+    nothing runs here or the grace period is over. Without `config` it is just the server."""
 
     def __init__(
         self, server: HttpServer, config: RegistrarConfig | None, serves: Callable[[], Awaitable[bool]] | None = None
@@ -227,7 +243,7 @@ class RegisteredServer:
         self._leaving = False
 
     async def run(self, on_listening: OnListening | None = None) -> None:
-        """As the server's."""
+        """Run the server."""
 
         def listening(host: str, port: int) -> None:
             if on_listening is not None:
@@ -245,11 +261,11 @@ class RegisteredServer:
 
     @property
     def stopping(self) -> bool:
-        """Whether the end has begun."""
+        """Whether the shutdown has begun."""
         return self._leaving or self._server.stopping
 
     def stop(self) -> None:
-        """Begin the end."""
+        """Begin the shutdown."""
         if self._registrar is None:
             self._server.stop()
         elif not self._leaving:
@@ -265,8 +281,15 @@ class RegisteredServer:
         (self._server.stop if drained else self._server.abort)()
 
 
+def _next_number(before: int, *, refused: bool) -> int:
+    """Of a message to a router: the time, and more than before. Where the clock was set back, and the router refuses
+    numbers from what is now the future, it begins again from the time."""
+    now = int(SYSTEM_CLOCK.wall() * 1e9)
+    return now if refused else max(before + 1, now)
+
+
 class _Router:
-    """One router, and what it last said."""
+    """One router, and its last answer."""
 
     def __init__(self, origin: Origin) -> None:
         self.origin = origin
@@ -274,23 +297,27 @@ class _Router:
         """What the router calls itself; empty until it has answered."""
         self.address: _Address | None = None
         """Where it is, looked up once while it answers."""
+        self.number = 0
+        """Of the last message to it."""
+        self.refused = False
+        """Whether it took that message for forged, old or used."""
         self.drained = False
         self.lost = False
-        """Whether it did not answer, or refused, when it was last told."""
+        """Whether it did not answer, or refused, when it was last told; one that only cannot be told yet is there."""
         self._trouble: str | None = ""
         self._wait_s = _FIRST_WAIT_S
 
     def heard(self, answer: Registered, role: Role) -> float:
-        """It answered; seconds until it should be told again."""
+        """It answered; returns the seconds until the next report."""
         self.lost, self.drained = False, answer.state == "drained"
         if self._trouble is not None:
             logger.info("registered at %s for %s", self.origin, role)
         self._trouble, self._wait_s = None, _FIRST_WAIT_S
-        return answer.lease_s / _RENEWALS_PER_LEASE
+        return min(max(answer.lease_s / _RENEWALS_PER_LEASE, _LEAST_RENEWAL_S), _MOST_RENEWAL_S)
 
     def failed(self, error: Exception) -> float:
-        """It did not, or refused, or it was not even told; likewise."""
-        self.lost, self.address = True, None
+        """It did not answer, or refused, or could not be asked; returns the seconds until the next report."""
+        self.lost, self.address = not isinstance(error, Unavailable), None
         expected = isinstance(error, KvferryError)
         trouble = str(error) if expected else repr(error)
         if trouble != self._trouble:
@@ -301,10 +328,10 @@ class _Router:
 
 
 def _complaint(content: bytes) -> str:
-    """What an answer that is none says, in its error envelope if it has one."""
+    """The error in an answer that is not a success: the message in its error body if it has one."""
     try:
         return str(msgspec.json.decode(content)["error"]["message"])[:500]
-    except (msgspec.MsgspecError, UnicodeDecodeError, KeyError, TypeError, IndexError):
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, KeyError, TypeError):
         return content[:200].decode(errors="replace")
 
 
@@ -318,7 +345,7 @@ async def _look_up(peer: Origin) -> _Address:
         async with asyncio.timeout(_ASK_S):
             found = await asyncio.get_running_loop().getaddrinfo(peer.host, peer.port, type=socket.SOCK_DGRAM)
     except TimeoutError as error:
-        raise _no_way(peer, f"its name was not looked up within {_ASK_S:g} s") from error
+        raise _no_way(peer, f"its name could not be resolved within {_ASK_S:g} s") from error
     except (OSError, UnicodeError) as error:
         raise _no_way(peer, getattr(error, "strerror", None) or str(error)) from error
     family, _, _, _, address = found[0]
@@ -326,7 +353,7 @@ async def _look_up(peer: Origin) -> _Address:
 
 
 def _own_address(way: _Address, peer: Origin) -> str:
-    """This machine's address on the way to a peer. Nothing is sent, nothing waited for. Raises `ConfigError`."""
+    """This machine's address on the way to a peer. Sends nothing and does not wait. Raises `ConfigError`."""
     family, address = way
     try:
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -337,4 +364,4 @@ def _own_address(way: _Address, peer: Origin) -> str:
 
 
 def _no_way(peer: Origin, reason: str) -> ConfigError:
-    return ConfigError(f"no way to {peer}: {reason}; say --advertise-url")
+    return ConfigError(f"no way to {peer}: {reason}; set --advertise-url")

@@ -6,37 +6,39 @@ from urllib.parse import unquote
 
 from kvferry.core.openai import REQUEST_ID_HEADER, sane_request_id
 from kvferry.http.body import Body
-from kvferry.http.headers import RawHeaders, find_header
+from kvferry.http.headers import RawHeaders, first_values
 
 _REQUEST_ID = REQUEST_ID_HEADER.lower().encode()
 
 
-class Request:
-    """`target` is path and query as they came, in origin form; `path` is decoded; `rest` is what stands behind the
+class HttpRequest:
+    """`target` is path and query as they came, in origin form; `path` is decoded; `rest` is what follows the
     prefix of a prefix route. `id` names the request in logs and in the answer, and a handler may set it. `arrived` is
-    in seconds of the event loop's clock, when the header was complete. `client` is an address without a port."""
+    in seconds of the event loop's clock, when the header was complete. `client` is an address without a port; `first`
+    has the first value of each header."""
 
-    __slots__ = ("arrived", "body", "client", "headers", "id", "method", "path", "rest", "target")
+    __slots__ = ("arrived", "body", "client", "first", "headers", "id", "method", "path", "rest", "target")
 
     def __init__(self, method: str, target: str, headers: RawHeaders, body: Body, client: str, arrived: float) -> None:
         self.method = method
         self.target = target
         self.headers = headers
+        self.first = first_values(headers)
         self.body = body
         self.client = client
         self.arrived = arrived
         path = target.partition("?")[0]
         self.path = unquote(path) if "%" in path else path
         self.rest = ""
-        wanted = find_header(headers, _REQUEST_ID)
+        wanted = self.first.get(_REQUEST_ID)
         self.id = sane_request_id(None if wanted is None else wanted.decode("latin-1"))
 
     @property
     def query(self) -> str:
-        """What stands behind the question mark, undecoded."""
+        """The part after the question mark, not decoded."""
         return self.target.partition("?")[2]
 
     def header(self, name: str) -> str | None:
         """The first header of that name, whatever its case; None when there is none."""
-        value = find_header(self.headers, name.lower().encode("latin-1"))
+        value = self.first.get(name.lower().encode("latin-1"))
         return None if value is None else value.decode("latin-1")

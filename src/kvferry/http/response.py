@@ -1,21 +1,23 @@
-"""The answer to one request, on its way out.
+"""The answer to one request, as it is sent.
 
-A handler either calls `send` once, or `start`, `write` as often as it likes, and `end`. None of these waits or makes a
-task; who writes much awaits `drain` in between, which waits only for a client that reads slowly. What a handler leaves
-undone when it returns cuts the connection, so that a client cannot take a part for the whole.
+A handler calls either `send` once, or `start`, then `write` as often as it likes, and `end`. None of these waits or
+creates a task; a handler that writes much awaits `drain` in between, which waits only for a slow client. If a handler
+returns without completing its answer, the connection is cut, so that the client cannot take a part for the whole.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from enum import Enum
-from typing import Protocol
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from kvferry.core.errors import RequestError
 from kvferry.core.openai import REQUEST_ID_HEADER, SSE_DONE, error_envelope, error_headers, sse_event
 from kvferry.http.errors import HttpRefusal
-from kvferry.http.headers import RawHeaders, as_raw, find_header, response_head
-from kvferry.http.request import Request
+from kvferry.http.headers import RawHeaders, as_raw, first_values, response_head
+from kvferry.http.request import HttpRequest
+
+if TYPE_CHECKING:
+    from kvferry.http.fast_path import FastStream
 
 _REQUEST_ID = REQUEST_ID_HEADER.lower().encode()
 _CHUNKED = (b"transfer-encoding", b"chunked")
@@ -26,24 +28,18 @@ _NO_CONTENT = frozenset([204, 304])
 JSON = (b"content-type", b"application/json")
 
 
-class Framing(Enum):
-    """How the client is told where the body ends."""
-
-    CHUNKED = "chunked"
-    LENGTH = "length"
-    CLOSE = "close"
-    NONE = "none"
-    """There is no body: HEAD, 204, 304."""
+Framing = Literal["chunked", "length", "close", "none"]
+"""How the client knows where the body ends; `none`: there is no body (HEAD, 204, 304)."""
 
 
 class Producer(Protocol):
-    """Who can be told to stop for a slow client: an upstream transport."""
+    """A source that can be paused for a slow client: the transport of a connection to an instance."""
 
     def pause_reading(self) -> None:
-        """Produce no more."""
+        """Stop producing."""
 
     def resume_reading(self) -> None:
-        """Go on."""
+        """Continue."""
 
 
 class Wire(Protocol):
@@ -56,17 +52,28 @@ class Wire(Protocol):
         """The response is complete."""
 
     def cut(self) -> None:
-        """Break the connection off."""
+        """Close the connection without completing the answer."""
 
     async def drain(self) -> None:
         """Wait until the client has read most of what was sent."""
 
     def set_producer(self, producer: Producer | None) -> None:
-        """Pause this one while the client is slow."""
+        """Pause this source while the client is slow."""
+
+    def plain_fd(self) -> int:
+        """The socket; -1 if what is sent must pass through the connection, because of TLS, or it is lost."""
+
+    def take_over(self, fast: FastStream | None) -> None:
+        """Something else writes to the socket too, while nothing is unsent here; it is stopped when the client is
+        gone."""
+
+    @property
+    def num_unsent(self) -> int:
+        """Bytes that are not in the socket yet."""
 
     @property
     def slow(self) -> bool:
-        """Whether more is kept for the client than it has read."""
+        """Whether more is buffered than a client that keeps up would leave."""
 
     @property
     def closing(self) -> bool:
@@ -95,13 +102,13 @@ class Response:
         "version_1_0",
     )
 
-    def __init__(self, wire: Wire, request: Request, *, version_1_0: bool) -> None:
+    def __init__(self, wire: Wire, request: HttpRequest, *, version_1_0: bool) -> None:
         self._wire = wire
         self.request = request
         self.version_1_0 = version_1_0
         self.status: int | None = None
         self.ended = False
-        self.framing = Framing.NONE
+        self.framing: Framing = "none"
         self.num_bytes = 0
         self.mid_chunk = False
         """Whether bytes already framed were written that end within a chunk."""
@@ -113,85 +120,90 @@ class Response:
 
     @property
     def started(self) -> bool:
-        """Whether the status is settled, so that nothing else can be answered any more."""
+        """Whether the status has been decided, so that no other answer is possible."""
         return self.status is not None
 
     def send(self, status: int, body: bytes = b"", headers: Iterable[tuple[bytes, bytes]] = ()) -> None:
-        """The whole answer. `content-length` is added."""
+        """Send the whole answer. `content-length` is added."""
         length: RawHeaders = [] if status in _NO_CONTENT else [(b"content-length", b"%d" % len(body))]
         self.start(status, [*headers, *length])
         self.end(body)
 
     def send_json(self, body: bytes, status: int = 200) -> None:
-        """The whole answer, `body` being JSON."""
+        """Send the whole answer, with `body` as JSON."""
         self.send(status, body, [JSON])
 
     def add_header(self, name: bytes, value: bytes) -> None:
-        """Have a header go with whatever will be answered, an error too; before the answer has begun."""
+        """Add a header to whatever will be answered, also to an error; to be called before the answer has begun."""
         self._added.append((name, value))
 
     def start(self, status: int, headers: Iterable[tuple[bytes, bytes]]) -> None:
-        """Status and headers; names in lower case. They go out with the first byte of the body, with `flush` or `end`.
+        """Set status and headers; names in lower case. They are sent with the first byte of the body, with `flush` or
+        with `end`.
 
-        The body is framed by `content-length` where the headers have it, else in chunks. Headers of the connection
-        (`connection`, `transfer-encoding`) are the room's: leave them out.
+        The body is framed by `content-length` if the headers contain it, otherwise in chunks. Do not add headers of the
+        connection (`connection`, `transfer-encoding`): they are set here.
         """
         assert self.status is None, "a response is started once"
         self.status = status
         sent = [*headers, *self._added]
-        self.framing = self._choose_framing(sent)
-        if self.framing is Framing.CHUNKED:
+        first = first_values(sent)
+        self.framing = self._choose_framing(first)
+        if self.framing == "chunked":
             sent.append(_CHUNKED)
-        if find_header(sent, _REQUEST_ID) is None:
+        if _REQUEST_ID not in first:
             sent.append((_REQUEST_ID, self.request.id.encode()))
         sent.append(self._wire.date())
-        if self._wire.closing or self.framing is Framing.CLOSE:
+        if self._wire.closing or self.framing == "close":
             sent.append(_CLOSE)
         elif self.version_1_0:
             sent.append(_KEEP_ALIVE)
-        kind = find_header(sent, b"content-type") or b""
-        self._events = kind.startswith(b"text/event-stream") and find_header(sent, b"content-encoding") is None
+        kind = first.get(b"content-type", b"")
+        self._events = kind.startswith(b"text/event-stream") and b"content-encoding" not in first
         self._head = response_head(status, sent)
 
-    def _choose_framing(self, headers: RawHeaders) -> Framing:
+    def _choose_framing(self, first: Mapping[bytes, bytes]) -> Framing:
         if self.request.method == "HEAD" or self.status in _NO_CONTENT:
-            return Framing.NONE
-        if (declared := find_header(headers, b"content-length")) is not None:
+            return "none"
+        if (declared := first.get(b"content-length")) is not None:
             self._declared = declared
-            return Framing.LENGTH
-        return Framing.CLOSE if self.version_1_0 else Framing.CHUNKED
+            return "length"
+        return "close" if self.version_1_0 else "chunked"
 
     def write(self, data: bytes) -> None:
-        """More of the body."""
+        """Write more of the body."""
         if not data or self.ended:
             return
-        self.num_bytes += len(data)
+        length = len(data)
+        self.num_bytes += length
         self._last = data
-        if self.framing is Framing.CHUNKED:
-            data = b"%x\r\n%b\r\n" % (len(data), data)
-        elif self.framing is Framing.NONE:
-            data = b""
-        self._transmit(data)
+        if self.framing == "chunked":
+            framed = b"%x\r\n%b\r\n" % (length, data)
+            if self._head:
+                framed, self._head = self._head + framed, b""
+            self._wire.transmit(framed)
+        else:
+            self._transmit(b"" if self.framing == "none" else data)
 
     def write_framed(self, data: bytes, *, mid_chunk: bool = False) -> None:
-        """More of the body, framed already as `framing` says, and never with the last chunk. `mid_chunk`: `data` ends
-        within a chunk, so that nothing of ours could follow."""
+        """Write more of a body that is already framed as `framing` says, without the last chunk. `mid_chunk`: `data`
+        ends within a chunk, so nothing else may be written now."""
         if self.ended:
             return
         self.num_bytes += len(data)
         self._last = data
         self.mid_chunk = mid_chunk
-        self._transmit(data if self.framing is not Framing.NONE else b"")
+        self._transmit(data if self.framing != "none" else b"")
 
     def flush(self) -> None:
         """Send status and headers now."""
         self._transmit(b"")
 
     def end(self, data: bytes = b"") -> None:
-        """The body is complete, with `data` as its last piece. The connection then takes the next request."""
+        """The body is complete, with `data` as its last piece. The connection can then take the next request."""
         if self.ended:
             return
-        if self.framing is Framing.CHUNKED:
+        if self.framing == "chunked":
             self.num_bytes += len(data)
             data = b"%x\r\n%b\r\n%b" % (len(data), data, _LAST_CHUNK) if data else _LAST_CHUNK
             self._transmit(data)
@@ -202,7 +214,7 @@ class Response:
         self._finish()
 
     def end_framed(self, data: bytes) -> None:
-        """As `end`, with `data` framed already, the last chunk included."""
+        """Like `end`, with `data` already framed, including the last chunk."""
         if self.ended:
             return
         self.write_framed(data)
@@ -211,7 +223,7 @@ class Response:
 
     def _finish(self) -> None:
         # A body of another length than was said would have the client take the next answer for a part of this one.
-        if self.framing is Framing.LENGTH and self._declared != b"%d" % self.num_bytes:
+        if self.framing == "length" and self._declared != b"%d" % self.num_bytes:
             self.cut()
             return
         self.ended = True
@@ -219,33 +231,58 @@ class Response:
 
     @property
     def slow(self) -> bool:
-        """Whether `drain` would wait; for who writes so often that an await is dear."""
+        """Whether `drain` would wait; for callers that write so often that an await is expensive."""
         return self._wire.slow
 
     async def drain(self) -> None:
-        """Wait while the client is slow to read; returns at once when it is not. Await it between writes."""
+        """Wait while the client is slow to read; returns at once if it is not. To be awaited between writes."""
         await self._wire.drain()
 
     def pauses(self, producer: Producer | None) -> None:
-        """While the client is slow, have `producer` wait; for who writes without awaiting `drain`."""
+        """Pause `producer` while the client is slow; for callers that write without awaiting `drain`."""
         self._wire.set_producer(producer)
 
+    # For what forwards chunks past this object.
+
+    def plain_fd(self) -> int:
+        """The client's socket if whole chunks may be written to it directly once nothing is unsent here; otherwise
+        -1."""
+        return self._wire.plain_fd() if self.framing == "chunked" and not self.ended else -1
+
+    def take_over(self, fast: FastStream | None) -> None:
+        """`fast` writes to the socket; None: no longer. It is stopped when the client is gone."""
+        self._wire.take_over(fast)
+
+    @property
+    def num_unsent(self) -> int:
+        """Bytes that were written and are not in the socket yet, the head included."""
+        return self._wire.num_unsent + len(self._head)
+
+    def forwarded(self, num_bytes: int, last: bytes) -> None:
+        """So many bytes of payload were written directly; `last` is their end."""
+        self.num_bytes += num_bytes
+        self._last = last
+
+    def transmit_rest(self, data: bytes) -> None:
+        """The rest of chunks of which a part was written directly."""
+        self._wire.transmit(data)
+
     def fail(self, error: RequestError) -> None:
-        """Tell the client of `error` as well as still can be: with its status and OpenAI's envelope when nothing was
-        sent; in an event stream as an error event and `[DONE]`; else by a connection that breaks off."""
+        """Report `error` to the client in the best way still possible: with its status and OpenAI's error body if
+        nothing was sent; as an error event and `[DONE]` in an event stream; otherwise by cutting the connection."""
         if self.ended:
             return
         if self.status is None or self._head:
             self.status, self._head = None, b""
             self.send(error.status, error_envelope(error), answer_headers(error))
-        elif self._events and not self.mid_chunk and self.framing is not Framing.LENGTH:
+        elif self._events and not self.mid_chunk and self.framing != "length":
             whole = self._last.endswith((b"\n\n", b"\n\n\r\n"))
             self.end((b"" if whole else b"\n\n") + sse_event(error_envelope(error)) + SSE_DONE)
         else:
             self.cut()
 
     def cut(self) -> None:
-        """Break off, visibly: what was sent must not look complete."""
+        """Cut the connection: what was sent must not look complete."""
         if not self.ended:
             self.ended = True
             self._wire.cut()

@@ -1,4 +1,4 @@
-"""Which handler answers a request: exact paths first, then prefixes, then what is left to a fallback."""
+"""Chooses the handler of a request: exact paths first, then prefixes, then the fallback."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 from kvferry.core.openai import UnknownRoute
 from kvferry.http.errors import MethodNotAllowed
 from kvferry.http.keys import Access
-from kvferry.http.request import Request
+from kvferry.http.request import HttpRequest
 from kvferry.http.response import Response
 
-Handler = Callable[[Request, Response], Coroutine[Any, Any, None]]
+Handler = Callable[[HttpRequest, Response], Coroutine[Any, Any, None]]
 """Answers through the response. It may raise a `RequestError` as its answer. It is cancelled as soon as the client
 leaves without its whole answer, and when the server's grace is over; it need not answer then."""
 
@@ -28,7 +28,7 @@ class Route:
 
 
 class Routes:
-    """The table of one server. `fallback` takes every path and method that the table does not have."""
+    """The routes of one server. `fallback` gets every path and method that the table does not contain."""
 
     def __init__(self, routes: Iterable[Route], fallback: Route | None = None) -> None:
         self._exact: dict[str, dict[str, Route]] = {}
@@ -38,8 +38,8 @@ class Routes:
             table = self._prefixes if route.path.endswith("*") else self._exact
             table.setdefault(route.path.removesuffix("*"), {})[route.method] = route
 
-    def find(self, request: Request) -> Route:
-        """The route of a request, whose `rest` is set. Raises `UnknownRoute` or `MethodNotAllowed`."""
+    def find(self, request: HttpRequest) -> Route:
+        """The route of a request; sets its `rest`. Raises `UnknownRoute` or `MethodNotAllowed`."""
         methods = self._exact.get(request.path) or self._by_prefix(request)
         if methods is None:
             if self._fallback is None:
@@ -50,7 +50,7 @@ class Routes:
             raise MethodNotAllowed(request.method, request.path, tuple(methods))
         return route
 
-    def _by_prefix(self, request: Request) -> dict[str, Route] | None:
+    def _by_prefix(self, request: HttpRequest) -> dict[str, Route] | None:
         for prefix, methods in self._prefixes.items():
             if request.path.startswith(prefix):
                 request.rest = request.path[len(prefix) :]

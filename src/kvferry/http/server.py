@@ -1,16 +1,17 @@
-"""A server: its listeners, its connections, and its end in stages.
+"""A server: its listeners, its connections, and its shutdown in stages.
 
-    drain   no new connection or request is taken; idle connections are closed; running requests may end
-    abort   after the grace period, or at a second signal: running requests end with an error that says why
+    drain   no new connections or requests are accepted; idle connections are closed; running requests may finish
+    abort   after the grace period, or at a second signal: running requests end with an error that gives the reason
     close   connections that are still open are cut, and handlers awaited
 
-Owns the connections, how many there are for each client, and the tasks of the handlers. `check()` proves that nothing
-is left of them. A clock's tick, not a timer for each wait, enforces the deadlines of all connections.
+Owns the connections, their number for each client, and the tasks of the handlers. `check()` proves that none of them is
+left. One periodic tick, rather than a timer for each wait, enforces the deadlines of all connections.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import resource
 import signal
 import socket
@@ -24,13 +25,15 @@ from kvferry.core.errors import LeakError, Unavailable
 from kvferry.http.config import HttpConfig
 from kvferry.http.connection import ServerConnection
 from kvferry.http.errors import Unauthorized
-from kvferry.http.headers import HttpDate, find_header
+from kvferry.http.headers import HttpDate
 from kvferry.http.keys import Access, Guard, Side
 from kvferry.http.lifecycle import Lifecycle
 from kvferry.http.listen import listen
-from kvferry.http.request import Request
+from kvferry.http.request import HttpRequest
 from kvferry.http.routes import Handler, Routes
 from kvferry.http.tls_door import TlsDoor
+
+logger = logging.getLogger(__name__)
 
 OnListening = Callable[[str, int], object]
 """Told the host and the real port once connections are accepted."""
@@ -39,11 +42,11 @@ _CLOSE_S = 5.0
 """Seconds between abort and close."""
 _TICK_S = 0.25
 _SPARE_FILES = 256
-"""Descriptors kept for everything that is not a client's connection."""
+"""Descriptors kept for everything that is not a client's connection; half of them all, where there are few."""
 
 
 class HttpServer:
-    """Serves `routes` as `config` says. `run` once, on the event loop it was made for."""
+    """Serves `routes` as `config` says. Call `run` once, on the event loop that it was made for."""
 
     def __init__(self, routes: Routes, config: HttpConfig, lifecycle: Lifecycle | None = None) -> None:
         self.config = config
@@ -60,7 +63,7 @@ class HttpServer:
         self._guard = Guard(config.api_keys(), config.admin_keys(), config.fleet_keys)
         self._connections: set[ServerConnection] = set()
         self._per_client: Counter[str] = Counter()
-        self._most = config.limits.http_connections
+        self._most, self._spare = config.limits.http_connections, _SPARE_FILES
         self._ending = asyncio.Event()
         self._aborting = asyncio.Event()
         self._quiet = asyncio.Event()
@@ -71,10 +74,10 @@ class HttpServer:
     # Serving.
 
     async def run(self, on_listening: OnListening | None = None) -> None:
-        """Serve until `stop`, or until cancelled, then end in stages. Raises `ConfigError` when an address cannot be
-        listened on or a TLS file not be read."""
+        """Serve until `stop` is called or until cancelled, then shut down in stages. Raises `ConfigError` if an address
+        or a TLS file cannot be used."""
         self.loop = asyncio.get_running_loop()
-        self._most = max(1, min(self._most, _file_limit(self._most + _SPARE_FILES) - _SPARE_FILES))
+        self._heed_file_limit()
         context = self.config.tls_context()
         sockets = self._listen()
         listeners: list[asyncio.Server | TlsDoor] = []
@@ -97,6 +100,20 @@ class HttpServer:
             await self._end()
             if self._ticking is not None:
                 self._ticking.cancel()
+
+    def _heed_file_limit(self) -> None:
+        """Connections are refused, with an answer, before this process runs out of file descriptors."""
+        wanted, limit = self._most, _file_limit(self._most + _SPARE_FILES)
+        self._spare = min(_SPARE_FILES, limit // 2)
+        self._most = max(1, min(wanted, limit - self._spare))
+        if self._most < wanted:
+            logger.warning(
+                "at most %d connections are served at the same time, not %d: this process may open %d files; raise"
+                " the limit (ulimit -n, LimitNOFILE=), or lower --http-connections",
+                self._most,
+                wanted,
+                limit,
+            )
 
     def _listen(self) -> list[tuple[socket.socket, Side]]:
         config = self.config
@@ -137,7 +154,7 @@ class HttpServer:
 
     @property
     def crowded(self) -> bool:
-        return len(self._connections) > self._most + _SPARE_FILES // 2
+        return len(self._connections) > self._most + self._spare // 2
 
     def admit(self, connection: ServerConnection) -> Unavailable | None:
         self._connections.add(connection)
@@ -168,11 +185,11 @@ class HttpServer:
         if self.draining:
             self._note_quiet()
 
-    def handler_of(self, request: Request, side: Side, *, certified: bool) -> Handler:
+    def handler_of(self, request: HttpRequest, side: Side, *, certified: bool) -> Handler:
         self._num_served += 1
         self.lifecycle.require_accepting()
         route = self._routes.find(request)
-        authorization = find_header(request.headers, b"authorization")
+        authorization = request.first.get(b"authorization")
         if self.config.tls_client_ca is not None and not certified and route.access is not Access.OPEN:
             raise Unauthorized("This server needs a client certificate")
         self._guard.check(route.access, side, authorization, f"{request.method} {request.path}")
@@ -181,7 +198,7 @@ class HttpServer:
     # The end.
 
     def stop(self) -> None:
-        """Begin the end. Called from the server's event loop, any number of times."""
+        """Begin the shutdown. Called from the server's event loop; may be called repeatedly."""
         self._ending.set()
 
     def abort(self) -> None:
@@ -191,7 +208,7 @@ class HttpServer:
 
     @property
     def stopping(self) -> bool:
-        """Whether the end has begun."""
+        """Whether the shutdown has begun."""
         return self._ending.is_set()
 
     async def _end(self) -> None:
@@ -199,7 +216,16 @@ class HttpServer:
         self.lifecycle.drain()
         for connection in tuple(self._connections):
             connection.end_idle()
-        if not await self._quiet_within(self.config.shutdown_grace_s, self._aborting):
+        grace_s = self.config.shutdown_grace_s
+        if self._tasks and grace_s and not self._aborting.is_set():
+            logger.info(
+                "stopping: %d requests have up to %g s to finish; a second signal ends them now",
+                len(self._tasks),
+                grace_s,
+            )
+        if not await self._quiet_within(grace_s, self._aborting):
+            if self._tasks:
+                logger.warning("%d requests did not finish in time, and are ended", len(self._tasks))
             self._abort_all()
             await self._quiet_within(_CLOSE_S)
         for connection in tuple(self._connections):
@@ -214,7 +240,7 @@ class HttpServer:
             task.cancel()
 
     async def _quiet_within(self, seconds: float, unless: asyncio.Event | None = None) -> bool:
-        """Wait until no connection and no handler is left; False when time is over, or `unless` is set, first."""
+        """Wait until no connection and no handler is left; False if the time is over, or `unless` is set, first."""
         self._note_quiet()
         waits = [asyncio.ensure_future(event.wait()) for event in (self._quiet, unless) if event is not None]
         try:
@@ -229,7 +255,7 @@ class HttpServer:
             self._quiet.set()
 
     def statistics(self) -> dict[str, int]:
-        """What is open now, and what was served and refused so far."""
+        """What is open now, and what has been served and refused so far."""
         return {
             "connections": len(self._connections),
             "clients": len(self._per_client),
@@ -239,13 +265,13 @@ class HttpServer:
         }
 
     def check(self) -> None:
-        """Raise `LeakError` when something is left after `run`."""
+        """Raise `LeakError` if something is left after `run`."""
         if self._connections or self._tasks or self._per_client:
             raise LeakError(f"the HTTP server still has {self.statistics()}")
 
 
 class Stoppable(Protocol):
-    """What signals end: `stop` begins the end, `abort` cuts it short."""
+    """What signals stop: `stop` begins the shutdown, `abort` ends running requests."""
 
     @property
     def stopping(self) -> bool: ...
@@ -255,7 +281,7 @@ class Stoppable(Protocol):
 
 @contextmanager
 def signals_end(server: Stoppable) -> Iterator[None]:
-    """SIGINT and SIGTERM stop `server`, a second one aborts what runs. Main thread only."""
+    """SIGINT and SIGTERM stop `server`, a second one aborts running requests. Main thread only."""
     loop = asyncio.get_running_loop()
 
     def end() -> None:
@@ -271,7 +297,7 @@ def signals_end(server: Stoppable) -> Iterator[None]:
 
 
 def _file_limit(wanted: int) -> int:
-    """Descriptors this process may have, raised towards `wanted` where the system lets it."""
+    """How many file descriptors this process may have, after raising the limit towards `wanted` as far as possible."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < wanted:
         with suppress(ValueError, OSError):

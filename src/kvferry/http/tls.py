@@ -9,8 +9,8 @@ from kvferry.core.tls_files import load_authority, load_certificate
 
 
 def server_context(cert: Path, key: Path | None, client_ca: Path | None) -> ssl.SSLContext:
-    """A listener's. With `client_ca` clients are asked for a certificate of that authority, and a wrong one is refused;
-    whether one without any is served, the server decides (probes of its health have none)."""
+    """A listener's context. With `client_ca`, clients are asked for a certificate of that authority, and an invalid one
+    is refused; whether a client without one is served is decided by the server (health probes have none)."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.set_alpn_protocols(["http/1.1"])
@@ -22,7 +22,7 @@ def server_context(cert: Path, key: Path | None, client_ca: Path | None) -> ssl.
 
 
 def client_context(ca: Path | None, ca_name: str, cert: Path | None = None, key: Path | None = None) -> ssl.SSLContext:
-    """For connections to servers: `ca` vouches for them (the system's authorities when None), `cert` for us.
+    """For connections to servers, which `ca` verifies (None: the system's authorities); `cert` is our own certificate.
     `ca_name` is the flag that names `ca`."""
     context = ssl.create_default_context()
     if ca is not None:

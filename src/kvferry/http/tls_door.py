@@ -1,6 +1,6 @@
-"""The way in under TLS: a connection is counted before its handshake, which costs the server more than the client.
+"""Accepts TLS connections and counts each one before its handshake, which costs the server more than the client.
 
-asyncio's own servers tell of a connection only after the handshake, when it is too late to refuse one more.
+asyncio's own servers report a connection only after the handshake, when it is too late to refuse it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _WAIT_S = 0.5
 
 
 class TlsDoor:
-    """Accepts on one listening socket, which stays the caller's, from `open` to `close`."""
+    """Accepts on one listening socket, which the caller owns, from `open` to `close`."""
 
     def __init__(self, owner: Owner, side: Side, listener: socket.socket, context: ssl.SSLContext) -> None:
         self._owner, self._side, self._listener, self._context = owner, side, listener, context
@@ -31,7 +31,7 @@ class TlsDoor:
         self._accepting = self._owner.loop.create_task(self._accept())
 
     async def close(self) -> None:
-        """Accept no more; handshakes under way go on within their time."""
+        """Stop accepting; handshakes in progress continue within their time."""
         if self._accepting is not None:
             self._accepting.cancel()
             await asyncio.wait([self._accepting])
@@ -47,7 +47,7 @@ class TlsDoor:
             self._let_in(accepted, str(address[0]))
 
     def _let_in(self, accepted: socket.socket, client: str) -> None:
-        """One too many is told nothing: that would take a handshake."""
+        """One connection too many is closed without a message: that would take a handshake."""
         connection = ServerConnection(self._owner, self._side)
         if connection.knock(client) is not None:
             accepted.close()

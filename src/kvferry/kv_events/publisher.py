@@ -22,8 +22,10 @@ logger = logging.getLogger(__name__)
 
 _POLL_MS, _PAUSE_MS = 200, 2
 """Between two looks for a call; the shorter while a caller has yet to take some of its replay."""
-_MOST_HEARD_BYTES = 1024
+_MOST_HEARD_BYTES = 256
 """Of one frame: callers have 8 bytes to say, followers the beginnings of topics."""
+_MOST_TOPIC_BYTES = 64 * 2**10
+"""Of all different topics. ZeroMQ keeps them, at some 45 bytes for each of their bytes; ours is the empty one."""
 _MOST_KEPT_BYTES = 64 * 2**20
 
 
@@ -51,12 +53,14 @@ class KVEventPublisher:
         self._next = self._kept_bytes = 0
         self._context = library.Context()
         try:
-            self._pub, where = self._bind(library.PUB, endpoint, "--kv-events")
+            self._pub, where = self._bind(library.XPUB, endpoint, "--kv-events")
             self._replay, replay_where = self._bind(library.ROUTER, replay_endpoint, "--kv-events-replay")
         except BaseException:
             self._context.destroy(linger=0)
             raise
         self.addresses = EventAddresses(where, replay_where)
+        self.topic_bytes = 0
+        """Of what followers ask for now."""
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._serve_replays, name="kv-event-replay", daemon=True)
         self._thread.start()
@@ -71,7 +75,11 @@ class KVEventPublisher:
                 self._kept_bytes -= len(self._kept.popleft()[1])
             self._kept.append((number, payload))
             self._kept_bytes += len(payload)
-        self._pub.send_multipart((b"", number.to_bytes(8, "big"), payload))
+        if self.topic_bytes > _MOST_TOPIC_BYTES:
+            self._begin_anew()
+        if not self._pub.closed:
+            self._pub.send_multipart((b"", number.to_bytes(8, "big"), payload))
+            self._hear_topics()
 
     def close(self) -> None:
         """End the thread and both sockets."""
@@ -79,17 +87,40 @@ class KVEventPublisher:
         self._thread.join()
         self._context.destroy(linger=0)
 
+    def _hear_topics(self) -> None:
+        """Count the topics that followers ask for, and no longer ask for, up to one too many."""
+        library = zmq()
+        try:
+            while self.topic_bytes <= _MOST_TOPIC_BYTES:
+                said = self._pub.recv(library.NOBLOCK)
+                self.topic_bytes += len(said) if said[:1] == b"\x01" else -len(said)
+        except library.Again:
+            pass
+
+    def _begin_anew(self) -> None:
+        """Send all followers away, with what they asked for. They come back by themselves, and ask for what they
+        missed. The address may take a moment to be free: what is published until then is only told again."""
+        if not self._pub.closed:
+            logger.warning("KV events: followers asked for too many topics, and were disconnected")
+            self._pub.close(linger=0)
+        try:
+            self._pub, _ = self._bind(zmq().XPUB, self.addresses.endpoint, "--kv-events")
+            self.topic_bytes = 0
+        except ConfigError:
+            pass
+
     def _bind(self, kind: int, endpoint: str, flag: str) -> tuple[Any, str]:
         library = zmq()
         socket = self._context.socket(kind)
         socket.setsockopt(library.MAXMSGSIZE, _MOST_HEARD_BYTES)
+        socket.setsockopt(library.RCVHWM, MOST_UNSENT)
         if kind == library.ROUTER:
             socket.setsockopt(library.SNDHWM, MOST_UNSENT)
-            socket.setsockopt(library.RCVHWM, MOST_UNSENT)
             socket.setsockopt(library.ROUTER_MANDATORY, 1)  # to be told who is gone or full, instead of losing messages
         try:
             socket.bind(endpoint)
         except library.ZMQError as error:
+            socket.close(linger=0)
             raise ConfigError(f"{flag} {endpoint}: {error}") from error
         return socket, socket.getsockopt_string(library.LAST_ENDPOINT)
 

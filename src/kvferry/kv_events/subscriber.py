@@ -126,7 +126,7 @@ class _Follower:
                         break
                     found.append((int.from_bytes(number, "big"), payload))
         except (TimeoutError, ValueError):
-            logger.info("KV events from number %d on were not told again by %s", first, self._replay_endpoint)
+            logger.info("KV events from number %d on were not replayed by %s", first, self._replay_endpoint)
         finally:
             socket.close(linger=0)
         return sorted(found)

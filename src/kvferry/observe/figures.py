@@ -7,8 +7,8 @@ class QueueStatistics:
     num_rejected: int = counter("kvferry:requests_rejected", "Requests refused because the queue was full.")
 ```
 
-`figures_of` finds them, also in dataclasses within dataclasses. A gauge goes up and down, a counter only grows.
-Names are vLLM's wherever the meaning is the same; what only kvferry has begins with `kvferry:`.
+`figures_of` finds them, also in dataclasses within dataclasses. Names are vLLM's if vLLM has a metric of the same
+meaning; all others begin with `kvferry:`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _KEY = "figure"
 
 @dataclass(frozen=True)
 class Figure:
-    """One metric. `label`: its value is a dictionary from values of this label to numbers; empty: it is a number."""
+    """One metric. `label`: the value is a dictionary from this label's values to numbers; empty: it is a number."""
 
     name: str
     documentation: str
@@ -33,12 +33,12 @@ class Figure:
 
 
 def gauge(name: str, documentation: str) -> Any:
-    """A dataclass field that is a gauge, and begins at 0."""
+    """A dataclass field that is a gauge and begins at 0."""
     return field(default=0, metadata={_KEY: Figure(name, documentation, is_counter=False)})
 
 
 def counter(name: str, documentation: str) -> Any:
-    """A dataclass field that is a counter, and begins at 0. Prometheus adds `_total` to the name."""
+    """A dataclass field that is a counter and begins at 0. Prometheus adds `_total` to the name."""
     return field(default=0, metadata={_KEY: Figure(name, documentation, is_counter=True)})
 
 
@@ -48,7 +48,7 @@ def counter_by(label: str, name: str, documentation: str) -> Any:
 
 
 def computed_gauge(name: str, documentation: str, label: str = "") -> Callable[[Method], Method]:
-    """Decorator of a method of the dataclass: what it returns is a gauge."""
+    """Decorator for a method of the dataclass whose result is a gauge."""
 
     def mark(method: Method) -> Method:
         setattr(method, _KEY, Figure(name, documentation, is_counter=False, label=label))
@@ -58,7 +58,7 @@ def computed_gauge(name: str, documentation: str, label: str = "") -> Callable[[
 
 
 def figures_of(statistics: Any) -> Iterator[tuple[Figure, Any]]:
-    """Every figure of a statistics object and its value now, with those of the dataclasses that are its fields."""
+    """Every metric of a statistics object with its current value, including those of dataclasses in its fields."""
     for one in fields(statistics):
         value = getattr(statistics, one.name)
         if _KEY in one.metadata:
@@ -71,8 +71,8 @@ def figures_of(statistics: Any) -> Iterator[tuple[Figure, Any]]:
 
 
 def split_figure(figure: str) -> tuple[str, str]:
-    """The name of a connector's figure, and its kind: `failed_LeaseEnded` is `failed` of the kind `LeaseEnded`, and
-    `taken_bytes_shm` is `taken_bytes` of the kind `shm`."""
+    """The metric and the kind in a name of a connector's statistics: `failed_LeaseEnded` is `failed` of kind
+    `LeaseEnded`, and `taken_bytes_shm` is `taken_bytes` of kind `shm`."""
     found = re.fullmatch(r"(\w+)_([A-Z]\w*)|(\w+_(?:bytes|seconds))_(.+)", figure)
     if found is None:
         return figure, ""

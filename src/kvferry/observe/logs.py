@@ -1,10 +1,10 @@
-"""The one set-up of logging, for every process of kvferry's: level, form, time, instance and request.
+"""The logging of every kvferry process: level, format, time, instance and request.
 
     2026-01-31 12:00:00.123 INFO kvferry.router.health: prefill instance http://… is back       text
     {"time":"2026-01-31T12:00:00.123Z","level":"info","instance":"router","logger":"…","message":"…"}   json
 
-Lines go to standard error. What a log line belongs to is known by context: `logging_request` around the work for one
-request, and what it calls need not pass an id along.
+Lines go to standard error; times are UTC. The request that a line belongs to is known from the context: within
+`logging_request`, no id has to be passed on.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from kvferry.core import environment
 from kvferry.core.clock import SYSTEM_CLOCK
 
 INSTANCE_VARIABLE = environment.INSTANCE_NAME
-"""Set by a supervisor for its children: what they are called in its fleet."""
+"""Set by a supervisor for its children: their names in the fleet."""
 
 _HELPER_VARIABLE, _HELPER_FORMAT_VARIABLE = "KVFERRY_HELPER_NAME", "KVFERRY_HELPER_LOG_FORMAT"
 
 _request_id: ContextVar[str] = ContextVar("kvferry_request_id", default="")
 _QUIET = ("uvicorn", "asyncio", "httpx", "httpcore", "filelock", "urllib3", "huggingface_hub", "transformers")
-"""Loggers of others, whose debug and info lines are about themselves."""
+"""Loggers of other packages, of which only warnings and errors are shown."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LogConfig:
-    """What is logged, and in which form."""
+    """What is logged, and in which format."""
 
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Lowest severity that is logged."""
 
     log_format: Literal["text", "json"] = "text"
-    """Form of the log on standard error: text for people, or json, one object per line, for log collectors."""
+    """Format of the log on standard error: text for people, or json, one object per line, for log collectors."""
 
 
 TEXT = LogConfig()
@@ -48,7 +48,7 @@ TEXT = LogConfig()
 
 
 def set_up_logging(config: LogConfig, instance: str = "") -> None:
-    """Log to standard error from now on; a second call replaces the first. `instance` is used where no supervisor has
+    """Log to standard error from now on; a second call replaces the first. `instance` is used if no supervisor has
     given this process a name."""
     helper = os.environ.get(_HELPER_VARIABLE, "")
     name = f"{os.environ.get(INSTANCE_VARIABLE) or instance} {helper}".strip()
@@ -62,23 +62,23 @@ def set_up_logging(config: LogConfig, instance: str = "") -> None:
 
 
 def helper_environment(name: str) -> dict[str, str]:
-    """For a helper process of this one, such as a rank: what `follow_parent` reads there."""
+    """Environment variables for a helper process, such as a rank, in which `follow_parent` reads them."""
     is_json = any(isinstance(handler.formatter, JsonFormatter) for handler in logging.getLogger().handlers)
     return {_HELPER_VARIABLE: name, _HELPER_FORMAT_VARIABLE: "json" if is_json else "text"}
 
 
 def log_format_of_parent() -> Literal["text", "json"]:
-    """In a helper process: the form in which its parent logs."""
+    """In a helper process: the parent's log format."""
     return "json" if os.environ.get(_HELPER_FORMAT_VARIABLE) == "json" else "text"
 
 
 def follow_parent() -> None:
-    """Log in a helper process as its parent does, but warnings only: the parent tells the rest."""
+    """Log in a helper process as its parent does, but only warnings and errors: the parent logs the rest."""
     set_up_logging(LogConfig(log_level="warning", log_format=log_format_of_parent()))
 
 
 class logging_request:  # noqa: N801 - used as a statement, as a function with `contextmanager` would be, for a third
-    """Lines logged inside carry the id of this request."""
+    """While the body runs, log lines contain this request id."""
 
     __slots__ = ("_id", "_token")
 
@@ -94,14 +94,14 @@ class logging_request:  # noqa: N801 - used as a statement, as a function with `
 
 
 def json_line(instance: str, message: str, level: str = "info", at: float | None = None, **more: Any) -> str:
-    """One line of the JSON form; `at` in seconds since the epoch, now when not given."""
+    """One line of the JSON format; `at`: seconds since the epoch, by default now."""
     head = {"time": _stamp(SYSTEM_CLOCK.wall() if at is None else at, "T") + "Z", "level": level, "instance": instance}
     return msgspec.json.encode({**head, **more, "message": message}).decode()
 
 
 class TextFormatter(logging.Formatter):
-    """One line a record, but for tracebacks. Which instance it is from is said by whoever collects several; which of
-    its helpers, here."""
+    """One line for each record, plus its traceback. The instance's name is added by whoever joins several logs; the
+    helper process's name is added here."""
 
     def __init__(self, helper: str = "") -> None:
         super().__init__()
@@ -115,7 +115,7 @@ class TextFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """One object a line, tracebacks too."""
+    """One JSON object for each record, with its traceback."""
 
     def __init__(self, instance: str) -> None:
         super().__init__()
@@ -131,7 +131,7 @@ class JsonFormatter(logging.Formatter):
 
 
 def _request_of(record: logging.LogRecord) -> str:
-    """The record's own (`extra={"request_id": …}`, from threads that serve many), or that of its context."""
+    """The record's own (`extra={"request_id": …}`, from threads that serve many requests), or that of the context."""
     return str(getattr(record, "request_id", "") or _request_id.get())
 
 

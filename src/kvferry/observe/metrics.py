@@ -1,9 +1,9 @@
 """Prometheus metrics of one engine.
 
-Two sources: the statistics of the engine's parts, asked for at each scrape, which declare their metrics where they are
-counted (`observe.figures`); and the requests as the server sees them, observed as they go. Names are vLLM's wherever
-the meaning is the same, so that dashboards and autoscalers made for vLLM work; what only kvferry has begins with
-`kvferry:`. Prometheus adds `_total` to the counters' names.
+There are two sources: the statistics of the engine's parts, which are read at each scrape and declare their metrics
+where they are counted (`observe.figures`); and requests, which the server observes as they run. Names are vLLM's if
+vLLM has a metric of the same meaning, so that dashboards and autoscalers for vLLM work; all others begin with
+`kvferry:`. Prometheus adds `_total` to the names of counters.
 """
 
 from __future__ import annotations
@@ -57,11 +57,11 @@ FINISHED_REASONS = ("stop", "length", "abort", "error")
 
 
 class ConnectorFigures(Protocol):
-    """A statistics dataclass that `figures_of` can read, with the connector's own figures beside it."""
+    """A statistics dataclass for `figures_of`, which also has the connector's own statistics."""
 
     @property
     def connector(self) -> Mapping[str, float]:
-        """Both sides' figures by name: counters, but for those that `connector_gauges` names."""
+        """The statistics of both sides by name: counters, except those in `connector_gauges`."""
 
     @property
     def connector_gauges(self) -> frozenset[str]:
@@ -69,14 +69,14 @@ class ConnectorFigures(Protocol):
 
 
 class EngineMetrics:
-    """The metrics of one engine, in a registry of their own."""
+    """The metrics of one engine, in a registry of their own. Used on the server's event loop."""
 
     def __init__(self, model_name: str) -> None:
         self._labels = {"model_name": model_name, "engine": "0"}
         self.registry = CollectorRegistry()
         self._statistics = StatisticsCollector(self._labels)
         self.registry.register(self._statistics)
-        self._prompt_tokens = self._counter("vllm:prompt_tokens", "Prompt tokens taken in.")
+        self._prompt_tokens = self._counter("vllm:prompt_tokens", "Prompt tokens of requests.")
         self._tokens = TokenTally(self._labels)
         self.registry.register(self._tokens)
         self._ends = self._counter_by_reason("vllm:request_success", "Requests ended, by reason.")
@@ -88,7 +88,7 @@ class EngineMetrics:
         )
         self._first_token = self._histogram(
             "vllm:time_to_first_token_seconds",
-            "From a request's arrival to its first token, prefill elsewhere and transfer included.",
+            "From a request's arrival to its first token, including prefill on another instance and transfer.",
             FIRST_TOKEN_BUCKETS,
         )
         self._end_to_end = self._histogram(
@@ -112,9 +112,10 @@ class EngineMetrics:
 
     @contextmanager
     def track(self, num_prompt_tokens: int, arrived: float, clock: Clock) -> Iterator[RequestTracker]:
-        """Observe one sequence, which arrived at `arrived` (seconds since the epoch), for as long as it runs.
+        """Observe one sequence while the body runs. `arrived`: seconds since the epoch.
 
-        A body that is left without `finished` counts as failed, or as aborted when it was cancelled or closed.
+        If the body ends without a call of `finished`, the sequence counts as failed, or as aborted if the body was
+        cancelled or closed.
         """
         tracker = RequestTracker(self, num_prompt_tokens, arrived, clock)
         try:
@@ -127,14 +128,14 @@ class EngineMetrics:
             raise
 
     def observe_token(self, latency_s: float, *, first: bool) -> None:
-        """Tokens came: `latency_s` after the request, or after the tokens before."""
+        """New tokens arrived, `latency_s` after the request (`first`), or after the tokens before."""
         if first:
             self._first_token.observe(latency_s)
         else:
             self._tokens.observe(latency_s)
 
     def count_tokens(self, *, prompt: int = 0, generated: int = 0) -> None:
-        """Tokens went through the engine."""
+        """Count prompt tokens and generated tokens."""
         if prompt:
             self._prompt_tokens.inc(prompt)
         self._tokens.num_generated += generated
@@ -142,7 +143,7 @@ class EngineMetrics:
     def observe_end(
         self, reason: str, timeline: Timeline | None, latency_s: float, num_prompt: int, num_generated: int
     ) -> None:
-        """A request ended; with the timeline of one that was not cut short."""
+        """A request ended. `timeline`: None if it was cut short."""
         self._ends[reason].inc()
         self._end_to_end.observe(latency_s)
         self._request_prompt_tokens.observe(num_prompt)
@@ -151,7 +152,8 @@ class EngineMetrics:
             self._observe_phases(timeline)
 
     def _observe_phases(self, timeline: Timeline) -> None:
-        """A decode instance leaves the prefill to the prefill instance, whose stamps the timeline has too."""
+        """A decode instance leaves out the prefill, whose stamps are also in its timeline: the prefill instance
+        observes it."""
         decodes_only = timeline.decode_queued is not None
         for start, end, histogram in self._spans:
             seconds = timeline.span(start, end)
@@ -159,14 +161,15 @@ class EngineMetrics:
                 histogram.observe(max(seconds, 0.0))
 
     def exposition(self, statistics: ConnectorFigures | None, accept: str = "") -> tuple[bytes, str]:
-        """The answer to a scrape that accepts `accept`, and its content type. None: the engine cannot be asked."""
+        """The body and content type of the answer to a scrape with the header `accept`. `statistics` None: the engine
+        cannot be asked."""
         self._statistics.now = statistics
         encoder, content_type = choose_encoder(accept)
         return encoder(self.registry), content_type
 
 
 class RequestTracker:
-    """What is observed of one sequence while it runs."""
+    """Observes one sequence while it runs."""
 
     def __init__(self, metrics: EngineMetrics, num_prompt_tokens: int, arrived: float, clock: Clock) -> None:
         self._metrics = metrics
@@ -177,7 +180,7 @@ class RequestTracker:
         self._ended = False
 
     def tokens(self, number: int) -> None:
-        """`number` new tokens came."""
+        """`number` new tokens arrived."""
         if number == 0:
             return
         now, first = self._clock.wall(), self._num_generated == 0
@@ -187,7 +190,7 @@ class RequestTracker:
         self._last = now
 
     def finished(self, reason: str, timeline: Timeline | None) -> None:
-        """The sequence ended; the first call counts."""
+        """The sequence ended; only the first call counts."""
         if self._ended:
             return
         self._ended = True
@@ -196,9 +199,9 @@ class RequestTracker:
 
 
 class TokenTally(Collector):
-    """What is counted at every token, in plain numbers: the library's own objects take a lock for each.
+    """What is counted at every token, in plain numbers: the client library's own objects take a lock for each.
 
-    Used from the server's event loop only, as scrapes are.
+    Used on the server's event loop only, as scrapes are.
     """
 
     def __init__(self, labels: dict[str, str]) -> None:
@@ -208,18 +211,18 @@ class TokenTally(Collector):
         self._counts = [0] * (len(INTER_TOKEN_BUCKETS) + 1)
 
     def observe(self, latency_s: float) -> None:
-        """So long after the tokens before."""
+        """New tokens arrived `latency_s` after those before."""
         self._counts[bisect_left(INTER_TOKEN_BUCKETS, latency_s)] += 1
         self._seconds += latency_s
 
     def collect(self) -> Iterator[Metric]:
-        """As Prometheus has them: buckets hold what is below their bound."""
+        """The metrics in Prometheus' form, with cumulative buckets."""
         names, values = list(self._labels), list(self._labels.values())
         generated = CounterMetricFamily("vllm:generation_tokens", "Tokens generated.", labels=names)
         generated.add_metric(values, self.num_generated)
         yield generated
         between = HistogramMetricFamily(
-            "vllm:inter_token_latency_seconds", "Between two deliveries of tokens of a request.", labels=names
+            "vllm:inter_token_latency_seconds", "Time between two outputs of a request.", labels=names
         )
         bounds = [*(str(float(bound)) for bound in INTER_TOKEN_BUCKETS), "+Inf"]
         between.add_metric(values, list(zip(bounds, accumulate(self._counts), strict=True)), self._seconds)
@@ -230,26 +233,26 @@ _SPANS = (
     ("vllm:request_queue_time_seconds", "In the queue, before prefill.", "prefill_queued", "prefill_started"),
     ("vllm:request_prefill_time_seconds", "In prefill.", "prefill_started", "prefill_done"),
     ("vllm:request_decode_time_seconds", "From the first token to the end.", "first_token", "done"),
-    ("kvferry:request_transfer_time_seconds", "The KV on its way to here.", "transfer_started", "transfer_done"),
+    ("kvferry:request_transfer_time_seconds", "Time of loading a request's KV.", "transfer_started", "transfer_done"),
     (
         "kvferry:request_decode_queue_time_seconds",
-        "From asking for decode to its start.",
+        "From a request's arrival at decode to the start of decoding.",
         "decode_queued",
         "decode_started",
     ),
 )
-"""Histograms of a request's phases: name, documentation, and the stamps between which the phase lies."""
+"""Histograms of a request's phases: name, documentation, and the stamps at which the phase begins and ends."""
 
 
 class StatisticsCollector(Collector):
-    """Turns an engine's statistics into metrics at each scrape, for which `now` is set."""
+    """Turns an engine's statistics into metrics; `now` is set at each scrape."""
 
     def __init__(self, labels: dict[str, str]) -> None:
         self._labels = labels
         self.now: ConnectorFigures | None = None
 
     def collect(self) -> Iterator[Metric]:
-        """The engine's figures now."""
+        """The current metrics; none if `now` is None."""
         if self.now is None:
             return
         for figure, value in figures_of(self.now):
@@ -266,7 +269,7 @@ class StatisticsCollector(Collector):
         return family
 
     def _connector(self, now: ConnectorFigures) -> Iterator[Metric]:
-        """A metric for each name; the kinds of error and the media at names' ends are its label `kind`."""
+        """A metric for each name; the kinds at the ends of names are the values of the label `kind`."""
         families: dict[str, Metric] = {}
         for figure, value in now.connector.items():
             name, kind = split_figure(figure)

@@ -1,8 +1,8 @@
-"""OpenTelemetry spans of requests. The one place that imports it; `pip install 'kvferry[otel]'` brings it.
+"""OpenTelemetry spans of requests. Only this module imports OpenTelemetry (`pip install 'kvferry[otel]'`).
 
-A request's span goes on with the trace of the client's `traceparent`, and each leg is a span below it whose own
-`traceparent` the instance gets, so that what it records (vLLM's `--otlp-traces-endpoint`) is of the same trace.
-Without an endpoint nothing is recorded, and the client's headers travel as they came.
+A request's span continues the trace of the client's `traceparent`. Each leg is a span below it, whose own `traceparent`
+is sent to the instance, so that what the instance records (vLLM's `--otlp-traces-endpoint`) belongs to the same trace.
+Without an endpoint nothing is recorded, and the client's headers are forwarded unchanged.
 """
 
 from __future__ import annotations
@@ -41,44 +41,14 @@ class Tracer(Protocol):
         """The span of a client's request, which may continue the client's own trace."""
 
     def close(self) -> None:
-        """Send the spans that are left. May block for some seconds."""
+        """Send the remaining spans. May block for some seconds."""
 
 
-class _NoSpan:
-    """Records nothing."""
-
-    def child(self, name: str, started: float, attributes: Attributes) -> _NoSpan:
-        return self
-
-    def part(self, name: str, started: float, ended: float) -> None:
-        return
-
-    def headers(self) -> RawHeaders:
-        return []
-
-    def end(self, ended: float, attributes: Attributes, error: str = "") -> None:
-        return
-
-
-NO_SPAN: Span = _NoSpan()
-
-
-class NoTracer:
-    """The tracer that is used without an endpoint; it records nothing."""
-
-    def request(self, name: str, headers: RawHeaders, started: float, attributes: Attributes) -> Span:
-        """Nothing."""
-        return NO_SPAN
-
-    def close(self) -> None:
-        """Nothing."""
-
-
-def make_tracer(endpoint: str | None, service: str) -> Tracer:
-    """A tracer that sends to an OTLP endpoint over HTTP, as http://127.0.0.1:4318/v1/traces; one that does nothing if
-    there is none. Raises `MissingDependency`."""
+def make_tracer(endpoint: str | None, service: str) -> Tracer | None:
+    """A tracer that sends to an OTLP endpoint over HTTP, such as http://127.0.0.1:4318/v1/traces; None without an
+    endpoint. Raises `MissingDependency`."""
     if endpoint is None:
-        return NoTracer()
+        return None
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.resources import Resource

@@ -1,4 +1,4 @@
-"""Operators' requests to change the instances, over HTTP. An admin key, or the fleet's own, is needed in any case."""
+"""Operators' requests to change the instances, over HTTP. They always need an admin key or the fleet's own key."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import msgspec
 from kvferry.core.errors import ConfigError, InvalidRequest
 from kvferry.http.headers import find_header
 from kvferry.http.keys import Access, Guard
-from kvferry.http.request import Request
+from kvferry.http.request import HttpRequest
 from kvferry.http.response import Response
 from kvferry.http.routes import Route
 from kvferry.router.instance import BOOTSTRAP_PORT, Instance, LegRole
@@ -31,13 +31,13 @@ class Add(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Named(msgspec.Struct, forbid_unknown_fields=True):
-    """POST /kvferry/instances/drain: an instance by its name or URL."""
+    """POST /kvferry/instances/drain: an instance, by its name or URL."""
 
     instance: Text
 
 
 class Remove(msgspec.Struct, forbid_unknown_fields=True):
-    """POST /kvferry/instances/remove. `force`: though it is not drained."""
+    """POST /kvferry/instances/remove. `force`: even if it is not drained."""
 
     instance: Text
     force: bool = False
@@ -60,35 +60,41 @@ class Admin:
         self._membership, self._operators = membership, operators
 
     def routes(self) -> list[Route]:
-        """To be served beside the router's own."""
+        """Served beside the router's other routes."""
         handlers = {"add": self.add, "drain": self.drain, "remove": self.remove, "role": self.change_role}
         return [Route("POST", f"{INSTANCES_PATH}/{name}", one, Access.ADMIN) for name, one in handlers.items()]
 
-    async def add(self, request: Request, response: Response) -> None:
-        """One more instance."""
+    async def add(self, request: HttpRequest, response: Response) -> None:
+        """Add an instance."""
         asked = await self._read(request, Add)
         try:
             instance = self._membership.add(asked.role, asked.url, asked.bootstrap_port)
         except ConfigError as error:
             raise InvalidRequest(str(error), param="url") from error
-        _answer(response, instance)
+        await self._answer(response, instance)
 
-    async def drain(self, request: Request, response: Response) -> None:
-        """No new requests for it; ask again to see whether it is drained."""
-        _answer(response, self._membership.drain((await self._read(request, Named)).instance))
+    async def drain(self, request: HttpRequest, response: Response) -> None:
+        """Send an instance no new requests. Operators ask again to see whether it is drained."""
+        await self._answer(response, self._membership.drain((await self._read(request, Named)).instance))
 
-    async def remove(self, request: Request, response: Response) -> None:
-        """Forget it."""
+    async def remove(self, request: HttpRequest, response: Response) -> None:
+        """Remove an instance."""
         asked = await self._read(request, Remove)
-        _answer(response, self._membership.remove(asked.instance, force=asked.force))
+        await self._answer(response, self._membership.remove(asked.instance, force=asked.force))
 
-    async def change_role(self, request: Request, response: Response) -> None:
-        """It takes other requests from now on."""
+    async def change_role(self, request: HttpRequest, response: Response) -> None:
+        """Give an instance another role."""
         asked = await self._read(request, ChangeRole)
-        _answer(response, self._membership.change_role(asked.instance, asked.role))
+        await self._answer(response, self._membership.change_role(asked.instance, asked.role))
 
-    async def _read(self, request: Request, kind: type[Asked]) -> Asked:
-        """The body, of someone who may. Raises `Unauthorized` and `InvalidRequest`."""
+    async def _answer(self, response: Response, instance: Instance) -> None:
+        """What has become of it, once that is sure to stay."""
+        await self._membership.stored()
+        shown = {"name": instance.name, "role": instance.role, "url": instance.url, **view_of_state(instance)}
+        response.send_json(msgspec.json.encode(shown))
+
+    async def _read(self, request: HttpRequest, kind: type[Asked]) -> Asked:
+        """The body of a request whose sender may do this. Raises `Unauthorized` and `InvalidRequest`."""
         key = find_header(request.headers, b"authorization")
         self._operators.check(Access.ADMIN, "all", key, request.path)
         body = await request.body.read()
@@ -101,10 +107,5 @@ class Admin:
 
 
 def view_of_state(instance: Instance) -> dict[str, Any]:
-    """What operators follow while instances come and go."""
+    """An instance's state, for operators who follow a change."""
     return {"draining": instance.draining, "drained": instance.drained}
-
-
-def _answer(response: Response, instance: Instance) -> None:
-    shown = {"name": instance.name, "role": instance.role, "url": instance.url, **view_of_state(instance)}
-    response.send_json(msgspec.json.encode(shown))

@@ -1,16 +1,12 @@
-"""How many bytes of request bodies may be held at once. Owns the counts."""
+"""Limits how many bytes of request bodies are in memory at once. Owns the counts."""
 
 from __future__ import annotations
-
-from collections import Counter
-from types import TracebackType
-from typing import Self
 
 from kvferry.core.errors import LeakError, QueueFull
 
 
 class Slot:
-    """One admitted request's share; a context manager."""
+    """One admitted request's share, until `close`."""
 
     __slots__ = ("_admission", "_client", "_num_unfinished", "num_bytes")
 
@@ -18,51 +14,62 @@ class Slot:
         self._admission, self._client = admission, client
         self.num_bytes = self._num_unfinished = 0
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.whole()
+    def close(self) -> None:
+        """The request is over."""
+        if self._num_unfinished:
+            self.whole()
         self._admission.num_bytes -= self.num_bytes
+        self.num_bytes = 0
 
-    def grow(self, num_bytes: int) -> None:
-        """The request holds `num_bytes` more, of a body that is not whole yet. Raises `QueueFull` when that is too much
-        in all, or for its client."""
+    def take(self, num_bytes: int) -> None:
+        """`num_bytes` are here, of a complete body. Raises `QueueFull` if that exceeds the limit of all bodies."""
         admission = self._admission
         if admission.num_bytes + num_bytes > admission.max_bytes:
-            raise QueueFull("the router holds as many request bodies as it may; try again later")
-        if admission.unfinished[self._client] + num_bytes > admission.max_unfinished_bytes:
-            raise QueueFull("this client has begun to send more than may wait for the rest; try again later")
+            raise QueueFull(
+                "the request bodies in the router use all of its memory for them (--max-buffered); try again later"
+            )
         self.num_bytes += num_bytes
-        self._num_unfinished += num_bytes
         admission.num_bytes += num_bytes
-        admission.unfinished[self._client] += num_bytes
+
+    def grow(self, num_bytes: int) -> None:
+        """`num_bytes` more have arrived of a body that is not complete. Raises `QueueFull` if that exceeds the limit,
+        of all bodies or of this client's incomplete ones."""
+        admission = self._admission
+        unfinished = admission.unfinished.get(self._client, 0) + num_bytes
+        if unfinished > admission.max_unfinished_bytes:
+            raise QueueFull(
+                "this client has too many bytes in request bodies that are not complete; send the rest of these"
+                " first, or try again later"
+            )
+        self.take(num_bytes)
+        self._num_unfinished += num_bytes
+        admission.unfinished[self._client] = unfinished
 
     def whole(self) -> None:
-        """The body is here, or will never be."""
+        """The body is complete, or will never be."""
         unfinished = self._admission.unfinished
-        unfinished[self._client] -= self._num_unfinished
+        left = unfinished.get(self._client, 0) - self._num_unfinished
         self._num_unfinished = 0
-        if not unfinished[self._client]:
-            del unfinished[self._client]
+        if left:
+            unfinished[self._client] = left
+        else:
+            unfinished.pop(self._client, None)
 
 
 class Admission:
-    """Bounds the bytes of bodies, which are counted as they come; a request takes its turn (`Turns`) once its body is
-    here. One client address has no more than a part of the bytes in bodies that are not whole: half of them, or
-    `least_unfinished_bytes` (the longest body)."""
+    """Limits the bytes of request bodies, counted as they arrive. A request waits for its turn (`Turns`) only once its
+    body is complete. Incomplete bodies of one client address may take half of the bytes, or `least_unfinished_bytes`
+    (the longest body allowed) if that is more."""
 
     def __init__(self, max_bytes: int, *, least_unfinished_bytes: int = 0) -> None:
         self.max_bytes = max_bytes
         self.max_unfinished_bytes = max(max_bytes // 2, least_unfinished_bytes)
         self.num_bytes = 0
-        self.unfinished: Counter[str] = Counter()
+        self.unfinished: dict[str, int] = {}
         """Bytes of bodies that are not whole, by client address."""
 
     def hold(self, client: str = "") -> Slot:
-        """What a request's body takes, from its first byte until the request is answered."""
+        """Count one request's body, from its first byte until the request is answered."""
         return Slot(self, client)
 
     def check(self) -> None:

@@ -1,4 +1,4 @@
-"""The router's routes, what a client's request passes before it is served, and what lives as long as the router."""
+"""The router's routes, the checks that every client request passes, and the objects that live as long as the router."""
 
 from __future__ import annotations
 
@@ -15,27 +15,29 @@ import msgspec
 from kvferry.api.openapi import OPENAPI_PATH, OPERATIONS, openapi_document
 from kvferry.core.clock import Clock, SystemClock
 from kvferry.core.errors import InvalidRequest, QueueFull, RequestError
+from kvferry.core.instance_facts import InstanceFacts
 from kvferry.core.openai import internal_error
 from kvferry.http.config import HttpConfig, InstanceAccess
 from kvferry.http.headers import find_header
 from kvferry.http.keys import Access, Guard
-from kvferry.http.request import Request
+from kvferry.http.request import HttpRequest
 from kvferry.http.response import Response
 from kvferry.http.routes import Route, Routes
 from kvferry.router.admin import INSTANCES_PATH, Admin, view_of_state
-from kvferry.router.admission import Admission
+from kvferry.router.admission import Admission, Slot
 from kvferry.router.body import RequestBody
 from kvferry.router.chooser import Chooser
+from kvferry.router.client_request import ClientRequest
 from kvferry.router.config import RouterConfig
 from kvferry.router.endpoints import Endpoints
 from kvferry.router.event_feeds import EventFeeds
-from kvferry.router.exchange import ClientRequest, Services
+from kvferry.router.exchange import Services
 from kvferry.router.fleet_metrics import fleet_metrics
 from kvferry.router.health import Health
-from kvferry.router.instance import Instance, InstanceFacts, SglangFacts, VllmFacts
+from kvferry.router.instance import Instance, SglangFacts, VllmFacts
 from kvferry.router.membership import Membership
 from kvferry.router.metrics import CONTENT_TYPE, Metrics
-from kvferry.router.next_turn import NextTurns
+from kvferry.router.next_turn import KeptTickets, NextTurns
 from kvferry.router.pools import Pools
 from kvferry.router.registrations import Registrations
 from kvferry.router.releases import Releases
@@ -54,8 +56,8 @@ CLIENT_GONE = 499
 DECISIONS_PATH = "/kvferry/decisions"
 
 
-def wanted_decisions(request: Request) -> int:
-    """How many. Raises `InvalidRequest`."""
+def wanted_decisions(request: HttpRequest) -> int:
+    """The number in `?limit=`. Raises `InvalidRequest`."""
     limit = parse_qs(request.query, max_num_fields=16).get("limit", ["100"])[0]
     if not limit.isdecimal() or len(limit) > 9:
         raise InvalidRequest("limit must be a number of requests, as in ?limit=100", param="limit")
@@ -78,33 +80,34 @@ class Router:
     membership: Membership
     registrations: Registrations
 
-    async def show_health(self, request: Request, response: Response) -> None:
-        """GET /health: 200 when a decode instance is alive, as of the last look; 503 otherwise."""
+    async def show_health(self, request: HttpRequest, response: Response) -> None:
+        """GET /health: 200 if a decode instance was alive at the last check, 503 otherwise."""
         pools = self.services.pools
         counts = {"prefill": pools.prefill.num_alive, "decode": pools.decode.num_alive}
         status, code = ("ok", 200) if pools.decode.num_alive else ("unavailable", 503)
         response.send_json(msgspec.json.encode({"status": status, "alive": counts}), code)
 
-    async def show_metrics(self, request: Request, response: Response) -> None:
-        """GET /metrics: the router's own; with ?instances=all those of all instances too."""
+    async def show_metrics(self, request: HttpRequest, response: Response) -> None:
+        """GET /metrics: the router's own metrics; with ?instances=all, those of all instances too."""
         text = self.metrics_text() + await self.instances_metrics(request)
         response.send(200, text, [(b"content-type", CONTENT_TYPE.encode())])
 
     def metrics_text(self) -> bytes:
-        """The router's own, in Prometheus' text form."""
+        """The router's own metrics, in Prometheus' text format."""
         services = self.services
         services.metrics.choice(services.chooser.threshold.tokens, services.chooser.index.statistics())
         return services.metrics.expose(services.pools)
 
-    async def instances_metrics(self, request: Request) -> bytes:
-        """Those of all instances, if they are asked for."""
+    async def instances_metrics(self, request: HttpRequest) -> bytes:
+        """The metrics of all instances, if the request asks for them."""
         services = self.services
         if parse_qs(request.query, max_num_fields=16).get("instances") != ["all"]:
             return b""
         return await fleet_metrics(services.pools, services.upstream, services.config.health_timeout_s)
 
-    async def show_instances(self, request: Request, response: Response) -> None:
-        """GET /kvferry/instances: all instances; with an operator's key, their addresses and what they say too."""
+    async def show_instances(self, request: HttpRequest, response: Response) -> None:
+        """GET /kvferry/instances: all instances. Operators also see their addresses and what they report about
+        themselves."""
         view = _view
         with suppress(RequestError):
             key = find_header(request.headers, b"authorization")
@@ -112,19 +115,20 @@ class Router:
             view = _view_with_addresses
         response.send_json(msgspec.json.encode({"instances": [view(one) for one in self.services.pools]}))
 
-    async def show_decisions(self, request: Request, response: Response) -> None:
+    async def show_decisions(self, request: HttpRequest, response: Response) -> None:
         """GET /kvferry/decisions?limit=100: where the last requests went, why, and when; the newest first."""
         response.send_json(self.services.chooser.decisions.encode(wanted_decisions(request)))
 
-    async def show_api(self, request: Request, response: Response) -> None:
-        """GET /openapi.json: what clients may ask of kvferry's engine here; vLLM describes itself."""
+    async def show_api(self, request: HttpRequest, response: Response) -> None:
+        """GET /openapi.json: the API of kvferry's engine, as available through this router; vLLM's servers describe
+        themselves."""
         if any(isinstance(one.facts, VllmFacts) for one in self.services.pools):
             await self.serve(request, response)
         else:
             response.send_json(openapi_document(_API_PATHS))
 
-    async def serve(self, request: Request, response: Response) -> None:
-        """Whatever is for the instances."""
+    async def serve(self, request: HttpRequest, response: Response) -> None:
+        """Answer a request that is meant for the instances."""
         services, begun = self.services, self.services.clock.monotonic()
         path, _, query = request.target.partition("?")
         try:
@@ -139,41 +143,63 @@ class Router:
             seconds = services.clock.monotonic() - begun
             services.metrics.request_done(path, response.status or CLIENT_GONE, seconds)
 
-    async def _serve(self, request: Request, response: Response, path: str, query: str) -> None:
+    async def _serve(self, request: HttpRequest, response: Response, path: str, query: str) -> None:
         arrived = self.services.clock.wall()
         public = self.endpoints.admit(request.method, path, query)
-        with self.admission.hold(request.client) as slot:
-            body = await request.body.read(slot.grow)
-            slot.whole()
+        slot = self.admission.hold(request.client)
+        try:
+            body = await self._read(request, slot)
             client_request = ClientRequest(
                 method=request.method,
                 path=path,
                 query=query,
                 headers=request.headers,
+                first=request.first,
                 body=body,
                 request_id=request.id.encode(),
                 arrived=arrived,
             )
             parsed = self.endpoints.read(client_request, public)
-            caller = self.clients.caller(find_header(request.headers, b"authorization"), request.client)
+            caller = self.clients.caller(request.first.get(b"authorization"), request.client)
             tenant = self.tenants.find(caller, request.headers, parsed)
-            charge = self._charge(tenant, path, parsed)
+            charge = self._charge(tenant, path, parsed) if tenant.is_limited else None
+            if not self.turns.begin(tenant):
+                await self._wait_for_turn(tenant, priority_of(parsed), charge)
             try:
-                async with self.turns.take(tenant, priority_of(parsed)):
-                    await self.endpoints.handle(client_request, parsed, response)
-            except QueueFull:
+                await self.endpoints.handle(client_request, parsed, response)
+            finally:
+                self.turns.end(tenant)
+        finally:
+            slot.close()
+
+    async def _read(self, request: HttpRequest, slot: Slot) -> bytes:
+        """The whole body, counted as it arrives."""
+        if request.body.complete:
+            slot.take(request.body.num_bytes)
+            return await request.body.read()
+        body = await request.body.read(slot.grow)
+        slot.whole()
+        return body
+
+    async def _wait_for_turn(self, tenant: Tenant, priority: int, charge: Charge | None) -> None:
+        """Raises `QueueFull`, and charges nothing then."""
+        try:
+            await self.turns.wait(tenant, priority)
+        except QueueFull:
+            if charge is not None:
                 charge.give_back()
-                raise
+            raise
 
     def _charge(self, tenant: Tenant, path: str, body: RequestBody | bytes | None) -> Charge:
-        """Of a request, by its tenant's rates. Raises `OverLimit`, and `InvalidRequest` for what cannot be counted."""
+        """Count a request against its tenant's limits. Raises `OverLimit`, and `InvalidRequest` if its tokens cannot be
+        counted."""
         num_tokens = 0.0
         if tenant.tokens is not None:
             num_tokens = count_tokens(body, path, self.services.chooser.estimates.bytes_per_token)
         return self.tenants.charge(tenant, num_tokens)
 
     def table(self) -> list[Route]:
-        """What is not for the instances."""
+        """The paths that the router answers itself."""
         return [
             Route("GET", "/health", self.show_health, Access.OPEN),
             Route("GET", OPENAPI_PATH, self.show_api, Access.OPEN),
@@ -185,7 +211,7 @@ class Router:
         ]
 
     def fallback(self) -> Route:
-        """All else."""
+        """Answers all other paths."""
         return Route("*", "*", self.serve)
 
     def routes(self) -> Routes:
@@ -194,8 +220,8 @@ class Router:
 
     @asynccontextmanager
     async def running(self, *, leads: bool = True) -> AsyncIterator[asyncio.TaskGroup]:
-        """Connections to instances, the look-out for their health, releases under way, and whatever else is begun in
-        the task group. Unless it `leads`, another process decides which instances there are."""
+        """Run the connections to instances, the health checks, releases, and everything else that is started in the
+        task group. If it does not `lead`, another process decides which instances there are."""
         try:
             async with self.services.upstream, asyncio.TaskGroup() as group:
                 self.services.releases.open(group)
@@ -204,13 +230,14 @@ class Router:
                 watching = (self.health, services.upstream, self.feeds, *members)
                 watchers = [group.create_task(one.watch()) for one in watching]
                 if services.next_turns is not None:
-                    watchers.append(group.create_task(services.next_turns.watch()))
+                    watchers.append(group.create_task(services.next_turns.own.watch()))
                 try:
                     yield group
                 finally:
                     for watcher in watchers:
                         watcher.cancel()
-                    await asyncio.to_thread(self.services.chooser.tracer.close)
+                    if services.chooser.tracer is not None:
+                        await asyncio.to_thread(services.chooser.tracer.close)
         except ExceptionGroup as errors:  # What runs beside raises nothing: it is the one error of who waited here.
             raise errors.exceptions[0] from None
 
@@ -223,10 +250,11 @@ def build_router(
     *,
     file_text: str | None = None,
 ) -> Router:
-    """All parts, joined. Raises `ConfigError` when the instances named make no router, or a file cannot be used.
+    """Build and connect all parts. Raises `ConfigError` when the given instances are not enough for a router, or a file
+    cannot be used.
 
-    `file_text` is for the successor of another process, whose instances it takes over instead of those that are named:
-    what the file of instances said when that process last followed it.
+    `file_text` is for a process that replaces another one and takes over its instances instead of the given ones: the
+    content of the instances file when the other process last applied it.
     """
     http, access = http or HttpConfig(), access or InstanceAccess()
     clock = clock or SystemClock()
@@ -239,16 +267,16 @@ def build_router(
         pools=pools,
         upstream=upstream,
         releases=releases,
-        next_turns=NextTurns(pools, clock, releases) if config.keep_for_next_turn else None,
+        next_turns=NextTurns(KeptTickets(pools, clock, releases)) if config.keep_for_next_turn else None,
         metrics=metrics,
-        chooser=Chooser(config, clock),
+        chooser=Chooser(config, clock, pools),
     )
     admission = Admission(config.max_buffered_bytes, least_unfinished_bytes=config.max_body_bytes)
     turns = Turns(config.max_in_flight, config.max_waiting, config.waiting_timeout_s)
     tenants = Tenants.from_config(config, clock)
     health = Health(pools, upstream, config, clock)
     membership = Membership(config, pools, upstream, file_text)
-    registrations = Registrations(config, http.registration_key, pools, upstream, clock, membership.names)
+    registrations = Registrations(config, http.registration_key, pools, upstream, clock, membership)
     feeds = EventFeeds(pools, services.chooser.index, metrics, config.instance_kv_events)
     clients = Guard(http.api_keys(), http.admin_keys(), http.fleet_keys)
     endpoints, operators = Endpoints(services), _operators(http)
@@ -268,7 +296,8 @@ def build_router(
 
 
 def _operators(http: HttpConfig) -> Guard:
-    """Who may see addresses: whoever has an admin key, or the fleet's own. Nobody, where there is neither."""
+    """Guards what shows addresses: only an admin key or the fleet's own key is accepted. Nobody has access if there is
+    neither."""
     return Guard(admin_keys=[*http.admin_keys(), *http.fleet_keys] or [secrets.token_hex()])
 
 

@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
+from kvferry.core.bounds import (
+    Bounds,
+    Count,
+    CountOrZero,
+    Port,
+    RateOrZero,
+    Seconds,
+    SecondsOrZero,
+    check_bounds,
+)
 from kvferry.core.errors import ConfigError
 from kvferry.core.units import parse_bytes
 from kvferry.router.paths import parse_path
+
+_HEADER_NAME = r"[A-Za-z0-9_-]+"
 
 HandOffMode = Literal["auto", "sequential", "concurrent"]
 ProtocolName = Literal["auto", "kvferry", "nixl", "mooncake", "sglang"]
@@ -33,9 +45,9 @@ class RouterConfig:
     """Take instances that register themselves (`kvferry prefill|decode --register URL`). They and the router need the
     same KVFERRY_AUTH_TOKEN. The router then also starts without any instance."""
 
-    registration_lease_s: float = 15.0
-    """Seconds that a registered instance is kept without hearing of it; it says three times as often that it is
-    there."""
+    registration_lease_s: Seconds = 15.0
+    """Seconds that a registered instance stays registered without renewing its lease; it renews three times within
+    this time."""
 
     hand_off: HandOffMode = "auto"
     """When D is called: sequential, after P has answered; concurrent, at the same time; auto, concurrent between
@@ -48,7 +60,7 @@ class RouterConfig:
     servers with MooncakeConnector, P and D called together. sglang: SGLang servers started with --disaggregation-mode,
     P and D called together."""
 
-    bootstrap_port: tuple[int, ...] = ()
+    bootstrap_port: tuple[Port, ...] = ()
     """Port of a prefill instance's bootstrap server (Mooncake's in vLLM, SGLang's), in the order of --prefill-url.
     Default: 8998."""
 
@@ -68,13 +80,12 @@ class RouterConfig:
     """Header in which clients name a conversation. Without it, the `user` field of the request is used."""
 
     keep_for_next_turn: bool = False
-    """Have decode instances keep the KV of answers to named conversations (--session-header, user), so that the prefill
-    instance fetches it for the next turn instead of computing the answer's tokens again. The instances need
-    "kv_role": "kv_both" in --kv-transfer-config; what is kept there is bounded by kv_buffer_size and
-    decoder_kv_blocks_ttl. Not with several workers."""
+    """Make decode instances keep the KV of answers in named conversations (--session-header, user), so that the prefill
+    instance of the next turn fetches it instead of computing the answer's tokens again. The instances need "kv_role":
+    "kv_both" in --kv-transfer-config; kv_buffer_size and decoder_kv_blocks_ttl limit what is kept."""
 
-    prefix_index_entries: int = 400_000
-    """Most prefixes remembered for all instances together; about 150 bytes each."""
+    prefix_index_entries: Count = 400_000
+    """Most prefixes that are remembered for all instances together; about 150 bytes each."""
 
     instance_kv_events: tuple[str, ...] = ()
     """Where a vLLM server publishes its KV events (--kv-events-config), and where it replays them, such as
@@ -85,57 +96,58 @@ class RouterConfig:
     """Where OpenTelemetry spans of each request and its legs are sent, such as http://127.0.0.1:4318/v1/traces. Needs
     kvferry[otel]."""
 
-    max_decisions: int = 512
+    max_decisions: Count = 512
     """Number of requests that /kvferry/decisions shows."""
 
-    workers: int = 1
-    """Number of router processes that serve the port together; each takes one core at most. What may be under way, wait
-    and be held in memory is divided among them."""
+    workers: Annotated[int, Bounds(1, 256)] = 1
+    """Number of router processes that serve the port together; each takes at most one core. The limits on running and
+    waiting requests and on memory are divided among them."""
 
-    retries: int = 1
+    retries: CountOrZero = 1
     """Number of other instances to try after one has failed a request, for prefill and for decode."""
 
-    continuations: int = 3
+    continuations: CountOrZero = 3
     """How many times a streamed answer may continue on another instance after its instance was lost. 0: never; the
     answer then ends with an error."""
 
-    continuation_timeout_s: float = 30.0
+    continuation_timeout_s: Seconds = 30.0
     """Seconds to look for an instance that can continue an answer, if there is none at once."""
 
-    busy_wait_s: float = 10.0
+    busy_wait_s: SecondsOrZero = 10.0
     """Most seconds in all that a request waits if every decode instance answers 429 or 503, each time as long as
     `Retry-After` says. After that, the client gets that answer. 0: at once."""
 
-    max_in_flight: int = 2048
+    max_in_flight: Count = 2048
     """Most requests that are served at the same time; further ones wait, and tenants take turns."""
 
-    max_waiting: int = 1024
-    """Most requests that wait; a further one is answered with 429, or the latest one of the tenant that has the most
-    waiting."""
+    max_waiting: CountOrZero = 1024
+    """Most requests that wait. If there are more, the tenant with the most waiting requests loses its last one, which
+    is answered with 429."""
 
-    waiting_timeout_s: float = 30.0
+    waiting_timeout_s: Seconds = 30.0
     """Seconds that a request may wait to be served; it is then answered with 429."""
 
     tenant_by: str = "key"
-    """What tells tenants apart: key (the API key, or the address where no keys are asked for), user (the `user` field
-    of the body) or header:NAME. The last two are what clients say, so only for clients that you trust; without them
-    the key counts."""
+    """What distinguishes tenants: key (the API key, or the client address if no keys are required), user (the `user`
+    field of the body) or header:NAME. The last two are chosen by clients, so use them only for clients that you trust;
+    a request without them counts by its key."""
 
-    tenant_requests_per_minute: float = 0.0
-    """Requests a minute that a tenant may make; 0: any number. A further one is answered with 429."""
+    tenant_requests_per_minute: RateOrZero = 0.0
+    """Requests per minute that a tenant may make; 0: any number. A further one is answered with 429."""
 
-    tenant_tokens_per_minute: float = 0.0
-    """Tokens a minute that a tenant may ask for, likewise: of prompts, about, and the longest answers that requests
-    allow (max_tokens for each choice of each prompt; 1024 for a chat that does not say)."""
+    tenant_tokens_per_minute: RateOrZero = 0.0
+    """Tokens per minute that a tenant may request; 0: any number. A request counts the estimated tokens of its prompts,
+    and the longest answers that it allows (max_tokens for each choice of each prompt; 1024 for a chat request without a
+    limit). A further one is answered with 429."""
 
-    tenant_max_in_flight: int = 0
-    """Requests of a tenant that are served at the same time; further ones wait without holding up other tenants. 0: as
-    many as of all. Of several workers, each serves at least one."""
+    tenant_max_in_flight: CountOrZero = 0
+    """Requests of a tenant that are served at the same time; further ones wait without delaying other tenants. 0: no
+    limit but --max-in-flight. With several workers, each one serves at least one."""
 
     tenants_file: Path | None = None
     """TOML file with limits of single tenants: a table for each, with weight (its share of turns when requests wait,
-    1), requests_per_minute, tokens_per_minute, max_in_flight and api_key (a list of its keys). Where tenants are told
-    apart by a name, the table has this name."""
+    default 1), requests_per_minute, tokens_per_minute, max_in_flight and api_key (a list of its keys). With --tenant-by
+    user or header:NAME, the table is named after the tenant."""
 
     max_body: str = "32MiB"
     """Longest request body; a longer one is answered with 413."""
@@ -143,29 +155,30 @@ class RouterConfig:
     max_buffered: str = "1GiB"
     """Most bytes of request bodies in memory at the same time; further requests are answered with 429."""
 
-    connect_timeout_s: float = 5.0
+    connect_timeout_s: Seconds = 5.0
     """Seconds to wait for a connection to an instance."""
 
-    first_byte_timeout_s: float = 60.0
-    """Seconds, plus one for each 1000 bytes of the request, that an instance may take to begin its answer without a
-    sign of work; the request then goes to another instance. Signs of work are bytes of any answer, and steps counted at
+    first_byte_timeout_s: Seconds = 60.0
+    """Seconds, plus one for each 1000 bytes of the request, that an instance may take to begin its answer without
+    making progress; the request then goes to another instance. Progress is bytes of any answer, and steps counted in
     the instance's /metrics, so that a long queue or a long prompt is waited for."""
 
-    between_bytes_timeout_s: float = 60.0
-    """Seconds that an instance may pause in the middle of an answer without a sign of work; the answer then ends with
+    between_bytes_timeout_s: Seconds = 60.0
+    """Seconds that an instance may pause in the middle of an answer without making progress; the answer then ends with
     an error, unless another instance continues it."""
 
-    answer_timeout_s: float = 600.0
-    """Most seconds to the first byte of an answer, and between any two, even with signs of work."""
+    answer_timeout_s: Seconds = 600.0
+    """Most seconds to the first byte of an answer, and between any two bytes, even while the instance makes
+    progress."""
 
-    health_interval_s: float = 2.0
+    health_interval_s: Seconds = 2.0
     """Seconds between two requests to an instance's /health."""
 
-    health_timeout_s: float = 3.0
+    health_timeout_s: Seconds = 3.0
     """Seconds that /health may take. An instance that takes longer is avoided. After three times in a row it counts as
     dead until it answers again, and requests that wait for it go elsewhere."""
 
-    release_timeout_s: float = 5.0
+    release_timeout_s: Seconds = 5.0
     """Seconds that a request to a prefill instance to free an abandoned hand-off may take."""
 
     forward_path: tuple[str, ...] = ()
@@ -177,41 +190,24 @@ class RouterConfig:
     router whose clients are proxies of your own."""
 
     def __post_init__(self) -> None:
-        if self.max_in_flight < 1:
-            raise ConfigError(f"--max-in-flight must be at least 1, got {self.max_in_flight}")
+        check_bounds(self)
         if len(self.bootstrap_port) > len(self.prefill_url):
             raise ConfigError(
                 f"--bootstrap-port is given {len(self.bootstrap_port)} times for"
                 f" {len(self.prefill_url)} --prefill-url; give it once for each, in the same order"
             )
-        for port in self.bootstrap_port:
-            if not 0 < port <= 65535:
-                raise ConfigError(f"--bootstrap-port must be between 1 and 65535, got {port}")
-        for name in ("prefix_index_entries", "max_decisions"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(self, name)}")
-        if self.disaggregate_from != "auto" and not self.disaggregate_from.isdecimal():
-            raise ConfigError(f"--disaggregate-from must be auto or a number of tokens, got {self.disaggregate_from!r}")
-        if not 1 <= self.workers <= 256:
-            raise ConfigError(f"--workers must be between 1 and 256, got {self.workers}")
-        if self.retries < 0:
-            raise ConfigError(f"--retries must not be negative, got {self.retries}")
-        if self.continuations < 0:
-            raise ConfigError(f"--continuations must not be negative, got {self.continuations}")
-        for name in ("tenant_requests_per_minute", "tenant_tokens_per_minute", "tenant_max_in_flight"):
-            if not 0 <= getattr(self, name) < float("inf"):
-                raise ConfigError(f"--{name.replace('_', '-')} must not be negative, got {getattr(self, name)}")
-        if self.tenant_by not in ("key", "user") and not re.fullmatch(r"header:[A-Za-z0-9_-]+", self.tenant_by):
+        if self.disaggregate_from != "auto" and not re.fullmatch(r"[0-9]{1,9}", self.disaggregate_from):
+            raise ConfigError(
+                f"--disaggregate-from must be auto or a number of tokens, got {self.disaggregate_from[:32]!r}"
+            )
+        if self.tenant_by not in ("key", "user") and not re.fullmatch(f"header:{_HEADER_NAME}", self.tenant_by):
             raise ConfigError(f"--tenant-by must be key, user or header:NAME, got {self.tenant_by!r}")
-        if self.max_waiting < 0:
-            raise ConfigError(f"--max-waiting must not be negative, got {self.max_waiting}")
+        if not re.fullmatch(_HEADER_NAME, self.session_header):
+            raise ConfigError(f"--session-header must be the name of a header, got {self.session_header[:80]!r}")
         for path in self.forward_path:
             parse_path(path)
-        if self.busy_wait_s < 0:
-            raise ConfigError(f"--busy-wait-s must not be negative, got {self.busy_wait_s}")
-        for name in (one.name for one in fields(self) if one.name.endswith("_s") and one.name != "busy_wait_s"):
-            if getattr(self, name) <= 0:
-                raise ConfigError(f"--{name.replace('_', '-')} must be above 0, got {getattr(self, name)}")
+        if self.max_body_bytes < 1:
+            raise ConfigError("--max-body must be more than 0 bytes")
         if self.max_buffered_bytes < self.max_body_bytes:
             raise ConfigError(
                 f"--max-buffered ({self.max_buffered}) must be at least --max-body ({self.max_body}),"

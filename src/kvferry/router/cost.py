@@ -7,6 +7,7 @@ Before anything was measured it is a guess, which a few measurements outweigh.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 _MOST_INSTANCES = 1024
@@ -14,8 +15,8 @@ _MOST_INSTANCES = 1024
 
 @dataclass
 class Line:
-    """y = base + slope · x, neither negative: least squares with forgetting. `forget`: what a measurement is worth
-    after one more."""
+    """y = base + slope · x with neither of them negative, fitted by least squares. Each new measurement multiplies the
+    weight of all earlier ones by `forget`."""
 
     base: float
     slope: float
@@ -35,31 +36,34 @@ class Line:
             self._xy += x * y
 
     def at(self, x: float) -> float:
-        """What is expected."""
+        """The expected y."""
         return self.base + self.slope * x
 
     def add(self, x: float, y: float) -> None:
-        """Something was measured. What is far beyond all expectation counts as ten times what was expected: an instance
-        that stood still says nothing of its speed."""
-        if self.num_measured >= 8:
-            y = min(y, 10.0 * self.at(x) + 1e-3)
+        """Add a measurement. One far beyond expectation counts as ten times the expected value, because an instance
+        that was stopped for a while says nothing about its speed."""
+        if self.num_measured >= 8 and y > (most := 10.0 * (self.base + self.slope * x) + 1e-3):
+            y = most
         self.num_measured += 1
         forget = self.forget
-        self._w = self._w * forget + 1.0
-        self._x = self._x * forget + x
-        self._y = self._y * forget + y
-        self._xx = self._xx * forget + x * x
-        self._xy = self._xy * forget + x * y
-        spread = self._w * self._xx - self._x * self._x
-        slope = (self._w * self._xy - self._x * self._y) / spread if spread > 1e-9 * self._w * self._xx else self.slope
-        if self._y - max(0.0, slope) * self._x < 0:  # Through the origin.
-            slope = self._xy / self._xx if self._xx else 0.0
-        self.slope = max(0.0, slope)
-        self.base = max(0.0, (self._y - self.slope * self._x) / self._w)
+        self._w = w = self._w * forget + 1.0
+        self._x = sum_x = self._x * forget + x
+        self._y = sum_y = self._y * forget + y
+        self._xx = xx = self._xx * forget + x * x
+        self._xy = xy = self._xy * forget + x * y
+        spread = w * xx - sum_x * sum_x
+        slope = (w * xy - sum_x * sum_y) / spread if spread > 1e-9 * w * xx else self.slope
+        if slope < 0.0:
+            slope = 0.0
+        if sum_y < slope * sum_x:  # Through the origin.
+            slope = xy / xx if xx else 0.0
+        base = (sum_y - slope * sum_x) / w
+        self.slope, self.base = slope, base if base > 0.0 else 0.0
 
 
 class Estimates:
-    """Of each instance's prefill, and of the fleet's hand-offs and decoding. Instances go by name."""
+    """Speeds of prefill on each instance, and of hand-offs and decoding in the whole fleet. Instances are identified by
+    name."""
 
     def __init__(self) -> None:
         self._prefill: OrderedDict[str, Line] = OrderedDict()
@@ -75,37 +79,40 @@ class Estimates:
         """Of prompts as JSON text."""
 
     def prefill_s(self, name: str, num_tokens: float) -> float:
-        """Seconds until an instance has computed a prompt, when with all before it this many tokens are to be."""
-        return self._line(name).at(num_tokens)
+        """Seconds until an instance has computed a prompt, if this many tokens, including those queued before it, are
+        to be computed."""
+        return self._prefill.get(name, self.any_prefill).at(num_tokens)
 
     def token_s(self, name: str) -> float:
-        """Seconds of an instance's prefill a token, without what a request costs in any case."""
-        return self._line(name).slope
+        """Seconds of prefill per token on an instance, without the constant cost of a request."""
+        return self._prefill.get(name, self.any_prefill).slope
+
+    def tokens_s(self, names: Iterable[str]) -> list[float]:
+        """`token_s` of each of these instances."""
+        lines, others = self._prefill, self.any_prefill
+        return [lines.get(name, others).slope for name in names]
 
     def prefilled(self, name: str, num_tokens: float, seconds: float) -> None:
-        """Measured: what `prefill_s` predicts."""
+        """A measurement of what `prefill_s` predicts."""
         line = self._prefill.get(name)
         if line is None:
             line = self._prefill[name] = Line(self.any_prefill.base, self.any_prefill.slope, 4096)
             if len(self._prefill) > _MOST_INSTANCES:
                 self._prefill.popitem(last=False)
-        for one in (line, self.any_prefill):
-            one.add(num_tokens, seconds)
+        line.add(num_tokens, seconds)
+        self.any_prefill.add(num_tokens, seconds)
 
     def decoded(self, num_running: float, num_tokens: float, seconds: float) -> None:
-        """Measured: an answer, after its first token."""
+        """A measurement of an answer after its first token."""
         self.answer_tokens += 0.05 * (num_tokens - self.answer_tokens)
         if num_tokens >= 2:
             self.decode.add(num_running, seconds / num_tokens)
 
     def tokenized(self, num_bytes: int, num_tokens: int) -> None:
-        """Measured: a prompt's length in both."""
+        """A measurement of a prompt's length in both units."""
         if num_tokens >= 16 and num_bytes:
             self.bytes_per_token += 0.05 * (min(16.0, num_bytes / num_tokens) - self.bytes_per_token)
 
     def company_s(self, num_running: int) -> float:
-        """Seconds that an answer loses to those beside it, and they to it."""
+        """Seconds that an answer loses because others run beside it, and that they lose because of it."""
         return 2.0 * self.decode.slope * num_running * self.answer_tokens
-
-    def _line(self, name: str) -> Line:
-        return self._prefill.get(name, self.any_prefill)

@@ -1,8 +1,8 @@
-"""Whether a hand-off is worth it for one request.
+"""Whether one request is worth a hand-off.
 
-A prompt of which little is left to compute is sooner computed where it is decoded than handed over; so is one for which
-the prefill instances have no time. What a prefill on a decode instance costs is also the others' time there: each
-answer under way stands still for as long.
+If only little of a prompt is left to compute, it is faster to compute it on the decode instance than to hand it over;
+the same holds if the prefill instances are too busy. A prefill on a decode instance also costs the others' time: every
+answer there waits meanwhile.
 """
 
 from __future__ import annotations
@@ -16,14 +16,15 @@ FEWEST_HAND_OFFS = 32
 
 
 class Threshold:
-    """Tunes itself, or `fixed` says from how many uncached tokens on prefill is apart from decode (0: always)."""
+    """Tunes itself, unless `fixed` gives the number of uncached tokens from which a prompt is handed off (0:
+    always)."""
 
     def __init__(self, estimates: Estimates, index: PrefixIndex, fixed: int | None = None) -> None:
         self._estimates, self._index, self._fixed = estimates, index, fixed
 
     @property
     def tokens(self) -> float:
-        """Uncached tokens below which an idle decode instance computes the prompt itself."""
+        """The number of uncached tokens below which an idle decode instance computes the prompt itself."""
         if self._fixed is not None:
             return self._fixed
         estimates = self._estimates
@@ -35,13 +36,13 @@ class Threshold:
 
     @property
     def active(self) -> bool:
-        """Whether anything stays whole yet."""
+        """Whether any request is served by one instance yet."""
         return self._fixed != 0 and (
             self._fixed is not None or self._estimates.hand_off.num_measured >= FEWEST_HAND_OFFS
         )
 
     def stays_whole(self, asked: Asked, prefill: Target, decode: Target) -> str | None:
-        """Why `decode` had better do both, `short_prompt` or `prefill_busy`; None: hand off from `prefill`."""
+        """Why `decode` should do both phases, `short_prompt` or `prefill_busy`; None: hand off from `prefill`."""
         cached = self._index.match(asked.prefix)
         left = max(0, asked.num_tokens - cached.get(decode, 0))
         if self._fixed is not None:

@@ -1,20 +1,13 @@
-"""Errors of one request that only a router has."""
+"""Errors of one request that only a router has, and what a lost leg means to its client."""
 
 from __future__ import annotations
 
-from kvferry.core.errors import PeerLost, QueueFull, RequestError
-
-
-class UnsupportedBody(RequestError):
-    """415: a body in an encoding that the router does not read, and so does not pass on."""
-
-    status = 415
-    kind = "invalid_request_error"
-    code = "unsupported_body"
+from kvferry.core.errors import PeerLost, ProtocolError, QueueFull, RequestError, Unavailable
+from kvferry.http.errors import Unreachable
 
 
 class UnknownInstance(RequestError):
-    """404: an operator named an instance that is not here."""
+    """404: an operator named an instance that the router does not have."""
 
     status = 404
     kind = "not_found_error"
@@ -22,7 +15,7 @@ class UnknownInstance(RequestError):
 
 
 class InstanceConflict(RequestError):
-    """409: what an operator asks of an instance cannot be done as things stand."""
+    """409: an operator's request is not possible in the instance's current state."""
 
     status = 409
     kind = "invalid_request_error"
@@ -30,7 +23,7 @@ class InstanceConflict(RequestError):
 
 
 class InstanceLost(RequestError):
-    """502: the instance broke off before its answer was complete, and none was left to ask instead."""
+    """502: the connection to the instance broke before its answer was complete, and there was no other to try."""
 
     status = 502
     kind = "bad_gateway_error"
@@ -38,7 +31,7 @@ class InstanceLost(RequestError):
 
 
 class InstanceSilent(RequestError):
-    """504: the instance gave no answer, and no sign of work, for as long as one may wait, and none was left to ask."""
+    """504: the instance sent nothing and made no progress within the time limit, and there was no other to try."""
 
     status = 504
     kind = "timeout_error"
@@ -46,7 +39,7 @@ class InstanceSilent(RequestError):
 
 
 class BadAnswer(RequestError):
-    """502: what the instance answered is not for clients."""
+    """502: the instance's answer must not be forwarded to clients."""
 
     status = 502
     kind = "bad_gateway_error"
@@ -54,11 +47,11 @@ class BadAnswer(RequestError):
 
 
 class Silent(PeerLost):
-    """The instance was given up: nothing came for longer than its limit, and nothing told that it works."""
+    """The router gave up on the instance: it sent nothing for longer than its limit, and made no progress."""
 
 
 class RegistrationRefused(RequestError):
-    """403: this router takes no registrations."""
+    """403: this router does not accept registrations."""
 
     status = 403
     kind = "invalid_request_error"
@@ -66,10 +59,30 @@ class RegistrationRefused(RequestError):
 
 
 class OverLimit(QueueFull):
-    """429: a tenant has used what it may for now."""
+    """429: a tenant has reached one of its limits."""
 
     code = "rate_limit_exceeded"
 
     def __init__(self, message: str, retry_after_s: int) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
+
+
+class UnreadableStream(ProtocolError):
+    """What a stream says cannot be followed, so that no other instance could continue it; its connection is well."""
+
+
+def failure(error: PeerLost) -> str:
+    """Why a leg has no answer, as a label for metrics."""
+    if isinstance(error, Unreachable):
+        return "unreachable"
+    return "silent" if isinstance(error, Silent) else "lost"
+
+
+def unanswered(lost: PeerLost | None) -> RequestError:
+    """The error for a client whose request no instance answered; `lost` is the error of the last one tried."""
+    if lost is None or isinstance(lost, Unreachable):
+        return Unavailable("no decode instance can be reached; try again later")
+    if isinstance(lost, Silent):
+        return InstanceSilent("the decode instance did not answer in time, and there is no other to try")
+    return InstanceLost("the connection to the decode instance broke before it answered, and there is no other to try")

@@ -1,7 +1,7 @@
-"""Follows the KV events of those instances that publish any, and tells the prefix index; also who is gone.
+"""Follows the KV events of the instances that publish any, and updates the prefix index with them.
 
-kvferry's instances say where (`kv_events` at /kvferry/instance); of vLLM's servers `--instance-kv-events` does. Owns a
-task for each; what one of them does ends no other.
+kvferry's instances report their address (`kv_events` at /kvferry/instance); for vLLM's servers, `--instance-kv-events`
+gives it. Owns one task for each instance; an error in one of them does not end the others.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ from collections.abc import Iterable
 from contextlib import aclosing
 
 from kvferry.core.errors import ConfigError, MissingDependency
+from kvferry.core.instance_facts import EventsAddress, InstanceFacts
 from kvferry.kv_events.messages import DEVICE, AllBlocksCleared, BlockRemoved, BlockStored, Event
 from kvferry.kv_events.sockets import require_endpoint
 from kvferry.kv_events.subscriber import Missed, Restarted, Told, follow
-from kvferry.router.instance import EventsAddress, Instance, InstanceFacts, Unasked, normalise_url
+from kvferry.router.instance import Instance, Unasked, normalise_url
 from kvferry.router.metrics import Metrics
 from kvferry.router.prefix_index import PrefixIndex
 
@@ -28,18 +29,19 @@ _PAUSE_S = 5.0
 
 
 class EventFeeds:
-    """Of all instances of a router."""
+    """The feeds of all instances of a router."""
 
     def __init__(
         self, instances: Iterable[Instance], index: PrefixIndex, metrics: Metrics, configured: Iterable[str]
     ) -> None:
-        """`instances` is asked anew each time. Raises `ConfigError` when a setting is no address."""
+        """`instances` is called again whenever the list is needed. Raises `ConfigError` when a setting is not an
+        address."""
         self._instances, self._index, self._metrics = instances, index, metrics
         self._configured = dict(parse_events_address(one) for one in configured)
         self._tasks: dict[Instance, tuple[EventsAddress, asyncio.Task[None]]] = {}
 
     async def watch(self) -> None:
-        """Follow whoever publishes, as they come and go; ends by cancellation."""
+        """Follow every instance that publishes events, as instances come and go; runs until it is cancelled."""
         async with asyncio.TaskGroup() as group:
             while True:
                 self._reconcile(group)
@@ -80,7 +82,7 @@ class EventFeeds:
             except Exception:
                 # The edge of this room: what one instance publishes must not end the others' feeds, nor its own.
                 if not num_errors:
-                    logger.exception("the KV events of %s cannot be followed; the router goes on trying", instance)
+                    logger.exception("the KV events of %s cannot be followed; trying again", instance)
                 num_errors += 1
             self._index.cleared(instance)  # what it has told since is not known
             await asyncio.sleep(_PAUSE_S)
@@ -110,7 +112,7 @@ class EventFeeds:
 
 
 def parse_events_address(setting: str) -> tuple[str, EventsAddress]:
-    """From `http://instance:8000=tcp://instance:5557,tcp://instance:5558`, the replay address may be left out.
+    """Parse `http://instance:8000=tcp://instance:5557,tcp://instance:5558`; the replay address may be left out.
 
     Raises `ConfigError`.
     """
@@ -131,5 +133,5 @@ def _is_ours(medium: str | None, group: int | None) -> bool:
 
 
 def _has_extras(event: BlockStored) -> bool:
-    """Whether more than the tokens decides about the blocks: adapters, salts, images."""
+    """Whether the blocks depend on more than their tokens: adapters, salts, images."""
     return event.lora_id is not None or event.lora_name is not None or any(event.extra_keys or ())

@@ -1,4 +1,5 @@
-"""Asking instances about themselves: kvferry's say what they are, vLLM's and SGLang's are known by their answers."""
+"""Asks instances about themselves. kvferry's report what they are; vLLM's and SGLang's are recognised by their
+answers."""
 
 from __future__ import annotations
 
@@ -8,8 +9,9 @@ from typing import TypeVar
 import msgspec
 
 from kvferry.core.errors import TransferError
+from kvferry.core.instance_facts import InstanceFacts
 from kvferry.router.config import ProtocolName
-from kvferry.router.instance import Absent, Bootstrap, Facts, Instance, InstanceFacts, SglangFacts, Unasked, VllmFacts
+from kvferry.router.instance import Absent, Bootstrap, Facts, Instance, SglangFacts, Unasked, VllmFacts
 from kvferry.router.protocols.mooncake import read_bootstrap
 from kvferry.router.upstream import Upstream
 
@@ -44,10 +46,10 @@ class _Models(msgspec.Struct):
 
 
 async def ask_about(instance: Instance, upstream: Upstream, protocol: ProtocolName, timeout_s: float) -> Facts:
-    """What the instance is; `Unasked` when it cannot answer now, `Absent` when it never will. Each question may take
+    """What the instance is; `Unasked` if it cannot answer now, `Absent` if it never will. Each question may take
     `timeout_s`.
 
-    With a protocol that was told, only what that protocol needs is asked.
+    If the protocol was set explicitly, only the questions of that protocol are asked.
     """
     match protocol:
         case "kvferry":
@@ -100,7 +102,7 @@ async def _about_vllm(instance: Instance, upstream: Upstream, timeout_s: float) 
 
 
 async def _cache_config(instance: Instance, upstream: Upstream, timeout_s: float) -> tuple[int, str]:
-    """How many tokens vLLM's KV cache takes, and of which type they are; 0 and empty where its metrics do not say."""
+    """How many tokens vLLM's KV cache holds, and its type; 0 and empty if its metrics do not show them."""
     try:
         status, text = await upstream.ask(instance, "GET", "/metrics", timeout_s)
     except TransferError:
@@ -113,7 +115,7 @@ async def _cache_config(instance: Instance, upstream: Upstream, timeout_s: float
 
 
 async def _bootstrap(instance: Instance, upstream: Upstream, timeout_s: float) -> Bootstrap | None:
-    """What the bootstrap server beside a prefill instance says, if there is one."""
+    """The answer of the bootstrap server of a prefill instance, if there is one."""
     if instance.role != "prefill":
         return None
     host = f"[{instance.host}]" if ":" in instance.host else instance.host

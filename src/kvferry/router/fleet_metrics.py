@@ -1,7 +1,7 @@
-"""The metrics of all instances as one text, each sample labelled by the role and the name of its instance.
+"""The metrics of all instances as one text, each sample labelled with the role and name of its instance.
 
-Samples are taken line by line in Prometheus' text form: those of one metric have to stand together, whoever they are
-of. What is no sample is left out, so that one instance's text can spoil no other's.
+The samples of one metric must stand together, whichever instance they come from, so they are collected line by line.
+Lines that are not samples are left out, so that one instance's text cannot damage the others'.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _PARTS = (b"_total", b"_created", b"_bucket", b"_sum", b"_count", b"_info")
 
 
 async def fleet_metrics(instances: Iterable[Instance], upstream: Upstream, timeout_s: float) -> bytes:
-    """Of those that answer in time; `kvferry_router_instance_scraped` says which did."""
+    """The metrics of those instances that answer in time; `kvferry_router_instance_scraped` shows which did."""
     asked = list(instances)
     texts = await asyncio.gather(*(_scrape(one, upstream, timeout_s) for one in asked))
     found = list(zip(asked, texts, strict=True))
@@ -37,7 +37,7 @@ async def _scrape(instance: Instance, upstream: Upstream, timeout_s: float) -> b
 
 
 def merge(texts: Iterable[tuple[str, str, bytes | None]]) -> bytes:
-    """Role, name and text of each instance, as one text; None: it did not answer."""
+    """Role, name and text of each instance, as one text; text None: it did not answer."""
     heads: dict[bytes, dict[bytes, bytes]] = {}
     samples: dict[bytes, list[bytes]] = {}
     for role, name, text in texts:
@@ -67,7 +67,7 @@ def _take(line: bytes, label: bytes, heads: dict[bytes, dict[bytes, bytes]], sam
 
 
 def _family(name: bytes, heads: dict[bytes, dict[bytes, bytes]]) -> bytes:
-    """The metric that a sample belongs to: its name, or that without the suffix."""
+    """The metric that a sample belongs to: its name, or its name without the suffix."""
     if name in heads:
         return name
     for part in _PARTS:

@@ -1,12 +1,13 @@
-"""Which headers travel, and which ones the router adds."""
+"""Which headers are forwarded, and which ones the router adds."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import lru_cache
 
 from kvferry.core.continuation import PROGRESS_HEADER
 from kvferry.core.openai import REQUEST_ID_HEADER, TIMELINE_HEADER
-from kvferry.http.headers import RawHeaders, find_header
+from kvferry.http.headers import RawHeaders, find_header, header_lines
 
 REQUEST_ID = REQUEST_ID_HEADER.lower().encode()
 TIMELINE = TIMELINE_HEADER.lower().encode()
@@ -28,12 +29,17 @@ _OF_THE_MESSAGE = frozenset([b"host", b"content-length", b"content-encoding", b"
 _OF_THE_ROUTER = frozenset([b"x-data-parallel-rank", b"forwarded", b"via"])
 """What tells an instance where the request goes, or came from: not a client's to say."""
 
-_NOT_FOR_INSTANCES = _OF_THE_MESSAGE | _OF_THE_ROUTER
+_NOT_FOR_INSTANCES = _HOP_BY_HOP | _OF_THE_MESSAGE | _OF_THE_ROUTER
+
+_OF_A_LEG = frozenset([b"accept-encoding", b"traceparent", b"tracestate"])
+"""What legs replace of a client's headers, each for itself."""
 
 _OF_THE_SERVER = frozenset(
     b"date server via alt-svc location content-location refresh link x-upstream x-served-by x-backend-server".split()
 ) | {PROGRESS}
 """What names a server, leads to one, or is between it and the router: instances are no business of clients."""
+
+_NOT_FOR_CLIENTS = _HOP_BY_HOP | _OF_THE_SERVER
 
 
 def content_type(headers: Iterable[tuple[bytes, bytes]]) -> bytes | None:
@@ -43,25 +49,48 @@ def content_type(headers: Iterable[tuple[bytes, bytes]]) -> bytes | None:
 
 
 def for_instance(headers: RawHeaders, own: RawHeaders) -> RawHeaders:
-    """A client's headers as an instance gets them: end-to-end ones untouched, then the router's own."""
-    ours = {name for name, _ in own}
-    kept = [
-        one
-        for one in _end_to_end(headers)
-        if one[0] not in _NOT_FOR_INSTANCES and one[0] not in ours and not one[0].startswith(OWN_PREFIX)
-    ]
-    return kept + own
+    """A client's headers as an instance gets them: end-to-end headers unchanged, then the router's own, which replace
+    those of the same name."""
+    left_out = _of_the_connection(headers, _NOT_FOR_INSTANCES).union(dict(own))
+    return [one for one in headers if one[0] not in left_out and not one[0].startswith(OWN_PREFIX)] + own
+
+
+class LegHeaders:
+    """The headers of one request's legs. The client's, and those that the router sends with each of its legs
+    (`always`), are formatted once. Raises `ValueError` for a header that cannot be sent."""
+
+    __slots__ = ("_differing", "_lines")
+
+    def __init__(self, headers: RawHeaders, always: RawHeaders) -> None:
+        every = for_instance(headers, always)
+        self._differing: RawHeaders = []
+        if not _OF_A_LEG.isdisjoint(dict(every)):
+            self._differing = [one for one in every if one[0] in _OF_A_LEG]
+            every = [one for one in every if one[0] not in _OF_A_LEG]
+        self._lines = header_lines(every)
+
+    def with_own(self, own: RawHeaders) -> bytes:
+        """The lines of a leg that has headers of its own, of `_OF_A_LEG` or not a client's to send."""
+        if not self._differing:
+            return self._lines + _own_lines(*own) if own else self._lines
+        ours = dict(own)
+        return self._lines + header_lines([one for one in self._differing if one[0] not in ours] + own)
+
+
+@lru_cache(64)
+def _own_lines(*own: tuple[bytes, bytes]) -> bytes:
+    """Of most legs the same few."""
+    return header_lines(list(own))
 
 
 def for_client(headers: RawHeaders) -> RawHeaders:
     """An instance's headers as the client gets them."""
-    return [one for one in _end_to_end(headers) if one[0] not in _OF_THE_SERVER]
+    left_out = _of_the_connection(headers, _NOT_FOR_CLIENTS)
+    return [one for one in headers if one[0] not in left_out]
 
 
-def _end_to_end(headers: RawHeaders) -> RawHeaders:
-    """Without the headers that concern one connection only (RFC 9110, 7.6.1)."""
-    kept = [one for one in headers if one[0] not in _HOP_BY_HOP]
-    if len(kept) == len(headers):
-        return kept
-    named = {token.strip().lower() for name, value in headers if name == b"connection" for token in value.split(b",")}
-    return [one for one in kept if one[0] not in named]
+def _of_the_connection(headers: RawHeaders, more: frozenset[bytes]) -> frozenset[bytes]:
+    """`more`, which has all names that are always of one connection only, and the names that a message says are
+    (RFC 9110, 7.6.1)."""
+    named = [value for name, value in headers if name == b"connection"]
+    return more.union(token.strip().lower() for value in named for token in value.split(b",")) if named else more

@@ -1,4 +1,4 @@
-"""Which instances are alive. Looks at each of them, again and again; legs that fail tell sooner."""
+"""Which instances are alive. Checks each of them periodically; legs that fail report it sooner."""
 
 from __future__ import annotations
 
@@ -6,14 +6,16 @@ import asyncio
 import logging
 from collections.abc import Iterable
 from contextlib import suppress
+from weakref import WeakKeyDictionary
 
 import msgspec
 
 from kvferry.core.clock import Clock
 from kvferry.core.errors import TransferError, TransferTimeout
+from kvferry.core.instance_facts import InstanceFacts
 from kvferry.router.config import RouterConfig
 from kvferry.router.facts import ask_about
-from kvferry.router.instance import Instance, InstanceFacts, SglangFacts, Unasked, VllmFacts
+from kvferry.router.instance import Instance, SglangFacts, Unasked, VllmFacts
 from kvferry.router.pools import Pools
 from kvferry.router.upstream import Upstream
 from kvferry.router.watchdog import LATE_BEFORE_DEAD
@@ -28,20 +30,23 @@ _PROBED_MODEL = "kvferry-probe"
 
 
 class Health:
-    """Writes `Instance.alive`, `num_late` and `mute`. Who is alive and not known is asked about itself, so that no
-    request has to wait for that. Who left a request without an answer is sent one of the router's own."""
+    """Writes `Instance.alive`, `num_late` and `mute`. An instance that is alive and not known yet is asked about
+    itself, so that no request has to wait for that. One that left a request without an answer gets a request of the
+    router's own."""
 
     def __init__(self, pools: Pools, upstream: Upstream, config: RouterConfig, clock: Clock) -> None:
         self._pools, self._upstream, self._config, self._clock = pools, upstream, config, clock
+        self._warned: WeakKeyDictionary[Instance, str] = WeakKeyDictionary()
+        """Of what, last."""
 
     async def first_look(self) -> None:
-        """Look at all instances before requests come; does not wait long for those that do not answer."""
+        """Check all instances before requests come; does not wait long for those that do not answer."""
         with suppress(TimeoutError):
             async with asyncio.timeout(self._config.health_timeout_s):
                 await self.look(self._pools)
 
     async def watch(self) -> None:
-        """Look at every instance again and again; ends by cancellation. One that is late delays no other."""
+        """Check every instance periodically; runs until it is cancelled. A slow one does not delay the others."""
         watching: dict[Instance, asyncio.Task[None]] = {}
         async with asyncio.TaskGroup() as group:
             while True:
@@ -53,7 +58,7 @@ class Health:
                 await asyncio.sleep(min(_NEW_ONES_S, self._config.health_interval_s))
 
     async def look(self, instances: Iterable[Instance]) -> None:
-        """Look at each of them now."""
+        """Check each of them now."""
         async with asyncio.TaskGroup() as group:
             for instance in instances:
                 group.create_task(self._look_safely(instance))
@@ -73,41 +78,46 @@ class Health:
             await self._look_at(instance)
         except Exception:
             # The edge of this room: what one instance answers must not end the look-out for all.
-            logger.exception("%s could not be looked at", instance)
+            logger.exception("%s could not be checked", instance)
 
     async def _look_at(self, instance: Instance) -> None:
-        was_alive, instance.alive = instance.alive, await self._is_alive(instance)
+        was_alive, trouble = instance.alive, await self._trouble_with(instance)
+        instance.alive = not trouble
         if instance.alive != was_alive:
-            logger.warning("%s (%s) is %s", instance, instance.url, "back" if instance.alive else "not alive")
+            told = "back" if instance.alive else f"not alive: {trouble}"
+            logger.warning("%s (%s) is %s", instance, instance.url, told)
         if not instance.alive:
-            instance.facts = Unasked()
+            instance.learn(Unasked())
 
-    async def _is_alive(self, instance: Instance) -> bool:
+    async def _trouble_with(self, instance: Instance) -> str:
+        """Why it does not count as alive; empty if it does."""
         timeout_s = self._config.health_timeout_s
         try:
             status, _ = await self._upstream.ask(instance, "GET", "/health", timeout_s)
         except TransferTimeout:
             return self._late(instance)
-        except TransferError:
+        except TransferError as error:  # also where this process is out of descriptors, which is then told here
             instance.num_late = 0
-            return False
+            return str(error)
         if status == 200 and isinstance(instance.facts, Unasked):
-            instance.facts = await ask_about(instance, self._upstream, self._config.protocol, timeout_s)
+            instance.learn(await ask_about(instance, self._upstream, self._config.protocol, timeout_s))
+            self._warn_of_role(instance)
             if isinstance(instance.facts, Unasked) and self._config.protocol != "mooncake":
                 # Its health is all that it answers.
                 return self._late(instance)
         instance.num_late = 0
-        return status == 200
+        return "" if status == 200 else f"it answers GET /health with {status}"
 
-    def _late(self, instance: Instance) -> bool:
-        """Whether it still counts as alive though it was too late, once more."""
-        if self._clock.monotonic() - instance.last_sign < self._config.health_timeout_s:
-            return instance.alive  # It answers requests: only busy.
-        instance.num_late += 1
-        return instance.alive and instance.num_late < LATE_BEFORE_DEAD
+    def _late(self, instance: Instance) -> str:
+        """Why it does not count as alive any more, after it was too late once more; empty if it still does."""
+        if self._clock.monotonic() - instance.last_sign >= self._config.health_timeout_s:  # Else only busy.
+            instance.num_late += 1
+        if instance.alive and instance.num_late < LATE_BEFORE_DEAD:
+            return ""
+        return f"it does not answer for its health within {self._config.health_timeout_s:g} s"
 
     async def _listen_to(self, instance: Instance) -> None:
-        """Ask for a token; any answer but a fault shows that requests are answered again."""
+        """Request one token; any answer but a server fault shows that the instance answers requests again."""
         facts = instance.facts
         names = facts.model_names if isinstance(facts, InstanceFacts | VllmFacts | SglangFacts) else []
         body = {"model": (names or [_PROBED_MODEL])[0], "prompt": [1], "max_tokens": 1}
@@ -117,8 +127,19 @@ class Health:
                 instance, "POST", "/v1/completions", limit_s, msgspec.json.encode(body)
             )
         except TransferError as error:
-            logger.info("%s still gives no answers: %s", instance, error)
+            logger.info("%s still does not answer requests: %s", instance, error)
             return
         if status < 500 or status == 503:
             instance.mute = False
-            logger.warning("%s (%s) gives answers again", instance, instance.url)
+            logger.warning("%s (%s) answers requests again", instance, instance.url)
+
+    def _warn_of_role(self, instance: Instance) -> None:
+        """A list of instances may have confused their URLs; without this, all that shows it is the reason `no_pair`."""
+        facts, why = instance.facts, ""
+        if isinstance(facts, InstanceFacts) and facts.role not in ("both", instance.role):
+            why = f"it was started for {facts.role}"
+        elif isinstance(facts, InstanceFacts) and facts.connector is None and self._pools.prefill.instances:
+            why = "it has no connector"
+        if why and self._warned.get(instance) != why:
+            logger.warning("%s (%s) takes no part in hand-offs: %s", instance, instance.url, why)
+        self._warned[instance] = why

@@ -8,8 +8,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from kvferry.core.errors import ConfigError
-from kvferry.core.hand_off import RankAddress
-from kvferry.core.layout import KVLayout
+from kvferry.core.instance_facts import InstanceFacts, KVSource
 from kvferry.http.origin import Origin
 from kvferry.router.policies.base import InstanceLoad
 
@@ -19,82 +18,20 @@ BOOTSTRAP_PORT = 8998
 """Where vLLM's Mooncake connector has its bootstrap server unless VLLM_MOONCAKE_BOOTSTRAP_PORT says otherwise."""
 
 
-class KVSource(msgspec.Struct, frozen=True, kw_only=True):
-    """Where D can ask for a hand-off of kvferry's: an engine, and where its ranks listen (`ranks` None: one rank)."""
-
-    engine_id: str
-    host: str
-    port: int
-    ranks: list[RankAddress] | None = None
-    seal: str = ""
-    """The engine's own, of all this: D connects to no address without it."""
-
-
-class EventsAddress(msgspec.Struct, frozen=True, kw_only=True):
-    """Where an instance publishes its KV events, and where it tells them again."""
-
-    endpoint: str
-    replay_endpoint: str | None = None
-
-    def reachable_at(self, host: str) -> EventsAddress:
-        """For one that listens on all interfaces, with the instance's own host."""
-        return EventsAddress(
-            endpoint=_at_host(self.endpoint, host),
-            replay_endpoint=self.replay_endpoint and _at_host(self.replay_endpoint, host),
-        )
-
-
-def _at_host(endpoint: str, host: str) -> str:
-    name = f"[{host}]" if ":" in host else host
-    return endpoint.replace("//0.0.0.0:", f"//{name}:").replace("//[::]:", f"//{name}:")
-
-
-class InstanceFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """What an instance says of itself at GET /kvferry/instance. `kv_port` 0: it has no control address; `kv_ranks`:
-    the addresses of all its ranks, where there are several."""
-
-    role: str = "both"
-    engine_id: str = ""
-    kv_host: str = ""
-    kv_port: int = 0
-    kv_ranks: list[RankAddress] | None = None
-    kv_seal: str = ""
-    connector: str | None = None
-    layout: str | None = None
-    kv_layout: KVLayout | None = None
-    """What `layout` is the fingerprint of."""
-    num_kv_tokens: int = 0
-    """How many tokens its KV cache takes; 0: it does not say."""
-    kv_events: EventsAddress | None = None
-    model_names: list[str] = []
-
-    def origin(self, host: str) -> KVSource | None:
-        """Of its hand-offs, None when it has no control address; `host` is its own, for one that names none."""
-        if not self.kv_port:
-            return None
-        return KVSource(
-            engine_id=self.engine_id,
-            host=self.kv_host or host,
-            port=self.kv_port,
-            ranks=self.kv_ranks,
-            seal=self.kv_seal,
-        )
-
-
 class Unasked(msgspec.Struct, frozen=True):
-    """The instance has not been asked yet, or has failed since it was; it will be."""
+    """The instance has not been asked yet, or has failed since then; it will be asked."""
 
 
 class Bootstrap(msgspec.Struct, frozen=True, kw_only=True):
-    """What vLLM's Mooncake bootstrap server at `url` says: the engine id of each data-parallel rank."""
+    """The answer of vLLM's Mooncake bootstrap server at `url`: the engine id of each data-parallel rank."""
 
     url: str
     engines: dict[int, str]
 
 
 class VllmFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """A vLLM server. It does not say which connector it has: one with a bootstrap server has Mooncake's, one whose
-    tickets came from `origins` has kvferry's P2P. Of several origins the last two are kept."""
+    """A vLLM server. It does not report its connector: one with a bootstrap server has Mooncake's, one whose tickets
+    came from `origins` has kvferry's P2P. The last two origins are kept."""
 
     version: str = ""
     model_names: list[str] = []
@@ -105,7 +42,9 @@ class VllmFacts(msgspec.Struct, frozen=True, kw_only=True):
     origins: tuple[KVSource, ...] = ()
 
     def with_origin(self, origin: KVSource) -> VllmFacts:
-        """When a ticket has come from there."""
+        """The same after a ticket has come from there."""
+        if origin in self.origins:
+            return self
         others = [one for one in self.origins if one.engine_id != origin.engine_id]
         return msgspec.structs.replace(self, origins=(origin, *others[:1]))
 
@@ -121,20 +60,39 @@ class SglangFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Absent(msgspec.Struct, frozen=True):
-    """Another engine, of which nothing is known."""
+    """Another engine, about which nothing is known."""
 
 
 Facts = InstanceFacts | VllmFacts | SglangFacts | Unasked | Absent
 
 
+class Revision:
+    """Grows whenever instances come, go or say something new about themselves, so that what was concluded from them is
+    known to be out of date."""
+
+    __slots__ = ("number",)
+
+    def __init__(self) -> None:
+        self.number = 0
+
+
 class Instance:
-    """An instance's address, and what the router knows of its state.
+    """An instance's address, and its state as far as the router knows it.
 
     `alive`, `num_late`, `mute` and `facts` are written by `Health` and by legs that fail, `in_flight` and `last_sign`
-    by those that wait for it; all in one thread.
+    by those that wait for the instance; all in one thread. Requests look at what follows from them, so that is worked
+    out when they change.
     """
 
-    def __init__(self, role: LegRole, url: str, bootstrap_port: int = BOOTSTRAP_PORT, *, name: str = "") -> None:
+    def __init__(
+        self,
+        role: LegRole,
+        url: str,
+        bootstrap_port: int = BOOTSTRAP_PORT,
+        *,
+        name: str = "",
+        revision: Revision | None = None,
+    ) -> None:
         self.role = role
         self.url = normalise_url(url)
         parts = urlsplit(self.url)
@@ -144,13 +102,11 @@ class Instance:
         self.name = name or f"{role} instance"
         """What clients, metrics and logs call it; says no address."""
         self.bootstrap_port = bootstrap_port
-        self.alive = True
-        self.num_late = 0
-        """How many looks at its health in a row had no answer in time."""
-        self.mute = False
-        """It answers for its health, but gave a request no answer and no sign of work."""
-        self.draining = self.drained = False
-        """It gets no new requests; and nothing is left of the old ones."""
+        self._alive, self._num_late, self._mute, self._draining = True, 0, False, False
+        self.usable = self.trusted = True
+        """Whether it may be chosen if there is no better one; and whether nothing at all is known against it."""
+        self.drained = False
+        """It is draining, and nothing is left of its requests."""
         self.leaves_by_itself = False
         """Whether it is forgotten once it is drained."""
         self.num_tickets = 0
@@ -162,23 +118,68 @@ class Instance:
         """When it last showed that it works, on the router's monotonic clock: bytes of an answer, or steps made."""
         self.busy_until = 0.0
         """Until when it has asked to be left alone (`Retry-After`), on the same clock."""
+        self._revision = revision or Revision()
         self.facts: Facts = Unasked()
+        """Written by `learn` only."""
+        self.model_names: list[str] = []
+        """Of the facts; empty if it does not say which models it has."""
         self.load = InstanceLoad()
         """What the router has given it to do."""
 
     @property
-    def trusted(self) -> bool:
-        """Whether nothing speaks against it."""
-        return self.alive and not self.mute and not self.num_late
+    def alive(self) -> bool:
+        """Whether it was reached when that was last tried."""
+        return self._alive
+
+    @alive.setter
+    def alive(self, alive: bool) -> None:
+        self._alive = alive
+        self._judge()
 
     @property
-    def usable(self) -> bool:
-        """Whether it may be chosen while there is no better one."""
-        return self.alive and not self.mute and not self.draining
+    def num_late(self) -> int:
+        """How many looks at its health in a row had no answer in time."""
+        return self._num_late
+
+    @num_late.setter
+    def num_late(self, num_late: int) -> None:
+        self._num_late = num_late
+        self._judge()
+
+    @property
+    def mute(self) -> bool:
+        """It answers for its health, but gave a request no answer and no sign of work."""
+        return self._mute
+
+    @mute.setter
+    def mute(self, mute: bool) -> None:
+        self._mute = mute
+        self._judge()
+
+    @property
+    def draining(self) -> bool:
+        """It gets no new requests."""
+        return self._draining
+
+    @draining.setter
+    def draining(self, draining: bool) -> None:
+        self._draining = draining
+        self._judge()
+
+    def _judge(self) -> None:
+        self.usable = self._alive and not self._mute and not self._draining
+        self.trusted = self.usable and not self._num_late
+
+    def learn(self, facts: Facts) -> None:
+        """This is what is known about it from now on."""
+        before, self.facts = self.facts, facts
+        if facts != before:
+            self.model_names = facts.model_names if isinstance(facts, InstanceFacts | VllmFacts | SglangFacts) else []
+            self._revision.number += 1
 
     @property
     def is_held(self) -> bool:
-        """Whether a request of the router's runs there, or may still fetch from it."""
+        """Whether one of the router's requests runs there, or may still fetch from it."""
         return bool(self.in_flight or self.num_tickets or self.in_flight_elsewhere or self.tickets_elsewhere)
 
     @property
@@ -187,8 +188,8 @@ class Instance:
         return self._host
 
     def failed(self, *, reachable: bool) -> None:
-        """A leg broke: what was known may be of a process that is gone."""
-        self.facts = Unasked()
+        """A leg failed: what was known about the instance may be about a process that is gone."""
+        self.learn(Unasked())
         self.alive = self.alive and reachable
 
     def __repr__(self) -> str:
@@ -205,6 +206,8 @@ def normalise_url(url: str) -> str:
         raise ConfigError(f"{url!r} is not an instance's URL: {error}") from error
     if parts.scheme not in ("http", "https") or not parts.hostname or not port_is_valid:
         raise ConfigError(f"{url!r} is not an instance's URL; give it as http://host:port")
+    if parts.path.rstrip("/").endswith("/v1"):
+        raise ConfigError(f"{url!r} must be a base URL; leave out /v1")
     if parts.query or parts.fragment:
         raise ConfigError(f"{url!r} must be a base URL, without query and fragment")
     return full.rstrip("/")

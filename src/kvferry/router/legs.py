@@ -2,47 +2,46 @@
 
 from __future__ import annotations
 
-from enum import Enum
 from random import getrandbits
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
 from kvferry.core.hand_off import RankAddress
+from kvferry.core.instance_facts import KVSource
 from kvferry.core.timeline import Timeline
 from kvferry.router.body import RequestBody
-from kvferry.router.instance import KVSource
 from kvferry.router.plan import is_batch
 from kvferry.router.protocols.form import Form
-from kvferry.router.upstream import Answer
+from kvferry.router.upstream import UpstreamAnswer
 
 HAND_OFF_FIELD = "kv_transfer_params"
+
+_ONE = (None, 1)
+"""Numbers of choices that make one."""
 
 MAX_PREFILL_ANSWER_BYTES = 16 * 2**20
 
 
-class Verdict(Enum):
-    """What a status says about who is at fault."""
-
-    SERVED = "served"
-    """The request was done, or is the client's fault: the answer is the client's."""
-    BUSY = "busy"
-    """Load: another instance may have room."""
-    FAULT = "fault"
-    """The instance failed: another may not."""
+Verdict = Literal["served", "busy", "fault"]
+"""Who is at fault, according to an answer's status. `served`: the request was done, or is the client's fault, and the
+answer is the client's; `busy`: load, and another instance may have room; `fault`: the instance failed, another may
+not."""
 
 
 def verdict(status: int) -> Verdict:
-    """What an answer's status means. A redirect is a fault: it leads past the router."""
+    """The meaning of an answer's status. A redirect is a fault, because it leads around the router."""
+    if 200 <= status < 300:
+        return "served"
     if status in (429, 503):
-        return Verdict.BUSY
-    return Verdict.FAULT if status >= 500 or 300 <= status < 400 else Verdict.SERVED
+        return "busy"
+    return "fault" if status >= 500 or 300 <= status < 400 else "served"
 
 
 # What comes of a prefill leg.
 
 
-class Prefilled(msgspec.Struct, frozen=True):
+class PrefillDone(msgspec.Struct, frozen=True):
     """P has the KV ready. `params` is the ticket as P wrote it; None: P keeps nothing for another instance. `origin`:
     where that came from, if it says so."""
 
@@ -51,24 +50,25 @@ class Prefilled(msgspec.Struct, frozen=True):
     origin: KVSource | None
 
 
-class Refused(msgspec.Struct, frozen=True):
-    """P says the request is wrong; its answer is the client's."""
+class PrefillRefused(msgspec.Struct, frozen=True):
+    """P found an error in the request; its answer goes to the client."""
 
-    answer: Answer
+    answer: UpstreamAnswer
 
 
 class PrefillFailed(msgspec.Struct, frozen=True):
-    """P did not do it, and that is not the client's fault. `by_decode`: but D's, whom it met."""
+    """P failed, and the request is not at fault. `by_decode`: P failed because D did."""
 
     reason: str
     by_decode: bool = False
+    reached: bool = True
 
 
-PrefillOutcome = Prefilled | Refused | PrefillFailed
+PrefillOutcome = PrefillDone | PrefillRefused | PrefillFailed
 
 
 class PrefillUsage(msgspec.Struct, frozen=True):
-    """What P says of its leg, as far as it says it: tokens, those it had cached, and its own stamps."""
+    """What P reports about its leg: tokens, cached tokens, and its own timestamps; each may be missing."""
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -101,7 +101,7 @@ _ANSWER = msgspec.json.Decoder(_PrefillAnswer)
 
 
 def prefill_usage(answer: bytes) -> PrefillUsage:
-    """From P's answer, whatever else is in it."""
+    """Read it from P's answer, whatever else is in it."""
     try:
         found = _ANSWER.decode(answer)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
@@ -113,39 +113,41 @@ def prefill_usage(answer: bytes) -> PrefillUsage:
 
 
 def shared_seed(body: RequestBody) -> dict[str, int]:
-    """The seed field both legs get when the client gave none, so that D goes on as P began; empty when it did."""
-    return {} if body.get("seed") is not None else {"seed": getrandbits(63)}
+    """The seed field that both legs get if the client gave none, so that D continues with P's random numbers; empty if
+    it did."""
+    return {} if body.values.get("seed") is not None else {"seed": getrandbits(63)}
 
 
 def is_stream_of_one(path: str, body: RequestBody) -> bool:
     """Whether the answer is a stream of one choice."""
-    return body.get("stream") is True and is_of_one(path, body)
+    return body.values.get("stream") is True and is_of_one(path, body)
 
 
 def is_of_one(path: str, body: RequestBody) -> bool:
     """Whether the answer has one choice."""
-    several = any(body.get(field) not in (None, 1) for field in ("n", "best_of"))
-    batch = path == "/v1/completions" and is_batch(body.raw("prompt"))
-    return not (several or batch or body.get("use_beam_search"))
+    values = body.values
+    if values.get("n") not in _ONE or values.get("best_of") not in _ONE or body.get("use_beam_search"):
+        return False
+    return path != "/v1/completions" or not is_batch(body.raw("prompt"))
 
 
 def repeats_itself(body: RequestBody) -> bool:
-    """Whether a second answer of another engine's would be the same: greedy, or with a seed of the client's."""
-    return body.get("temperature") == 0 or body.get("seed") is not None
+    """Whether a second answer from another instance would be the same: greedy, or with a seed from the client."""
+    return body.values.get("temperature") == 0 or body.values.get("seed") is not None
 
 
 def prefill_body(body: RequestBody, form: Form, seed: dict[str, int], kept: dict[str, Any] | None = None) -> bytes:
-    """The prefill leg's body: one token, in one piece, and the KV kept for another instance. `kept`: from where P
-    fetches what that has of the turns before.
+    """The body of the prefill leg: one token, not streamed, and the KV kept for another instance. `kept`: where P
+    fetches the KV of earlier turns.
 
-    SGLang's P makes one token of whatever it is asked for, and wants to be asked for the same as D.
+    SGLang's P generates one token whatever the request says, and expects the same request as D.
     """
     if form.meets_in_a_room:
         return body.encode(without=("stream_options",), **{**form.prefill_fields, "stream": False})
     fields: dict[str, Any] = {"max_tokens": 1, "n": 1, "stream": False, **seed, **form.prefill_fields}
     if "max_completion_tokens" in body:
         fields["max_completion_tokens"] = 1
-    min_tokens = body.get("min_tokens")
+    min_tokens = body.values.get("min_tokens")
     if isinstance(min_tokens, int):
         fields["min_tokens"] = min(min_tokens, 1)
     fields[HAND_OFF_FIELD] = {**form.produce, **kept, "transfer_id": form.transfer_id} if kept else form.produce
@@ -155,10 +157,10 @@ def prefill_body(body: RequestBody, form: Form, seed: dict[str, int], kept: dict
 def decode_body(
     body: RequestBody, params: Any, seed: dict[str, int], form: Form, *, returns_ticket: bool, keeps: bool = False
 ) -> bytes:
-    """The decode leg's body, with a ticket: the client's own, and the seed that P's token is drawn with.
+    """The body of the decode leg, with a ticket: the client's own, with the seed that P's token was sampled with.
 
-    Unless `returns_ticket`, D keeps something for another turn only if the router takes its ticket off the answer
-    (`keeps`): with its addresses, it would reach the client.
+    Unless `returns_ticket`, D keeps KV for another turn only if the router removes its ticket from the answer
+    (`keeps`), since the ticket has addresses that clients must not see.
     """
     if form.meets_in_a_room and form.early is not None:
         return body.encode(**{**form.early, **seed})
@@ -175,7 +177,7 @@ def _with_keeping(params: Any, keeps: bool) -> Any:
 
 
 def whole_body(body: RequestBody) -> bytes:
-    """The body for one instance that does everything."""
+    """The body for one instance that does both phases."""
     return body.encode()
 
 
@@ -193,7 +195,8 @@ _TICKET = msgspec.json.Decoder(_Ticket)
 
 
 def ticket_origin(params: msgspec.Raw) -> KVSource | None:
-    """Where a ticket comes from, None when it does not say; without a port when nobody can ask there early."""
+    """Where a ticket comes from, None if it does not say; without a port if D cannot ask there before P has
+    answered."""
     try:
         ticket = _TICKET.decode(params)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):

@@ -1,7 +1,8 @@
-"""Which instances there are: they are added, drained, removed, and change their role, while requests are served.
+"""Which instances there are: they are added, drained, removed and given another role while requests are served.
 
-A draining instance gets no new request. It is drained when no request runs there and nobody may fetch from it any more,
-by the router's own count and by the instance's. Owns the draining instances, and the file that may name all of them.
+A draining instance gets no new requests. It is drained when no request runs there and nobody may fetch from it any
+more, by the router's own count and by the instance's metrics. Owns the draining instances, and the file that may list
+all instances.
 """
 
 from __future__ import annotations
@@ -9,14 +10,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from kvferry.core.errors import ConfigError, TransferError
+from kvferry.core.instance_facts import InstanceFacts
 from kvferry.http.errors import Unreachable
 from kvferry.router.config import RouterConfig
 from kvferry.router.errors import InstanceConflict, UnknownInstance
-from kvferry.router.instance import BOOTSTRAP_PORT, Instance, InstanceFacts, LegRole, normalise_url
+from kvferry.router.instance import BOOTSTRAP_PORT, Instance, LegRole, normalise_url
 from kvferry.router.pools import Pools
 from kvferry.router.upstream import Upstream
 
@@ -40,8 +42,8 @@ class Membership:
     """Changes `Pools`."""
 
     def __init__(self, config: RouterConfig, pools: Pools, upstream: Upstream, file_text: str | None = None) -> None:
-        """`file_text`: what a predecessor, whose instances are taken over, last read in the file of instances. Raises
-        `ConfigError` when there is such a file and it cannot be used."""
+        """`file_text`: what a predecessor, whose instances are taken over, last read in the instances file. Raises
+        `ConfigError` if there is such a file and it cannot be used."""
         self._config, self._pools, self._upstream = config, pools, upstream
         self._wanted: Wanted = {}
         self._last_text = self._applied_text = ""
@@ -50,6 +52,8 @@ class Membership:
         """What the file said when it was last followed."""
         self.all_know: Callable[[Instance], bool] = lambda instance: True
         """Whether all processes of this router know that an instance is drained, and have said what they do there."""
+        self.stored: Callable[[], Awaitable[None]] = _nothing
+        """Waits until what was done outlives this process. Raises `Unavailable` when nobody says so."""
         if config.instances_file is not None and file_text is not None:
             self._wanted = _parse(file_text, config.instances_file)
             self.file_text = self._last_text = self._applied_text = file_text
@@ -60,25 +64,33 @@ class Membership:
     # What operators ask.
 
     def add(self, role: LegRole, url: str, bootstrap_port: int = BOOTSTRAP_PORT) -> Instance:
-        """One more. Raises `ConfigError` on an address that is none, and `InstanceConflict` when it is there."""
+        """Add an instance, or take one back that is drained: what runs there is finished under its old name. Raises
+        `ConfigError` if the address is invalid, and `InstanceConflict` if the instance is already here."""
         url = normalise_url(url)
         known = self._pools.find(url)
-        if known is not None:
-            raise InstanceConflict(f"{url} is here as {known.name}, {'draining' if known.draining else known.role}")
+        if known is not None and not known.draining:
+            raise InstanceConflict(f"{url} is here as {known.name}, {known.role}")
         instance = self._pools.pool(role).add(url, bootstrap_port)
+        self.supersede(url)
         logger.warning("%s (%s) was added", instance, instance.url)
         return instance
 
     def drain(self, named: str) -> Instance:
-        """Give an instance, known by name or URL, no new requests. Raises `UnknownInstance`."""
+        """Send an instance, given by name or URL, no new requests. Raises `UnknownInstance`."""
         instance = self.find(named)
         if not instance.draining:
             self._pools.retire(instance)
             logger.warning("%s (%s) is drained", instance, instance.url)
         return instance
 
+    def supersede(self, url: str) -> None:
+        """Instances at this URL that are draining are forgotten as soon as they are drained: there is a new one."""
+        for one in self._pools.leaving:
+            if one.url == url:
+                one.leaves_by_itself = True
+
     def remove(self, named: str, *, force: bool = False) -> Instance:
-        """Forget a drained instance; with `force`, one that still works. Raises `UnknownInstance` and
+        """Remove a drained instance; with `force`, one that still works. Raises `UnknownInstance` and
         `InstanceConflict`."""
         instance = self.find(named)
         if not force and not instance.drained:
@@ -88,7 +100,7 @@ class Membership:
         return instance
 
     def change_role(self, named: str, role: LegRole) -> Instance:
-        """The instance under its new role: it takes those requests from now on, and ends the others. Raises
+        """The instance with its new role. It gets requests of that role from now on, and finishes the others. Raises
         `UnknownInstance` and `InstanceConflict`."""
         before = self.find(named)
         if before.role == role:
@@ -98,29 +110,32 @@ class Membership:
         facts = before.facts
         if isinstance(facts, InstanceFacts) and facts.role not in ("both", role):
             raise InstanceConflict(f"{before} was started as a {facts.role} instance, which cannot {role}")
+        if isinstance(facts, InstanceFacts) and role == "prefill" and facts.connector is None:
+            raise InstanceConflict(f"{before} was started without a connector, and cannot hand off")
         self._pools.retire(before)
         after = self._pools.pool(role).add(before.url, before.bootstrap_port)
-        after.facts, after.alive, after.mute = facts, before.alive, before.mute
+        after.learn(facts)
+        after.alive, after.mute = before.alive, before.mute
         after.num_late, after.last_sign, after.busy_until = before.num_late, before.last_sign, before.busy_until
         before.leaves_by_itself = True
         logger.warning("%s (%s) is now %s", before, before.url, after)
         return after
 
     def find(self, named: str) -> Instance:
-        """By name or URL. Raises `UnknownInstance`."""
+        """The instance with this name or URL. Raises `UnknownInstance`."""
         for instance in self._pools:
             if named in (instance.name, instance.url) or named.rstrip("/") == instance.url:
                 return instance
         raise UnknownInstance(f"no instance is called {named[:200]!r}; see GET /kvferry/instances")
 
     def names(self, url: str) -> bool:
-        """Whether the file names it."""
+        """Whether the file lists this URL."""
         return url in self._wanted
 
     # What happens by itself.
 
     async def watch(self) -> None:
-        """Follow the file, and see who is drained; runs until it is cancelled."""
+        """Follow the file, and notice which instances are drained; runs until it is cancelled."""
         while True:
             await asyncio.sleep(_LOOK_S)
             try:
@@ -135,23 +150,25 @@ class Membership:
             await self._look_at(instance)
         except Exception:
             # Likewise: what one instance answers must not keep another from being drained.
-            logger.exception("whether %s is drained could not be seen", instance)
+            logger.exception("could not find out whether %s is drained", instance)
 
     async def _look_at(self, instance: Instance) -> None:
         drained = await self._is_idle(instance) and self.all_know(instance) and not instance.is_held
         if instance not in self._pools.leaving:
             return  # it was removed meanwhile
         if drained and not instance.drained:
-            logger.warning("%s (%s) is drained: nothing runs there, and nothing is kept", instance, instance.url)
+            logger.warning(
+                "%s (%s) is drained: nothing runs there, and it holds no KV for others", instance, instance.url
+            )
         instance.drained = drained
         if drained and instance.leaves_by_itself:
             self.forget(instance)
 
     async def _is_idle(self, instance: Instance) -> bool:
-        """By the router's count, and by the process's own word, which knows of other routers too.
+        """By the router's count, and by the metrics of the process, which also show the requests of other routers.
 
-        That word is of all roles of one process: it does not count where the process goes on under another role. One
-        that is gone does nothing any more, whether it refuses connections or `Health` has given it up.
+        These metrics cover all roles of one process, so they are not used if the process continues with another role. A
+        process that is gone is idle, whether it refuses connections or `Health` has given it up.
         """
         same = [one for one in self._pools if one.url == instance.url]
         if not all(one.draining for one in same):
@@ -167,7 +184,7 @@ class Membership:
         return status == 404 or (status == 200 and not any(map(_is_some, _BUSY.findall(text))))
 
     def forget(self, instance: Instance) -> None:
-        """One that has been retired: it is gone."""
+        """An instance that was retired is gone."""
         self._pools.forget(instance)
         if not any(one.origin == instance.origin for one in self._pools):
             self._upstream.forget(instance)
@@ -194,11 +211,11 @@ class Membership:
 
     def _keep(self, error: ConfigError) -> None:
         if str(error) != self._last_error:
-            logger.error("the instances stay as they are: %s", error)
+            logger.error("the instances are not changed: %s", error)
         self._last_error = str(error)
 
     def _apply(self, text: str, path: Path) -> None:
-        """Do what has changed in the file since it was last applied: what operators did about other instances stays.
+        """Apply what has changed in the file since it was last applied; what operators did about other instances stays.
         Raises `ConfigError`."""
         self._applied_text = text
         wanted = _parse(text, path)
@@ -207,7 +224,7 @@ class Membership:
         if not has_decode:
             raise ConfigError(f"{path} names no decode instance; a router needs at least one ('decode URL')")
         if not wanted:
-            raise ConfigError(f"{path} names no instance; remove them by `kvferry fleet drain` if that is meant")
+            raise ConfigError(f"{path} names no instance; if that is intended, use `kvferry fleet drain` instead")
         before, self._wanted, self.file_text = self._wanted, wanted, text
         for instance in [one for one in self._pools if one.url in before]:
             self._keep_or_retire(instance, before[instance.url], wanted.get(instance.url))
@@ -225,6 +242,10 @@ class Membership:
             self._pools.retire(instance)
 
 
+async def _nothing() -> None:
+    """There is no other process."""
+
+
 def _read(path: Path) -> str:
     """Raises `ConfigError`."""
     try:
@@ -234,7 +255,7 @@ def _read(path: Path) -> str:
 
 
 def _is_some(value: bytes) -> bool:
-    """Whether a metric's value is above 0. What is no number may be anything."""
+    """Whether a metric's value is above 0. A value that is not a number counts as above 0."""
     try:
         return float(value) != 0
     except ValueError:
@@ -242,7 +263,7 @@ def _is_some(value: bytes) -> bool:
 
 
 def _parse(text: str, path: Path) -> Wanted:
-    """`prefill URL [BOOTSTRAP-PORT]` or `decode URL` on each line; # begins a comment. Raises `ConfigError`."""
+    """Parse `prefill URL [BOOTSTRAP-PORT]` or `decode URL` on each line; # begins a comment. Raises `ConfigError`."""
     wanted: Wanted = {}
     for number, line in enumerate(text.splitlines(), start=1):
         said = line.partition("#")[0].strip()
@@ -254,6 +275,6 @@ def _parse(text: str, path: Path) -> Wanted:
         role: LegRole = "prefill" if match[1] == "prefill" else "decode"
         url = normalise_url(match[2])
         if url in wanted:
-            raise ConfigError(f"{path}, line {number}: {url} is there twice")
+            raise ConfigError(f"{path}, line {number}: {url} is listed twice")
         wanted[url] = role, int(match[3] or BOOTSTRAP_PORT)
     return wanted

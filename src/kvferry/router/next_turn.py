@@ -1,23 +1,23 @@
-"""What decode instances keep of a conversation, for the prefill instance that computes its next turn.
+"""The KV that decode instances keep of a conversation, for the prefill instance that computes its next turn.
 
-D has the KV of the answer, P has not: without it, P computes the answer's tokens once more. With
-`--keep-for-next-turn` D keeps its blocks and answers with a ticket, which is taken off on its way to the client and
-goes to P with the next request of the same conversation. Owns those tickets; each is good for once, and is released
-where it turns out to be of no use.
+D has the KV of the answer, P does not and would compute the answer's tokens again. With `--keep-for-next-turn`, D keeps
+its blocks and returns a ticket. The router removes the ticket from the answer, and gives it to P with the next request
+of the same conversation. Owns those tickets; each can be used once, and is released if it is of no use.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
 from kvferry.core.clock import Clock
-from kvferry.router.instance import Instance, InstanceFacts
+from kvferry.core.instance_facts import InstanceFacts
+from kvferry.router.instance import Instance, Unasked
 from kvferry.router.legs import HAND_OFF_FIELD
 from kvferry.router.releases import Releases
 
@@ -30,6 +30,7 @@ _LOOK_S = 0.5
 
 _EVENT_END = b"\n\n"
 _DATA = b"data: "
+_MARK = b'"remote_transfer_id"'
 _FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
@@ -39,7 +40,7 @@ class _Ticket(msgspec.Struct):
 
 @dataclass(frozen=True)
 class Kept:
-    """`decode` keeps blocks until `until`, under `transfer_id`; `params` is what P is told so that it fetches them."""
+    """`decode` keeps blocks until `until`, under `transfer_id`; `params` is what P gets in order to fetch them."""
 
     decode: Instance
     engine_id: str
@@ -48,108 +49,182 @@ class Kept:
     until: float
 
 
-class NextTurns:
-    """By conversation; those that were silent longest are forgotten first."""
+class TurnKeeper(Protocol):
+    """The tickets of some conversations. Raises nothing: at worst a ticket is lost, and the next turn is computed."""
+
+    async def take(self, session: str) -> Kept | None:
+        """Remove and return a conversation's ticket."""
+
+    async def put_back(self, session: str, kept: Kept) -> None:
+        """The ticket has not reached the prefill instance that it was taken for: the next one may fetch it, unless
+        there is a newer one."""
+
+    async def keep(self, session: str, kept: Kept) -> None:
+        """Keep a new ticket, and release the one before."""
+
+    async def drop(self, session: str) -> None:
+        """Release the ticket, if there is one."""
+
+
+class KeptTickets:
+    """Tickets by conversation; those of conversations that were silent longest are dropped first."""
 
     def __init__(self, instances: Iterable[Instance], clock: Clock, releases: Releases) -> None:
-        """`instances` is asked anew each time."""
-        self._instances, self._clock, self._releases = instances, clock, releases
+        """`instances` is called again whenever the list is needed."""
+        self.instances, self.clock, self._releases = instances, clock, releases
         self._kept: OrderedDict[str, Kept] = OrderedDict()
+        self.on_change: Callable[[Kept, bool], object] = lambda kept, is_here: None
+        """Told of every ticket that is kept from now on, and of every one that is not any more."""
 
-    def take(self, session: str, prefill: Instance) -> Kept | None:
-        """From where `prefill` fetches the turns before; None when there is nothing to fetch."""
-        kept = self._kept.pop(session, None)
-        if kept is None or kept.until <= self._clock.monotonic() or not _is_same(kept):
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    async def take(self, session: str) -> Kept | None:
+        """As `TurnKeeper`; None if there is nothing to fetch, or the process that keeps it may be gone: it is released
+        then, as it may also be there."""
+        kept = self._pop(session)
+        if kept is None or kept.until <= self.clock.monotonic() or _is_another(kept):
             return None
-        if not isinstance(prefill.facts, InstanceFacts):
-            self._release(kept)
+        if isinstance(kept.decode.facts, Unasked):
+            self.release(kept)
             return None
         return kept
 
-    def put_back(self, session: str, kept: Kept) -> None:
-        """It has not reached the prefill instance that it was taken for: it is the next one's to fetch, or to release
-        as ever."""
+    async def put_back(self, session: str, kept: Kept) -> None:
+        """Keep a ticket that was taken in vain, unless there is a newer one or its instance is leaving."""
         if session in self._kept or kept.decode.draining:
-            self._release(kept)
+            self.release(kept)
         else:
             self._insert(session, kept)
 
-    def drop(self, session: str) -> None:
-        """The conversation goes on without a prefill instance."""
+    async def keep(self, session: str, kept: Kept) -> None:
+        """Keep a new ticket, and release the one before."""
+        before = self._pop(session)
+        if before is not None and before.transfer_id != kept.transfer_id:  # a stream may tell of it twice
+            self.release(before)
+        if kept.decode.draining:
+            self.release(kept)
+        else:
+            self._insert(session, kept)
+
+    async def drop(self, session: str) -> None:
+        """Release the ticket, if there is one."""
+        kept = self._pop(session)
+        if kept is not None:
+            self.release(kept)
+
+    def release(self, kept: Kept) -> None:
+        """Nobody will fetch it. Returns at once; may be called several times."""
+        if kept.until > self.clock.monotonic():
+            self._releases.start(kept.decode, kept.transfer_id)
+
+    def _insert(self, session: str, kept: Kept) -> None:
+        self._kept[session] = kept
+        self.on_change(kept, True)
+        while len(self._kept) > _MOST_CONVERSATIONS:
+            if (oldest := self._pop(next(iter(self._kept)))) is not None:
+                self.release(oldest)
+
+    def _pop(self, session: str) -> Kept | None:
         kept = self._kept.pop(session, None)
         if kept is not None:
-            self._release(kept)
+            self.on_change(kept, False)
+        return kept
 
-    def take_from_body(self, session: str, decode: Instance, body: bytes) -> bytes:
-        """A whole answer without the ticket that it brings, which is remembered."""
-        return self._without_ticket(session, decode, body)
+    async def watch(self) -> None:
+        """Drop tickets that are of no use any more; runs until it is cancelled."""
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            self.look()
 
-    def take_from_events(self, session: str, decode: Instance, events: bytes) -> bytes:
-        """The last events of a stream, likewise."""
-        if b'"remote_transfer_id"' not in events:
+    def look(self) -> None:
+        """Drop tickets that have expired, or whose instance is drained or gone."""
+        now, here = self.clock.monotonic(), set(self.instances)
+        for session, kept in list(self._kept.items()):
+            if kept.decode.draining and kept.decode in here:
+                self.release(kept)
+            if kept.until <= now or kept.decode.draining or kept.decode not in here or _is_another(kept):
+                self._pop(session)
+
+
+class NextTurns:
+    """Tickets by conversation; those of conversations that were silent longest are dropped first."""
+
+    def __init__(self, own: KeptTickets) -> None:
+        self.own = own
+        self.keeper_of: Callable[[str], TurnKeeper] = lambda session: own
+
+    async def take(self, session: str, prefill: Instance) -> Kept | None:
+        """Where `prefill` fetches the KV of earlier turns; None if there is nothing to fetch."""
+        keeper = self.keeper_of(session)
+        if not isinstance(prefill.facts, InstanceFacts):
+            await keeper.drop(session)
+            return None
+        return await keeper.take(session)
+
+    async def put_back(self, session: str, kept: Kept) -> None:
+        """The ticket has not reached the prefill instance that it was taken for: the next one may fetch it, or it is
+        released."""
+        await self.keeper_of(session).put_back(session, kept)
+
+    async def drop(self, session: str) -> None:
+        """The conversation continues without a prefill instance, so the ticket is released."""
+        await self.keeper_of(session).drop(session)
+
+    def release(self, kept: Kept) -> None:
+        """A ticket that was taken is of no use. Returns at once."""
+        self.own.release(kept)
+
+    async def take_from_body(self, session: str, decode: Instance, body: bytes) -> bytes:
+        """A whole answer without its ticket, which is remembered."""
+        content, ticket = _without_ticket(body)
+        if ticket is not None:
+            await self._keep(session, decode, ticket)
+        return content
+
+    async def take_from_events(self, session: str, decode: Instance, events: bytes) -> bytes:
+        """The last events of a stream without the ticket, which is remembered."""
+        if _MARK not in events:
             return events
-        return b"".join(
-            _DATA + self._without_ticket(session, decode, event[len(_DATA) :]) + _EVENT_END
-            if event.startswith(_DATA + b"{")
-            else event + _EVENT_END
-            for event in events.split(_EVENT_END)[:-1]
-        )
+        left = []
+        for event in events.split(_EVENT_END)[:-1]:
+            if event.startswith(_DATA + b"{"):
+                event = _DATA + await self.take_from_body(session, decode, event[len(_DATA) :])
+            left.append(event + _EVENT_END)
+        return b"".join(left)
 
-    def _without_ticket(self, session: str, decode: Instance, body: bytes) -> bytes:
-        if b'"remote_transfer_id"' not in body:
-            return body
-        try:
-            fields = _FIELDS.decode(body)
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-            return body
-        ticket = fields.pop(HAND_OFF_FIELD, None)
-        if ticket is None:
-            return body
-        self._keep(session, decode, bytes(ticket))
-        return msgspec.json.encode({**fields, HAND_OFF_FIELD: None})
-
-    def _keep(self, session: str, decode: Instance, ticket: bytes) -> None:
+    async def _keep(self, session: str, decode: Instance, ticket: bytes) -> None:
         facts = decode.facts
         try:
             told = msgspec.json.decode(ticket, type=_Ticket)
             params = msgspec.json.decode(ticket, type=dict[str, Any])
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             return
-        self.drop(session)
-        until = self._clock.monotonic() + _REMEMBERED_S
+        until = self.own.clock.monotonic() + _REMEMBERED_S
         engine_id = facts.engine_id if isinstance(facts, InstanceFacts) else ""
         kept = Kept(decode, engine_id, told.remote_transfer_id, params, until)
-        if decode.draining or not engine_id or len(ticket) > _LONGEST_TICKET:
-            self._release(kept)
-            return
-        self._insert(session, kept)
-
-    def _insert(self, session: str, kept: Kept) -> None:
-        self._kept[session] = kept
-        while len(self._kept) > _MOST_CONVERSATIONS:
-            self._release(self._kept.popitem(last=False)[1])
-
-    def _release(self, kept: Kept) -> None:
-        if kept.until > self._clock.monotonic():
-            self._releases.start(kept.decode, kept.transfer_id)
-
-    async def watch(self) -> None:
-        """Forget what is of no use any more; runs until it is cancelled."""
-        while True:
-            await asyncio.sleep(_LOOK_S)
-            self.look()
-
-    def look(self) -> None:
-        """Forget what has had its time, or whose instance is drained or gone."""
-        now, here = self._clock.monotonic(), set(self._instances)
-        for session, kept in list(self._kept.items()):
-            if kept.decode.draining and kept.decode in here:
-                self._release(kept)
-            if kept.until <= now or kept.decode.draining or kept.decode not in here or not _is_same(kept):
-                del self._kept[session]
+        if not engine_id or len(ticket) > _LONGEST_TICKET:
+            self.release(kept)
+            await self.drop(session)
+        else:
+            await self.keeper_of(session).keep(session, kept)
 
 
-def _is_same(kept: Kept) -> bool:
-    """Whether the process that keeps it is, as far as is known, still there."""
+def _without_ticket(body: bytes) -> tuple[bytes, bytes | None]:
+    """Divide an answer from the ticket in it."""
+    if _MARK not in body:
+        return body, None
+    try:
+        fields = _FIELDS.decode(body)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return body, None
+    ticket = fields.pop(HAND_OFF_FIELD, None)
+    if ticket is None:
+        return body, None
+    return msgspec.json.encode({**fields, HAND_OFF_FIELD: None}), bytes(ticket)
+
+
+def _is_another(kept: Kept) -> bool:
+    """Whether the process that kept the blocks is known to be gone: another answers in its place."""
     facts = kept.decode.facts
-    return isinstance(facts, InstanceFacts) and facts.engine_id == kept.engine_id
+    return not isinstance(facts, Unasked) and getattr(facts, "engine_id", None) != kept.engine_id

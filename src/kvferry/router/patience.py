@@ -1,4 +1,4 @@
-"""How long a request waits for instances that have no room. Owns what it has waited so far."""
+"""How long a request waits for instances that are full. Owns how long it has waited so far."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import asyncio
 
 from kvferry.core.openai import RETRY_AFTER_HEADER, RETRY_AFTER_S
 from kvferry.http.headers import RawHeaders, find_header
-from kvferry.router.legs import Verdict, verdict
-from kvferry.router.upstream import Answer
+from kvferry.router.legs import verdict
+from kvferry.router.upstream import UpstreamAnswer
 
 _LEAST_S = 0.1
 """Who says 0 is not asked without end."""
@@ -16,20 +16,21 @@ _RETRY_AFTER = RETRY_AFTER_HEADER.lower().encode()
 
 
 class Patience:
-    """Of one request; seconds."""
+    """Of one request; in seconds."""
 
     def __init__(self, most_s: float) -> None:
         self._left_s = most_s
 
     @property
     def is_over(self) -> bool:
-        """Whether there is nothing left to wait."""
+        """Whether the request may not wait any longer."""
         return self._left_s <= 0
 
-    async def waited(self, answer: Answer) -> bool:
-        """Whether `answer` is one of load that asks for no more than is left; it is then closed, and the time over."""
+    async def waited(self, answer: UpstreamAnswer) -> bool:
+        """Wait as long as `answer` (429 or 503) asks, after closing it. False if that is longer than what is left, or
+        the answer has another status."""
         wait_s = retry_after_s(answer.headers)
-        if verdict(answer.status) is not Verdict.BUSY or wait_s > self._left_s:
+        if verdict(answer.status) != "busy" or wait_s > self._left_s:
             return False
         self._left_s -= wait_s
         answer.close()
@@ -38,6 +39,6 @@ class Patience:
 
 
 def retry_after_s(headers: RawHeaders) -> float:
-    """What an answer of load asks to wait; a date, or what cannot be read, is as if it were silent."""
+    """How long an answer of 429 or 503 asks to wait; a date, or a value that cannot be read, counts as missing."""
     told = find_header(headers, _RETRY_AFTER) or b""
     return max(_LEAST_S, float(told) if told.isdigit() and len(told) < 9 else float(RETRY_AFTER_S))

@@ -6,8 +6,8 @@ import re
 
 import msgspec
 
+from kvferry.core.instance_facts import InstanceFacts
 from kvferry.router.body import RequestBody
-from kvferry.router.instance import InstanceFacts
 from kvferry.router.paths import PROMPT_FIELDS
 from kvferry.router.pools import Pools
 
@@ -24,6 +24,9 @@ class Whole(msgspec.Struct, frozen=True):
 
 Plan = Split | Whole
 
+_UNUSUAL = frozenset({"prompt_logprobs", "echo", "use_beam_search", "n", "best_of"})
+"""Fields that may stand against a hand-off; most requests have none of them."""
+
 _BATCH = re.compile(rb'[ \t\r\n]*\[[ \t\r\n]*["\[]')
 
 
@@ -31,23 +34,31 @@ def make_plan(path: str, body: RequestBody, pools: Pools) -> Plan:
     """How to serve a POST to one of `PROMPT_FIELDS`."""
     if not body.raw(PROMPT_FIELDS[path]):
         return Whole("malformed")
-    reason = _needs_one_instance(path, body) or _cannot_be_shared(body, pools)
-    if reason:
+    unusual = body.has_any(_UNUSUAL)
+    reason = (_needs_one_instance(body) if unusual else None) or _cannot_be_split(path, body)
+    if reason is None and unusual:
+        reason = _cannot_be_shared(body, pools)
+    if reason is not None:
         return Whole(reason)
-    return Split() if pools.prefill.num_alive else Whole("no_prefill")
+    return Split() if pools.prefill.any_alive else Whole("no_prefill")
 
 
-def _needs_one_instance(path: str, body: RequestBody) -> str | None:
-    """Why a hand-off cannot answer this request, or None."""
+def _cannot_be_split(path: str, body: RequestBody) -> str | None:
+    """Why this request cannot be handed off because of its prompt or its limits, or None."""
+    if path == "/v1/completions" and is_batch(body.raw("prompt")):
+        return "prompt_batch"
+    return (
+        "malformed" if _is_no_limit(body.get("max_tokens")) or _is_no_limit(body.get("max_completion_tokens")) else None
+    )
+
+
+def _needs_one_instance(body: RequestBody) -> str | None:
+    """Why this request cannot be handed off because of what it asks for, or None."""
     if body.get("prompt_logprobs") is not None:
         return "prompt_logprobs"
     if body.get("echo"):
         return "echo"
-    if body.get("use_beam_search"):
-        return "beam_search"
-    if path == "/v1/completions" and is_batch(body.raw("prompt")):
-        return "prompt_batch"
-    return "malformed" if _asks_for_no_token(body) else None
+    return "beam_search" if body.get("use_beam_search") else None
 
 
 def _cannot_be_shared(body: RequestBody, pools: Pools) -> str | None:
@@ -67,7 +78,7 @@ def is_batch(prompt: bytes) -> bool:
     return _BATCH.match(prompt) is not None
 
 
-def _asks_for_no_token(body: RequestBody) -> bool:
-    """Whether a length limit is not a positive number: the prefill leg would hide that, as it has its own."""
-    limits = [body.get(field) for field in ("max_tokens", "max_completion_tokens")]
-    return any(limit is not None and not (isinstance(limit, int) and limit >= 1) for limit in limits)
+def _is_no_limit(limit: object) -> bool:
+    """Whether a length limit is there and is not a positive number: the prefill leg, which has a limit of its own,
+    would not report that."""
+    return limit is not None and not (isinstance(limit, int) and limit >= 1)

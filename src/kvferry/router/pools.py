@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from kvferry.core.clock import Clock, SystemClock
 from kvferry.core.errors import ConfigError
 from kvferry.router.config import RouterConfig
-from kvferry.router.instance import BOOTSTRAP_PORT, Instance, LegRole, normalise_url
+from kvferry.router.instance import BOOTSTRAP_PORT, Instance, LegRole, Revision, normalise_url
 
 
 class RolePool:
@@ -19,6 +19,7 @@ class RolePool:
     ) -> None:
         self.role, self._clock = role, clock or SystemClock()
         self.instances: list[Instance] = []
+        self.revision = Revision()
         self._turn, self._last_turn = 0, dict[Instance, int]()
         self._num_named = 0
         for index, url in enumerate(urls):
@@ -27,33 +28,39 @@ class RolePool:
             self.add(url, *bootstrap_ports[index : index + 1])
 
     def add(self, url: str, bootstrap_port: int = BOOTSTRAP_PORT, *, name: str = "") -> Instance:
-        """One more, with a name that none had before, or the one that another process has given it. Raises
-        `ConfigError`."""
+        """Add an instance, with a name that none had before, or with the name that another worker process gave it.
+        Raises `ConfigError`."""
         name = name or f"{self.role}-{self._num_named}"
-        instance = Instance(self.role, url, bootstrap_port, name=name)
+        instance = Instance(self.role, url, bootstrap_port, name=name, revision=self.revision)
         number = name.rpartition("-")[2]
         self._num_named = max(self._num_named, int(number) if number.isdecimal() else 0) + 1
         self.instances.append(instance)
+        self.revision.number += 1
         return instance
 
     def drop(self, instance: Instance) -> None:
-        """It is nobody's choice any more."""
+        """Remove an instance from the choice."""
         self.instances.remove(instance)
+        self.revision.number += 1
         self._last_turn.pop(instance, None)
 
     def alive(self, exclude: Collection[Instance] = ()) -> list[Instance]:
-        """Those that are usable and not excluded. One whose health is late is there only when no other is; likewise
-        one that has asked to be left alone for a while (`Retry-After`)."""
+        """Instances that are usable and not excluded. One that is late with its health, or that asked for a pause
+        (`Retry-After`), is included only if there is no other."""
+        now = self._clock.monotonic()
+        best = [one for one in self.instances if one.trusted and one.busy_until <= now and one not in exclude]
+        return best or self._doubtful(exclude, now)
+
+    def _doubtful(self, exclude: Collection[Instance], now: float) -> list[Instance]:
         usable = [one for one in self.instances if one.usable and one not in exclude]
         trusted = [one for one in usable if one.trusted] or usable
-        now = self._clock.monotonic()
         return [one for one in trusted if one.busy_until <= now] or trusted
 
     def pick(self, exclude: Collection[Instance] = ()) -> Instance | None:
-        """Whose turn it is, for what has no prompt to choose by. When none of the rest seems usable, one of them all
-        the same: what seems dead may be back, and an attempt is better than a refusal. None when all are excluded.
+        """The next instance in turn, for requests without a prompt to choose by. If none seems usable, one of them
+        nevertheless: it may be back, and an attempt is better than an error. None if all are excluded.
 
-        The turn is that of the one that was picked longest ago, so instances that come and go do not unsettle the rest.
+        The one that was picked longest ago comes next, so instances may come and go.
         """
         candidates = self.alive(exclude) or [one for one in self.instances if one not in exclude]
         if not candidates:
@@ -64,14 +71,19 @@ class RolePool:
         return chosen
 
     @property
+    def any_alive(self) -> bool:
+        """Whether an instance seems able to serve."""
+        return any(instance.usable for instance in self.instances)
+
+    @property
     def num_alive(self) -> int:
-        """How many seem able to serve."""
+        """How many instances seem able to serve."""
         return sum(instance.usable for instance in self.instances)
 
 
 @dataclass(frozen=True)
 class Pools:
-    """Both pools, and those who were in them and are drained."""
+    """Both pools, and the instances that have been in them and are being drained."""
 
     prefill: RolePool
     decode: RolePool
@@ -79,20 +91,23 @@ class Pools:
 
     @classmethod
     def from_config(cls, config: RouterConfig, clock: Clock | None = None) -> Pools:
-        """Raises `ConfigError` when there is no decode instance or an address is wrong."""
+        """Build the pools. Raises `ConfigError` when there is no decode instance or an address is wrong."""
         if not config.decode_url and config.instances_file is None and not config.registration:
             raise ConfigError(
                 "the router needs at least one decode instance; name it with --decode-url http://host:port, or let"
                 " instances register themselves with --registration"
             )
-        return cls(
+        pools = cls(
             prefill=RolePool("prefill", config.prefill_url, config.bootstrap_port, clock),
             decode=RolePool("decode", config.decode_url, clock=clock),
         )
+        for url in {one.url for one in pools.prefill.instances} & {one.url for one in pools.decode.instances}:
+            raise ConfigError(f"--prefill-url {url} is a --decode-url too; an instance has one role")
+        return pools
 
     @classmethod
     def empty(cls, clock: Clock) -> Pools:
-        """Without any instance yet."""
+        """Pools without instances."""
         return cls(RolePool("prefill", (), clock=clock), RolePool("decode", (), clock=clock))
 
     def __iter__(self) -> Iterator[Instance]:
@@ -100,21 +115,26 @@ class Pools:
         yield from self.decode.instances
         yield from self.leaving
 
+    @property
+    def revision(self) -> int:
+        """Another number whenever an instance came, went or said something new about itself."""
+        return self.prefill.revision.number + self.decode.revision.number
+
     def pool(self, role: LegRole) -> RolePool:
-        """Of a role."""
+        """The pool of a role."""
         return self.prefill if role == "prefill" else self.decode
 
     def find(self, url: str) -> Instance | None:
-        """Who is at this URL; one that is not draining comes first."""
+        """The instance at this URL; one that is not draining comes first."""
         return next((one for one in self if one.url == url), None)
 
     def retire(self, instance: Instance) -> None:
-        """No new requests for it. Any number of times."""
+        """Send it no new requests. May be called repeatedly."""
         if not instance.draining:
             instance.draining = True
             self.pool(instance.role).drop(instance)
             self.leaving.append(instance)
 
     def forget(self, instance: Instance) -> None:
-        """It has been drained, and is gone."""
+        """It has been drained, and is removed."""
         self.leaving.remove(instance)

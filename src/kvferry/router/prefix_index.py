@@ -1,14 +1,14 @@
-"""Which instance has which prefixes in its KV cache, as far as the router knows.
+"""Which instance probably has which prefixes in its KV cache.
 
-It knows from its own history (what it sent where), kept in the order in which an instance would evict it and within the
-size of its cache, and from the instances' KV events where there are any. Owns both; bounded in all. Pure: an object
-without I/O that a simulator can use.
+Known from the router's own history (what it sent where), kept in the order in which an instance would evict it and
+within the size of the instance's cache, and from the instances' KV events where they publish any. Owns both; everything
+is bounded. Does no I/O, so a simulator can use it.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,10 +21,11 @@ DEFAULT_CAPACITY_TOKENS = 1_000_000
 
 @dataclass
 class _Cache:
-    """What one instance seems to hold: `keys` in the order of their use, with how many tokens each stands for.
+    """The probable content of one instance's cache: `keys` in the order of their use, with the number of tokens of
+    each.
 
-    `named`: the keys of blocks that its events told of, by the instance's own hash; `block_size`: of those, 0 where it
-    tells of none.
+    `named`: the keys of the blocks in its events, by the instance's own hash; `block_size`: of those blocks, 0 if it
+    publishes no events.
     """
 
     bit: int
@@ -37,56 +38,68 @@ class _Cache:
 
 @dataclass(frozen=True)
 class IndexStatistics:
-    """Entries of all instances, and different ones."""
+    """The number of entries of all instances together, and of different entries."""
 
     num_entries: int
     num_keys: int
 
 
 class PrefixIndex:
-    """Instances are any hashable objects. `max_entries` bounds the whole; each instance has an even share of it."""
+    """Instances are any hashable objects. `max_entries` limits the whole; each instance has an equal share of it."""
 
     def __init__(self, max_entries: int = 400_000) -> None:
         self._max_entries = max_entries
         self._caches: dict[Any, _Cache] = {}
+        self._by_bit: dict[int, Any] = {}
+        self._all_bits = 0
         self._holders: dict[int, int] = {}
+        # What was found last, for those who ask the same again: all who look at one request do.
         self._version = 0
-        self._memo: tuple[Prefix | None, int, Mapping[Any, int]] = (None, 0, {})
+        self._matched: Prefix | None = None
+        self._matched_version = 0
+        self._found: Mapping[Any, int] = {}
 
     @property
     def wants_token_ids(self) -> bool:
-        """Whether prompts' token ids help: some instance tells of its blocks."""
+        """Whether token ids of prompts are useful, because an instance publishes events about its blocks."""
         return any(cache.block_size for cache in self._caches.values())
 
     def match(self, prefix: Prefix) -> Mapping[Any, int]:
-        """How many tokens of the prompt each instance seems to have; those that have none are left out."""
-        if self._memo[0] is prefix and self._memo[1] == self._version:
-            return self._memo[2]
+        """How many tokens of the prompt each instance probably has cached; instances that have none are left out."""
+        if prefix is self._matched and self._version == self._matched_version:
+            return self._found
         found = self._walk(prefix.keys, prefix.ends)
-        sizes = {cache.block_size for cache in self._caches.values() if cache.block_size}
-        for size in sizes if prefix.token_ids is not None else ():
-            keys = prefix.block_keys(size)
-            for one, num_tokens in self._walk(keys, range(size, size * len(keys) + 1, size)).items():
-                found[one] = max(found.get(one, 0), num_tokens)
-        self._memo = (prefix, self._version, found)
+        if prefix.token_ids is not None:
+            for size in {cache.block_size for cache in self._caches.values() if cache.block_size}:
+                keys = prefix.block_keys(size)
+                for one, num_tokens in self._walk(keys, range(size, size * len(keys) + 1, size)).items():
+                    found[one] = max(found.get(one, 0), num_tokens)
+        self._matched, self._matched_version, self._found = prefix, self._version, found
         return found
 
     def served(self, instance: Any, prefix: Prefix) -> None:
-        """It is sent this prompt, and will have its KV: its events will say so, but later. The deepest parts are the
-        first that it would evict."""
+        """This instance is sent this prompt, and will have its KV. Its events will report that too, but later. The
+        deepest parts come first in the order of eviction."""
         cache = self._cache(instance)
         keys, ends = prefix.keys, prefix.ends
         if cache.block_size and prefix.token_ids is not None:
             keys = prefix.block_keys(cache.block_size)
             ends = range(cache.block_size, cache.block_size * len(keys) + 1, cache.block_size)
-        for place in range(len(keys) - 1, -1, -1):
-            self._add(cache, keys[place], ends[place] - (ends[place - 1] if place else 0))
-        self._trim(cache)
+        known, place, version = cache.keys, len(keys), self._version
+        for key in reversed(keys):
+            place -= 1
+            if key in known:
+                known.move_to_end(key)
+            else:
+                self._add(cache, key, ends[place] - (ends[place - 1] if place else 0))
+        if version != self._version:
+            self._trim(cache)
 
     def stored(self, instance: Any, names: Sequence[Any], parent: Any, token_ids: Sequence[int], size: int) -> None:
-        """An event: it has these blocks of `size` tokens now, which follow the block that it calls `parent`.
+        """From an event: the instance now has these blocks of `size` tokens, which follow the block that it calls
+        `parent`.
 
-        Where the parent is not known the blocks cannot be placed, and are passed over.
+        If the parent is not known, the blocks cannot be placed and are ignored.
         """
         if size < 1:
             return
@@ -102,7 +115,7 @@ class PrefixIndex:
         self._trim(cache)
 
     def removed(self, instance: Any, names: Iterable[Any]) -> None:
-        """An event: these blocks are gone."""
+        """From an event: the instance no longer has these blocks."""
         cache = self._cache(instance)
         for name in names:
             key = cache.named.pop(name, None)
@@ -110,7 +123,7 @@ class PrefixIndex:
                 self._drop(cache, key)
 
     def cleared(self, instance: Any) -> None:
-        """It has nothing any more: its cache was emptied, or it is another process."""
+        """The instance's cache is empty: it was reset, or the process is new."""
         cache = self._caches.get(instance)
         if cache is not None:
             for key in list(cache.keys):
@@ -118,23 +131,27 @@ class PrefixIndex:
             cache.named.clear()
 
     def forget(self, instance: Any) -> None:
-        """It is no instance of this router any more."""
+        """It is no longer an instance of this router."""
         self.cleared(instance)
-        self._caches.pop(instance, None)
+        cache = self._caches.pop(instance, None)
+        if cache is not None:
+            self._all_bits ^= cache.bit
+            del self._by_bit[cache.bit]
+            self._version += 1
 
     def keep_only(self, instances: Iterable[Any]) -> None:
-        """Forget all others."""
+        """Forget all other instances."""
         for one in self._caches.keys() - set(instances):
             self.forget(one)
 
     def set_capacity(self, instance: Any, num_tokens: int) -> None:
-        """How many tokens its KV cache takes."""
+        """The number of tokens that the instance's KV cache can hold."""
         cache = self._cache(instance)
         cache.capacity_tokens = num_tokens
         self._trim(cache)
 
     def statistics(self) -> IndexStatistics:
-        """How much it holds."""
+        """The current number of entries."""
         return IndexStatistics(sum(len(one.keys) for one in self._caches.values()), len(self._holders))
 
     def check(self) -> None:
@@ -149,25 +166,36 @@ class PrefixIndex:
             raise LeakError(f"{len(self._holders)} prefixes have holders, who have {len(held)}")
 
     def _walk(self, keys: Sequence[int], ends: Sequence[float]) -> dict[Any, int]:
-        """Key by key, until nobody is left who has it."""
-        left = {cache.bit: one for one, cache in self._caches.items()}
-        mask, reached = sum(left), 0.0
+        """Follow the keys one by one until no instance is left that has them."""
+        holders, left, reached = self._holders, self._all_bits, 0.0
         found: dict[Any, int] = {}
         for key, end in zip(keys, ends, strict=True):
-            still = self._holders.get(key, 0) & mask
-            if still != mask:
-                found |= {left[bit]: int(reached) for bit in _bits(mask & ~still) if reached}
-                mask = still
-                if not mask:
+            still = holders.get(key, 0) & left
+            if still != left:
+                if reached:
+                    self._note_end(found, left ^ still, reached)
+                left = still
+                if not left:
                     return found
             reached = end
-        return found | {left[bit]: int(reached) for bit in _bits(mask) if reached}
+        if reached:
+            self._note_end(found, left, reached)
+        return found
+
+    def _note_end(self, found: dict[Any, int], bits: int, reached: float) -> None:
+        """These instances have the prompt as far as this."""
+        while bits:
+            lowest = bits & -bits
+            found[self._by_bit[lowest]] = int(reached)
+            bits ^= lowest
 
     def _cache(self, instance: Any) -> _Cache:
         cache = self._caches.get(instance)
         if cache is None:
-            taken = sum(one.bit for one in self._caches.values())
-            cache = self._caches[instance] = _Cache(bit=~taken & (taken + 1))
+            bit = ~self._all_bits & (self._all_bits + 1)
+            cache = self._caches[instance] = _Cache(bit)
+            self._by_bit[bit] = instance
+            self._all_bits |= bit
             self._version += 1
         return cache
 
@@ -198,10 +226,3 @@ class PrefixIndex:
             self._drop(cache, next(iter(cache.keys)))
         while len(cache.named) > most:
             cache.named.popitem(last=False)
-
-
-def _bits(mask: int) -> Iterator[int]:
-    while mask:
-        lowest = mask & -mask
-        yield lowest
-        mask ^= lowest

@@ -1,7 +1,8 @@
-"""Instances that register themselves: they are there for as long as they say so.
+"""Instances that register themselves and stay for as long as they renew their lease.
 
-Owns their leases, and which messages were used. Who may register is who knows the fleet's token; what is registered is
-asked itself before it gets requests. Another instance, or none, at the address that a message names is refused.
+Owns the leases, and which messages were used. Only instances that know the fleet's token can register, and an instance
+is asked about itself before it gets requests. If another instance, or none, answers at the address that a message
+names, the registration is refused.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -25,25 +26,19 @@ from kvferry.core.errors import (
     QueueFull,
     TransferError,
 )
-from kvferry.core.openai import BodyTooLarge
+from kvferry.core.instance_facts import InstanceFacts
 from kvferry.core.registration import LONGEST_MESSAGE, REGISTER_PATH, SKEW_S, Announcement, Registered, unseal
+from kvferry.http.body import AtMost
 from kvferry.http.errors import Unauthorized
 from kvferry.http.keys import Access
-from kvferry.http.request import Request
+from kvferry.http.request import HttpRequest
 from kvferry.http.response import Response
 from kvferry.http.routes import Route
 from kvferry.router.config import RouterConfig
 from kvferry.router.errors import InstanceConflict, RegistrationRefused
 from kvferry.router.facts import ask_about
-from kvferry.router.instance import (
-    BOOTSTRAP_PORT,
-    Absent,
-    Facts,
-    Instance,
-    InstanceFacts,
-    SglangFacts,
-    Unasked,
-)
+from kvferry.router.instance import BOOTSTRAP_PORT, Absent, Facts, Instance, SglangFacts, Unasked
+from kvferry.router.membership import Membership
 from kvferry.router.pools import Pools
 from kvferry.router.upstream import Upstream
 
@@ -53,13 +48,14 @@ _Doing = Literal["serving", "draining", "drained", "gone"]
 
 MAX_REGISTERED = 4096
 _LOOK_S = 0.5
+_SET_BACK_S = 1.0
 _STOOD_STILL_S = 2.0
 """When this process itself stood still for so long, instances could not be heard: it is not their leases that end."""
 
 
 @dataclass
 class Lease:
-    """Of the process that registered a URL; `until` on the router's monotonic clock."""
+    """The lease of the process that registered a URL; `until` on the router's monotonic clock."""
 
     process: str
     until: float
@@ -75,31 +71,34 @@ class Registrations:
         pools: Pools,
         upstream: Upstream,
         clock: Clock,
-        is_named: Callable[[str], bool],
+        membership: Membership,
     ) -> None:
-        """`is_named`: whether a file names a URL, which then needs no lease."""
         self._config, self._key, self._pools, self._upstream, self._clock = config, key, pools, upstream, clock
-        self._is_named = is_named
+        self._membership = membership
         self.router = secrets.token_hex(16)
-        """This router process, as messages name it."""
+        """This router process, as messages name it; another name from the moment on at which its clock is set back."""
+        self._clock_gap_s = self._measured_gap_s()
         self.leases: dict[str, Lease] = {}
         self._used: dict[str, tuple[int, float]] = {}
         """By URL, the last message's number, and when it came."""
         self._asking: set[str] = set()
 
     def routes(self) -> list[Route]:
-        """To be served beside the router's own. The seal is the key, so none is asked for."""
+        """Served beside the router's other routes. The seal of a message authenticates it, so no key is required."""
         return [Route("POST", REGISTER_PATH, self.register, Access.OPEN)]
 
-    async def register(self, request: Request, response: Response) -> None:
+    async def register(self, request: HttpRequest, response: Response) -> None:
         """POST /kvferry/instances/register: an instance is there, will be gone soon, or is gone."""
         self._require_wanted()
-        announcement = self._open(await request.body.read(_Bound()))
+        self._heed_clock()
+        announcement = self._open(await request.body.read(AtMost(LONGEST_MESSAGE, "a registration")))
         url = _url(announcement)
         if announcement.router != self.router:
             self._answer(response, Registered(router=self.router, lease_s=self._lease_s, unknown_router=True), 409)
             return
         self._use(url, announcement.number)
+        lease = self.leases.get(url)
+        changes = announcement.state != "up" or lease is None or lease.process != announcement.process
         match announcement.state:
             case "up":
                 state = await self._up(url, announcement)
@@ -107,7 +106,28 @@ class Registrations:
                 state = self._draining(url, announcement)
             case "gone":
                 state = self._gone(url, announcement)
+        if changes:
+            await self._membership.stored()
         self._answer(response, Registered(router=self.router, lease_s=self._lease_s, state=state))
+
+    def _heed_clock(self) -> None:
+        """Where the wall clock was set back, numbers of the time before are in the future, and messages of that time
+        would be taken for new ones: none of them holds for the new name, and instances are told of it."""
+        before, self._clock_gap_s = self._clock_gap_s, self._measured_gap_s()
+        if before - self._clock_gap_s > _SET_BACK_S:
+            logger.warning(
+                "the clock was set back by %.0f s; instances are asked to register again", before - self._clock_gap_s
+            )
+            self.router = secrets.token_hex(16)
+            self._used.clear()
+
+    def _measured_gap_s(self) -> float:
+        return self._clock.wall() - self._clock.monotonic()
+
+    def take_over(self, leases: Mapping[str, str]) -> None:
+        """From a process of this router that is gone: by URL, who has registered. All leases begin anew."""
+        until = self._clock.monotonic() + self._lease_s
+        self.leases = {url: Lease(process, until) for url, process in leases.items()}
 
     async def watch(self) -> None:
         """End leases that were not renewed; runs until it is cancelled."""
@@ -119,12 +139,14 @@ class Registrations:
             before = now
 
     def look(self, now: float, missed_s: float = 0.0) -> None:
-        """Whose lease is over at `now` is drained, and forgotten then. `missed_s`: for so long nobody was heard."""
+        """Drain and then forget instances whose lease is over at `now`. `missed_s`: how long this process could not
+        receive renewals."""
+        self._heed_clock()
         for url, lease in list(self.leases.items()):
             lease.until += missed_s
             if lease.until <= now:
                 del self.leases[url]
-                self._retire(url, "has not been heard of")
+                self._retire(url, "has not renewed its lease")
         for url, (_, came) in list(self._used.items()):
             if url not in self.leases and now - came > 2 * SKEW_S:  # older messages are refused for their age
                 del self._used[url]
@@ -133,9 +155,12 @@ class Registrations:
 
     def _require_wanted(self) -> None:
         if not self._config.registration:
-            raise RegistrationRefused("this router takes no registrations; start it with --registration")
+            raise RegistrationRefused("this router does not accept registrations; start it with --registration")
         if not self._key:
-            raise RegistrationRefused("this router has no KVFERRY_AUTH_TOKEN, by which instances could be known")
+            raise RegistrationRefused(
+                "this router has no KVFERRY_AUTH_TOKEN, which authenticates registrations; set the same one as on the"
+                " instances"
+            )
 
     def _open(self, message: bytes) -> Announcement:
         try:
@@ -148,9 +173,9 @@ class Registrations:
     def _use(self, url: str, number: int) -> None:
         last, _ = self._used.get(url, (0, 0.0))
         if number <= last:
-            raise Unauthorized("the registration was used before, or came later than a newer one")
+            raise Unauthorized("the registration was used before, or is older than one that has already arrived")
         if url not in self._used and len(self._used) >= MAX_REGISTERED:
-            raise QueueFull(f"{MAX_REGISTERED} instances are registered here, which is the most")
+            raise QueueFull(f"{MAX_REGISTERED} instances are registered here, which is the limit")
         self._used[url] = number, self._clock.monotonic()
 
     async def _up(self, url: str, said: Announcement) -> _Doing:
@@ -159,7 +184,7 @@ class Registrations:
             lease.until = self._clock.monotonic() + self._lease_s
             if here is None:  # the lease goes on, so that its process stays out
                 raise InstanceConflict(
-                    f"an operator removed {url}; start the instance anew, or add it by `kvferry fleet add`"
+                    f"an operator removed {url}; restart the instance, or add it with `kvferry fleet add`"
                 )
             return _doing(here)
         if here is not None and lease is None:
@@ -169,15 +194,18 @@ class Registrations:
         return self._admit(url, said, facts)
 
     def _admit(self, url: str, said: Announcement, facts: Facts) -> _Doing:
-        """Of a process that is new, with what it said when it was asked."""
+        """Add an instance whose process is new, with what it reported when it was asked. That an operator drained the
+        process before it is over with that process."""
+        self._membership.supersede(url)
         here = self._here(url)
-        if here is not None and not here.draining and here.role != said.role:
+        if here is not None and here.role != said.role:
             self._retire(url, f"registers for {said.role}")
             here = None
         if here is None:
             here = self._pools.pool(said.role).add(url, said.bootstrap_port or BOOTSTRAP_PORT)
             logger.warning("%s (%s) has registered", here, here.url)
-        here.facts, here.alive = facts, True
+        here.learn(facts)
+        here.alive = True
         return _doing(here)
 
     def _draining(self, url: str, said: Announcement) -> _Doing:
@@ -198,11 +226,11 @@ class Registrations:
     # Instances.
 
     def _here(self, url: str) -> Instance | None:
-        """The instance at this URL, less those that only end there."""
+        """The instance at this URL, unless it will be removed once it is drained."""
         return next((one for one in self._pools if one.url == url and not one.leaves_by_itself), None)
 
     def _retire(self, url: str, why: str) -> None:
-        if self._is_named(url):
+        if self._membership.names(url):
             return
         for one in [one for one in self._pools if one.url == url and not one.leaves_by_itself]:
             one.leaves_by_itself = True
@@ -210,7 +238,7 @@ class Registrations:
             self._pools.retire(one)
 
     async def _ask(self, url: str, said: Announcement) -> Facts:
-        """What the instance says of itself. Raises `InstanceConflict` when it is not what the message says."""
+        """What the instance reports about itself. Raises `InstanceConflict` if that is not what the message says."""
         if url in self._asking:
             raise InstanceConflict(f"{url} is being asked already")
         self._asking.add(url)
@@ -220,7 +248,9 @@ class Registrations:
             status, _ = await self._upstream.ask(instance, "GET", "/health", timeout_s)
             facts = await ask_about(instance, self._upstream, self._config.protocol, timeout_s)
         except TransferError as error:
-            raise InstanceConflict(f"{error}; if it is reached elsewhere, say so by --advertise-url") from error
+            raise InstanceConflict(
+                f"{error}; if it has another address, set --advertise-url on the instance"
+            ) from error
         finally:
             self._asking.discard(url)
             if not any(one.origin == instance.origin for one in self._pools):
@@ -253,20 +283,8 @@ def _url(said: Announcement) -> str:
         raise InvalidRequest(str(error), param="url") from error
 
 
-class _Bound:
-    """Refuses a body that is longer than any message, while it comes."""
-
-    def __init__(self) -> None:
-        self._num_bytes = 0
-
-    def __call__(self, num_bytes: int) -> None:
-        self._num_bytes += num_bytes
-        if self._num_bytes > LONGEST_MESSAGE:
-            raise BodyTooLarge(f"a registration has at most {LONGEST_MESSAGE} bytes")
-
-
 def _mismatch(facts: Facts, said: Announcement) -> str | None:
-    """What is wrong with an instance that registers as `said`; None: nothing."""
+    """How an instance differs from what it registered as (`said`); None: it does not."""
     match facts:
         case Absent():
             return "is no server of kvferry, vLLM or SGLang"

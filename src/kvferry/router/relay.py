@@ -1,6 +1,6 @@
-"""An instance's answer on its way to the client: as it comes, but nothing in it leads past the router.
+"""Sends an instance's answer to the client as it comes, without anything that leads around the router.
 
-Addresses of instances are made unreadable in whatever tells of an error; a redirect is not passed on at all.
+Addresses of instances are made unreadable in errors, and redirects are not forwarded.
 """
 
 from __future__ import annotations
@@ -13,15 +13,17 @@ from typing import Protocol
 
 from kvferry.core.clock import Clock
 from kvferry.core.errors import PeerLost
+from kvferry.core.instance_facts import InstanceFacts
 from kvferry.core.openai import SSE_DONE
+from kvferry.http.answer import Mask
 from kvferry.http.headers import RawHeaders
 from kvferry.http.response import Response
 from kvferry.router.errors import BadAnswer, InstanceLost, InstanceSilent, Silent
 from kvferry.router.headers import for_client
-from kvferry.router.instance import Instance, InstanceFacts, VllmFacts
+from kvferry.router.instance import Instance, VllmFacts
 from kvferry.router.pools import Pools
 from kvferry.router.progress import EventPassage
-from kvferry.router.upstream import Answer
+from kvferry.router.upstream import UpstreamAnswer
 
 logger = logging.getLogger(__name__)
 
@@ -39,20 +41,20 @@ _LONGEST_READ = 64 * 2**20
 
 
 class Elsewhere(Protocol):
-    """Who knows of other instances."""
+    """Knows other instances that can continue an answer."""
 
-    def passage_of(self, answer: Answer) -> EventPassage | None:
-        """What another instance would need to go on with this answer; None: none could."""
+    def passage_of(self, answer: UpstreamAnswer) -> EventPassage | None:
+        """What another instance would need to continue this answer; None: no instance could."""
 
-    async def continued(self, passage: EventPassage, lost: Answer) -> Answer | None:
-        """The rest of an answer whose instance was lost; None: there is nobody to give it."""
+    async def continued(self, passage: EventPassage, lost: UpstreamAnswer) -> UpstreamAnswer | None:
+        """The rest of an answer whose instance was lost; None: no instance can give it."""
 
     @property
     def brings_ticket(self) -> bool:
-        """Whether an answer's end may bring a ticket for the next turn, which is not the client's."""
+        """Whether an answer's end may contain a ticket for the next turn, which is not for the client."""
 
-    def take_ticket(self, answer: Answer, content: bytes, *, events: bool) -> bytes:
-        """A whole answer, or the last `events` of a stream, without that."""
+    async def take_ticket(self, answer: UpstreamAnswer, content: bytes, *, events: bool) -> bytes:
+        """A whole answer, or the last `events` of a stream, without the ticket."""
 
 
 class Relay:
@@ -60,17 +62,18 @@ class Relay:
 
     def __init__(self, pools: Pools, clock: Clock) -> None:
         self._addresses = _Addresses(pools, clock)
+        self._mask = Mask(b'"error"', self._hide)
 
-    async def send(self, answer: Answer, response: Response, elsewhere: Elsewhere | None = None) -> bool:
-        """Send an instance's answer as it comes. False when the instance broke off before the end, and `elsewhere` knew
-        of no other to go on.
+    async def send(self, answer: UpstreamAnswer, response: Response, elsewhere: Elsewhere | None = None) -> bool:
+        """Send an instance's answer as it comes. False if the connection broke before the end, and `elsewhere` found no
+        other instance to continue.
 
-        The client then gets an error event if the answer is an event stream, else a connection that breaks off
-        too: what has been sent cannot be made an error any more, and must not look complete. Raises `RequestError` when
-        nothing can be sent of the answer.
+        The client then gets an error event if the answer is an event stream; otherwise its connection is cut too: what
+        has been sent cannot become an error any more, and must not look complete. Raises `RequestError` if nothing can
+        be sent of the answer.
         """
         if 300 <= answer.status < 400:
-            raise BadAnswer(f"{answer.instance} answered with a redirect, which is not for clients")
+            raise BadAnswer(f"{answer.instance} answered with a redirect, which is not forwarded to clients")
         if answer.status >= 400 and not answer.is_event_stream:
             await self._send_error(answer, response)
             return True
@@ -90,19 +93,21 @@ class Relay:
         return True
 
     async def _send_events(
-        self, answer: Answer, response: Response, passage: EventPassage, elsewhere: Elsewhere
+        self, answer: UpstreamAnswer, response: Response, passage: EventPassage, elsewhere: Elsewhere
     ) -> bool:
-        """A stream that another instance can go on with."""
+        """A stream that another instance can continue."""
         response.start(answer.status, [one for one in self._headers(answer) if one[0] != b"content-length"])
         now = answer
         while True:
             try:
-                await now.relay_payload(response, passage.take)
-                lost = PeerLost(f"{now.instance} ended an answer before its end")
+                await now.relay_payload(response, passage)
+                lost = PeerLost(f"{now.instance} ended an answer early")
             except PeerLost as error:
                 lost = error
             if (closing := passage.closing) is not None:
-                response.end(elsewhere.take_ticket(now, closing, events=True) if elsewhere.brings_ticket else closing)
+                if elsewhere.brings_ticket:
+                    closing = await elsewhere.take_ticket(now, closing, events=True)
+                response.end(closing)
                 return True
             logger.warning("request %s: %s", response.request.id, lost)
             told, before = passage.error, now
@@ -113,43 +118,40 @@ class Relay:
             now = following
 
     def _end_broken(self, response: Response, told: bytes, lost: PeerLost) -> None:
-        """With the error that the instance told, or one of the router's own."""
+        """End with the error that the instance reported, or with one of the router's own."""
         if told:
             response.end(self._hide(told) + SSE_DONE)
         else:
             response.fail(_told(lost))
 
-    async def _send_read(self, answer: Answer, response: Response, elsewhere: Elsewhere) -> None:
+    async def _send_read(self, answer: UpstreamAnswer, response: Response, elsewhere: Elsewhere) -> None:
         """A whole answer that is read first."""
         try:
             body = await answer.read(_LONGEST_READ)
         except PeerLost as error:
-            raise InstanceLost(f"{answer.instance} broke off within its answer") from error
+            raise InstanceLost(f"{answer.instance} closed the connection within its answer") from error
         headers = [header for header in self._headers(answer) if header[0] != b"content-length"]
-        response.send(answer.status, elsewhere.take_ticket(answer, body, events=False), headers)
+        response.send(answer.status, await elsewhere.take_ticket(answer, body, events=False), headers)
 
-    async def _send_error(self, answer: Answer, response: Response) -> None:
+    async def _send_error(self, answer: UpstreamAnswer, response: Response) -> None:
         try:
             body = await answer.read(_LONGEST_ERROR)
         except PeerLost as error:
-            raise InstanceLost(f"{answer.instance} broke off within an error") from error
+            raise InstanceLost(f"{answer.instance} closed the connection within an error") from error
         headers = [header for header in self._headers(answer) if header[0] != b"content-length"]
         response.send(answer.status, self._hide(body), headers)
 
-    def _headers(self, answer: Answer) -> RawHeaders:
+    def _headers(self, answer: UpstreamAnswer) -> RawHeaders:
         names_one = self._addresses.pattern().search
         return [one for one in for_client(answer.headers) if not names_one(one[1])]
 
-    def _mask(self, piece: bytes) -> bytes:
-        return self._hide(piece) if b'"error"' in piece else piece
-
     def _hide(self, text: bytes) -> bytes:
-        """As long as it was, so that no framing has to change."""
+        """Replaced by text of the same length, so that no framing has to change."""
         return self._addresses.pattern().sub(lambda found: b"*" * len(found[0]), text)
 
 
 class _Addresses:
-    """How instances can be named in a text: by a host, with or without scheme and port."""
+    """How instances may be named in a text: by host, with or without scheme and port."""
 
     def __init__(self, pools: Pools, clock: Clock) -> None:
         self._pools, self._clock = pools, clock
@@ -160,7 +162,7 @@ class _Addresses:
         self._pattern = _NOTHING
 
     def pattern(self) -> re.Pattern[bytes]:
-        """Finds any of them; made anew when something new is known of an instance."""
+        """Finds any of them; built again when something new is known about an instance."""
         known: list[object] = []
         for instance in self._pools:
             known += (instance.url, instance.facts)
@@ -193,5 +195,5 @@ def _hosts(instance: Instance) -> Iterator[str]:
 
 def _told(error: PeerLost) -> InstanceLost | InstanceSilent:
     if isinstance(error, Silent):
-        return InstanceSilent("the instance stopped in the middle of its answer, which is incomplete")
+        return InstanceSilent("the instance stopped sending in the middle of its answer, which is incomplete")
     return InstanceLost("the instance broke off; the answer is incomplete")

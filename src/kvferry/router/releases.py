@@ -1,13 +1,14 @@
-"""Tells prefill instances that nobody will come for a hand-off, so that they free its blocks now.
+"""Tells prefill instances that nobody will fetch a hand-off, so that they free its blocks now.
 
-Owns the tasks that do it: they outlive the request, and end with the app. A release that is lost costs memory until
-the lease is over, never more; so each has one try, and too many at once are dropped.
+Owns the tasks that do it: they outlive the request, and end with the app. A lost release costs memory until the lease
+is over, and nothing else; so each is tried once, and too many at once are dropped.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Sequence
 
 import msgspec
 
@@ -24,6 +25,7 @@ NO_MODEL = "kvferry-release"
 """A model that no server serves."""
 
 _MOST_AT_ONCE = 1024
+_FEW = 32
 
 
 class Releases:
@@ -40,24 +42,37 @@ class Releases:
 
     def start(self, prefill: Instance, transfer_id: str) -> None:
         """Tell a prefill instance of kvferry's to end a hand-off. Returns at once."""
-        self._begin(prefill, RELEASE_PATH, {"transfer_id": transfer_id}, [], expected=200)
+        self._begin(prefill, RELEASE_PATH, _released(transfer_id), [], expected=200)
+
+    def start_all(self, held: Sequence[tuple[Instance, str]]) -> None:
+        """As `start` for all of these, a few at a time, as there may be thousands. Returns at once."""
+        if self._group is not None:
+            self._group.create_task(self._one_by_one(held))
+
+    async def _one_by_one(self, held: Sequence[tuple[Instance, str]]) -> None:
+        for begin in range(0, len(held), _FEW):
+            few = held[begin : begin + _FEW]
+            sent = [self._send(one, RELEASE_PATH, _released(name), [], expected=200) for one, name in few]
+            self._num_running += len(sent)
+            await asyncio.gather(*sent)
 
     def refuse(self, decode: Instance, ticket: msgspec.Raw, client_headers: RawHeaders) -> None:
-        """Have vLLM's prefill instance told by a decode instance, which has never seen the ticket. Returns at once.
+        """Release a hand-off of a vLLM prefill instance through a decode instance that has never seen the ticket.
+        Returns at once.
 
-        vLLM has no other way: a decode server that refuses a request, here for its model's name, hands the ticket to
-        its connector, and that gives it up at P.
+        vLLM has no other way: a decode server that refuses a request, here because of its model name, hands the ticket
+        to its connector, which gives it up at P.
         """
         body = {"model": NO_MODEL, "prompt": [0], "max_tokens": 1, "kv_transfer_params": ticket}
         allowed = [(name, value) for name, value in client_headers if name == b"authorization"]
-        self._begin(decode, "/v1/completions", body, allowed, expected=404)
+        self._begin(decode, "/v1/completions", msgspec.json.encode(body), allowed, expected=404)
 
-    def _begin(self, instance: Instance, path: str, body: object, headers: RawHeaders, expected: int) -> None:
+    def _begin(self, instance: Instance, path: str, body: bytes, headers: RawHeaders, expected: int) -> None:
         if self._group is None or self._num_running >= _MOST_AT_ONCE:
             self._metrics.released("dropped")
             return
         self._num_running += 1
-        self._group.create_task(self._send(instance, path, msgspec.json.encode(body), headers, expected))
+        self._group.create_task(self._send(instance, path, body, headers, expected))
 
     async def _send(self, instance: Instance, path: str, body: bytes, headers: RawHeaders, expected: int) -> None:
         try:
@@ -72,3 +87,7 @@ class Releases:
             self._metrics.released("failed")
         finally:
             self._num_running -= 1
+
+
+def _released(transfer_id: str) -> bytes:
+    return msgspec.json.encode({"transfer_id": transfer_id})

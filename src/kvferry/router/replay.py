@@ -1,22 +1,26 @@
-"""What of a stream the client has, where the instance does not tell its tokens: vLLM's.
+"""How much of a stream the client has, if the instance does not mark its tokens: vLLM's.
 
-Another instance is asked the same from the beginning, and what the client has is left out of its answer, once it is
-seen to be the same: a greedy or seeded answer repeats itself, as far as the engine's arithmetic does. Where it turns
-out otherwise the client is told, and gets no token of another answer.
+Another instance gets the same request from the beginning, and what the client has is left out of its answer once it is
+seen to be the same: a greedy or seeded answer repeats itself, as far as the engine's arithmetic does. If it differs,
+the client gets an error, and no token of the other answer.
 """
 
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from typing import Any
 
-from kvferry.core.errors import ProtocolError
+from kvferry.http.fast_path import Pattern
+from kvferry.router.errors import UnreadableStream
 from kvferry.router.instance import Facts
 from kvferry.router.progress import ERROR_EVENT, EventPassage
 
 _DATA = b"data: "
 _DONE = b"data: [DONE]"
 _FINISHED = b'"finish_reason":"'
+_IN_THE_MIDDLE = Pattern(_DATA, "all", (_FINISHED, ERROR_EVENT, _DONE))
+
 _MOST_EVENTS = 256
 """More are read, and kept as their text."""
 
@@ -26,7 +30,7 @@ _ONCE = ("role", "prompt_token_ids", "prompt_logprobs")
 
 
 class Replay(EventPassage):
-    """Of one stream with one choice, which several instances of the kind `kind` may bring in turn."""
+    """One stream with one choice, which several instances of the kind `kind` may send in turn."""
 
     def __init__(self, kind: type[Facts]) -> None:
         super().__init__(kind)
@@ -36,7 +40,7 @@ class Replay(EventPassage):
         self._again: _Said | None = None
 
     def restart(self) -> None:
-        """The next instance begins anew."""
+        """The next instance begins from the start."""
         super().restart()
         self._read_on()
         self._again = _Said()
@@ -61,37 +65,52 @@ class Replay(EventPassage):
         if event:
             self.begun = True
             self._unread.append(event)
-            if len(self._unread) > _MOST_EVENTS:
-                self._read_on()
+            self._compact()
         return event
 
+    def _pattern(self) -> Pattern | None:
+        return _IN_THE_MIDDLE if self._again is None else None
+
+    def passed(self, kept: bytes) -> None:
+        """Whole events."""
+        self._unread += kept.split(b"\n\n")[:-1]
+        self._compact()
+
+    def _compact(self) -> None:
+        """A stream that cannot be read cannot be continued; as long as its instance goes on, it is forwarded."""
+        if len(self._unread) > _MOST_EVENTS:
+            with suppress(UnreadableStream):
+                self._read_on()
+
     def _is_all_there(self) -> bool:
-        """Whether an answer that ends now has come as far as the first."""
+        """Whether an answer that ends now is as long as the first one was."""
         if self._again is None or self._again.covers(self._read):
             return True
         self.hopeless = True
         return False
 
     def _read_on(self) -> None:
-        for event in self._unread:
+        unread, self._unread = self._unread, []
+        was_hopeless, self.hopeless = self.hopeless, True  # until all of it is read
+        for event in unread:
             said = _parsed(event)
             self._created = self._created or said.get("created")
             self._read.add(said)
-        self._unread.clear()
-        self.hopeless = self.hopeless or self._read.unknown
+        self.hopeless = was_hopeless or self._read.unknown
 
     def _only_new(self, event: bytes, again: _Said) -> bytes:
-        """What the client does not have of it. Raises `ProtocolError` when it says something else."""
+        """The part that the client does not have. Raises `UnreadableStream` if the rest differs from what the client
+        has."""
         said = _parsed(event)
         try:
             is_new = again.leave_out(said, self._read)
         except ValueError as error:
             self.hopeless = True
-            raise ProtocolError(f"the same request was answered in another way: {error}") from error
+            raise UnreadableStream(f"the same request got a different answer: {error}") from error
         return self._written(said) if is_new else b""
 
     def _dated(self, event: bytes) -> bytes:
-        """With the same `created` as the first instance's events."""
+        """The event with the `created` of the first instance's events."""
         if self._again is None or event.startswith(_DONE):
             return event
         return self._written(_parsed(event))
@@ -103,7 +122,7 @@ class Replay(EventPassage):
 
 
 class _Said:
-    """The texts of a choice by their names, and how long its lists were."""
+    """The texts of a choice by their names, and the lengths of its lists."""
 
     def __init__(self) -> None:
         self.texts: dict[str, str] = {}
@@ -112,7 +131,7 @@ class _Said:
         self.begun = False
 
     def add(self, event: dict[str, Any]) -> None:
-        """One event more."""
+        """Add one event."""
         for part in _parts(event):
             self.begun = True
             for name, value in part.items():
@@ -128,8 +147,8 @@ class _Said:
         return all(len(text) <= len(self.texts.get(name, "")) for name, text in known.texts.items())
 
     def leave_out(self, event: dict[str, Any], known: _Said) -> bool:
-        """Cut off `event` what is in `known` already, and note all of it here; whether anything is left. Raises
-        `ValueError` when it is something else."""
+        """Remove from `event` what `known` already has, and add all of it here; returns whether anything is left.
+        Raises `ValueError` if it differs."""
         had = {**self.lengths}, {name: len(text) for name, text in self.texts.items()}
         whole = json.loads(json.dumps(event))
         for part in _parts(event):
@@ -137,7 +156,7 @@ class _Said:
         self.add(whole)
         finish = any(choice.get("finish_reason") for choice in _choices(event))
         if finish and not self.covers(known):
-            raise ValueError("it ended before what the client has")
+            raise ValueError("it is shorter than what the client has")
         return finish or _says_something(event)
 
     @staticmethod
@@ -157,7 +176,7 @@ class _Said:
 
 
 def _parts(event: dict[str, Any]) -> list[dict[str, Any]]:
-    """The objects of an event in which a choice says something."""
+    """The objects of an event that contain text of a choice."""
     found = []
     for choice in _choices(event):
         found += [choice, *(choice[name] for name in ("delta", "logprobs") if isinstance(choice.get(name), dict))]
@@ -180,5 +199,5 @@ def _parsed(event: bytes) -> dict[str, Any]:
     try:
         said = json.loads(event.removeprefix(_DATA))
     except (ValueError, RecursionError) as error:
-        raise ProtocolError(f"an event of a stream is not JSON: {error}") from error
+        raise UnreadableStream(f"an event of a stream is not JSON: {error}") from error
     return said if isinstance(said, dict) else {}

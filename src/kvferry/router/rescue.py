@@ -1,8 +1,8 @@
-"""Has another instance go on with an answer whose instance was lost.
+"""Finds another instance to continue an answer whose instance was lost.
 
 Any instance of the same kind that serves the model can: decode instances first, then prefill instances. Owns which of
-them failed this answer; one of those is asked again only when `Health` has looked at it since. One that asked to be
-left alone (`Retry-After`) is.
+them failed this answer; one of those is asked again only after `Health` has checked it again, and one that asked for a
+pause (`Retry-After`) only after that.
 """
 
 from __future__ import annotations
@@ -16,16 +16,17 @@ import msgspec
 
 from kvferry.core.clock import Clock
 from kvferry.core.errors import PeerLost, ProtocolError
+from kvferry.core.instance_facts import InstanceFacts
 from kvferry.router.body import RequestBody
 from kvferry.router.chooser import with_model
 from kvferry.router.config import RouterConfig
-from kvferry.router.instance import Facts, Instance, InstanceFacts, Unasked
-from kvferry.router.legs import Verdict, verdict
+from kvferry.router.instance import Facts, Instance, Unasked
+from kvferry.router.legs import verdict
 from kvferry.router.metrics import Metrics
 from kvferry.router.pools import Pools
 from kvferry.router.progress import EventPassage
-from kvferry.router.protocols.choose import can_pair
-from kvferry.router.upstream import Answer
+from kvferry.router.protocols.choose import alike
+from kvferry.router.upstream import UpstreamAnswer
 
 logger = logging.getLogger(__name__)
 
@@ -35,29 +36,27 @@ _LOOK_AGAIN_S = 0.1
 _SPREAD_S = 0.5
 """Over which those who waited for the same instance come to it."""
 
-Call = Callable[[Instance, bytes], Awaitable[Answer]]
+Call = Callable[[Instance, bytes], Awaitable[UpstreamAnswer]]
 """Sends a leg with this body. Raises `PeerLost`."""
 
 
 class Rescue:
-    """Of one request."""
+    """For one request."""
 
     def __init__(self, config: RouterConfig, clock: Clock, pools: Pools, metrics: Metrics, body: RequestBody) -> None:
         self._config, self._clock, self._pools, self._metrics = config, clock, pools, metrics
         self._body = body
-        model = body.get("model")
-        self._model = model if isinstance(model, str) else ""
         self._like: Facts = Unasked()
         self._spread_s = 0.0
         self._lost: dict[Instance, Facts] = {}
         self._num_left = config.continuations
 
     def begun_by(self, instance: Instance) -> None:
-        """Its answer is passed on; whoever goes on with it must be alike."""
+        """This instance's answer is being forwarded; only an instance of the same kind can continue it."""
         self._like = instance.facts
 
-    async def elsewhere(self, passage: EventPassage, lost: Instance, call: Call) -> Answer | None:
-        """The rest of a stream whose instance was lost; None when nobody can give it."""
+    async def elsewhere(self, passage: EventPassage, lost: Instance, call: Call) -> UpstreamAnswer | None:
+        """The rest of a stream whose instance was lost; None if no instance can give it."""
         if not self._num_left or not passage.can_go_elsewhere:
             return None
         self._num_left -= 1
@@ -65,8 +64,8 @@ class Rescue:
         try:
             body = self._body.encode(**passage.fields())
             passage.restart()
-        except (msgspec.MsgspecError, UnicodeDecodeError, OverflowError, ProtocolError) as error:
-            logger.warning("%s told nonsense of an answer, which cannot be continued: %s", lost, error)
+        except (msgspec.MsgspecError, UnicodeDecodeError, OverflowError, RecursionError, ProtocolError) as error:
+            logger.warning("%s sent invalid progress marks in an answer, which cannot be continued: %s", lost, error)
             return None
         if passage.hopeless:
             return None
@@ -74,15 +73,17 @@ class Rescue:
         self._metrics.continued("done" if answer is not None else "failed")
         return answer
 
-    async def from_the_beginning(self, body: bytes, call: Call) -> Answer | None:
-        """An answer that nobody has begun, of whoever can give it now."""
+    async def from_the_beginning(self, body: bytes, call: Call) -> UpstreamAnswer | None:
+        """A whole answer of which the client has nothing yet, from any instance that can give it now."""
         return await self._first_that_serves(call, body, InstanceFacts, 0.0) if self._config.continuations else None
 
     def failed(self, instance: Instance) -> None:
-        """Not to be asked again, as far as is known of it now."""
+        """This instance is not asked again, unless something new is known about it."""
         self._lost[instance] = instance.facts
 
-    async def _first_that_serves(self, call: Call, body: bytes, kind: type[Facts], timeout_s: float) -> Answer | None:
+    async def _first_that_serves(
+        self, call: Call, body: bytes, kind: type[Facts], timeout_s: float
+    ) -> UpstreamAnswer | None:
         deadline = self._clock.monotonic() + timeout_s
         while True:
             while (instance := self._pick(kind)) is not None:
@@ -94,8 +95,8 @@ class Rescue:
             self._spread_s = random.uniform(0.0, _SPREAD_S)
             await asyncio.sleep(_LOOK_AGAIN_S)  # until one is back, or has room
 
-    async def _ask(self, call: Call, instance: Instance, body: bytes) -> Answer | None:
-        """Its answer, unless it failed or refused, which is noted, or is busy, which `call` notes."""
+    async def _ask(self, call: Call, instance: Instance, body: bytes) -> UpstreamAnswer | None:
+        """The instance's answer, unless it failed or refused, which is noted here, or is busy, which `call` notes."""
         try:
             answer = await call(instance, body)
         except PeerLost:
@@ -103,13 +104,16 @@ class Rescue:
             return None
         if answer.status < 300:
             return answer
-        if verdict(answer.status) is not Verdict.BUSY:
+        if verdict(answer.status) != "busy":
             self.failed(instance)
         answer.close()
         return None
 
     def _pick(self, kind: type[Facts]) -> Instance | None:
-        known = with_model(self._model, [*self._pools.decode.instances, *self._pools.prefill.instances])
+        model = self._body.get("model")
+        known = with_model(
+            model if isinstance(model, str) else "", [*self._pools.decode.instances, *self._pools.prefill.instances]
+        )
         able = [one for one in known if self._is_able(one, kind)]
         trusted = [one for one in able if one.trusted] or able
         return min(trusted, key=lambda one: (one.role, one.in_flight), default=None)  # "decode" comes first
@@ -119,4 +123,4 @@ class Rescue:
         if not instance.usable or not isinstance(facts, kind) or self._lost.get(instance) is facts:
             return False
         is_free = not instance.busy_until or instance.busy_until + self._spread_s <= self._clock.monotonic()
-        return is_free and can_pair(self._like, facts)
+        return is_free and alike(self._like, facts)

@@ -30,10 +30,9 @@ def run_router(
 ) -> int:
     """Serve until SIGINT or SIGTERM; returns the exit code.
 
-    `on_ready` is called with {"url": …} when requests are answered, by all of `workers`, whose process ids are there
-    too where there are several. At the end, requests under way have the grace that
-    `http` gives them. Raises `ConfigError` when the address cannot be had, a file not be read, or the instances named
-    make no router.
+    `on_ready` is called with {"url": …} once requests are answered, by all of `workers`; if there are several, their
+    process ids are included. At the end, running requests have the grace period that `http` sets. Raises `ConfigError`
+    if the address cannot be used, a file cannot be read, or the given instances are not enough for a router.
     """
     http = replace(http, max_body_bytes=config.max_body_bytes)
     if config.workers > 1:
@@ -42,8 +41,8 @@ def run_router(
 
 
 def spare_the_collector() -> None:
-    """What is here now stays for good, and requests leave no cycles worth looking for after every few hundred objects:
-    without this some percent of the processor time go into looking."""
+    """Exclude all current objects from garbage collection, and make it run rarely: requests leave hardly any cycles,
+    and looking for them every few hundred objects takes some percent of the CPU time."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(*_GC_THRESHOLDS)

@@ -22,7 +22,7 @@ _OTHERWISE: dict[str, Callable[[Sequence[float]], float]] = {
 
 
 def summed(texts: Iterable[bytes]) -> bytes:
-    """One text of several, each in Prometheus' text form."""
+    """One text made of several, each in Prometheus' text format."""
     families: dict[str, Metric] = {}
     values: dict[_Key, list[float]] = {}
     for text in texts:

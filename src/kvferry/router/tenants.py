@@ -1,7 +1,8 @@
-"""Whose request it is, and what each tenant may have: shares, requests and tokens a minute, requests at a time.
+"""Which tenant a request belongs to, and what each tenant may use: shares, requests and tokens per minute, requests at
+a time.
 
-A tenant is an API key, or an address where no keys are asked for; by `--tenant-by` also what clients write into `user`
-or a header. Owns what each has used of its rates.
+A tenant is an API key, or a client address if no keys are required; with `--tenant-by`, what clients write into `user`
+or a header. Owns how much of its limits each tenant has used.
 """
 
 from __future__ import annotations
@@ -31,44 +32,55 @@ _MINUTE_S = 60.0
 _LONGEST_NAME = 256
 _MOST_ANSWER_TOKENS, _MOST_ANSWERS = 10**7, 10**3
 _LONGEST_NUMBER = 256
+_ITEMS = msgspec.json.Decoder(list[msgspec.Raw])
 
 
 @dataclass(frozen=True, slots=True)
 class _Form:
-    """Of one path's bodies: the fields with text that goes into the prompt, those that limit the answer, and how many
-    tokens an answer counts that no field limits. Engines differ in which limit counts, so the highest does."""
+    """The fields of a path's bodies: those with text of the prompt, those that limit the answer, and the number
+    of tokens that an answer counts if none limits it. Engines differ in which limit they use, so the highest one
+    counts."""
 
-    texts: tuple[str, ...]
-    limits: tuple[str, ...]
-    unsaid_tokens: int
+    texts: tuple[str, ...] = ()
+    limits: tuple[str, ...] = ()
+    unsaid_tokens: int = 0
+    prompts: str = ""
+    pairs: tuple[tuple[str, ...], tuple[str, ...]] | None = None
 
+
+_CHAT_TEXTS = ("messages", "tools", "documents", "chat_template", "chat_template_kwargs")
+_POOLED = _Form(_CHAT_TEXTS, prompts="input")
+_IN_EACH_PAIR = ("instruction", "chat_template_kwargs")
+_PAIRED = _Form(pairs=(("query", "queries", "text_1", "data_1"), ("documents", "items", "text_2", "data_2")))
 
 _FORMS = {
-    "/v1/completions": _Form(("suffix",), ("max_tokens",), 16),  # the API's default; `prompt` may be token ids
+    "/v1/completions": _Form(("suffix",), ("max_tokens",), 16, prompts="prompt"),  # 16 is the API's default
     "/v1/chat/completions": _Form(
-        ("messages", "tools", "documents", "chat_template", "chat_template_kwargs"),
+        _CHAT_TEXTS,
         ("max_completion_tokens", "max_tokens"),
         1024,
     ),
     "/v1/responses": _Form(("input", "instructions", "tools"), ("max_output_tokens",), 1024),
     "/v1/messages": _Form(("messages", "system", "tools"), ("max_tokens",), 1024),
+    **dict.fromkeys(("/v1/embeddings", "/pooling", "/classify"), _POOLED),
+    **dict.fromkeys(("/v1/score", "/score", "/v1/rerank", "/rerank"), _PAIRED),
 }
 
-Rate = Annotated[float, msgspec.Meta(ge=0)]
+Rate = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Of one tenant; 0: no limit. `weight`: its share among those that wait. `api_key`: keys of this tenant."""
+    """Of one tenant; 0: no limit. `weight`: its share of turns while requests wait. `api_key`: keys of this tenant."""
 
     weight: Annotated[float, msgspec.Meta(gt=0, le=1e6)] = 1.0
     requests_per_minute: Rate = 0.0
     tokens_per_minute: Rate = 0.0
-    max_in_flight: Annotated[int, msgspec.Meta(ge=0)] = 0
+    max_in_flight: Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)] = 0
     api_key: list[str] = []
 
 
 class Bucket:
-    """Holds what may be used within a minute, and fills up steadily."""
+    """Holds what may be used within a minute, and refills steadily."""
 
     __slots__ = ("_level", "_most", "_since")
 
@@ -77,25 +89,31 @@ class Bucket:
         self._since = now
 
     def lacking_s(self, amount: float, now: float) -> float:
-        """Seconds until `amount` may be taken; 0: now. More than there ever is may be taken when it is full."""
+        """Seconds until `amount` may be taken; 0: now. An amount above the limit may be taken when the bucket is
+        full."""
         self._level = min(self._most, self._level + (now - self._since) * self._most / _MINUTE_S)
         self._since = now
         missing = min(amount, self._most) - self._level
         return max(0.0, missing * _MINUTE_S / self._most)
 
     def take(self, amount: float) -> None:
-        """After `lacking_s`; a negative amount is given back."""
+        """Take after `lacking_s`; a negative amount is given back."""
         self._level = min(self._most, self._level - amount)
 
 
 @dataclass(slots=True)
 class Tenant:
-    """One of them. `requests` and `tokens` None: not limited."""
+    """One tenant. `requests` and `tokens` None: not limited."""
 
     key: bytes
     limits: Limits
     requests: Bucket | None = None
     tokens: Bucket | None = None
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether its requests or tokens per minute are limited, so that each request is charged."""
+        return self.requests is not None or self.tokens is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,12 +131,9 @@ class Charge:
             self.tenant.tokens.take(-self.tokens)
 
 
-_FREE = Charge(Tenant(b"", Limits()))
-
-
 @dataclass
 class Tenants:
-    """All of a router's."""
+    """All tenants of a router."""
 
     clock: Clock
     limits: Limits
@@ -129,7 +144,7 @@ class Tenants:
 
     @classmethod
     def from_config(cls, config: RouterConfig, clock: Clock) -> Tenants:
-        """Raises `ConfigError` for a file that cannot be used."""
+        """Build it from the configuration. Raises `ConfigError` if the file cannot be used."""
         limits = Limits(
             requests_per_minute=config.tenant_requests_per_minute,
             tokens_per_minute=config.tenant_tokens_per_minute,
@@ -140,7 +155,7 @@ class Tenants:
         return cls(clock, _share(limits, config.workers), shares, config.tenant_by)
 
     def find(self, caller: bytes, headers: RawHeaders, body: RequestBody | bytes | None) -> Tenant:
-        """Whose request that is. `caller`: the digest of an accepted key, or an address."""
+        """The tenant of a request. `caller`: the digest of an accepted key, or an address."""
         key = caller
         if self.by != "key":
             key = self._said(headers, body) or caller
@@ -168,9 +183,7 @@ class Tenants:
         return tenant
 
     def charge(self, tenant: Tenant, num_tokens: float) -> Charge:
-        """One request of so many tokens. Raises `OverLimit`, and takes nothing then."""
-        if tenant.requests is None and tenant.tokens is None:
-            return _FREE
+        """Charge one request of so many tokens. Raises `OverLimit`, and takes nothing then."""
         now = self.clock.monotonic()
         self._known[tenant.key] = self._known.pop(tenant.key, tenant)
         for bucket, amount, what in ((tenant.requests, 1.0, "requests"), (tenant.tokens, num_tokens, "tokens")):
@@ -178,7 +191,7 @@ class Tenants:
             if wait_s > 0:
                 per_minute = getattr(tenant.limits, f"{what}_per_minute")
                 raise OverLimit(
-                    f"the limit of {per_minute:g} {what} a minute is reached; try again in {math.ceil(wait_s)} s",
+                    f"the limit of {per_minute:g} {what} per minute is reached; try again in {math.ceil(wait_s)} s",
                     math.ceil(wait_s),
                 )
         if tenant.requests is not None:
@@ -189,24 +202,45 @@ class Tenants:
 
 
 def count_tokens(body: RequestBody | bytes | None, path: str, bytes_per_token: float) -> float:
-    """What a request counts for: its prompts, about, and the longest answers that it allows. 0 where nothing is
-    generated. Raises `InvalidRequest` for a limit that is no integer."""
+    """The number of tokens that a request is charged: an estimate for its prompts, and the longest answers that it
+    allows. 0 where no model computes anything. Raises `InvalidRequest` for a limit that is not an integer."""
     form = _FORMS.get(path)
     if form is None or not isinstance(body, RequestBody):
         return 0.0
     num_tokens, num_prompts = sum(len(body.raw(field)) for field in form.texts) / bytes_per_token, 1
-    if path == "/v1/completions":
-        in_prompts, num_prompts = _measure_prompts(body.raw("prompt"), bytes_per_token)
+    if form.prompts:
+        in_prompts, num_prompts = _measure_prompts(body.raw(form.prompts), bytes_per_token)
         num_tokens += in_prompts
+    if form.pairs is not None:
+        num_tokens += _measure_pairs(body, *form.pairs) / bytes_per_token
+    if not form.limits:
+        return num_tokens
     limit = max(_integer(body, field) for field in form.limits)
     answer = min(limit if limit > 0 else form.unsaid_tokens, _MOST_ANSWER_TOKENS)
     num_answers = min(max(_integer(body, "n"), _integer(body, "best_of"), 1), _MOST_ANSWERS)
     return num_tokens + answer * num_answers * num_prompts
 
 
+def _measure_pairs(body: RequestBody, first: tuple[str, ...], second: tuple[str, ...]) -> float:
+    """Bytes of all pairs: one text of the first kind goes with each of the second; several go with one each. Of fields
+    that mean the same an engine reads one, and the costliest choice counts."""
+    in_each = sum(len(body.raw(field)) for field in _IN_EACH_PAIR)
+    ones, others = ([(len(raw), _num_items(raw)) for raw in map(body.raw, fields)] for fields in (first, second))
+    return max(
+        num_bytes * (num_others if num_ones == 1 else 1) + in_each * num_others + other_bytes
+        for num_bytes, num_ones in ones
+        for other_bytes, num_others in others
+    )
+
+
+def _num_items(raw: bytes) -> int:
+    """Of a JSON list; 1 of anything else, and of an empty one."""
+    return max(1, len(_ITEMS.decode(raw))) if raw[:1] == b"[" else 1
+
+
 def _measure_prompts(prompt: bytes, bytes_per_token: float) -> tuple[float, int]:
-    """How many tokens, about, and how many prompts: the JSON of a text, texts, token ids, or lists of token ids, which
-    may be too long to be decoded for this."""
+    """The estimated number of tokens, and the number of prompts, in the JSON of a text, texts, token ids, or lists of
+    token ids; it may be too long to be decoded for this."""
     if prompt[:1] != b"[":
         return len(prompt) / bytes_per_token, 1
     if b'"' not in prompt:
@@ -216,8 +250,8 @@ def _measure_prompts(prompt: bytes, bytes_per_token: float) -> tuple[float, int]
 
 
 def _integer(body: RequestBody, field: str) -> int:
-    """A field's number, 0 when it is missing: 8, 8.0 and "8" are the same to some engines. Raises `InvalidRequest` for
-    what is none to any."""
+    """A field's number, 0 if it is missing: 8, 8.0 and "8" are the same to some engines. Raises `InvalidRequest` for
+    what no engine accepts."""
     value, raw = body.get(field), body.raw(field)
     if value is None or isinstance(value, int):
         return int(value or 0)
@@ -231,13 +265,14 @@ def _integer(body: RequestBody, field: str) -> int:
 
 
 def priority_of(body: RequestBody | bytes | None) -> int:
-    """vLLM's: what is lower comes first. An instance refuses what is no number."""
+    """vLLM's field: lower comes first. If it is not a number, the instance refuses the request."""
     found = body.get("priority") if isinstance(body, RequestBody) else None
     return found if isinstance(found, int) and not isinstance(found, bool) else 0
 
 
 def read_tenants(path: Path, limits: Limits) -> dict[bytes, Limits]:
-    """A TOML file with a table for each tenant: what it does not say is as in `limits`. Raises `ConfigError`."""
+    """Read a TOML file with a table for each tenant; what a table leaves out is as in `limits`. Raises
+    `ConfigError`."""
     try:
         tables = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
@@ -247,14 +282,14 @@ def read_tenants(path: Path, limits: Limits) -> dict[bytes, Limits]:
         own = _read_table(path, name, table, limits)
         for key in (_name(name), *map(_digest, own.api_key)):
             if key in found:
-                raise ConfigError(f"--tenants-file {path}: a key of [{name}] is another tenant's too")
+                raise ConfigError(f"--tenants-file {path}: a key of [{name}] also belongs to another tenant")
             found[key] = own
     return found
 
 
 def _share(limits: Limits, num_workers: int) -> Limits:
-    """What one of several processes of a router lets a tenant have: the kernel spreads its connections among them. Of
-    requests at a time at least one, or who comes to this process would wait for ever."""
+    """The limits of a tenant in one of several worker processes: the kernel spreads its connections among them. At
+    least one request at a time, otherwise a client of this process would wait for ever."""
     return msgspec.structs.replace(
         limits,
         requests_per_minute=limits.requests_per_minute / num_workers,
@@ -272,7 +307,7 @@ def _read_table(path: Path, name: str, table: Any, limits: Limits) -> Limits:
 
 
 def _name(name: str) -> bytes:
-    """Told apart from keys and addresses."""
+    """A tenant's name, in a form that no key or address has."""
     return b"name " + name[:_LONGEST_NAME].encode("utf-8", "replace")
 
 

@@ -1,4 +1,5 @@
-"""What prefill instances may hold for one request. Owns the list; whatever is on it at the end is released."""
+"""The hand-offs of one request for which prefill instances may hold blocks. Owns the list; what is left on it at the
+end is released."""
 
 from __future__ import annotations
 
@@ -38,18 +39,18 @@ class Tickets:
         return transfer_id
 
     def received(self, transfer_id: str, ticket: msgspec.Raw) -> None:
-        """P answered with this; D could fetch with it."""
+        """P answered with this ticket, with which D can fetch."""
         if transfer_id in self._held:
             self._held[transfer_id].ticket = ticket
 
     def settle(self, transfer_id: str) -> None:
-        """P holds nothing for it: it never began, or D has it all."""
+        """P holds nothing for it: the hand-off never began, or D has all of it."""
         held = self._held.pop(transfer_id, None)
         if held is not None:
             held.prefill.num_tickets -= 1
 
     def give(self, transfer_id: str) -> None:
-        """A decode instance gets it, to spend or to give up."""
+        """A decode instance gets the ticket and will fetch with it or give it up."""
         if transfer_id in self._held:
             self._held[transfer_id].given = True
 
@@ -59,11 +60,11 @@ class Tickets:
             self._held[transfer_id].given = False
 
     def fetching(self, transfer_id: str) -> None:
-        """The answer for the client comes of this one."""
+        """The answer for the client comes from this ticket."""
         self._fetching = transfer_id
 
     def delivered(self) -> None:
-        """The client has all of D's answer, so D has all that P kept for it, or has given it up itself."""
+        """The client has all of D's answer, so D has fetched all that P kept for it, or has given it up."""
         if self._fetching is not None:
             self.settle(self._fetching)
 

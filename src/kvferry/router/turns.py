@@ -1,8 +1,9 @@
-"""Who is served next, when more is asked for than is done at once. Owns the places, and the lines of those who wait.
+"""The order in which requests are served when there are more than may run at once. Owns the places and the queues.
 
-Tenants share by their weights: who sends a thousand requests makes others wait for one of them, not for all. Within a
-tenant, lower `priority` comes first, then who came first; nobody gains on another tenant by it. A tenant that has as
-many requests under way as it may waits for one of its own to end, and holds up nobody else.
+Tenants take turns by their weights: a tenant that sends a thousand requests makes the others wait for one of them, not
+for all. Within a tenant, a lower `priority` comes first, then the order of arrival; a priority gains nothing on other
+tenants. A tenant that has as many running requests as it may waits for one of its own to end, without delaying the
+others.
 """
 
 from __future__ import annotations
@@ -12,22 +13,19 @@ import heapq
 from bisect import insort
 from itertools import count
 from operator import itemgetter
-from types import TracebackType
 
 from kvferry.core.errors import LeakError, QueueFull
-from kvferry.router.tenants import MOST_TENANTS, Limits, Tenant
+from kvferry.router.tenants import MOST_TENANTS, Tenant
 
 _Waiting = tuple[int, int, "asyncio.Future[None]"]
 """Priority, order of arrival, and what is set when it is its turn."""
 
 _MOST_LEFT = 64
 
-NOBODY = Tenant(b"", Limits())
-
 
 class _Line:
-    """Those of one tenant who wait, best first. `at`: how much the tenant has had, over its weight; `listed`: whether
-    it is among those whose turn it may be."""
+    """The waiting requests of one tenant, the next one first. `at`: how much the tenant has had, divided by its weight;
+    `listed`: whether the tenant may be next."""
 
     __slots__ = ("at", "listed", "tenant", "waiting")
 
@@ -37,30 +35,13 @@ class _Line:
 
     @property
     def greed(self) -> float:
-        """How many wait, over the tenant's weight."""
+        """How many requests wait, divided by the tenant's weight."""
         return len(self.waiting) / self.tenant.limits.weight
 
 
-class Turn:
-    """One request's place among those under way; an asynchronous context manager."""
-
-    __slots__ = ("_priority", "_tenant", "_turns")
-
-    def __init__(self, turns: Turns, tenant: Tenant, priority: int) -> None:
-        self._turns, self._tenant, self._priority = turns, tenant, priority
-
-    async def __aenter__(self) -> None:
-        await self._turns.begin(self._tenant, self._priority)
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._turns.end(self._tenant)
-
-
 class Turns:
-    """At most `max_requests` are under way, at most `max_waiting` wait, and none longer than `wait_s`. When too many
-    wait, the tenant with the most waiting (for its weight) loses the last of them."""
+    """At most `max_requests` run, at most `max_waiting` wait, and none waits longer than `wait_s`. If too many wait,
+    the tenant with the most waiting (for its weight) loses the last of them."""
 
     def __init__(self, max_requests: int, max_waiting: int = 0, wait_s: float = 0.0) -> None:
         self._max_requests, self._max_waiting, self._wait_s = max_requests, max_waiting, wait_s
@@ -78,15 +59,16 @@ class Turns:
         """The shares of tenants that do not wait just now and have had more than that."""
         self._most_ahead = _MOST_LEFT
 
-    def take(self, tenant: Tenant = NOBODY, priority: int = 0) -> Turn:
-        """A place, after a wait where there is none free. Entering raises `QueueFull`."""
-        return Turn(self, tenant, priority)
+    def begin(self, tenant: Tenant) -> bool:
+        """Take a place, until `end`, if one is free and nobody waits for it."""
+        if self.num_requests >= self._max_requests or self._next or not self._may_run(tenant):
+            return False
+        self._start(tenant)
+        return True
 
-    async def begin(self, tenant: Tenant, priority: int) -> None:
-        """For `Turn`, as is `end`."""
-        if self.num_requests < self._max_requests and not self._next and self._may_run(tenant):
-            self._start(tenant)
-            return
+    async def wait(self, tenant: Tenant, priority: int = 0) -> None:
+        """Take a place, until `end`, when it is this request's turn. Raises `QueueFull` if that takes too long or too
+        many wait."""
         turn = self._enqueue(tenant, priority)
         self._start_next()  # where places are free, but those listed for them have left
         try:
@@ -94,7 +76,7 @@ class Turns:
                 await turn[2]
         except TimeoutError as error:
             self._leave(tenant, turn)
-            raise QueueFull(f"the request waited {self._wait_s:g} s for its turn; try again later") from error
+            raise QueueFull(f"the request waited {self._wait_s:g} s to be served; try again later") from error
         except asyncio.CancelledError:
             self._leave(tenant, turn)
             raise
@@ -139,9 +121,9 @@ class Turns:
         return turn
 
     def _refuse_one(self, own: _Line, turn: _Waiting) -> None:
-        """Too many wait. Raises `QueueFull` when the newcomer has to go."""
+        """Too many wait. Raises `QueueFull` if the newcomer has to go."""
         num_others = self.num_waiting - 1
-        full = QueueFull(f"{self.num_requests} requests are under way and {num_others} wait; try again later")
+        full = QueueFull(f"{self.num_requests} requests are running and {num_others} are waiting; try again later")
         greediest = max(self._lines.values(), key=lambda line: (line.greed, line is own))
         last = greediest.waiting[-1]
         self._take_out(greediest, last)
@@ -151,7 +133,7 @@ class Turns:
             last[2].set_exception(full)
 
     def _list(self, line: _Line | None) -> None:
-        """A line whose turn it may be from now on is among the next."""
+        """From now on this tenant may be next."""
         if line is None or not line.waiting or line.listed or not self._may_run(line.tenant):
             return
         line.listed = True
@@ -182,8 +164,8 @@ class Turns:
             self._remember(line)
 
     def _remember(self, line: _Line) -> None:
-        """A tenant with one client has an empty line after each turn: its next request is not before others' for that.
-        Of many that are ahead, those are kept that are furthest."""
+        """The queue of a tenant with one client is empty after each turn, which must not put its next request before
+        others'. If there are many such tenants, those that have had the most are remembered."""
         if line.at <= self._at:
             return
         self._ahead[line.tenant.key] = line.at
@@ -193,7 +175,7 @@ class Turns:
             self._most_ahead = 2 * len(self._ahead) + _MOST_LEFT
 
     def _leave(self, tenant: Tenant, turn: _Waiting) -> None:
-        """Whose turn it became in the very moment that it left, passes it on."""
+        """A request that leaves at the very moment its turn comes passes the turn on."""
         line = self._lines.get(tenant.key)
         if line is not None and turn in line.waiting:
             self._take_out(line, turn)

@@ -1,8 +1,8 @@
-"""Which legs have waited too long. Owns the waits that are open; does not know what is waited for.
+"""Which legs have waited too long. Owns the open waits; does not know what is waited for.
 
-A long prefill, or a long queue before it, is no reason to give a request up: an instance that works is waited for, one
-that stands still is not. Its signs of work are bytes of any answer, and its step counter, which is asked for when it
-has shown nothing for a while.
+A long prefill, or a long queue before it, is no reason to give a request up: an instance that makes progress is waited
+for, one that hangs is not. Progress is shown by bytes of any answer, and by the instance's step counter, which is read
+when there have been no bytes for a while.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ T = TypeVar("T")
 
 
 class Wait(msgspec.Struct, eq=False):
-    """One leg that waits for bytes; seconds. `silence_s`: how long without a sign of work; `total_s`: in any case.
+    """One leg that waits for bytes; seconds. `silence_s`: how long without progress; `total_s`: in any case.
 
-    `movable`: another instance can give what is yet to come, so that one that seems dead is not waited for.
-    `beside`: another instance whose work this one waits for, so that its signs count too. `received`: how many bytes
-    have come, and whether it is the client who holds them up.
+    `movable`: another instance can give the rest, so an instance that seems dead is not waited for. `beside`: another
+    instance whose work this one waits for, so that its progress counts too. `received`: how many bytes have come, and
+    whether the client is what holds them up. Ended by cancelling `task`, or by calling `wake`.
     """
 
     instance: Instance
@@ -52,19 +52,20 @@ class Wait(msgspec.Struct, eq=False):
     num_received: int = 0
     since: float = 0.0
     task: asyncio.Task[Any] | None = None
+    wake: Callable[[], None] | None = None
     given_up: bool = False
 
     def restart(self, now: float) -> None:
-        """Whom it waited for beside is done; from here on only its own instance counts."""
+        """The instance that it waited for beside its own is done; from here on only its own counts."""
         self.since, self.beside = max(self.since, now), None
 
     def silent_for(self, now: float) -> float:
-        """Seconds without a sign of work."""
+        """Seconds without progress."""
         beside = self.beside.last_sign if self.beside is not None else 0.0
         return now - max(self.since, self.instance.last_sign, beside)
 
     def note_bytes(self, now: float) -> None:
-        """When bytes have come since the last look, the wait begins anew."""
+        """If bytes have come since the last check, the wait begins again."""
         if self.received is None:
             return
         num_received, held_up = self.received()
@@ -76,9 +77,14 @@ class Wait(msgspec.Struct, eq=False):
 
     def give_up(self) -> None:
         """End it, with `Silent`."""
-        if self.task is not None and not self.given_up:
+        if self.given_up:
+            return
+        if self.task is not None:
             self.given_up = True
             self.task.cancel()
+        elif self.wake is not None:
+            self.given_up = True
+            self.wake()
 
     def is_over(self, now: float) -> bool:
         """Whether it has lasted too long."""
@@ -101,12 +107,26 @@ class Watchdog:
         """How many waits are open."""
         return len(self._waits)
 
-    async def within(self, wait: Wait, read: Awaitable[T]) -> T:
-        """What `read` gives. Raises `Silent` when it has to be given up, and what `read` raises."""
+    def begin(self, wait: Wait) -> None:
+        """Watch a wait that ends by its `wake`, until `end`."""
+        wait.since = self._clock.monotonic()
+        self._waits.add(wait)
+
+    def end(self, wait: Wait, *, answered: bool = False) -> None:
+        """What was waited for is here (`answered`), or no longer wanted."""
+        self._waits.discard(wait)
+        wait.wake = None
+        if answered:
+            wait.instance.last_sign = self._clock.monotonic()
+
+    async def within(self, wait: Wait, read: Awaitable[T], since: float | None = None) -> T:
+        """The result of `read`, waited for since `since`, or now. Raises `Silent` if the wait is given up, and what
+        `read` raises."""
         task = asyncio.current_task()
         assert task is not None
         cancelling = task.cancelling()
-        wait.since, wait.task, wait.given_up = self._clock.monotonic(), task, False
+        wait.since = self._clock.monotonic() if since is None else since
+        wait.task, wait.given_up = task, False
         self._waits.add(wait)
         try:
             result = await read
@@ -129,24 +149,37 @@ class Watchdog:
         return result
 
     async def run(self, ask: AskForMetrics) -> None:
-        """Look at all waits again and again; ends by cancellation."""
+        """Check all waits periodically; runs until it is cancelled."""
         async with asyncio.TaskGroup() as group:
+            before = self._clock.monotonic()
             while True:
                 await asyncio.sleep(self._sweep_s)
-                self._end_what_is_over()
+                late_s = self._clock.monotonic() - before - self._sweep_s
+                self.look(missed_s=late_s if late_s > self._sweep_s else 0.0)
+                before = self._clock.monotonic()
                 for instance in self._quiet() - self._asking:
                     self._asking.add(instance)
                     group.create_task(self._look_for_steps(instance, ask))
 
-    def _end_what_is_over(self) -> None:
+    def look(self, missed_s: float = 0.0) -> None:
+        """End the waits that are over. `missed_s`: how long this process itself stood still, and could not see any
+        progress: what came meanwhile has not been read yet."""
         now = self._clock.monotonic()
-        for wait in self._waits:
+        if missed_s:
+            self._postpone(now, missed_s)
+        for wait in tuple(self._waits):
             wait.note_bytes(now)
             if wait.is_over(now):
                 wait.give_up()
 
+    def _postpone(self, now: float, missed_s: float) -> None:
+        for wait in self._waits:
+            wait.since = min(now, wait.since + missed_s)
+        for instance in {one for wait in self._waits for one in (wait.instance, wait.beside) if one is not None}:
+            instance.last_sign = min(now, instance.last_sign + missed_s)
+
     def _quiet(self) -> set[Instance]:
-        """Whom to ask for its steps: those whose signs of work are getting old."""
+        """The instances whose step counter to read: those that have shown no progress for a while."""
         now, waits = self._clock.monotonic(), list(self._waits)
         asked = {one for wait in waits for one in (wait.instance, wait.beside) if one is not None}
         quiet = {wait.instance for wait in waits if wait.silent_for(now) > self._silence_s / 4}

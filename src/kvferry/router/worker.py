@@ -1,6 +1,6 @@
 """One of several router processes on one port (`router.workers`): `python -m kvferry.router.worker FD`.
 
-It serves clients as a router alone does. It has no word in its own end but the parent's, and ends when that is gone.
+It serves clients like a router with one process. Only the parent ends it, and it ends when the parent is gone.
 """
 
 from __future__ import annotations
@@ -26,13 +26,16 @@ from kvferry.router.worker_messages import (
     Begin,
     Follow,
     Peers,
+    ReleaseTickets,
     Report,
     StopWorker,
+    Stored,
     WorkerFailed,
     WorkerReady,
     from_parent,
     to_line,
 )
+from kvferry.router.worker_turns import LONGEST_MESSAGE
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +45,7 @@ _QUIET_REPORTS = 10
 
 
 def main() -> None:
-    """Be a worker on the socket whose descriptor is named."""
+    """Be a worker on the socket with this descriptor."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # they are for the parent, which tells its workers
     uvloop.run(_run(socket.socket(fileno=int(sys.argv[1]))))
@@ -74,15 +77,16 @@ class RouterWorker:
         if members is not None:
             self._siblings.follow(members)
         self._siblings.on_change = self._tell_news
+        self._siblings.on_kept = lambda news: self._writer.write(to_line(news))
         self._server = HttpServer(self._siblings.routes(), begin.http, Lifecycle("router"))
-        own = HttpConfig(port=0, max_body_bytes=begin.http.max_body_bytes, limits=begin.http.limits)
+        own = HttpConfig(port=0, max_body_bytes=LONGEST_MESSAGE)  # limits of clients are not the workers'
         self._own = HttpServer(self._siblings.own_routes(), own, Lifecycle("router"))
         self._listening = {self._server: asyncio.Event(), self._own: asyncio.Event()}
 
     async def run(self) -> None:
-        """Serve until the parent says so, or is gone."""
+        """Serve until the parent says stop, or is gone."""
         spare_the_collector()
-        async with self._router.running(leads=self._siblings.leads) as group:
+        async with self._router.running(leads=self._siblings.leads) as group, self._siblings:
             own = group.create_task(self._own.run(lambda *_: self._listening[self._own].set()))
             beside = [group.create_task(one) for one in (self._hear(), self._announce(), self._report())]
             try:
@@ -100,15 +104,19 @@ class RouterWorker:
         self._writer.write(to_line(WorkerReady(self._own.ports[0])))
 
     async def _hear(self) -> None:
-        """What the parent says; its end is ours."""
+        """Handle the parent's messages; when they end, the worker ends."""
         while line := await self._next():
             match from_parent(line):
                 case Peers(ports, starting):
                     self._siblings.meet(ports, starting)
                 case Report() as report:
                     self._siblings.hear(report)
+                case ReleaseTickets(held):
+                    self._siblings.release(held)
                 case Follow(members):
                     self._siblings.follow(members)
+                case Stored(version):
+                    self._siblings.stored(version)
                 case StopWorker(now):
                     (self._server.abort if now else self._server.stop)()
         self._server.abort()

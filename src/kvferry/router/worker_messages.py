@@ -1,4 +1,4 @@
-"""What a router's worker processes and their parent tell each other: one JSON line each, over a socket pair.
+"""The messages between a router's worker processes and their parent: one JSON line each, over a socket pair.
 
 Only processes that the parent has started have an end of it.
 """
@@ -30,16 +30,17 @@ class WorkerMember(msgspec.Struct, frozen=True):
 
 
 class Members(msgspec.Struct, frozen=True):
-    """All instances, as the first worker has them. `file_text`: what --instances-file said when it was last followed.
+    """All instances, as the first worker has them. `file_text`: what --instances-file said when it was last applied.
     `version` grows with every change, also when the first worker is replaced."""
 
     instances: list[WorkerMember]
     file_text: str = ""
     version: int = 0
+    leases: dict[str, str] = {}
 
 
 class Counts(msgspec.Struct, frozen=True, array_like=True):
-    """What one worker has given one instance to do: requests and hand-offs, and what policies count (`Load`)."""
+    """What one worker has running on one instance: requests and hand-offs, and the figures of policies (`Load`)."""
 
     in_flight: int = 0
     num_tickets: int = 0
@@ -49,13 +50,21 @@ class Counts(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Placed(msgspec.Struct, frozen=True, array_like=True):
-    """Where a worker has sent a request: the names of its prompt's beginnings, of its session, and of the instances."""
+    """Where a worker has sent a request: the names of its prompt's prefixes, of its session, and of the instances."""
 
     keys: list[int]
     ends: list[float]
     session: str | None
     prefill: str | None
     decode: str
+
+
+class HeldTicket(msgspec.Struct, frozen=True, array_like=True):
+    """What the instance at `url` keeps for a conversation's next turn until `until`, by the machine's monotonic clock,
+    which all of its processes share."""
+
+    url: str
+    until: float
 
 
 class Begin(msgspec.Struct, frozen=True, tag=True):
@@ -71,26 +80,39 @@ class Begin(msgspec.Struct, frozen=True, tag=True):
 
 
 class WorkerReady(msgspec.Struct, frozen=True, tag=True):
-    """Of a worker that serves. `port`: of its own, on loopback, for the other workers."""
+    """From a worker that serves. `port`: its own, on loopback, for the other workers."""
 
     port: int
 
 
 class WorkerFailed(msgspec.Struct, frozen=True, tag=True):
-    """Of a worker that cannot serve, by a mistake in its settings."""
+    """From a worker that cannot serve, because of its settings."""
 
     reason: str
 
 
 class Report(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """Of a worker, again and again; passed on to all others. `counts` by instance; `members`: the first worker's, when
-    they have changed. `followed`: the version of the members by which it goes. `number` is set by the parent."""
+    """From a worker, periodically; forwarded to all others. `counts` by instance; `members`: the first worker's, if
+    they have changed. `followed`: the version of the members that it uses. `number` is set by the parent."""
 
     number: int = 0
     counts: dict[str, Counts] = {}
     placed: list[Placed] = []
     members: Members | None = None
     followed: int = 0
+
+
+class KeptNews(msgspec.Struct, frozen=True, tag=True):
+    """From a worker, before the answer with the ticket has ended: it keeps this one now, or (None) no more."""
+
+    transfer_id: str
+    ticket: HeldTicket | None
+
+
+class ReleaseTickets(msgspec.Struct, frozen=True, tag=True):
+    """To one worker: have these freed, by transfer id; the worker that kept them is lost."""
+
+    held: dict[str, HeldTicket]
 
 
 class Peers(msgspec.Struct, frozen=True, tag=True):
@@ -101,28 +123,34 @@ class Peers(msgspec.Struct, frozen=True, tag=True):
 
 
 class Follow(msgspec.Struct, frozen=True, tag=True):
-    """To a worker other than the first: have these members."""
+    """To a worker other than the first: use these members."""
 
     members: Members
 
 
+class Stored(msgspec.Struct, frozen=True, tag=True):
+    """To the first worker: its members of this version outlive it."""
+
+    version: int
+
+
 class StopWorker(msgspec.Struct, frozen=True, tag=True):
-    """To all workers: end, now or when what runs is done."""
+    """To all workers: stop, at once or when running requests are done."""
 
     now: bool = False
 
 
-ToParent = WorkerReady | WorkerFailed | Report
-ToWorker = Begin | Report | Follow | Peers | StopWorker
+ToParent = WorkerReady | WorkerFailed | Report | KeptNews
+ToWorker = Begin | Report | ReleaseTickets | Follow | Peers | Stored | StopWorker
 
 
 def to_line(message: ToParent | ToWorker) -> bytes:
-    """With its end."""
+    """The message as a line, with its end."""
     return _ENCODER.encode(message) + b"\n"
 
 
 def from_parent(line: bytes) -> ToWorker:
-    """Raises `msgspec.MsgspecError`, of which there is no cause but a mistake of ours."""
+    """Decode a message of the parent. Raises `msgspec.MsgspecError`, which would be a bug."""
     return _TO_WORKER.decode(line)
 
 

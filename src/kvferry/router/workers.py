@@ -1,7 +1,7 @@
 """Several router processes on one port: the kernel spreads connections among them.
 
-The parent, here, serves nothing. It starts the workers, passes on what they tell each other, starts those anew that
-die or stand still, and has all of them end. Owns their processes and what was last said of the members.
+The parent, in this module, serves nothing. It starts the workers, forwards the messages between them, replaces workers
+that die or hang, and stops all of them at the end. Owns their processes and the last known list of members.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from math import ceil
@@ -27,14 +27,19 @@ from kvferry.http.config import HttpConfig, InstanceAccess
 from kvferry.http.listen import authority, hold
 from kvferry.observe.logs import helper_environment
 from kvferry.router.config import RouterConfig
+from kvferry.router.file_copies import FileCopies
 from kvferry.router.worker_messages import (
     LONGEST_LINE,
     Begin,
     Follow,
+    HeldTicket,
+    KeptNews,
     Members,
     Peers,
+    ReleaseTickets,
     Report,
     StopWorker,
+    Stored,
     ToWorker,
     WorkerFailed,
     WorkerReady,
@@ -72,7 +77,7 @@ class _Worker:
 
 
 def divided(config: RouterConfig) -> RouterConfig:
-    """One worker's share of what bounds the whole."""
+    """One worker's share of the limits of the whole router."""
     num = config.workers
     return replace(
         config,
@@ -82,9 +87,37 @@ def divided(config: RouterConfig) -> RouterConfig:
     )
 
 
+class KeptByWorkers:
+    """The tickets that each worker keeps, of which the parent hears, so that they can be released when it is lost."""
+
+    def __init__(self) -> None:
+        self._kept: dict[int, dict[str, HeldTicket]] = {}
+        self._orphans: dict[str, HeldTicket] = {}
+
+    def note(self, number: int, transfer_id: str, ticket: HeldTicket | None) -> None:
+        """A worker keeps this ticket now, or (None) no more."""
+        here = self._kept.setdefault(number, {})
+        if ticket is None:
+            here.pop(transfer_id, None)
+        else:
+            here[transfer_id] = ticket
+
+    def lose(self, number: int) -> None:
+        """The worker is lost."""
+        self._orphans |= self._kept.pop(number, {})
+
+    def hand_over(self, number: int, now: float) -> dict[str, HeldTicket]:
+        """The tickets of lost workers whose time is not over at `now`. They are this worker's until it says that it has
+        begun to release them, as it may be lost itself."""
+        found = {name: ticket for name, ticket in self._orphans.items() if ticket.until > now}
+        self._orphans = {}
+        self._kept.setdefault(number, {}).update(found)
+        return found
+
+
 @dataclass
 class Workers:
-    """Runs `config.workers` of them until told to end."""
+    """Runs `config.workers` worker processes until told to stop."""
 
     config: RouterConfig
     http: HttpConfig
@@ -94,15 +127,18 @@ class Workers:
     _secret: str = field(default_factory=secrets.token_hex)
     _running: dict[int, _Worker] = field(default_factory=dict)
     _members: Members | None = None
+    _copies: FileCopies = field(default_factory=FileCopies)
+    _kept: KeptByWorkers = field(default_factory=KeptByWorkers)
     _told_ready: bool = False
     _failed: str = ""
     _ending: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def run(self) -> int:
-        """Until SIGINT or SIGTERM; a second one ends what runs. Raises `ConfigError` as a single router does."""
-        self._require_divisible()
-        # Read once: after a change of the file, one worker would know other keys than the next.
+        """Run until SIGINT or SIGTERM; a second one ends running requests. Raises `ConfigError` as a router with one
+        process does."""
+        # Read once: after a change of a file, one worker would know other keys than the next.
         self.http = replace(self.http, api_key=self.http.api_keys(), api_key_file=None)
+        self.config, self.http, self.access = self._copies.fix(self.config, self.http, self.access)
         held = [hold(self.http.host, self.http.port)]
         try:
             self.http = replace(self.http, port=held[0].getsockname()[1], reuse_port=True)
@@ -118,18 +154,10 @@ class Workers:
         finally:
             for one in held:
                 one.close()
+            self._copies.close()
         if self._failed:
             raise ConfigError(self._failed)
         return 0
-
-    def _require_divisible(self) -> None:
-        if self.config.registration:
-            raise ConfigError("--workers and --registration do not go together yet; leave one of them out")
-        if self.config.keep_for_next_turn:
-            raise ConfigError(
-                "--workers and --keep-for-next-turn do not go together yet: the next turn may come to a worker that"
-                " does not know where the last one is kept; leave one of them out"
-            )
 
     def _stop(self) -> None:
         now = self._ending.is_set()
@@ -138,7 +166,7 @@ class Workers:
             worker.tell(StopWorker(now=now))
 
     async def _keep(self, number: int) -> None:
-        """One worker after the other, until the end."""
+        """Start one worker after the other, until the end."""
         pause_s = _LEAST_PAUSE_S
         while not self._ending.is_set():
             lived_s = await self._live(number)
@@ -150,7 +178,7 @@ class Workers:
                     await self._ending.wait()
 
     async def _live(self, number: int) -> float:
-        """One worker, from its start to its end; returns the seconds between them."""
+        """Run one worker from its start to its end; returns how long it ran, in seconds."""
         try:
             worker = await self._start(number)
         except OSError as error:  # no process, memory or descriptor is to be had
@@ -159,26 +187,27 @@ class Workers:
         try:
             await self._listen_to(worker)
         except (ValueError, msgspec.MsgspecError) as error:  # a line too long, or none of ours
-            logger.error("worker %d says what cannot be understood, and is ended: %s", number, error)
+            logger.error("worker %d sent an invalid message and is stopped: %s", number, error)
             worker.process.kill()
         finally:
             self._running.pop(number, None)
             await self._reap(worker)
         if not self._ending.is_set():
-            logger.error("worker %d is lost (%s); another is started", number, worker.process.returncode)
+            logger.error("worker %d is lost (%s); starting another", number, worker.process.returncode)
             self._forget(number)
         return asyncio.get_running_loop().time() - worker.begun
 
     def _cannot_serve(self, number: int, reason: str) -> None:
-        """At the start that is the end of all. Later the others serve on, and it is tried again."""
+        """At the start, this ends the whole router. Later, the other workers continue to serve, and it is tried
+        again."""
         if self._told_ready:
-            logger.error("worker %d cannot serve, and is tried again: %s", number, reason)
+            logger.error("worker %d cannot serve; trying again: %s", number, reason)
         elif not self._ending.is_set():
             self._failed = reason
             self._stop()
 
     async def _start(self, number: int) -> _Worker:
-        process, ours = _spawned(number)
+        process, ours = _spawned(number, self._copies.descriptors)
         try:
             reader, writer = await asyncio.open_connection(sock=ours, limit=LONGEST_LINE)
         except BaseException:
@@ -202,15 +231,19 @@ class Workers:
                 case WorkerReady(port):
                     worker.port = port
                     self._tell_peers()
+                    self._release_orphans()
                     self._tell_ready()
                 case WorkerFailed(reason):
                     self._cannot_serve(worker.number, reason)
+                case KeptNews(transfer_id, ticket):
+                    self._kept.note(worker.number, transfer_id, ticket)
                 case Report() as report:
                     self._pass_on(worker.number, report)
 
     def _pass_on(self, number: int, report: Report) -> None:
         if report.members is not None:
             self._members = report.members
+            self._running[number].tell(Stored(report.members.version))
         said = Report(number, report.counts, report.placed, report.members, report.followed)
         for other in self._running.values():
             if other.number != number and other.port is not None:
@@ -219,10 +252,20 @@ class Workers:
                 other.tell(Follow(report.members))  # it may take requests before it says that it serves
 
     def _forget(self, number: int) -> None:
-        """What it had given instances to do is over."""
+        """The work that it had given to instances is over."""
         self._tell_peers()
         for other in self._running.values():
             other.tell(Report(number))
+        self._kept.lose(number)
+        self._release_orphans()
+
+    def _release_orphans(self) -> None:
+        """One that serves frees at the instances what lost workers kept there for next turns."""
+        for worker in self._running.values():
+            if worker.port is not None:
+                if held := self._kept.hand_over(worker.number, asyncio.get_running_loop().time()):
+                    worker.tell(ReleaseTickets(held))
+                return
 
     def _tell_peers(self) -> None:
         ports = {one.number: one.port for one in self._running.values() if one.port is not None}
@@ -240,17 +283,17 @@ class Workers:
             self.on_ready({"url": url, "workers": [one.process.pid for one in ready]})
 
     async def _watch(self) -> None:
-        """End who stands still, also when all are to end; runs until it is cancelled."""
+        """Stop workers that hang, also while all are stopping; runs until it is cancelled."""
         while True:
             await asyncio.sleep(self.silent_s / 10)
             now = asyncio.get_running_loop().time()
             for worker in self._running.values():
                 if now - worker.heard > (self.silent_s if worker.port is not None else START_S):
-                    logger.error("worker %d has stood still for %d s and is ended", worker.number, now - worker.heard)
+                    logger.error("worker %d has hung for %d s and is stopped", worker.number, now - worker.heard)
                     worker.process.kill()
 
     async def _reap(self, worker: _Worker) -> None:
-        """Its end of the socket is closed: it is gone, or will be at once."""
+        """The worker's end of the socket is closed: it is gone, or will be at once."""
         worker.writer.close()
         try:
             async with asyncio.timeout(_CLOSE_S):
@@ -261,18 +304,19 @@ class Workers:
 
 
 async def _ended(process: subprocess.Popen[bytes]) -> None:
-    """Looked for rather than waited for in a thread: where no process can be started, often no thread can be either."""
+    """Wait for a process to end. Polls, instead of waiting in a thread: where no process can be started, often no
+    thread can be either."""
     while process.poll() is None:  # noqa: ASYNC110 - nothing tells of it
         await asyncio.sleep(_LOOK_S)
 
 
-def _spawned(number: int) -> tuple[subprocess.Popen[bytes], socket.socket]:
-    """A worker's process, and our end of the socket pair."""
+def _spawned(number: int, copies: Iterable[int]) -> tuple[subprocess.Popen[bytes], socket.socket]:
+    """A worker's process, and the parent's end of the socket pair."""
     ours, theirs = socket.socketpair()
     try:
         process = subprocess.Popen(
             [sys.executable, "-m", "kvferry.router.worker", str(theirs.fileno())],
-            pass_fds=[theirs.fileno()],
+            pass_fds=[theirs.fileno(), *copies],
             env={**os.environ, **helper_environment(f"worker {number}")},
         )
     except BaseException:
@@ -284,7 +328,7 @@ def _spawned(number: int) -> tuple[subprocess.Popen[bytes], socket.socket]:
 
 
 async def _line(reader: asyncio.StreamReader) -> bytes:
-    """The next one; empty at the end."""
+    """The next line; empty at the end."""
     try:
         return await reader.readline()
     except OSError:

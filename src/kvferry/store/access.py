@@ -1,4 +1,4 @@
-"""Who may read and write what lies in a store: blocks and markers tell what prompts said."""
+"""File modes of what a store writes: blocks and notes reveal what prompts said, so others must not read them."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class FileAccess:
-    """Modes of files and folders; the umask may take more away."""
+    """Modes of new files and directories; the umask may take more permissions away."""
 
     file_mode: int
     folder_mode: int
 
     def make_folder(self, path: Path) -> None:
-        """Make it, and those above it that are missing, each with this mode. May raise `OSError`."""
+        """Make a directory and its missing parents, each with `folder_mode`. May raise `OSError`."""
         if not path.is_dir():
             self.make_folder(path.parent)
             path.mkdir(self.folder_mode, exist_ok=True)
@@ -24,11 +24,11 @@ class FileAccess:
 
 OWNER, GROUP = FileAccess(0o600, 0o700), FileAccess(0o660, 0o770)
 ACCESS = {"owner": OWNER, "group": GROUP}
-"""By what a user calls them."""
+"""The values of a file store's option `access`."""
 
 
 def access_of(*folders: Path) -> FileAccess:
-    """As the first of these that is there has it: `GROUP` where its group may write, else `OWNER`."""
+    """The access that the first existing one of these directories has: `GROUP` if its group may write, else `OWNER`."""
     for folder in folders:
         with suppress(OSError):
             return GROUP if folder.stat().st_mode & stat.S_IWGRP else OWNER

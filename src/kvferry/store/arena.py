@@ -1,10 +1,10 @@
-"""Memory that the processes of one machine and user share by a name, for as long as one of them is there.
+"""Memory that the processes of one user on one machine share under a name, for as long as one of them is attached.
 
 Owns the segment (anonymous memory, `memfd_create`), the file by which processes find each other, and the lock. Nothing
-can be left behind: with the last process, however it ends, the memory goes, and all that stays is a file of a few bytes
-that the next one reuses. It does not know what lies in the memory.
+is left behind: the memory is freed with the last process, however that ends, and only a file of a few bytes remains,
+which the next process reuses. What is in the memory is up to the caller.
 
-The lock is the kernel's (`flock`): the death of its holder frees it, and `broken` tells the next one that something may
+The lock is the kernel's (`flock`): it is released when its holder dies, and the next holder is told that a change may
 be half done.
 """
 
@@ -14,6 +14,7 @@ import ctypes
 import fcntl
 import mmap
 import os
+import re
 import tempfile
 import threading
 import time
@@ -29,20 +30,22 @@ from kvferry.core.errors import ConfigError, StoreError
 LOCK_S = 2.0
 LOCK_POLL_S = 0.0002
 _DIRTY_AT = 8
-"""Where in the segment the flag is that says that a lock's holder is at work. The 8 bytes before are the user's."""
+"""Offset of the byte that is 1 while a holder of the lock works. The 8 bytes before it are the caller's."""
 RESERVED_BYTES = 16
+"""Bytes at the beginning of the segment that hold the caller's 8 bytes and the flag."""
 
 
 class Arena:
-    """`name`: letters that make a file name. `num_bytes` is the same in all processes that share it."""
+    """A segment of `num_bytes`, attached under `name`, which must be usable as a file name. Processes that give another
+    size get another segment. `buffer`: all of it. Any thread."""
 
     def __init__(self, name: str, num_bytes: int) -> None:
-        """Raises `ConfigError` when the machine has not that much memory."""
+        """Attach to the segment, or create it. Raises `ConfigError` if the machine does not have that much free memory,
+        or the directory for shared files cannot be used."""
         self._label = f"kvferry-{name}"
         self._path = _meeting_place() / f"{name}.members"
         self._thread_lock = threading.Lock()
-        with self._meeting() as members:
-            self._descriptor = self._join(members, num_bytes)
+        self._descriptor = self._attached(num_bytes)
         try:
             self._mapping = mmap.mmap(self._descriptor, num_bytes)
         except (OSError, ValueError) as error:
@@ -53,9 +56,10 @@ class Arena:
 
     @contextmanager
     def locked(self) -> Iterator[bool]:
-        """Alone in this memory, of all threads and processes. Gives whether the last holder died at work.
+        """Hold the lock, which excludes all threads and processes. Yields whether the last holder died while it held
+        the lock.
 
-        Raises `StoreError` when another does not let go of it.
+        Raises `StoreError` if the lock is not free within `LOCK_S`, or after `close`.
         """
         if not self._thread_lock.acquire(timeout=LOCK_S):
             raise StoreError("the memory store is busy")
@@ -73,44 +77,63 @@ class Arena:
             self._thread_lock.release()
 
     def address(self, offset: int) -> int:
-        """Where this byte is in this process."""
+        """The address of the byte at `offset`, in this process."""
         return ctypes.addressof(ctypes.c_char.from_buffer(self._mapping, offset))
 
     def close(self) -> None:
-        """Leave; the memory stays as long as others are there."""
+        """Detach. The memory is freed when the last process has detached."""
         with self._thread_lock:
             if self.is_closed:
                 return
             self.is_closed = True
             self.buffer.release()
-            with suppress(BufferError):  # somebody still looks at it: unmapped with the last view
+            with suppress(BufferError):  # a view still exists: unmapped with the last one
                 self._mapping.close()
             os.close(self._descriptor)
         with suppress(ConfigError), self._meeting():
-            pass  # forget this process
+            pass  # entering it removes this process from the members
 
     # How processes find each other.
 
     @contextmanager
     def _meeting(self) -> Iterator[list[tuple[int, int]]]:
-        """The members (process, descriptor) that are there, with nobody else joining meanwhile; may be appended to."""
+        """The attached processes as (pid, descriptor), without those that have died. Excludes other processes that
+        attach or detach; the caller may append to the list."""
         with _open_members(self._path) as file:
             deadline = SYSTEM_CLOCK.monotonic() + LOCK_S
             while not _try_lock(file.fileno()):
                 if SYSTEM_CLOCK.monotonic() > deadline:
                     raise ConfigError(f"{self._path} is locked by another process")
                 time.sleep(LOCK_POLL_S)
-            members = [(int(pid), int(number)) for pid, number in map(str.split, file.read().splitlines())]
-            members = [member for member in members if self._is_there(member)]
+            # A process that was killed while it wrote may have left a torn line.
+            found = re.findall(r"^(\d{1,9}) (\d{1,9})$", file.read(), re.MULTILINE)
+            members = [
+                member for member in ((int(pid), int(number)) for pid, number in found) if self._is_there(member)
+            ]
             yield members
-            file.seek(0)
-            file.truncate()
-            file.write("".join(f"{pid} {number}\n" for pid, number in members))
+            content = "".join(f"{pid} {number}\n" for pid, number in members).encode()
+            try:
+                os.pwrite(file.fileno(), content, 0)  # first: on a full disk, the list is still what it was
+                os.ftruncate(file.fileno(), len(content))
+            except OSError as error:
+                raise ConfigError(f"cannot use {self._path} to share memory: {error.strerror}") from error
 
     def _is_there(self, member: tuple[int, int]) -> bool:
         with suppress(OSError):
             return str(_descriptor_path(member).readlink()).startswith(f"/memfd:{self._label} ")
         return False
+
+    def _attached(self, num_bytes: int) -> int:
+        """A descriptor of the segment."""
+        found: int | None = None
+        try:
+            with self._meeting() as members:
+                found = self._join(members, num_bytes)
+        except BaseException:
+            if found is not None:
+                os.close(found)
+            raise
+        return found
 
     def _join(self, members: list[tuple[int, int]], num_bytes: int) -> int:
         for member in members:
@@ -128,7 +151,7 @@ class Arena:
         deadline = SYSTEM_CLOCK.monotonic() + LOCK_S
         while not _try_lock(self._descriptor):
             if SYSTEM_CLOCK.monotonic() > deadline:
-                raise StoreError("another process does not let go of the memory store's lock")
+                raise StoreError("another process holds the lock of the memory store and does not release it")
             time.sleep(LOCK_POLL_S)
 
 
@@ -155,7 +178,7 @@ def _make(label: str, num_bytes: int) -> int:
     free = psutil.virtual_memory().available
     descriptor = os.memfd_create(label, os.MFD_CLOEXEC)
     try:
-        if num_bytes > free:  # the kernel would kill somebody rather than refuse
+        if num_bytes > free:  # the kernel would kill a process rather than refuse
             raise OSError(0, "not enough memory")
         os.posix_fallocate(descriptor, 0, num_bytes)  # now: later, lack of memory would show as SIGBUS
     except OSError as error:
@@ -168,7 +191,8 @@ def _make(label: str, num_bytes: int) -> int:
 
 
 def _meeting_place() -> Path:
-    """A folder that is this user's alone."""
+    """The directory for the files by which processes find each other; only this user can access it. Raises
+    `ConfigError`."""
     folder = Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()) / f"kvferry-{os.getuid()}"
     try:
         folder.mkdir(mode=0o700, exist_ok=True)

@@ -1,10 +1,10 @@
-"""KV blocks at rest: block hash → the block's bytes, kept until evicted.
+"""The interface of KV stores: blocks by block hash, kept until they are evicted.
 
-A store may be shared by several processes and machines. Its methods are coroutines of one event loop; whatever blocks
-runs on threads of the store. When a method has ended, also by cancellation, nothing reads or writes the caller's memory
-any more. What is stored under a hash never changes.
+Several processes and machines may share a store. Its methods are coroutines of one event loop; what blocks runs on
+threads of the store. When a method has returned or raised, also by cancellation, nothing reads or writes the caller's
+memory any more. What is stored under a hash never changes.
 
-What comes out of a store was perhaps written by a stranger: `record` says what is verified before it is believed.
+The content of a store may come from anyone who can write to it: `record` describes what is verified before it is used.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from threading import Lock
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import msgspec
 
 from kvferry.core.block_hash import BlockHash
+from kvferry.core.bounds import MOST_BYTES, MOST_SECONDS
 from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.core.errors import StoreError
 from kvferry.core.layout import KVLayout
@@ -34,7 +35,8 @@ WARN_EVERY_S = 10.0
 
 @dataclass(frozen=True)
 class Block:
-    """A block to keep: its bytes by layer, and the name of the block before it, where that is known."""
+    """A block to store: `layers` has one view for each layer, of `KVLayout.span_bytes` bytes. `parent`: the hash of the
+    block before it in its prompt, if known; eviction policies for prefix trees use it."""
 
     block_hash: BlockHash
     layers: LayerViews
@@ -43,25 +45,25 @@ class Block:
 
 @dataclass(frozen=True)
 class Read:
-    """A block wanted: where its bytes go, by layer."""
+    """A block to read: `into` has one writable view for each layer, of `KVLayout.span_bytes` bytes."""
 
     block_hash: BlockHash
     into: LayerViews
 
 
 class Put(Enum):
-    """What became of a block that was to be kept."""
+    """The result for a block that was to be stored."""
 
     STORED = "stored"
     PRESENT = "present"
     """It was there already, and counts as used now."""
     DROPPED = "dropped"
-    """There is no room: all that is kept is pinned, or larger blocks than these fit."""
+    """It was not stored: there is no room for it, the store cannot be asked, or the call was cancelled."""
 
 
 @dataclass(frozen=True)
 class Changes:
-    """What became of blocks on one medium: these are there now, those are not any more."""
+    """Blocks that were stored on one medium (`KVStore.medium`), and blocks that are no longer there."""
 
     medium: str
     kept: list[BlockHash]
@@ -70,37 +72,47 @@ class Changes:
 
 @dataclass(frozen=True)
 class Run:
-    """`num_blocks` that follow one another are in the same tier; 0 is the fastest."""
+    """`num_blocks` consecutive blocks that are in the same tier; tier 0 is the fastest."""
 
     tier: int
     num_blocks: int
 
 
 class StoreFull(StoreError):
-    """There is no room for a block, though the store is well. Does not leave the store: the block is `Put.DROPPED`."""
+    """A block was not stored because there is no room, although the store works. Raised and handled within a store,
+    which answers `Put.DROPPED`."""
+
+
+StoreBytes = Annotated[int, msgspec.Meta(gt=0, le=MOST_BYTES - 1)]
+StoreThreads = Annotated[int, msgspec.Meta(ge=1, le=256)]
 
 
 class StoreOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What can stand behind the `?` of any store's URL. Stores add their own."""
+    """The options that every store takes after the `?` of its URL. A store adds its own by deriving from this."""
 
     codec: str = "none"
-    deadline_s: float = 5.0
-    """As a tier: how long it is waited for, before the answer counts as a miss."""
+    """How blocks are encoded: a name of `codecs.table`."""
+    deadline_s: Annotated[float, msgspec.Meta(gt=0, le=MOST_SECONDS)] = 5.0
+    """Seconds to wait for one call; a tier without an answer by then counts as empty."""
+    pinned_share: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.5
+    """Share of a bounded store's room that may be pinned, so that there is always room for other blocks."""
 
 
 class KVStore(ABC):
-    """Blocks of one layout, by hash. A stored block that does not verify is a miss, is counted, and is removed.
+    """Blocks of one layout, by hash. A stored block that does not verify counts as a miss and in `corrupt_blocks`, and
+    is removed.
 
-    Every method may raise `StoreError` when the store cannot be asked; what of a batch was done then is not known.
+    Every method may raise `StoreError` if the store cannot be reached; which part of a batch was done then is unknown.
+    Implementations call `count`, `note_kept` and `note_removed`; `kvferry.testing.stores` has their contract suite.
     """
 
     options_type: ClassVar[type[StoreOptions]] = StoreOptions
     medium: ClassVar[str] = "STORAGE"
-    """Where blocks are, in the words of KV events: "CPU", "STORAGE"."""
+    """Where the blocks are, as KV events name it: "CPU" or "STORAGE"."""
     is_shared: ClassVar[bool] = True
-    """Whether other instances find what is stored, and notes too."""
+    """Whether other instances find the blocks and notes that this one stores."""
     has_layers: ClassVar[bool] = False
-    """Whether `get_layer` works."""
+    """Whether `get_layer` is implemented."""
 
     def __init__(self, location: str, options: StoreOptions, layout: KVLayout) -> None:
         """Opens nothing yet. `location`: the URL between the scheme and the `?`. Raises `ConfigError`."""
@@ -115,80 +127,91 @@ class KVStore(ABC):
 
     @classmethod
     def check(cls, location: str, options: Any) -> None:
-        """Raise `ConfigError` for what can be known to be wrong before anything is opened; `options` as `options_type`
-        has them."""
+        """Raise `ConfigError` for mistakes that can be found before anything is opened. `options`: an
+        `options_type`."""
+
+    @classmethod
+    def check_here(cls, location: str, options: Any) -> None:
+        """Raise `ConfigError` if this machine does not have what the store needs. Called at start, before there is a
+        layout. A server that does not answer is no error: it may be started later."""
 
     # Blocks.
 
     async def open(self) -> None:
-        """Called before anything else, perhaps again. Raises `ConfigError` or `StoreError` when there is no way on."""
+        """Called before anything else, perhaps repeatedly. Raises `ConfigError` or `StoreError` if the store cannot be
+        used."""
 
     @abstractmethod
     async def match(self, hashes: Sequence[BlockHash]) -> int:
-        """How many blocks, from the first on, are there. They are not read: `get` may still find one damaged."""
+        """How many of the blocks, from the first on, are there. They are not read, so `get` may still find one
+        damaged."""
 
     async def runs(self, hashes: Sequence[BlockHash]) -> list[Run]:
-        """As `match`, by tier."""
+        """Like `match`, by tier."""
         num_blocks = await self.match(hashes)
         return [Run(0, num_blocks)] if num_blocks else []
 
     @abstractmethod
     async def get(self, reads: Sequence[Read]) -> list[bool]:
-        """Read blocks straight to where they are wanted. False: it is not there, or did not verify; then its `into`
-        holds anything."""
+        """Read blocks directly into `Read.into`. False: the block is not there or did not verify; its `into` then holds
+        arbitrary bytes."""
 
     async def get_layer(self, layer: int, reads: Sequence[tuple[BlockHash, memoryview]]) -> list[bool]:
-        """As `get`, of one layer; only where `has_layers`."""
+        """Like `get` for one layer; only if `has_layers`."""
         raise NotImplementedError(f"{type(self).__name__} reads whole blocks only")
 
     @abstractmethod
     async def put(self, blocks: Sequence[Block]) -> list[Put]:
-        """Keep blocks. Nothing half-written is ever found, whenever this process ends."""
+        """Store blocks. A block that is only partly written is never found, even if this process is killed."""
 
     @abstractmethod
     async def pin(self, hashes: Sequence[BlockHash]) -> int:
-        """Keep these whatever room is needed, until `unpin`; returns how many are there. A flag, not a count."""
+        """Protect these blocks from eviction until `unpin`, as far as `pinned_share` allows. Returns how many of them
+        are pinned now. Pins are not counted: one `unpin` undoes any number of `pin`."""
 
     @abstractmethod
     async def unpin(self, hashes: Sequence[BlockHash]) -> int:
-        """Let these be evicted again; returns how many are there."""
+        """Let these blocks be evicted again. Returns how many are there."""
 
     @abstractmethod
     async def delete(self, hashes: Sequence[BlockHash]) -> int:
-        """Remove these, pinned or not; returns how many were there."""
+        """Remove these blocks, pinned or not. Returns how many were there."""
 
     async def prefetch(self, hashes: Sequence[BlockHash]) -> None:
-        """These will be read soon. Default: nothing could be done ahead."""
+        """Told that these blocks will be read soon. Default: ignored."""
 
     async def finish(self, hashes: Sequence[BlockHash], num_output_tokens: int) -> None:
-        """The request whose prompt these blocks are has its whole answer: a hint for what to evict, which is told only
-        where `hears_finishes`. Default: it is of no use here."""
+        """Told that the request whose prompt begins with these blocks has got its whole answer: a hint for eviction,
+        given only if `StoreSpec.hears_finishes`. Default: ignored."""
 
     async def close(self) -> None:
-        """Give everything back. What is stored stays."""
+        """Release all resources of this process. What is stored stays, unless it is in memory that ends with this
+        process."""
 
-    # Notes: small things that instances leave for one another, where `is_shared`.
+    # Notes: small named messages between instances, such as the markers of hand-offs; only if `is_shared`.
 
     async def write_note(self, name: str, content: bytes, ttl_s: float) -> None:
-        """Leave a note, in place of one that is there. It may be gone after `ttl_s`."""
+        """Write a note of at most `MAX_NOTE_BYTES`, replacing one of the same name. It may disappear after `ttl_s`
+        seconds."""
         raise NotImplementedError(f"{type(self).__name__} keeps no notes")
 
     async def read_note(self, name: str) -> bytes | None:
-        """The note, if it is there; at most `MAX_NOTE_BYTES` of it."""
+        """The note, or None if there is none or it has expired."""
         raise NotImplementedError(f"{type(self).__name__} keeps no notes")
 
     async def remove_note(self, name: str) -> None:
-        """Remove it, if it is there."""
+        """Remove a note, if it is there."""
         raise NotImplementedError(f"{type(self).__name__} keeps no notes")
 
     # Insight.
 
     def watch(self) -> None:
-        """From now on, note what becomes of blocks, for `take_changes`."""
+        """Record from now on which blocks are stored and lost, for `take_changes`."""
         self._watched = True
 
     def take_changes(self) -> list[Changes]:
-        """What this process did or found since the last call; of tiers, each says its own."""
+        """What this process did or found since the last call: one entry for each tier with changes. Empty before
+        `watch`."""
         with self._counts_lock:
             changed, self._changed = self._changed, {}
         kept = [name for name, there in changed.items() if there]
@@ -196,29 +219,30 @@ class KVStore(ABC):
         return [Changes(self.medium, kept, removed)] if changed else []
 
     def statistics(self) -> dict[str, float]:
-        """Counters of this process (blocks stored, present, loaded, missing, corrupt, dropped, evicted; bytes read and
-        written), and `kept_bytes` and `pinned_blocks` where they are known."""
+        """Counters of this process: `stored_blocks`, `present_blocks`, `loaded_blocks`, `missing_blocks`,
+        `corrupt_blocks`, `dropped_blocks`, `evicted_blocks`, `read_bytes`, `written_bytes`; and the gauges `kept_bytes`
+        and `pinned_blocks` if they are known."""
         with self._counts_lock:
             return {name: float(count) for name, count in self._counts.items()}
 
     def warn_full(self, error: Exception) -> None:
-        """Say that there is no room, now and then; any thread."""
+        """Log that there is no room, at most once in `WARN_EVERY_S` seconds. Any thread."""
         now = SYSTEM_CLOCK.monotonic()
         if now - self._last_warning > WARN_EVERY_S:
             self._last_warning = now
             log.warning("blocks are not kept: %s", error)
 
     def count(self, **changes: int) -> None:
-        """Add to the counters; any thread."""
+        """Add to counters of `statistics`, by name. Any thread."""
         with self._counts_lock:
             self._counts.update(changes)
 
     def note_removed(self, hashes: Iterable[BlockHash]) -> None:
-        """These are gone; any thread."""
+        """Record for `take_changes` that these blocks are gone. Any thread."""
         self._note(hashes, False)
 
     def note_kept(self, hashes: Iterable[BlockHash]) -> None:
-        """These are there; any thread."""
+        """Record for `take_changes` that these blocks are there. Any thread."""
         self._note(hashes, True)
 
     def _note(self, hashes: Iterable[BlockHash], there: bool) -> None:
@@ -232,8 +256,14 @@ class KVStore(ABC):
 MAX_NOTE_BYTES = 2**16
 
 
+def require_short_note(content: bytes, most: int = MAX_NOTE_BYTES) -> None:
+    """Raise `StoreError` if a note is longer than `most` bytes."""
+    if len(content) > most:
+        raise StoreError(f"a note of {len(content)} bytes; at most {most} are accepted")
+
+
 def part_of(runs: Sequence[Run], first: int, last: int) -> list[Run]:
-    """Blocks `[first, last)` of these."""
+    """The part of `runs` that holds blocks `[first, last)`, counted from the first block of `runs`."""
     found, start = [], 0
     for run in runs:
         begin, end = max(first, start), min(last, start + run.num_blocks)
@@ -241,3 +271,13 @@ def part_of(runs: Sequence[Run], first: int, last: int) -> list[Run]:
             found.append(Run(run.tier, end - begin))
         start += run.num_blocks
     return found
+
+
+def joined(runs: Sequence[Run]) -> tuple[Run, ...]:
+    """The same runs, with neighbours in one tier joined."""
+    found: list[Run] = []
+    for run in runs:
+        if found and found[-1].tier == run.tier:
+            run = Run(run.tier, found.pop().num_blocks + run.num_blocks)
+        found.append(run)
+    return tuple(found)

@@ -1,15 +1,16 @@
-"""Copies that let other threads run meanwhile."""
+"""Copies that release the GIL."""
 
 from __future__ import annotations
 
 import numpy as np
 
 SMALL_BYTES = 4096
-"""Below this the copy itself is shorter than what it takes to let others run."""
+"""Shorter copies take less time than releasing the GIL does."""
 
 
 def copy_bytes(into: memoryview, source: memoryview) -> None:
-    """`source` to `into`, which is as long."""
+    """Copy `source` to `into`, which has the same length. Threads run meanwhile if it is at least `SMALL_BYTES`
+    long."""
     if len(source) < SMALL_BYTES:
         into[:] = source
     else:

@@ -1,31 +1,33 @@
-"""KV blocks as files: `file:/path` keeps `/path/<layout fingerprint>/<first byte>/<block hash>.kv`, one file a block.
-With a codec the first folder is `<layout fingerprint>.<codec>`.
+"""KV blocks as files: `file:/path` keeps `/path/<layout fingerprint>/<first byte>/<block hash>.kv`, one file for each
+block. With a codec, the first directory is `<layout fingerprint>.<codec>`.
 
-Shared by all processes that use the directory; there is no lock and no index. A file appears by rename, complete, so a
-crash leaves no half block, only a temporary file that the next process sweeps. An empty `<block hash>.pin` beside it
-pins a block.
+All processes that use the directory share it, without a lock or an index. A file appears by rename, complete, so that a
+crash leaves no partial block, only a temporary file that another process removes later. An empty `<block hash>.pin`
+beside a block pins it.
 
-With `max_bytes`, blocks are removed in the order of the eviction policy until a tenth is free. The policy is this
-process's: it knows what this process did, and of the others what shows in the directory (which files are there, and
-their modification time, which a read renews), where it looks every 1/32 of the bound; so several writers together may
-exceed it by that much each. The bound is for the whole root, all layouts; blocks of other layouts count as unused since
-their modification time.
+With `max_bytes`, blocks are removed in the order of the eviction policy until a tenth of the room is free. Each process
+has a policy of its own: it knows what this process did, and of other processes what the directory shows (which files
+there are, and their modification times, which reads renew). A process scans the directory each time it has written 1/32
+of `max_bytes`, so several writers may exceed the limit by that much each. The limit applies to the whole directory with
+all its layouts.
 """
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import logging
 import os
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from kvferry.core.block_hash import BlockHash
 from kvferry.core.errors import ConfigError, StoreError
 from kvferry.core.layout import KVLayout
-from kvferry.store.access import ACCESS
-from kvferry.store.base import Block, KVStore, Put, Read, StoreFull, StoreOptions
+from kvferry.store.access import ACCESS, FileAccess
+from kvferry.store.base import Block, KVStore, Put, Read, StoreBytes, StoreFull, StoreOptions, StoreThreads
 from kvferry.store.file_room import PIN_SUFFIX, SUFFIX, FileRoom, Removed, folder_name, path_of
 from kvferry.store.files import NoteFiles, is_readable, remove_file, touch_descriptor, touch_path, write_file
 from kvferry.store.record import CorruptBlock, Header, read_exactly
@@ -33,17 +35,20 @@ from kvferry.store.threads import Stop, Threads
 
 log = logging.getLogger(__name__)
 
+Item = TypeVar("Item")
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class FileOptions(StoreOptions, frozen=True, kw_only=True):
-    """`fsync`: a block survives a power failure once it is put. `access` "group": its group may read and write too."""
+    """`max_bytes`: of all blocks under the directory; None: no limit. `fsync`: a stored block survives a power failure.
+    `access` "group": the group may read and write the files. `threads`: most files that are read or written at a
+    time."""
 
-    max_bytes: int | None = None
+    max_bytes: StoreBytes | None = None
     eviction: str = "lru"
     fsync: bool = False
     access: Literal["owner", "group"] = "owner"
-    threads: int = 4
+    threads: StoreThreads = 4
 
 
 class FileStore(KVStore):
@@ -59,27 +64,26 @@ class FileStore(KVStore):
         self._folder = self.root / folder_name(layout.fingerprint(), self.records.codec.name)
         self._access = ACCESS[options.access]
         self._notes = NoteFiles(self.root / "notes", self._access)
-        self._threads = Threads(max(1, options.threads), "kvferry-file-store")
+        self._num_threads = max(1, options.threads)
+        self._threads = Threads(self._num_threads, "kvferry-file-store")
         self._room = FileRoom(self.root, options.max_bytes, options.eviction, self.records.max_record_bytes)
 
     @classmethod
     def check(cls, location: str, options: Any) -> None:
-        """A path, that is no file."""
+        """The location is a path that is not a file."""
         path = path_of(location)
         if path.exists() and not path.is_dir():
             raise ConfigError(f"store file:{location}: {path} is not a directory")
 
-    async def open(self) -> None:
-        """Make the directory. Raises `ConfigError` when that cannot be done."""
-        await self._threads.ask(self._open)
+    @classmethod
+    def check_here(cls, location: str, options: Any) -> None:
+        """The directory exists, or can be made, and this process may write to it."""
+        root = path_of(location)
+        _make_folder(root, root, ACCESS[options.access])
 
-    def _open(self) -> None:
-        try:
-            self._access.make_folder(self._folder)
-            if not os.access(self._folder, os.R_OK | os.W_OK | os.X_OK):
-                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-        except OSError as error:
-            raise ConfigError(f"cannot keep KV blocks in {self.root}: {error.strerror}") from error
+    async def open(self) -> None:
+        """Make the directory of this layout. Raises `ConfigError` if that fails."""
+        await self._threads.ask(lambda: _make_folder(self._folder, self.root, self._access))
 
     async def close(self) -> None:
         """End the threads; no file is kept open."""
@@ -88,58 +92,66 @@ class FileStore(KVStore):
     # Blocks.
 
     async def match(self, hashes: Sequence[BlockHash]) -> int:
-        """One `stat` a block."""
+        """One `stat` for each block."""
         return await self._threads.ask(lambda: self._match(hashes))
 
     async def get(self, reads: Sequence[Read]) -> list[bool]:
-        """One `preadv` a block, straight to where it is wanted where the codec is none."""
-        return await self._threads.run(lambda stop: [not stop.requested and self._get(read) for read in reads])
+        """One `preadv` for each block, directly to its destination unless there is a codec. The threads read at the
+        same time, because a disk with one request at a time is half idle."""
+        return await self._spread(reads, self._get)
 
     async def get_layer(self, layer: int, reads: Sequence[tuple[BlockHash, memoryview]]) -> list[bool]:
-        """Two `preadv`s a block, for the header and the layer."""
-        return await self._threads.run(
-            lambda stop: [not stop.requested and self._get_layer(name, layer, into) for name, into in reads]
-        )
+        """Two `preadv` for each block: the header and the layer."""
+        return await self._spread(reads, lambda read: self._get_layer(read[0], layer, read[1]))
 
     async def put(self, blocks: Sequence[Block]) -> list[Put]:
-        """Each is written to a temporary file beside the final one, and renamed."""
+        """Each block is written to a temporary file beside the final one, and renamed."""
         return await self._threads.run(lambda stop: self._put(blocks, stop))
 
     async def pin(self, hashes: Sequence[BlockHash]) -> int:
-        """Leave a mark beside each."""
         return await self._threads.ask(lambda: self._mark(hashes))
 
     async def unpin(self, hashes: Sequence[BlockHash]) -> int:
-        """Remove the marks."""
         return await self._threads.ask(lambda: self._unmark(hashes))
 
     async def delete(self, hashes: Sequence[BlockHash]) -> int:
-        """Remove the files."""
         return await self._threads.ask(lambda: sum(self._remove(name) for name in hashes))
 
     async def finish(self, hashes: Sequence[BlockHash], num_output_tokens: int) -> None:
-        """For the policy of this process."""
+        """Tell the eviction policy of this process."""
         await self._threads.ask(lambda: self._room.finished([self._path(name) for name in hashes], num_output_tokens))
 
     # Notes.
 
     async def write_note(self, name: str, content: bytes, ttl_s: float) -> None:
-        """A file of its own."""
         await self._threads.ask(lambda: self._notes.write(name, content, ttl_s))
 
     async def read_note(self, name: str) -> bytes | None:
-        """Read it, unless its time is over."""
         return await self._threads.ask(lambda: self._notes.read(name))
 
     async def remove_note(self, name: str) -> None:
-        """Remove the file."""
         await self._threads.ask(lambda: self._notes.remove(name))
 
     # Insight.
 
     def statistics(self) -> dict[str, float]:
-        """Counters of this process, and what was under the root when it last looked."""
+        """The counters of this process, and what was under the directory at the last scan."""
         return super().statistics() | self._room.statistics()
+
+    async def _spread(self, items: Sequence[Item], read: Callable[[Item], bool]) -> list[bool]:
+        """Have all threads read. Returns or raises only when all of them have ended, also on cancellation."""
+        each = max(1, -(-len(items) // self._num_threads))
+
+        def work(part: Sequence[Item], stop: Stop) -> list[bool]:
+            return [not stop.requested and read(item) for item in part]
+
+        parts = [items[first : first + each] for first in range(0, len(items), each)]
+        calls = (self._threads.run(partial(work, part)) for part in parts)
+        answers = await asyncio.gather(*calls, return_exceptions=True)
+        for answer in answers:
+            if isinstance(answer, BaseException):
+                raise answer
+        return [found for answer in answers if not isinstance(answer, BaseException) for found in answer]
 
     # On the threads.
 
@@ -199,11 +211,15 @@ class FileStore(KVStore):
         return self.records.header(head, block_hash)
 
     def _read(self, block_hash: BlockHash, read: Callable[[int], int]) -> bool:
-        """Have `read` read the open file. False: there is none, or it is corrupt and now removed."""
+        """Open the block's file for `read`, which returns the number of bytes read. False: there is no such file, or it
+        was corrupt and has been removed."""
         path = self._path(block_hash)
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        except (FileNotFoundError, PermissionError):  # a stranger's file is no block, and says nothing of the others
+        except (
+            FileNotFoundError,
+            PermissionError,
+        ):  # a file that may not be read is no block, and says nothing about others
             self.count(missing_blocks=1)
             self._gone(block_hash)
             return False
@@ -285,15 +301,26 @@ class FileStore(KVStore):
 
     def _mark(self, hashes: Sequence[BlockHash]) -> int:
         there = [name for name in hashes if touch_path(self._path(name))]
-        for name in there:
+        fits, removed = self._room.may_pin([self._path(name) for name in there], self.options.pinned_share)
+        self._note_room(removed)
+        for name in there[:fits]:
             try:
                 write_file(self._path(name, PIN_SUFFIX), [], self._access, fsync=self.options.fsync)
             except OSError as error:
                 raise StoreError(f"cannot pin a block in {self._folder}: {error.strerror}") from error
-        return len(there)
+        return fits
 
     def _unmark(self, hashes: Sequence[BlockHash]) -> int:
         for name in hashes:
             remove_file(self._path(name, PIN_SUFFIX))
         self._room.unpinned()
         return sum(Path(self._path(name)).exists() for name in hashes)
+
+
+def _make_folder(folder: Path, root: Path, access: FileAccess) -> None:
+    try:
+        access.make_folder(folder)
+        if not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    except OSError as error:
+        raise ConfigError(f"cannot keep KV blocks in {root}: {error.strerror}") from error

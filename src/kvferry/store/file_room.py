@@ -1,12 +1,14 @@
-"""How much room the files under a root take, and which go when it is too much.
+"""How much room the files under a store's directory take, and which are removed when it is too much.
 
-Owns the eviction policy of one process and what it knows of the directory. Any thread; looks are one at a time.
+Owns the eviction policy of one process, and what this process knows about the directory from its last scan. Any thread;
+scans run one at a time.
 """
 
 from __future__ import annotations
 
+import re
 import threading
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,23 +16,39 @@ from urllib.parse import unquote
 
 from kvferry.core.clock import SYSTEM_CLOCK, Clock
 from kvferry.core.errors import ConfigError
+from kvferry.store.codecs.base import NAME
+from kvferry.store.eviction.guarded import GuardedPolicy
 from kvferry.store.eviction.table import make_eviction_policy
 from kvferry.store.files import TEMPORARY_SUFFIX, is_stale, remove_file
 
 SUFFIX, PIN_SUFFIX = ".kv", ".pin"
 PLAIN = "none"
+_LAYOUT_FOLDER = re.compile(rf"[0-9a-f]{{32}}(?:\.{NAME.pattern})?")
+_FIRST_BYTE = re.compile(r"[0-9a-f]{2}")
 FREED_SHARE = 0.1
+"""Share of `max_bytes` that is free after an eviction."""
 LOOK_SHARE = 1 / 32
+"""A scan is due when this share of `max_bytes` has been written, or refused, since the last one."""
 
 
 def folder_name(fingerprint: str, codec: str) -> str:
-    """Where under the root the blocks of a layout are, written down with this codec. Those of another codec
-    are not looked at: they are no damaged blocks of this one."""
+    """The directory of a layout's blocks under the store's. Blocks of another codec have another directory, so that
+    nobody takes them for damaged blocks of their own."""
     return fingerprint if codec == PLAIN else f"{fingerprint}.{codec}"
 
 
+def block_files(root: Path, pattern: str) -> Iterator[Path]:
+    """Files of that name in the folders that `FileStore` makes, layout by layout. Whatever else is under the directory
+    is somebody's own, and is neither counted nor removed."""
+    for folder in sorted(root.glob("*")):
+        if _LAYOUT_FOLDER.fullmatch(folder.name):
+            for first in sorted(folder.glob("??")):
+                if _FIRST_BYTE.fullmatch(first.name):
+                    yield from first.glob(pattern)
+
+
 def path_of(location: str) -> Path:
-    """The directory that `file:<location>` names, percent-decoded. Raises `ConfigError` when there can be none."""
+    """The directory that `file:<location>` names, percent-decoded. Raises `ConfigError` if it names none."""
     path = unquote(location.removeprefix("//") if location.startswith("///") else location, errors="surrogateescape")
     if not path or path.startswith("//") or "\0" in path:
         raise ConfigError(f"store file:{location}: give a directory, as in file:/var/lib/kvferry")
@@ -46,21 +64,22 @@ class _File:
 
 @dataclass(frozen=True)
 class Removed:
-    """What a look found: blocks evicted by it, and watched paths that are not there any more."""
+    """The result of a scan: how many blocks it evicted, and which watched paths no longer exist."""
 
     num_evicted: int = 0
     gone: Collection[str] = ()
 
 
 class FileRoom:
-    """See the module. Paths are those of blocks; `block_bytes`: about the size of one."""
+    """The room of one store directory. `max_bytes`: None means no limit. `block_bytes`: about the size of one block.
+    All `path` arguments are paths of blocks."""
 
     def __init__(
         self, root: Path, max_bytes: int | None, eviction: str, block_bytes: int, clock: Clock = SYSTEM_CLOCK
     ) -> None:
         self._clock = clock
         self._root, self._max_bytes = root, max_bytes
-        self._policy = make_eviction_policy(eviction, max(1, (max_bytes or 1) // block_bytes))
+        self._policy = GuardedPolicy(make_eviction_policy(eviction, max(1, (max_bytes or 1) // block_bytes)))
         self._lock, self._look_lock = threading.Lock(), threading.Lock()
         self._watched: set[str] = set()
         self._pinned: set[str] = set()
@@ -68,39 +87,39 @@ class FileRoom:
         self._last_look_s = 0.0
         self._pinned_bytes = 0
         self._num_refused = 0
-        """Bytes that found no room since the last look."""
+        """Bytes that found no room since the last scan."""
         self._num_stored: int | None = None
-        """Bytes under the root when last looked at; None: not yet, which the first write does."""
+        """Bytes under the directory at the last scan; None before the first, which the first write makes."""
 
     # What this process does.
 
     def accessed(self, path: str) -> None:
-        """A block was used."""
+        """Tell the eviction policy that a block was used."""
         if self._max_bytes is not None:
             with self._lock:
                 self._policy.access(path, self._clock.monotonic())
 
     def finished(self, paths: Sequence[str], num_output_tokens: int) -> None:
-        """The request whose prompt these blocks are has its whole answer."""
+        """Tell the eviction policy that the request with this prompt has got its whole answer."""
         if self._max_bytes is not None:
             with self._lock:
                 self._policy.finish(paths, num_output_tokens, self._clock.monotonic())
 
     def removed(self, path: str) -> None:
-        """A block is gone."""
+        """Tell the eviction policy that a block is gone."""
         if self._max_bytes is not None:
             with self._lock:
                 self._policy.remove(path)
                 self._watched.discard(path)
 
     def watch(self, path: str) -> None:
-        """Say so when this one is found to be gone."""
+        """Report this path in `Removed.gone` when a scan does not find it."""
         with self._lock:
             self._watched.add(path)
 
     def admit(self, num_bytes: int) -> tuple[bool, Removed]:
-        """Whether there is room for a block beside what is pinned, as far as is known; looks when that is not known, or
-        was long ago."""
+        """Whether a block of `num_bytes` fits beside what is pinned. Scans if nothing is known yet, or if much was
+        refused since the last scan."""
         if self._max_bytes is None:
             return True, Removed()
         with self._lock:
@@ -111,22 +130,40 @@ class FileRoom:
             self._num_refused += 0 if fits else num_bytes
         return fits, removed
 
+    def may_pin(self, paths: Sequence[str], share: float) -> tuple[int, Removed]:
+        """How many of these blocks, from the first on, may be pinned so that the pinned blocks of all layouts and
+        processes stay within `share` of `max_bytes`. Scans first."""
+        if self._max_bytes is None:
+            return len(paths), Removed()
+        removed = self._look()
+        with self._lock:
+            room, pinned = share * self._max_bytes - self._pinned_bytes, set(self._pinned)
+        for count, path in enumerate(paths):
+            if path in pinned:
+                continue
+            with suppress(OSError):  # removed since: a pin without a block is removed by a scan
+                room -= Path(path).stat().st_size
+            if room < 0:
+                return count, removed
+        return len(paths), removed
+
     def unpinned(self) -> None:
-        """Blocks are not pinned any more: the next put finds out what that leaves room for."""
+        """Blocks were unpinned: the next `admit` scans to find out how much room there is."""
         with self._lock:
             self._num_refused += self._max_bytes or 0
 
     def written(self, path: str, parent: str | None, num_bytes: int) -> Removed:
-        """A block is new; makes room, when it is time for it."""
+        """A block was written. Scans, and evicts if needed, when that is due."""
         with self._lock:
-            if self._max_bytes is not None and self._num_stored is not None:  # else what was there before comes first
+            if self._max_bytes is not None and self._num_stored is not None:  # else the first scan inserts it
                 self._policy.insert(path, self._clock.monotonic(), parent)
             self._num_unseen += num_bytes
             due = self._look_is_due()
         return self._look(num_bytes) if due else Removed()
 
     def statistics(self) -> dict[str, float]:
-        """What is under the root, as far as this process knows."""
+        """`kept_bytes` and `pinned_blocks` under the directory, as far as this process knows; empty before the first
+        scan."""
         with self._lock:
             if self._num_stored is None:
                 return {}
@@ -138,12 +175,13 @@ class FileRoom:
         total = self._num_stored + self._num_unseen
         return self._num_unseen >= self._max_bytes * LOOK_SHARE or total > self._max_bytes
 
-    # Looks.
+    # Scans.
 
     def _look(self, new_bytes: int = 0) -> Removed:
-        """Count what is there, and remove what is too much and what a crash left. `new_bytes`: of the newest block."""
+        """Scan the directory; evict if it is too full, and remove what crashes left. `new_bytes`: the size of the
+        newest block."""
         with self._look_lock:
-            began_s = SYSTEM_CLOCK.wall()  # compared with the times of files
+            began_s = SYSTEM_CLOCK.wall()  # compared with modification times
             files, pinned = self._scan()
             with self._lock:
                 self._num_unseen = self._num_refused = 0
@@ -159,7 +197,7 @@ class FileRoom:
             return Removed(num_evicted, gone)
 
     def _learn(self, files: dict[str, _File], pinned: set[str]) -> None:
-        """What other processes did, in the order of the times that files show."""
+        """Tell the policy what other processes did, in the order of the files' modification times."""
         if self._max_bytes is None:
             return
         for file in sorted(files.values(), key=lambda file: file.modified_s):
@@ -174,8 +212,8 @@ class FileRoom:
         self._pinned = pinned
 
     def _evict(self, files: dict[str, _File], total: int, new_bytes: int) -> tuple[int, int]:
-        """Remove blocks as long as they are too much; returns the bytes that are left and how many went. Where much is
-        pinned, half of what is not is left, and the newest block."""
+        """Remove blocks while there are too many bytes; returns the bytes that remain and the number of blocks removed.
+        If much is pinned, half of the unpinned room is left to blocks, and the newest block always stays."""
         assert self._max_bytes is not None
         num_evicted, pinned = 0, self._pinned_bytes
         goal = max(self._max_bytes * (1 - FREED_SHARE), (self._max_bytes + pinned) / 2, pinned + new_bytes)
@@ -190,10 +228,11 @@ class FileRoom:
         return total, num_evicted
 
     def _scan(self) -> tuple[dict[str, _File], set[str]]:
-        """Every block under the root, and which of them are pinned; stale temporary files are removed."""
+        """Every block under the directory by its path, and the paths of those that are pinned. Stale temporary files
+        and pins without a block are removed."""
         files: dict[str, _File] = {}
         pins: set[str] = set()
-        for path in self._root.glob("*/??/*"):
+        for path in block_files(self._root, "*"):
             with suppress(OSError):  # removed meanwhile, by another process
                 if path.suffix == PIN_SUFFIX:
                     pins.add(str(path.with_suffix(SUFFIX)))

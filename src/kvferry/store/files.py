@@ -1,9 +1,11 @@
-"""Files that appear whole or not at all, and the small ones that are notes between instances."""
+"""Files that appear completely or not at all, and notes between instances as such files."""
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
+import re
 import secrets
 import socket
 import stat
@@ -15,20 +17,22 @@ from pathlib import Path
 from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.core.errors import StoreError
 from kvferry.store.access import FileAccess
-from kvferry.store.base import MAX_NOTE_BYTES
+from kvferry.store.base import MAX_NOTE_BYTES, require_short_note
 from kvferry.store.record import write_all
 
 TEMPORARY_SUFFIX = ".tmp"
 STALE_TEMPORARY_S = 3600.0
-"""Of another machine; of this one they are stale when their process is gone."""
+"""Age at which a temporary file of another machine counts as left behind; one of this machine does when its process is
+gone."""
 TOUCH_S = 60.0
-"""A file's time of use is renewed when it is older than this, to spare the disk."""
+"""A file's modification time is renewed by a read only if it is older than this, to spare the disk."""
+_NOTE_FILE = re.compile(rf"[0-9a-f]{{64}}\.note(?:\.[^/]*\{TEMPORARY_SUFFIX})?\Z")
 _EXPIRY_BYTES = 8
 SWEEP_NOTES_S = 60.0
 
 
 def write_file(path: str, views: Sequence[memoryview], access: FileAccess, *, fsync: bool = False) -> None:
-    """Write a temporary file beside the final one and rename it. May raise `OSError`; then nothing is left."""
+    """Write a temporary file beside the final one, and rename it. May raise `OSError`; then nothing is left behind."""
     temporary = f"{path}.{_machine()}.{os.getpid()}.{secrets.token_hex(4)}{TEMPORARY_SUFFIX}"
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     try:
@@ -38,6 +42,7 @@ def write_file(path: str, views: Sequence[memoryview], access: FileAccess, *, fs
         descriptor = os.open(temporary, flags, access.file_mode)
     try:
         try:
+            _allocate(descriptor, sum(map(len, views)))
             write_all(descriptor, views)
             if fsync:
                 os.fsync(descriptor)
@@ -51,8 +56,19 @@ def write_file(path: str, views: Sequence[memoryview], access: FileAccess, *, fs
         raise
 
 
+def _allocate(descriptor: int, num_bytes: int) -> None:
+    """Allocate the file at once, which is faster than growing it and reports a full disk before anything is written.
+    File systems that cannot do this are left alone."""
+    try:
+        if num_bytes:
+            os.posix_fallocate(descriptor, 0, num_bytes)
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
+            raise
+
+
 def is_stale(path: Path, modified_s: float) -> bool:
-    """Whether a temporary file is one that nobody writes any more."""
+    """Whether a temporary file belongs to a process that no longer writes it."""
     machine, pid = path.name.split(".")[-4:-2] if path.name.count(".") >= 4 else ("", "")
     if machine == _machine() and pid.isdigit():
         return not Path(f"/proc/{pid}").exists()
@@ -60,31 +76,32 @@ def is_stale(path: Path, modified_s: float) -> bool:
 
 
 def touch_descriptor(descriptor: int) -> None:
-    """Renew an open file's time of use, if it is old."""
-    with suppress(OSError):  # a store that may only be read has no say in what is evicted
+    """Renew an open file's modification time if it is older than `TOUCH_S`. Errors are ignored: a process that may only
+    read a store does not influence its eviction."""
+    with suppress(OSError):  # who may only read a store does not influence its eviction
         if SYSTEM_CLOCK.wall() - os.fstat(descriptor).st_mtime > TOUCH_S:
             os.utime(descriptor)
 
 
 def touch_path(path: str) -> bool:
-    """Renew a file's time of use; False when it is not there, or is another user's that this one may not read."""
+    """Renew a file's modification time. False: it is not there, or this process may not read it."""
     try:
         os.utime(path)
     except FileNotFoundError:
         return False
-    except PermissionError:  # another user's, so its time is theirs to renew
+    except PermissionError:  # another user's file: only that user may set its times
         return os.access(path, os.R_OK, effective_ids=True)
     return True
 
 
 def is_readable(path: str, status: os.stat_result) -> bool:
-    """Whether this process may read the file of which this is the status."""
+    """Whether this process may read the file with this status."""
     own = status.st_uid == os.geteuid() and bool(status.st_mode & stat.S_IRUSR)
     return own or os.access(path, os.R_OK, effective_ids=True)
 
 
 def remove_file(path: str) -> bool:
-    """Whether it was there and is not any more."""
+    """Remove a file. False: it was not there, or cannot be removed."""
     try:
         os.unlink(path)  # noqa: PTH108 - see above
         return True
@@ -92,17 +109,22 @@ def remove_file(path: str) -> bool:
         return False
 
 
+def note_files(folder: Path, pattern: str) -> list[Path]:
+    """Files of that name that hold a note, or will. Others are somebody's own."""
+    return [path for path in folder.glob(pattern) if _NOTE_FILE.match(path.name)]
+
+
 class NoteFiles:
-    """Notes, one a file: 8 bytes of when it is over (Unix time, ms), then what it says. Swept when that has passed."""
+    """Notes, one in each file: 8 bytes with the time of expiry (Unix time in ms, little-endian), then the content.
+    Expired ones are removed now and then. Any thread."""
 
     def __init__(self, folder: Path, access: FileAccess) -> None:
         self._folder, self._access = folder, access
         self._last_sweep = 0.0
 
     def write(self, name: str, content: bytes, ttl_s: float) -> None:
-        """Leave a note, in place of one that is there. Raises `StoreError`."""
-        if len(content) > MAX_NOTE_BYTES:
-            raise StoreError(f"a note of {len(content)} bytes, and {MAX_NOTE_BYTES} is the most")
+        """Write a note, replacing one of the same name. Raises `StoreError`."""
+        require_short_note(content)
         over = round((SYSTEM_CLOCK.wall() + ttl_s) * 1000).to_bytes(_EXPIRY_BYTES, "little")
         try:
             self._access.make_folder(self._folder)
@@ -112,7 +134,7 @@ class NoteFiles:
         self._sweep_now_and_then()
 
     def read(self, name: str) -> bytes | None:
-        """What it says. Raises `StoreError` when it cannot be read."""
+        """The note's content; None if there is none or it has expired. Raises `StoreError` if it cannot be read."""
         path = self._path(name)
         try:
             with path.open("rb") as file:
@@ -124,14 +146,13 @@ class NoteFiles:
         return None if _is_over(found) else found[_EXPIRY_BYTES:]
 
     def remove(self, name: str) -> None:
-        """Remove it, if it is there."""
         remove_file(str(self._path(name)))
 
     def sweep(self) -> None:
-        """Remove those whose time has passed."""
+        """Remove the notes that have expired, and temporary files that were left behind."""
         with suppress(OSError):
-            for path in self._folder.iterdir():
-                with suppress(OSError):  # another process swept it first
+            for path in note_files(self._folder, "*"):
+                with suppress(OSError):  # another process has removed it
                     self._sweep_one(path)
 
     def _sweep_one(self, path: Path) -> None:
@@ -160,7 +181,7 @@ def _is_over(note: bytes) -> bool:
 
 @cache
 def _machine() -> str:
-    """A short name of this machine since it was started, and of this container's processes."""
+    """Identifies this machine since its last start, and this container's process ids."""
     parts = [socket.gethostname()]
     for path in ("/proc/sys/kernel/random/boot_id", "/proc/self/ns/pid"):
         with suppress(OSError):
@@ -170,7 +191,7 @@ def _machine() -> str:
 
 
 def _fsync_folder(path: str) -> None:
-    """So that the name survives too."""
+    """Make a file's name as durable as its content."""
     descriptor = os.open(str(Path(path).parent), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)

@@ -1,10 +1,10 @@
-"""What a server of LMCache's understands (`lmcache_server`, `lm://` in LMCache's own settings): put, get, sign of life.
+"""The protocol of LMCache's server (`lmcache_server`; `lm://` in LMCache's own settings): put, get, health.
 
-    request    command, length, format, dtype, location, shape[4]: i32, little-endian; key, 150 bytes, blanks behind it
+    request    command, length, format, dtype, location, shape[4]: i32, little-endian; key: 150 bytes, blanks at its end
     answer     code, length, format, dtype, shape[4], location: i32; then `length` bytes
 
-Owns the connections. A put is not answered, so a sign of life is asked for after it: requests of one connection are
-served in order. The server checks nothing and authenticates nobody; lengths that it states are bounded here.
+Owns the connections. The server does not answer a put, so a health request follows it: requests of one connection are
+served in order. The server checks nothing and authenticates nobody; the lengths that it announces are bounded here.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from kvferry.core.errors import StoreError
 _REQUEST, _ANSWER = struct.Struct("<9i150s"), struct.Struct("<9i")
 _PUT, _GET, _HEALTH, _SUCCESS = 1, 2, 5, 200
 _BINARY, _UINT8 = 4, 6
-"""LMCache's numbers of a format and a dtype that mean bytes."""
+"""LMCache's numbers of the format and the dtype that mean plain bytes."""
 CONNECT_S = 3.0
 COMMAND_S = 30.0
-"""The longest that one call may take; a tier's `deadline_s` is shorter."""
+"""Most seconds for one call; a tier's `deadline_s` is shorter."""
 WINDOW = 64
-"""Gets under way on one connection: more, and both ends could wait for the other to read."""
+"""Most gets in flight on one connection: with more, both ends could wait for the other to read."""
 MAX_CONNECTIONS = 4
 MAX_BYTES = 2**31 - 1
-"""Of one value: its length is an i32."""
+"""Longest value: its length is an i32."""
 SIGN = "kvferry@1@0@0@uint8"
-"""A key that can be read, for requests that are of none."""
+"""The key of requests that need none; the server parses it nevertheless."""
 
 
 class DamagedValue(Exception):
-    """The server cannot give what it has under this key: whoever put it broke off. Does not leave the store."""
+    """The server has no complete value under this key, because the writer was interrupted. Handled within the store."""
 
 
 class LMCacheClient:
-    """Used on one event loop. Every method may raise `StoreError`."""
+    """Connections to one server. Used on one event loop. Every method may raise `StoreError`."""
 
     def __init__(self, host: str, port: int) -> None:
         self._host, self._port = host, port
@@ -46,13 +46,13 @@ class LMCacheClient:
         self._turns = asyncio.Semaphore(MAX_CONNECTIONS)
 
     async def close(self) -> None:
-        """End every connection."""
+        """Close the connections that are idle."""
         free, self._free = self._free, []
         for _, writer in free:
             writer.close()
 
     async def put(self, values: Sequence[tuple[str, bytes]]) -> None:
-        """Store these, in order, in place of what is there. When this returns, the server has all of them."""
+        """Store key and value pairs, in order. When this returns, the server has all of them."""
         if not values:
             return
         async with self._connection() as (reader, writer):
@@ -73,7 +73,7 @@ class LMCacheClient:
                 try:
                     while len(found) < len(keys):
                         await self._get(reader, writer, keys[len(found) :][:WINDOW], max_bytes, found)
-                except DamagedValue as damage:  # and with it the connection has ended
+                except DamagedValue as damage:  # after which the server has closed the connection
                     found.append(damage)
                     writer.close()
         return found
@@ -107,7 +107,7 @@ class LMCacheClient:
 
     @asynccontextmanager
     async def _connection(self) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
-        """One of them, to oneself. After an error, or when cancelled, it is of no more use."""
+        """One connection for the caller alone. After an error or a cancellation it is closed, with all idle ones."""
         try:
             async with asyncio.timeout(COMMAND_S), self._turns:
                 reader, writer = self._free.pop() if self._free else await self._connect()
@@ -115,7 +115,7 @@ class LMCacheClient:
                     yield reader, writer
                 except BaseException:
                     writer.transport.abort()
-                    await self.close()  # the others are of a server that is perhaps not there any more
+                    await self.close()  # the server may be gone, and the other connections with it
                     raise
                 if not writer.is_closing():
                     self._free.append((reader, writer))
@@ -132,8 +132,9 @@ class LMCacheClient:
 
 
 def _acknowledge_at_once(writer: asyncio.StreamWriter) -> None:
-    """The server sends each answer in two pieces, and the second when the first is acknowledged: by itself the kernel
-    takes its time, 40 ms, and goes back to that after a while."""
+    """Acknowledge what was received at once. The server sends an answer in two pieces, the second only when the first
+    is acknowledged, which the kernel delays by up to 40 ms; it returns to that after a while, hence the repeated
+    call."""
     if hasattr(socket, "TCP_QUICKACK"):
         writer.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_QUICKACK, 1)
 
@@ -143,7 +144,7 @@ def _request(command: int, key: str, length: int) -> bytes:
 
 
 async def _answer(reader: asyncio.StreamReader) -> tuple[int, int]:
-    """Code and length."""
+    """Code and length of an answer."""
     code, length, *_ = _ANSWER.unpack(await reader.readexactly(_ANSWER.size))
     if length < 0:
         raise StoreError(f"an LMCache server announces {length} bytes")
@@ -151,7 +152,8 @@ async def _answer(reader: asyncio.StreamReader) -> tuple[int, int]:
 
 
 async def _value(reader: asyncio.StreamReader, length: int) -> bytes:
-    """Raises `DamagedValue` where the connection ends just here: the server raised, since it has only the length."""
+    """Raises `DamagedValue` if the connection ends before the first byte: the server then has only the value's
+    length."""
     try:
         return await reader.readexactly(length)
     except asyncio.IncompleteReadError as error:

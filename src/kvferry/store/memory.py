@@ -1,8 +1,9 @@
-"""KV blocks in this machine's memory: `memory:4GiB` is one arena that all instances of this user and layout share.
+"""KV blocks in this machine's memory: `memory:4GiB` is one arena that all instances of this user with the same layout
+share.
 
-Owns the slots, all of one size, in which the records lie, with `memory_index` for which lies where, and a table of
-notes. A block is copied in and out without the lock; a reader verifies its copy, so that a slot that was given to
-another block meanwhile is a miss. The arena is there as long as one instance uses it.
+Owns the slots, all of one size, which hold the records; `memory_index` knows which block is in which slot,
+`memory_notes` has the notes. Blocks are copied in and out without the lock: a reader verifies its copy, so a slot that
+was given to another block meanwhile is a miss. The arena exists as long as one instance uses it.
 """
 
 from __future__ import annotations
@@ -11,42 +12,39 @@ import hashlib
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Annotated, Any
 
-import numpy as np
+import msgspec
+import psutil
 
 from kvferry.core.block_hash import BlockHash
-from kvferry.core.clock import SYSTEM_CLOCK
-from kvferry.core.errors import ConfigError, StoreError
+from kvferry.core.errors import ConfigError
 from kvferry.core.layout import KVLayout
-from kvferry.core.units import parse_bytes
+from kvferry.core.units import format_bytes, parse_bytes
 from kvferry.store.arena import Arena
-from kvferry.store.base import Block, KVStore, Put, Read, StoreOptions
+from kvferry.store.base import Block, KVStore, Put, Read, StoreOptions, StoreThreads, require_short_note
 from kvferry.store.copying import copy_bytes
 from kvferry.store.memory_index import ArenaSlot, MemoryIndex, table_bytes
+from kvferry.store.memory_notes import NOTE_BYTES, NOTES_BYTES, MemoryNotes
 from kvferry.store.record import CorruptBlock
 from kvferry.store.threads import Stop, Threads
 
-NUM_NOTES = 256
-NOTE_BYTES = 2**14
-_NOTE = np.dtype(
-    [("name", "V32"), ("over_s", "<f8"), ("length", "<u4"), ("padding", "<u4"), ("content", f"V{NOTE_BYTES}")]
-)
 _ALIGNMENT = 64
 
 
 class MemoryOptions(StoreOptions, frozen=True, kw_only=True):
-    """Instances with the same `name`, size, layout and codec share the memory. `num_blocks`: the size in blocks, where
-    the URL says none."""
+    """Instances with the same `name`, size, layout and codec share the memory. `num_blocks`: the size in blocks, if the
+    URL has none. `threads`: most calls that copy at a time."""
 
-    num_blocks: int | None = None
+    num_blocks: Annotated[int, msgspec.Meta(ge=1, le=2**40)] | None = None
     eviction: str = "lru"
     name: str = "shared"
-    threads: int = 2
+    threads: StoreThreads = 2
 
 
 class MemoryStore(KVStore):
-    """See the module. `location`: how much memory, for everything."""
+    """A store in memory that the instances of one machine share. `location`: its size, for blocks, index and notes
+    together."""
 
     options_type = MemoryOptions
     options: MemoryOptions
@@ -56,37 +54,45 @@ class MemoryStore(KVStore):
     def __init__(self, location: str, options: MemoryOptions, layout: KVLayout) -> None:
         super().__init__(location, options, layout)
         self._slot_bytes = -(-self.records.max_record_bytes // _ALIGNMENT) * _ALIGNMENT
-        notes_bytes = NUM_NOTES * _NOTE.itemsize
-        self._num_slots = options.num_blocks or self._slots_in(_size_of(location), notes_bytes)
+        self._num_slots = options.num_blocks or self._slots_in(_size_of(location))
         if self._num_slots < 1:
-            least = notes_bytes + table_bytes(1) + self._slot_bytes
+            least = NOTES_BYTES + table_bytes(1) + self._slot_bytes
             raise ConfigError(f"store memory:{location} is too small: one block of this model needs {least} bytes")
         self._notes_at = table_bytes(self._num_slots)
-        self._slots_at = -(-(self._notes_at + notes_bytes) // _ALIGNMENT) * _ALIGNMENT
+        self._slots_at = -(-(self._notes_at + NOTES_BYTES) // _ALIGNMENT) * _ALIGNMENT
         self._threads = Threads(max(1, options.threads), "kvferry-memory-store")
         self._joining = threading.Lock()
         self._arena: Arena | None = None
         self._unsettled: deque[int] = deque()
-        """Slots that were taken for blocks that never came; given back under the next lock."""
+        """Slots that were taken for blocks that never came; given back when the lock is held next."""
         self._index: MemoryIndex
+        self._notes: MemoryNotes
 
     @classmethod
     def check(cls, location: str, options: Any) -> None:
-        """A size, or nothing where `num_blocks` says it."""
+        """The location is a size, or empty with `num_blocks`."""
         if location or not options.num_blocks:
             _size_of(location)
+
+    @classmethod
+    def check_here(cls, location: str, options: Any) -> None:
+        """The machine has that much memory and swap in all. Whether it is free is not checked, as another instance may
+        have created the arena already."""
+        there = psutil.virtual_memory().total + psutil.swap_memory().total
+        if location and _size_of(location) > there:
+            raise ConfigError(f"store memory:{location}: this machine has {format_bytes(there)}")
 
     @property
     def num_slots(self) -> int:
         """How many blocks fit."""
         return self._num_slots
 
-    def _slots_in(self, num_bytes: int, notes_bytes: int) -> int:
+    def _slots_in(self, num_bytes: int) -> int:
         each = self._slot_bytes + table_bytes(2**20) // 2**20 + 1
-        return (num_bytes - notes_bytes - table_bytes(0)) // each
+        return (num_bytes - NOTES_BYTES - table_bytes(0)) // each
 
     async def open(self) -> None:
-        """Join the arena, or make it. Raises `ConfigError`. May be called twice, and cancelled."""
+        """Attach to the arena, or create it. Raises `ConfigError`. May be called twice, and cancelled."""
         await self._threads.run(self._join)
 
     def _join(self, stop: Stop) -> None:
@@ -101,54 +107,50 @@ class MemoryStore(KVStore):
         total = self._slots_at + self._num_slots * self._slot_bytes
         arena = Arena(name, total)
         self._index = MemoryIndex(arena, self._num_slots, options.eviction)
-        self._notes = np.frombuffer(arena.buffer, _NOTE, NUM_NOTES, self._notes_at)
+        self._notes = MemoryNotes(arena, self._notes_at)
         self._arena = arena
 
     async def close(self) -> None:
-        """Leave the arena."""
+        """Detach from the arena."""
         self._threads.close()
         if self._arena is not None:
             self._index.forget()
-            del self._notes
+            self._notes.forget()
             self._arena.close()
             self._arena = None
 
     # Blocks.
 
     async def match(self, hashes: Sequence[BlockHash]) -> int:
-        """One turn of the lock."""
+        """Takes the lock once."""
         return await self._threads.run(lambda stop: self._match(hashes))
 
     async def get(self, reads: Sequence[Read]) -> list[bool]:
-        """One turn of the lock, and one copy a block."""
+        """Takes the lock once, then copies each block without it."""
         return await self._threads.run(lambda stop: self._get(reads, stop))
 
     async def get_layer(self, layer: int, reads: Sequence[tuple[BlockHash, memoryview]]) -> list[bool]:
-        """Read one layer of blocks straight to where it is wanted. False: the block is not there, or did not verify."""
         return await self._threads.run(lambda stop: self._get_layer(layer, reads))
 
     async def put(self, blocks: Sequence[Block]) -> list[Put]:
-        """Two turns of the lock, to take slots and to say what is in them, and one copy a block between."""
+        """Takes the lock twice, to take slots and to enter the blocks, and copies each block in between."""
         return await self._threads.run(lambda stop: [out for part in self._parts(blocks) for out in self._put(part)])
 
     async def pin(self, hashes: Sequence[BlockHash]) -> int:
-        """Mark their slots."""
-        return await self._threads.run(lambda stop: self._pin(hashes, True))
+        return await self._threads.run(lambda stop: self._pin(hashes))
 
     async def unpin(self, hashes: Sequence[BlockHash]) -> int:
-        """Unmark them."""
-        return await self._threads.run(lambda stop: self._pin(hashes, False))
+        return await self._threads.run(lambda stop: self._unpin(hashes))
 
     async def delete(self, hashes: Sequence[BlockHash]) -> int:
-        """Free their slots."""
         return await self._threads.run(lambda stop: self._delete(hashes))
 
     async def finish(self, hashes: Sequence[BlockHash], num_output_tokens: int) -> None:
-        """One turn of the lock: all who share the arena hear of it."""
+        """All instances that share the arena learn of it, through the index."""
         await self._threads.ask(lambda: self._finish(hashes, num_output_tokens))
 
     def statistics(self) -> dict[str, float]:
-        """Counters of this process, and what the arena holds as far as this process knows."""
+        """The counters of this process, and what the arena holds as far as this process knows."""
         found = super().statistics()
         if self._arena is not None:
             found["kept_bytes"] = float(self._index.num_kept() * self._slot_bytes)
@@ -158,18 +160,15 @@ class MemoryStore(KVStore):
     # Notes.
 
     async def write_note(self, name: str, content: bytes, ttl_s: float) -> None:
-        """In place of one of that name, of one that is over, or of the one that is over first."""
-        if len(content) > NOTE_BYTES:
-            raise StoreError(f"a note of {len(content)} bytes, and {NOTE_BYTES} is the most")
-        await self._threads.run(lambda stop: self._write_note(_note_name(name), content, SYSTEM_CLOCK.wall() + ttl_s))
+        """Replaces the note of that name, or the one that expires first."""
+        require_short_note(content, NOTE_BYTES)
+        await self._threads.run(lambda stop: self._write_note(name, content, ttl_s))
 
     async def read_note(self, name: str) -> bytes | None:
-        """A copy."""
-        return await self._threads.run(lambda stop: self._read_note(_note_name(name)))
+        return await self._threads.run(lambda stop: self._read_note(name))
 
     async def remove_note(self, name: str) -> None:
-        """Free its place."""
-        await self._threads.run(lambda stop: self._write_note(_note_name(name), b"", 0.0, only_there=True))
+        await self._threads.run(lambda stop: self._remove_note(name))
 
     # On the threads.
 
@@ -226,7 +225,7 @@ class MemoryStore(KVStore):
         return True
 
     def _not_right(self, block_hash: BlockHash, slot: ArenaSlot) -> None:
-        """It was evicted while it was read; or it is damaged, and now removed."""
+        """The block did not verify: it was evicted while it was read, or it is damaged and is removed now."""
         with self._index.locked():
             damaged = self._index.find(block_hash) == slot
             if damaged:
@@ -235,7 +234,7 @@ class MemoryStore(KVStore):
         self.count(**{"corrupt_blocks" if damaged else "missing_blocks": 1})
 
     def _parts(self, blocks: Sequence[Block]) -> Iterator[Sequence[Block]]:
-        """Of a batch: not so many that they would evict one another."""
+        """Parts of a batch that are small enough for their blocks not to evict one another."""
         most = max(1, self._num_slots // 2)
         return (blocks[first : first + most] for first in range(0, len(blocks), most))
 
@@ -261,7 +260,7 @@ class MemoryStore(KVStore):
     def _take(
         self, blocks: Sequence[Block], taken: dict[int, int], evicted: list[BlockHash], outcomes: list[Put]
     ) -> None:
-        """Slots for those that are not there; a slot stays in `taken` until it is settled what is in it."""
+        """Take slots for the blocks that are not there. A slot stays in `taken` until it is committed or given back."""
         with self._index.locked():
             while self._unsettled:
                 self._index.give_back(self._unsettled.popleft())
@@ -274,7 +273,7 @@ class MemoryStore(KVStore):
                     evicted += [found[1]] if found[1] is not None else []
 
     def _fill(self, blocks: Sequence[Block], taken: dict[int, int], outcomes: list[Put]) -> None:
-        """Copy blocks to the slots taken for them; slots are given back where that fails."""
+        """Copy the blocks to the slots taken for them, and commit these; slots whose copy failed are given back."""
         lengths: dict[int, int] = {}
         try:
             for place, number in taken.items():
@@ -285,7 +284,7 @@ class MemoryStore(KVStore):
                     del taken[place]
                     block = blocks[place]
                     if place not in lengths or self._index.find(block.block_hash) is not None:
-                        self._index.give_back(number)  # another was faster, or this batch has it twice
+                        self._index.give_back(number)  # another process was faster, or this batch has it twice
                         outcomes[place] = Put.PRESENT if place in lengths else Put.DROPPED
                         continue
                     self._index.commit(number, block.block_hash, block.parent, lengths[place])
@@ -299,9 +298,17 @@ class MemoryStore(KVStore):
         self.count(written_bytes=at)
         return at
 
-    def _pin(self, hashes: Sequence[BlockHash], pinned: bool) -> int:
+    def _pin(self, hashes: Sequence[BlockHash]) -> int:
         with self._index.locked():
-            return sum(self._index.pin(block_hash, pinned) for block_hash in hashes)
+            num_left = int(self.options.pinned_share * self._num_slots) - self._index.num_pinned()
+            for block_hash in hashes:
+                if num_left > 0 and not self._index.is_pinned(block_hash):
+                    num_left -= self._index.pin(block_hash, True)
+            return sum(self._index.is_pinned(block_hash) for block_hash in hashes)
+
+    def _unpin(self, hashes: Sequence[BlockHash]) -> int:
+        with self._index.locked():
+            return sum(self._index.pin(block_hash, False) for block_hash in hashes)
 
     def _delete(self, hashes: Sequence[BlockHash]) -> int:
         self.note_removed(hashes)
@@ -322,32 +329,17 @@ class MemoryStore(KVStore):
         at = self._slots_at + number * self._slot_bytes
         return self._arena.buffer[at : at + length]
 
-    def _write_note(self, name: bytes, content: bytes, over_s: float, only_there: bool = False) -> None:
+    def _write_note(self, name: str, content: bytes, ttl_s: float) -> None:
         with self._index.locked():
-            notes = self._notes
-            place = self._note_place(name)
-            if place is None and only_there:
-                return
-            place = int(np.argmin(notes["over_s"])) if place is None else place
-            notes["content"][place] = np.void(content.ljust(NOTE_BYTES, b"\0"))
-            notes["name"][place], notes["length"][place] = np.void(name), len(content)
-            notes["over_s"][place] = over_s
+            self._notes.write(name, content, ttl_s)
 
-    def _read_note(self, name: bytes) -> bytes | None:
+    def _read_note(self, name: str) -> bytes | None:
         with self._index.locked():
-            place = self._note_place(name)
-            if place is None or self._notes["over_s"][place] < SYSTEM_CLOCK.wall():
-                return None
-            content: bytes = self._notes["content"][place].tobytes()
-            return content[: int(self._notes["length"][place])]
+            return self._notes.read(name)
 
-    def _note_place(self, name: bytes) -> int | None:
-        found = np.flatnonzero(self._notes["name"] == np.void(name))
-        return int(found[0]) if len(found) else None
-
-
-def _note_name(name: str) -> bytes:
-    return hashlib.sha256(name.encode()).digest()
+    def _remove_note(self, name: str) -> None:
+        with self._index.locked():
+            self._notes.remove(name)
 
 
 def _size_of(location: str) -> int:

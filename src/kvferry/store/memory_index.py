@@ -1,12 +1,12 @@
-"""Which block lies in which slot of shared memory, told alike to all processes that share it.
+"""Which block is in which slot of shared memory, consistently for all processes that share it.
 
 Owns the table of slots in the arena, the journal beside it, and this process's copy of both: a dictionary and an
-eviction policy. Every change is written to the table and to the journal under the arena's lock; whoever takes the lock
-first reads what the journal has of others since, so that all policies see the same events in the same order. Who comes
-too late for the journal, or after a holder of the lock died at work, reads the table anew.
+eviction policy. Every change is written to the table and the journal under the arena's lock. Whoever takes the lock
+first reads what others have added to the journal, so that all policies see the same events in the same order. A process
+that is too late for the journal reads the whole table; so do all after a holder of the lock has died.
 
     offset  what
-    0       magic, once the table is made; the arena's flag
+    0       8 bytes, unused; then the arena's flag
     16      counters: epoch, number of journal entries ever written, order of the newest block
     4096    slots: see `_SLOT`
     …       the journal, a ring of `_EVENT`
@@ -26,7 +26,7 @@ import numpy as np
 from kvferry.core.block_hash import BlockHash
 from kvferry.core.clock import SYSTEM_CLOCK, Clock
 from kvferry.store.arena import RESERVED_BYTES, Arena
-from kvferry.store.eviction.base import EvictionPolicy
+from kvferry.store.eviction.guarded import GuardedPolicy
 from kvferry.store.eviction.table import make_eviction_policy
 
 _SLOT = np.dtype(
@@ -46,15 +46,16 @@ _EVENT = np.dtype([("kind", "<u4"), ("slot", "<u4")])
 _FREE, _WRITING, _READY = 0, 1, 2
 _ADDED, _TAKEN, _FREED, _ACCESSED, _PINNED, _UNPINNED, _FINISHED = 1, 2, 3, 4, 5, 6, 7
 _KIND_BITS = 8
-"""Of an event's kind; above them is what else it says."""
+"""The low bits of an event's `kind`; the bits above them are its number (of output tokens, for `_FINISHED`)."""
 MAX_TOLD = 2**24 - 1
+"""The largest number of output tokens that an event can hold."""
 _NO_PARENT = bytes(32)
 _EPOCH, _NUM_EVENTS, _ORDER = 0, 1, 2
 HEADER_BYTES = 4096
 
 
 def table_bytes(num_slots: int) -> int:
-    """How much of the arena this takes."""
+    """Bytes of the arena that header, table and journal take."""
     return HEADER_BYTES + num_slots * _SLOT.itemsize + _num_journalled(num_slots) * _EVENT.itemsize
 
 
@@ -64,14 +65,14 @@ def _num_journalled(num_slots: int) -> int:
 
 @dataclass(frozen=True)
 class ArenaSlot:
-    """Where a block lies, and how long its record is."""
+    """The slot of a block, and the bytes of its record."""
 
     number: int
     length: int
 
 
 class MemoryIndex:
-    """See the module. All methods but `locked` only within `locked`."""
+    """The index of an arena. All methods but `locked` and `forget` may be called only within `locked`."""
 
     def __init__(self, arena: Arena, num_slots: int, eviction: str, clock: Clock = SYSTEM_CLOCK) -> None:
         self._clock = clock
@@ -80,9 +81,10 @@ class MemoryIndex:
         self._slots = np.frombuffer(arena.buffer, _SLOT, num_slots, HEADER_BYTES)
         events_at = HEADER_BYTES + num_slots * _SLOT.itemsize
         self._events = np.frombuffer(arena.buffer, _EVENT, _num_journalled(num_slots), events_at)
-        self._policy: EvictionPolicy
-        self._spare: EvictionPolicy | None = None
-        """For when the table must be read: made, and its module imported, before the lock is taken."""
+        self._policy: GuardedPolicy
+        self._spare: GuardedPolicy | None = None
+        """An empty policy for when the table must be read, made before the lock is taken: making it may import its
+        module."""
         self._where: dict[BlockHash, int] = {}
         self._what: dict[int, BlockHash] = {}
         self._free: dict[int, None] = {}
@@ -90,13 +92,14 @@ class MemoryIndex:
         self._me = os.getpid(), _started(os.getpid())
 
     def forget(self) -> None:
-        """Let go of the arena's memory."""
+        """Release the arena's memory, so that it can be unmapped. Nothing may be called afterwards."""
         del self._counters, self._slots, self._events
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Alone, and knowing all that others did. Raises `StoreError`."""
-        self._spare = self._spare or make_eviction_policy(self._eviction, self._num_slots)
+        """Hold the arena's lock, with this process's copy up to date. Raises `StoreError`."""
+        if self._spare is None:  # not `or`: an empty policy is false
+            self._spare = GuardedPolicy(make_eviction_policy(self._eviction, self._num_slots))
         with self._arena.locked() as broken:
             if broken:
                 self._repair()
@@ -104,36 +107,37 @@ class MemoryIndex:
             yield
             self._num_read = int(self._counters[_NUM_EVENTS])
 
-    # Questions.
+    # Queries.
 
     def find(self, block_hash: BlockHash) -> ArenaSlot | None:
-        """Where a block is."""
+        """The slot of a block; None: it is not there."""
         number = self._where.get(block_hash)
         return None if number is None else ArenaSlot(number, int(self._slots["length"][number]))
 
     def num_kept(self) -> int:
-        """Blocks."""
+        """Number of blocks."""
         return len(self._where)
 
     def num_pinned(self) -> int:
-        """Blocks."""
+        """Number of pinned blocks."""
         return int(np.count_nonzero((self._slots["pinned"] == 1) & (self._slots["state"] == _READY)))
 
     # Changes.
 
     def access(self, number: int) -> None:
-        """The block there was used."""
+        """The block in this slot was used."""
         self._policy.access(self._what[number], self._clock.monotonic())
         self._tell(_ACCESSED, number)
 
     def finish(self, number: int, num_output_tokens: int) -> None:
-        """A request that has the block there has its whole answer."""
+        """A request whose prompt includes the block in this slot has got its whole answer."""
         told = min(num_output_tokens, MAX_TOLD)
         self._policy.finish([self._what[number]], told, self._clock.monotonic())
         self._tell(_FINISHED | told << _KIND_BITS, number)
 
     def take(self) -> tuple[int, BlockHash | None] | None:
-        """A slot to write to, and the block that had to go for it. None: all are pinned, or being written."""
+        """A slot to write to, and the block that was evicted for it, if any. None: all blocks are pinned or being
+        written."""
         if not self._free:
             self._reclaim()
         if self._free:
@@ -149,13 +153,13 @@ class MemoryIndex:
         return self._begin(number), victim
 
     def commit(self, number: int, block_hash: BlockHash, parent: BlockHash | None, length: int) -> None:
-        """A slot that was taken now holds this block."""
+        """A slot that was taken now holds this block, with a record of `length` bytes."""
         slots, order = self._slots, int(self._counters[_ORDER]) + 1
         self._counters[_ORDER] = order
         slots["hash"][number] = np.void(block_hash)
         slots["parent"][number] = np.void(parent or _NO_PARENT)
         slots["length"][number], slots["order"][number], slots["pinned"][number] = length, order, 0
-        slots["state"][number] = _READY  # last: what is said before is complete
+        slots["state"][number] = _READY  # last, so that a slot that is ready is complete
         self._add(number)
         self._tell(_ADDED, number)
 
@@ -166,7 +170,7 @@ class MemoryIndex:
         self._tell(_FREED, number)
 
     def remove(self, block_hash: BlockHash) -> bool:
-        """A block is to be gone; whether it was there."""
+        """Remove a block. Returns whether it was there."""
         number = self._where.pop(block_hash, None)
         if number is None:
             return False
@@ -175,8 +179,13 @@ class MemoryIndex:
         self.give_back(number)
         return True
 
+    def is_pinned(self, block_hash: BlockHash) -> bool:
+        """Whether the block is there and pinned."""
+        number = self._where.get(block_hash)
+        return number is not None and bool(self._slots["pinned"][number])
+
     def pin(self, block_hash: BlockHash, pinned: bool) -> bool:
-        """Whether it is there to be pinned."""
+        """Pin or unpin a block. Returns whether it is there."""
         number = self._where.get(block_hash)
         if number is not None and bool(self._slots["pinned"][number]) != pinned:
             self._slots["pinned"][number] = pinned
@@ -190,7 +199,7 @@ class MemoryIndex:
         else:
             self._policy.unpin(block_hash, self._clock.monotonic())
 
-    # The others.
+    # What other processes did.
 
     def _tell(self, kind: int, number: int) -> None:
         count = int(self._counters[_NUM_EVENTS])
@@ -208,7 +217,7 @@ class MemoryIndex:
         self._num_read = count
 
     def _apply(self, kind: int, number: int, told: int) -> None:
-        """What another did. The slot may have changed again since, which later events tell."""
+        """Apply an event of another process. The slot may have changed again since; later events follow for that."""
         if kind in (_ACCESSED, _PINNED, _UNPINNED, _FINISHED):
             if (known := self._what.get(number)) is not None:
                 self._follow(kind, known, told)
@@ -258,8 +267,9 @@ class MemoryIndex:
         self._epoch = int(self._counters[_EPOCH])
 
     def _repair(self) -> None:
-        """A holder of the lock died: what it was about to do is half done, so that all read the table anew. A slot is
-        ready only when all else about it was written."""
+        """A holder of the lock died, perhaps in the middle of a change: the new epoch makes all processes read the
+        table again. The table itself is consistent, because a slot becomes ready only after everything else about it is
+        written."""
         self._counters[_EPOCH] += np.uint64(1)
         self._reclaim_of_dead()
 
@@ -275,7 +285,7 @@ class MemoryIndex:
             self._tell(_FREED, number)
 
     def _reclaim_of_dead(self) -> list[int]:
-        """Slots of writers that are no more."""
+        """Free the slots that dead processes were writing."""
         slots, found = self._slots, []
         for number in np.flatnonzero(slots["state"] == _WRITING).tolist():
             if _started(int(slots["pid"][number])) != int(slots["started"][number]):
@@ -285,7 +295,7 @@ class MemoryIndex:
 
 
 def _started(pid: int) -> int:
-    """When a process began, in the kernel's ticks; 0: there is none."""
+    """When a process began, in the kernel's ticks since boot; 0: there is no such process."""
     if pid == os.getpid():
         return _own_start(pid)
     return _start_of(pid)

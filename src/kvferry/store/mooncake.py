@@ -1,17 +1,20 @@
 """KV blocks in a Mooncake Store: `mooncake://master:50051`.
 
-Owns this instance's client, which lends `segment_bytes` of its memory to the store, and reads from the other clients';
-what lies in its memory goes with it. The only place of the stores that imports Mooncake. Its calls block, and run on a
-thread; one that was begun is waited for. What bounds the store is the memory that clients lend; the master evicts, and
-leaves hard-pinned blocks alone. It authenticates nobody: for networks you trust.
+Owns this instance's client, which lends `segment_bytes` of its memory to the store and reads from the memory of other
+clients; blocks in its memory are lost when it ends. Among the stores, the only place that imports Mooncake. Its calls
+block: they run on a thread with copies of the caller's memory, and one that does not return is abandoned. The store's
+room is what its clients lend; the master evicts, except hard-pinned blocks. It authenticates nobody: for networks that
+you trust.
 """
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import logging
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, Literal
 
 from kvferry.core.block_hash import BlockHash
@@ -19,7 +22,17 @@ from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.core.dependencies import require_library
 from kvferry.core.errors import ConfigError, StoreError
 from kvferry.core.layout import KVLayout
-from kvferry.store.base import MAX_NOTE_BYTES, Block, KVStore, Put, Read, StoreFull, StoreOptions
+from kvferry.store.base import (
+    MAX_NOTE_BYTES,
+    Block,
+    KVStore,
+    Put,
+    Read,
+    StoreBytes,
+    StoreFull,
+    StoreOptions,
+    require_short_note,
+)
 from kvferry.store.record import CorruptBlock
 from kvferry.store.threads import Stop, Threads
 
@@ -28,13 +41,19 @@ log = logging.getLogger(__name__)
 EXISTS, NO_ROOM = 1, (-200, -10)
 """Mooncake's codes: of `is_exist`, and of a put that finds no memory (no handle, buffer overflow)."""
 _EXPIRY_BYTES = 8
+PUT_BYTES = 8 * 2**20
+"""Most bytes of encoded blocks at a time, on their way to the client."""
+LEAVE_S = 5.0
+"""Most seconds that `close` waits for the client."""
 
 
 class MooncakeOptions(StoreOptions, frozen=True, kw_only=True):
-    """`segment_bytes`: memory that this instance lends to the store; `buffer_bytes`: for what it reads and writes."""
+    """`segment_bytes`: memory that this instance lends to the store; `buffer_bytes`: the client's memory for reads and
+    writes; `host`: this machine, as other clients reach it; `protocol`, `device_name`, `metadata`: as Mooncake's
+    `setup` takes them."""
 
-    segment_bytes: int = 2**30
-    buffer_bytes: int = 2**28
+    segment_bytes: StoreBytes = 2**30
+    buffer_bytes: StoreBytes = 2**28
     host: str = "127.0.0.1"
     protocol: Literal["tcp", "rdma"] = "tcp"
     device_name: str = ""
@@ -42,7 +61,7 @@ class MooncakeOptions(StoreOptions, frozen=True, kw_only=True):
 
 
 class MooncakeStore(KVStore):
-    """See the module. `location`: the master's address."""
+    """A store in the memory of Mooncake clients. `location`: the master's address, `//host:port`."""
 
     options_type = MooncakeOptions
     options: MooncakeOptions
@@ -51,70 +70,89 @@ class MooncakeStore(KVStore):
         super().__init__(location, options, layout)
         self._prefix = f"kvferry/{layout.fingerprint()}.{options.codec}/"
         self._threads = Threads(1, "kvferry-mooncake-store")
+        self._codec_threads = Threads(1, "kvferry-mooncake-codec")
         self._client: Any = None
+        self._pinned: set[BlockHash] = set()
+        """The blocks that this instance has pinned, for its share of the memory that it lends. Whether a block is still
+        pinned is not known here: it may have been lost, or unpinned by another instance."""
 
     @classmethod
     def check(cls, location: str, options: Any) -> None:
-        """A host and a port."""
+        """The location has a host and a port, and Mooncake is installed."""
         host, colon, port = location.removeprefix("//").rpartition(":")
         if not (location.startswith("//") and host and colon and port.isdigit()):
             raise ConfigError(f"store mooncake:{location}: name the master as in mooncake://host:50051")
         require_library("store mooncake", "mooncake-transfer-engine", "mooncake", ["mooncake.store"])
 
     async def open(self) -> None:
-        """Join. Raises `StoreError` when the master is not there."""
+        """Connect. Raises `StoreError` if the master does not answer."""
         await self._threads.ask(self._join)
 
     async def close(self) -> None:
-        """Leave, and with this instance the memory that it lent."""
-        await self._threads.ask(self._leave)
+        """Disconnect, and free the memory that this instance lent. A master that hangs is not waited for longer than
+        `LEAVE_S`."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(LEAVE_S):
+                await self._threads.ask(self._leave)
+        self._codec_threads.close()
         self._threads.close()
 
     async def match(self, hashes: Sequence[BlockHash]) -> int:
-        """One call."""
         return await self._threads.ask(lambda: self._match(hashes))
 
     async def get(self, reads: Sequence[Read]) -> list[bool]:
-        """One call a block."""
-        return await self._threads.run(lambda stop: [not stop.requested and self._get(read) for read in reads])
+        """Reads in batches that fit in a quarter of the client's buffer."""
+        most = max(1, self.options.buffer_bytes // 4 // self.records.max_record_bytes)
+        found: list[bool] = []
+        for first in range(0, len(reads), most):
+            found += await self._get(reads[first : first + most])
+        return found
 
     async def put(self, blocks: Sequence[Block]) -> list[Put]:
-        """One call a block."""
-        return await self._threads.run(lambda stop: [self._put(block, stop) for block in blocks])
+        """One call for each block, with a copy of it."""
+        most = max(1, PUT_BYTES // self.records.max_record_bytes)
+        outcomes: list[Put] = []
+        for first in range(0, len(blocks), most):
+            outcomes += await self._put_part(blocks[first : first + most])
+        return outcomes
+
+    async def _put_part(self, blocks: Sequence[Block]) -> list[Put]:
+        records = await self._codec_threads.run(lambda stop: self._encode(blocks, stop))
+        return await self._threads.ask(lambda: [self._put(*one) for one in records])
 
     async def pin(self, hashes: Sequence[BlockHash]) -> int:
-        """Written anew, hard-pinned: Mooncake has no other way, an upsert leaves the block as evictable as it was."""
-        return await self._threads.ask(lambda: sum(self._write_again(name, True) for name in hashes))
+        """Writes each block again, hard-pinned: Mooncake cannot pin a block that exists. Blocks that this instance has
+        pinned before are written again too, since they may have been lost and stored again, or unpinned by others,
+        which the master does not tell. If the process ends between removing and writing, the block is lost."""
+        return await self._threads.ask(lambda: self._pin_all(hashes))
 
     async def unpin(self, hashes: Sequence[BlockHash]) -> int:
-        """Written anew, not pinned."""
+        """Writes each block again, without the pin."""
+        self._pinned.difference_update(hashes)
         return await self._threads.ask(lambda: sum(self._write_again(name, False) for name in hashes))
 
     async def delete(self, hashes: Sequence[BlockHash]) -> int:
-        """Whoever reads them meanwhile."""
+        """Removes blocks even while others read them."""
         self.note_removed(hashes)
+        self._pinned.difference_update(hashes)
         return await self._threads.ask(lambda: sum(self._remove(self._key(name)) for name in hashes))
 
-    # Notes: the first bytes say until when (Unix time, ms).
+    # Notes: time of expiry (8 bytes, Unix time in ms), then the content.
 
     async def write_note(self, name: str, content: bytes, ttl_s: float) -> None:
-        """In place of one that is there."""
-        if len(content) > MAX_NOTE_BYTES:
-            raise StoreError(f"a note of {len(content)} bytes, and {MAX_NOTE_BYTES} is the most")
+        require_short_note(content)
         over = round((SYSTEM_CLOCK.wall() + ttl_s) * 1000).to_bytes(_EXPIRY_BYTES, "little")
         code = await self._threads.ask(lambda: self._joined.upsert(_note_key(name), over + content))
         if code:
             raise StoreError(f"the Mooncake master at {self.location} took no note: code {code}")
 
     async def read_note(self, name: str) -> bytes | None:
-        """Unless its time is over."""
         found = await self._threads.ask(lambda: self._read(_note_key(name), _EXPIRY_BYTES + MAX_NOTE_BYTES)) or b""
         if len(found) < _EXPIRY_BYTES or int.from_bytes(found[:_EXPIRY_BYTES], "little") < SYSTEM_CLOCK.wall() * 1000:
             return None
         return found[_EXPIRY_BYTES : _EXPIRY_BYTES + MAX_NOTE_BYTES]
 
     async def remove_note(self, name: str) -> None:
-        """Whoever reads it meanwhile."""
         await self._threads.ask(lambda: self._remove(_note_key(name)))
 
     # On the thread.
@@ -122,7 +160,7 @@ class MooncakeStore(KVStore):
     def _join(self) -> None:
         if self._client is not None:
             return
-        os.environ.setdefault("GLOG_minloglevel", "2")  # it reports every key that is not there
+        os.environ.setdefault("GLOG_minloglevel", "2")  # it logs every key that is not found
         from mooncake.store import MooncakeDistributedStore
 
         options, master = self.options, self.location.removeprefix("//")
@@ -163,7 +201,7 @@ class MooncakeStore(KVStore):
         return next((index for index, code in enumerate(there) if code != EXISTS), len(there))
 
     def _read(self, key: str, most: int) -> bytes | None:
-        """Empty: there is none. None: there is something longer than `most` bytes, which is not fetched."""
+        """A value of at most `most` bytes. Empty: there is none. None: it is longer, and is not fetched."""
         if self._joined.is_exist(key) != EXISTS:
             return b""
         if self._joined.get_size(key) > most:
@@ -171,33 +209,67 @@ class MooncakeStore(KVStore):
         found: bytes = self._joined.get(key)
         return found
 
-    def _get(self, read: Read) -> bool:
-        record = self._read(self._key(read.block_hash), self.records.max_record_bytes)
-        if record == b"":
+    async def _get(self, reads: Sequence[Read]) -> list[bool]:
+        sizes, buffers = await self._threads.ask(lambda: self._fetch([self._key(read.block_hash) for read in reads]))
+        found = await self._codec_threads.run(
+            lambda stop: [not stop.requested and self._decode(read, sizes, buffers) for read in reads]
+        )
+        damaged = [read.block_hash for read, there in zip(reads, found, strict=True) if there is None]
+        if damaged:
+            await self._threads.ask(lambda: [self._remove(self._key(name)) for name in damaged])
+            self.note_removed(damaged)
+        return [bool(there) for there in found]
+
+    def _fetch(self, keys: Sequence[str]) -> tuple[dict[str, int], dict[str, Any]]:
+        """Sizes of the values that exist, and, in the client's memory, those of them that are not too long for a
+        block."""
+        sizes = self._sizes(keys)
+        wanted = [key for key, size in sizes.items() if size <= self.records.max_record_bytes]
+        return sizes, dict(zip(wanted, self._joined.batch_get_buffer(wanted), strict=True)) if wanted else {}
+
+    def _sizes(self, keys: Sequence[str]) -> dict[str, int]:
+        """Bytes of each value that exists."""
+        there = self._joined.batch_is_exist(list(keys))
+        known = [key for key, code in zip(keys, there, strict=True) if code == EXISTS]
+        found: dict[str, Any] = self._joined.batch_get_replica_desc(known) if known else {}
+        return {
+            key: max([*map(_memory_bytes, replicas), 0]) or self._joined.get_size(key)
+            for key, replicas in found.items()
+        }
+
+    def _decode(self, read: Read, sizes: dict[str, int], buffers: dict[str, Any]) -> bool | None:
+        """Whether the block was there and verified; None: it is damaged. A buffer may change while it is read; None in
+        `buffers`: the block disappeared."""
+        key = self._key(read.block_hash)
+        buffer, size = buffers.get(key), sizes.get(key, 0)
+        if buffer is None and size <= self.records.max_record_bytes:
             self.count(missing_blocks=1)
             self.note_removed([read.block_hash])
             return False
         try:
-            if record is None:
+            if buffer is None:
                 raise CorruptBlock("it is longer than any block of this layout")
-            self.records.decode(memoryview(record), read.block_hash, read.into)
+            with memoryview(buffer).cast("B") as record:
+                self.records.decode(record, read.block_hash, read.into)
         except CorruptBlock:
             self.count(corrupt_blocks=1)
-            self._remove(self._key(read.block_hash))
-            self.note_removed([read.block_hash])
-            return False
-        self.count(loaded_blocks=1, read_bytes=len(record))
+            return None
+        self.count(loaded_blocks=1, read_bytes=size)
         return True
 
-    def _put(self, block: Block, stop: Stop) -> Put:
-        key = self._key(block.block_hash)
-        if stop.requested:
-            return Put.DROPPED
+    def _encode(self, blocks: Sequence[Block], stop: Stop) -> list[tuple[BlockHash, bytes]]:
+        return [
+            (block.block_hash, b"".join(self.records.encode(block.block_hash, block.layers)))
+            for block in blocks
+            if not stop.requested
+        ]
+
+    def _put(self, block_hash: BlockHash, record: bytes) -> Put:
+        key = self._key(block_hash)
         if self._joined.is_exist(key) == EXISTS:
             self.count(present_blocks=1)
-            self.note_kept([block.block_hash])
+            self.note_kept([block_hash])
             return Put.PRESENT
-        record = b"".join(self.records.encode(block.block_hash, block.layers))
         code = self._joined.put(key, record)
         if code in NO_ROOM:
             self.count(dropped_blocks=1)
@@ -207,8 +279,24 @@ class MooncakeStore(KVStore):
             self.count(dropped_blocks=1)
             raise StoreError(f"the Mooncake Store of the master at {self.location} kept no block: code {code}")
         self.count(stored_blocks=1, written_bytes=len(record))
-        self.note_kept([block.block_hash])
+        self.note_kept([block_hash])
         return Put.STORED
+
+    def _pin_all(self, hashes: Sequence[BlockHash]) -> int:
+        known = list(self._pinned)
+        there = self._joined.batch_is_exist([self._key(name) for name in known]) if known else []
+        self._pinned = {name for name, code in zip(known, there, strict=True) if code == EXISTS}
+        return sum(self._pin(name) for name in hashes)
+
+    def _pin(self, block_hash: BlockHash) -> bool:
+        room = self.options.pinned_share * self.options.segment_bytes
+        if len(self._pinned | {block_hash}) * self.records.max_record_bytes > room:
+            return False
+        if not self._write_again(block_hash, True):
+            self._pinned.discard(block_hash)
+            return False
+        self._pinned.add(block_hash)
+        return True
 
     def _write_again(self, block_hash: BlockHash, pinned: bool) -> bool:
         from mooncake.store import ReplicateConfig
@@ -224,12 +312,17 @@ class MooncakeStore(KVStore):
         if not code:
             return True
         log.warning("the Mooncake Store of the master at %s pinned or unpinned no block: code %d", self.location, code)
-        if self._joined.put(key, record):  # as it was, into the room that it had
+        if self._joined.put(key, record):  # unchanged, into the room that it had
             self.note_removed([block_hash])
         return False
 
     def _remove(self, key: str) -> bool:
         return bool(self._joined.is_exist(key) == EXISTS and self._joined.remove(key, True) == 0)
+
+
+def _memory_bytes(replica: Any) -> int:
+    """Bytes of a replica in memory; 0 if it is on a disk."""
+    return int(replica.get_memory_descriptor().buffer_descriptor.size) if replica.is_memory_replica() else 0
 
 
 def _note_key(name: str) -> str:

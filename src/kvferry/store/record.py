@@ -1,4 +1,4 @@
-"""A block as it is written down, in every store alike.
+"""The record: the form in which every store writes a block.
 
     offset   bytes  what
     0        8      magic
@@ -9,12 +9,13 @@
     32       8      payload length
     40       32     layout fingerprint, ASCII
     72       32     block hash
-    104      16 L   of each layer: length of its encoded span, XXH3-64 of it
+    104      16 L   for each layer: length of its encoded span, XXH3-64 of it
     104+16L  8      XXH3-64 of everything before
     112+16L  …      the payload: the layers' encoded spans, one after the other
 
-Numbers are little-endian. A record verifies, or it is no block: a header's lengths are believed only when the header is
-this block's, of this layout and codec, and no length is more than the codec can have written.
+Numbers are little-endian. The lengths in a header are used only after the header has verified as this block's, of this
+layout and codec, with no length that exceeds what the codec can have written. A record that does not verify is
+`CorruptBlock`, which stores treat as a miss.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from kvferry.store.codecs.none import NoCodec
 from kvferry.store.copying import copy_bytes
 
 LayerViews = Sequence[memoryview]
-"""One block's bytes, one view a layer; each as long as the layout says."""
+"""One block's bytes: a view for each layer, of `KVLayout.span_bytes` bytes."""
 
 MAGIC = b"KVFERRY\x02"
 VERSION = 2
@@ -46,12 +47,13 @@ _SEAL = struct.Struct("<Q")
 
 
 class CorruptBlock(Exception):
-    """What lies in a store is not the block it should be. Does not leave the store."""
+    """What a store holds under a hash is not that block. Handled within the store, as a miss."""
 
 
 @dataclass(frozen=True)
 class Header:
-    """What a verified header says. Offsets count from the beginning of the record."""
+    """A verified header: for each layer, the offset of its encoded span from the beginning of the record, its length,
+    and its XXH3-64."""
 
     offsets: tuple[int, ...]
     lengths: tuple[int, ...]
@@ -59,12 +61,12 @@ class Header:
 
     @property
     def record_bytes(self) -> int:
-        """Of header and payload."""
+        """Bytes of header and payload."""
         return self.offsets[-1] + self.lengths[-1]
 
 
 class RecordFormat:
-    """Encodes and verifies the blocks of one layout, with one codec."""
+    """Encodes and verifies the blocks of one layout with one codec. Any thread."""
 
     def __init__(self, layout: KVLayout, codec: Codec) -> None:
         self.layout, self.codec = layout, codec
@@ -73,7 +75,7 @@ class RecordFormat:
         self._limits = tuple(codec.max_encoded_bytes(layer) for layer in range(layout.num_layers))
         self.header_bytes = _HEAD.size + layout.num_layers * _SPAN.size + _SEAL.size
         self.is_plain = isinstance(codec, NoCodec)
-        """Whether the payload is the block's bytes as they are."""
+        """Whether the payload is the block's bytes unchanged."""
 
     @cached_property
     def max_record_bytes(self) -> int:
@@ -81,7 +83,7 @@ class RecordFormat:
         return self.header_bytes + sum(self._limits)
 
     def encode(self, block_hash: BlockHash, layers: LayerViews) -> list[memoryview]:
-        """The record, in pieces; those of the payload may be `layers` themselves."""
+        """The record, in pieces; the pieces of the payload may be `layers` themselves."""
         assert tuple(len(layer) for layer in layers) == self._span_sizes, "not a block of this layout"
         spans = [memoryview(self.codec.encode(span, layer)) for layer, span in enumerate(layers)]
         head = self._head(block_hash, sum(len(span) for span in spans))
@@ -89,7 +91,7 @@ class RecordFormat:
         return [memoryview(head + _SEAL.pack(xxhash.xxh3_64_intdigest(head))), *spans]
 
     def header(self, encoded: bytes | bytearray | memoryview, block_hash: BlockHash) -> Header:
-        """Verify a header. Raises `CorruptBlock` unless it is whole, and this very block's."""
+        """Verify a header of `header_bytes`. Raises `CorruptBlock` unless it is complete and this block's."""
         if len(encoded) != self.header_bytes:
             raise CorruptBlock("it is too short")
         head = bytes(encoded)
@@ -103,7 +105,7 @@ class RecordFormat:
         return Header(tuple(accumulate(lengths, initial=self.header_bytes))[:-1], lengths, checksums)
 
     def decode(self, record: memoryview, block_hash: BlockHash, into: LayerViews) -> None:
-        """Verify a whole record and write it where it is wanted. Raises `CorruptBlock`.
+        """Verify a record and decode it into `into`, one view for each layer. Raises `CorruptBlock`.
 
         `record` may change meanwhile: what is verified is the copy.
         """
@@ -114,7 +116,7 @@ class RecordFormat:
             self.decode_layer(record, header, layer, into[layer])
 
     def decode_layer(self, record: memoryview, header: Header, layer: int, into: memoryview) -> None:
-        """As `decode`, of one layer, with a header that was verified."""
+        """Like `decode` for one layer, with a verified header."""
         span = record[header.offsets[layer] :][: header.lengths[layer]]
         if self.is_plain:
             if len(span) != len(into):
@@ -125,7 +127,7 @@ class RecordFormat:
             self.finish_layer(header, layer, memoryview(bytes(span)), into)
 
     def finish_layer(self, header: Header, layer: int, encoded: memoryview, into: memoryview) -> None:
-        """Verify an encoded span that is ours alone, and decode it."""
+        """Verify and decode one layer's encoded span, which nobody else may change meanwhile. Raises `CorruptBlock`."""
         self.require(header, layer, encoded)
         try:
             self.codec.decode(encoded, layer, into)
@@ -133,7 +135,7 @@ class RecordFormat:
             raise CorruptBlock(str(error)) from error
 
     def require(self, header: Header, layer: int, encoded: memoryview) -> None:
-        """Raise `CorruptBlock` unless these are the bytes that were written."""
+        """Raise `CorruptBlock` unless these are the bytes of this layer that were written."""
         if len(encoded) != header.lengths[layer] or xxhash.xxh3_64_intdigest(encoded) != header.checksums[layer]:
             raise CorruptBlock(f"layer {layer} does not verify")
 
@@ -144,7 +146,7 @@ class RecordFormat:
 
 @dataclass(frozen=True)
 class Label:
-    """What a record says of itself, to somebody who does not know its layout."""
+    """What a record's header says, for a reader that does not know the layout."""
 
     block_hash: BlockHash
     fingerprint: str
@@ -155,12 +157,13 @@ class Label:
 
     @property
     def record_bytes(self) -> int:
-        """Of header and payload."""
+        """Bytes of header and payload."""
         return self.header_bytes + sum(self.lengths)
 
 
 def read_label(record: bytes | memoryview) -> Label:
-    """Read what a record says of itself; as much of it as there is. Raises `CorruptBlock`."""
+    """Read and verify the header of a record of any layout; `record` may be cut off after the header. Raises
+    `CorruptBlock`."""
     if len(record) < _HEAD.size:
         raise CorruptBlock("it is too short")
     magic, version, _, codec, num_layers, payload_bytes, fingerprint, block_hash = _HEAD.unpack(record[: _HEAD.size])
@@ -177,7 +180,7 @@ def read_label(record: bytes | memoryview) -> Label:
 
 
 def verify_record(record: memoryview) -> Label:
-    """Raise `CorruptBlock` unless a whole record, of whatever layout, has the bytes that were written."""
+    """Raise `CorruptBlock` unless this is a complete record, of any layout, with the bytes that were written."""
     label = read_label(record)
     if len(record) != label.record_bytes:
         raise CorruptBlock("its length is not what it says")
@@ -197,7 +200,7 @@ def _require_sealed(head: bytes) -> None:
 
 
 def read_exactly(descriptor: int, views: Sequence[memoryview], offset: int) -> None:
-    """Fill all views from the file. Raises `CorruptBlock` when it is too short."""
+    """Fill all views from the file, beginning at `offset`. Raises `CorruptBlock` if the file is too short."""
     rest = [view for view in views if len(view)]
     while rest:
         count = os.preadv(descriptor, rest[:1024], offset)
@@ -208,7 +211,7 @@ def read_exactly(descriptor: int, views: Sequence[memoryview], offset: int) -> N
 
 
 def write_all(descriptor: int, views: Sequence[memoryview]) -> None:
-    """Write all views, in order."""
+    """Write all views to the file, in order."""
     rest = [view for view in views if len(view)]
     while rest:
         rest = without_first(rest, os.writev(descriptor, rest[:1024]))

@@ -1,5 +1,5 @@
-"""Stores by URL. A new one is one new file and one line here; in another package an entry point of the group
-"kvferry.stores" (its name is the scheme), or plainly `package.module:Class` in place of the scheme."""
+"""Stores by URL. A new one is one new file and one line here; in another package it is an entry point of the group
+"kvferry.stores" (its name is the scheme), or `package.module:Class` in place of the scheme."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ MAX_TIERS = 8
 
 @dataclass(frozen=True)
 class StoreSpec:
-    """A store that was named, checked, and not made yet."""
+    """A store whose URL has been checked, and which is not opened yet."""
 
     url: StoreUrl
     kind: type[KVStore]
@@ -48,13 +48,14 @@ class StoreSpec:
         return eviction is not None and eviction_class(eviction).finish is not EvictionPolicy.finish
 
     def make(self, layout: KVLayout) -> KVStore:
-        """The store of one layout; `open` it."""
+        """The store for one layout; `open` it before use."""
         return self.kind(self.url.location, self.options, layout)
 
 
 def find_store(text: str) -> StoreSpec:
-    """The store that a URL names. Raises `ConfigError` that says what of it is wrong."""
-    url = parse_store_url(text, frozenset(EXTENSIONS.names()))
+    """The store that a URL names. Raises `ConfigError` that says what is wrong with the URL."""
+    is_ours = text.partition(":")[0] in EXTENSIONS.table
+    url = parse_store_url(text, frozenset(EXTENSIONS.table if is_ours else EXTENSIONS.names()))
     kind: type[KVStore] = EXTENSIONS.find(url.scheme, KVStore)
     options = read_options(url, kind.options_type)
     _check_common(url, options)
@@ -63,7 +64,7 @@ def find_store(text: str) -> StoreSpec:
 
 
 def find_stores(texts: str | Sequence[str]) -> list[StoreSpec]:
-    """One URL, or the tiers of a list, the fastest first."""
+    """The store of one URL, or the tiers of a list, the fastest first. Raises `ConfigError`."""
     named = [texts] if isinstance(texts, str) else list(texts)
     if not named or len(named) > MAX_TIERS:
         raise ConfigError(f"store: give a URL, or a list of 1 to {MAX_TIERS} of them, the fastest first")
@@ -71,14 +72,14 @@ def find_stores(texts: str | Sequence[str]) -> list[StoreSpec]:
 
 
 def lossy_codecs(specs: Sequence[StoreSpec]) -> list[str]:
-    """Names of the codecs among them that do not give back the same bits, in one order."""
+    """Names of the lossy codecs of these stores, sorted."""
     names = {spec.options.codec for spec in specs}
     return sorted(name for name in names if not codec_class(name).lossless)
 
 
 def layout_kept_by(specs: Sequence[StoreSpec], layout: KVLayout) -> KVLayout:
-    """The layout under which these tiers keep blocks: its fingerprint names the lossy codecs among them, so that exact
-    and lossy KV share no arena, folder or key."""
+    """The layout under which these tiers store blocks: the lossy codecs among them are part of its fingerprint, so that
+    exact and lossy KV never share an arena, a directory or a key."""
     lossy = lossy_codecs(specs)
     if not lossy:
         return layout
@@ -90,8 +91,3 @@ def _check_common(url: StoreUrl, options: StoreOptions) -> None:
     eviction = getattr(options, "eviction", None)
     if eviction is not None:
         eviction_class(eviction)
-    if not options.deadline_s > 0:
-        raise ConfigError(f"store {url}: deadline_s must be greater than 0, got {options.deadline_s:g}")
-    max_bytes = getattr(options, "max_bytes", None)
-    if max_bytes is not None and max_bytes <= 0:
-        raise ConfigError(f"store {url}: max_bytes must be greater than 0; leave it out for no bound")

@@ -1,8 +1,7 @@
-"""What people do with a file store while nobody, or anybody, uses it: look, verify, pin, remove, take out, bring in.
+"""What `kvferry cache` does with the directory of a file store: list, verify, pin, remove, export, import.
 
-Knows the directory and the form of a record, and needs no model: what a record must say of itself follows from where it
-lies, `<layout fingerprint>[.<codec>]/<first byte>/<block hash>.kv`. Every function may run beside instances that use
-the store.
+Needs no model: what a record must contain follows from its path, `<layout fingerprint>[.<codec>]/<first byte>/<block
+hash>.kv`. Every function may run while instances use the store.
 """
 
 from __future__ import annotations
@@ -18,35 +17,36 @@ from typing import IO
 from kvferry.core.errors import ConfigError, StoreError
 from kvferry.store.access import access_of
 from kvferry.store.codecs.base import NAME
-from kvferry.store.file_room import PIN_SUFFIX, SUFFIX, folder_name
-from kvferry.store.files import TEMPORARY_SUFFIX, is_stale, remove_file, write_file
+from kvferry.store.file_room import PIN_SUFFIX, SUFFIX, block_files, folder_name
+from kvferry.store.files import TEMPORARY_SUFFIX, is_stale, note_files, remove_file, write_file
 from kvferry.store.record import CorruptBlock, Label, read_label, verify_record
 
 MAX_RECORD_BYTES = 2**32
-"""A longer file is no block."""
+"""A longer file is not a block."""
 _LABEL_BYTES = 2**21
+"""More than the longest header."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One block of the store."""
+    """One block of the store. `used_s`: Unix time of its last use."""
 
     path: Path
     fingerprint: str
-    """Of the layout, and behind a dot the codec, where there is one."""
+    """The layout's, followed by a dot and the codec if there is one."""
     num_bytes: int
     used_s: float
     is_pinned: bool
 
     @property
     def name(self) -> str:
-        """Its hash, in hexadecimal."""
+        """The block hash, in hexadecimal."""
         return self.path.stem
 
 
 @dataclass
 class Totals:
-    """Of one layout, or of all."""
+    """Sums over blocks. `last_used_s`: Unix time."""
 
     num_blocks: int = 0
     num_bytes: int = 0
@@ -55,7 +55,7 @@ class Totals:
     codecs: set[str] = field(default_factory=set)
 
     def add(self, entry: Entry) -> None:
-        """Count one more."""
+        """Add one block."""
         self.num_blocks += 1
         self.num_bytes += entry.num_bytes
         self.num_pinned += entry.is_pinned
@@ -64,8 +64,9 @@ class Totals:
 
 @dataclass
 class Verified:
-    """What `verify` found. `removed`: files that were no blocks, and why; `left`: files that could not be read, or not
-    removed, and why; `num_orphans`: what crashes left."""
+    """The result of `verify`. `num_blocks`, `num_bytes`: of the blocks that verified; `removed`: damaged files that
+    were removed, and why; `left`: files that could not be read or not be removed, and why; `num_orphans`: temporary
+    files and pins that crashes left and that were removed."""
 
     num_blocks: int = 0
     num_bytes: int = 0
@@ -75,15 +76,15 @@ class Verified:
 
 
 def require_root(root: Path) -> Path:
-    """Raise `ConfigError` unless there is a directory."""
+    """The directory `root`. Raises `ConfigError` if there is none."""
     if not root.is_dir():
         raise ConfigError(f"there is no store at {root}: it is not a directory")
     return root
 
 
 def entries(root: Path, prefix: str = "") -> Iterator[Entry]:
-    """Every block whose hash begins so, layout by layout."""
-    for path in sorted(root.glob(f"*/??/{prefix}*{SUFFIX}")):
+    """Every block whose hexadecimal hash begins with `prefix`, layout by layout."""
+    for path in sorted(block_files(root, f"{prefix}*{SUFFIX}")):
         with suppress(OSError):  # removed meanwhile
             status = path.stat()
             pinned = path.with_suffix(PIN_SUFFIX).exists()
@@ -91,7 +92,7 @@ def entries(root: Path, prefix: str = "") -> Iterator[Entry]:
 
 
 def totals(root: Path) -> dict[str, Totals]:
-    """By layout fingerprint."""
+    """Sums by `Entry.fingerprint`."""
     found: dict[str, Totals] = {}
     for entry in entries(root):
         one = found.setdefault(entry.fingerprint, Totals())
@@ -103,13 +104,13 @@ def totals(root: Path) -> dict[str, Totals]:
 
 
 def label_of(entry: Entry) -> Label:
-    """What a block says of itself. Raises `CorruptBlock`, `OSError`."""
+    """The verified header of a block. Raises `CorruptBlock`, `OSError`."""
     with entry.path.open("rb") as file:
         return read_label(file.read(_LABEL_BYTES))
 
 
 def verify(root: Path) -> Verified:
-    """Read every block, and remove what does not verify, and what a crash left."""
+    """Read every block; remove those that do not verify, and what crashes left."""
     found = Verified()
     for entry in entries(root):
         try:
@@ -132,7 +133,7 @@ def verify(root: Path) -> Verified:
 
 
 def _require_right(entry: Entry) -> bytes:
-    """What its file has. Raises `CorruptBlock`, `OSError`."""
+    """The content of a block's file. Raises `CorruptBlock`, `OSError`."""
     if entry.num_bytes > MAX_RECORD_BYTES:
         raise CorruptBlock("it is longer than any block")
     content = entry.path.read_bytes()
@@ -144,16 +145,16 @@ def _require_right(entry: Entry) -> bytes:
 
 def _sweep(root: Path) -> int:
     count = 0
-    for path in [*root.glob(f"*/??/*{TEMPORARY_SUFFIX}"), *root.glob(f"notes/*{TEMPORARY_SUFFIX}")]:
+    for path in [*block_files(root, f"*{TEMPORARY_SUFFIX}"), *note_files(root / "notes", f"*{TEMPORARY_SUFFIX}")]:
         with suppress(OSError):
             count += is_stale(path, path.stat().st_mtime) and remove_file(str(path))
-    for path in root.glob(f"*/??/*{PIN_SUFFIX}"):
+    for path in list(block_files(root, f"*{PIN_SUFFIX}")):
         count += not path.with_suffix(SUFFIX).exists() and remove_file(str(path))
     return count
 
 
 def set_pinned(root: Path, prefix: str, pinned: bool) -> int:
-    """Pin or unpin the blocks whose hash begins so; returns how many there are. Raises `StoreError`."""
+    """Pin or unpin the blocks whose hash begins with `prefix`. Returns how many there are. Raises `StoreError`."""
     count = 0
     for entry in entries(root, prefix):
         mark = entry.path.with_suffix(PIN_SUFFIX)
@@ -170,7 +171,8 @@ def set_pinned(root: Path, prefix: str, pinned: bool) -> int:
 
 
 def remove(root: Path, prefix: str, *, pinned_too: bool = False) -> int:
-    """Remove the blocks whose hash begins so; returns how many there were."""
+    """Remove the blocks whose hash begins with `prefix`, pinned ones only with `pinned_too`. Returns how many were
+    removed."""
     count = 0
     for entry in entries(root, prefix):
         if pinned_too or not entry.is_pinned:
@@ -180,7 +182,8 @@ def remove(root: Path, prefix: str, *, pinned_too: bool = False) -> int:
 
 
 def export(root: Path, file: IO[bytes], prefix: str = "") -> tuple[int, int]:
-    """Write blocks to a tar archive; returns how many, and how many were left out: damaged, or not to be read."""
+    """Write blocks to a tar archive. Returns how many were written, and how many were left out because they are damaged
+    or cannot be read."""
     written = left_out = 0
     with tarfile.open(fileobj=file, mode="w|") as archive:
         for entry in entries(root, prefix):
@@ -199,10 +202,11 @@ def export(root: Path, file: IO[bytes], prefix: str = "") -> tuple[int, int]:
 
 
 def import_(root: Path, file: IO[bytes]) -> tuple[int, int]:
-    """Take blocks from such an archive; returns how many were taken and how many refused. Who may read them follows
-    from the layout's folder, or the root's.
+    """Store the blocks of an archive that `export` wrote. Returns how many were stored, and how many were refused. The
+    files get the access of the layout's directory, or of the root's.
 
-    The archive may be a stranger's: only what verifies is written, to the path that the block itself names.
+    The archive is not trusted: only what verifies is written, to the path that follows from the block's own header.
+    Raises `ConfigError` if it is not an archive.
     """
     taken = refused = 0
     try:

@@ -1,4 +1,4 @@
-"""A store's address as people write it: `scheme:location?option=value&…`.
+"""The URL of a store: `scheme:location?option=value&…`.
 
     memory:4GiB                          file:/var/kv?max_bytes=100GiB&eviction=lru
     valkey://:password@host:6379/0       my_package.my_store:MyStore?anything=1     (a class of another package)
@@ -12,12 +12,13 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import TypeVar
+from typing import Any, TypeVar
 from urllib.parse import parse_qsl
 
 import msgspec
 
 from kvferry.core.errors import ConfigError
+from kvferry.core.options import read_value
 from kvferry.core.units import parse_bytes
 
 _SCHEME = re.compile(r"[a-z][a-z0-9+]*")
@@ -27,14 +28,14 @@ Options = TypeVar("Options", bound=msgspec.Struct)
 
 @dataclass(frozen=True)
 class StoreUrl:
-    """Its parts. `scheme` is "module:Class" for a class of another package, and its location is empty then."""
+    """The parts of a URL. For a class of another package, `scheme` is "module:Class" and `location` is empty."""
 
     scheme: str
     location: str
     options: Mapping[str, str]
 
     def __str__(self) -> str:
-        """Without the password."""
+        """The URL without its password."""
         head, at, tail = self.location.rpartition("@")
         slashes = "//" if head.startswith("//") else ""
         query = "&".join(f"{name}={value}" for name, value in self.options.items())
@@ -43,7 +44,7 @@ class StoreUrl:
 
 
 def parse_store_url(text: str, schemes: frozenset[str]) -> StoreUrl:
-    """Raises `ConfigError`, with the nearest of `schemes` where there is one."""
+    """Parse a URL. Raises `ConfigError`, which names the nearest one of `schemes` if there is one."""
     address, _, query = text.partition("?")
     options = _options(text, query)
     scheme, colon, location = address.partition(":")
@@ -72,15 +73,17 @@ def _options(text: str, query: str) -> dict[str, str]:
 
 
 def read_options(url: StoreUrl, kind: type[Options]) -> Options:
-    """A store's options, typed; names that end in `_bytes` take sizes such as 4GiB. Raises `ConfigError`."""
-    known = kind.__struct_fields__
-    values: dict[str, object] = {}
+    """A store's options with their types; names that end in `_bytes` take sizes such as 4GiB. Raises `ConfigError`."""
+    known = {one.name: one for one in msgspec.structs.fields(kind)}
+    values: dict[str, Any] = {}
     for name, value in url.options.items():
         if name not in known:
             near = get_close_matches(name, known, n=1, cutoff=0.4)
             hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
             raise ConfigError(f"store {url}: unknown option {name!r}; {hint}")
-        values[name] = parse_bytes(value, f"store {url}: {name}") if name.endswith("_bytes") else value
+        where = f"store {url}: {name}"
+        given = parse_bytes(value, where) if name.endswith("_bytes") else value
+        values[name] = read_value(where, given, known[name].type)
     try:
         return msgspec.convert(values, kind, strict=False)
     except msgspec.ValidationError as error:

@@ -1,95 +1,33 @@
 """KV blocks on a Valkey or Redis server: `valkey://[[user]:password@]host:port/database`, or `unix:///path/to.socket`.
 
-Owns the connections. The only place of the stores that imports the `valkey` package. A batch is one pipeline. A block
-is one value, `kvferry:{<layout fingerprint>.<codec>}:<block hash>`, with a time to live of `ttl_s` unless pinned.
+Owns the connections. A batch is one pipeline. A block is one value, `kvferry:{<layout fingerprint>.<codec>}:<block
+hash>`, with a time to live of `ttl_s` unless it is pinned.
 
-What bounds it: `max_bytes` (blocks used longest ago go, in one step on the server, whoever put them; all instances say
-the same), or the server's own `maxmemory` (with `volatile-lru` it leaves pinned blocks alone).
+The room is limited by `max_bytes` (the server evicts the least recently used blocks in one step, see `valkey_scripts`;
+the option must be the same on all instances), or by the server's own `maxmemory` (with `volatile-lru`, pinned blocks
+are spared).
 """
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager, suppress
-from pathlib import Path
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, suppress
 from typing import Any
 
 from kvferry.core.block_hash import BlockHash
 from kvferry.core.clock import SYSTEM_CLOCK
-from kvferry.core.errors import ConfigError, MissingDependency, StoreError
+from kvferry.core.errors import StoreError
 from kvferry.core.layout import KVLayout
-from kvferry.store.base import MAX_NOTE_BYTES, Block, KVStore, Put, Read, StoreFull, StoreOptions
+from kvferry.store.base import MAX_NOTE_BYTES, Block, KVStore, Put, Read, StoreFull, require_short_note
 from kvferry.store.record import CorruptBlock
 from kvferry.store.threads import Stop, Threads
+from kvferry.store.valkey_client import ValkeyOptions, make_client, make_pool, translated_errors
+from kvferry.store.valkey_scripts import FORGET, PIN, USE_AND_EVICT
 
-try:
-    import valkey.asyncio as client
-    from valkey import exceptions
-    from valkey.asyncio.retry import Retry
-    from valkey.backoff import NoBackoff
-except ModuleNotFoundError as error:
-    raise MissingDependency("store valkey", "valkey", "valkey") from error
-
-COMMAND_S = 30.0
-"""The longest that a batch may take; a tier's `deadline_s` is shorter."""
-CONNECT_S = 3.0
-MAX_CONNECTIONS = 64
-BATCH_BYTES = 64 * 2**20
-DAY_S = 86400.0
-MAX_SAID = 300
-FULL_HINT = "; raise its maxmemory, or let it evict (maxmemory-policy volatile-lru)"
-
-_KEPT = """
--- KEYS: index (by last use), sizes, pinned, total. ARGV: max bytes, prefix of blocks, now, then hash and size of each.
-for at = 4, #ARGV, 2 do
-  local before = tonumber(redis.call('HGET', KEYS[2], ARGV[at]) or '0')
-  redis.call('HSET', KEYS[2], ARGV[at], ARGV[at + 1])
-  redis.call('ZADD', KEYS[1], ARGV[3], ARGV[at])
-  redis.call('INCRBY', KEYS[4], tonumber(ARGV[at + 1]) - before)
-end
-local gone, from = {}, 0
-while tonumber(redis.call('GET', KEYS[4]) or '0') > tonumber(ARGV[1]) do
-  local oldest = redis.call('ZRANGE', KEYS[1], from, from)[1]
-  if not oldest then break end
-  if redis.call('SISMEMBER', KEYS[3], oldest) == 1 then
-    from = from + 1
-  else
-    redis.call('UNLINK', ARGV[2] .. oldest)
-    redis.call('ZREM', KEYS[1], oldest)
-    redis.call('DECRBY', KEYS[4], tonumber(redis.call('HGET', KEYS[2], oldest) or '0'))
-    redis.call('HDEL', KEYS[2], oldest)
-    gone[#gone + 1] = oldest
-  end
-end
-return gone
-"""
-
-_GONE = """
--- KEYS as above. ARGV: hashes that are not there any more.
-for at = 1, #ARGV do
-  redis.call('ZREM', KEYS[1], ARGV[at])
-  redis.call('SREM', KEYS[3], ARGV[at])
-  local size = redis.call('HGET', KEYS[2], ARGV[at])
-  if size then
-    redis.call('DECRBY', KEYS[4], tonumber(size))
-    redis.call('HDEL', KEYS[2], ARGV[at])
-  end
-end
-return #ARGV
-"""
-
-
-class ValkeyOptions(StoreOptions, frozen=True, kw_only=True):
-    """`password_file` keeps the password off command lines. `tls_*`: files, where the scheme says TLS."""
-
-    max_bytes: int | None = None
-    ttl_s: float = 7 * DAY_S
-    password_file: str = ""
-    tls_ca: str = ""
-    tls_cert: str = ""
-    tls_key: str = ""
+BATCH_BYTES = 8 * 2**20
+"""Most bytes of blocks in one pipeline: a longer one waits in the server's memory, which costs more than the round
+trips."""
 
 
 class ValkeyStore(KVStore):
@@ -102,25 +40,25 @@ class ValkeyStore(KVStore):
     def __init__(self, location: str, options: ValkeyOptions, layout: KVLayout) -> None:
         super().__init__(location, options, layout)
         self.where = location.rpartition("@")[2].removeprefix("//")
-        self._pool = _pool(location, options, tls=self.tls)
-        self._client: Any = client.Valkey(connection_pool=self._pool)
+        self._client = make_client(make_pool(location, options, tls=self.tls))
         place = f"kvferry:{{{layout.fingerprint()}.{options.codec}}}:"
         self._prefix = place.encode()
         self._keys = [f"{place}{name}" for name in ("index", "sizes", "pinned", "total")]
         self._threads = Threads(2, "kvferry-valkey-codec")
-        self._kept = self._client.register_script(_KEPT)
-        self._forget = self._client.register_script(_GONE)
+        self._kept = self._client.register_script(USE_AND_EVICT)
+        self._pin = self._client.register_script(PIN)
+        self._forget = self._client.register_script(FORGET)
 
     @classmethod
     def check(cls, location: str, options: Any) -> None:
-        """A host, or the path of a socket."""
-        _pool(location, options, tls=cls.tls)
+        """The location is a host and port, or the path of a socket."""
+        make_pool(location, options, tls=cls.tls)
 
     async def open(self) -> None:
-        """Nothing: it connects when it is first used, and again whenever that is needed."""
+        """Does nothing: the store connects when it is first used, and again when that is needed."""
 
     async def close(self) -> None:
-        """End every connection, and the threads that encode and decode."""
+        """Close all connections, and end the threads that encode and decode."""
         self._threads.close()
         async with self._translated():
             await self._client.aclose(close_connection_pool=True)
@@ -140,11 +78,11 @@ class ValkeyStore(KVStore):
         return found
 
     async def put(self, blocks: Sequence[Block]) -> list[Put]:
-        """What is there already is not sent."""
+        """Blocks that are there already are not sent."""
         there = await self._sizes([block.block_hash for block in blocks])
         new = {block.block_hash: block for block, known in zip(blocks, there, strict=True) if not known}
         dropped: set[BlockHash] = set()
-        with suppress(StoreFull):  # who put them may have ended before they were on the list of those to be evicted
+        with suppress(StoreFull):  # their writer may have ended before it entered them in the index
             await self._make_room([(block.block_hash, size) for block, size in zip(blocks, there, strict=True) if size])
         for part in self._parts(list(new.values())):
             try:
@@ -161,15 +99,24 @@ class ValkeyStore(KVStore):
         return outcomes
 
     async def pin(self, hashes: Sequence[BlockHash]) -> int:
-        """Without a time to live, and on the list of those that stay."""
-        return await self._set_pinned(hashes, True)
+        """Removes the time to live and enters the block in the set of pinned ones, in one step on the server."""
+        if not hashes:
+            return 0
+        arguments: list[Any] = [await self._pinnable_bytes(), self._prefix, *(name.hex() for name in hashes)]
+        async with self._translated():
+            return int(await self._pin(keys=self._keys, args=arguments))
 
     async def unpin(self, hashes: Sequence[BlockHash]) -> int:
-        """The other way."""
-        return await self._set_pinned(hashes, False)
+        if not hashes:
+            return 0
+        async with self._translated(), self._client.pipeline(transaction=True) as pipeline:
+            for block_hash in hashes:
+                pipeline.pexpire(self._key(block_hash), _ms(self.options.ttl_s))
+                pipeline.srem(self._keys[2], block_hash.hex())
+            answers = await pipeline.execute()
+        return sum(map(int, answers[::2]))
 
     async def delete(self, hashes: Sequence[BlockHash]) -> int:
-        """UNLINK."""
         if not hashes:
             return 0
         async with self._translated():
@@ -181,27 +128,23 @@ class ValkeyStore(KVStore):
     # Notes.
 
     async def write_note(self, name: str, content: bytes, ttl_s: float) -> None:
-        """A value with a time to live."""
-        if len(content) > MAX_NOTE_BYTES:
-            raise StoreError(f"a note of {len(content)} bytes, and {MAX_NOTE_BYTES} is the most")
+        require_short_note(content)
         async with self._translated():
             await self._client.set(_note_key(name), content, px=_ms(ttl_s))
 
     async def read_note(self, name: str) -> bytes | None:
-        """At most as long as one may be."""
         async with self._translated():
             found: bytes = await self._client.getrange(_note_key(name), 0, MAX_NOTE_BYTES)
         return found or None
 
     async def remove_note(self, name: str) -> None:
-        """UNLINK."""
         async with self._translated():
             await self._client.unlink(_note_key(name))
 
     # One batch.
 
     async def _sizes(self, hashes: Sequence[BlockHash]) -> list[int]:
-        """Of each record; 0: there is none."""
+        """Bytes of each record; 0: there is none."""
         if not hashes:
             return []
         async with self._translated(), self._client.pipeline(transaction=False) as pipeline:
@@ -212,7 +155,7 @@ class ValkeyStore(KVStore):
     async def _get(self, reads: Sequence[Read]) -> list[bool]:
         async with self._translated(), self._client.pipeline(transaction=False) as pipeline:
             for read in reads:
-                # No more than a block can have: what lies there may be anybody's.
+                # No more than a block can have: the value may be anybody's.
                 pipeline.getrange(self._key(read.block_hash), 0, self.records.max_record_bytes)
             records = _readable(await pipeline.execute(raise_on_error=False))
         found = await self._threads.run(
@@ -226,7 +169,7 @@ class ValkeyStore(KVStore):
             for read, record, there in zip(reads, records, found, strict=True)
             if record != b"" and not there
         ]
-        with suppress(StoreError):  # what was read was read, also where the server is full or gone since
+        with suppress(StoreError):  # the blocks were read even if the server is full or gone since
             await self._used(damaged, used)
         return found
 
@@ -253,8 +196,8 @@ class ValkeyStore(KVStore):
         return True
 
     async def _put(self, blocks: Sequence[Block]) -> set[BlockHash]:
-        """Returns those for which there is no room. They are on the list of what to evict before they are there: who is
-        killed in between leaves nothing that is never evicted."""
+        """Store new blocks; returns those for which there is no room. They enter the index of the eviction before they
+        are written, so that a process that is killed in between leaves no block that is never evicted."""
         records = await self._threads.run(lambda stop: [self._encode(block, stop) for block in blocks])
         names = [block.block_hash for block in blocks]
         try:
@@ -286,7 +229,8 @@ class ValkeyStore(KVStore):
                 await self._forget(keys=self._keys, args=missing)
 
     async def _make_room(self, sizes: Sequence[tuple[BlockHash, int]]) -> set[BlockHash]:
-        """Count these as used now, and remove what is too much; returns what went."""
+        """Mark these blocks, with their sizes, as used now, and evict what exceeds `max_bytes`; returns what was
+        evicted."""
         if self.options.max_bytes is None or not sizes:
             return set()
         arguments: list[Any] = [self.options.max_bytes, self._prefix, SYSTEM_CLOCK.wall()]
@@ -298,23 +242,20 @@ class ValkeyStore(KVStore):
         self.note_removed(gone)
         return gone
 
-    async def _set_pinned(self, hashes: Sequence[BlockHash], pinned: bool) -> int:
-        if not hashes:
-            return 0
-        async with self._translated(), self._client.pipeline(transaction=True) as pipeline:
-            for block_hash in hashes:
-                key = self._key(block_hash)
-                pipeline.exists(key)
-                if pinned:
-                    pipeline.persist(key)
-                    pipeline.sadd(self._keys[2], block_hash.hex())
-                else:
-                    pipeline.pexpire(key, _ms(self.options.ttl_s))
-                    pipeline.srem(self._keys[2], block_hash.hex())
-            answers = await pipeline.execute()
-        return sum(map(int, answers[::3]))
+    async def _pinnable_bytes(self) -> int:
+        """`pinned_share` of `max_bytes`, or of the server's `maxmemory` if it is known; -1: no limit is known. Each
+        tensor-parallel rank counts the pins of its own layout only, and so gets an equal part of `maxmemory`."""
+        most: float | None = self.options.max_bytes
+        if most is None:
+            with suppress(StoreError):  # not every user may ask
+                async with self._translated():
+                    most = (await self._client.info("memory")).get("maxmemory", 0) / self.layout.tp_size
+        return int(self.options.pinned_share * most) if most else -1
 
     # The server.
+
+    def _translated(self) -> AbstractAsyncContextManager[None]:
+        return translated_errors(self.where)
 
     def _key(self, block_hash: BlockHash) -> bytes:
         return self._prefix + block_hash.hex().encode()
@@ -323,74 +264,11 @@ class ValkeyStore(KVStore):
         most = max(1, BATCH_BYTES // self.records.max_record_bytes)
         return (items[first : first + most] for first in range(0, len(items), most))
 
-    @asynccontextmanager
-    async def _translated(self) -> AsyncIterator[None]:
-        try:
-            async with asyncio.timeout(COMMAND_S):
-                yield
-        except (TimeoutError, exceptions.TimeoutError) as error:
-            raise StoreError(f"the server at {self.where} does not answer") from error
-        except exceptions.AuthenticationError as error:
-            raise StoreError(f"the server at {self.where} wants another password: {error}") from error
-        except (exceptions.ConnectionError, OSError) as error:
-            raise StoreError(f"cannot reach the server at {self.where}: {error}") from error
-        except exceptions.ValkeyError as error:
-            said = str(error).rpartition("caused error: ")[2][:MAX_SAID]  # before it stands the whole command
-            if isinstance(error, exceptions.OutOfMemoryError) or "maxmemory" in said:
-                raise StoreFull(f"the server at {self.where} is full: {said}{FULL_HINT}") from None
-            raise StoreError(f"the server at {self.where}: {said}") from None
-
 
 class TlsValkeyStore(ValkeyStore):
     """`valkeys://` and `rediss://`: the same over TLS; the server's certificate is verified."""
 
     tls = True
-
-
-def _pool(location: str, options: ValkeyOptions, *, tls: bool) -> Any:
-    extra: dict[str, Any] = {}
-    if options.password_file:
-        try:
-            extra["password"] = Path(options.password_file).read_text().strip()
-        except OSError as error:
-            raise ConfigError(f"store: cannot read password_file {options.password_file}: {error.strerror}") from error
-    if tls:
-        extra |= _tls_files(options) | {"ssl_check_hostname": True}  # else any certificate of the authority would do
-    elif options.tls_ca or options.tls_cert or options.tls_key:
-        raise ConfigError("store: tls_ca, tls_cert and tls_key are for valkeys:// and rediss://")
-    _, at, place = location.rpartition("@")
-    if at and place.startswith("/"):
-        raise ConfigError("store: no host is named; the password for a socket goes into a file (password_file)")
-    location = location[2:] if location.startswith("///") else location
-    scheme = "unix:" if location.startswith("/") and not location.startswith("//") else "valkeys:" if tls else "valkey:"
-    url = f"{scheme}//{location}" if scheme == "unix:" else scheme + location
-    if scheme != "unix:" and not location.startswith("//"):
-        raise ConfigError("store: a server is named as valkey://host:port, or unix:///path/to.socket")
-    try:
-        return client.BlockingConnectionPool.from_url(
-            url,
-            max_connections=MAX_CONNECTIONS,
-            timeout=None,  # a free one is waited for as long as the command may take
-            socket_timeout=None,  # ours instead: within its own, Python 3.11 can lose a cancellation
-            socket_connect_timeout=CONNECT_S,
-            retry=Retry(NoBackoff(), 1),
-            **extra,
-        )
-    except ValueError as error:
-        raise ConfigError(f"store: {error}") from error
-
-
-def _tls_files(options: ValkeyOptions) -> dict[str, str]:
-    """As the client calls them. Raises `ConfigError` for what it would pass over."""
-    for name in ("tls_ca", "tls_cert", "tls_key"):
-        path = getattr(options, name)
-        if path and not Path(path).is_file():
-            raise ConfigError(f"store: {name} {path}: there is no such file")
-    if options.tls_key and not options.tls_cert:
-        raise ConfigError("store: tls_key needs tls_cert, the certificate that it belongs to")
-    key = options.tls_key or options.tls_cert  # which may have both in it
-    files = {"ssl_ca_certs": options.tls_ca, "ssl_certfile": options.tls_cert, "ssl_keyfile": key}
-    return {name: path for name, path in files.items() if path}
 
 
 def _readable(answers: Sequence[Any]) -> list[Any]:

@@ -14,6 +14,7 @@ Both engines are in the test's process and compute on the CPU. Needs pytest.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -22,13 +23,15 @@ import pytest
 from kvferry.connectors.registry import find_connector
 from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.core.errors import ConfigError, LeakError
-from kvferry.core.hand_off import HandOff, Produce, parse_hand_off
+from kvferry.core.hand_off import Consume, HandOff, Produce, parse_hand_off
 from kvferry.core.request import EngineOutput, Request
 from kvferry.core.sampling import SamplingParams
 from kvferry.core.transfer_config import KVTransferConfig
 from kvferry.engine.config import EngineConfig
 from kvferry.engine.engine import Engine
 from kvferry.models.random_model import make_random_model
+from kvferry.testing.stepping import Rest
+from kvferry.testing.tickets import early_ticket
 
 BLOCK_SIZE = 4
 GREEDY = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
@@ -39,25 +42,26 @@ DEADLINE_S = 60.0
 
 
 class EnginePair:
-    """A P and a D joined by a connector, stepped in turn, and one engine without a connector to compare with."""
+    """A P and a D joined by a connector, stepped in turn, and `alone`, an engine without a connector to compare with,
+    which whoever made it closes."""
 
-    def __init__(self, model: Path, connector: str, extra: dict[str, Any]) -> None:
-        self._engines: list[Engine] = []
+    def __init__(self, model: Path, connector: str, extra: dict[str, Any], alone: Engine) -> None:
+        self._joined: list[Engine] = []
         try:
-            for role in ("kv_producer", "kv_consumer", None):
-                config = None
-                if role is not None:
-                    config = KVTransferConfig(
-                        kv_connector=connector,
-                        kv_role=role,
-                        engine_id=role,
-                        kv_connector_extra_config=extra,
-                    )
-                self._engines.append(Engine(_engine_config(model), config, auth_token="contract"))
+            for role in ("kv_producer", "kv_consumer"):
+                config = KVTransferConfig(
+                    kv_connector=connector,
+                    kv_role=role,
+                    engine_id=role,
+                    kv_connector_extra_config=extra,
+                )
+                self._joined.append(Engine(_engine_config(model), config, auth_token="contract"))
         except BaseException:
             self.close()
             raise
-        self.prefill, self.decode, self.alone = self._engines
+        self.prefill, self.decode = self._joined
+        self.alone, self._engines = alone, [*self._joined, alone]
+        self._rest = Rest(*self._engines)
         self.outputs: dict[str, list[EngineOutput]] = {}
         self._figures: dict[tuple[int, str], float] = {}
 
@@ -88,6 +92,11 @@ class EnginePair:
         self.add(self.decode, name, prompt, parse_hand_off(ticket, name))
         return self.finish(name)
 
+    def ask_early(self, name: str, transfer_id: str, prompt: list[int]) -> None:
+        """Have D ask for a hand-off that P has not begun: nobody steps yet."""
+        ticket = early_ticket(transfer_id, self.prefill.addresses, self.prefill.scheduler_side)
+        self.add(self.decode, name, prompt, Consume(ticket))
+
     def expected(self, prompt: list[int]) -> list[int]:
         """What one engine alone answers."""
         name = f"alone-{len(self.outputs)}"
@@ -95,15 +104,20 @@ class EnginePair:
         self.finish(name)
         return self.tokens(name)
 
+    def step(self, engine: Engine) -> None:
+        """One step of one engine."""
+        for output in engine.step():
+            self.outputs[output.request_id].append(output)
+
     def step_until(self, condition: Callable[[], bool], what: str) -> None:
         """Step all engines. Fails when it takes longer than a deadline that no healthy connector comes near."""
         deadline = SYSTEM_CLOCK.monotonic() + DEADLINE_S
         while not condition():
             assert SYSTEM_CLOCK.monotonic() < deadline, f"waited {DEADLINE_S:g} s for {what}"
             for engine in self._engines:
-                for output in engine.step():
-                    self.outputs[output.request_id].append(output)
+                self.step(engine)
             self._require_that_counters_grow()
+            self._rest()
 
     def settle(self) -> None:
         """Step until nothing is kept; the leak is named when that does not come about."""
@@ -127,8 +141,8 @@ class EnginePair:
             raise AssertionError(f"{error}: {leak}") from None
 
     def close(self) -> None:
-        """End the engines."""
-        for engine in self._engines:
+        """End P and D."""
+        for engine in self._joined:
             engine.close()
 
     def _require_that_counters_grow(self) -> None:
@@ -140,10 +154,26 @@ class EnginePair:
                 assert is_gauge or value >= before, f"{name} fell from {before} to {value}; add it to `gauges`"
 
 
+def one_hand_off(folder: Path, connector: str, extra: dict[str, Any]) -> None:
+    """From one engine to another with a connector, for whoever brings what a connector moves KV by. Fails unless the KV
+    came and the answer is that of one engine alone."""
+    model = make_random_model(folder / "model")
+    with closing(Engine(_engine_config(model))) as alone, closing(EnginePair(model, connector, extra, alone)) as pair:
+        pair.decoded("d", PROMPT, pair.prefilled("t", PROMPT))
+        assert pair.tokens("d") == pair.expected(PROMPT)
+        statistics = pair.decode.statistics().external
+        assert (statistics.num_external_hits, statistics.num_load_failures) == (len(PROMPT), {})
+        pair.settle()
+
+
 class ConnectorContract:
     """Set `connector` in a subclass; `extra` gives its `kv_connector_extra_config`."""
 
     connector: ClassVar[str]
+
+    takes_early: ClassVar[bool] = False
+    """Set it where KV also comes if D asks for it before P has begun (the concurrent hand-off). The answer is right in
+    any case: D computes what does not come."""
 
     def extra(self, folder: Path) -> dict[str, Any]:
         """The options of both sides. `folder` is an empty directory of this test."""
@@ -155,12 +185,19 @@ class ConnectorContract:
         """A small model with random weights."""
         return make_random_model(tmp_path_factory.mktemp("model"))
 
+    @pytest.fixture(scope="class")
+    @classmethod
+    def alone(cls, model: Path) -> Iterator[Engine]:
+        """An engine without a connector."""
+        with closing(Engine(_engine_config(model))) as engine:
+            yield engine
+
     @pytest.fixture
-    def pair(self, model: Path, tmp_path: Path) -> Iterator[EnginePair]:
+    def pair(self, model: Path, alone: Engine, tmp_path: Path) -> Iterator[EnginePair]:
         """P and D, which have given everything back when the test is over."""
         folder = tmp_path / "connector"
         folder.mkdir()
-        pair = EnginePair(model, self.connector, self.extra(folder))
+        pair = EnginePair(model, self.connector, self.extra(folder), alone)
         try:
             yield pair
             pair.settle()
@@ -188,6 +225,50 @@ class ConnectorContract:
             assert pair.finish(name).finish_reason == "length"
             assert pair.tokens(name) == pair.expected(prompt)
 
+    def test_concurrent_hand_offs(self, pair: EnginePair) -> None:
+        """D asks before P has begun: before P knows of the request, or in the same step, and for several at once."""
+        prompts = {f"c{number}": [number + 2, *PROMPT[number:]] for number in range(4)}
+        hits = pair.decode.statistics().external.num_external_hits
+        for number, (name, prompt) in enumerate(prompts.items()):
+            pair.ask_early(name, f"t-{name}", prompt)
+            if number % 2 == 0:
+                pair.step(pair.decode)
+        for name, prompt in reversed(prompts.items()):
+            pair.add(pair.prefill, f"p-{name}", prompt, Produce(f"t-{name}"))
+        for name, prompt in prompts.items():
+            assert pair.finish(name).finish_reason == "length"
+            assert pair.tokens(name) == pair.expected(prompt)
+        for name in prompts:
+            pair.finish(f"p-{name}")
+            pair.prefill.release(f"t-{name}")
+        if self.takes_early:
+            assert pair.decode.statistics().external.num_load_failures == {}
+            num_prompt_tokens = sum(map(len, prompts.values()))
+            assert pair.decode.statistics().external.num_external_hits - hits > num_prompt_tokens // 2
+
+    @pytest.mark.parametrize("end", ["aborted", "of another prompt"])
+    def test_a_concurrent_hand_off_that_never_comes(self, pair: EnginePair, end: str) -> None:
+        """P's client leaves, or P was given another prompt: D computes the prompt, in bounded time."""
+        pair.ask_early("d", "t", PROMPT)
+        pair.step_until(lambda: not pair.decode.scheduler.is_empty, "D to have the request")
+        pair.add(pair.prefill, "p", OTHER_PROMPT if end == "of another prompt" else PROMPT, Produce("t"))
+        if end == "aborted":
+            pair.prefill.abort("p")
+        pair.finish("d")
+        assert pair.tokens("d") == pair.expected(PROMPT)
+        pair.finish("p")
+        pair.prefill.release("t")
+
+    def test_a_concurrent_hand_off_whose_consumer_leaves(self, pair: EnginePair) -> None:
+        """Before P has begun: P's blocks are free again once the router has released the ticket."""
+        pair.ask_early("gone", "t", PROMPT)
+        pair.step(pair.decode)
+        pair.decode.abort("gone")
+        pair.finish("gone")
+        pair.add(pair.prefill, "p", PROMPT, Produce("t"))
+        pair.finish("p")
+        pair.prefill.release("t")
+
     def test_a_ticket_of_another_prompt_never_gives_wrong_tokens(self, pair: EnginePair) -> None:
         """The KV is of other tokens: it is refused, and the prompt computed here."""
         pair.decoded("d", OTHER_PROMPT, pair.prefilled("t", PROMPT))
@@ -212,7 +293,7 @@ class ConnectorContract:
         """Its blocks go back to the pool once nothing writes to them any more."""
         ticket = pair.prefilled("t", PROMPT)
         pair.add(pair.decode, "gone", PROMPT, parse_hand_off(ticket, "gone"))
-        pair.outputs["gone"] += pair.decode.step()
+        pair.step(pair.decode)
         pair.decode.abort("gone")
         pair.prefill.release("t")
         assert pair.finish("gone").finish_reason in ("abort", "length")

@@ -21,7 +21,7 @@ import pytest
 from kvferry.core.clock import Clock
 from kvferry.core.errors import PeerLost, ProtocolError, TransferTimeout
 from kvferry.core.layout import KVLayout
-from kvferry.testing.kv import Region, make_layout, soon, table_for, until
+from kvferry.testing.kv import BlockRegion, make_layout, soon, table_for, until
 from kvferry.transport.connection import Identity
 from kvferry.transport.control import Listener
 from kvferry.transport.fabric.base import FabricContext, FabricPeer, build_fabrics
@@ -37,7 +37,7 @@ class Node:
 
     def __init__(
         self,
-        region: Region,
+        region: BlockRegion,
         options: TransportOptions | None = None,
         *,
         token: str = "secret",
@@ -51,7 +51,7 @@ class Node:
         self.loop = TransferLoop("kvferry-test")
         identity = Identity(engine_id, region.memory.layout)
         self.listener = Listener(identity, token, tls=tls)
-        self.context = FabricContext(region.memory, self.listener, identity, token, options, tls)
+        self.context = FabricContext(region.memory, self.listener, options)
         self.fabrics = build_fabrics(options.transport, self.context)
         self.table = table_for(region.memory, bounds, clock)
         self.buffer = FabricLookupBuffer(self.context, self.fabrics, self.table)
@@ -75,7 +75,7 @@ class Pair:
         layout: KVLayout | None = None,
     ) -> None:
         layout = layout or make_layout()
-        self.ours, self.theirs = Region(layout, num_blocks), Region(layout, num_blocks)
+        self.ours, self.theirs = BlockRegion(layout, num_blocks), BlockRegion(layout, num_blocks)
         self.refill()
         self.reader, self.read_one = (Node(region, options, tls=tls) for region in (self.ours, self.theirs))
 
@@ -250,6 +250,6 @@ class FabricContract:
         pair.close()
 
 
-def everything(region: Region) -> list[tuple[int, int]]:
+def everything(region: BlockRegion) -> list[tuple[int, int]]:
     """All of it, as one span."""
     return [(0, region.memory.num_bytes)]

@@ -24,7 +24,7 @@ def make_layout(num_layers: int = 3, block_size: int = 4, **changes: Any) -> KVL
     return KVLayout(**(fields | changes))
 
 
-class Region:
+class BlockRegion:
     """A region of blocks in a shared segment, and its bytes as numpy sees them."""
 
     def __init__(self, layout: KVLayout, num_blocks: int, seed: int | None = None) -> None:

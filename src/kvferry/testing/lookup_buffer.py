@@ -21,7 +21,7 @@ import pytest_asyncio
 from kvferry.core.clock import ManualClock
 from kvferry.core.errors import LeakError, LeaseEnded, ProtocolError, TransferTimeout
 from kvferry.core.transfer_config import KVTransferConfig
-from kvferry.testing.kv import Region, make_layout, soon, table_for, until
+from kvferry.testing.kv import BlockRegion, make_layout, soon, table_for, until
 from kvferry.transport.connection import Identity
 from kvferry.transport.lookup_buffer.base import (
     LookupBuffer,
@@ -50,7 +50,7 @@ class LookupBufferContract:
         """The rest of what a user sets for it. Default: nothing."""
         return {}
 
-    def build(self, region: Region, table: EntryTable, number: int) -> tuple[LookupBuffer, Source]:
+    def build(self, region: BlockRegion, table: EntryTable, number: int) -> tuple[LookupBuffer, Source]:
         """The buffer of the `number`-th instance, and where others find it."""
         identity, config = Identity(f"engine-{number}", region.memory.layout), KVTransferConfig(kv_connector="test")
         options = TransportOptions(lookup_buffer=self.lookup_buffer, **self.options())
@@ -67,6 +67,7 @@ class LookupBufferContract:
         yield ends
         for end in (ends.producer, ends.consumer):
             end.check()
+            end.table.check()
         await ends.close()
 
     async def test_what_is_inserted_arrives(self, ends: Ends) -> None:
@@ -171,14 +172,14 @@ class LookupBufferContract:
         fetches = [ends.fetch("dropped", [0]), ends.fetch("ended", [1])] if order == "asked before" else []
         await asyncio.sleep(0)
         ends.producer.table.drop("dropped")
-        assert not ends.producer.end("ended")
+        assert not ends.producer.table.release("ended")
         fetches = fetches or [ends.fetch("dropped", [0]), ends.fetch("ended", [1])]
         found = await asyncio.gather(*fetches, return_exceptions=True)
         assert [type(error) for error in found] == [LeaseEnded] * 2
         assert "withdrew" in str(found[0])
         assert "released" in str(found[1])
         assert ends.producer.table.ended() == []
-        ends.producer.check()
+        ends.producer.table.check()
 
     async def test_who_gives_up_leaves_the_key_to_others(self, ends: Ends) -> None:
         ends.producer.table.open("k")
@@ -201,8 +202,8 @@ class LookupBufferContract:
 
     async def test_the_producer_ends_a_lease_itself(self, ends: Ends) -> None:
         ends.produce("k", [4])
-        assert ends.producer.end("k")
-        assert not ends.producer.end("k")
+        assert ends.producer.table.release("k")
+        assert not ends.producer.table.release("k")
         with pytest.raises(LeaseEnded, match="released"):
             await ends.fetch("k", [0])
 
@@ -213,7 +214,7 @@ class LookupBufferContract:
         with pytest.raises(LeaseEnded, match="full"):
             await ends.fetch("more", [0])
         with pytest.raises(LeakError, match="k0"):
-            ends.producer.check()
+            ends.producer.table.check()
         for index in range(BOUNDS.max_keys):
             ends.producer.table.drop(f"k{index}")
 
@@ -272,7 +273,7 @@ class Ends:
     def __init__(self, contract: LookupBufferContract) -> None:
         self._contract = contract
         self.clock = ManualClock()
-        self._regions: list[Region] = []
+        self._regions: list[BlockRegion] = []
         self._stack = AsyncExitStack()
 
     async def open(self) -> None:
@@ -281,16 +282,16 @@ class Ends:
         self.producer, self.source = await self._start(self.theirs, self.clock)
         self.ours, self.consumer = await self.another_consumer()
 
-    async def another_consumer(self) -> tuple[Region, LookupBuffer]:
+    async def another_consumer(self) -> tuple[BlockRegion, LookupBuffer]:
         """With a region of its own."""
         region = self._region(seed=2)
         return region, (await self._start(region, ManualClock()))[0]
 
-    def _region(self, seed: int) -> Region:
-        self._regions.append(Region(make_layout(NUM_LAYERS), 16, seed))
+    def _region(self, seed: int) -> BlockRegion:
+        self._regions.append(BlockRegion(make_layout(NUM_LAYERS), 16, seed))
         return self._regions[-1]
 
-    async def _start(self, region: Region, clock: ManualClock) -> tuple[LookupBuffer, Source]:
+    async def _start(self, region: BlockRegion, clock: ManualClock) -> tuple[LookupBuffer, Source]:
         buffer, source = self._contract.build(region, table_for(region.memory, BOUNDS, clock), len(self._regions))
         await self._stack.enter_async_context(running(buffer))
         return buffer, source

@@ -11,9 +11,6 @@ Needs pytest and pytest-asyncio.
 from __future__ import annotations
 
 import asyncio
-import os
-import subprocess
-import sys
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import ClassVar
@@ -23,18 +20,22 @@ import pytest_asyncio
 import torch
 
 from kvferry.core.errors import AuthenticationFailed, PeerLost, ProtocolError, TransferTimeout
-from kvferry.testing.kv import make_layout, soon, until
-from kvferry.transport.connection import Identity
-from kvferry.transport.control import Listener
-from kvferry.transport.pipe.base import PipeReceiver, PipeSender, PipeSettings, pipe_kind
-from kvferry.transport.pipe.meeting import PipeServer, connect_pipe
+from kvferry.testing.kv import soon, until
+from kvferry.testing.pipe_ends import (
+    CAPACITY,
+    MIB,
+    SETTINGS,
+    Ends,
+    PipeProcess,
+    fill,
+    join,
+    pass_on,
+    random_tensor,
+    same,
+    serving,
+)
+from kvferry.transport.pipe.base import PipeSettings, pipe_kind
 from kvferry.transport.pipe.tensors import DTYPES
-
-Ends = tuple[PipeSender, PipeReceiver]
-MIB = 2**20
-CAPACITY = 2**20
-TOKEN = "secret"
-SETTINGS = PipeSettings(capacity_bytes=CAPACITY)
 
 
 class PipeEnds:
@@ -214,11 +215,8 @@ class PipeContract(PipeEnds):
     async def pipe(self, settings: PipeSettings) -> AsyncIterator[Ends]:
         """Over a connection of this process with itself."""
         async with serving(self.kind, settings) as (listener, server):
-            identity, kind = Identity("receiver", make_layout()), pipe_kind(self.kind, settings)
-            made = await asyncio.gather(
-                server.accept("t", soon()),
-                connect_pipe(kind, listener.host, listener.port, "t", identity, TOKEN, soon()),
-            )
+            kind = pipe_kind(self.kind, settings)
+            made = await asyncio.gather(server.accept("t", soon()), join(kind, listener.port))
             try:
                 yield made
             finally:
@@ -228,11 +226,7 @@ class PipeContract(PipeEnds):
         settings = PipeSettings(capacity_bytes=CAPACITY)
         async with serving(self.kind, settings) as (listener, server):
             kind = pipe_kind(self.kind, PipeSettings(max_tensor_bytes=1000))
-            identity = Identity("receiver", make_layout())
-            sender, receiver = await asyncio.gather(
-                server.accept("t", soon()),
-                connect_pipe(kind, listener.host, listener.port, "t", identity, TOKEN, soon()),
-            )
+            sender, receiver = await asyncio.gather(server.accept("t", soon()), join(kind, listener.port))
             receiving = asyncio.create_task(receiver.recv_tensor(deadline=soon()))
             sending = asyncio.create_task(sender.send_tensor(torch.zeros(64 * MIB), deadline=soon()))
             with pytest.raises(ProtocolError, match="at most 1000"):
@@ -246,19 +240,11 @@ class PipeContract(PipeEnds):
         settings = PipeSettings(capacity_bytes=CAPACITY)
         async with serving(self.kind, settings) as (listener, _):
             with pytest.raises(AuthenticationFailed):
-                await connect_pipe(
-                    pipe_kind(self.kind, settings),
-                    listener.host,
-                    listener.port,
-                    "t",
-                    Identity("stranger", make_layout()),
-                    "guess",
-                    soon(),
-                )
+                await join(pipe_kind(self.kind, settings), listener.port, token="guess")
 
     async def test_to_another_process_until_it_is_killed_in_the_middle_of_a_tensor(self) -> None:
         async with serving(self.kind, PipeSettings(capacity_bytes=CAPACITY)) as (listener, server):
-            peer = PipeProcess("receiver", self, listener.port, 0)
+            peer = PipeProcess("receiver", self.kind, listener.port, 0, self.path)
             try:
                 sender = await server.accept("t", soon(60))
                 assert await peer.line() == "joined"
@@ -280,11 +266,11 @@ class PipeContract(PipeEnds):
             await until(lambda: listener.statistics()["open_connections"] == 0)
 
     async def test_a_sender_is_killed_in_the_middle_of_a_tensor(self) -> None:
-        peer = PipeProcess("sender", self, 0, 256 * MIB)
+        peer = PipeProcess("sender", self.kind, 0, 256 * MIB, self.path)
         try:
             port = int(await peer.line())
             kind = pipe_kind(self.kind, PipeSettings(capacity_bytes=CAPACITY))
-            receiver = await connect_pipe(kind, "127.0.0.1", port, "t", Identity("r", make_layout()), TOKEN, soon(60))
+            receiver = await join(kind, port, seconds=60)
             assert await peer.line() == "sending"
             receiving = asyncio.create_task(receiver.recv_tensor(deadline=soon(60)))
             await asyncio.sleep(0.02)
@@ -294,87 +280,3 @@ class PipeContract(PipeEnds):
         with pytest.raises(PeerLost):
             await receiving
         await receiver.close()
-
-
-@asynccontextmanager
-async def serving(kind: str, settings: PipeSettings) -> AsyncIterator[tuple[Listener, PipeServer]]:
-    """A sending instance."""
-    listener = Listener(Identity("sender", make_layout()), TOKEN)
-    server = PipeServer(listener, pipe_kind(kind, settings))
-    task = asyncio.create_task(listener.serve())
-    try:
-        yield listener, server
-    finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-        assert task.cancelled(), task.exception()
-
-
-class PipeProcess:
-    """`kvferry.testing.pipe_process`, running: the end of that role. Its lines on stdout are told."""
-
-    def __init__(self, role: str, contract: PipeContract, port: int, num_bytes: int) -> None:
-        command = [sys.executable, "-m", "kvferry.testing.pipe_process", role, contract.kind, str(port), str(num_bytes)]
-        paths = [*filter(None, [contract.path, os.environ.get("PYTHONPATH")])]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-        pipe = subprocess.PIPE
-        self.process = subprocess.Popen(command, stdout=pipe, stdin=pipe, text=True, env=environment)
-
-    async def line(self) -> str:
-        """The next."""
-        assert self.process.stdout is not None
-        return (await asyncio.to_thread(self.process.stdout.readline)).strip()
-
-    def go(self, num_tensors: int) -> None:
-        """Have a receiver take so many more."""
-        assert self.process.stdin is not None
-        self.process.stdin.write("go\n" * num_tensors)
-        self.process.stdin.flush()
-
-    def kill(self) -> None:
-        """End it in the middle of whatever it does."""
-        self.process.kill()
-        self.process.communicate()
-
-
-async def pass_on(ends: Ends, *tensors: torch.Tensor | None) -> list[torch.Tensor | None]:
-    """Send all, receive all, at the same time."""
-    sender, receiver = ends
-
-    async def send() -> None:
-        for tensor in tensors:
-            await sender.send_tensor(tensor, deadline=soon())
-
-    sending = asyncio.create_task(send())
-    received = [await receiver.recv_tensor(deadline=soon()) for _ in tensors]
-    await sending
-    return received
-
-
-def random_tensor(dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    """Any bytes, but for bools, which have only two."""
-    if dtype == torch.bool:
-        return torch.rand(shape) < 0.5
-    count = dtype.itemsize * torch.Size(shape).numel()
-    return torch.randint(0, 256, (count,), dtype=torch.uint8).view(dtype).reshape(shape)
-
-
-async def fill(sender: PipeSender, tensor: torch.Tensor | None) -> int:
-    """Send until a send has waited in vain; how many there were."""
-    num_sent = 0
-    while True:
-        try:
-            await sender.send_tensor(tensor, deadline=soon(0.2))
-        except TransferTimeout:
-            return num_sent
-        num_sent += 1
-
-
-def same(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
-    """Bit by bit, NaNs included."""
-    if one is None or other is None:
-        return one is other
-    if (one.dtype, one.shape) != (other.dtype, other.shape):
-        return False
-    left, right = (tensor.resolve_conj().resolve_neg().contiguous().reshape(-1) for tensor in (one, other))
-    return not left.numel() or torch.equal(left.view(torch.uint8), right.view(torch.uint8))

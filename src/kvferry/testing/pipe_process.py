@@ -11,11 +11,9 @@ import sys
 
 import torch
 
-from kvferry.testing.kv import make_layout, soon
-from kvferry.testing.pipe import SETTINGS, TOKEN, serving
-from kvferry.transport.connection import Identity
+from kvferry.testing.kv import soon
+from kvferry.testing.pipe_ends import SETTINGS, join, serving
 from kvferry.transport.pipe.base import pipe_kind
-from kvferry.transport.pipe.meeting import connect_pipe
 
 
 def say(word: object) -> None:
@@ -26,8 +24,7 @@ def say(word: object) -> None:
 
 async def receive(kind: str, port: int) -> None:
     """Take one tensor for each line of stdin."""
-    identity = Identity("receiver", make_layout())
-    receiver = await connect_pipe(pipe_kind(kind, SETTINGS), "127.0.0.1", port, "t", identity, TOKEN, soon())
+    receiver = await join(pipe_kind(kind, SETTINGS), port)
     say("joined")
     while True:
         await asyncio.to_thread(sys.stdin.readline)

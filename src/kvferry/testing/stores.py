@@ -72,13 +72,16 @@ class StoreContract:
     """The suite. Set `url` in a subclass; a tuple of URLs is a list of tiers."""
 
     url: ClassVar[str | tuple[str, ...]]
+    bounded_url: ClassVar[str | None] = None
+    """One that lets fewer than 48 blocks be pinned, where pins can be too many."""
     outlives_instances: ClassVar[bool] = True
     """Whether blocks stay when the instance that put them ends, as long as another is there."""
 
     @asynccontextmanager
-    async def opened(self, folder: Path, layout: KVLayout = LAYOUT) -> AsyncIterator[KVStore]:
+    async def opened(self, folder: Path, layout: KVLayout = LAYOUT, *, bounded: bool = False) -> AsyncIterator[KVStore]:
         """A store, which may find what one before it kept."""
-        urls = [self.url] if isinstance(self.url, str) else self.url
+        url = self.bounded_url if bounded and self.bounded_url is not None else self.url
+        urls = [url] if isinstance(url, str) else url
         specs = find_stores([url.replace("{folder}", str(folder)) for url in urls])
         store = specs[0].make(layout) if len(specs) == 1 else TieredStore(specs, layout)
         await store.open()
@@ -148,6 +151,26 @@ class StoreContract:
             assert await store.delete([name_of(0)]) == 1
 
         self.run(tmp_path, use)
+
+    def test_pins_leave_room_for_others(self, tmp_path: Path) -> None:
+        async def use() -> None:
+            async with self.opened(tmp_path, bounded=True) as store:
+                await store.delete(names_of(64))
+                pinned = []
+                for index in range(48):
+                    await store.put([block_of(index)])
+                    pinned += [index] * await store.pin([name_of(index)])
+                assert 0 < len(pinned) < 48
+                assert await store.put([block_of(50)]) == [Put.STORED]
+                assert await fetch(store, [50, *pinned]) == [True] * (1 + len(pinned))
+                assert await store.pin([name_of(index) for index in pinned]) == len(pinned)
+                await store.unpin(names_of(64))
+                await store.put([block_of(50)])
+                assert await store.pin([name_of(50)]) == 1
+                await store.delete(names_of(64))
+
+        if self.bounded_url is not None:
+            asyncio.run(use())
 
     def test_layers_one_by_one(self, tmp_path: Path) -> None:
         async def use(store: KVStore) -> None:

@@ -1,4 +1,4 @@
-"""A digest of bytes wherever they lie in KV memory, to tell whether a transfer brought what was sent (XXH3)."""
+"""A digest (XXH3) of bytes in KV memory, to tell whether a transfer brought what was sent."""
 
 from __future__ import annotations
 
@@ -11,15 +11,13 @@ from kvferry.transport.fabric.shm import MEMORY
 from kvferry.transport.memory import BlockMemory, Span, join
 
 SLICE_BYTES = 8 * 2**20
-"""Digested before other tasks get the loop again: well under a millisecond."""
+"""Digested before other tasks get the loop: well under a millisecond."""
 MAX_PIECES = 4096
 
 
 async def digest(memory: BlockMemory, spans: Sequence[Span]) -> bytes:
-    """Of the spans' bytes in order, however they are cut. Host memory only.
-
-    Raises `ProtocolError` when a span lies outside of the memory.
-    """
+    """The digest of the spans' bytes in order, the same however they are cut. Host memory only. Raises `ProtocolError`
+    if a span lies outside of the memory."""
     pieces = join(spans, memory.map, spans, memory.map, SLICE_BYTES)
     hasher = xxhash.xxh3_128()
     for part in pieces.slices(SLICE_BYTES, MAX_PIECES):

@@ -1,9 +1,9 @@
-"""One TCP connection between two instances, and the frames that they speak on it. Lives on a `TransferLoop`.
+"""One TCP connection between two instances, and the frames on it. Used on a `TransferLoop`.
 
 A frame is its length (4 bytes, big-endian) and that many bytes of msgpack, one tagged struct; nothing is unpickled.
-Once both ends have proved who they are (`transport.control`), a frame ends with a digest keyed by their session.
+Once both ends have proved who they are (`transport.handshake`), each frame ends with a digest keyed by their session.
 
-Raw non-blocking sockets rather than streams, so that KV bytes go between socket and KV memory uncopied.
+Raw non-blocking sockets rather than asyncio's streams, so that KV bytes go between socket and KV memory uncopied.
 """
 
 from __future__ import annotations
@@ -12,10 +12,9 @@ import asyncio
 import hashlib
 import hmac
 import socket
-import ssl
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
 from functools import cache
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -33,11 +32,11 @@ HEADER_BYTES = 4
 SEAL_BYTES = 16
 MAX_FRAME_BYTES = 16 * 2**20
 MAX_GREETING_BYTES = 64 * 2**10
-"""The longest frame taken from a peer that has not proved who it is."""
+"""The longest frame that is accepted from a peer that has not proved who it is."""
 CALL_BYTES = 2**20
-"""Offered to the kernel, or wanted of it, in one call: the pieces of one are looked through, taken or not."""
+"""Offered to the kernel, or asked of it, in one call, which looks through all pieces even if it moves few."""
 CALL_PIECES = 512
-"""The same. Below Linux' IOV_MAX of 1024."""
+"""As `CALL_BYTES`, in number. Below Linux' IOV_MAX of 1024."""
 KEEPALIVE_IDLE_S = 10
 UNACKNOWLEDGED_MS = 20_000
 
@@ -47,7 +46,7 @@ class Message(msgspec.Struct, frozen=True, tag=True, array_like=True, forbid_unk
 
 
 class Identity(Message, frozen=True):
-    """Who an instance is, and what its blocks mean."""
+    """Who an instance is, and the layout of its blocks."""
 
     engine_id: str
     layout: KVLayout
@@ -73,17 +72,17 @@ def frame_length(header: bytes | bytearray, limit: int) -> int:
     """The length that a header announces. Raises `ProtocolError` when it is 0 or beyond `limit`."""
     num_bytes = int.from_bytes(header, "big")
     if not 0 < num_bytes <= limit:
-        raise ProtocolError(f"a frame of {num_bytes} bytes; at most {limit} are taken")
+        raise ProtocolError(f"a frame of {num_bytes} bytes; at most {limit} are accepted")
     return num_bytes
 
 
 def decode_frame(body: bytes | bytearray | memoryview, kinds: Any, key: bytes = b"") -> Any:
-    """The message in a frame's body, one of `kinds` (a struct or a union). Raises `ProtocolError` otherwise, and when
-    the seal, where there is a key, is not the body's."""
+    """The message in a frame's body, one of `kinds` (a struct or a union), whose seal is checked if there is a `key`.
+    Raises `ProtocolError`."""
     if key:
         body, seal = body[:-SEAL_BYTES], body[-SEAL_BYTES:]
         if not hmac.compare_digest(_seal(body, key), bytes(seal)):
-            raise ProtocolError("a frame that was changed on its way")
+            raise ProtocolError("a frame that was modified in transit")
     try:
         return _decoder(kinds).decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:  # text, depth and shape are the peer's
@@ -100,21 +99,22 @@ def _decoder(kinds: Any) -> msgspec.msgpack.Decoder[Any]:
 
 
 class PlainSocket:
-    """How bytes go between a connected socket and memory: straight. (`tls.TlsSocket` is the same under TLS.)
+    """Moves bytes directly between a connected socket and memory. (`tls.TlsSocket` does the same under TLS.)
 
-    Nothing here waits: a call does what can be done at once. It raises `BlockingIOError` when that is nothing,
-    `OSError` when the connection broke. What was not sent at once must be offered again, unchanged, before anything
-    else.
+    No call waits: it does what can be done at once. It raises `BlockingIOError` when that is nothing, and `OSError` or
+    `KvferryError` when the connection broke. What was not sent at once must be offered again, unchanged, before
+    anything else.
     """
 
     turn_bytes = 4 * 2**20
-    """After so many, others should have the loop: a turn costs 20 to 40 µs between two copies that fill the caches."""
+    """After so many bytes, other tasks should have the loop. A turn costs 20 to 40 µs between two copies that fill the
+    caches."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
 
     def send(self, views: deque[memoryview]) -> int:
-        """Of these bytes, in order, as many as one call should have: how many went."""
+        """Send of these bytes, in order, what one call should have. Returns how many went."""
         taken, num_bytes = list[memoryview](), 0
         for view in islice(views, CALL_PIECES):
             taken.append(view)
@@ -124,11 +124,11 @@ class PlainSocket:
         return self._socket.sendmsg(taken)
 
     def send_vector(self, vector: MemoryVector) -> int:
-        """Of what is left of the vector, which knows afterwards."""
+        """Send of what is left of the vector, which advances by what went. Returns how many bytes."""
         return vector.send(self._socket)
 
     def receive(self, view: memoryview) -> tuple[int, bool]:
-        """(bytes received, whether more may be there); none when the peer has closed."""
+        """(bytes received, whether more may be there); 0 bytes when the peer has closed."""
         count = self._socket.recv_into(view)
         return count, count == len(view)
 
@@ -143,14 +143,14 @@ class PlainSocket:
         return 0
 
     def wait_for(self, num_bytes: int) -> None:
-        """The socket need not become readable before so many bytes are to be received."""
+        """Let the socket become readable only when so many bytes are there, or the connection has ended."""
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, num_bytes)
 
 
 class Connection:
-    """A connected socket, which it owns. `peer` is who the other end has proved to be.
+    """A connected socket, which it owns. `peer`: who the other end has proved to be.
 
-    Every method that waits raises `PeerLost` when the connection breaks. One task receives; any may send.
+    Every method that waits raises `PeerLost` when the connection breaks. One task may receive; any may send.
     """
 
     peer: Identity
@@ -168,16 +168,14 @@ class Connection:
 
     # Frames.
 
-    def trust(self, peer: Identity) -> None:
-        """The other end has proved who it is: frames of full length are taken from now on."""
+    def trust(self, peer: Identity, send_key: bytes, receive_key: bytes) -> None:
+        """The other end has proved who it is. From now on frames may have their full length, and carry a keyed digest,
+        so that a changed one is a `ProtocolError` and not another message."""
         self.peer, self._frame_limit = peer, MAX_FRAME_BYTES
-
-    def seal_frames(self, send_key: bytes, receive_key: bytes) -> None:
-        """From now on every frame carries a keyed digest: a changed one is a `ProtocolError`, not another message."""
         self._send_key, self._receive_key = send_key, receive_key
 
     def limit_frames(self, num_bytes: int) -> None:
-        """Take no frame longer than this from now on."""
+        """Accept no frame longer than this from now on."""
         self._frame_limit = num_bytes
 
     def encode(self, message: Message) -> bytearray:
@@ -185,11 +183,11 @@ class Connection:
         return encode_frame(message, self._send_key)
 
     def decode(self, body: bytes | bytearray | memoryview, kinds: Any) -> Any:
-        """The message in the body of a frame of this connection. Raises as `receive`."""
+        """The message in the body of a frame that came on this connection. Raises `ProtocolError`."""
         return decode_frame(body, kinds, self._receive_key)
 
     def length_in(self, header: bytes | bytearray) -> int:
-        """How long the body is that a frame's header announces. Raises `ProtocolError` when that is too long."""
+        """The length of the body that a frame's header announces. Raises `ProtocolError` if it is too long."""
         return frame_length(header, self._frame_limit + SEAL_BYTES * bool(self._receive_key))
 
     async def send(self, message: Message) -> None:
@@ -211,16 +209,17 @@ class Connection:
     # Bytes.
 
     async def send_bytes(self, pieces: Sequence[bytearray | memoryview]) -> None:
-        """Send these bytes in order, straight from where they lie, with nobody else's in between."""
+        """Send these bytes in order, directly from their memory, with nobody else's in between."""
         async with self.sending():
             await self.send_all(pieces)
 
     @asynccontextmanager
     async def sending(self) -> AsyncIterator[None]:
-        """The body sends, alone: what is cut off half way ends the connection, since nothing can follow it."""
+        """While the body runs, nobody else sends. If it raises, the connection ends, since nothing can follow half a
+        message."""
         async with self._sending:
             if self._cut_off:
-                raise PeerLost("the connection was ended in the middle of a message")
+                raise PeerLost("the connection was closed in the middle of a message")
             try:
                 with translated_errors():
                     yield
@@ -230,7 +229,7 @@ class Connection:
                 raise
 
     async def send_all(self, pieces: Sequence[bytearray | memoryview]) -> None:
-        """Within `sending`."""
+        """What `send_bytes` does, for use within `sending`."""
         rest = deque(memoryview(piece) for piece in pieces if len(piece))
         num_since = 0
         while rest:
@@ -245,7 +244,7 @@ class Connection:
                 sent -= len(rest.popleft())
             if sent:
                 rest[0] = rest[0][sent:]
-            if num_since >= self.io.turn_bytes:  # the kernel takes much at once: let others have the loop
+            if num_since >= self.io.turn_bytes:  # the kernel takes much at once: let other tasks have the loop
                 await asyncio.sleep(0)
                 num_since = 0
 
@@ -263,7 +262,7 @@ class Connection:
             rest = rest[count:]
 
     async def first_byte(self) -> int | None:
-        """The first that has not been received yet, which stays; None when the peer has closed. Not under TLS."""
+        """The next byte, without receiving it; None when the peer has closed. Not under TLS."""
         await self.readable()
         with translated_errors():
             return next(iter(self.socket.recv(1, socket.MSG_PEEK)), None)
@@ -293,12 +292,12 @@ class Connection:
     # The end.
 
     def abort(self) -> None:
-        """Make every task that waits on this connection see it break. Closing is the owner's."""
-        with suppress(OSError):  # of the class below, since TLS' own would go on as if there had never been any
+        """Make every task that waits on this connection see it break. The owner still has to close it."""
+        with suppress(OSError):  # the base class' method: an SSL socket's own makes it go on without TLS
             socket.socket.shutdown(self.socket, socket.SHUT_RDWR)
 
     async def close(self) -> None:
-        """Give the socket back. The task that receives must have ended; those that send see it break."""
+        """Close the socket. The task that receives must have ended; those that send see the connection break."""
         self.abort()
         async with self._sending:  # whoever sends lets go first, or the loop would watch a closed descriptor
             self.socket.close()
@@ -309,19 +308,15 @@ class Connection:
         await self._closed.wait()
 
 
-class translated_errors:  # noqa: N801 - reads as a statement
-    """Turn a socket's errors into `PeerLost`; also ETIMEDOUT, which is a `TimeoutError` as that of a deadline is."""
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if isinstance(error, ssl.SSLError):
-            from kvferry.transport.tls import tls_error
-
-            raise tls_error(error) from error
-        if isinstance(error, OSError) and not (isinstance(error, TimeoutError) and error.errno is None):
-            raise PeerLost(f"the connection broke: {error.strerror or error}") from error
+@contextmanager
+def translated_errors() -> Iterator[None]:
+    """Turn a socket's errors into `PeerLost`, ETIMEDOUT included, but not the `TimeoutError` of a deadline."""
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, TimeoutError) and error.errno is None:
+            raise
+        raise PeerLost(f"the connection broke: {error.strerror or error}") from error
 
 
 @asynccontextmanager
@@ -331,7 +326,7 @@ async def limited_to(deadline: float, what: str) -> AsyncIterator[None]:
         async with asyncio.timeout_at(deadline):
             yield
     except TimeoutError as error:
-        raise TransferTimeout(f"{what}: not done by its deadline") from error
+        raise TransferTimeout(f"{what}: not finished before its deadline") from error
 
 
 def _tune(sock: socket.socket) -> None:

@@ -1,39 +1,23 @@
-"""Where an instance listens for other instances, how it dials them, and how the two make sure of each other.
+"""Where an instance listens for other instances, and how it connects to them.
 
-One TCP port serves every purpose ("lookup", "read", …), so that a firewall has one to open. Before anything else is
-said:
-
-    dialling side ── Hello(purpose, nonce) ─────────► listener
-                  ◄──────────────── Hello("", nonce) ──
-                  ── Proof(identity, code) ─────────►   the dialling side proves itself first: a stranger that
-                  ◄────────── Proof(identity, code) ──  connects learns nothing about the listener
-
-A code is HMAC-SHA256, keyed by the shared token, of the side's name and of all that was said before it, the
-identity it comes with included; so neither side's code can be played back to it, nor an identity be swapped. From then
-on each frame is sealed with a key of its direction, made in the same way: one that was changed on its way is noticed.
-Where TLS is asked for it comes before all this, and a side that does not speak it as the other does is told so.
-Both sides then compare layouts: each has both, so each raises `LayoutMismatch` naming the field where one's blocks
-cannot be made of the other's.
+One TCP port serves every purpose ("lookup", "read", …), so that only one has to be opened in a firewall. On a
+connection, TLS comes first, if it is configured, and then the handshake (`transport.handshake`).
 """
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import hmac
 import ipaddress
 import logging
-import secrets
 import socket
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import ExitStack, asynccontextmanager, suppress
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
-import msgspec
-
-from kvferry.core.errors import AuthenticationFailed, ConfigError, KvferryError, PeerLost, ProtocolError
-from kvferry.transport.connection import PROTOCOL_VERSION, Connection, Identity, Message, limited_to
+from kvferry.core.errors import ConfigError, KvferryError, PeerLost
+from kvferry.transport.connection import Connection, Identity, limited_to
+from kvferry.transport.handshake import answer, greet
 
 if TYPE_CHECKING:
     from kvferry.transport.tls import ChannelTls
@@ -44,45 +28,19 @@ Handler = Callable[[Connection], Awaitable[None]]
 """Serves one authenticated connection until it ends; raises `KvferryError` to end it."""
 
 HANDSHAKE_S = 5.0
-NONCE_BYTES = 32
 MAX_CONNECTIONS = 1024
-"""Of peers, once they are admitted."""
+"""Connections of peers that have passed the handshake."""
 MAX_STRANGERS, MAX_STRANGERS_PER_ADDRESS = 128, 64
-"""Connections that have not said yet who they are, all and from one address: who says nothing keeps no peer out.
-Instances of one machine, or behind one translated address, may all dial at once."""
+"""Connections before their handshake, in all and from one address; counted separately, so that strangers keep no peer
+out. Instances of one machine, or behind one translated address, may all dial at once."""
 BACKLOG = 128
 TLS_HANDSHAKE = 0x16
-"""The first byte of TLS; of our own frames, a length that no greeting has."""
-_UNKNOWN_TOKEN = "the shared token differs; start both instances with the same KVFERRY_AUTH_TOKEN"
-
-
-class Hello(Message, frozen=True):
-    """Either side's first words. `purpose` names the service that the dialling side wants of the listener."""
-
-    protocol: int
-    purpose: str
-    nonce: bytes
-
-
-class Proof(Message, frozen=True):
-    """This side knows the token. `code` covers all that was said so far, and `identity`."""
-
-    identity: Identity
-    code: bytes
-
-
-class Refused(Message, frozen=True):
-    """The listener ends the connection. `kind` is "authentication" or "protocol"."""
-
-    kind: str
-    reason: str
-
-
-Greeting = TypeVar("Greeting", Hello, Proof)
+"""The first byte of TLS. As the first byte of a frame it would mean a length that no greeting has."""
 
 
 class Listener:
-    """A bound port. `serve` runs on the instance's `TransferLoop`; handlers are named before that."""
+    """A bound port, and who this instance is to others. Name the handlers, then run `serve` on the instance's
+    `TransferLoop`."""
 
     def __init__(
         self,
@@ -96,12 +54,12 @@ class Listener:
         advertised_port: int = 0,
         tls: ChannelTls | None = None,
     ) -> None:
-        """Bind. Raises `ConfigError` when it cannot, or when without a token strangers could reach the port.
+        """Bind. Raises `ConfigError` if that fails, or if without a token other machines could reach the port.
 
-        What is advertised is where peers find it, if that is not where it is bound: behind address translation. With
-        `tls` nobody is listened to who does not speak it.
+        `advertised_host` and `advertised_port`: where peers find it, if not where it is bound (address translation).
+        With `tls`, connections without TLS are refused.
         """
-        self._identity, self._token, self._tls, self._handshake_s = identity, token, tls, handshake_s
+        self.identity, self.tls, self._token, self._handshake_s = identity, tls, token, handshake_s
         self._handlers: dict[str, Handler] = {}
         self._num_open = 0
         self._strangers: Counter[str] = Counter()
@@ -109,15 +67,19 @@ class Listener:
         self._socket = _bind(host, port, allow_strangers=bool(token))
         self.port: int = advertised_port or self._socket.getsockname()[1]
         self.host = advertised_host or _reachable_host(host, self._socket)
-        """Where peers find it: as advertised, or the bound address, or for a wildcard this machine's own."""
+        """Where peers find it: as advertised, else the bound address, or for a wildcard this machine's own."""
 
     def handle(self, purpose: str, handler: Handler) -> None:
         """Connections for `purpose` go to `handler`."""
         assert purpose not in self._handlers, f"{purpose} is served already"
         self._handlers[purpose] = handler
 
+    async def dial(self, host: str, port: int, purpose: str, deadline: float) -> Connection:
+        """`dial` as this instance."""
+        return await dial(host, port, purpose, self.identity, self._token, deadline, self.tls)
+
     async def serve(self) -> None:
-        """Accept and serve until cancelled; then every connection is closed."""
+        """Accept and serve until cancelled; then close every connection."""
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.TaskGroup() as group:
@@ -135,7 +97,7 @@ class Listener:
             self.close()
 
     def _is_full(self, host: str) -> bool:
-        """For one more from there."""
+        """Whether one more connection from this address is refused."""
         num_strangers = self._strangers.total()
         return (
             self._num_open - num_strangers >= MAX_CONNECTIONS
@@ -159,7 +121,7 @@ class Listener:
             log.warning("a connection from %s was ended: %s", where, error)
         except Exception:  # the edge between one peer and the instance: the other connections go on
             self._counts["failed_connections"] += 1
-            log.exception("a connection from %s was ended by a mistake here", where)
+            log.exception("a connection from %s was ended by an internal error", where)
         finally:
             self._num_open -= 1
 
@@ -172,28 +134,28 @@ class Listener:
         deadline = asyncio.get_running_loop().time() + self._handshake_s
         async with limited_to(deadline, "handshake"):
             if (first := await connection.first_byte()) is None:
-                raise PeerLost("the peer left without a word")
-            if self._tls is not None or first == TLS_HANDSHAKE:
-                from kvferry.transport.tls import accept_tls
+                raise PeerLost("the peer disconnected without sending anything")
+            if self.tls is not None or first == TLS_HANDSHAKE:
+                from kvferry.transport.tls import accept_tls  # only where one of the two uses TLS
 
-                await accept_tls(connection, self._tls, speaks_tls=first == TLS_HANDSHAKE)
-            return await answer(connection, self._handlers, self._identity, self._token)
+                await accept_tls(connection, self.tls, speaks_tls=first == TLS_HANDSHAKE)
+            return await answer(connection, self._handlers, self.identity, self._token)
 
     def statistics(self) -> dict[str, float]:
-        """Connections open now, and those turned away by reason."""
+        """Connections open now, and counters of those that were refused or ended by an error."""
         return {
             "open_connections": float(self._num_open),
             **{name: float(n) for name, n in self._counts.items()},
         }
 
     def close(self) -> None:
-        """Give the port back. Also for a listener that never served."""
+        """Close the port; also of a listener that never served."""
         self._socket.close()
 
 
 @asynccontextmanager
 async def closing_connection(sock: socket.socket) -> AsyncIterator[Connection]:
-    """A connection over an accepted socket, closed with the body. Raises `PeerLost` when it is gone already."""
+    """A connection over an accepted socket, closed after the body. Raises `PeerLost` if the peer is gone already."""
     try:
         connection = Connection(sock)
     except OSError as error:  # its options can no longer be set
@@ -208,11 +170,8 @@ async def closing_connection(sock: socket.socket) -> AsyncIterator[Connection]:
 async def dial(
     host: str, port: int, purpose: str, identity: Identity, token: str, deadline: float, tls: ChannelTls | None = None
 ) -> Connection:
-    """Connect and authenticate before `deadline` (s, monotonic), under TLS where that is given. The caller owns the
-    connection.
-
-    Raises `PeerLost` when nobody answers, else as `greet`, or `TransferTimeout`.
-    """
+    """Connect and authenticate before `deadline` (s, monotonic), under TLS if `tls` is given. The caller owns the
+    connection. Raises `PeerLost` if nobody answers, `TransferTimeout`, or as `greet`."""
     sock = await _connect(host, port, deadline)
     connection = Connection(sock)
     try:
@@ -255,13 +214,18 @@ async def _accept(loop: asyncio.AbstractEventLoop, listening: socket.socket) -> 
             await asyncio.sleep(0.05)
 
 
+def require_listenable(host: str, port: int, *, allow_strangers: bool) -> None:
+    """Raise `ConfigError` if a `Listener` could not be bound there now."""
+    _bind(host, port, allow_strangers=allow_strangers).close()
+
+
 def _bind(host: str, port: int, *, allow_strangers: bool) -> socket.socket:
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         if not allow_strangers and not ipaddress.ip_address(address[0]).is_loopback:
             raise ConfigError(
-                f"kv_ip {host} can be reached from other machines, so instances must know each other by a"
-                " shared token; set KVFERRY_AUTH_TOKEN in the environment of all of them, or bind to 127.0.0.1"
+                f"kv_ip {host} can be reached from other machines, so instances must authenticate each other with a"
+                " shared token; set KVFERRY_AUTH_TOKEN in the environment of all of them, or use kv_ip 127.0.0.1"
             )
         listening = socket.create_server(address[:2], family=family, backlog=BACKLOG)
     except (OSError, OverflowError, UnicodeError) as error:  # UnicodeError: no host can have such a name
@@ -280,74 +244,3 @@ def _reachable_host(host: str, listening: socket.socket) -> str:
         own: str = probe.getsockname()[0]
         return own
     return socket.gethostname()
-
-
-async def greet(connection: Connection, purpose: str, identity: Identity, token: str) -> None:
-    """The dialling side's half of the handshake. Afterwards `connection.peer` is set.
-
-    Raises `AuthenticationFailed`, `LayoutMismatch`, `ProtocolError` or `PeerLost`.
-    """
-    hello = Hello(PROTOCOL_VERSION, purpose, secrets.token_bytes(NONCE_BYTES))
-    await connection.send(hello)
-    answered = await _receive(connection, Hello)
-    _require_version(answered)
-    said: list[Message] = [hello, answered, identity]
-    await connection.send(Proof(identity, _code(token, "dialler", said)))
-    proof = await _receive(connection, Proof)
-    said.append(proof.identity)
-    if not hmac.compare_digest(proof.code, _code(token, "listener", said)):
-        raise AuthenticationFailed(f"the listener cannot prove who it is: {_UNKNOWN_TOKEN}")
-    connection.trust(proof.identity)
-    connection.seal_frames(_code(token, "dialler's frames", said), _code(token, "listener's frames", said))
-    identity.layout.require_reconcilable(proof.identity.layout)
-
-
-async def answer(connection: Connection, purposes: Collection[str], identity: Identity, token: str) -> str:
-    """The listener's half; returns the purpose. Raises as `greet` does, the peer having been told."""
-    try:
-        hello: Hello = await connection.receive(Hello)
-        _require_version(hello)
-        if len(hello.nonce) != NONCE_BYTES:
-            raise ProtocolError("a nonce of the wrong length")
-        if hello.purpose not in purposes:
-            raise ProtocolError(f"no service {hello.purpose[:40]!r} here")
-        ours = Hello(PROTOCOL_VERSION, "", secrets.token_bytes(NONCE_BYTES))
-        await connection.send(ours)
-        proof: Proof = await connection.receive(Proof)
-        said: list[Message] = [hello, ours, proof.identity]
-        if not hmac.compare_digest(proof.code, _code(token, "dialler", said)):
-            raise AuthenticationFailed(f"the peer cannot prove who it is: {_UNKNOWN_TOKEN}")
-    except (AuthenticationFailed, ProtocolError) as error:
-        kind = "authentication" if isinstance(error, AuthenticationFailed) else "protocol"
-        with suppress(PeerLost):
-            await connection.send(Refused(kind, str(error)))
-        raise
-    connection.trust(proof.identity)
-    said.append(identity)
-    await connection.send(Proof(identity, _code(token, "listener", said)))
-    connection.seal_frames(_code(token, "listener's frames", said), _code(token, "dialler's frames", said))
-    identity.layout.require_reconcilable(proof.identity.layout)
-    return hello.purpose
-
-
-def _code(token: str, side: str, said: list[Message]) -> bytes:
-    digest = hashlib.sha256()
-    for message in said:
-        body = msgspec.msgpack.encode(message)
-        digest.update(len(body).to_bytes(8, "big") + body)
-    return hmac.digest(token.encode(), side.encode() + digest.digest(), "sha256")
-
-
-async def _receive(connection: Connection, kind: type[Greeting]) -> Greeting:
-    message: Greeting | Refused = await connection.receive(kind | Refused)
-    if isinstance(message, Refused):
-        raise (AuthenticationFailed if message.kind == "authentication" else ProtocolError)(message.reason)
-    return message
-
-
-def _require_version(theirs: Hello) -> None:
-    number = theirs.protocol
-    if number != PROTOCOL_VERSION:
-        raise ProtocolError(
-            f"the peer speaks protocol {number}, this instance {PROTOCOL_VERSION}; run the same kvferry on both"
-        )

@@ -1,9 +1,9 @@
-"""The memory in which an engine keeps KV blocks, as plain addresses, so that anything can move its bytes.
+"""The memory in which an engine keeps KV blocks, as plain addresses, so that any transport can move its bytes.
 
-The memory may be in several regions (some engines allocate each layer by itself). Offsets count through all of them
-as if they lay end to end, so a `Span` is two numbers wherever it is sent. A read of one hand-off is thousands of spans,
-and what Python does for each would cost as much as copying a small block: so two lists of spans are joined into one of
-`Pieces`, each contiguous on both sides, as arrays.
+The memory may consist of several regions (some engines allocate each layer by itself). Offsets count through all of
+them as if they were contiguous, so a `Span` is always two numbers. A read may have thousands of spans, and work in
+Python for each would cost as much as copying a small block: so two lists of spans become arrays of `Pieces`, each of
+which is contiguous on both sides.
 
 Owns nothing: the engine's KV cache owns the memory and outlives every user of a `BlockMemory`.
 """
@@ -26,10 +26,11 @@ from kvferry.core.layout import KVLayout
 Span = tuple[int, int]
 """(offset, length), bytes."""
 Numbers = NDArray[np.int64]
+HIGHEST_ADDRESS = 2**62
 
 
 class LayerPlace(msgspec.Struct, frozen=True, array_like=True):
-    """Where a layer's block 0 begins, and how far it is from one block to the next; bytes."""
+    """Offset of a layer's block 0, and distance from one block to the next; bytes."""
 
     offset: int
     stride: int
@@ -37,7 +38,7 @@ class LayerPlace(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True)
 class BlockGeometry:
-    """Where the blocks of some memory lie."""
+    """Where the blocks of a rank lie in its memory."""
 
     layout: KVLayout
     num_blocks: int
@@ -56,7 +57,7 @@ class BlockGeometry:
         return tuple(self.layout.span_bytes(layer) for layer in range(self.layout.num_layers))
 
     def spans(self, layer: int, block_ids: Sequence[int]) -> list[Span]:
-        """Where these blocks of this layer lie, in order; neighbours are joined into one span."""
+        """Where these blocks of this layer lie, in order; adjacent ones are joined into one span."""
         place, size = self.places[layer], self.span_sizes[layer]
         if place.stride != size:
             return [(place.offset + block_id * place.stride, size) for block_id in block_ids]
@@ -65,7 +66,7 @@ class BlockGeometry:
 
 @dataclass(frozen=True)
 class Region:
-    """Memory in one piece. `segment` is the POSIX shared memory that it fills, if it does."""
+    """A contiguous range of memory. `segment` is the name of the shared memory segment that it fills, if it does."""
 
     address: int
     num_bytes: int
@@ -73,18 +74,20 @@ class Region:
 
 
 class RegionMap:
-    """From spans to addresses in some regions: the one place where spans, which a peer may have sent, are checked.
-
-    `whose` names the regions' owner in errors.
-    """
+    """Translates spans to addresses. Spans, which a peer may have sent, are checked here and nowhere else. `whose`
+    names the regions' owner in errors."""
 
     def __init__(self, regions: Sequence[Region], whose: str) -> None:
+        """Raises `ProtocolError` for impossible regions, which a peer may have described."""
         self.whose = whose
-        sizes = [region.num_bytes for region in regions]
-        self.num_bytes = sum(sizes)
-        self._ends = np.fromiter(accumulate(sizes), np.int64, len(sizes))
-        starts = self._ends - np.array(sizes, np.int64)
-        self._shifts = np.array([region.address for region in regions], np.int64) - starts
+        if any(region.address < 0 or region.num_bytes < 0 for region in regions):
+            raise ProtocolError(f"the {whose} regions have negative addresses or sizes")
+        self.num_bytes = sum(region.num_bytes for region in regions)
+        if max((self.num_bytes, *(region.address + region.num_bytes for region in regions))) > HIGHEST_ADDRESS:
+            raise ProtocolError(f"the {whose} regions reach beyond any address")
+        sizes = np.array([region.num_bytes for region in regions], np.int64)
+        self._ends = np.cumsum(sizes)
+        self._shifts = np.array([region.address for region in regions], np.int64) - (self._ends - sizes)
 
     def locate(self, offsets: Numbers, lengths: Numbers) -> Numbers:
         """The spans' addresses. Raises `ProtocolError` unless each span lies within one region."""
@@ -103,17 +106,17 @@ class RegionMap:
 
 
 def columns(spans: Sequence[Span]) -> tuple[Numbers, Numbers]:
-    """(offsets, lengths). Raises `ProtocolError` on a number too large for any region."""
+    """(offsets, lengths). Raises `ProtocolError` for a number that is too large for any region."""
     try:
         flat = np.fromiter(chain.from_iterable(spans), np.int64, 2 * len(spans))
     except OverflowError as error:  # numbers from a peer
-        raise ProtocolError("a span beyond any region") from error
+        raise ProtocolError("a span outside of every region") from error
     return flat[0::2], flat[1::2]
 
 
 @dataclass(frozen=True)
 class BlockMemory:
-    """All blocks of one rank. `device` is "cpu", "cuda", or "cuda:1" and so on."""
+    """All blocks of one rank. `device`: "cpu", "cuda", "cuda:1", …"""
 
     geometry: BlockGeometry
     regions: tuple[Region, ...]
@@ -134,28 +137,37 @@ class BlockMemory:
 
     @property
     def num_blocks(self) -> int:
-        """How many there are."""
+        """The number of blocks."""
         return self.geometry.num_blocks
 
     @cached_property
     def map(self) -> RegionMap:
-        """From spans to addresses."""
+        """Translates spans of this memory to addresses."""
         return RegionMap(self.regions, "own")
 
     @property
     def num_bytes(self) -> int:
-        """Of all regions."""
+        """The size of all regions."""
         return self.map.num_bytes
 
     def spans(self, layer: int, block_ids: Sequence[int]) -> list[Span]:
-        """Where these blocks of this layer lie, in order; neighbours are joined into one span."""
+        """Where these blocks of this layer lie, in order; adjacent ones are joined into one span."""
         return self.geometry.spans(layer, block_ids)
 
     def view(self, span: Span) -> memoryview:
-        """A span as writable bytes; host memory only, and no longer than the KV cache lives."""
+        """A span as writable bytes, valid as long as the KV cache exists; host memory only."""
         assert self.device == "cpu", "device memory has no view"
         [address] = self.map.locate(*columns([span])).tolist()
         return memoryview((ctypes.c_char * span[1]).from_address(address)).cast("B")
+
+    def block_views(self, layer: int, block_ids: Sequence[int]) -> list[memoryview]:
+        """A `view` of each of these blocks of this layer, in order; all are located at once."""
+        assert self.device == "cpu", "device memory has no view"
+        place, size = self.geometry.places[layer], self.geometry.span_sizes[layer]
+        offsets = place.offset + np.array(block_ids, np.int64) * place.stride
+        located = self.map.locate(offsets, np.full_like(offsets, size))
+        kind = ctypes.c_char * size
+        return [memoryview(kind.from_address(address)).cast("B") for address in located.tolist()]
 
 
 def _runs(block_ids: Sequence[int]) -> Iterator[tuple[int, int]]:
@@ -172,13 +184,13 @@ def _runs(block_ids: Sequence[int]) -> Iterator[tuple[int, int]]:
         yield first, count
 
 
-ANYWHERE = RegionMap([Region(0, 2**62)], "peer's")
-"""Where spans are that only their owner can place: an offset is its own address."""
+ANYWHERE = RegionMap([Region(0, HIGHEST_ADDRESS)], "peer's")
+"""For spans that only their owner can translate: an offset is its own address."""
 
 
 @dataclass(frozen=True)
 class Pieces:
-    """Piece i is the `lengths[i]` bytes at `remote[i]`, which go to `local[i]`; addresses."""
+    """Piece i: `lengths[i]` bytes at address `remote[i]`, to be copied to address `local[i]`."""
 
     remote: Numbers
     local: Numbers
@@ -192,7 +204,7 @@ class Pieces:
         return zip(self.remote.tolist(), self.local.tolist(), self.lengths.tolist(), strict=True)
 
     def slices(self, num_bytes: int, num_pieces: int) -> Iterator[Pieces]:
-        """In order, with at most so many pieces each, and bytes (but one piece goes through whole)."""
+        """Parts of at most so many pieces and bytes, in order. A single piece is not divided."""
         ends = np.cumsum(self.lengths)
         start = done = 0
         while start < len(self):
@@ -207,7 +219,7 @@ def join(
 ) -> Pieces:
     """The pieces of at most `largest` bytes that fill `local` with `remote`.
 
-    Raises `ProtocolError` when a span lies outside, or when one side has more bytes than the other.
+    Raises `ProtocolError` if a span lies outside of its region, or if the two sides differ in size.
     """
     (remote_offsets, remote_lengths), (local_offsets, local_lengths) = columns(remote), columns(local)
     remote_starts = remote_map.locate(remote_offsets, remote_lengths)
@@ -220,7 +232,7 @@ def join(
 
 
 def _cut(remote_starts: Numbers, remote_lengths: Numbers, local_starts: Numbers, local_lengths: Numbers) -> Pieces:
-    """Cut both sides wherever either is cut."""
+    """Pieces of sides that are cut differently: both are cut wherever either is."""
     remote_ends, local_ends = np.cumsum(remote_lengths), np.cumsum(local_lengths)
     num_remote, num_local = (int(ends[-1]) if len(ends) else 0 for ends in (remote_ends, local_ends))
     if num_remote != num_local:

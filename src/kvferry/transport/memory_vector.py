@@ -1,7 +1,7 @@
-"""Pieces of this process's memory that go to a socket, or come from one, in order.
+"""Pieces of this process's memory that are sent to a socket, or received from one, in order.
 
-They are given to the kernel as the arrays that they are (`struct iovec`, `man 2 sendmsg`), not as a Python object
-each: what Python does for a piece would cost as much as a short piece's copy.
+The kernel gets them as an array (`struct iovec`, `man 2 sendmsg`), without a Python object for each, which would cost
+as much as the copy of a short piece.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from kvferry.transport.connection import CALL_BYTES, CALL_PIECES
 
 ROW_BYTES = 16
-"""Of `struct iovec`."""
+"""Size of a `struct iovec`."""
 
 _LIBRARY = ctypes.CDLL(None, use_errno=True)  # calls give up the GIL
 
@@ -48,10 +48,8 @@ _SEND_FLAGS = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
 
 
 class MemoryVector:
-    """`lengths[i]` bytes at `addresses[i]`, int64 and none of them 0, and how much of them is done.
-
-    Whoever makes one has looked that the addresses are mapped, and that they stay so until it is done.
-    """
+    """`lengths[i]` bytes (not 0) at `addresses[i]`, both int64, and how many bytes are done. Whoever makes one has
+    checked that the addresses are mapped, and stay so until it is done."""
 
     def __init__(self, addresses: NDArray[np.int64], lengths: NDArray[np.int64]) -> None:
         self._vector = np.stack((addresses, lengths), axis=1)
@@ -63,26 +61,27 @@ class MemoryVector:
 
     @property
     def num_left(self) -> int:
-        """Bytes."""
+        """Bytes that are not done."""
         return self.num_bytes - self.num_done
 
     def send(self, sock: socket.socket) -> int:
-        """What the kernel takes at once, in bytes. Raises `BlockingIOError` when that is nothing, or `OSError`."""
+        """Send what the kernel takes at once. Returns the bytes. Raises `BlockingIOError` if none, or `OSError`."""
         self._offer()
         return self._call(_SEND, sock, _SEND_FLAGS)
 
     def receive(self, sock: socket.socket) -> tuple[int, int]:
-        """(what was there, what was asked for), bytes. Raises as `send`; 0 were there when the peer has closed."""
+        """Receive what is there: (bytes received, bytes asked for); 0 received when the peer has closed. Raises as
+        `send`."""
         wanted = self._offer()
         return self._call(_RECEIVE, sock, socket.MSG_DONTWAIT), wanted
 
     def leading(self, limit: int) -> memoryview:
-        """What lies together at the front of what is left, `limit` bytes at most."""
+        """The first piece of what is left, `limit` bytes of it at most."""
         address, length = (int(number) for number in self._vector[self._first])
         return _memory(address, min(length, limit))
 
     def gather(self, into: memoryview) -> int:
-        """Copy what is left into memory of the caller's, as far as that holds; nothing counts as done by it."""
+        """Copy from what is left until `into` is full. Returns the bytes; they do not count as done."""
         num_copied = 0
         for address, length in self._vector[self._first : self._first + CALL_PIECES].tolist():
             count = min(length, len(into) - num_copied)
@@ -93,7 +92,7 @@ class MemoryVector:
         return num_copied
 
     def _offer(self) -> int:
-        """Set up the next call: bytes that it covers."""
+        """Set up the header for the next call. Returns how many bytes it covers."""
         end = int(np.searchsorted(self._ends, self.num_done + CALL_BYTES)) + 1
         end = min(end, self._first + CALL_PIECES, len(self._ends))
         self._header.vector = self._vector.ctypes.data + ROW_BYTES * self._first
@@ -110,7 +109,7 @@ class MemoryVector:
         return count
 
     def advance(self, num_bytes: int) -> None:
-        """So many more bytes are done."""
+        """Count so many more bytes as done."""
         self.num_done += num_bytes
         left = int(self._ends[self._first]) - self.num_done
         if left < 0:
@@ -118,7 +117,7 @@ class MemoryVector:
             left = int(self._ends[self._first]) - self.num_done if self.num_left else 0
         elif left == 0:
             self._first += 1
-        if left > 0:  # what is left of it
+        if left > 0:  # of a piece that is done in part
             row = self._vector[self._first]
             row[0] += int(row[1]) - left
             row[1] = left

@@ -1,4 +1,4 @@
-"""What a user sets of how KV moves, whichever connector it is that moves it."""
+"""The options of the P2P connectors: their `kv_connector_extra_config`."""
 
 from __future__ import annotations
 
@@ -7,51 +7,59 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
+from kvferry.core.errors import ConfigError
+from kvferry.core.hand_off import Host
+from kvferry.core.options import read_options
+from kvferry.core.transfer_config import KVTransferConfig
+
+Seconds = Annotated[float, Meta(ge=0.01, le=10_000_000.0)]
+"""Seconds. Leases are renewed several times within their length, so a shorter one, ours or a peer's, would keep a loop
+busy."""
+
 
 class TransportOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Keys of `kv_connector_extra_config` that are read here; a connector's own options class adds to them. The
-    docstring under each is its meaning in the reference."""
+    """The keys. The docstring below each is its entry in the configuration reference."""
 
     transport: str = "auto"
-    """How bytes move. `auto`: shared memory between processes of one machine, else TCP; for KV in device memory CUDA
-    IPC, else NIXL. Or one by name: a fabric (`shm`, `tcp`, `cuda_ipc`, `nixl`, `mooncake`), a pipe (`gloo`, `nccl`),
-    the name that another package gave to one of its own, or `package.module:Class`."""
+    """How bytes move. `auto`: shared memory between processes of one machine, otherwise TCP; for KV in device memory,
+    CUDA IPC, otherwise NIXL. Or one by name: a fabric (`shm`, `tcp`, `cuda_ipc`, `nixl`, `mooncake`), a pipe (`gloo`,
+    `nccl`), the name of one in another package, or `package.module:Class`."""
 
     transport_options: dict[str, Any] = {}
-    """Options of another package's fabric or pipe, which gets them as they are."""
+    """Options of another package's fabric or pipe, which are passed to it unchanged."""
 
     lookup_buffer: str = "fabric"
-    """Where P offers its blocks. `fabric`: in its KV cache, from which D reads them. Or another package's, by name or
-    as `package.module:Class`."""
+    """Where P offers its blocks. `fabric`: in its KV cache, from which D reads them. Or one of another package, by name
+    or as `package.module:Class`."""
 
     lookup_buffer_options: dict[str, Any] = {}
-    """Options of another package's lookup buffer, which gets them as they are."""
+    """Options of another package's lookup buffer, which are passed to it unchanged."""
 
     checksum: bool | None = None
-    """Compare a digest of what D read with a digest of what P has. Not set: only for TCP."""
+    """Compare a digest of what D read with a digest of what P has. Default: only for TCP."""
 
-    advertise_host: str = ""
-    """Address that tickets carry, where it differs from `kv_ip` (behind a NAT, or with `kv_ip` `0.0.0.0`)."""
+    advertise_host: Host = ""
+    """Address in tickets, if it differs from `kv_ip` (behind a NAT, or with `kv_ip` `0.0.0.0`)."""
 
     advertise_port: Annotated[int, Meta(ge=0, le=65535)] = 0
-    """Port that tickets carry, where it differs from the one listened on."""
+    """Port in tickets, if it differs from the one that the connector listens on."""
 
     tls_cert: str = ""
-    """PEM file of this instance's certificate, with its chain. Connections between instances are then under mutual
-    TLS. Set it on all instances or on none."""
+    """PEM file of this instance's certificate, with its chain. Connections between instances then use mutual TLS. Set
+    it on all instances or on none."""
 
     tls_key: str = ""
-    """PEM file of the certificate's private key, where `tls_cert` does not contain it."""
+    """PEM file of the certificate's private key, if `tls_cert` does not contain it."""
 
     tls_ca: str = ""
-    """PEM file of the authority that has signed the certificates of all instances, and of nobody else."""
+    """PEM file of the authority that has signed the certificates of all instances, and no others."""
 
     tls_control_only: bool = False
     """Accept a transport that TLS does not cover (`nixl`, `mooncake`, `gloo`, `nccl`), because its network is
     private."""
 
     streams: Annotated[int, Meta(ge=1, le=16)] = 1
-    """`tcp`: connections to each peer."""
+    """`tcp`: number of connections to each peer."""
 
     backends: tuple[str, ...] = ("UCX",)
     """`nixl`: NIXL backends to create."""
@@ -64,3 +72,31 @@ class TransportOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     device_name: str = ""
     """`mooncake`: RDMA devices, separated by commas; empty lets the engine find them."""
+
+    lease_s: Seconds = 30.0
+    """Seconds that P keeps a finished hand-off for D. D renews the lease while the request waits in its queue."""
+
+    timeout_s: Seconds = 30.0
+    """Seconds that D waits for a hand-off, from the start of the load, before the failure policy applies."""
+
+    unsealed_s: Seconds = 300.0
+    """Seconds that a hand-off whose prefill is still running may go without progress before P drops it."""
+
+    bidirectional_kv_xfer: bool = False
+    """D keeps the blocks of every answer for the prefill of the next turn, not only where a request asks for it with
+    `keep_for_next_turn`."""
+
+    decoder_kv_blocks_ttl: Seconds = 480.0
+    """Seconds that D keeps those blocks."""
+
+
+def options_of(config: KVTransferConfig) -> TransportOptions:
+    """Read them strictly. Raises `ConfigError` with the key that is wrong."""
+    extra = config.kv_connector_extra_config
+    if extra.get("lookup_buffer") == "valkey" or "valkey_url" in extra:
+        raise ConfigError(
+            "kv_connector_extra_config: there is no lookup_buffer valkey and no valkey_url; instances hand off through"
+            ' a Valkey or Redis server by a store: {"kv_connector": "KVStoreConnector", "kv_connector_extra_config":'
+            ' {"store": "valkey://host:6379"}}'
+        )
+    return read_options(TransportOptions, extra)

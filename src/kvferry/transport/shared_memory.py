@@ -1,9 +1,8 @@
 """Segments of shared memory, each with one owner.
 
-Owns the segments and their mappings; it does not know what lies in them. A segment is anonymous memory (`memfd_create`)
-that other processes of the same user reach through its owner's open descriptor, `/proc/PID/fd/N`; its name says which.
-So nothing can be left behind: however the owner and everybody else end, SIGKILL included, the memory goes with the last
-mapping. It is not counted against the size of `/dev/shm`.
+A segment is anonymous memory (`memfd_create`) that other processes of the same user open through its owner's
+descriptor, `/proc/PID/fd/N`, which its name says. So nothing can be left behind: however the processes end, SIGKILL
+included, the memory is freed with the last mapping. It does not count against the size of `/dev/shm`.
 
 `multiprocessing.shared_memory` is not used: it leaves names behind, and before Python 3.13 its resource tracker removes
 segments that another process still owns.
@@ -36,15 +35,16 @@ class SharedSegment:
         self.name = name
         self.num_bytes = len(mapping)
         self.address = _address_of(mapping)
-        """Where the segment begins in this process."""
+        """Address of the first byte in this process."""
         self._mapping: mmap.mmap | None = mapping
         self._hide = weakref.finalize(self, _hide, name) if owned else None
 
     @classmethod
-    def create(cls, num_bytes: int) -> SharedSegment:
-        """A new segment of zeros, owned by this process.
+    def create(cls, num_bytes: int, *, populated: bool = False) -> SharedSegment:
+        """A new segment of zeros, owned by this process, with all its memory reserved.
 
-        All its memory is claimed now. Raises `ConfigError` when the machine has not that much.
+        `populated`: its pages are also mapped now (half a second a GiB) and not each when it is first written to, which
+        would make the first copy into a block several times as slow. Raises `ConfigError` if memory is short.
         """
         assert num_bytes > 0, "an empty segment"
         label = f"kvferry-{secrets.token_hex(8)}"
@@ -54,7 +54,7 @@ class SharedSegment:
             raise ConfigError(f"no shared memory on this machine (memfd_create): {error.strerror}") from error
         try:
             _claim(descriptor, num_bytes)
-            mapping = mmap.mmap(descriptor, num_bytes)
+            mapping = mmap.mmap(descriptor, num_bytes, mmap.MAP_SHARED | (mmap.MAP_POPULATE if populated else 0))
         except BaseException:
             os.close(descriptor)
             raise
@@ -64,10 +64,8 @@ class SharedSegment:
 
     @classmethod
     def attach(cls, name: str, *, writable: bool = False) -> SharedSegment:
-        """Map a segment that another process owns.
-
-        Raises `PeerLost` when there is none of that name, `ConfigError` when this user may not open it.
-        """
+        """Map another process's segment. Raises `PeerLost` if there is none of that name, `ConfigError` if this user
+        may not open it."""
         found = _NAME.fullmatch(name)
         if found is None:
             raise PeerLost(f"{name!r} is not the name of a kvferry shared memory segment")
@@ -86,20 +84,14 @@ class SharedSegment:
         return self._mapping
 
     def close(self) -> None:
-        """Give the segment back. May be called twice.
-
-        Memory that a tensor still looks at stays mapped until that tensor is gone: a late reader never crashes.
-        """
-        self.hide()
-        mapping, self._mapping = self._mapping, None
-        if mapping is not None:
-            with suppress(BufferError):  # somebody still looks at it: unmapped with the last view
-                mapping.close()
-
-    def hide(self) -> None:
-        """Nobody can attach any more, if this process owns it."""
+        """Give up the segment; may be called twice. Memory that a tensor still uses stays mapped until the tensor is
+        gone, so that a late reader does not crash."""
         if self._hide is not None:
             self._hide()
+        mapping, self._mapping = self._mapping, None
+        if mapping is not None:
+            with suppress(BufferError):  # still in use: it is unmapped with the last view
+                mapping.close()
 
 
 def owned_segment_names() -> list[str]:
@@ -108,10 +100,10 @@ def owned_segment_names() -> list[str]:
 
 
 def _open(name: str, path: Path, label: str, flags: int) -> int:
-    """The owner's descriptor, opened anew; another file that has its number by now is not taken for it."""
+    """Open the owner's descriptor again, if it is still the segment: its number may be another file's by now."""
     gone = PeerLost(f"shared memory segment {name} is gone; its owner has ended, or closed it")
     try:
-        if not _is_labelled(path, label):  # looked at first: to open a file of another kind could do something
+        if not _is_labelled(path, label):  # checked first: opening a file of another kind may have side effects
             raise gone
         descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK)
     except (FileNotFoundError, ProcessLookupError) as error:
@@ -129,11 +121,12 @@ def _is_labelled(path: Path, label: str) -> bool:
 
 
 def _hide(name: str) -> None:
+    """From now on nobody can attach it."""
     os.close(_owned.pop(name))
 
 
 def _claim(descriptor: int, num_bytes: int) -> None:
-    """Give the segment its size and its memory now: later, lack of memory would show as SIGBUS on a write."""
+    """Set the segment's size and reserve its memory: later, a lack of memory would be a SIGBUS on a write."""
     free = psutil.virtual_memory().available
     try:
         if num_bytes > free + psutil.swap_memory().free:  # the kernel would kill somebody rather than refuse

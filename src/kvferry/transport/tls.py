@@ -1,8 +1,8 @@
-"""TLS between instances, of the control channel and of whatever else goes over a `Connection`.
+"""TLS between instances, for the control channel and whatever else goes over a `Connection`.
 
-It is mutual: both ends show a certificate that the fleet's own authority (`tls_ca`) has signed. Any such certificate
-is a member of the fleet; which host it names is not looked at, since instances come and go with their addresses. The
-shared token is asked for all the same, inside.
+It is mutual: both ends show a certificate that the fleet's own authority (`tls_ca`) has signed. Whoever has one is a
+member of the fleet. The host that it names is not checked, since instances come and go with their addresses. Inside of
+TLS, the handshake with the shared token takes place as without.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from kvferry.transport.connection import (
     PlainSocket,
     translated_errors,
 )
-from kvferry.transport.control import Refused
+from kvferry.transport.handshake import Refused
 from kvferry.transport.options import TransportOptions
 
 if TYPE_CHECKING:
@@ -32,73 +32,77 @@ if TYPE_CHECKING:
 
 _EXTRA = "kv_connector_extra_config."
 _HANDSHAKE_FLIGHTS = 4
-"""Of the longest handshake (TLS 1.2), and one more than TLS 1.3 has."""
+"""Number of flights in the longest handshake, that of TLS 1.2; TLS 1.3 has one less."""
 _NOT_TLS = frozenset({"WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "PACKET_LENGTH_TOO_LONG", "UNEXPECTED_MESSAGE"})
-"""What OpenSSL calls an answer that is not TLS, in its several versions."""
+"""OpenSSL's reasons, in several versions of it, for an answer that is not TLS."""
 _ALL_OR_NONE = "set tls_cert, tls_key and tls_ca in the kv_connector_extra_config of all instances, or of none"
 RECORD_BYTES = 2**14
-"""Of payload, in one TLS record at most."""
+"""The largest payload of a TLS record."""
 HELD_BYTES = RECORD_BYTES + 1024
-"""Of a record that has come in part, OpenSSL may hold so much."""
+"""OpenSSL may hold so much of a record that has arrived in part."""
 
 
 @dataclass(frozen=True)
 class ChannelTls:
-    """Of one instance. `control_only`: it is known that the medium of the KV itself has no TLS."""
+    """One instance's TLS contexts. `control_only`: the user accepts that the KV's own medium has no TLS."""
 
     server: ssl.SSLContext
     client: ssl.SSLContext
     control_only: bool = False
 
     async def begin(self, connection: Connection, where: str) -> None:
-        """The dialling side's part, before the handshake of our own. Raises `AuthenticationFailed` or `ProtocolError`
-        that names the listener at `where`, or `PeerLost`. A listener that refuses our certificate may say so only in
-        that handshake."""
+        """The dialling side's part, before `greet`. Raises `AuthenticationFailed` or `ProtocolError` with the address
+        `where` of the listener, or `PeerLost`. A listener's refusal of our certificate may show only in `greet`."""
         try:
             await encrypt(connection, self.client, server_side=False)
         except (AuthenticationFailed, ProtocolError) as error:
             if isinstance(error.__cause__, ssl.SSLError) and error.__cause__.reason in _NOT_TLS:
-                raise ProtocolError(f"{where} does not speak TLS, and this instance is to: {_ALL_OR_NONE}") from error
+                raise ProtocolError(f"{where} does not use TLS, but this instance does: {_ALL_OR_NONE}") from error
             raise type(error)(f"{where}: {error}") from error
 
     def require_covered(self, what: str, *, covered: bool) -> None:
-        """Raise `ConfigError` where KV would leave the machine without TLS."""
+        """Raise `ConfigError` if KV would leave the machine without TLS."""
         if not covered and not self.control_only:
             raise ConfigError(
-                f"{what} moves KV over a channel of its own, which TLS does not cover: take transport tcp or shm, or"
+                f"{what} moves KV over a channel of its own, which TLS does not cover: use transport tcp or shm, or"
                 f" set {_EXTRA}tls_control_only if that network is private"
             )
 
 
 async def accept_tls(connection: Connection, tls: ChannelTls | None, *, speaks_tls: bool) -> None:
-    """The listener's part. Raises as `ChannelTls.begin`, the peer having been told."""
+    """The listener's part. A peer that uses TLS where this instance does not, or the reverse, is told. Raises as
+    `encrypt`."""
     if tls is not None and speaks_tls:
         return await encrypt(connection, tls.server, server_side=True)
-    with suppress(OSError):  # taken and forgotten, so that closing ends the connection in order: what we say arrives
+    with suppress(OSError):  # bytes left unread would make `close` reset the connection, and our answer be lost
         connection.socket.recv(MAX_GREETING_BYTES)
     speaks, wants = ("TLS", "none") if tls is None else ("no TLS", "it")
     with suppress(PeerLost):
         await connection.send(Refused("protocol", f"the listener wants {'no ' * (tls is None)}TLS: {_ALL_OR_NONE}"))
-    raise ProtocolError(f"the peer speaks {speaks}, and this instance wants {wants}: {_ALL_OR_NONE}")
+    raise ProtocolError(f"the peer uses {speaks}, this instance requires {wants}: {_ALL_OR_NONE}")
 
 
 async def encrypt(connection: Connection, context: ssl.SSLContext, *, server_side: bool) -> None:
-    """Everything from here on is under TLS. Raises what `tls_error` says, or `PeerLost`."""
+    """Put everything that this connection carries from now on under TLS. Raises `AuthenticationFailed`,
+    `ProtocolError` or `PeerLost`."""
     with translated_errors():
-        wrapped = context.wrap_socket(connection.socket, server_side=server_side, do_handshake_on_connect=False)
-        connection.socket, connection.io = wrapped, TlsSocket(wrapped)
-        while True:
-            try:
-                return wrapped.do_handshake()
-            except ssl.SSLWantReadError:
-                await connection.readable()
-            except ssl.SSLWantWriteError:
-                await connection.writable()
+        try:
+            wrapped = context.wrap_socket(connection.socket, server_side=server_side, do_handshake_on_connect=False)
+            connection.socket, connection.io = wrapped, TlsSocket(wrapped)
+            while True:
+                try:
+                    return wrapped.do_handshake()
+                except ssl.SSLWantReadError:
+                    await connection.readable()
+                except ssl.SSLWantWriteError:
+                    await connection.writable()
+        except ssl.SSLError as error:
+            raise translated_tls(error) from error
 
 
 class TlsSocket(PlainSocket):
-    """Through OpenSSL, a record a call: from where the bytes lie, and to where they belong, in one step with the
-    cipher. Small pieces are gathered first, so that each does not become a record."""
+    """Moves bytes through OpenSSL, one record a call, directly from and into KV memory. Small pieces are gathered
+    first, so that not each becomes a record."""
 
     turn_bytes = 2**20  # about half a millisecond
 
@@ -107,11 +111,11 @@ class TlsSocket(PlainSocket):
         self._gathered = memoryview(bytearray(RECORD_BYTES))
 
     def send(self, views: deque[memoryview]) -> int:
-        """Of the first piece."""
+        """Send of the first piece."""
         return self._send(views[0])
 
     def send_vector(self, vector: MemoryVector) -> int:
-        """A record's worth."""
+        """Send at most one record."""
         view = vector.leading(RECORD_BYTES)
         if len(view) < min(RECORD_BYTES, vector.num_left):
             view = self._gathered[: vector.gather(self._gathered)]
@@ -120,40 +124,61 @@ class TlsSocket(PlainSocket):
         return sent
 
     def receive(self, view: memoryview) -> tuple[int, bool]:
-        """What is left of a record, or of the next."""
+        """Receive what is left of a record, or the next one."""
         try:
             return self._tls.recv_into(view), True
-        except (ssl.SSLWantReadError, ssl.SSLWantWriteError) as error:
-            raise BlockingIOError from error
+        except ssl.SSLError as error:
+            raise translated_tls(error) from error
 
     def receive_vector(self, vector: MemoryVector) -> tuple[int, bool]:
-        """The same, of one piece."""
+        """Receive into the vector's next piece."""
         count, more = self.receive(vector.leading(CALL_BYTES))
         vector.advance(count)
         return count, more
 
     @property
     def num_pending(self) -> int:
-        """Of a record that was opened."""
+        """Bytes that OpenSSL has decrypted and that are not received yet."""
         return self._tls.pending()
 
     def wait_for(self, num_bytes: int) -> None:
-        """What OpenSSL holds of a record the socket has not."""
+        """As of the plain socket, less what OpenSSL may hold already."""
         self._tls.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, max(1, num_bytes - HELD_BYTES))
 
     def _send(self, view: memoryview) -> int:
         try:
             return self._tls.send(view)
-        except (ssl.SSLWantReadError, ssl.SSLWantWriteError) as error:
-            raise BlockingIOError from error
+        except ssl.SSLError as error:
+            raise translated_tls(error) from error
+
+
+def translated_tls(error: ssl.SSLError) -> BlockingIOError | KvferryError:
+    """What to raise for an error of OpenSSL's: `BlockingIOError` if it has to wait for the socket, otherwise
+    `PeerLost`, `AuthenticationFailed` or `ProtocolError`."""
+    if isinstance(error, ssl.SSLWantReadError | ssl.SSLWantWriteError):
+        return BlockingIOError()
+    reason = _reason(error)
+    if isinstance(error, ssl.SSLEOFError | ssl.SSLZeroReturnError | ssl.SSLSyscallError):
+        return PeerLost(f"the connection broke: {reason}")
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return AuthenticationFailed(f"the peer's certificate is refused: {reason}")
+    if "alert" in reason and ("certificate" in reason or "unknown ca" in reason):
+        return AuthenticationFailed(f"the peer refuses the certificate of this instance (tls_cert): {reason}")
+    if "did not return a certificate" in reason:
+        return AuthenticationFailed("the peer has not sent a certificate")
+    return ProtocolError(f"TLS failed: {reason}")
+
+
+def _reason(error: ssl.SSLError) -> str:
+    """OpenSSL's reason, in words."""
+    message = getattr(error, "verify_message", None) or error.reason or str(error)
+    return message.replace("_", " ").lower() if message.isupper() or "_" in message else message
 
 
 def channel_tls(options: TransportOptions) -> ChannelTls | None:
-    """What `kv_connector_extra_config` asks for, tried on ourselves; None without `tls_cert`.
-
-    Raises `ConfigError` that names the key and the file: missing, not PEM, expired, of another authority, not made for
-    both ends.
-    """
+    """The TLS that `kv_connector_extra_config` asks for, tried out with both ends in this process; None without
+    `tls_cert`. Raises `ConfigError` with the key and the file that is missing, not PEM, expired, of another authority,
+    or not for both ends."""
     cert, key, ca = options.tls_cert, options.tls_key, options.tls_ca
     if not cert:
         if given := [name for name in ("tls_key", "tls_ca", "tls_control_only") if getattr(options, name)]:
@@ -169,22 +194,8 @@ def channel_tls(options: TransportOptions) -> ChannelTls | None:
     try:
         _shake_hands_with_oneself(tls)
     except ssl.SSLError as error:
-        raise ConfigError(f"{_EXTRA}tls_cert {cert}: {_told(error)}; other instances would refuse it") from error
+        raise ConfigError(f"{_EXTRA}tls_cert {cert}: {_reason(error)}; other instances would refuse it") from error
     return tls
-
-
-def tls_error(error: ssl.SSLError) -> KvferryError:
-    """What an error of the TLS layer means."""
-    told = _told(error)
-    if isinstance(error, ssl.SSLEOFError | ssl.SSLZeroReturnError | ssl.SSLSyscallError):
-        return PeerLost(f"the connection broke: {told}")
-    if isinstance(error, ssl.SSLCertVerificationError):
-        return AuthenticationFailed(f"the peer's certificate is refused: {told}")
-    if "alert" in told and ("certificate" in told or "unknown ca" in told):
-        return AuthenticationFailed(f"the peer refuses the certificate of this instance (tls_cert): {told}")
-    if "did not return a certificate" in told:
-        return AuthenticationFailed("the peer shows no certificate")
-    return ProtocolError(f"TLS failed: {told}")
 
 
 def _context(protocol: int, cert: Path, key: Path | None, ca: Path) -> ssl.SSLContext:
@@ -211,8 +222,3 @@ def _shake_hands_with_oneself(tls: ChannelTls) -> None:
         for end in ends:
             with suppress(ssl.SSLWantReadError):
                 end.do_handshake()
-
-
-def _told(error: ssl.SSLError) -> str:
-    message = getattr(error, "verify_message", None) or error.reason or str(error)
-    return message.replace("_", " ").lower() if message.isupper() or "_" in message else message

@@ -1,8 +1,8 @@
-"""The one thread of an instance for all data-plane work, an asyncio loop beside the engine's thread; and how tasks on
-it fail: in a group with one plain error, or by themselves.
+"""The one thread of an instance for all data-plane work, with an asyncio loop, beside the engine's thread; and how
+tasks on it fail.
 
-Owns the thread and the loop, and thereby every task on it: `close` ends them all. A function that raises here is
-counted and logged, and ends nothing but itself: the loop is everybody's.
+Owns the thread and the loop, and so every task on it: `close` ends them all. A function that raises on the loop is
+logged and counted, and ends nothing else.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -25,7 +25,7 @@ CLOSE_S = 10.0
 
 
 class TransferLoop:
-    """Start it once, close it once; `submit` and `call` may be used from any thread in between."""
+    """Start it once, close it once. In between, any thread may `submit` and `call`."""
 
     def __init__(self, name: str = "kvferry-transfer") -> None:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -33,7 +33,7 @@ class TransferLoop:
         self._loop: asyncio.AbstractEventLoop
         self._stop: asyncio.Event
         self.num_errors = 0
-        """Functions that raised on the loop: mistakes of ours, each with a traceback in the log."""
+        """Functions that raised on the loop, each a bug with a traceback in the log."""
 
     def start(self) -> None:
         """Start the thread; returns when the loop runs."""
@@ -41,19 +41,19 @@ class TransferLoop:
         self._started.wait()
 
     def submit(self, job: Coroutine[Any, Any, Result]) -> Future[Result]:
-        """Run a coroutine on the loop. The caller looks at the future: its error is reported nowhere else."""
+        """Run a coroutine on the loop. The caller has to look at the future: its error is reported nowhere else."""
         return asyncio.run_coroutine_threadsafe(job, self._loop)
 
     def call(self, function: Callable[[], object]) -> None:
         """Run a plain function on the loop, soon. Does nothing once the loop is closed."""
         try:
             self._loop.call_soon_threadsafe(function)
-        except RuntimeError:  # closed meanwhile: there is nothing left that the call could matter to
+        except RuntimeError:  # closed meanwhile: nothing is left that the call could matter to
             if not self._loop.is_closed():
                 raise
 
     def close(self, timeout_s: float = CLOSE_S) -> None:
-        """Cancel all tasks, wait for them, end the thread. Raises `LeakError` when they do not end in time."""
+        """Cancel all tasks, wait for them, end the thread. Raises `LeakError` if they do not end in time."""
         if not self._thread.is_alive():
             return
         self.call(self._stop.set)
@@ -79,47 +79,35 @@ class TransferLoop:
 
 
 def translated(error: BaseException) -> KvferryError:
-    """The error itself where it is one of the tree; else a `TransferError` that tells of it, the mistake being ours."""
+    """The error itself if it is a `KvferryError`; otherwise, for a bug, a `TransferError` that names it."""
     return error if isinstance(error, KvferryError) else TransferError(f"unexpected {type(error).__name__}: {error}")
 
 
-async def contained(job: Callable[[], Awaitable[object]], what: str) -> None:
-    """Run a task that belongs to one request or one peer: what it raises ends it, and nobody beside it."""
-    try:
-        await job()
-    except Exception:  # the edge between one request and the instance: the others must not hear of it
-        log.exception("%s failed unexpectedly", what)
-
-
 def call_contained(call: Callable[[], object], what: str, otherwise: Callable[[Exception], object]) -> None:
-    """As `contained`, for a plain function; `otherwise` is told what it raised."""
+    """Call what belongs to one request or one peer. If it raises, `otherwise` gets the error, and the others go on."""
     try:
         call()
-    except Exception as error:  # as above
+    except Exception as error:  # the edge between one request and the instance
         log.exception("%s failed unexpectedly", what)
         otherwise(error)
 
 
-async def run_together(*jobs: Coroutine[Any, Any, None]) -> None:
-    """Run all; the first that raises ends the others, and its error is raised as it is, not as a group."""
+async def run_together(*jobs: Coroutine[Any, Any, Result]) -> list[Result]:
+    """Run all jobs, and return their results when all have ended. The first one that raises cancels the others; its
+    error is raised itself, not in a group."""
     try:
         async with asyncio.TaskGroup() as group:
-            for job in jobs:
-                group.create_task(job)
+            tasks = [group.create_task(job) for job in jobs]
     except BaseExceptionGroup as errors:
-        raise first_error(errors) from errors
-
-
-def first_error(errors: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The first error that is not itself a group."""
-    error: BaseException = errors
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
+        error: BaseException = errors
+        while isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
+        raise error from errors
+    return [task.result() for task in tasks]
 
 
 async def uncancelled(job: Coroutine[Any, Any, None]) -> None:
-    """Await the job to its end, also while being cancelled; the cancellation is raised after it."""
+    """Await the job to its end, even if cancelled meanwhile; the cancellation is raised after it."""
     task = asyncio.ensure_future(job)
     cancelled = False
     while not task.done():

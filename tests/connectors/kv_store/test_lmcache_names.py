@@ -46,11 +46,11 @@ def test_what_lmcache_s_settings_mean(extra: dict[str, Any], found: list[str]) -
 @pytest.mark.parametrize(
     ("extra", "told"),
     [
-        ({"lmcache__local_cpu": False}, "nothing is left"),
+        ({"lmcache__local_cpu": False}, "no store is left"),
         ({"lmcache__max_local_cpu_size": 0}, "max_local_cpu_size must be greater than 0"),
         ({"lmcache__local_disk": "/kv"}, "max_local_disk_size must be greater than 0"),
-        ({"lmcache__remote_url": "s3://bucket"}, "'s3' is no server that is known here"),
-        ({"lmcache__remote_url": "kv:65432"}, "no server that is known"),
+        ({"lmcache__remote_url": "s3://bucket"}, "'s3' is not a supported server"),
+        ({"lmcache__remote_url": "kv:65432"}, "not a supported server"),
         ({"lmcache__remote_ur": "lm://kv:1"}, "did you mean 'lmcache.remote_url'"),
         ({"lmcache__local_cpu": "perhaps"}, "lmcache.local_cpu"),
         ({"store": "memory:1GiB", "lmcache__remote_url": "lm://kv:1"}, "remote_url is not read with store"),

@@ -292,6 +292,24 @@ def test_blocks_evicted_between_the_look_and_the_load(make: MakeEngine, load: st
     engine.require_right(request)
 
 
+def test_an_answer_that_comes_while_it_is_asked_for_is_not_asked_for_again(
+    make: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make()
+    engine.run(FakeRequest("a", PROMPT))
+    settle(engine)
+    request, prober = engine.add(FakeRequest("b", PROMPT)), engine.scheduler._prober
+    assert engine.scheduler.match(request, 0) == Pending()
+    while (first := prober.answer("b")) is None:
+        pass
+    with monkeypatch.context() as patch:
+        patch.setattr(prober, "answer", lambda _: None)  # it was not there a moment ago
+        assert engine.scheduler.match(request, 0) == Pending()
+    assert prober.num_kept() == 1
+    assert prober.answer("b") is first
+    engine.run_until(lambda: request.state == "done")
+
+
 def test_a_bounded_store(make: MakeEngine, tmp_path: Path) -> None:
     layout = make_layout(num_layers=2)
     engine = make(max_bytes=6 * layout.block_bytes)
@@ -559,6 +577,6 @@ def test_the_store_hears_how_long_answers_were(make_engine: MakeEngine, tmp_path
     assert not engine.scheduler.has_work(), "no step is made for a hint"
     engine.run(FakeRequest("b", [5, *PROMPT]))
     settle(engine)
-    policy = engine.worker._store.tiers[0].store._index._policy
+    policy = engine.worker._store.tiers[0].store._index._policy.policy
     outputs = {group.run.output for group in policy._kept.values()}
     assert outputs == {0, UNKNOWN_OUTPUT}, "of the first it is known, the second has only ended"

@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from kv_support import Region, make_layout
+from kv_support import BlockRegion, make_layout
 
 from kvferry.connectors.api import Loaded, Released, StoreEvents, failures
 from kvferry.connectors.kv_store.loader import StoreLoader
@@ -198,23 +198,17 @@ def test_every_block_is_stored_or_dropped(loop: TransferLoop) -> None:
 
 
 @pytest.fixture
-def region() -> Region:
-    region = Region(LAYOUT, 4)
+def region() -> BlockRegion:
+    region = BlockRegion(LAYOUT, 4)
     yield region
     region.close()
 
 
-def make_loader(store: KVStore, loop: TransferLoop, region: Region, timeout_s: float = 20) -> StoreLoader:
-    memory, view = region.memory, region.memory.view((0, region.memory.num_bytes))
-
-    def block_view(layer: int, block_id: int) -> memoryview:
-        [(offset, length)] = memory.spans(layer, [block_id])
-        return view[offset : offset + length]
-
-    return StoreLoader(store, loop, block_view, LAYOUT.num_layers, timeout_s)
+def make_loader(store: KVStore, loop: TransferLoop, region: BlockRegion, timeout_s: float = 20) -> StoreLoader:
+    return StoreLoader(store, loop, region.memory.block_views, LAYOUT.num_layers, timeout_s)
 
 
-def test_a_cancelled_load_writes_nothing_after_its_report(region: Region, loop: TransferLoop) -> None:
+def test_a_cancelled_load_writes_nothing_after_its_report(region: BlockRegion, loop: TransferLoop) -> None:
     store = HeldStore()
     loader = make_loader(store, loop, region)
     loader.start(LoadBlocks("r", [b"a", b"b"], [0, 1], False))
@@ -230,7 +224,7 @@ def test_a_cancelled_load_writes_nothing_after_its_report(region: Region, loop: 
     loader.close()
 
 
-def test_the_deadline_ends_a_load(region: Region, loop: TransferLoop) -> None:
+def test_the_deadline_ends_a_load(region: BlockRegion, loop: TransferLoop) -> None:
     store = HeldStore()
     loader = make_loader(store, loop, region, timeout_s=0.01)
     loader.start(LoadBlocks("r", [b"a", b"b"], [0, 1], False))
@@ -239,7 +233,7 @@ def test_the_deadline_ends_a_load(region: Region, loop: TransferLoop) -> None:
     loader.close()
 
 
-def test_a_mistake_in_a_store_is_heard_of(region: Region, loop: TransferLoop) -> None:
+def test_a_mistake_in_a_store_is_heard_of(region: BlockRegion, loop: TransferLoop) -> None:
     store = HeldStore()
     store.error = ZeroDivisionError("a bug")
     store.gate.set()
@@ -256,7 +250,7 @@ def loader_is_done(loader: StoreLoader) -> Callable[[], bool]:
     return lambda: loader.statistics()["num_loading"] == 0
 
 
-def test_layers_are_waited_for_one_by_one(region: Region, loop: TransferLoop) -> None:
+def test_layers_are_waited_for_one_by_one(region: BlockRegion, loop: TransferLoop) -> None:
     store = HeldStore()
     loader = make_loader(store, loop, region)
     step = loader.start_layerwise([LoadBlocks("r", [b"a"], [2], True), LoadBlocks("s", [b"b"], [3], True)])
@@ -274,7 +268,7 @@ def test_layers_are_waited_for_one_by_one(region: Region, loop: TransferLoop) ->
     loader.close()
 
 
-def test_a_read_that_never_ends_does_not_hold_the_engine(region: Region, loop: TransferLoop) -> None:
+def test_a_read_that_never_ends_does_not_hold_the_engine(region: BlockRegion, loop: TransferLoop) -> None:
     """What comes of it afterwards is not written."""
 
     class Stubborn(HeldStore):
@@ -420,6 +414,46 @@ def test_blocks_that_were_brought_near_are_told_to_be_near(tmp_path: Path) -> No
         until(lambda: runs() is not None)
         assert runs() in ((Run(0, 3),), (Run(1, 3),)), "at once, or so soon"
         until(lambda: runs() == (Run(0, 3),))
+    finally:
+        prober.close()
+
+
+def test_what_is_brought_near_is_told_bit_by_bit_and_no_further_once_a_load_reads_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the time of a load from memory would count as the disk's."""
+    names = [bytes([index]) * 32 for index in range(40)]
+    tiers = find_stores([f"memory:24MiB?name={tmp_path.name}", f"file:{tmp_path}"])
+
+    async def fill() -> None:
+        store = TieredStore(tiers[1:], LAYOUT)
+        await store.open()
+        layers = [memoryview(bytes(LAYOUT.span_bytes(layer))) for layer in range(LAYOUT.num_layers)]
+        assert await store.put([Block(name, layers) for name in names]) == [Put.STORED] * 40
+        await store.close()
+
+    asyncio.run(fill())
+    prober = Prober(lambda: [TieredStore(tiers, LAYOUT)], Markers("secret", ManualClock()))
+    parts: list[int] = []
+    seen: list[tuple[Run, ...]] = []
+    prefetch = TieredStore.prefetch
+
+    async def noted(store: TieredStore, hashes: Sequence[bytes]) -> None:
+        parts.append(len(hashes))
+        if len(parts) == 2:
+            answer = prober.answer("r")
+            assert answer is not None
+            seen.append(answer.runs)
+            prober.forget("r")  # as the scheduler side does when a load begins
+        await prefetch(store, hashes)
+
+    monkeypatch.setattr(TieredStore, "prefetch", noted)
+    prober.ask("r", StoreQuestion(names))
+    try:
+        until(lambda: len(parts) == 2 and not prober._ahead)
+        assert parts == [16, 16]
+        assert seen == [(Run(0, 16), Run(1, 24))]
+        assert prober.num_kept() == 0
     finally:
         prober.close()
 

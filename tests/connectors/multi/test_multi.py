@@ -312,7 +312,7 @@ def test_nobody_loads_layer_by_layer_beside_others(
     request = engine.run(FakeRequest("a", PROMPT))
     assert (request.error, request.num_computed_here) == (None, len(PROMPT))
     engine.require_right(request)
-    assert "would load layer by layer" in caplog.text
+    assert "layerwise loads" in caplog.text
 
 
 def test_each_one_measures_how_fast_the_model_is(make: MakeEngine, tmp_path: Path) -> None:

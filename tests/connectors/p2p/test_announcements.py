@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import pytest
-from kv_support import Region, make_layout
+from kv_support import BlockRegion, make_layout
 
 from kvferry.connectors.api import ConnectorContext, Released
 from kvferry.connectors.p2p import worker
@@ -42,7 +42,7 @@ def side_of_either(device: list[Callable[[], None]]) -> Iterator[P2pWorkerSide]:
 def started() -> Iterator[P2pWorkerSide]:
     config = KVTransferConfig(kv_connector="P2pConnector", kv_connector_extra_config={"transport": "shm"})
     side = P2pWorkerSide(ConnectorContext(config, make_layout(NUM_LAYERS)))
-    region = Region(make_layout(NUM_LAYERS), 16, seed=1)
+    region = BlockRegion(make_layout(NUM_LAYERS), 16, seed=1)
     side.register(region.memory)
     yield side
     side.close()
@@ -115,6 +115,6 @@ def test_blocks_of_a_request_that_is_over_are_announced_at_once(side: P2pWorkerS
     assert [part.block_ids for part in news.parts] == [[3, 4]]
     assert news.meta == b"meta"
     assert side._table._entries["t"].lease_s == 480.0
-    side._buffer.end("t")
+    side._table.release("t")
     assert side.poll() == [Released("r")]
     side.check()

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 from fake_engine import FakeEngine, FakeRequest, ProducerEngine
-from kv_support import Region, make_layout
+from kv_support import BlockRegion, make_layout
 
 from kvferry.connectors.api import ConnectorContext, Hit, Miss, Pending
 from kvferry.connectors.p2p import worker
@@ -31,9 +31,9 @@ from kvferry.core.errors import (
 from kvferry.core.hand_off import Consume, Produce, parse_hand_off
 from kvferry.core.ticket_seal import TicketSealer
 from kvferry.core.transfer_config import KVTransferConfig
+from kvferry.testing import tickets
 from kvferry.transport.fabric.shm import ShmPeer
 from kvferry.transport.memory import BlockMemory
-from support import tickets
 
 MakeEngine = Callable[..., FakeEngine]
 PROMPT = list(range(100, 119))
@@ -613,7 +613,7 @@ def test_a_device_is_waited_for_unless_the_engine_has_done_so(
     waits: list[str] = []
     monkeypatch.setattr(worker, "_device_wait", lambda device: lambda: waits.append(device))
     side = P2pWorkerSide(replace(context(), saves_are_complete=complete))
-    region = Region(make_layout(), 4, seed=1)
+    region = BlockRegion(make_layout(), 4, seed=1)
     try:
         side.register(region.memory)
         side.start(P2pPlan(saves=[Save("t", True, 0, [1])]))
@@ -630,7 +630,9 @@ def test_a_device_is_waited_for_unless_the_engine_has_done_so(
 def test_device_memory_needs_a_transport_for_it() -> None:
     side = P2pWorkerSide(context())
     memory = BlockMemory.dense(make_layout(), 4, 0, device="cuda")
-    with pytest.raises(ConfigError, match=r"no transport can move KV in cuda memory here: cuda_ipc: .*nixl: "):
+    with pytest.raises(
+        ConfigError, match=r"no transport can move KV in cuda memory on this machine: cuda_ipc: .*nixl: "
+    ):
         side.register(memory)
     side.close()
 

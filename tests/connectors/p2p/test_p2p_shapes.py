@@ -16,10 +16,10 @@ from kvferry.core.errors import ChecksumMismatch, LayoutMismatch, LeaseEnded, Pe
 from kvferry.core.hand_off import Consume, Produce, parse_hand_off
 from kvferry.core.layout import KVLayout
 from kvferry.core.ticket_seal import TicketSealer
+from kvferry.testing import tickets
 from kvferry.transport.fabric.shm import MEMORY, ShmPeer
 from kvferry.transport.fabric.tcp import TcpPeer
 from kvferry.transport.memory import columns
-from support import tickets
 
 MakeEngine = Callable[..., FakeEngine]
 PROMPT = list(range(100, 119))
@@ -79,6 +79,7 @@ def until_free(engine: FakeEngine) -> None:
 # Shapes.
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_prefill_then_decode(make_engine: MakeEngine, shape: str, transport: str) -> None:
@@ -96,6 +97,7 @@ def test_prefill_then_decode(make_engine: MakeEngine, shape: str, transport: str
     assert all(sum(one) == 1 for one in ends), "each rank was rid of its blocks, by the consumer"
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("chunk", [3, 8])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_prefill_and_decode_at_the_same_time(make_engine: MakeEngine, shape: str, chunk: int) -> None:
@@ -121,6 +123,7 @@ def test_each_byte_crosses_once(make_engine: MakeEngine, shape: str) -> None:
         assert num_bytes == 16 // layout.block_size * layout.block_bytes
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("split", range(1, len(PROMPT)))
 @pytest.mark.parametrize("shape", ["block size 2 to 8", "block size 8 to 2", "2 ranks to 2", "1 rank to 2"])
 def test_a_prefix_is_fetched_and_the_rest_computed(make_engine: MakeEngine, shape: str, split: int) -> None:
@@ -136,6 +139,7 @@ def test_a_prefix_is_fetched_and_the_rest_computed(make_engine: MakeEngine, shap
     assert decode.prefill_result.first_token == sum(PROMPT) % 1000, "the producer's token was another position's"
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("num_cached", [1, 2])
 @pytest.mark.parametrize("shape", ["block size 2 to 8", "block size 8 to 2", "2 ranks of block size 8 to 1 of 4"])
 def test_what_the_decode_instance_has_is_not_fetched(make_engine: MakeEngine, shape: str, num_cached: int) -> None:
@@ -154,6 +158,7 @@ def test_what_the_decode_instance_has_is_not_fetched(make_engine: MakeEngine, sh
     assert num_bytes == num_read * layout.block_bytes // layout.block_size
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("num_produced", [6, len(PROMPT)])
 @pytest.mark.parametrize("early", [False, True])
 def test_other_tokens_are_not_taken_for_a_prefix(make_engine: MakeEngine, num_produced: int, early: bool) -> None:
@@ -209,7 +214,7 @@ def test_a_ticket_that_names_one_rank_twice(make_engine: MakeEngine) -> None:
 # What goes wrong on one of several ranks.
 
 
-def test_a_lost_taker_is_bounded_by_the_lease(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lost_reader_is_bounded_by_the_lease(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     producer, consumer = make_pair(make_engine, "1 rank to 2", lease_s=0.15)
     ticket = producer.run(produced(PROMPT)).ticket
     monkeypatch.setattr(consumer.workers[1], "start", lambda plan: None)

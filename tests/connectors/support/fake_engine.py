@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from kv_support import Region
+from kv_support import BlockRegion
 
 from kvferry.connectors.api import (
     ConnectorContext,
@@ -110,7 +110,7 @@ class FakeEngine:
     ) -> None:
         self.layout, self.chunk, self.shares_prefixes = layout, chunk, shares_prefixes
         ranks = [on_rank(layout, rank) for rank in range(layout.tp_size)]
-        self.regions = [Region(ranked, num_blocks, seed) for ranked in ranks]
+        self.regions = [BlockRegion(ranked, num_blocks, seed) for ranked in ranks]
         config = KVTransferConfig(
             kv_connector=connector,
             kv_role=role,  # type: ignore[arg-type]
@@ -157,7 +157,7 @@ class FakeEngine:
         return insert(key, part)
 
     @property
-    def region(self) -> Region:
+    def region(self) -> BlockRegion:
         """Of the first rank."""
         return self.regions[0]
 
@@ -411,7 +411,7 @@ class FakeEngine:
                 return False
         return True
 
-    def _block(self, region: Region, layer: int, block_id: int) -> np.ndarray:
+    def _block(self, region: BlockRegion, layer: int, block_id: int) -> np.ndarray:
         [(offset, length)] = region.memory.spans(layer, [block_id])
         return region.bytes[offset : offset + length]
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from support.members import free_port
+from support.ports import free_port
 from support.processes import KvferryProcess, kvferry, until
 from support.vllm_servers import VOCABULARY, Server, body_of, kill, vllm_servers
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -199,7 +200,7 @@ def test_a_weight_that_two_files_have_alike_is_loaded(folder: Path) -> None:
 @pytest.mark.parametrize("name", ["nowhere.safetensors", "../model/part-0.safetensors", "/etc/passwd"])
 def test_a_file_that_is_not_beside_its_index_is_named(folder: Path, name: str) -> None:
     split(folder, lambda index: index["weight_map"].update({"model.norm.weight": name}))
-    assert f"names {name!r}, and there is no such file" in refusal_of(folder)
+    assert f"names {name!r}, which is not in the same directory" in refusal_of(folder)
 
 
 @pytest.mark.parametrize("index", [[], {}, {"weight_map": []}, {"weight_map": {"a": 1}}])
@@ -239,3 +240,31 @@ def test_a_generation_config_that_is_damaged_is_not_passed_over(folder: Path, te
     path = folder / "generation_config.json"
     path.write_text(text)
     assert f"{str(path)!r} cannot be read" in refusal_of(folder)
+
+
+@pytest.mark.parametrize(
+    ("values", "told"),
+    [
+        ({"temperature": -1}, "temperature must be between 0 and 100, got -1"),
+        ({"temperature": "hot"}, "Expected `float`, got `str` - at `$.temperature`"),
+        ({"temperature": math.nan}, "temperature must be between 0 and 100, got nan"),
+        ({"top_k": -7}, "top_k must be at least -1"),
+        ({"top_p": 0}, "top_p must be greater than 0"),
+        ({"repetition_penalty": 0}, "repetition_penalty must be between"),
+        ({"eos_token_id": "2"}, "eos_token_id: Expected `int | array | null`, got `str`"),
+        ({"eos_token_id": [2, None]}, "eos_token_id: Expected `int`, got `null`"),
+    ],
+    ids=str,
+)
+def test_what_no_request_could_be_served_with_is_told_at_start(folder: Path, values: dict[str, Any], told: str) -> None:
+    (folder / "generation_config.json").write_text(json.dumps(values))
+    assert told in refusal_of(folder)
+
+
+def test_settings_that_are_null_or_of_another_library_are_passed_over(folder: Path) -> None:
+    values = {"temperature": None, "top_p": 0.5, "eos_token_id": [2, 10**9], "num_beams": "many", "top_h": None}
+    (folder / "generation_config.json").write_text(json.dumps(values))
+    loaded = load(folder)
+    assert loaded.default_sampling == {"top_p": 0.5}
+    assert 2 in loaded.eos_token_ids
+    assert max(loaded.eos_token_ids) < loaded.vocab_size, "min_tokens forbids them by their place"

@@ -20,12 +20,17 @@ from support.families import OPTIONS, TRAINED_CONTEXT, Case, make_model
 from support.pairs import pair_of
 
 PHI = [case for case in OPTIONS if case.family in ("phi3", "phimoe") and "longrope" in case.option]
+SHORT_RUN = {"phi3 partial longrope, tied (Phi-4-mini)", "phimoe longrope (Phi-3.5-MoE)"}
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
 LENGTHS = [*range(TRAINED_CONTEXT - 13, TRAINED_CONTEXT + 3), 3, 50, 61]
 """Prompts whose answers end before, at and after the border, begin just beyond it, and stay away from it."""
 
 
-@pytest.fixture(scope="module", params=PHI, ids=lambda case: case.name)
+def _marked(case: Case) -> object:
+    return pytest.param(case, id=case.name, marks=() if case.name in SHORT_RUN else pytest.mark.full)
+
+
+@pytest.fixture(scope="module", params=map(_marked, PHI))
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("phi")
     make_model(request.param, folder)
@@ -38,6 +43,12 @@ def prompts_of(lengths: list[int]) -> list[list[int]]:
     return [trunk[:length] for length in lengths]
 
 
+@pytest.fixture(scope="module")
+def generated(model: Path) -> list[list[int]]:
+    """What `generate()` answers each of the prompts."""
+    return generate_greedy(model, prompts_of(LENGTHS), GREEDY.max_tokens)
+
+
 def engine_of(model: Path, **settings: Any) -> Engine:
     sizes = {"block_size": 4, "kv_cache_memory": "16MiB", "max_num_seqs": 8, "max_num_batched_tokens": 64}
     return Engine(EngineConfig(model=str(model), dtype="float32", device="cpu", **(sizes | settings)))
@@ -46,13 +57,12 @@ def engine_of(model: Path, **settings: Any) -> Engine:
 @pytest.mark.parametrize(
     "chunk", [8, pytest.param(27, marks=pytest.mark.full), pytest.param(200, marks=pytest.mark.full)]
 )
-def test_nobodys_prompt_and_no_chunk_changes_an_answer(chunk: int, model: Path) -> None:
+def test_nobodys_prompt_and_no_chunk_changes_an_answer(chunk: int, model: Path, generated: list[list[int]]) -> None:
     prompts = prompts_of(LENGTHS)
-    expected = generate_greedy(model, prompts, GREEDY.max_tokens)
     engine = engine_of(model, max_num_batched_tokens=chunk)
     try:
         for _ in range(2):  # the second time from the prefix cache
-            assert [answer.tokens for answer in run_prompts(engine, prompts, GREEDY)] == expected
+            assert [answer.tokens for answer in run_prompts(engine, prompts, GREEDY)] == generated
         statistics = engine.statistics().scheduler
         assert statistics.num_prefix_hits > 0
         assert (statistics.num_recomputed, statistics.num_preemptions) == (
@@ -64,16 +74,18 @@ def test_nobodys_prompt_and_no_chunk_changes_an_answer(chunk: int, model: Path) 
         engine.close()
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("form", ["sequential", "concurrent"])
 @pytest.mark.parametrize("connector", ["P2pConnector", pytest.param("SharedStorageConnector", marks=pytest.mark.full)])
-def test_a_hand_off_across_the_border_is_computed_anew(connector: str, form: str, model: Path, tmp_path: Path) -> None:
+def test_a_hand_off_across_the_border_is_computed_anew(
+    connector: str, form: str, model: Path, generated: list[list[int]], tmp_path: Path
+) -> None:
     prompts = prompts_of(LENGTHS)
-    expected = generate_greedy(model, prompts, GREEDY.max_tokens)
     extra = {"transport": "shm"} if connector == "P2pConnector" else {"shared_storage_path": str(tmp_path)}
     sizes = {"block_size": 4, "max_num_batched_tokens": 24}
     with pair_of(model, connector, extra=extra, prefill=sizes, decode=sizes) as pair:
         for _ in range(2):
-            assert [answer.tokens for answer in pair.run(prompts, GREEDY, form)] == expected
+            assert [answer.tokens for answer in pair.run(prompts, GREEDY, form)] == generated
         pair.settle()
         assert pair.decode.statistics().external.num_load_failures == {}
 

@@ -1,4 +1,4 @@
-"""What would answer wrongly far out, in company or in chunks does not start."""
+"""What would answer wrongly far out, in a batch or in chunks does not start."""
 
 from __future__ import annotations
 

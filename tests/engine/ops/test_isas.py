@@ -58,4 +58,4 @@ def test_an_unknown_one_is_named(monkeypatch: pytest.MonkeyPatch, caplog: pytest
         assert native.library() is None
     finally:
         native.library.cache_clear()
-    assert "KVFERRY_ISA is 'avx1024', which is none of native" in caplog.text
+    assert "KVFERRY_ISA is 'avx1024', which is not one of native" in caplog.text

@@ -15,6 +15,7 @@ from typing import Any
 
 from kvferry.core.errors import InvalidRequest, LeakError
 from kvferry.core.hand_off import PrefillResult, Produce, Ticket, TokenLogprobs
+from kvferry.core.instance_facts import InstanceFacts
 from kvferry.core.kept import KeptBlocks
 from kvferry.core.request import EngineOutput, Request
 from kvferry.core.sampling import uniform_draw
@@ -45,8 +46,8 @@ class FakeEngine:
         self.leak: str | None = None
         self.ended = asyncio.Event()
 
-    def describe(self) -> dict[str, Any]:
-        return {"role": "both", "model_names": list(self.model_names)}
+    def describe(self) -> InstanceFacts:
+        return InstanceFacts(connector="its-connector", model_names=list(self.model_names))
 
     async def generate(self, request: Request) -> AsyncIterator[EngineOutput]:
         self.requests.append(request)

@@ -11,6 +11,7 @@ from tokenizers import Tokenizer, decoders, models
 
 from kvferry.engine.server.assembly import Detokenizer
 from kvferry.engine.server.text_codec import TokenTexts
+from support.examples import examples
 
 
 @pytest.fixture(scope="session")
@@ -85,7 +86,7 @@ def test_byte_tokens_add_up(metaspace: Tokenizer) -> None:
     assert "".join(decode(Detokenizer(metaspace), token_ids)) == "aü world"
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(text=st.text(max_size=40), cut=st.integers(0, 40))
 def test_pieces_add_up_to_the_text(backend: Any, text: str, cut: int) -> None:
     token_ids = backend.encode(text, add_special_tokens=False).ids
@@ -97,7 +98,7 @@ def test_pieces_add_up_to_the_text(backend: Any, text: str, cut: int) -> None:
     assert beginning + rest == whole == text or "�" in whole
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(token_ids=st.lists(st.integers(0, 399), max_size=30))
 def test_any_tokens_add_up_to_their_decoding(backend: Any, token_ids: list[int]) -> None:
     assert "".join(decode(Detokenizer(backend), token_ids)) == backend.decode(token_ids, skip_special_tokens=True)

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 import pytest
-from openai import OpenAI
 
 from support.openai_suite import CHECKS
+
+if TYPE_CHECKING:
+    from openai import OpenAI
 
 
 @pytest.fixture(scope="module")
 def client(base_url: str) -> Iterator[OpenAI]:
+    from openai import OpenAI
+
     with OpenAI(base_url=base_url, api_key="none", max_retries=0, timeout=60) as client:
         yield client
 

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry.engine.server.assembly import Passed, StopStrings
+from support.examples import examples
 
 
 def test_text_without_stop_strings_passes_at_once() -> None:
@@ -51,7 +52,7 @@ def test_before_it_may_stop_a_match_is_text_but_a_beginning_is_kept() -> None:
     assert stops.feed("ND") == Passed("", "END")
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=examples(500), deadline=None)
 @given(
     pieces=st.lists(st.text("ab", max_size=4), max_size=12),
     stop_list=st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3),

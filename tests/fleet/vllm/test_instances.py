@@ -166,7 +166,8 @@ def test_what_is_said_in_the_environment_stays(monkeypatch: pytest.MonkeyPatch) 
         ({"arguments": ("--kv_transfer_config={}",)}, "--kv-transfer-config after --"),
         ({"arguments": ("--model=x",)}, "--model after -- is set by kvferry; give it as MODEL"),
         ({"transfer": {"kv_role": "kv_both"}}, 'names no "kv_connector"'),
-        ({"transfer": []}, "is not a JSON object"),
+        ({"transfer": {"kv_connector": "NixlConnector", "kv_role": "kv_producer"}}, "cannot have kv_role kv_producer"),
+        ({"transfer": []}, "must be a JSON object"),
     ],
 )
 def test_what_cannot_be_is_told(settings: dict[str, Any], told: str) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvferry.core.errors import ConfigError
-from kvferry.fleet.vllm.transfer import read_transfer
+from kvferry.fleet.vllm.transfer import for_member, read_transfer
 
 CHILD = {"kv_connector": "KvferryP2pConnector", "kv_connector_extra_config": {"lease": 1}}
 
@@ -41,3 +41,57 @@ def test_what_is_wrong_is_told(connector: str, extra: Any, told: str) -> None:
 def test_what_is_not_ours_to_judge_passes(connector: str, extra: dict[str, Any]) -> None:
     found = read_transfer(json.dumps({"kv_connector": connector, "kv_connector_extra_config": extra}))
     assert found["kv_connector_extra_config"] == extra
+
+
+def several(*names: str) -> dict[str, Any]:
+    extra = {"connectors": [{"kv_connector": name} for name in names]}
+    return {"kv_connector": "MultiConnector", "kv_connector_extra_config": extra}
+
+
+@pytest.mark.parametrize(
+    ("names", "found"),
+    [
+        (("P2pConnector", "OffloadingConnector"), ("KvferryMultiConnector", "P2pConnector", "OffloadingConnector")),
+        (("NixlConnector", "OffloadingConnector"), ("MultiConnector", "NixlConnector", "OffloadingConnector")),
+        (("P2pConnector", "ExampleConnector"), ("MultiConnector", "KvferryP2pConnector", "ExampleConnector")),
+    ],
+    ids=["ours", "theirs", "both"],
+)
+def test_several_connectors_have_the_names_that_vllm_knows(names: tuple[str, ...], found: tuple[str, ...]) -> None:
+    transfer = read_transfer(json.dumps(several(*names)))
+    children = transfer["kv_connector_extra_config"]["connectors"]
+    assert (transfer["kv_connector"], *(child["kv_connector"] for child in children)) == found
+
+
+@pytest.mark.parametrize("role", ["kv_producer", "kv_consumer"])
+def test_a_cache_may_only_save_or_only_load_on_p_and_on_d(role: str) -> None:
+    cache = {"kv_connector": "OffloadingConnector", "kv_role": role}
+    ours = {"kv_connector": "KVStoreConnector", "kv_role": role}
+    ours["kv_connector_extra_config"] = {"store": "memory:1GiB", "hand_off": False}  # type: ignore[assignment]
+    beside = several("NixlConnector")
+    beside["kv_connector_extra_config"]["connectors"].append(cache)
+    for said in (cache, ours, beside):
+        for member in ("prefill", "decode"):
+            theirs = for_member(read_transfer(json.dumps(said)), member, f"{member}-0", 0)  # type: ignore[arg-type]
+            last = theirs.get("kv_connector_extra_config", {}).get("connectors", [theirs])[-1]
+            assert last["kv_role"] == role
+
+
+@pytest.mark.parametrize("name", ["NixlConnector", "KvferryP2pConnector"])
+def test_among_several_too_what_hands_off_has_no_other_role(name: str) -> None:
+    said = several(name)
+    said["kv_connector_extra_config"]["connectors"][0]["kv_role"] = "kv_consumer"
+    with pytest.raises(ConfigError, match="a prefill instance cannot have kv_role kv_consumer"):
+        for_member(read_transfer(json.dumps(said)), "prefill", "prefill-0", 0)
+
+
+def test_a_cache_among_several_saves_and_loads_in_every_role() -> None:
+    kept = {"kv_connector": "KvferryOffloadingConnector", "kv_connector_extra_config": {"hand_off": False}}
+    said = several("KvferryP2pConnector")
+    said["kv_connector_extra_config"]["connectors"].append(kept)
+    theirs = for_member(read_transfer(json.dumps(said)), "decode", "decode-0", 0)
+    roles = [child.get("kv_role") for child in theirs["kv_connector_extra_config"]["connectors"]]
+    assert roles == ["kv_consumer", "kv_both"]
+    ours = for_member(read_transfer(json.dumps(several("P2pConnector", "OffloadingConnector"))), "decode", "d", 0)
+    assert ours["kv_role"] == "kv_consumer"
+    assert not any("kv_role" in child for child in ours["kv_connector_extra_config"]["connectors"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import pytest
 
 from kvferry.core.errors import ConfigError, UnknownName
@@ -134,6 +136,18 @@ def test_all_names_are_found_and_others_told_of_the_nearest() -> None:
         find_policy("least_load")
     with pytest.raises(ConfigError, match="must be a kvferry Policy"):
         find_policy("kvferry.router.policies.base:InstanceLoad")
+
+
+class Patient(Last):
+    @dataclass(frozen=True)
+    class Settings:
+        most_s: float = float("inf")
+
+
+def test_a_policy_s_own_defaults_are_its_own_affair() -> None:
+    assert read_settings("x", Patient, []).most_s == float("inf")
+    with pytest.raises(ConfigError, match="most_s must be"):
+        read_settings("x", Patient, ["most_s=inf"])
 
 
 def test_options_are_checked() -> None:

@@ -14,10 +14,12 @@ from kvferry.core.errors import ConfigError
 from kvferry.core.layout import KVLayout, LayerLayout
 from kvferry.store.codecs.base import Codec, CodecError
 from kvferry.store.codecs.table import BUILTIN, make_codec
+from support.examples import examples
 
 LAYERS = (LayerLayout(2, 8, 8), LayerLayout(1, 6, 3), LayerLayout(3, 5, 0))
 DTYPES = ["bfloat16", "float32"]
 LOSSY = ["fp8", "int8", "int4"]
+LARGEST = {"float16": 65504.0, "bfloat16": 3.38e38, "float32": 3.4e38}
 WORST = {"fp8": 0.07, "int8": 0.012, "int4": 0.08}
 """The most that a number may be off, as a share of the largest of its group (bfloat16's own rounding included)."""
 
@@ -35,20 +37,22 @@ def there_and_back(codec: Codec, span: bytes, layer: int) -> bytes:
 
 
 def to_bytes(numbers: np.ndarray, dtype: str) -> bytes:
+    if dtype == "float16":
+        return numbers.astype("<f2").tobytes()
     bits = numbers.astype(np.float32).view(np.uint32)
     return bits.astype("<u4").tobytes() if dtype == "float32" else (bits >> 16).astype("<u2").tobytes()
 
 
 def to_numbers(span: bytes, dtype: str) -> np.ndarray:
-    if dtype == "float32":
-        return np.frombuffer(span, "<f4")
+    if dtype != "bfloat16":
+        return np.frombuffer(span, "<f4" if dtype == "float32" else "<f2").astype(np.float32)
     return (np.frombuffer(span, "<u2").astype(np.uint32) << 16).view(np.float32)
 
 
 @pytest.mark.parametrize("name", BUILTIN)
 @pytest.mark.parametrize("dtype", DTYPES)
 @given(data=st.data())
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 def test_lossless_gives_the_same_bits_and_any_bytes_go_through(name: str, dtype: str, data: st.DataObject) -> None:
     """Random bytes are every kind of number: NaN, infinite, the smallest there are."""
     layout = layout_of(dtype, data.draw(st.sampled_from([1, 3, 16])))
@@ -63,11 +67,12 @@ def test_lossless_gives_the_same_bits_and_any_bytes_go_through(name: str, dtype:
 
 
 @pytest.mark.parametrize("name", LOSSY)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", LARGEST)
 @given(seed=st.integers(0, 2**32), scale=st.sampled_from([1e-30, 1e-3, 1.0, 300.0, 1e30]), shift=st.floats(-3, 3))
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 def test_lossy_is_near(name: str, dtype: str, seed: int, scale: float, shift: float) -> None:
     layout = layout_of(dtype)
+    scale = scale if dtype != "float16" else min(scale, 1000.0)
     for layer, spec in enumerate(LAYERS):
         dims = spec.key_dim + spec.value_dim
         numbers = (np.random.default_rng(seed).normal(shift, 1, (spec.num_kv_heads, 16 * dims)) * scale).astype(
@@ -83,6 +88,21 @@ def test_lossy_is_near(name: str, dtype: str, seed: int, scale: float, shift: fl
                 off = np.abs(found[:, part] - exact[:, part]).reshape(shape)
                 largest = np.abs(exact[:, part]).reshape(shape).max(axis=axis, keepdims=True)
                 assert (off <= WORST[name] * largest * (2 if name == "int4" else 1)).all()
+
+
+@pytest.mark.parametrize("name", LOSSY)
+@pytest.mark.parametrize("dtype", LARGEST)
+@given(seed=st.integers(0, 2**32), share=st.floats(0.25, 1.0))
+@settings(max_examples=examples(15), deadline=None)
+def test_what_is_finite_stays_finite(name: str, dtype: str, seed: int, share: float) -> None:
+    """The largest numbers there are, too, whose scale is rounded up."""
+    layout = layout_of(dtype)
+    size = layout.span_bytes(0) // (4 if dtype == "float32" else 2)
+    numbers = np.random.default_rng(seed).uniform(-1, 1, size) * share * LARGEST[dtype]
+    span = to_bytes(numbers, dtype)
+    found = to_numbers(there_and_back(make_codec(name, layout), span, 0), dtype)
+    assert np.isfinite(found).all()
+    assert np.abs(found / LARGEST[dtype] - to_numbers(span, dtype) / LARGEST[dtype]).max() < 2 * WORST[name]
 
 
 @pytest.mark.parametrize(("name", "most"), [("lossless", 0.75), ("fp8", 0.6), ("int8", 0.6), ("int4", 0.4)])
@@ -111,7 +131,7 @@ def test_decoding_what_was_decoded_once_changes_little(name: str) -> None:
 @pytest.mark.parametrize("name", BUILTIN)
 @pytest.mark.parametrize("dtype", DTYPES)
 @given(data=st.data())
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 def test_bytes_that_nobody_wrote_are_refused_or_decoded_and_nothing_else(
     name: str, dtype: str, data: st.DataObject
 ) -> None:

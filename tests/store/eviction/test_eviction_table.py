@@ -20,6 +20,16 @@ def test_the_longest_unused_goes_first() -> None:
     assert len(policy) == 0
 
 
+class NeedsMore(Lru):
+    def __init__(self, capacity: int, more: int) -> None:
+        super().__init__(capacity + more)
+
+
+def test_a_policy_that_cannot_be_made_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"NeedsMore' cannot be made for 4 blocks: TypeError"):
+        make_eviction_policy(f"{__name__}:NeedsMore", 4)
+
+
 def test_names() -> None:
     assert eviction_class("kvferry.store.eviction.lru:Lru") is Lru
     with pytest.raises(UnknownName, match="did you mean 'lru'"):

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from support.ports import free_port
+
 
 def start_server(folder: Path, *arguments: str) -> tuple[Path, "subprocess.Popen[bytes]"]:
     """A Valkey or Redis server on a socket in `folder`, which answers."""
@@ -26,7 +28,7 @@ def start_mooncake_master(folder: Path) -> "tuple[str, subprocess.Popen[bytes]]"
     """Mooncake's master, which answers; its address."""
     pytest.importorskip("mooncake.store", exc_type=ImportError)
     program = Path(sys.executable).parent / "mooncake_master"
-    ports = free_ports(2)
+    ports = [free_port(), free_port()]
     addresses = ["--rpc_address=127.0.0.1", f"--rpc_port={ports[0]}", "--metrics_host=127.0.0.1"]
     log = (folder / "log").open("wb")
     process = subprocess.Popen([str(program), *addresses, f"--metrics_port={ports[1]}"], stdout=log, stderr=log)
@@ -39,15 +41,6 @@ def start_mooncake_master(folder: Path) -> "tuple[str, subprocess.Popen[bytes]]"
             assert process.poll() is None, (folder / "log").read_text()
             assert time.monotonic() < deadline, "the master does not answer"
             time.sleep(0.02)
-
-
-def free_ports(number: int) -> list[int]:
-    """Ports of the loopback interface that nobody listens on now."""
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(number)]
-    ports = [one.getsockname()[1] for one in sockets]
-    for one in sockets:
-        one.close()
-    return ports
 
 
 def wait_for_socket(path: Path, process: "subprocess.Popen[bytes]") -> None:

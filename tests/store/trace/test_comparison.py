@@ -130,11 +130,16 @@ def test_learnt_reuse_is_never_below_lru(shape: Conversations) -> None:
     assert all(reuse[size] >= lru[size] - 0.001 for size in SIZES), (lru, reuse)
 
 
-def test_learnt_reuse_is_far_above_lru_where_most_prompts_come_once() -> None:
+@pytest.mark.parametrize(
+    "sizes",
+    [[3 * MILLION], pytest.param([MILLION, 3 * MILLION], marks=pytest.mark.full)],
+    ids=["one size", "two sizes"],
+)
+def test_learnt_reuse_is_far_above_lru_where_most_prompts_come_once(sizes: list[int]) -> None:
     requests = Conversations(duration_s=1800).requests(seed=5)
-    found = compare(lambda: iter(requests), ["lru", "s3fifo", "reuse"], [MILLION, 3 * MILLION])
+    found = compare(lambda: iter(requests), ["lru", "s3fifo", "reuse"], sizes)
     lru, s3fifo, reuse = (ratios(found, name) for name in ("lru", "s3fifo", "reuse"))
-    for size in (MILLION, 3 * MILLION):
+    for size in sizes:
         assert reuse[size] > 1.3 * lru[size]
         assert reuse[size] > 1.1 * s3fifo[size]
     deaf = compare(lambda: iter(requests), ["reuse"], [3 * MILLION], hears_finishes=False)

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from kv_support import Region, soon
+from kv_support import BlockRegion, soon
 
 from kvferry.core.errors import ConfigError, PeerLost, ProtocolError, TransferTimeout
 from kvferry.transport.connection import Identity
@@ -55,19 +55,19 @@ class HostDriver:
         assert not self.mapped
 
 
-def fabric_of(region: Region) -> CudaIpcFabric:
+def fabric_of(region: BlockRegion) -> CudaIpcFabric:
     identity = Identity("engine", region.memory.layout)
     listener = Listener(identity, "")
     listener.close()
     memory = replace(region.memory, device="cuda:1")
-    return CudaIpcFabric(FabricContext(memory, listener, identity), HostDriver)  # type: ignore[arg-type]
+    return CudaIpcFabric(FabricContext(memory, listener), HostDriver)  # type: ignore[arg-type]
 
 
 def from_another_process(fabric: CudaIpcFabric) -> dict[str, Any]:
     return fabric.describe() | {"process": 1}
 
 
-async def test_blocks_are_copied(make_region: Callable[..., Region]) -> None:
+async def test_blocks_are_copied(make_region: Callable[..., BlockRegion]) -> None:
     theirs, ours = make_region(seed=1), make_region(seed=2)
     fabric, other = fabric_of(ours), fabric_of(theirs)
     assert not fabric.reachable(other.describe())
@@ -83,7 +83,7 @@ async def test_blocks_are_copied(make_region: Callable[..., Region]) -> None:
     await fabric.close()
 
 
-async def test_a_read_given_up_writes_nothing_more(make_region: Callable[..., Region]) -> None:
+async def test_a_read_given_up_writes_nothing_more(make_region: Callable[..., BlockRegion]) -> None:
     theirs, ours = make_region(seed=1), make_region(seed=2)
     fabric = fabric_of(ours)
     peer = await fabric.connect(from_another_process(fabric_of(theirs)), soon())
@@ -101,17 +101,17 @@ async def test_a_read_given_up_writes_nothing_more(make_region: Callable[..., Re
 
 
 @pytest.mark.parametrize("change", [{"regions": [["x", 0, 8]]}, {"regions": [["AAAA", 0, 8]]}, {"regions": 3}])
-async def test_senseless_descriptions(make_region: Callable[..., Region], change: dict[str, Any]) -> None:
+async def test_senseless_descriptions(make_region: Callable[..., BlockRegion], change: dict[str, Any]) -> None:
     fabric = fabric_of(make_region())
     with pytest.raises(ProtocolError):
         await fabric.connect(from_another_process(fabric) | change, soon())
 
 
-def test_it_needs_a_gpu(make_region: Callable[..., Region]) -> None:
+def test_it_needs_a_gpu(make_region: Callable[..., BlockRegion]) -> None:
     region = make_region()
     identity = Identity("engine", region.memory.layout)
     listener = Listener(identity, "")
-    context = FabricContext(region.memory, listener, identity)
+    context = FabricContext(region.memory, listener)
     with pytest.raises(ConfigError, match="on a GPU, and it is on cpu"):
         build_fabrics("cuda_ipc", context)
     listener.close()

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
-from kv_support import Node, ProducerProcess, Region, make_layout, no_leftovers, soon, tls_of, until
+from kv_support import BlockRegion, Node, ProducerProcess, make_layout, no_leftovers, soon, tls_of, until
 from pipe_support import KINDS
 
 from kvferry.core.errors import ConfigError, PeerLost, UnknownName
@@ -87,7 +87,7 @@ async def test_shm_reaches_only_segments_of_this_machine() -> None:
 
 
 @pytest.mark.parametrize("name", ["tcp", "nixl", "mooncake"])
-async def test_a_peer_killed_in_the_middle_of_a_read(name: str, make_region: Callable[..., Region]) -> None:
+async def test_a_peer_killed_in_the_middle_of_a_read(name: str, make_region: Callable[..., BlockRegion]) -> None:
     require_library(name)
     layout = make_layout(block_size=2048)
     ours = make_region(64, 7, layout)
@@ -108,15 +108,15 @@ async def test_a_peer_killed_in_the_middle_of_a_read(name: str, make_region: Cal
     await asyncio.to_thread(node.close)
 
 
-def context_of(region: Region, *, shared: bool = True) -> FabricContext:
+def context_of(region: BlockRegion, *, shared: bool = True) -> FabricContext:
     memory = region.memory
     if not shared:
         memory = replace(memory, regions=tuple(replace(part, segment=None) for part in memory.regions))
     identity = Identity("engine", memory.layout)
-    return FabricContext(memory, Listener(identity, ""), identity)
+    return FabricContext(memory, Listener(identity, ""))
 
 
-def test_auto_takes_what_works_here(make_region: Callable[..., Region]) -> None:
+def test_auto_takes_what_works_here(make_region: Callable[..., BlockRegion]) -> None:
     shared, private = context_of(make_region()), context_of(make_region(), shared=False)
     assert [fabric.name for fabric in build_fabrics("auto", shared)] == ["shm", "tcp"]
     assert [fabric.name for fabric in build_fabrics("auto", private)] == ["tcp"]

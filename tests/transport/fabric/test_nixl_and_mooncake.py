@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from kv_support import Node, ProducerProcess, Region, make_layout, no_leftovers, soon
+from kv_support import BlockRegion, Node, ProducerProcess, make_layout, no_leftovers, soon
 
 from kvferry.core.errors import ConfigError, PeerLost, ProtocolError, TransferTimeout
 from kvferry.core.options import read_options
@@ -35,7 +35,7 @@ class Shared:
     """An instance that reads, and one that is read, for all tests of a transport."""
 
     def __init__(self, name: str) -> None:
-        self.regions = [Region(make_layout(), 16, seed) for seed in (1, 2)]
+        self.regions = [BlockRegion(make_layout(), 16, seed) for seed in (1, 2)]
         self.reader, self.read_one = (Node(region, name) for region in self.regions)
 
     def description(self) -> dict[str, Any]:
@@ -112,7 +112,7 @@ async def test_a_peer_that_hangs(name: str, monkeypatch: pytest.MonkeyPatch) -> 
     require_library(name)
     monkeypatch.setenv("UCX_TLS", "tcp,self")
     monkeypatch.setenv("UCX_LOG_LEVEL", "fatal")
-    ours = Region(make_layout(block_size=2048), 64, 7)
+    ours = BlockRegion(make_layout(block_size=2048), 64, 7)
     node, producer = Node(ours, name), ProducerProcess(name, num_blocks=64, block_size=2048)
     everything = [(0, ours.memory.num_bytes)]
     peer = await node.fabrics[0].connect(producer.where["fabrics"][name], soon())
@@ -144,13 +144,13 @@ async def test_a_peer_that_hangs(name: str, monkeypatch: pytest.MonkeyPatch) -> 
 )
 def test_settings(name: str, options: dict[str, Any], message: str) -> None:
     require_library(name)
-    region = Region(make_layout(), 4)
+    region = BlockRegion(make_layout(), 4)
     identity = Identity("engine", region.memory.layout)
     listener = Listener(identity, "")
 
     def build() -> None:
         settings = read_options(TransportOptions, options)
-        build_fabrics(name, FabricContext(region.memory, listener, identity, settings=settings))
+        build_fabrics(name, FabricContext(region.memory, listener, settings))
 
     with pytest.raises(ConfigError, match=message):
         build()

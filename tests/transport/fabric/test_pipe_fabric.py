@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 import torch
-from kv_support import ProducerProcess, Region, soon, table_for, until
+from kv_support import BlockRegion, ProducerProcess, soon, table_for, until
 from pipe_support import KINDS
 
 from kvferry.core.errors import ConfigError, PeerLost, ProtocolError
@@ -20,25 +20,26 @@ from kvferry.transport.lookup_buffer.entries import EntryBounds
 from kvferry.transport.lookup_buffer.fabric import FabricLookupBuffer
 from kvferry.transport.lookup_buffer.messages import Part
 from kvferry.transport.memory import BlockMemory, Pieces, join
-from kvferry.transport.pipe.base import PipeSender, PipeSettings, pipe_kind
+from kvferry.transport.pipe.base import PipeSender, PipeSettings, pipe_class, pipe_kind
 from kvferry.transport.pipe.meeting import PipeServer
 
-MakeRegion = Callable[..., Region]
+MakeRegion = Callable[..., BlockRegion]
 
 
 @asynccontextmanager
 async def instance(
-    region: Region, pipe: str, *, engine_id: str = "engine"
+    region: BlockRegion, pipe: str, *, engine_id: str = "engine"
 ) -> AsyncIterator[tuple[FabricLookupBuffer, Source]]:
     identity = Identity(engine_id, region.memory.layout)
     listener = Listener(identity, "secret")
-    context = FabricContext(region.memory, listener, identity, "secret")
-    fabric = PipeFabric.through(KINDS.get(pipe, pipe), context)
+    context = FabricContext(region.memory, listener)
+    fabric = PipeFabric.through(pipe_class(KINDS.get(pipe, pipe)), context)
     buffer = FabricLookupBuffer(context, [fabric], table_for(region.memory, EntryBounds(capacity_bytes=4 * 2**20)))
     task = asyncio.create_task(buffer.run())
     try:
         yield buffer, Source(listener.host, listener.port)
         buffer.check()
+        buffer.table.check()
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
@@ -91,14 +92,14 @@ async def test_hand_offs_of_many_pieces(make_region: MakeRegion, pipe: str, monk
 
 
 @asynccontextmanager
-async def reading(make_region: MakeRegion, pipe: str) -> AsyncIterator[tuple[PipePeer, Region, Region]]:
+async def reading(make_region: MakeRegion, pipe: str) -> AsyncIterator[tuple[PipePeer, BlockRegion, BlockRegion]]:
     """(peer, its region, our region), without a lookup buffer."""
     theirs, ours = make_region(seed=1), make_region(seed=2)
     identities = [Identity(name, theirs.memory.layout) for name in ("theirs", "ours")]
     listeners = [Listener(identity, "secret") for identity in identities]
     fabrics = [
-        PipeFabric(FabricContext(region.memory, listener, identity, "secret"), pipe_kind(KINDS[pipe], PipeSettings()))
-        for region, listener, identity in zip((theirs, ours), listeners, identities, strict=True)
+        PipeFabric(FabricContext(region.memory, listener), pipe_kind(KINDS[pipe], PipeSettings()))
+        for region, listener in zip((theirs, ours), listeners, strict=True)
     ]
     serving = [asyncio.create_task(listener.serve()) for listener in listeners]
     peer = await fabrics[1].connect(fabrics[0].describe(), soon())
@@ -190,7 +191,7 @@ async def test_a_peer_that_sends_something_else(make_region: MakeRegion, lie: st
     listener.handle("pull", serve)
     task = asyncio.create_task(listener.serve())
     own = Listener(identity, "secret")
-    fabric = PipeFabric(FabricContext(ours.memory, own, identity, "secret"), kind)
+    fabric = PipeFabric(FabricContext(ours.memory, own), kind)
     peer: FabricPeer = await fabric.connect({"host": listener.host, "port": listener.port}, soon())
     with pytest.raises(ProtocolError, match="for a read of 4"):
         await peer.read([(8, 4)], [(0, 4)], soon())

@@ -12,6 +12,7 @@ from kvferry.transport.lookup_buffer.base import Source, Want
 from kvferry.transport.lookup_buffer.messages import Part
 from kvferry.transport.lookup_buffer.selection import ArrivalMap, head_spans
 from kvferry.transport.memory import BlockGeometry, LayerPlace, Region, RegionMap, join
+from support.examples import examples
 
 NUM_BLOCKS = 40
 
@@ -78,7 +79,7 @@ def copy(source: Rank, target: Rank, remote: list[tuple[int, int]], local: list[
     copy_one_by_one(join(remote, RegionMap(theirs, "peer's"), local, RegionMap(ours, "own"), 2**20))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(data=st.data())
 def test_the_logical_tensor_stays_the_same(data: st.DataObject) -> None:
     draw = data.draw

@@ -5,11 +5,10 @@ from importlib.metadata import EntryPoint, EntryPoints
 
 import pytest
 import torch
-from kv_support import Region, table_for
+from kv_support import BlockRegion, table_for
 from pipe_support import KINDS
 
 from kvferry.connectors.api import ConnectorContext
-from kvferry.connectors.p2p.options import options_of
 from kvferry.connectors.p2p.scheduler import P2pSchedulerSide
 from kvferry.connectors.registry import find_connector
 from kvferry.core.errors import ConfigError, UnknownName
@@ -19,16 +18,17 @@ from kvferry.transport.connection import Identity
 from kvferry.transport.fabric.base import FABRICS, Fabric
 from kvferry.transport.lookup_buffer.base import LOOKUP_BUFFERS, LookupBuffer, LookupBufferContext, lookup_buffer_class
 from kvferry.transport.lookup_buffer.fabric import FabricLookupBuffer
+from kvferry.transport.options import options_of
 from kvferry.transport.pipe.base import PIPES, PipeKind
 
-MakeRegion = Callable[..., Region]
+MakeRegion = Callable[..., BlockRegion]
 
 
 def config_of(connector: str = "P2pConnector", **extra: object) -> KVTransferConfig:
     return KVTransferConfig(kv_connector=connector, kv_connector_extra_config=extra)
 
 
-def build(region: Region, **extra: object) -> LookupBuffer:
+def build(region: BlockRegion, **extra: object) -> LookupBuffer:
     identity, config = Identity("e", region.memory.layout), config_of(**extra)
     context = LookupBufferContext(
         config, options_of(config), region.memory, identity, "secret", table_for(region.memory)
@@ -98,7 +98,7 @@ def test_p2p_nccl_with_another_transport(make_region: MakeRegion) -> None:
     [
         (PIPES, KINDS["example"], PipeKind),
         (FABRICS, "kvferry.transport.fabric.tcp:TcpFabric", Fabric),
-        (LOOKUP_BUFFERS, "kvferry.transport.lookup_buffer.memory:MemoryLookupBuffer", LookupBuffer),
+        (LOOKUP_BUFFERS, "in_process_lookup_buffer:InProcessLookupBuffer", LookupBuffer),
     ],
 )
 def test_what_other_packages_bring(

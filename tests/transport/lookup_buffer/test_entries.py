@@ -93,7 +93,7 @@ def test_a_key_that_several_take_ends_with_the_last() -> None:
     assert not table.take("k", generation, 1, 3)
 
 
-def test_the_takers_of_several_consumers_are_not_added_up() -> None:
+def test_the_readers_of_several_consumers_are_not_added_up() -> None:
     """One of the first consumer's ranks has died; the second, which has the same ticket, still reads with one."""
     table, generation = sealed_table(ManualClock())
     assert table.take("k", generation, 0, 2, "first")
@@ -104,7 +104,7 @@ def test_the_takers_of_several_consumers_are_not_added_up() -> None:
     assert not table.take("k", generation, 1, 2, "first")
 
 
-def test_a_taker_that_never_comes_is_bounded_by_the_lease() -> None:
+def test_a_reader_that_never_comes_is_bounded_by_the_lease() -> None:
     clock = ManualClock()
     table, generation = sealed_table(clock, lease_s=10)
     assert table.take("k", generation, 0, 2)
@@ -303,11 +303,11 @@ def test_a_take_and_a_drop_never_both_succeed() -> None:
     def take_all() -> None:
         takes.update(key for key in keys if table.take(key, generations[key]))
 
-    taker = threading.Thread(target=take_all)
-    taker.start()
+    consumer = threading.Thread(target=take_all)
+    consumer.start()
     for key in reversed(keys):
         table.drop(key)
-    taker.join()
+    consumer.join()
     ended = dict(table.ended())
     assert len(ended) == len(keys)
     assert takes == {key for key, reason in ended.items() if reason == "taken"}

@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 
 import pytest
-from kv_support import ProducerProcess, Region, sharded, soon, table_for, until
+from kv_support import BlockRegion, ProducerProcess, sharded, soon, table_for, until
 from msgspec.structs import replace
 
 from kvferry.core.clock import Clock, ManualClock
@@ -36,7 +36,7 @@ ALL = Part(0, 3, 0, [4])
 
 @asynccontextmanager
 async def instance(
-    region: Region,
+    region: BlockRegion,
     transport: str = "auto",
     *,
     port: int = 0,
@@ -47,7 +47,7 @@ async def instance(
 ) -> AsyncIterator[tuple[FabricLookupBuffer, Source]]:
     identity = Identity(engine_id, region.memory.layout)
     listener = Listener(identity, token, port=port)
-    context = FabricContext(region.memory, listener, identity, token)
+    context = FabricContext(region.memory, listener)
     buffer = FabricLookupBuffer(
         context, build_fabrics(transport, context), table_for(region.memory, EntryBounds(lease_s), clock)
     )
@@ -70,7 +70,7 @@ def offer(buffer: FabricLookupBuffer, key: str) -> None:
     ("ours", "theirs", "used"), [("auto", "auto", "shm"), ("auto", "tcp", "tcp"), ("tcp", "auto", "tcp")]
 )
 async def test_the_first_transport_that_both_have(
-    make_region: Callable[..., Region], ours: str, theirs: str, used: str
+    make_region: Callable[..., BlockRegion], ours: str, theirs: str, used: str
 ) -> None:
     async with (
         instance(make_region(seed=1), theirs) as (producer, source),
@@ -80,13 +80,13 @@ async def test_the_first_transport_that_both_have(
         assert (await consumer.drop_select(Want("k", source, [0], soon()))).fabric == used
 
 
-async def test_no_transport_in_common(make_region: Callable[..., Region]) -> None:
+async def test_no_transport_in_common(make_region: Callable[..., BlockRegion]) -> None:
     async with instance(make_region(), "shm") as (_, source), instance(make_region(), "tcp") as (consumer, _):
         with pytest.raises(ConfigError, match="this one has tcp, the producer shm"):
             await consumer.drop_select(Want("k", source, [0], soon()))
 
 
-async def test_a_wrong_token_fails_the_hand_off(make_region: Callable[..., Region]) -> None:
+async def test_a_wrong_token_fails_the_hand_off(make_region: Callable[..., BlockRegion]) -> None:
     async with (
         instance(make_region(), token="one") as (_, source),
         instance(make_region(), token="other") as (consumer, _),
@@ -98,7 +98,7 @@ async def test_a_wrong_token_fails_the_hand_off(make_region: Callable[..., Regio
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 async def test_a_killed_producer_fails_all_its_hand_offs_at_once(
-    make_region: Callable[..., Region], transport: str
+    make_region: Callable[..., BlockRegion], transport: str
 ) -> None:
     producer = ProducerProcess(transport)
     producer.tell("open", "begun")
@@ -108,7 +108,7 @@ async def test_a_killed_producer_fails_all_its_hand_offs_at_once(
             asyncio.ensure_future(consumer.drop_select(Want(key, producer.source, [0], soon(60))))
             for key in ("begun", "unknown")
         ]
-        await until(lambda: consumer.statistics()["num_keys"] == 0 and len(consumer._pool._peers) == 1)
+        await until(lambda: len(consumer._pool._peers) == 1)
         producer.kill()
         for fetch in fetches:
             with pytest.raises(PeerLost):
@@ -117,7 +117,7 @@ async def test_a_killed_producer_fails_all_its_hand_offs_at_once(
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
-async def test_a_hand_off_from_another_process(make_region: Callable[..., Region], transport: str) -> None:
+async def test_a_hand_off_from_another_process(make_region: Callable[..., BlockRegion], transport: str) -> None:
     producer = ProducerProcess(transport, seed=11)
     same = make_region(seed=11)
     ours = make_region(seed=2)
@@ -132,7 +132,7 @@ async def test_a_hand_off_from_another_process(make_region: Callable[..., Region
     producer.kill()
 
 
-async def test_connections_are_made_anew_after_a_loss(make_region: Callable[..., Region]) -> None:
+async def test_connections_are_made_anew_after_a_loss(make_region: Callable[..., BlockRegion]) -> None:
     theirs = make_region(seed=1)
     async with instance(make_region()) as (consumer, _):
         async with instance(theirs) as (producer, source):
@@ -145,14 +145,14 @@ async def test_connections_are_made_anew_after_a_loss(make_region: Callable[...,
             await consumer.drop_select(Want("k", source, [0], soon()))
 
 
-async def test_another_instance_at_the_ticket_s_address_is_noticed(make_region: Callable[..., Region]) -> None:
+async def test_another_instance_at_the_ticket_s_address_is_noticed(make_region: Callable[..., BlockRegion]) -> None:
     async with instance(make_region()) as (_, source), instance(make_region()) as (consumer, _):
         stale = Source(source.host, source.port, "the engine before")
         with pytest.raises(PeerLost, match="another one now"):
             await consumer.drop_select(Want("k", stale, [0], soon()))
 
 
-async def test_a_lease_is_renewed_while_a_consumer_is_at_work(make_region: Callable[..., Region]) -> None:
+async def test_a_lease_is_renewed_while_a_consumer_is_at_work(make_region: Callable[..., BlockRegion]) -> None:
     lease_s, clock, renewals = 1.0, ManualClock(), list[str]()
 
     def renew(key: str) -> None:
@@ -177,7 +177,7 @@ async def test_a_lease_is_renewed_while_a_consumer_is_at_work(make_region: Calla
 
 @pytest.mark.parametrize(("engine_id", "ends"), [("another", False), ("ours", True)])
 async def test_a_release_is_of_its_own_instance_where_another_reads_the_key(
-    make_region: Callable[..., Region], engine_id: str, *, ends: bool
+    make_region: Callable[..., BlockRegion], engine_id: str, *, ends: bool
 ) -> None:
     """As after a retry: the first consumer, which was slow, gives up what the second has begun to read."""
     theirs, ours = make_region(seed=1), make_region()
@@ -203,7 +203,7 @@ async def test_a_release_is_of_its_own_instance_where_another_reads_the_key(
 
 
 async def test_a_key_is_kept_for_a_consumer_whose_ranks_have_not_all_taken_it(
-    make_region: Callable[..., Region], layout: KVLayout
+    make_region: Callable[..., BlockRegion], layout: KVLayout
 ) -> None:
     """As after a retry: one rank of the first consumer has taken the key, and so has the other rank of the second."""
     theirs = make_region(seed=1, layout=sharded(layout, 1))
@@ -223,7 +223,7 @@ async def test_a_key_is_kept_for_a_consumer_whose_ranks_have_not_all_taken_it(
         assert producer.table.ended() == [("k", "taken")]
 
 
-async def test_the_fence_a_drop_while_the_consumer_reads(make_region: Callable[..., Region]) -> None:
+async def test_the_fence_a_drop_while_the_consumer_reads(make_region: Callable[..., BlockRegion]) -> None:
     """The bytes it then reads may be anything, so they must not count."""
     theirs = make_region(seed=1)
     async with (
@@ -241,7 +241,7 @@ async def test_the_fence_a_drop_while_the_consumer_reads(make_region: Callable[.
         assert producer.table.ended() == [("k", "dropped")]
 
 
-async def test_the_fence_a_reset_while_the_consumer_reads(make_region: Callable[..., Region]) -> None:
+async def test_the_fence_a_reset_while_the_consumer_reads(make_region: Callable[..., BlockRegion]) -> None:
     theirs, ours = make_region(seed=1), make_region()
     async with (
         instance(theirs, "shm") as (producer, source),
@@ -260,7 +260,7 @@ async def test_the_fence_a_reset_while_the_consumer_reads(make_region: Callable[
         assert ours.blocks([0]) == theirs.blocks([12])
 
 
-async def test_the_fence_a_lease_that_ends_while_the_consumer_reads(make_region: Callable[..., Region]) -> None:
+async def test_the_fence_a_lease_that_ends_while_the_consumer_reads(make_region: Callable[..., BlockRegion]) -> None:
     """A renewal may be lost on the way: the blocks are somebody else's, and what is read of them must not count."""
     theirs = make_region(seed=1)
     async with (
@@ -278,7 +278,7 @@ async def test_the_fence_a_lease_that_ends_while_the_consumer_reads(make_region:
             await fetching
 
 
-async def test_a_key_is_kept_alive_without_being_read(make_region: Callable[..., Region]) -> None:
+async def test_a_key_is_kept_alive_without_being_read(make_region: Callable[..., BlockRegion]) -> None:
     lease_s = 0.5
     ours = make_region()
     before = ours.bytes.copy()
@@ -299,7 +299,7 @@ async def test_a_key_is_kept_alive_without_being_read(make_region: Callable[...,
         assert (ours.bytes == before).all()
 
 
-async def test_keeping_ends_with_the_key_and_with_the_producer(make_region: Callable[..., Region]) -> None:
+async def test_keeping_ends_with_the_key_and_with_the_producer(make_region: Callable[..., BlockRegion]) -> None:
     async with instance(make_region()) as (consumer, _):
         async with instance(make_region(seed=1)) as (producer, source):
             offer(producer, "k")
@@ -313,14 +313,14 @@ async def test_keeping_ends_with_the_key_and_with_the_producer(make_region: Call
             await keeping
 
 
-async def test_a_rank_that_was_not_meant(make_region: Callable[..., Region]) -> None:
+async def test_a_rank_that_was_not_meant(make_region: Callable[..., BlockRegion]) -> None:
     async with instance(make_region()) as (_, source), instance(make_region()) as (consumer, _):
         for meant in (Source(source.host, source.port, tp_rank=1), Source(source.host, source.port, tp_size=2)):
             with pytest.raises(LayoutMismatch):
                 await consumer.drop_select(Want("k", meant, [0], soon()))
 
 
-async def test_a_reset_between_read_and_digest_is_no_mismatch(make_region: Callable[..., Region]) -> None:
+async def test_a_reset_between_read_and_digest_is_no_mismatch(make_region: Callable[..., BlockRegion]) -> None:
     """The digest is then of other bytes, but so is the generation."""
     theirs, ours = make_region(seed=1), make_region()
     async with (
@@ -341,7 +341,7 @@ async def test_a_reset_between_read_and_digest_is_no_mismatch(make_region: Calla
         assert ours.blocks([0]) == theirs.blocks([12])
 
 
-async def test_the_consumer_s_connection_breaks_before_the_take(make_region: Callable[..., Region]) -> None:
+async def test_the_consumer_s_connection_breaks_before_the_take(make_region: Callable[..., BlockRegion]) -> None:
     theirs, ours = make_region(seed=1), make_region()
     async with instance(theirs, "shm") as (producer, source), instance(ours) as (second, _):
         async with gated_instance(make_region()) as (first, _, reading):
@@ -367,12 +367,12 @@ LIES = {
 
 
 @pytest.mark.parametrize("lie", LIES)
-async def test_a_producer_that_lies_is_not_believed(make_region: Callable[..., Region], lie: str) -> None:
+async def test_a_producer_that_lies_is_not_believed(make_region: Callable[..., BlockRegion], lie: str) -> None:
     theirs, ours = make_region(), make_region(seed=2)
     before = ours.bytes.copy()
 
     async def serve(connection: Connection) -> None:
-        shm = ShmFabric(FabricContext(theirs.memory, listener, identity))
+        shm = ShmFabric(FabricContext(theirs.memory, listener))
         await connection.send(
             Offer(theirs.memory.num_blocks, theirs.memory.geometry.places, 30.0, {"shm": shm.describe()})
         )
@@ -422,11 +422,11 @@ class GatedShm(ShmFabric):
 
 @asynccontextmanager
 async def gated_instance(
-    region: Region, *, checksum: bool = False
+    region: BlockRegion, *, checksum: bool = False
 ) -> AsyncIterator[tuple[FabricLookupBuffer, asyncio.Event, asyncio.Event]]:
     identity = Identity("gated", region.memory.layout)
     settings = TransportOptions(checksum=checksum)
-    context = FabricContext(region.memory, Listener(identity, "secret"), identity, "secret", settings)
+    context = FabricContext(region.memory, Listener(identity, "secret"), settings)
     fabric = GatedShm(context)
     buffer = FabricLookupBuffer(context, [fabric], table_for(region.memory))
     task = asyncio.create_task(buffer.run())
@@ -437,7 +437,7 @@ async def gated_instance(
         await asyncio.gather(task, return_exceptions=True)
 
 
-async def test_a_lost_read_connection_is_made_anew(make_region: Callable[..., Region]) -> None:
+async def test_a_lost_read_connection_is_made_anew(make_region: Callable[..., BlockRegion]) -> None:
     """The control connection lives, the one that carries blocks does not."""
     theirs, ours = make_region(seed=1), make_region()
     async with instance(theirs, "tcp") as (producer, source), instance(ours, "tcp") as (consumer, _):
@@ -458,4 +458,4 @@ async def test_a_lost_read_connection_is_made_anew(make_region: Callable[..., Re
         await consumer.drop_select(Want("again", source, [2], soon()))
         assert len(fabric_peers) == 2
         assert ours.blocks([2]) == theirs.blocks([4])
-        producer.end("lost")
+        producer.table.release("lost")

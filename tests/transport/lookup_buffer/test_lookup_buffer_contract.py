@@ -4,25 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-from kv_support import Region
 from pipe_support import KINDS
 
 from kvferry.testing.lookup_buffer import LookupBufferContract
-from kvferry.transport.lookup_buffer.base import LookupBuffer, Source
-from kvferry.transport.lookup_buffer.entries import EntryTable
-from kvferry.transport.lookup_buffer.memory import MemoryLookupBuffer, MemoryNetwork
 from support.certificates import member_options
-
-
-class TestMemory(LookupBufferContract):
-    @pytest.fixture(autouse=True)
-    def _network(self) -> None:
-        self.network: MemoryNetwork = {}
-
-    def build(self, region: Region, table: EntryTable, number: int) -> tuple[LookupBuffer, Source]:
-        source = Source("memory", number)
-        return MemoryLookupBuffer(region.memory, table, self.network, source), source
 
 
 class FabricContract(LookupBufferContract):

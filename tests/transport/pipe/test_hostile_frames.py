@@ -27,6 +27,7 @@ from kvferry.transport.pipe.messages import (
     TensorHeader,
 )
 from kvferry.transport.pipe.tensors import DTYPES, num_bytes_of, shaped
+from support.examples import examples
 
 SETTINGS = PipeSettings(capacity_bytes=CAPACITY, max_tensor_bytes=16 * CAPACITY)
 BAD_HEADERS = {
@@ -55,7 +56,7 @@ async def connected() -> AsyncIterator[tuple[Connection, Connection]]:
     """(ours, theirs)."""
     pair = [Connection(end) for end in tcp_pair()]
     for connection in pair:
-        connection.trust(Identity("peer", make_layout()))
+        connection.trust(Identity("peer", make_layout()), b"", b"")
     try:
         yield pair[0], pair[1]
     finally:
@@ -189,7 +190,7 @@ shapes = st.lists(st.one_of(st.integers(0, 8), st.integers()), max_size=70)
 dtypes = st.one_of(st.sampled_from([*DTYPES]), st.text(max_size=20))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(dtype=dtypes, shape=shapes)
 def test_any_header(dtype: str, shape: list[int]) -> None:
     """What is accepted has as many bytes as it says, and becomes a tensor of that dtype and shape."""
@@ -204,7 +205,7 @@ def test_any_header(dtype: str, shape: list[int]) -> None:
 
 
 @pytest.mark.parametrize(("kind", "use"), PARSED, ids=lambda value: getattr(value, "__name__", ""))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(data=st.data())
 def test_any_bytes(kind: type[Message], use: Callable[[Message], object], data: st.DataObject) -> None:
     example = {

@@ -8,9 +8,10 @@ import pytest
 from pipe_support import CAPACITY, KINDS
 
 from kvferry.core.errors import UnknownName
-from kvferry.testing.pipe import Ends, PipeContract, PipeEnds, fill
+from kvferry.testing.memory_pipe import memory_pipe
+from kvferry.testing.pipe import PipeContract, PipeEnds
+from kvferry.testing.pipe_ends import Ends, fill
 from kvferry.transport.pipe.base import PipeSettings, pipe_kind
-from kvferry.transport.pipe.memory import memory_pipe
 
 
 class TestMemoryPipe(PipeEnds):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
+import socket
 import sys
 import threading
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ import msgspec
 from kvferry.core.layout import KVLayout, LayerLayout
 from kvferry.core.sharding import on_rank
 from kvferry.testing import fabric
-from kvferry.testing.kv import Region, make_layout, soon, table_for, until
+from kvferry.testing.kv import BlockRegion, make_layout, soon, table_for, until
 from kvferry.transport.lookup_buffer.base import Source
 from kvferry.transport.options import TransportOptions
 from kvferry.transport.shared_memory import owned_segment_names
@@ -25,11 +25,12 @@ from kvferry.transport.tls import ChannelTls, channel_tls
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # of scripts that are run by themselves
 from support.certificates import for_children, member_options
+from support.warm import Forked
 
 __all__ = [
+    "BlockRegion",
     "Node",
     "ProducerProcess",
-    "Region",
     "make_layout",
     "no_leftovers",
     "sharded",
@@ -61,7 +62,7 @@ def tls_of(transport: str) -> ChannelTls | None:
 class Node(fabric.Node):
     """One over a transport that is named alone, or with "tls-" before it."""
 
-    def __init__(self, region: Region, transport: str = "auto", **more: Any) -> None:
+    def __init__(self, region: BlockRegion, transport: str = "auto", **more: Any) -> None:
         options = TransportOptions(transport=transport.removeprefix("tls-"))
         super().__init__(region, options, tls=tls_of(transport), **more)
 
@@ -78,27 +79,25 @@ def no_leftovers() -> Iterator[None]:
 
 
 class ProducerProcess:
-    """`producer_process.py`, running."""
+    """`producer_process.py`, running. Forked: to import torch anew for each would cost two seconds."""
 
     def __init__(self, transport: str, *, num_blocks: int = 16, seed: int = 1, block_size: int = 4) -> None:
-        script = Path(__file__).with_name("producer_process.py")
-        numbers = [str(num_blocks), str(seed), str(block_size)]
-        pipe = subprocess.PIPE
-        command = [sys.executable, str(script), transport, *numbers]
-        environment = os.environ | (for_children() if transport.startswith("tls-") else {})
-        self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment)
-        assert self.process.stdout is not None
-        self.where = json.loads(self.process.stdout.readline())
+        from producer_process import produce
+
+        environment = {**os.environ, **(for_children() if transport.startswith("tls-") else {})}
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            self.process = Forked(produce, theirs.fileno(), environment, transport, num_blocks, seed, block_size)
+            self._told = ours.makefile("rw", buffering=1)
+        self.where = json.loads(self._told.readline())
         self.source = Source(self.where["host"], self.where["port"])
 
     def tell(self, *words: object) -> None:
         """Have it do something, and wait until it is done."""
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.process.stdin.write(" ".join(str(word) for word in words) + "\n")
-        self.process.stdin.flush()
-        assert self.process.stdout.readline() == "done\n"
+        self._told.write(" ".join(str(word) for word in words) + "\n")
+        assert self._told.readline() == "done\n"
 
     def kill(self) -> None:
         self.process.kill()
-        self.process.communicate()
+        self.process.wait()
+        self._told.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from kvferry.testing.pipe import CAPACITY, TOKEN, serving
+from kvferry.testing.pipe_ends import CAPACITY, TOKEN, serving
 
 __all__ = ["CAPACITY", "EXAMPLES", "KINDS", "TOKEN", "serving"]
 

@@ -1,9 +1,9 @@
 """kvferry's connectors inside vLLM.
 
-For every connector that the registry knows, this module has a class for vLLM by the name `Kvferry` + its name, made
-when it is first asked for: `--kv-transfer-config` finds it with `"kv_connector_module_path": "kvferry.adapters.vllm"`,
-or by its name alone, since `register` (vLLM's plugin entry point) makes the names known. Importing this module
-imports neither vLLM nor torch.
+For every connector in the registry, this module has a class for vLLM with the name `Kvferry` + its name, made when it
+is first asked for. `--kv-transfer-config` finds it by its name alone, because `register` (vLLM's plugin entry point)
+makes the names known, or with `"kv_connector_module_path": "kvferry.adapters.vllm"`. Importing this module imports
+neither vLLM nor torch.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ __all__ = ["class_names", "register"]
 
 
 def register() -> None:
-    """Tell vLLM's factory the names. vLLM calls it in each of its processes, perhaps more than once."""
+    """Register all names with vLLM's connector factory. vLLM calls this in each of its processes, perhaps more than
+    once."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     for name in class_names():

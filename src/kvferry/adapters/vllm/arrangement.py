@@ -1,8 +1,8 @@
 """How an attention backend arranges K and V within a page, found by letting it write one.
 
-Two vLLMs can exchange pages when they put the same values at the same bytes. The release of vLLM does not say that, nor
-does the backend's name; the bytes that the backend writes do. So known keys and values are written into a page of
-scratch memory by the backend's own method, and the result is named by a digest.
+Two vLLMs can exchange pages if they put the same values at the same bytes. Neither the release of vLLM nor the
+backend's name tells that; the bytes that the backend writes do. So known keys and values are written into a scratch
+page by the backend's own method, and a digest of the result identifies the arrangement.
 """
 
 from __future__ import annotations
@@ -18,32 +18,32 @@ import torch
 log = logging.getLogger(__name__)
 
 _BASE = 251
-"""So many values are told apart by one written page: integers that even an 8-bit mantissa holds exactly."""
+"""Number of values that one written page distinguishes: integers that even an 8-bit mantissa holds exactly."""
 _SCALES_PER_HEAD = "per_token_head"
-"""How vLLM's names for caches end that keep the scales of their values in a page too."""
+"""How vLLM's names end for cache dtypes that store scales in the page too."""
 
 
 def written_page(layer: Any, cache: torch.Tensor, page_bytes: int) -> str | None:
-    """A digest of what the backend of `layer` writes for known keys and values; None where it cannot be asked.
+    """A digest of what the backend of `layer` writes for known keys and values; None if it cannot be asked.
 
-    `layer` is vLLM's attention layer; `cache` [num_blocks, heads, block_size, content] its view of the KV cache, which
-    is not touched; `page_bytes` the size of one of its pages.
+    `layer`: vLLM's attention layer; `cache` [num_blocks, heads, block_size, content]: its view of the KV cache, which
+    is not changed; `page_bytes`: the size of one of its pages.
     """
     if str(getattr(layer, "kv_cache_dtype", "")).endswith(_SCALES_PER_HEAD):
-        return None  # what is written is a share of the greatest value beside it: the numbers are not to be read there
+        return None  # values are stored relative to the greatest one beside them: patterns cannot be read back
     try:
         digest = hashlib.sha256()
         for keys, values in _patterns(layer, cache):
             digest.update(_write(layer, cache, page_bytes, keys, values))
         return digest.hexdigest()[:12]
     except Exception as error:  # noqa: BLE001 - of any backend and its compiler; none of it must end vLLM's start
-        log.info("%s cannot be asked how it arranges a page: %r", type(layer).__name__, error)
+        log.info("attention backend %s does not show how it arranges a page: %r", type(layer).__name__, error)
         return None
 
 
 def _patterns(layer: Any, cache: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Keys and values [block_size, heads, head_size] whose elements are the digits of their own numbers, the lowest
-    digits first: together they tell every element of a page from every other."""
+    """Keys and values [block_size, heads, head_size] whose elements are digits of their own index, the lowest digits
+    first: together, the patterns distinguish all elements of a page."""
     impl = layer.impl
     shape = (cache.shape[2], impl.num_kv_heads, impl.head_size)
     count = 2 * shape[0] * shape[1] * shape[2]
@@ -55,7 +55,7 @@ def _patterns(layer: Any, cache: torch.Tensor) -> Iterator[tuple[torch.Tensor, t
 
 
 def _dtype_of(layer: Any, cache: torch.Tensor) -> torch.dtype:
-    """That of keys and values, which a quantized cache does not have."""
+    """The dtype of keys and values, which a quantized cache does not have."""
     dtype = getattr(layer, "dtype", None)
     return dtype if isinstance(dtype, torch.dtype) else cache.dtype
 

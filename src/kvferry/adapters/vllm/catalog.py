@@ -13,15 +13,16 @@ PREFIX = "Kvferry"
 
 
 def class_names() -> list[str]:
-    """What `kv_connector` may be in vLLM's configuration."""
+    """The values of `kv_connector` in vLLM's configuration."""
     return [PREFIX + name for name in connector_names()]
 
 
 @cache
 def connector_class(name: str) -> type:
-    """The class of that name. It is always the same object: vLLM compares classes.
+    """The class of that name; always the same object, since vLLM compares classes.
 
-    Raises `UnknownName` with the nearest known one, and `ConfigError` for a vLLM that this adapter was not tested on.
+    Raises `UnknownName` with the nearest known one, and `ConfigError` for a release of vLLM that this adapter was not
+    tested with.
     """
     if name not in class_names():
         raise UnknownName("kv_connector", name, class_names())

@@ -18,6 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
+from vllm.distributed.kv_transfer.kv_transfer_state import get_kv_transfer_group, has_kv_transfer_group
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -42,10 +43,11 @@ from kvferry.core.errors import ConfigError, ConnectorLost
 
 
 class KvferryConnector(KVConnectorBase_V1):
-    """What all of kvferry's connectors have in common in vLLM, which is everything but their name."""
+    """The base of all of kvferry's connectors in vLLM: everything but their name. The methods are those of vLLM's
+    `KVConnectorBase_V1`; the docstrings say when vLLM calls them."""
 
     connector_name: ClassVar[str]
-    """In kvferry's registry."""
+    """The name in kvferry's registry."""
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -69,7 +71,7 @@ class KvferryConnector(KVConnectorBase_V1):
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: object) -> bool:
-        """vLLM 0.33 asks it first of all; with 0.32, `cache_shape` refuses sleep mode."""
+        """vLLM 0.33 asks before anything else; with 0.32, `cache_shape` refuses sleep mode."""
         return False
 
     # Worker: the KV cache.
@@ -89,7 +91,8 @@ class KvferryConnector(KVConnectorBase_V1):
 
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """vLLM has allocated the KV cache: build the worker side on it."""
-        self._half().register(self._vllm_config, self._kv_cache_config, kv_caches)
+        is_alone = not has_kv_transfer_group() or get_kv_transfer_group() is self
+        self._half().register(self._vllm_config, self._kv_cache_config, kv_caches, is_alone=is_alone)
         siblings.add_worker(self._settings, self._half().facts)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata:
@@ -111,43 +114,43 @@ class KvferryConnector(KVConnectorBase_V1):
         self._half().withdraw(_ours(kv_connector_metadata))
 
     def start_load_kv(self, forward_context: object, **kwargs: Any) -> None:
-        """Before the model runs when it waits for a load of this step, else after it."""
+        """Called before the model runs if it waits for a load of this step, otherwise after it."""
         self._half().start(self._step())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """vLLM calls it before a layer's attention."""
+        """Called before a layer's attention."""
         self._half().wait_layer(self._step(), layer_name)
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: object, **kwargs: Any) -> None:
-        """vLLM calls it after a layer's attention."""
+        """Called after a layer's attention."""
         self._half().save_layer(self._step(), layer_name)
 
     def wait_for_save(self) -> None:
-        """The model has run, or on a device was queued: announce the layers that are not announced yet."""
+        """Called when the model has run (on a device: is queued). Announces the layers that are not announced yet."""
         self._half().end_step(self._step())
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """Called once in a step. The three methods below return what was found at the same moment."""
+        """Called once in each step. The next three methods return parts of what was found in this call."""
         step = self._step() if self.has_connector_metadata() else None
         self._results = results = self._half().report(step)
         return KVConnectorTransferResults(results.finished_sending, results.finished_recving, results.failed_recving)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Blocks of loads that have failed."""
+        """Blocks of loads that failed."""
         return self._results.invalid_block_ids
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        """This rank's report to the scheduler side; None: nothing has happened."""
+        """This rank's report to the scheduler side; None: nothing happened."""
         return WorkerReports([self._results.rank_report]) if self._results.rank_report else None
 
     # Scheduler.
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
-        """vLLM calls it before `set_xfer_handshake_metadata`."""
+        """Called before `set_xfer_handshake_metadata`."""
         self._pool = gpu_block_pool
 
     def set_xfer_handshake_metadata(self, metadata: Mapping[int, KVConnectorHandshakeMetadata]) -> None:
-        """All workers have their KV cache, so the scheduler side can be built."""
+        """Called when all workers have their KV cache: build the scheduler side."""
         facts = [self._facts_of(metadata[rank]) for rank in sorted(metadata)]
         context = ConnectorContext(self._settings.transfer, facts[0].layout, self._settings.auth_token)
         side = find_connector(self._settings.transfer).build_scheduler_side(context)
@@ -156,11 +159,18 @@ class KvferryConnector(KVConnectorBase_V1):
             side.set_addresses(addresses)
         partition = Partition(self._shape.windows, self._shape.block_size)
         with_events = publishes_events(self._vllm_config)
-        # With data parallelism all engines step together, so that none may hold the others up.
+        # With data parallelism all engines step together, so none may delay the others.
         longest_s = 0 if self._vllm_config.parallel_config.data_parallel_size > 1 else LONGEST_S
         idle = siblings.pause_user(self._settings, longest_s)
         self._scheduler = SchedulerHalf(
-            self._settings, side, facts[0].layout, partition, Pins(self._pool), with_events=with_events, idle=idle
+            self._settings,
+            side,
+            facts[0].layout,
+            partition,
+            Pins(self._pool),
+            with_events=with_events,
+            idle=idle,
+            is_alone=facts[0].is_alone,
         )
 
     def _facts_of(self, metadata: KVConnectorHandshakeMetadata) -> WorkerFacts:
@@ -177,7 +187,7 @@ class KvferryConnector(KVConnectorBase_V1):
         return self._scheduler
 
     def on_new_request(self, request: Request) -> None:
-        """vLLM's first call for a request."""
+        """The first call for a request."""
         self._schedules().add(request)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
@@ -193,10 +203,10 @@ class KvferryConnector(KVConnectorBase_V1):
         return self._schedules().plan(scheduler_output)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        """The reports of the workers. Raises `ConnectorLost` for reports that are not kvferry's."""
+        """Take the workers' reports. Raises `ConnectorLost` for reports that are not kvferry's."""
         reports = connector_output.kv_connector_worker_meta
         if reports is not None and not isinstance(reports, WorkerReports):
-            raise ConnectorLost(f"vLLM brought {type(reports).__name__} as a report of kvferry's workers")
+            raise ConnectorLost(f"vLLM passed {type(reports).__name__} as a report of kvferry's workers")
         self._schedules().completed(reports)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
@@ -209,11 +219,11 @@ class KvferryConnector(KVConnectorBase_V1):
         return events.take() if events is not None else ()
 
     def has_pending_push_work(self) -> bool:
-        """Whether vLLM must make steps although no request is left."""
+        """Whether vLLM must step although no request is left."""
         return self._scheduler is not None and self._scheduler.has_work()
 
     def reset_cache(self) -> bool:
-        """Forget KV that is kept for reuse, because the weights have changed; False where that is not possible."""
+        """Forget KV that is kept for reuse, because the weights have changed; False if that is not possible."""
         return self._schedules().side.reset_cache()
 
     # Both.
@@ -251,13 +261,13 @@ class KvferryConnector(KVConnectorBase_V1):
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
     ) -> KvferryPromMetrics:
-        """Register this connector's metrics with vLLM's Prometheus registry."""
+        """Register this connector's metrics in vLLM's Prometheus registry."""
         return KvferryPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues, cls.connector_name)
 
 
 class KvferryGroupsConnector(KvferryConnector, SupportsHMA):
-    """The same, for connectors that do with several KV cache groups. vLLM decides by the class whether a model with
-    sliding windows has them (its hybrid KV cache manager)."""
+    """The base for connectors that support several KV cache groups. By this class, vLLM decides whether to use its
+    hybrid KV cache manager for models with sliding windows."""
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
@@ -267,7 +277,7 @@ class KvferryGroupsConnector(KvferryConnector, SupportsHMA):
 
 
 def _ours(metadata: KVConnectorMetadata) -> StepMetadata:
-    """vLLM carries what `build_connector_meta` gave it. Raises `ConnectorLost` where it brings something else."""
+    """The metadata of `build_connector_meta`, which vLLM has carried. Raises `ConnectorLost` for anything else."""
     if not isinstance(metadata, StepMetadata):
-        raise ConnectorLost(f"vLLM brought {type(metadata).__name__} as a step of kvferry's connector")
+        raise ConnectorLost(f"vLLM passed {type(metadata).__name__} as the metadata of kvferry's connector")
     return metadata

@@ -1,7 +1,7 @@
-"""Where the model runs, as far as it matters when a layer's KV is written.
+"""When the KV of a layer is written, on the device where the model runs.
 
-On the host a layer is computed when its call returns. On a device vLLM only queues the work, in a stream: a mark in the
-stream says when all that was queued before it is done. Marks on devices have never been run.
+On the CPU, a layer is computed when its call returns. On a GPU, vLLM only queues the work in a stream; a mark in the
+stream tells when everything queued before it is done. Marks on devices have never been run.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ import torch
 
 
 class DeviceMark(Protocol):
-    """A place in the order of the device's work."""
+    """A point in the order of the device's work."""
 
     def wait(self) -> None:
-        """Return when all work queued before the mark is done. The thread sleeps meanwhile."""
+        """Return when all work that was queued before the mark is done. The thread sleeps meanwhile."""
 
 
 class Device(Protocol):
@@ -25,26 +25,26 @@ class Device(Protocol):
     """Whether work is only queued when a call returns."""
 
     def mark(self) -> DeviceMark:
-        """Now, in the stream that this thread queues work in."""
+        """A mark at the end of the stream in which this thread queues work."""
 
 
 class _Done:
     def wait(self) -> None:
-        """Nothing was queued."""
+        """Returns at once: nothing was queued."""
 
 
 class Host:
-    """Work is done when its call returns."""
+    """The CPU: work is done when its call returns."""
 
     runs_behind = False
 
     def mark(self) -> DeviceMark:
-        """Always reached."""
+        """A mark that is reached already."""
         return _Done()
 
 
 class Accelerator:
-    """CUDA, ROCm, XPU: marks are events of PyTorch's. Never run."""
+    """CUDA, ROCm, XPU: marks are PyTorch's events. Never run."""
 
     runs_behind = True
 
@@ -52,7 +52,7 @@ class Accelerator:
         self._device = torch.device(device)
 
     def mark(self) -> DeviceMark:
-        """An event in the current stream, which is that of the micro-batch where vLLM runs several."""
+        """An event in the current stream, which is the micro-batch's own if vLLM runs several."""
         event = torch.Event(self._device, blocking=True)
         event.record(torch.accelerator.current_stream(self._device))
         return _EventMark(event)
@@ -68,5 +68,5 @@ class _EventMark:
 
 
 def device_of(name: str) -> Device:
-    """`name`: of a tensor's device, "cpu" or "cuda:1"."""
+    """`name`: a tensor's device, such as "cpu" or "cuda:1"."""
     return Host() if name == "cpu" else Accelerator(name)

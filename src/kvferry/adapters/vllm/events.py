@@ -1,12 +1,13 @@
-"""What subscribers to vLLM's KV events hear of a connector's store: which blocks are in it, and which are gone.
+"""KV events about a connector's store, for subscribers of vLLM's events: which blocks are in it, and which are gone.
 
-vLLM publishes what a connector gives it (`--kv-events-config`). A block has two names: in the store kvferry's, in
-events the one that vLLM publishes for the same block, so that subscribers match them with requests as they do
-vLLM's own. Owns what an event will say of blocks on their way to the store, and the names of those that were published.
+vLLM publishes what a connector gives it (`--kv-events-config`). A block has two names: kvferry's block hash in the
+store, and in events the one that vLLM publishes for the same block, so that subscribers can match them with requests.
+Owns what an event will say about blocks on their way to the store, and the names of the blocks that were published.
 """
 
 from __future__ import annotations
 
+import logging
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -23,15 +24,22 @@ from vllm.v1.core.kv_cache_utils import (
 from kvferry.adapters.vllm.requests import RequestAdapter
 from kvferry.connectors.api import StoreEvents
 from kvferry.core.block_hash import BlockHash
+from kvferry.core.clock import SYSTEM_CLOCK, Clock
 from kvferry.core.errors import LeakError
 
+log = logging.getLogger(__name__)
+
+AWAITED_S = 60.0
+"""If no block is reported for this many seconds, those on their way are given up: their connector, one of several, is
+lost."""
 MAX_KNOWN = 2**16
-"""Blocks of which it can be said that they came to a tier or left it; beyond, the oldest are forgotten."""
+"""Blocks about which events can be published; beyond it, the oldest are forgotten."""
 
 
 @dataclass
 class _Known:
-    """A block: what an event says of it, and on how many ranks it is on which medium."""
+    """One block: its event, the number of reports that are still to come, and on how many ranks it is on each
+    medium."""
 
     event: BlockStored
     num_awaited: int = 0
@@ -40,17 +48,18 @@ class _Known:
 
 
 class VllmBlockEvents:
-    """Counts what the ranks report of each block, and makes vLLM's events of it. Used from vLLM's scheduler thread
+    """Counts what the ranks report about each block, and makes vLLM's events from it. Used from vLLM's scheduler thread
     only."""
 
-    def __init__(self, block_size: int, num_ranks: int) -> None:
-        self._block_size, self._num_ranks = block_size, num_ranks
+    def __init__(self, block_size: int, num_ranks: int, clock: Clock = SYSTEM_CLOCK) -> None:
+        self._block_size, self._num_ranks, self._clock = block_size, num_ranks, clock
+        self._heard_at = clock.monotonic()
         self._known: OrderedDict[BlockHash, _Known] = OrderedDict()
         self._num_awaited = 0
         self._events: list[KVCacheEvent] = []
 
     def saving(self, view: RequestAdapter, hashes: Sequence[BlockHash]) -> None:
-        """A plan wants these blocks of a request kept, which follow one another."""
+        """A plan saves these consecutive blocks of a request."""
         first = view.block_hashes.index(hashes[0])
         for index, name in enumerate(hashes, first):
             if name not in self._known:
@@ -58,6 +67,7 @@ class VllmBlockEvents:
             self._known[name].num_awaited += self._num_ranks
             self._known.move_to_end(name)
         self._num_awaited += len(hashes) * self._num_ranks
+        self._heard_at = self._clock.monotonic()
         self._forget_oldest()
 
     def _forget_oldest(self) -> None:
@@ -65,7 +75,7 @@ class VllmBlockEvents:
             self._known.popitem(last=False)
 
     def _stored(self, request: Any, index: int) -> BlockStored:
-        """As vLLM's block pool says it of a block in its own cache."""
+        """The event that vLLM's block pool would publish for this block in its own cache."""
         start = index * self._block_size
         end = start + self._block_size
         extra_keys, _ = generate_block_hash_extra_keys(request, start, end, 0)
@@ -84,10 +94,14 @@ class VllmBlockEvents:
         )
 
     def happened(self, events: StoreEvents) -> None:
-        """What one rank saw. A block is on a medium when all ranks have it there, and gone when one has it no more."""
+        """Take what one rank saw. A block is on a medium when all ranks have it there, and gone when one no longer has
+        it."""
+        if events:
+            self._heard_at = self._clock.monotonic()
         for name in (*events.stored, *events.dropped):
-            self._known[name].num_awaited -= 1
-            self._num_awaited -= 1
+            if name in self._known and self._known[name].num_awaited:  # otherwise it was given up
+                self._known[name].num_awaited -= 1
+                self._num_awaited -= 1
         for changes in events.changes:
             for name in changes.kept:
                 self._kept(name, changes.medium)
@@ -114,15 +128,24 @@ class VllmBlockEvents:
             self._events.append(BlockRemoved(block_hashes=gone, medium=medium, group_idx=0))
 
     def take(self) -> list[KVCacheEvent]:
-        """For vLLM's publisher."""
+        """The events since the last call, for vLLM's publisher."""
         events, self._events = self._events, []
         return events
 
     def has_work(self) -> bool:
-        """Whether more will come, though no request is left."""
+        """Whether there are, or will be, events although no request is left."""
+        if self._num_awaited and self._clock.monotonic() - self._heard_at > AWAITED_S:
+            self._give_up()
         return bool(self._num_awaited or self._events)
 
+    def _give_up(self) -> None:
+        log.warning("%d blocks that were to be written to a store are no longer reported", self._num_awaited)
+        self._num_awaited = 0
+        for known in self._known.values():
+            known.num_awaited = 0
+        self._forget_oldest()
+
     def check(self) -> None:
-        """Raise `LeakError` when blocks are still on their way."""
+        """Raise `LeakError` if blocks are still on their way."""
         if self._num_awaited:
             raise LeakError(f"{self._num_awaited} blocks are still on their way to the store")

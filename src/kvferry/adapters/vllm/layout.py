@@ -1,7 +1,7 @@
-"""Where vLLM keeps KV, and what its bytes mean.
+"""Where vLLM's KV is in memory, and what its bytes mean.
 
-Inside a page each attention backend arranges K and V in a way of its own, so pages are moved whole. Everything that
-the arrangement depends on goes into `KVLayout.packing`: two instances that differ in it refuse each other.
+Each attention backend arranges K and V within a page in its own way, so pages are moved whole. Everything that the
+arrangement depends on is part of `KVLayout.packing`: two instances that differ in it refuse each other.
 """
 
 from __future__ import annotations
@@ -33,30 +33,30 @@ NEEDS_ONE_GROUP = "start vLLM with --disable-hybrid-kv-cache-manager"
 
 @dataclass(frozen=True)
 class GroupShape:
-    """A KV cache group of vLLM's: layers with one block table, in the model's order."""
+    """One of vLLM's KV cache groups: layers with one block table, in the model's order."""
 
     layer_names: tuple[str, ...]
     specs: tuple[Any, ...]
     block_size: int
     window: int | None = None
-    """How many tokens its layers look back, itself among them; blocks before are given back. None: all are kept."""
+    """The sliding window in tokens, the token itself included; blocks before it are freed. None: full attention."""
 
 
 @dataclass(frozen=True)
 class KVCacheShape:
-    """vLLM's KV cache groups. Blocks of all groups are alike: one has a page for the k-th layer of whichever group has
-    the block, so the k-th layers of all groups are one *slot*."""
+    """vLLM's KV cache groups. The blocks of all groups are alike: a block has one page for the k-th layer of the group
+    that has the block, so the k-th layers of all groups share one *slot*."""
 
     groups: tuple[GroupShape, ...]
 
     @property
     def widest(self) -> GroupShape:
-        """A group with a layer in every slot."""
+        """A group that has a layer in every slot."""
         return max(self.groups, key=lambda group: len(group.layer_names))
 
     @property
     def layer_names(self) -> list[str]:
-        """Of all groups."""
+        """The layers of all groups."""
         return [name for group in self.groups for name in group.layer_names]
 
     @property
@@ -66,14 +66,15 @@ class KVCacheShape:
 
     @property
     def windows(self) -> list[int | None]:
-        """By group."""
+        """The window of each group."""
         return [group.window for group in self.groups]
 
 
 def cache_shape(vllm_config: Any, kv_cache_config: KVCacheConfig, *, several: bool = False) -> KVCacheShape:
-    """Raises `ConfigError` when the model, or how vLLM runs it, keeps KV in a way that this adapter cannot move.
+    """The shape of the KV cache. Raises `ConfigError` if this adapter cannot move the KV of the model, or of how vLLM
+    runs it.
 
-    `several`: the connector can do with several groups.
+    `several`: the connector supports several groups.
     """
     _require_plain_parallelism(vllm_config.parallel_config)
     if vllm_config.model_config.enable_sleep_mode:
@@ -111,7 +112,7 @@ def _shape_of(group: KVCacheGroupSpec, window: int | None = None) -> GroupShape:
 
 def _one_of_several(group: KVCacheGroupSpec, max_model_len: int) -> GroupShape:
     spec = group.kv_cache_spec
-    is_draft = group.is_eagle_group or getattr(spec, "is_draft", False)  # vLLM 0.33 tells by the latter
+    is_draft = group.is_eagle_group or getattr(spec, "is_draft", False)  # vLLM 0.33 has the latter
     special = is_draft or group.host_resident or not group.enable_kv_transfer
     if not special and type(spec) is FullAttentionSpec:
         return _shape_of(group)
@@ -144,7 +145,8 @@ def _require_plain_parallelism(parallel: Any) -> None:
 
 
 def _require_whole_history(name: str, spec: Any, max_model_len: int) -> None:
-    """Layers whose early blocks vLLM gives back while the request runs leave nothing to hand off."""
+    """Raise `ConfigError` for layers whose first blocks vLLM frees while the request runs: nothing would be left to
+    hand off."""
     if isinstance(spec, FullAttentionSpec):
         return
     if isinstance(spec, SlidingWindowSpec) and spec.sliding_window >= max_model_len:
@@ -158,7 +160,7 @@ def _require_whole_history(name: str, spec: Any, max_model_len: int) -> None:
 def kv_layout(
     vllm_config: Any, shape: KVCacheShape, kv_caches: Mapping[str, torch.Tensor], fingerprint: str, rank: int
 ) -> KVLayout:
-    """What pages of these tensors mean, on this tensor-parallel rank."""
+    """The layout of the pages of these tensors on this tensor-parallel rank."""
     return KVLayout(
         model_fingerprint=fingerprint,
         layers=tuple(
@@ -174,8 +176,8 @@ def kv_layout(
 
 
 def _packing(vllm_config: Any, shape: KVCacheShape, kv_caches: Mapping[str, torch.Tensor]) -> str:
-    """Order of the axes; for each kind of layer the backend, its variant, the page's shape and how the backend arranges
-    a page; which layer is in which slot."""
+    """The order of the axes; for each kind of layer the backend, its variant, the page's shape and how the backend
+    arranges a page; and which layer is in which slot."""
     order = vllm_config.cache_config.get_resolved_kv_cache_layout()
     _require_compact_pages(order)
     layers = vllm_config.compilation_config.static_forward_context
@@ -188,19 +190,19 @@ def _packing(vllm_config: Any, shape: KVCacheShape, kv_caches: Mapping[str, torc
 
 
 def _arrangement(layer: Any, cache: torch.Tensor, spec: Any) -> str:
-    """Of a backend that cannot be asked, the release of vLLM says how it arranges pages."""
+    """The digest of a written page, or, for a backend that cannot be asked, the release of vLLM."""
     return written_page(layer, cache, spec.page_size_bytes) or f"vllm-{release_line(__version__)}"
 
 
 def _grouping(shape: KVCacheShape) -> str:
-    """A name for how layers are put into groups, and for their order: a slot's number alone does not say whose KV it
-    has."""
+    """How layers are divided into groups, and their order: a slot's number alone does not identify a layer."""
     facts = repr([(group.layer_names, group.window) for group in shape.groups])
     return f" {len(shape.groups)} groups {hashlib.sha256(facts.encode()).hexdigest()[:8]}"
 
 
 def _kind(layer: Any, cache: torch.Tensor, block_size: int) -> str:
-    """The block size is compared by itself; here counts whether the backend cuts blocks into smaller ones."""
+    """The backend, its variant and the page's shape. The block size is not part of it, because it is compared
+    separately, unless the backend divides blocks into smaller ones."""
     backend = layer.get_attn_backend().get_name()
     variant = getattr(layer, "isa", "")  # on CPUs, the instruction set decides how K is arranged
     heads, *tokens, content = cache.shape[1:]
@@ -221,7 +223,7 @@ def block_memory(
 ) -> BlockMemory:
     """vLLM's KV cache: one allocation, in which each layer has a first page and a stride.
 
-    Raises `ConfigError` where the groups do not share their pages.
+    Raises `ConfigError` if the groups do not share their pages.
     """
     places: dict[str, LayerPlace] = {}
     for tensor in kv_cache_config.kv_cache_tensors:
@@ -236,7 +238,7 @@ def block_memory(
 
 
 def allocation(kv_caches: Mapping[str, torch.Tensor]) -> tuple[int, int]:
-    """Address and bytes of the one allocation behind all tensors. Raises `ConfigError` when there are several."""
+    """Address and bytes of the one allocation behind all tensors. Raises `ConfigError` if there are several."""
     found = {
         (storage.data_ptr(), storage.nbytes()) for storage in map(torch.Tensor.untyped_storage, kv_caches.values())
     }

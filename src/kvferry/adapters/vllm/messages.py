@@ -1,4 +1,4 @@
-"""What passes between the halves of a connector through vLLM, which carries it between its own processes."""
+"""What the two halves of a connector send each other; vLLM carries it between its processes."""
 
 from __future__ import annotations
 
@@ -23,27 +23,31 @@ class StepMetadata(KVConnectorMetadata):
     computes: bool
     """Whether the model runs in this step."""
     loads: dict[str, list[int]] = field(default_factory=dict)
-    """Requests that wait until their load, begun in this step, is reported, with all their blocks."""
+    """Requests that wait for a load that begins in this step, with all their blocks."""
     step_loads: dict[str, list[int]] = field(default_factory=dict)
-    """Requests that run in this very step, with the blocks that are loaded meanwhile."""
+    """Requests that run in this step, with the blocks that are loaded during it."""
     refused: set[str] = field(default_factory=set)
-    """Requests that wait for a load which cannot be had."""
+    """Requests that wait for a load which is not possible."""
     not_held: dict[str, list[int]] = field(default_factory=dict)
-    """Of requests whose blocks are held: the groups that none is held of, and of which nothing will be reported."""
+    """For requests whose blocks are held: the groups without held blocks, for which no report will come."""
     forgotten: set[str] = field(default_factory=set)
-    """Requests whose load is over, or is over with them: the next that is released of them is what they held."""
+    """Requests whose load is over, or which are over themselves: what is released for them next are blocks that they
+    held."""
+
+    wait_s: float = 0.0
+    """vLLM waits for nothing but loads: how long the step may last until there is something to report."""
 
     @property
     def has_work(self) -> bool:
-        """Whether a worker has anything to do with it."""
+        """Whether a worker has anything to do in this step."""
         told = (self.loads, self.step_loads, self.refused, self.not_held, self.forgotten)
         return self.computes or self.plan is not None or any(told)
 
 
 @dataclass
 class RankReport:
-    """What one worker's side had to say. `transfers`: an encoded `TransferReport`, since vLLM pickles what it carries
-    and our errors keep what they say only in our own encoding; empty for an empty one."""
+    """What one worker side reports. `transfers`: an encoded `TransferReport`, empty if there is none. It is encoded
+    because vLLM pickles what it carries, and errors keep their content only in kvferry's own encoding."""
 
     rank: int
     transfers: bytes = b""
@@ -55,12 +59,12 @@ class RankReport:
 
 @dataclass
 class WorkerReports(KVConnectorWorkerMetadata):
-    """Workers → scheduler: one report a rank."""
+    """Workers → scheduler: one report for each rank."""
 
     ranks: list[RankReport]
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReports:
-        """Both."""
+        """The reports of both."""
         if not isinstance(other, WorkerReports):
             raise TypeError(f"reports of kvferry's workers cannot be joined with a {type(other).__name__}")
         return WorkerReports([*self.ranks, *other.ranks])
@@ -68,15 +72,17 @@ class WorkerReports(KVConnectorWorkerMetadata):
 
 @dataclass(frozen=True)
 class WorkerFacts:
-    """What the scheduler side is built with, and known only beside the KV cache."""
+    """What the scheduler side is built from, and what is only known beside the KV cache."""
 
     layout: KVLayout
     address: dict[str, Any] | None
+    is_alone: bool = True
+    """Whether this vLLM has no other connector."""
 
 
 @dataclass
 class Handshake(KVConnectorHandshakeMetadata):
-    """Worker → scheduler, once, before any request. vLLM's MultiConnector hands only one child's on, to all of them:
-    so it holds those of all kvferry's connectors in this worker, by `AdapterSettings.key`."""
+    """Worker → scheduler, once, before any request. vLLM's MultiConnector passes only one child's handshake to all
+    children: so it contains the facts of all of kvferry's connectors in this worker, by `AdapterSettings.key`."""
 
     facts: dict[str, WorkerFacts]

@@ -1,10 +1,10 @@
-"""A connector's own figures in vLLM's statistics: its log line, and its Prometheus metrics.
+"""A connector's statistics in vLLM: its log line and its Prometheus metrics.
 
-    vllm:kvferry_p2p_connector_taken_total{side, kind}    a counter: what that connector counts under the name "taken"
+    vllm:kvferry_p2p_connector_taken_total{side, kind}    a counter: what the connector counts under the name "taken"
     vllm:kvferry_p2p_connector_held_bytes{side, kind}     a gauge
 
-The names are the connector's, so a new connector needs no line here; its classes say which are gauges. `kind` is what
-stands at a name's end: a kind of error, or a medium. Figures of several ranks are added up.
+The names are the connector's, so a new connector needs no line here; its classes say which are gauges (`gauges`).
+`kind` is the end of a name: a kind of error, or a transport. Values of several ranks are added up.
 """
 
 from __future__ import annotations
@@ -20,28 +20,27 @@ from kvferry.core.transfer_config import KVTransferConfig
 from kvferry.observe.figures import split_figure
 
 PREFIX = "vllm:kvferry_"
-"""vLLM takes down, with an engine, the metrics that have its name in theirs."""
+"""When vLLM removes an engine's metrics, it removes those with its own name in theirs."""
 
 
 @dataclass
 class KvferryStats(KVConnectorStats):
-    """The latest figures."""
+    """The latest values."""
 
     data: dict[str, dict[str, dict[str, float]]] = field(default_factory=dict)
-    """{side: {rank's number: {figure: value}}}"""
+    """{side: {rank: {name: value}}}"""
 
     def reset(self) -> None:
-        """Forget."""
         self.data.clear()
 
     def aggregate(self, other: KVConnectorStats) -> KvferryStats:
-        """The other's are newer, or of other ranks."""
+        """Join: the values of `other` are newer, or of other ranks."""
         for side, ranks in other.data.items():
             self.data.setdefault(side, {}).update(ranks)
         return self
 
     def totals(self) -> dict[tuple[str, str], float]:
-        """By side and figure, over all ranks."""
+        """Sums over all ranks, by (side, name)."""
         totals: dict[tuple[str, str], float] = {}
         for side, ranks in self.data.items():
             for figures in ranks.values():
@@ -50,23 +49,22 @@ class KvferryStats(KVConnectorStats):
         return totals
 
     def reduce(self) -> dict[str, int | float]:
-        """For the log line: what is not zero."""
+        """For vLLM's log line: what is not zero."""
         return {f"{side} {figure}": round(value, 3) for (side, figure), value in self.totals().items() if value}
 
     def is_empty(self) -> bool:
-        """Whether there is nothing to say."""
         return not self.data
 
 
 class Meter:
-    """Reads figures of one half on one rank, and tells only when they changed."""
+    """Reads the statistics of one half on one rank, and returns them only when they have changed."""
 
     def __init__(self, rank: int = 0) -> None:
         self._rank = str(rank)
         self._last: dict[str, float] = {}
 
     def read(self, side: str, figures: dict[str, float]) -> KvferryStats | None:
-        """None: as before."""
+        """None: unchanged."""
         if figures == self._last:
             return None
         self._last = figures
@@ -74,7 +72,7 @@ class Meter:
 
 
 class KvferryPromMetrics(KVConnectorPromMetrics):
-    """A metric for each figure, made when it is first heard of."""
+    """A metric for each name in the statistics, registered when it first appears."""
 
     def __init__(
         self,
@@ -92,7 +90,7 @@ class KvferryPromMetrics(KVConnectorPromMetrics):
         self._families: dict[str, Any] = {}
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Take over what came: counters by what each rank has counted since, gauges as they are now."""
+        """Update the metrics: counters by what each rank has counted since, gauges to their current value."""
         latest = self._latest.setdefault(engine_idx, KvferryStats())
         for side, ranks in transfer_stats_data.items():
             for rank, figures in ranks.items():
@@ -122,17 +120,18 @@ class KvferryPromMetrics(KVConnectorPromMetrics):
 
 
 def _growth(before: float, now: float) -> float:
-    """Since the last time; all of it, when it was counted from 0 again."""
+    """The increase since the last value; all of it if the count has begun again from 0."""
     return now - before if now >= before else now
 
 
 def gauges_of(connector_name: str) -> frozenset[str]:
-    """The figures of a connector that go up and down."""
+    """The names in a connector's statistics that are gauges."""
     spec = find_connector(KVTransferConfig(kv_connector=connector_name))
     return spec.scheduler_class().gauges | spec.worker_class().gauges
 
 
 def metric_name(connector_name: str, name: str) -> str:
-    """As Prometheus wants names: in snake case, of letters, digits and underscores. It adds `_total` to counters."""
+    """The Prometheus name: snake case, of letters, digits and underscores. `_total` is added to counters by the
+    client."""
     words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", f"{connector_name}_{name}")
     return PREFIX + re.sub(r"\W+", "_", words).lower().removesuffix("_total")

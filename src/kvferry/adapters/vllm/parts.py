@@ -1,12 +1,12 @@
-"""A request as the connector sees it, where vLLM keeps several block tables for it.
+"""A request as the connector sees it if vLLM has several block tables for it.
 
-A model that mixes full attention and sliding windows has several KV cache groups in vLLM, each with a block table of
-its own over one pool of equal blocks; blocks before a window are given back while the request runs. The connector is
-shown one request for each group, a *part*: of the prompt from the block on in which the group's window begins, with
-blocks and a transfer id of its own. So a hand-off is one for each group, and the connector knows nothing of groups.
+A model that mixes full attention and sliding windows has several KV cache groups in vLLM, each with its own block table
+over one pool of equal blocks; blocks before a window are freed while the request runs. The connector sees one request
+for each group, a *part*: its prompt is what the group needs, from the block in which the window begins, with blocks and
+a transfer id of its own. So there is one hand-off for each group, and the connector does not know about groups.
 
-A part ends before the prompt's last token. The consumer computes that one again, so it needs the window of that token,
-and what it needs the producer must have kept: both sides count from here (`first_block`).
+A part ends before the prompt's last token. The consumer computes that token again and needs its window, which the
+producer must therefore have kept: both sides compute the beginning with `first_block`.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from kvferry.core.block_hash import BlockHash
 from kvferry.core.hand_off import Consume, HandOff, PrefillResult, Produce
 
 BlocksOf = Callable[[str], Sequence[Sequence[int]]]
-"""vLLM's: the block ids of a request, by group."""
+"""vLLM's function from a request id to its block ids, by group."""
 
 
 class WholePart:
-    """With one KV cache group, the only part: the whole request."""
+    """The only part of a request if there is one KV cache group: the whole request."""
 
     group = 0
     is_window = False
@@ -51,7 +51,7 @@ class WholePart:
 
 
 class GroupPart:
-    """One group's part of a request. `window`: length of the group's sliding window in tokens; None: no window."""
+    """One group's part of a request. `window`: the group's sliding window in tokens; None: full attention."""
 
     def __init__(self, view: RequestAdapter, group: int, window: int | None, block_size: int, *, is_main: bool) -> None:
         self.group, self.is_window = group, window is not None
@@ -72,7 +72,7 @@ class GroupPart:
 
     def chunk(self, start: int, num_tokens: int, blocks_of: BlocksOf, request_id: str) -> ScheduledChunk:
         """The part's share of a chunk of the request. Its last token is left out until the whole prompt is computed, so
-        that blocks are no longer written to once they are announced."""
+        that nothing is written to a block after it is announced."""
         first, end = self.position(start), self.position(start + num_tokens)
         if start + num_tokens < self._num_prompt:
             end = min(end, len(self.shown.prompt_token_ids) - 1)
@@ -83,8 +83,8 @@ Part = WholePart | GroupPart
 
 
 class _Shown:
-    """A `RequestView` of some of a prompt. It lacks an answer (`HasAnswer`): a window of it is no use to another turn,
-    which may differ from it earlier."""
+    """A `RequestView` of a section of the prompt. It has no answer (`HasAnswer`): a window of an answer is useless to a
+    next turn that differs earlier."""
 
     block_hashes: Sequence[BlockHash] = ()
 
@@ -96,13 +96,13 @@ class _Shown:
 
     @property
     def prefill_result(self) -> PrefillResult | None:
-        """The request's."""
+        """The whole request's."""
         return self._view.prefill_result
 
 
 class Partition:
-    """How requests are divided into parts. `windows`: for each group, the length of its sliding window; None: it has
-    none. The first group without a window is the main one, whose ticket is the request's."""
+    """Divides requests into parts. `windows`: each group's sliding window; None: full attention. The first group
+    without a window is the main one, whose ticket is the request's."""
 
     def __init__(self, windows: Sequence[int | None], block_size: int) -> None:
         self._windows, self._block_size = windows, block_size
@@ -127,13 +127,13 @@ class Partition:
 
 
 def first_block(num_tokens: int, window: int | None, block_size: int) -> int:
-    """The first block of a group that is needed to compute the token after `num_tokens`. vLLM has freed those before
-    it, or never reserved them."""
+    """The first block of a group that is needed to compute the token after `num_tokens`. vLLM has freed the blocks
+    before it, or never reserved them."""
     return 0 if window is None else max(0, num_tokens - window + 1) // block_size
 
 
 def part_name(request_id: str, group: int) -> str:
-    """What the connector calls a part."""
+    """The request id of a part."""
     return f"{request_id}#{group}"
 
 
@@ -152,18 +152,19 @@ def _split_name(name: str) -> tuple[str, int]:
 
 
 def _num_kept(view: RequestAdapter) -> int:
-    """The KV of how many tokens is handed off."""
+    """For how many tokens KV is handed off."""
     return max(len(view.prompt_token_ids) - 1, 1)
 
 
 def _num_promised(view: RequestAdapter) -> int:
-    """The same, by the ticket, where the producer had only the beginning of the prompt."""
+    """The same according to the ticket, if the producer had only a prefix of the prompt."""
     promised = view.hand_off.ticket.remote_num_tokens if isinstance(view.hand_off, Consume) else 0
     return promised or _num_kept(view)
 
 
 def _hand_off_of(hand_off: HandOff, first_token: int, group: int | None) -> HandOff:
-    """A part's own; `group` None: the main part's, whose ticket travels. KV of an earlier turn is not fetched."""
+    """A part's own hand-off. `group` None: the main part, whose ticket travels. KV of an earlier turn is not
+    fetched."""
     match hand_off:
         case Produce(transfer_id=transfer_id):
             return Produce(_transfer_id_of(transfer_id, group))
@@ -180,7 +181,7 @@ def _hand_off_of(hand_off: HandOff, first_token: int, group: int | None) -> Hand
 
 
 def _transfer_id_of(transfer_id: str, group: int | None) -> str:
-    """Hashed, so that it cannot be confused with another transfer id."""
+    """A group's transfer id: hashed, so that it cannot be equal to another one."""
     if group is None:
         return transfer_id
     return hashlib.sha256(f"group {group} of {transfer_id}".encode()).hexdigest()

@@ -1,8 +1,8 @@
-"""Blocks of a sliding window that stay while they are handed off.
+"""Keeps the blocks of sliding windows while they are handed off.
 
-vLLM keeps a finished request's blocks as long as its connector asks, but only those that its next token would look at;
-the consumer looks one token further back. So the producer holds the blocks of a window itself, by vLLM's own
-reference count.
+vLLM keeps a finished request's blocks as long as its connector asks, but only those that the next token would attend
+to; the consumer needs one token further back. The producer therefore holds the blocks of windows itself, with vLLM's
+own reference count.
 
 Owns these references.
 """
@@ -16,15 +16,15 @@ from kvferry.core.errors import LeakError
 
 
 class Pins:
-    """References to blocks, by request. `pool` is vLLM's `BlockPool`. Used from vLLM's scheduler thread only."""
+    """References to blocks, by request. `pool`: vLLM's `BlockPool`. Used from vLLM's scheduler thread only."""
 
     def __init__(self, pool: Any) -> None:
         self._pool = pool
         self._blocks: dict[str, list[Any]] = {}
 
     def hold(self, request_id: str, block_ids: Iterable[int]) -> None:
-        """These stay until `release`. They are the request's now: raises `LeakError` where vLLM has given one back, as
-        what lies in it may be anything."""
+        """Keep these blocks, which the request has now, until `release`. Raises `LeakError` if vLLM has freed one,
+        since its content may be anything."""
         self.release(request_id)
         blocks = [self._pool.blocks[block_id] for block_id in block_ids]
         if any(block.is_null for block in blocks):
@@ -33,12 +33,12 @@ class Pins:
         self._blocks[request_id] = blocks
 
     def release(self, request_id: str) -> None:
-        """The pool may have them, if nobody else uses them."""
+        """Return the request's blocks to the pool, unless somebody else uses them."""
         blocks = self._blocks.pop(request_id, None)
         if blocks:
             self._pool.free_blocks(reversed(blocks))
 
     def check(self) -> None:
-        """Raise `LeakError` when a block is held."""
+        """Raise `LeakError` if a block is held."""
         if self._blocks:
             raise LeakError(f"blocks of windows of requests {[*self._blocks][:8]} are still held")

@@ -1,9 +1,9 @@
 """Puts vLLM's KV cache into shared memory, so that an instance on the same machine reads it with a single copy.
 
-vLLM asks its connector for a context in which to allocate the KV cache. In ours, the one large `torch.zeros` of that
-allocation is served from a `SharedSegment`. Nothing of vLLM is changed.
+vLLM asks its connector for a context in which to allocate the KV cache. Within kvferry's, the one large `torch.zeros`
+of that allocation is served from a `SharedSegment`. Nothing in vLLM is changed.
 
-Owns the segments of this process. They outlive whoever asked for them as long as a tensor looks at them.
+Owns the segments of this process. They exist as long as a tensor uses them, whatever becomes of their connectors.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from kvferry.transport.shared_memory import SharedSegment
 log = logging.getLogger(__name__)
 
 _segments: dict[int, PooledSegment] = {}
-"""By address. Several connectors of one vLLM use the same one."""
+"""By address. Several connectors of one vLLM share one."""
 
 
 class PooledSegment:
-    """A segment with vLLM's KV cache in it, and how many connectors use it."""
+    """A segment with vLLM's KV cache in it, and the number of connectors that use it."""
 
     def __init__(self, segment: SharedSegment) -> None:
         self._segment, self._num_users = segment, 0
         self.name = segment.name
 
     def retain(self) -> PooledSegment:
-        """One user more."""
+        """Add a user."""
         self._num_users += 1
         return self
 
     def release(self) -> None:
-        """One user less; with the last, nobody else can attach any more."""
+        """Remove a user; after the last one, no other process can attach any more."""
         self._num_users -= 1
         if self._num_users <= 0:
             _segments.pop(self._segment.address, None)
@@ -45,17 +45,16 @@ class PooledSegment:
 
 
 def find_segment(address: int) -> PooledSegment | None:
-    """The segment that begins there, for one more user."""
+    """The segment that begins at `address`, with one more user; None: there is none."""
     found = _segments.get(address)
     return found.retain() if found is not None else None
 
 
 class SharedAllocation(TorchFunctionMode):
-    """Serves one `torch.zeros` of exactly `num_bytes` in host memory.
+    """Serves one `torch.zeros` of exactly `num_bytes` in host memory from shared memory.
 
-    PyTorch has memory pools for devices only, so vLLM's hook for an allocation context is met on the host by the mode
-    that PyTorch documents for libraries like this one. Where vLLM allocates in another way, the log says so, and KV is
-    read over TCP.
+    PyTorch has memory pools for devices only, so on the host vLLM's hook for an allocation context is implemented by a
+    `TorchFunctionMode`. If vLLM allocates in another way, the log says so, and KV is read over TCP.
     """
 
     def __init__(self, num_bytes: int) -> None:
@@ -75,7 +74,7 @@ class SharedAllocation(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Anything else passes through."""
+        """Every other function is called unchanged."""
         kwargs = kwargs or {}
         if func is torch.zeros and self._is_ours(args, kwargs):
             self._was_asked = True
@@ -90,6 +89,6 @@ class SharedAllocation(TorchFunctionMode):
         return on_host and tuple(args) == (self._num_bytes,) and kwargs.get("dtype") is torch.int8
 
     def _serve(self) -> torch.Tensor:
-        segment = SharedSegment.create(self._num_bytes)
+        segment = SharedSegment.create(self._num_bytes, populated=True)  # as what it stands in for
         _segments[segment.address] = PooledSegment(segment)
         return torch.frombuffer(segment.buffer, dtype=torch.int8)

@@ -1,4 +1,4 @@
-"""vLLM's request, as a connector may see it."""
+"""vLLM's request as connectors see it."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ _COMPLETE = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPE
 
 
 class RequestAdapter:
-    """A `RequestView`. `request` is vLLM's `Request`."""
+    """A `RequestView` (and `HasAnswer`) of vLLM's `Request`."""
 
     def __init__(self, request: Any, block_size: int, model_fingerprint: str, *, hand_off: bool) -> None:
         self.request = request
         self.request_id: str = request.request_id
         self.error: KvferryError | None = None
-        """Why the hand-off that was asked for cannot be, if so."""
+        """Why the requested hand-off is not possible, if so."""
         self.hand_off: HandOff = self._parse(request.kv_transfer_params) if hand_off else None
         self.asked: tuple[int, Hit] | None = None
-        """What the last `match` answered: tokens that were computed, and the hit."""
+        """The last answer of `match`: the number of computed tokens then, and the hit."""
         self.refused = self.failed = self.complained = False
         """That the answer was: a load which must fail; that a load has failed; that its error was told."""
         self._block_size, self._fingerprint = block_size, model_fingerprint
@@ -46,12 +46,12 @@ class RequestAdapter:
 
     @property
     def prompt_token_ids(self) -> Sequence[int]:
-        """Empty for a prompt with embeddings: tokens do not name its KV."""
+        """Empty for a prompt with embeddings, whose KV tokens do not identify."""
         return () if self.request.prompt_embeds is not None else self.request.prompt_token_ids or ()
 
     @property
     def block_hashes(self) -> Sequence[BlockHash]:
-        """kvferry's own: vLLM's say nothing of the model, and with some of its hash functions differ from process to
+        """kvferry's own: vLLM's do not include the model, and with some hash functions they differ from process to
         process."""
         if self._hashes is None:
             self._hashes = []
@@ -60,7 +60,7 @@ class RequestAdapter:
         return self._hashes
 
     def _salt(self) -> str:
-        """Everything but tokens that the KV depends on: the tenant, the adapter, images and the like."""
+        """Everything but tokens that the KV depends on: the cache salt, the LoRA adapter, images and the like."""
         request = self.request
         parts = [request.cache_salt or ""]
         if request.lora_request is not None:
@@ -73,7 +73,7 @@ class RequestAdapter:
 
     @property
     def prefill_result(self) -> PrefillResult | None:
-        """The producer's, once it ended well. A consumer in vLLM samples the first token itself: None."""
+        """The producer's, after it ended well. None on a consumer: in vLLM it samples the first token itself."""
         request = self.request
         if not isinstance(self.hand_off, Produce) or request.status not in _COMPLETE or not request.output_token_ids:
             return None
@@ -83,7 +83,7 @@ class RequestAdapter:
             timeline=Timeline(arrived=request.arrival_time),
         )
 
-    # What `HasAnswer` says.
+    # `HasAnswer`.
 
     @property
     def tokens(self) -> Sequence[int]:
@@ -92,25 +92,25 @@ class RequestAdapter:
 
     @property
     def num_computed_tokens(self) -> int:
-        """The last token was sampled, and not computed."""
+        """Tokens whose KV is computed; the last token was sampled only."""
         return min(self.request.num_computed_tokens, self.request.num_tokens - 1)
 
     @property
     def finish_reason(self) -> str | None:
-        """As in the answer."""
+        """As in the API's answer; None while it runs."""
         reason = self.request.get_finished_reason()
         return None if reason is None else str(reason)
 
     # For the adapter.
 
     def ends_prefill(self, start: int, num_tokens: int) -> bool:
-        """Whether a prefill for another instance is complete when these tokens are computed."""
+        """Whether a prefill for another instance is complete after this chunk."""
         num_prompt = len(self.prompt_token_ids)
         return isinstance(self.hand_off, Produce) and start < num_prompt <= start + num_tokens
 
     @property
     def promised(self) -> bool:
-        """Whether its KV is elsewhere, as the client says."""
+        """Whether the request says that its KV is on another instance."""
         return isinstance(self.hand_off, Consume) or bool(
             (self.request.kv_transfer_params or {}).get("do_remote_prefill")
         )

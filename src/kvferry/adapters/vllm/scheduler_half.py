@@ -1,11 +1,11 @@
 """The half of a connector beside vLLM's scheduler: vLLM's calls on one side, a `SchedulerSide` on the other.
 
-Owns the views of vLLM's requests, and knows which of them wait for a load. Where the model has several KV cache groups,
-a request is several to the `SchedulerSide` (`parts`). vLLM's rules about loads:
+Owns the views of vLLM's requests, and knows which of them wait for a load. If the model has several KV cache groups,
+the `SchedulerSide` sees several requests for one of vLLM's (`parts`). vLLM's rules about loads:
 
-- A request that waits for an asynchronous load is let go by exactly one report in `finished_recving`, be it loaded,
-  failed or aborted; a report more ends vLLM.
-- Blocks of a finished request, held by our word, are let go by exactly one report in `finished_sending`.
+- A request that waits for an asynchronous load continues after exactly one report in `finished_recving`, whether it was
+  loaded, failed or aborted; a second report ends vLLM.
+- Blocks of a finished request that the connector holds are freed by exactly one report in `finished_sending`.
 """
 
 from __future__ import annotations
@@ -49,27 +49,27 @@ from kvferry.core.layout import KVLayout
 log = logging.getLogger(__name__)
 
 NULL_BLOCK = 0
-"""What vLLM has in a block table where there is no block: before a window."""
+"""vLLM's block id for the places of a block table that have no block, before a window."""
 
 
 @dataclass
 class _Request:
-    """One of vLLM's, and what the connector sees of it."""
+    """One of vLLM's requests, and the connector's view of it."""
 
     view: RequestAdapter
     parts: Sequence[Part]
 
     @property
     def shown(self) -> Iterator[RequestView]:
-        """To the connector."""
+        """What the connector sees."""
         return (part.shown for part in self.parts)
 
 
 class SchedulerHalf:
     """Calls a `SchedulerSide` as its contract says. Used from vLLM's scheduler thread only.
 
-    `pins`: what holds blocks of sliding windows, where the model has several KV cache groups; `with_events`: vLLM
-    publishes KV events; `idle`: what lets vLLM's loop sleep.
+    `pins`: holds blocks of sliding windows if there are several KV cache groups; `with_events`: vLLM publishes KV
+    events; `idle`: lets vLLM's loop sleep; `is_alone`: there is no other connector in this vLLM.
     """
 
     def __init__(
@@ -82,8 +82,10 @@ class SchedulerHalf:
         *,
         with_events: bool = False,
         idle: PauseUser | None = None,
+        is_alone: bool = True,
     ) -> None:
         self.side = side
+        self._may_load_by_layers = is_alone and partition.num_groups == 1
         self.events: VllmBlockEvents | None = None
         if with_events:
             self.events = VllmBlockEvents(layout.block_size, layout.tp_size)
@@ -99,7 +101,7 @@ class SchedulerHalf:
     # Requests.
 
     def add(self, request: Any) -> None:
-        """A new request."""
+        """A new request: vLLM's `Request`."""
         layout = self._layout
         view = RequestAdapter(
             request, layout.block_size, layout.model_fingerprint, hand_off=self._settings.options.hand_off
@@ -125,7 +127,7 @@ class SchedulerHalf:
                 return self._found(view, answer, num_computed_tokens)
 
     def _missed(self, view: RequestAdapter, error: KvferryError | None, num_computed_tokens: int) -> tuple[int, bool]:
-        """A promise that cannot be kept is, under the policy "fail", a load that fails."""
+        """With the policy "fail", KV that was promised and cannot be loaded is reported as a load that fails."""
         if error is None:
             return 0, False
         self._complain(view, error)
@@ -135,8 +137,9 @@ class SchedulerHalf:
 
     def _found(self, view: RequestAdapter, hit: Hit, num_computed_tokens: int) -> tuple[int, bool]:
         leaves_some = num_computed_tokens + hit.num_tokens < view.request.num_tokens
-        # A request that runs must have a token to compute; of several groups a load can fail, before it begins.
-        if hit.layerwise and (not leaves_some or self._partition.num_groups > 1):
+        # A request that runs must have a token to compute. With several groups, a load can fail before it begins. And
+        # what is computed in a step whose load fails may already have been stored or announced by other connectors.
+        if hit.layerwise and not (leaves_some and self._may_load_by_layers):
             hit = Hit(hit.num_tokens)
         view.asked = (num_computed_tokens, hit)
         return hit.num_tokens, hit.num_tokens > 0 and not hit.layerwise
@@ -145,10 +148,10 @@ class SchedulerHalf:
         if not view.complained:
             view.complained = True
             self.num_failures[type(error).__name__] += 1
-            log.warning("request %s: its KV cannot be had: %s", view.request_id, error)
+            log.warning("request %s: its KV cannot be loaded: %s", view.request_id, error)
 
     def allocated(self, request: Any, block_ids: Sequence[Sequence[int]], num_external_tokens: int) -> None:
-        """vLLM reserved blocks, by group, for what `match` found or for the rest of the request."""
+        """vLLM has reserved blocks, by group, for what `match` found or for the rest of the request."""
         found = self._requests[request.request_id]
         view = found.view
         if view.refused and num_external_tokens:
@@ -158,7 +161,7 @@ class SchedulerHalf:
             return
         (num_computed_tokens, hit), view.asked = view.asked, None
         if hit.num_tokens != num_external_tokens:
-            return  # vLLM, or another connector in a MultiConnector, has it otherwise
+            return  # vLLM, or another connector in a MultiConnector, decided otherwise
         if any(self._lacks_blocks(part, part.blocks(block_ids), num_computed_tokens, hit) for part in found.parts):
             self._refuse(view)
             return
@@ -170,17 +173,17 @@ class SchedulerHalf:
             self._next.step_loads[view.request_id] = list(block_ids[0][first:last])
         elif hit.num_tokens:
             self._next.loads[view.request_id] = list(block_ids[0])
-            self._next.forgotten.discard(view.request_id)  # a load before this one
+            self._next.forgotten.discard(view.request_id)  # of an earlier load
             self._loading.add(view.request_id)
 
     def _lacks_blocks(self, part: Part, block_ids: Sequence[int], num_computed_tokens: int, hit: Hit) -> bool:
-        """Whether vLLM has reserved no block for some of what is to be loaded: there is nothing to load it into."""
+        """Whether vLLM has reserved no block for some of what is to be loaded."""
         first, last = part.position(num_computed_tokens), part.position(num_computed_tokens + hit.num_tokens)
         size = self._layout.block_size
         return NULL_BLOCK in block_ids[first // size : -(-last // size)]
 
     def _refuse(self, view: RequestAdapter) -> None:
-        """The load fails at once, and vLLM computes the request or ends it, by its policy."""
+        """Make the load fail at once: vLLM then computes the request or ends it, depending on its policy."""
         self._complain(view, TransferError("vLLM reserved no block in a sliding window"))
         view.failed = True
         self._next.refused.add(view.request_id)
@@ -190,7 +193,7 @@ class SchedulerHalf:
         self.side.allocated(part.shown, block_ids, first, replace(hit, num_tokens=last - first))
 
     def finish(self, request: Any, block_ids: Sequence[Sequence[int]]) -> tuple[bool, dict[str, Any] | None]:
-        """The request is over: whether its blocks stay until a report, and its ticket."""
+        """The request has ended. Returns whether its blocks stay until a report, and its ticket."""
         found = self._requests.pop(request.request_id, None)
         if found is None:
             return False, None
@@ -213,7 +216,7 @@ class SchedulerHalf:
     # Steps.
 
     def plan(self, step: Any) -> StepMetadata:
-        """What the workers are told with this step. `step` is vLLM's `SchedulerOutput`."""
+        """What the workers do in this step. `step`: vLLM's `SchedulerOutput`."""
         names = [name for name in step.preempted_req_ids or () if name in self._requests]
         preempted = [shown for name in names for shown in self._requests[name].shown]
         for name in names:
@@ -221,12 +224,18 @@ class SchedulerHalf:
         view = StepView(list(self._chunks(step)), preempted)
         metadata, self._next = self._next, StepMetadata(None, computes=False)
         metadata.plan, metadata.computes = self.side.plan(view), step.total_num_scheduled_tokens > 0
+        metadata.wait_s = 0.0 if metadata.computes or not self._only_loads else self._idle.longest_s
         self._expect_events(metadata.plan)
         self._idle.step(has_work=bool(self._requests) or metadata.has_work or self.side.has_work())
         return metadata
 
+    @property
+    def _only_loads(self) -> bool:
+        """Whether there are requests, and all of them wait for the end of a load."""
+        return bool(self._requests) and self._requests.keys() <= self._loading
+
     def _expect_events(self, plan: StepPlan | None) -> None:
-        """Of what the plan wants stored."""
+        """Expect reports about the blocks that the plan saves."""
         if self.events is not None:
             for name, hashes in self.side.saves(plan):
                 self.events.saving(self._requests[name].view, hashes)
@@ -240,20 +249,20 @@ class SchedulerHalf:
                 continue
             start = found.view.request.num_computed_tokens
             if several and start >= len(found.view.prompt_token_ids):
-                continue  # parts are of the prompt, and there may be many that only decode
+                continue  # parts cover the prompt only, and many requests may be decoding
             for part in found.parts:
                 yield part.chunk(start, num_tokens, blocks_of, name)
             if several and found.view.ends_prefill(start, num_tokens):
                 self._pin(found.parts, blocks_of, name)
 
     def _pin(self, parts: Sequence[Part], blocks_of: BlocksOf, name: str) -> None:
-        """The whole prompt is computed in this step: from now on its windows are to stay as they are."""
+        """The whole prompt is computed in this step: keep its windows as they are then."""
         block_ids = blocks_of(name)
         windows = [part.blocks(block_ids) for part in parts if part.is_window]
         self._pins.hold(name, chain.from_iterable(windows))
 
     def completed(self, reports: WorkerReports | None) -> None:
-        """What the workers saw. An event counts when all ranks have reported it."""
+        """Take the workers' reports. An event counts when all ranks have reported it."""
         for rank in reports.ranks if reports is not None else ():
             if rank.transfers:
                 self._reports.add(rank.rank, decode_report(rank.transfers))
@@ -275,18 +284,18 @@ class SchedulerHalf:
             self.side.completed([shown for event in report for shown in self._of_parts(event)])
 
     def _load_ended(self, name: str) -> None:
-        """On all ranks, of a request that goes on: what is released of it from now on is what it holds at its end. (Of
-        one that was given up the workers have yet to hear so.)"""
+        """A load has ended on all ranks, and its request continues: what is released for it from now on are blocks that
+        it held at its end. (If it was given up, the workers have yet to be told.)"""
         if name in self._loading and name in self._requests:
             self._loading.discard(name)
             self._next.forgotten.add(name)
 
     def _of_parts(self, event: TransferEvent) -> list[TransferEvent]:
-        """What is true of a request is true of its parts."""
+        """An event of a request as events of its parts."""
         return [msgspec.structs.replace(event, request_id=name) for name in self._partition.names(event.request_id)]
 
     def check(self) -> None:
-        """Raise `LeakError` when something is kept of requests that are gone."""
+        """Raise `LeakError` if something is kept of requests that are gone."""
         if kept := [*self._requests, *self._loading]:
             raise LeakError(f"vLLM's requests {kept[:8]} are gone, and not forgotten")
         self._reports.check()
@@ -295,12 +304,12 @@ class SchedulerHalf:
             self.events.check()
 
     def statistics(self) -> dict[str, float]:
-        """The side's own, and hand-offs that could not be had, by kind of error."""
+        """The scheduler side's own, and `lost_<error>`: loads that were not possible, by kind of error."""
         failures = {f"lost_{kind}": float(count) for kind, count in self.num_failures.items()}
         return self.side.statistics() | failures
 
     def has_work(self) -> bool:
-        """Whether steps are needed though no request is left: a plan waits, or the end of a load that was given up, or
-        events that are to be published."""
+        """Whether steps are needed although no request is left: for a plan, the end of a load that was given up, or
+        events."""
         has_events = self.events is not None and self.events.has_work()
         return bool(self._cancelling) or has_events or self.side.has_work()

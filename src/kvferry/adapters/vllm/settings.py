@@ -1,4 +1,4 @@
-"""From vLLM's configuration to kvferry's."""
+"""kvferry's settings from vLLM's configuration."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ import msgspec
 from msgspec import Meta
 
 from kvferry.core import environment
+from kvferry.core.bounds import MOST_BYTES
 from kvferry.core.options import read_options
 from kvferry.core.transfer_config import KVTransferConfig
 
 VLLM_DEFAULT_PORT = 14579
-"""What vLLM's `kv_port` is when nobody sets it; taken as "any free port"."""
+"""vLLM's default of `kv_port`; taken as "any free port"."""
 
 
 class AdapterOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -24,7 +25,7 @@ class AdapterOptions(msgspec.Struct, frozen=True, kw_only=True):
     kv_ip: str = "127.0.0.1"
     """Address to listen on, as other instances reach it. The default can be reached from this machine only."""
 
-    kv_buffer_size: Annotated[float, Meta(gt=0)] = 1e9
+    kv_buffer_size: Annotated[float, Meta(gt=0, le=MOST_BYTES)] = 1e9
     """Most bytes of blocks that P keeps for others; further prefills wait."""
 
     shared_memory: bool = True
@@ -39,7 +40,7 @@ class AdapterOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True)
 class AdapterSettings:
-    """What the user set, in kvferry's words."""
+    """The settings of one connector. `auth_token`: KVFERRY_AUTH_TOKEN, or empty."""
 
     transfer: KVTransferConfig
     auth_token: str
@@ -47,12 +48,12 @@ class AdapterSettings:
 
     @property
     def key(self) -> str:
-        """Tells the connectors within one vLLM's MultiConnector apart."""
+        """Distinguishes the connectors within one MultiConnector of vLLM's."""
         return f"{self.transfer.kv_connector} {sorted(self.transfer.kv_connector_extra_config.items())}"
 
 
 def read_settings(theirs: Any, connector_name: str, rank: int = 0) -> AdapterSettings:
-    """`theirs` is vLLM's `KVTransferConfig`. A fixed `kv_port` is that of rank 0, the others follow.
+    """`theirs`: vLLM's `KVTransferConfig`. A fixed `kv_port` is that of rank 0; rank n listens on `kv_port` + n.
 
     Raises `ConfigError` that names the key.
     """

@@ -1,6 +1,6 @@
-"""What kvferry's connectors of one vLLM must settle among themselves, when vLLM's MultiConnector has several.
+"""What several connectors of kvferry's in one vLLM (in vLLM's MultiConnector) must agree on.
 
-Owns the lists of them, by engine, in this process.
+Owns the registers of them in this process, by engine id.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ _pauses: dict[str, IdlePause] = {}
 
 
 def claim_hand_offs(connector: object, settings: AdapterSettings) -> None:
-    """Only one may write tickets: vLLM cannot join two. Raises `ConfigError` when another one does already."""
+    """Claim the right to make tickets, which only one connector may: vLLM cannot join two tickets. Raises `ConfigError`
+    if another one has it."""
     if not settings.options.hand_off:
         return
     other = _hand_offs.setdefault(settings.transfer.engine_id, connector)
@@ -29,27 +30,27 @@ def claim_hand_offs(connector: object, settings: AdapterSettings) -> None:
 
 
 def claims_allocation(connector: object, settings: AdapterSettings) -> bool:
-    """Whether this one says where the KV cache lies: the first that asks."""
+    """Whether this connector provides the memory of the KV cache: the first one that asks."""
     return _allocations.setdefault(settings.transfer.engine_id, connector) is connector
 
 
 def add_worker(settings: AdapterSettings, facts: WorkerFacts) -> None:
-    """A worker half is ready."""
+    """Register a worker half that is ready."""
     _workers.setdefault(settings.transfer.engine_id, {})[settings.key] = facts
 
 
 def worker_facts(settings: AdapterSettings) -> dict[str, WorkerFacts]:
-    """Of all worker halves of this engine here, by `AdapterSettings.key`."""
+    """The facts of all worker halves of this engine in this process, by `AdapterSettings.key`."""
     return dict(_workers.get(settings.transfer.engine_id, {}))
 
 
 def pause_user(settings: AdapterSettings, longest_s: float) -> PauseUser:
-    """What a scheduler half tells of its steps."""
+    """A scheduler half's share of the engine's pause."""
     return _pauses.setdefault(settings.transfer.engine_id, IdlePause(longest_s)).user(settings.key)
 
 
 def forget(connector: object, settings: AdapterSettings) -> None:
-    """It is closed."""
+    """A connector was closed."""
     engine_id = settings.transfer.engine_id
     for claims in (_hand_offs, _allocations):
         if claims.get(engine_id) is connector:

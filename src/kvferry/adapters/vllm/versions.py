@@ -1,4 +1,5 @@
-"""Which releases of vLLM this adapter was run on. vLLM calls its connector API experimental and changes it often."""
+"""Which releases of vLLM this adapter was tested with. vLLM calls its connector API experimental and changes it
+often."""
 
 from __future__ import annotations
 
@@ -17,13 +18,13 @@ OVERRIDE = environment.ALLOW_UNTESTED_VLLM
 
 
 def release_line(version: str) -> str:
-    """The part of a version within which the connector API stays: "0.32" of "0.32.1+cpu"."""
+    """The part of a version within which the connector API does not change: "0.32" of "0.32.1+cpu"."""
     found = re.match(r"\d+\.\d+", version)
     return found[0] if found else version
 
 
 def installed_version() -> str:
-    """vLLM's version. Raises `MissingDependency`."""
+    """vLLM's version. Raises `MissingDependency` if it is not installed."""
     try:
         from vllm import __version__
     except ImportError as error:
@@ -32,7 +33,8 @@ def installed_version() -> str:
 
 
 def require_tested(version: str | None = None) -> None:
-    """Raise `ConfigError` when this vLLM (or `version`) was never tested; with the override set, warn."""
+    """Raise `ConfigError` if the installed vLLM (or `version`) was not tested; with KVFERRY_ALLOW_UNTESTED_VLLM, log a
+    warning instead."""
     version = version or installed_version()
     if release_line(version) in TESTED:
         return
@@ -42,5 +44,5 @@ def require_tested(version: str | None = None) -> None:
         return
     raise ConfigError(
         f"kvferry's connectors were tested with vLLM {tested}, and this is {version}; install a tested version, or"
-        f" set {OVERRIDE}=1 to try it all the same"
+        f" set {OVERRIDE}=1 to try it nevertheless"
     )

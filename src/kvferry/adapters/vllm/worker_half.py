@@ -1,20 +1,21 @@
 """The half of a connector beside vLLM's KV cache: vLLM's calls on one side, a `WorkerSide` on the other.
 
-Owns the worker side, and what it was told of each load. In one step vLLM calls, in this order:
+Owns the worker side, and the state of each load. In one step, vLLM calls in this order:
 
-- `withdraw`, before blocks that were given back are written to;
+- `withdraw`, before blocks that were freed are written to;
 - `wait_layer` and `save_layer` around each layer's attention, or not at all when a CUDA graph is replayed;
-- `start`: before the model runs where it needs a load of this step, else after it;
+- `start`: before the model runs if it needs a load of this step, otherwise after it;
 - `end_step`, then `report`.
 
-On the host a step's work begins with whichever of these comes first, so that layers are announced while the model runs.
-On a GPU the model has only been queued when the calls come. There each layer leaves a mark in the stream, and after the
-model was queued the layers are announced one by one, as the device reaches their marks. Never run on a GPU.
+On the CPU, a step's work begins with whichever of these calls comes first, so that layers are announced while the model
+runs. On a GPU, the model is only queued when the calls come. There each layer leaves a mark in the stream, and after
+the model has been queued the layers are announced one by one, as the device reaches their marks. Never run on a GPU.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -43,6 +44,8 @@ from kvferry.connectors.api import (
 from kvferry.connectors.ranks import RankReports
 from kvferry.connectors.registry import find_connector
 from kvferry.connectors.report_codec import encode_report
+from kvferry.core.clock import SystemClock
+from kvferry.core.closing import close_all
 from kvferry.core.errors import LeakError, TransferError
 from kvferry.transport.memory import Region
 
@@ -51,7 +54,7 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class StepResults:
-    """What vLLM wants to hear after a step."""
+    """What vLLM is told after a step; the fields have vLLM's names."""
 
     rank_report: RankReport
     finished_sending: set[str] = field(default_factory=set)
@@ -62,7 +65,7 @@ class StepResults:
 
 @dataclass
 class _Load:
-    """A load that vLLM lets a request wait for, and whether it was told of its end."""
+    """A load that a request of vLLM's waits for, and whether its end was reported."""
 
     block_ids: list[int]
     reported: bool = False
@@ -70,14 +73,14 @@ class _Load:
 
 @dataclass
 class _Progress:
-    """How far a step is."""
+    """The state of one step."""
 
     step: StepMetadata
     begun: DeviceMark
-    """All work of the steps before was queued before it."""
+    """A mark after all work of earlier steps."""
     started: bool = False
     marks: defaultdict[int, list[DeviceMark]] = field(default_factory=lambda: defaultdict(list))
-    """By slot, of its layers that were computed; several of a layer, where vLLM runs a step in micro-batches."""
+    """By slot, the marks of its computed layers; several for one layer if vLLM runs a step in micro-batches."""
 
 
 class WorkerHalf:
@@ -95,13 +98,24 @@ class WorkerHalf:
         self._device: Device = Host()
         self._segment: pool.PooledSegment | None = None
         self._events: WorkerSide[StepPlan] | None = None
+        self._clock = SystemClock()
+        self._news = threading.Event()
+        """Set when the worker side has something to report."""
         self.side: WorkerSide[StepPlan] | None = None
         self.facts: WorkerFacts
 
     # Life.
 
-    def register(self, vllm_config: Any, kv_cache_config: object, kv_caches: Mapping[str, torch.Tensor]) -> None:
-        """The KV cache is there: build the worker side on it. Raises `ConfigError` when it cannot be moved."""
+    def register(
+        self,
+        vllm_config: Any,
+        kv_cache_config: object,
+        kv_caches: Mapping[str, torch.Tensor],
+        *,
+        is_alone: bool = True,
+    ) -> None:
+        """The KV cache is allocated: build the worker side on it. `is_alone`: there is no other connector in this vLLM.
+        Raises `ConfigError` if the cache cannot be moved."""
         kv_caches = {name: kv_caches[name] for name in self._shape.layer_names}
         fingerprint = self._settings.options.model_fingerprint or model_fingerprint(vllm_config)
         layout = kv_layout(vllm_config, self._shape, kv_caches, fingerprint, self._rank)
@@ -115,11 +129,12 @@ class WorkerHalf:
         context = ConnectorContext(self._settings.transfer, layout, self._settings.auth_token, saves_are_complete=True)
         side = find_connector(self._settings.transfer).build_worker_side(context)
         side.register(memory)
+        side.on_report(self._news.set)
         if publishes_events(vllm_config):
             side.watch_store()
             self._events = side
         self.side = side
-        self.facts = WorkerFacts(layout, side.address())
+        self.facts = WorkerFacts(layout, side.address(), is_alone)
         log.info(
             "%s: %d blocks of %d bytes in %s, %s",
             self._settings.transfer.kv_connector,
@@ -130,23 +145,20 @@ class WorkerHalf:
         )
 
     def close(self) -> None:
-        """End every transfer."""
+        """End all transfers."""
         side, self.side = self.side, None
-        if side is not None:
-            side.close()
-        if self._segment is not None:
-            self._segment.release()
-            self._segment = None
+        segment, self._segment = self._segment, None
+        close_all(*([side.close] if side is not None else []), *([segment.release] if segment is not None else []))
 
     # Steps.
 
     def withdraw(self, step: StepMetadata) -> None:
-        """Void what was announced of blocks that are no longer their request's."""
+        """Withdraw what was announced of blocks that no longer belong to their request."""
         if step.plan is not None and self.side is not None:
             self.side.withdraw(step.plan)
 
     def start(self, step: StepMetadata) -> None:
-        """Begin the step's work, unless a layer has done so."""
+        """Begin the step's work, unless an earlier call of the step has done so."""
         progress = self._progress_of(step)
         if progress.started or self.side is None:
             return
@@ -155,14 +167,14 @@ class WorkerHalf:
             self._loads[request_id] = _Load(block_ids)
         self._step_loads.update(step.step_loads)
         if step.plan is not None:
-            progress.begun.wait()  # blocks to be read or written may still be in the making
+            progress.begun.wait()  # work of earlier steps may still use the blocks
             self.side.start(step.plan)
         if self._device.runs_behind and step.step_loads:
             for slot in range(self._num_slots):
                 self.side.wait_layer(slot)
 
     def wait_layer(self, step: StepMetadata, layer_name: str) -> None:
-        """Before a layer's attention."""
+        """Called before a layer's attention; on the CPU, blocks until the layer is loaded."""
         slot = self._slots.get(layer_name)
         if slot is None or self.side is None:
             return
@@ -172,7 +184,7 @@ class WorkerHalf:
             self.side.wait_layer(slot)
 
     def save_layer(self, step: StepMetadata, layer_name: str) -> None:
-        """After a layer's attention. A slot is written when its layers of all groups are."""
+        """Called after a layer's attention. A slot is complete when its layers of all groups are."""
         slot = self._slots.get(layer_name)
         if slot is None or self.side is None or step.plan is None:
             return
@@ -183,7 +195,7 @@ class WorkerHalf:
             self.side.save_layer(slot)
 
     def end_step(self, step: StepMetadata) -> None:
-        """After the model ran, if it did: layers that no call came for have their KV by now too."""
+        """Called after the model has run: announce the layers for which there was no call."""
         if self.side is None or not step.computes:
             return
         if step.plan is not None:
@@ -191,7 +203,7 @@ class WorkerHalf:
         self.side.flush()
 
     def _save_rest(self, progress: _Progress, side: WorkerSide[StepPlan]) -> None:
-        """In the order in which the device comes to them."""
+        """Announce them in the order in which the device computes them."""
         ended = self._device.mark()
         for slot in range(self._num_slots):
             marks = progress.marks[slot]
@@ -208,7 +220,7 @@ class WorkerHalf:
         return self._progress
 
     def report(self, step: StepMetadata | None) -> StepResults:
-        """What happened since the last report."""
+        """What has happened since the last report."""
         results = StepResults(RankReport(self._rank))
         if step is not None:
             results.finished_recving |= step.refused
@@ -216,24 +228,38 @@ class WorkerHalf:
         forgotten = step.forgotten if step is not None else set()
         self._forget(name for name in forgotten if name in self._loads and self._loads[name].reported)
         if self.side is not None:
-            self._sort(self._of_requests(self.side.poll(), step), results)
+            # Another rank may load longer than this one.
+            is_loading = not all(load.reported for load in self._loads.values())
+            found = self._poll(self.side, step.wait_s if step is not None and is_loading else 0.0)
+            self._sort(self._of_requests(found, step), results)
         if self._events is not None:
             results.rank_report.store = self._events.store_events()
         self._forget(forgotten)
         return results
+
+    def _poll(self, side: WorkerSide[StepPlan], wait_s: float) -> TransferReport:
+        """What the side reports, and if that is nothing now, what it reports first within `wait_s`."""
+        deadline = self._clock.monotonic() + wait_s
+        while True:
+            self._news.clear()
+            # Without P's first token: vLLM's D samples it itself.
+            found: TransferReport = [event for event in side.poll() if not isinstance(event, Prefilled)]
+            left_s = deadline - self._clock.monotonic()
+            if found or left_s <= 0 or not self._news.wait(left_s):
+                return found
 
     def _forget(self, names: Iterable[str]) -> None:
         for name in list(names):
             self._loads.pop(name, None)
 
     def check(self) -> None:
-        """Raise `LeakError` when something is kept of requests that are gone."""
+        """Raise `LeakError` if something is kept of requests that are gone."""
         if self._loads or self._step_loads:
             raise LeakError(f"loads of vLLM's requests {[*self._loads, *self._step_loads][:8]} are not forgotten")
         self._joined.check()
 
     def _of_requests(self, report: TransferReport, step: StepMetadata | None) -> TransferReport:
-        """What became true of whole requests, when the connector knows only their parts."""
+        """The events of whole requests, where the connector reports about their parts."""
         if len(self._shape.groups) == 1:
             return report
         for group, part in by_group(report).items():
@@ -246,8 +272,7 @@ class WorkerHalf:
     def _sort(self, report: TransferReport, results: StepResults) -> None:
         for event in report:
             self._note(event, results)
-        kept = [event for event in report if not isinstance(event, Prefilled)]  # vLLM's D draws the first token itself
-        results.rank_report.transfers = encode_report(kept) if kept else b""
+        results.rank_report.transfers = encode_report(report) if report else b""
 
     def _note(self, event: TransferEvent, results: StepResults) -> None:
         request_id = event.request_id
@@ -257,13 +282,15 @@ class WorkerHalf:
                 if num_tokens is not None and request_id in self._loads:
                     missing = self._loads[request_id].block_ids[num_tokens // self._shape.block_size :]
                     results.invalid_block_ids.update(missing)
-                self._step_loads.pop(request_id, None)
+                by_layer = self._step_loads.pop(request_id, ())
+                if num_tokens is not None:  # vLLM may have computed these from KV that never came
+                    results.invalid_block_ids.update(by_layer)
             case Failed():
                 self._load_ended(request_id, results)
                 if request_id in self._loads:
                     results.failed_recving.add(request_id)
                 results.invalid_block_ids.update(self._step_loads.pop(request_id, ()))
-            case Released() if request_id in self._loads:  # an aborted load: vLLM lets its blocks go with its end
+            case Released() if request_id in self._loads:  # an aborted load: vLLM frees its blocks when it ends
                 self._load_ended(request_id, results)
                 del self._loads[request_id]
             case Released():
@@ -277,7 +304,7 @@ class WorkerHalf:
 
 
 def _whole_or_failed(event: TransferEvent) -> TransferEvent:
-    """vLLM takes no word of single blocks where there are several groups."""
+    """With several groups, vLLM does not accept reports about single blocks: a partial load counts as failed."""
     if isinstance(event, Loaded) and event.num_tokens is not None:
-        return Failed(event.request_id, TransferError("only the KV of the prompt's beginning came"))
+        return Failed(event.request_id, TransferError("only the KV of the beginning of the prompt arrived"))
     return event

@@ -67,7 +67,7 @@ class LMCacheSettings(StoreSettings, frozen=True, kw_only=True, forbid_unknown_f
         if self.remote_url:
             tiers.append(store_url(_server(self.remote_url), {"codec": self.codec}))
         if not tiers:
-            raise ConfigError(f"{_EXTRA}: nothing is left to keep KV in; set lmcache.local_cpu or lmcache.remote_url")
+            raise ConfigError(f"{_EXTRA}: no store is left to keep KV in; set lmcache.local_cpu or lmcache.remote_url")
         return tiers
 
 
@@ -82,5 +82,5 @@ def _server(url: str) -> str:
     name = _SCHEMES.get(scheme, scheme)
     if not colon or name not in _SAME:
         known = ", ".join(f"{one}://" for one in (*_SCHEMES, *_SAME))
-        raise ConfigError(f"{_EXTRA}.lmcache.remote_url: {scheme!r} is no server that is known here; known: {known}")
+        raise ConfigError(f"{_EXTRA}.lmcache.remote_url: {scheme!r} is not a supported server; supported: {known}")
     return f"{name}://{rest}"

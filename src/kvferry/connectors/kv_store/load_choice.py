@@ -39,7 +39,9 @@ class LoadChoice:
         self._policy = LoadPolicy(context.layout.block_bytes, context.layout.block_size)
         self._decides = settings.load_policy == "measured" and context.computes_meanwhile
         if settings.load_policy == "measured" and not context.computes_meanwhile:
-            log.warning("load_policy measured is for kvferry's own engine: here what the store has is always loaded")
+            log.warning(
+                "load_policy measured needs kvferry's own engine; here, everything that the store has is loaded"
+            )
         self._choices: dict[str, _Choice] = {}
         self._step: tuple[float, int] | None = None
         """When the step under way began (monotonic, s), and the tokens of prompts in it."""

@@ -29,8 +29,8 @@ NUM_AT_A_TIME = 4
 """Loads; the others wait for their turn, within their deadlines."""
 BATCH_BLOCKS = 32
 
-LayerView = Callable[[int, int], memoryview]
-"""(layer, block id) → where that block's bytes of that layer lie."""
+LayerViews = Callable[[int, Sequence[int]], list[memoryview]]
+"""(layer, block ids) → where each block's bytes of that layer lie."""
 
 
 class _Load:
@@ -83,9 +83,11 @@ class LayerwiseStep:
 class StoreLoader:
     """See the module. Used by the engine's thread; the store is asked on `loop`."""
 
-    def __init__(self, store: KVStore, loop: TransferLoop, view: LayerView, num_layers: int, timeout_s: float) -> None:
+    def __init__(
+        self, store: KVStore, loop: TransferLoop, views: LayerViews, num_layers: int, timeout_s: float
+    ) -> None:
         self.box = ReportBox()
-        self._store, self._loop, self._view, self._num_layers = store, loop, view, num_layers
+        self._store, self._loop, self._views, self._num_layers = store, loop, views, num_layers
         self._timeout_s = timeout_s
         self._turns = asyncio.Semaphore(NUM_AT_A_TIME)
         self._lock = threading.Lock()
@@ -190,13 +192,16 @@ class StoreLoader:
         layers = range(self._num_layers)
         for first in range(0, len(wanted), BATCH_BLOCKS):
             part = wanted[first : first + BATCH_BLOCKS]
-            reads = [Read(name, [self._view(layer, block_id) for layer in layers]) for name, block_id in part]
+            by_layer = [self._views(layer, [block_id for _, block_id in part]) for layer in layers]
+            reads = [
+                Read(name, list(views)) for (name, _), views in zip(part, zip(*by_layer, strict=True), strict=True)
+            ]
             _require_all(await self._store.get(reads))
 
     async def _read_layer(self, step: LayerwiseStep, load: _Load, layer: int) -> None:
         if load.cancelled or load.error is not None:
             return
-        views = [self._view(layer, block_id) for block_id in load.load.block_ids]
+        views = self._views(layer, load.load.block_ids)
         reads = [(name, memoryview(bytearray(len(view)))) for name, view in zip(load.load.hashes, views, strict=True)]
         try:
             _require_all(await self._store.get_layer(layer, reads))

@@ -12,12 +12,13 @@ never change, and both have the same first token.
 from __future__ import annotations
 
 import hmac
+from collections.abc import Sequence
 
 import msgspec
 
 from kvferry.core.clock import SYSTEM_CLOCK, Clock
-from kvferry.core.errors import StoreError
-from kvferry.core.hand_off import PrefillResult
+from kvferry.core.errors import KvferryError, LayoutMismatch, LeaseEnded, ProtocolError, StoreError
+from kvferry.core.hand_off import PrefillResult, prefix_digests
 from kvferry.core.layout import KVLayout
 from kvferry.store.base import KVStore
 
@@ -43,6 +44,25 @@ class Marker(msgspec.Struct, frozen=True, kw_only=True):
     digest: str
     expires_s: float = 0.0
     prefill_result: PrefillResult | None = None
+
+
+def refusal_of(marker: Marker | None, tokens: Sequence[int], layout: KVLayout) -> KvferryError | None:
+    """Why a marker does not stand for the KV of this prompt in this layout; None: it does, or there is no marker."""
+    if marker is None:
+        return None
+    if marker.prefill_result is None:
+        return LeaseEnded(f"the prefill of hand-off {marker.transfer_id!r} was aborted")
+    if marker.num_tokens != len(tokens):
+        return ProtocolError(f"the hand-off is of {marker.num_tokens} prompt tokens, this request has {len(tokens)}")
+    if prefix_digests(tokens, [len(tokens)])[0][1] != marker.digest:
+        return ProtocolError(
+            "the hand-off has other tokens than this request: the prompt must be the same on both instances"
+        )
+    try:
+        layout.require_same(marker.layout)
+    except LayoutMismatch as error:
+        return error
+    return None
 
 
 class Markers:

@@ -18,7 +18,8 @@ from kvferry.core.block_hash import BlockHash
 from kvferry.core.clock import SYSTEM_CLOCK, Clock
 from kvferry.core.errors import KvferryError, StoreError, TransferTimeout
 from kvferry.core.kept import TierShare
-from kvferry.store.base import Run, part_of
+from kvferry.store.base import Run, joined, part_of
+from kvferry.store.tier_copies import MOVE_BLOCKS
 from kvferry.store.tiers import TieredStore
 from kvferry.transport.transfer_loop import TransferLoop
 
@@ -101,9 +102,9 @@ class Prober:
         return self._loop
 
     def is_asked(self, request_id: str) -> bool:
-        """Whether a question of this request waits for its answer."""
+        """Whether a question of this request waits for its answer, or has it: the answer may come at any moment."""
         with self._lock:
-            return request_id in self._questions
+            return request_id in self._questions or request_id in self._answers
 
     def answer(self, request_id: str) -> StoreAnswer | None:
         """The answer, when there is one; it stays until forgotten."""
@@ -130,8 +131,9 @@ class Prober:
             try:
                 loop.submit(self._close_stores()).result(CLOSE_S)
             except TimeoutError:
-                log.warning("a store does not let itself be closed")
-            loop.close()
+                log.warning("a store could not be closed")
+            finally:
+                loop.close()
 
     # On the loop.
 
@@ -148,12 +150,12 @@ class Prober:
             async with asyncio.timeout(left_s + LOOK_S):
                 answer = await self._look(question)
         except TimeoutError:
-            answer = StoreAnswer(error=TransferTimeout("the store did not say in time what it has"))
+            answer = StoreAnswer(error=TransferTimeout("the store did not report in time what it has"))
         except KvferryError as error:
             answer = StoreAnswer(error=error)
         except Exception as error:  # the task's outermost edge: the request must hear of it
-            log.exception("looking into the store failed unexpectedly")
-            answer = StoreAnswer(error=StoreError(f"looking into the store failed: {error!r}"))
+            log.exception("looking up blocks in the store failed unexpectedly")
+            answer = StoreAnswer(error=StoreError(f"looking up blocks in the store failed: {error!r}"))
         answer = replace(answer, at=self._clock.monotonic())
         with self._lock:
             is_wanted = self._questions.pop(request_id, None) is not None
@@ -187,19 +189,28 @@ class Prober:
         task.add_done_callback(self._ahead.discard)
 
     async def _bring_near(self, request_id: str, hashes: Sequence[BlockHash], answer: StoreAnswer) -> None:
-        """Afterwards the answer says in which tiers the blocks are now: whether to load them is decided by that, and
-        the speed of the load is credited to those."""
-        await asyncio.gather(*(_quietly(store, hashes) for store in self._stores))
-        if all(run.tier == 0 for run in answer.runs):
+        """Some blocks at a time, as long as nobody took the answer: then a load has begun, which reads what is left
+        itself. After each time the answer says in which tiers the blocks are now: whether to load them is decided by
+        that, and the speed of the load is credited to those."""
+        if all(run.tier == 0 for run in answer.runs) and len(self._stores) == 1:
             return
-        try:
-            runs = await self._stores[0].runs(hashes)
-        except KvferryError as error:
-            log.debug("not looked at again: %s", error)
-            return
-        with self._lock:
-            if self._answers.get(request_id) is answer:
-                self._answers[request_id] = replace(answer, runs=tuple(runs))
+        for first in range(0, len(hashes), MOVE_BLOCKS):
+            part = hashes[first : first + MOVE_BLOCKS]
+            await asyncio.gather(*(_quietly(store, part) for store in self._stores))
+            try:
+                near = await self._stores[0].runs(part)
+            except KvferryError as error:
+                log.debug("not looked at again: %s", error)
+                return
+            is_whole = sum(run.num_blocks for run in near) == len(part)
+            behind = part_of(answer.runs, first + len(part), len(hashes)) if is_whole else []
+            newer = replace(answer, runs=joined([*part_of(answer.runs, 0, first), *near, *behind]))
+            with self._lock:
+                if self._answers.get(request_id) is not answer:
+                    return
+                self._answers[request_id] = answer = newer
+            if not behind:
+                return
 
     async def _wait_for_marker(self, question: StoreQuestion) -> Marker | None:
         transfer_id = question.transfer_id
@@ -242,6 +253,7 @@ def _least(shares: Sequence[TierShare]) -> TierShare:
         min(one.num_present for one in shares),
         min(one.num_pinned for one in shares),
         all(one.is_healthy for one in shares),
+        next((one.refusal for one in shares if one.refusal is not None), None),
     )
 
 

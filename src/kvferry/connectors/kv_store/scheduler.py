@@ -13,7 +13,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from kvferry.connectors.api import (
     ConnectorContext,
@@ -35,8 +35,8 @@ from kvferry.connectors.api import (
     TransferReport,
 )
 from kvferry.connectors.kv_store.load_choice import LoadChoice
-from kvferry.connectors.kv_store.markers import MARKER_S, Marker, Markers
-from kvferry.connectors.kv_store.plan import FinishedRequest, LoadBlocks, SaveBlocks, StorePlan
+from kvferry.connectors.kv_store.markers import MARKER_S, Marker, Markers, refusal_of
+from kvferry.connectors.kv_store.plan import FinishedRequest, LoadBlocks, SaveBlocks, StorePlan, StoreWork
 from kvferry.connectors.kv_store.prober import Prober, StoreAnswer, StoreQuestion
 from kvferry.connectors.kv_store.settings import read_settings
 from kvferry.core.block_hash import BlockHash
@@ -44,10 +44,7 @@ from kvferry.core.errors import (
     ConfigError,
     InvalidRequest,
     KvferryError,
-    LayoutMismatch,
     LeakError,
-    LeaseEnded,
-    ProtocolError,
 )
 from kvferry.core.hand_off import Consume, PrefillResult, Produce, Ticket, prefix_digests
 from kvferry.core.kept import TierShare
@@ -81,22 +78,6 @@ class _Known:
     believed: Marker | None = None
 
 
-@dataclass
-class _Work:
-    """A plan in the making."""
-
-    cancels: list[str] = field(default_factory=list)
-    loads: list[LoadBlocks] = field(default_factory=list)
-    saves: list[SaveBlocks] = field(default_factory=list)
-    marks: list[Marker] = field(default_factory=list)
-    forgets: list[str] = field(default_factory=list)
-    finished: list[FinishedRequest] = field(default_factory=list)
-
-    def __bool__(self) -> bool:
-        """Whether a plan is wanted for it: hints go with the next one that is."""
-        return any(value for name, value in vars(self).items() if name != "finished")
-
-
 class KVStoreSchedulerSide(SchedulerSide[StorePlan]):
     """Decides per request which full blocks of the prompt are saved and which are loaded, and leaves markers for hand-
     offs."""
@@ -121,7 +102,7 @@ class KVStoreSchedulerSide(SchedulerSide[StorePlan]):
         self._choice = LoadChoice(self._settings, context, has_layers=has_layers)
         self._is_shared = any(spec.kind.is_shared for spec in specs)
         self._sealer = TicketSealer(context.auth_token, context.clock)
-        self._work = _Work()
+        self._work = StoreWork()
         self._known: dict[str, _Known] = {}
         self._cancelled: set[str] = set()
         self._used_by: dict[str, str] = {}
@@ -167,9 +148,11 @@ class KVStoreSchedulerSide(SchedulerSide[StorePlan]):
 
     def _refusal(self, request: RequestView) -> KvferryError | None:
         if isinstance(request.hand_off, Consume) and not self._config.consumes:
-            return ConfigError("this instance has kv_role kv_producer: it fetches no hand-offs")
+            return ConfigError(
+                "this instance has kv_role kv_producer and cannot fetch hand-offs; use kv_consumer or kv_both"
+            )
         if isinstance(request.hand_off, Produce) and not self._config.produces:
-            return ConfigError("this instance has kv_role kv_consumer: it hands nothing off")
+            return ConfigError("this instance has kv_role kv_consumer and cannot hand off; use kv_producer or kv_both")
         if request.hand_off is not None and not self._is_shared:
             return ConfigError("no tier of this instance's store is shared, so that it takes no part in hand-offs")
         return self.refusal(request)
@@ -210,7 +193,7 @@ class KVStoreSchedulerSide(SchedulerSide[StorePlan]):
         promised = isinstance(request.hand_off, Consume)
         error = answer.error
         if error is None and answer.marker is not known.believed:
-            error = self._mistrust(request, answer.marker)
+            error = refusal_of(answer.marker, request.prompt_token_ids, self._layout)
         if error is not None:
             return Miss(error if promised else None)
         known.believed = answer.marker
@@ -225,25 +208,6 @@ class KVStoreSchedulerSide(SchedulerSide[StorePlan]):
         runs = part_of(answer.runs, num_computed_tokens // self._layout.block_size, usable)
         num_rest_tokens = len(request.prompt_token_ids) - usable * self._layout.block_size
         return self._choice.choose(request.request_id, runs, num_rest_tokens, may_compute=not promised)
-
-    def _mistrust(self, request: RequestView, marker: Marker | None) -> KvferryError | None:
-        """Why a marker does not stand for this hand-off's KV, if so."""
-        if marker is None:
-            return None
-        if marker.prefill_result is None:
-            return LeaseEnded(f"the prefill of hand-off {marker.transfer_id!r} was given up")
-        tokens = request.prompt_token_ids
-        if marker.num_tokens != len(tokens):
-            return ProtocolError(
-                f"the hand-off is of {marker.num_tokens} prompt tokens, this request has {len(tokens)}"
-            )
-        if prefix_digests(tokens, [len(tokens)])[0][1] != marker.digest:
-            return ProtocolError("the hand-off is of other tokens: the prompt must be the same on both instances")
-        try:
-            self._layout.require_same(marker.layout)
-        except LayoutMismatch as error:
-            return error
-        return None
 
     def _result_to_bring(self, request: RequestView, answer: StoreAnswer) -> PrefillResult | None:
         """The marker's result, where the ticket did not bring it."""
@@ -281,11 +245,11 @@ class KVStoreSchedulerSide(SchedulerSide[StorePlan]):
                 self._save(chunk)
         if not (self._work or (self._work.finished and step.chunks)):
             return None
-        work, self._work = self._work, _Work()
+        work, self._work = self._work, StoreWork()
         for load in work.loads:
             if load.layerwise:  # over when its step is, and so before the request can end
                 self._load_ended(load.request_id)
-        return StorePlan(**vars(work))
+        return work.plan()
 
     def saves(self, plan: StorePlan | None) -> Sequence[tuple[str, Sequence[BlockHash]]]:
         """The blocks that a plan wants kept."""
@@ -422,7 +386,9 @@ class KVStoreSchedulerSide(SchedulerSide[StorePlan]):
     def kept(self, hashes: Sequence[BlockHash], *, pin: bool | None) -> Sequence[Future[list[TierShare]]]:
         """Of this connector's one store."""
         if not self._config.produces:
-            raise InvalidRequest("this instance has kv_role kv_consumer: it keeps nothing; ask a prefill instance")
+            raise InvalidRequest(
+                "this instance has kv_role kv_consumer and stores nothing; send the request to a prefill instance"
+            )
         if hashes and pin is not False:
             self._wanted[hashes[-1]] = None
         if len(self._wanted) > MAX_WANTED:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 from urllib.parse import quote, urlencode
 
 import msgspec
 
 from kvferry.connectors.api import ConnectorContext
 from kvferry.connectors.registry import BUILTIN, KV_STORE, find_connector
+from kvferry.core.bounds import MOST_SECONDS
 from kvferry.core.errors import ConfigError, UnknownName
 from kvferry.core.layout import KVLayout
 from kvferry.core.names import resolve
@@ -21,10 +22,11 @@ from kvferry.store.tiers import TieredStore
 
 
 class StoreSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`kv_connector_extra_config` of `KVStoreConnector` and its other names. Seconds; sizes as 4GiB or numbers.
+    """`kv_connector_extra_config` of `KVStoreConnector` and its other names. Times in seconds; sizes as 4GiB or
+    numbers.
 
-    The stores are named by `store`, or else by `shared_storage_path`, by `num_cpu_blocks` or by `cpu_bytes_to_use`. A
-    key that goes with another of these is an error, so that nothing is set in vain.
+    The stores are named by `store`, or by `shared_storage_path`, `num_cpu_blocks` or `cpu_bytes_to_use`. A key that
+    belongs to another of these is an error, so that no setting is ignored.
     """
 
     store: str | list[str] | None = None
@@ -34,20 +36,20 @@ class StoreSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """A directory that all instances share."""
 
     num_cpu_blocks: int | None = None
-    """Host memory for that many blocks of `block_size` tokens."""
+    """Host memory for this many blocks of `block_size` tokens."""
 
     block_size: int | None = None
-    """Tokens, a multiple of the engine's block size, in which `num_cpu_blocks` counts; None: the engine's. Without
-    effect on `cpu_bytes_to_use`."""
+    """The number of tokens in the blocks that `num_cpu_blocks` counts, a multiple of the engine's block size. Default:
+    the engine's. No effect on `cpu_bytes_to_use`."""
 
     cpu_bytes_to_use: int | str | None = None
-    """Host memory of that size."""
+    """Host memory of this size."""
 
     eviction_policy: str | None = None
-    """Policy of the store that one of these keys names instead of `store`; None: its default."""
+    """Eviction policy, unless `store` is used. Default: the store's."""
 
     codec: str | None = None
-    """How that store writes blocks down; None: as they are."""
+    """How blocks are encoded, unless `store` is used. Default: unchanged."""
 
     max_bytes: int | str = 0
     """With `shared_storage_path`: largest size of the directory; blocks beyond it are removed. 0: no limit."""
@@ -56,24 +58,26 @@ class StoreSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """With `shared_storage_path`: blocks are on the disk before they are announced, and survive a power failure."""
 
     access: Literal["owner", "group"] = "owner"
-    """With `shared_storage_path`: who may read and write there, this user alone or its group too."""
+    """With `shared_storage_path`: who may read and write there, this user only (`owner`) or also its group."""
 
     write: Literal["through", "back"] = "through"
-    """Of tiers: whether a block is kept when all have it, or when the first has it."""
+    """With several tiers: whether a block counts as stored when all of them have it (`through`), or when the first has
+    it (`back`)."""
 
     load: Literal["async", "layerwise", "auto"] = "async"
-    """"layerwise": the model starts at once and waits for each layer, where all tiers can read single ones. "auto":
-    where measured speeds say that this gains more time than it costs other requests."""
+    """"async": a request waits for its whole load. "layerwise": the model starts at once and waits for each layer; all
+    tiers must be able to read single layers. "auto": layerwise if measured speeds say that this gains more time than it
+    costs other requests."""
 
     load_policy: Literal["always", "measured"] = "always"
-    """"measured": blocks are computed again where that is quicker: all, those that only slow tiers have, or the first
-    while the others are loaded (kvferry's own engine). "always": what the store has is loaded."""
+    """"always": what the store has is loaded. "measured" (kvferry's own engine): blocks are computed again if that is
+    quicker: all of them, those that only slow tiers have, or the first ones while the others are loaded."""
 
     prefetch: bool = True
-    """Whether blocks of lower tiers are brought to the first while their request is queued."""
+    """Whether blocks in lower tiers are copied to the first one while their request is queued."""
 
-    timeout_s: float = 30.0
-    """Longest wait for a hand-off's prefill, and for the blocks of one request."""
+    timeout_s: Annotated[float, msgspec.Meta(gt=0, le=MOST_SECONDS)] = 30.0
+    """Most seconds to wait for a hand-off's prefill, and for the blocks of one request."""
 
     def way(self) -> str:
         """The key that names the stores; empty where none does."""
@@ -129,7 +133,7 @@ class StoreSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 def read_settings(context: ConnectorContext) -> StoreSettings:
-    """Raises `ConfigError` that names the key."""
+    """Parse the configuration. Raises `ConfigError` that names the key."""
     settings = _read(context.config)
     settings.specs(context.layout.block_size)
     if settings.load != "async" and context.layout.tp_size > 1:
@@ -142,8 +146,14 @@ def read_settings(context: ConnectorContext) -> StoreSettings:
 
 
 def check(config: KVTransferConfig) -> None:
-    """Raise `ConfigError` for all that can be known to be wrong before there is an engine."""
+    """Raise `ConfigError` for all mistakes that can be found before there is an engine."""
     _read(config).specs()
+
+
+def check_here(config: KVTransferConfig, *, known: bool) -> None:
+    """Raise `ConfigError` if a store's folder or memory is not available. Servers may be started later."""
+    for spec in _read(config).specs():
+        spec.kind.check_here(spec.url.location, spec.options)
 
 
 def lossy_names(config: KVTransferConfig) -> list[str]:
@@ -170,8 +180,6 @@ def _read(config: KVTransferConfig) -> StoreSettings:
             " instances share"
         )
     _require_read(settings, config)
-    if not settings.timeout_s > 0:
-        raise ConfigError(f"kv_connector_extra_config.timeout_s must be greater than 0, got {settings.timeout_s:g}")
     return settings
 
 

@@ -7,7 +7,7 @@ where the model wants a layer that is still on its way.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -17,6 +17,7 @@ from kvferry.connectors.kv_store.markers import Markers
 from kvferry.connectors.kv_store.plan import SaveBlocks, StorePlan
 from kvferry.connectors.kv_store.settings import read_settings
 from kvferry.connectors.kv_store.writer import LONGEST_WAIT_S, StoreWriter
+from kvferry.core.closing import close_all
 from kvferry.core.errors import ConfigError, LeakError
 from kvferry.store.base import Block
 from kvferry.store.tiers import GAUGES
@@ -65,7 +66,7 @@ class KVStoreWorkerSide(WorkerSide[StorePlan]):
             longest_wait_s=LONGEST_WAIT_S if config.kv_role == "kv_producer" else 0.0,
         )
         self._loader = StoreLoader(
-            self._store, self._loop, self._block_view, layout.num_layers, self._settings.timeout_s
+            self._store, self._loop, self._block_views, layout.num_layers, self._settings.timeout_s
         )
         try:
             self._loop.submit(self._store.open()).result(OPEN_S)
@@ -76,14 +77,16 @@ class KVStoreWorkerSide(WorkerSide[StorePlan]):
         """Stop loading, write what waits, end the thread. May be called twice."""
         if self._memory is None:
             return
-        self._loader.close()
-        self._writer.close()
+        try:
+            close_all(self._loader.close, self._writer.close, self._close_store, self._loop.close)
+        finally:
+            self._memory = None
+
+    def _close_store(self) -> None:
         try:
             self._loop.submit(self._store.close()).result(CLOSE_S)
         except TimeoutError:
-            log.warning("a store does not let itself be closed")
-        self._loop.close()
-        self._memory = None
+            log.warning("a store could not be closed")
 
     # Steps.
 
@@ -133,8 +136,9 @@ class KVStoreWorkerSide(WorkerSide[StorePlan]):
 
     def _save(self, save: SaveBlocks) -> None:
         parent, layers = save.parent, range(self.context.layout.num_layers)
-        for block_hash, block_id in zip(save.hashes, save.block_ids, strict=True):
-            copies = [memoryview(bytes(self._block_view(layer, block_id))) for layer in layers]
+        by_layer = [self._block_views(layer, save.block_ids) for layer in layers]
+        for block_hash, views in zip(save.hashes, zip(*by_layer, strict=True), strict=True):
+            copies = [memoryview(bytes(view)) for view in views]
             self._writer.put(Block(block_hash, copies, parent))
             parent = block_hash
 
@@ -174,7 +178,6 @@ class KVStoreWorkerSide(WorkerSide[StorePlan]):
 
     # Memory.
 
-    def _block_view(self, layer: int, block_id: int) -> memoryview:
+    def _block_views(self, layer: int, block_ids: Sequence[int]) -> list[memoryview]:
         assert self._memory is not None
-        [span] = self._memory.spans(layer, [block_id])
-        return self._memory.view(span)
+        return self._memory.block_views(layer, block_ids)

@@ -41,6 +41,7 @@ from kvferry.connectors.multi.plan import MultiPlan
 from kvferry.connectors.multi.settings import child_gauges, handing_off, read_children
 from kvferry.connectors.registry import ConnectorSpec
 from kvferry.core.block_hash import BlockHash
+from kvferry.core.closing import close_all
 from kvferry.core.errors import ChildLost, KvferryError, LeakError
 from kvferry.core.hand_off import HandOff, PrefillResult, Produce
 from kvferry.core.kept import TierShare
@@ -162,7 +163,11 @@ class MultiSchedulerSide(SchedulerSide[MultiPlan]):
         if not (isinstance(match, Hit) and match.layerwise):
             return match
         if index not in self._by_layers:
-            log.error("connector %d of several would load layer by layer, and so does not load: set it to async", index)
+            log.error(
+                "connector %d of MultiConnector is set to layerwise loads, which are not possible there, and does not"
+                " load: set load to async",
+                index,
+            )
             self._by_layers.add(index)
         return Miss()
 
@@ -237,7 +242,7 @@ class MultiSchedulerSide(SchedulerSide[MultiPlan]):
 
     def _is_lost(self, index: int | None) -> None:
         if index is not None and index not in self._lost:
-            log.warning("connector %d of several is lost, and is not asked any more", index)
+            log.warning("connector %d of MultiConnector is lost and no longer used", index)
             self._lost.add(index)
 
     # The end of a request.
@@ -299,8 +304,7 @@ class MultiSchedulerSide(SchedulerSide[MultiPlan]):
 
     def close(self) -> None:
         """All of them."""
-        for child in self._children:
-            child.close()
+        close_all(*(child.close for child in self._children))
 
     def _seen(self, index: int, request: RequestView) -> RequestView:
         if index == self._hands_off or request.hand_off is None:
@@ -313,5 +317,5 @@ class MultiSchedulerSide(SchedulerSide[MultiPlan]):
         try:
             return call()
         except Exception:
-            log.exception("connector %d of several failed; the others go on without it", index)
+            log.exception("connector %d of MultiConnector failed; the others continue without it", index)
             return otherwise

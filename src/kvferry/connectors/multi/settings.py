@@ -23,11 +23,13 @@ class MultiOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """`kv_connector_extra_config` of `MultiConnector`."""
 
     connectors: list[dict[str, Any]]
-    """Configurations of the connectors, in order. What one leaves out (`kv_buffer_size`) is as outside. So is `kv_role`
-    of the one that hands off; the caches beside it are `kv_both`, and so save and load on P and on D."""
+    """Configurations of the connectors, in order. A key that one leaves out (such as `kv_buffer_size`) has the value
+    given outside, as has `kv_role` for the one that hands off. The caches beside it are `kv_both`, so that they save
+    and load on P and on D."""
 
     hand_off_lossy: bool = False
-    """Whether KV computed on what a lossy codec gave may be handed to instances that named none."""
+    """Whether KV that was computed from a lossy codec's KV may be handed off to instances that do not use that
+    codec."""
 
 
 def child_gauges(side: Callable[[ConnectorSpec], type[SchedulerSide[Any] | WorkerSide[Any]]]) -> frozenset[str]:
@@ -44,11 +46,17 @@ def read_children(context: ConnectorContext) -> list[tuple[ConnectorSpec, Connec
 
 
 def check(config: KVTransferConfig) -> None:
-    """Raise `ConfigError` for all that can be known to be wrong before there is an engine."""
+    """Raise `ConfigError` for all mistakes that can be found before there is an engine."""
     children = child_configs(config)
     for child in children:
         find_connector(child).check(child)
     _require_exact_alike(config, children)
+
+
+def check_here(config: KVTransferConfig, *, known: bool) -> None:
+    """Raise `ConfigError` where this machine does not have what one of them needs."""
+    for child in child_configs(config):
+        find_connector(child).check_here(child, known=known)
 
 
 def _require_exact_alike(config: KVTransferConfig, children: list[KVTransferConfig]) -> None:

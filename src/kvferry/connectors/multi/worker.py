@@ -87,7 +87,7 @@ class MultiWorkerSide(WorkerSide[MultiPlan]):
         try:
             self._children[index].close()
         except Exception:
-            log.exception("connector %d of several does not let itself be closed", index)
+            log.exception("connector %d of MultiConnector could not be closed", index)
 
     # Steps.
 
@@ -142,7 +142,7 @@ class MultiWorkerSide(WorkerSide[MultiPlan]):
         """Of all. Blocks are released when none of them keeps them any more. Raises `ConnectorLost` when the one that
         hands off is lost: an instance that can hand nothing off is of no use to the fleet, which starts another."""
         if self._hands_off in self._lost:
-            raise ConnectorLost("the connector that hands off, of several, is lost")
+            raise ConnectorLost("the connector of MultiConnector that hands off is lost")
         for index in [index for index in self._closing if index in self._closed]:
             self._is_closed(index)
         for index in range(len(self._children)):
@@ -233,7 +233,7 @@ class MultiWorkerSide(WorkerSide[MultiPlan]):
         except Exception as error:
             if isinstance(error, ConnectorLost) and index == self._hands_off:
                 raise
-            log.exception("connector %d of several is lost; the others go on without it", index)
+            log.exception("connector %d of MultiConnector is lost; the others continue without it", index)
             self._lose(index)
             return otherwise
 
@@ -260,7 +260,7 @@ class MultiWorkerSide(WorkerSide[MultiPlan]):
 
     def _give_up(self, request_id: str, index: int) -> None:
         del self._loads[request_id]
-        self._reports.append(Failed(request_id, ChildLost(f"connector {index} of several is lost")))
+        self._reports.append(Failed(request_id, ChildLost(f"connector {index} of MultiConnector is lost")))
 
 
 def _withdraw(part: Any, child: WorkerSide[StepPlan]) -> None:

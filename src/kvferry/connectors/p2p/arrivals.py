@@ -1,7 +1,7 @@
 """The consumer's half of the worker side: fetches hand-offs, and reports how each ended.
 
-Owns the tasks of loads and of tickets that wait to be loaded, which live on the transfer loop, and what they report. A
-rank fetches its own share from each of the producer's ranks that has some of it (`core.sharding`).
+Owns the tasks of loads and of tickets that wait to be loaded, which run on the transfer loop, and their reports. A rank
+fetches its own share from each of the producer's ranks that has some of it (`core.sharding`).
 """
 
 from __future__ import annotations
@@ -14,25 +14,24 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-import msgspec
-
 from kvferry.connectors.api import Failed, Loaded, Prefilled, Released, TransferEvent, TransferReport
 from kvferry.connectors.p2p.plan import HandOffMeta, Load, P2pPlan, decode_meta
-from kvferry.core.errors import KvferryError, LeaseEnded, PeerLost, ProtocolError
+from kvferry.core.errors import LeaseEnded, PeerLost, ProtocolError
 from kvferry.core.hand_off import PrefillResult, Ticket, common_prefix
 from kvferry.core.layout import KVLayout
 from kvferry.core.sharding import orphans, sources
 from kvferry.transport.lookup_buffer.base import LookupBuffer, Source, Taken, Want, ignore
-from kvferry.transport.transfer_loop import call_contained, contained, first_error, translated
+from kvferry.transport.transfer_loop import call_contained, run_together, translated
 
 log = logging.getLogger(__name__)
 RELEASE_S = 5.0
 
 
 class Arrivals:
-    """`begin` runs on the transfer loop, while `run` does; `take_report` on any thread.
+    """`begin` is called on the transfer loop while `run` runs there, `take_report` on any thread.
 
-    `timeout_s` bounds each load. `keep_lease_on_failure`: another instance may try the ticket after us.
+    `timeout_s` limits each load. With `keep_lease_on_failure`, a load that fails leaves the hand-off to another
+    instance that may try the same ticket.
     """
 
     def __init__(
@@ -51,7 +50,7 @@ class Arrivals:
         self._failures: Counter[str] = Counter()
 
     async def run(self) -> None:
-        """Keep the tasks until cancelled."""
+        """Own the tasks until cancelled, which ends them."""
         async with asyncio.TaskGroup() as self._group:
             self.started.set()
             try:
@@ -70,7 +69,7 @@ class Arrivals:
     # On the loop.
 
     def begin(self, plan: P2pPlan) -> None:
-        """Do the consumer's part of a plan. What goes wrong with one request goes wrong with no other."""
+        """Do the consumer's part of a plan. An error of one request does not affect the others."""
         for request_id in plan.cancels:
             end, otherwise = partial(self._cancel, request_id), partial(self._not_cancelled, request_id)
             call_contained(end, f"the end of request {request_id}", otherwise)
@@ -92,21 +91,21 @@ class Arrivals:
             task.cancel()
 
     def _not_cancelled(self, request_id: str, error: Exception) -> None:
-        """The load ends by its deadline, then, and is reported `Released`."""
+        """The load was not stopped: it ends by its deadline, and is then reported `Released`."""
         if request_id in self._tasks:
             self._cancelled.add(request_id)
         else:
             self._report(Released(request_id))
 
     def _start(self, load: Load) -> None:
-        """Begin to fetch; from now on that keeps the lease alive."""
+        """Begin to fetch; from now on, the load keeps the lease alive."""
         self._stop_waiting(load.request_id)
         task = self._create_task(self._load(load), f"load {load.request_id}")
         self._tasks[load.request_id] = task
         task.add_done_callback(partial(self._ended, load))
 
     def _failed(self, request_id: str, error: Exception) -> None:
-        """Unless it has a task, whose end is reported as usual."""
+        """Report a failure, unless the load has a task, whose end is reported as usual."""
         self._stop_waiting(request_id)
         if request_id not in self._tasks:
             self._report(Failed(request_id, translated(error)))
@@ -118,10 +117,10 @@ class Arrivals:
     # Leases.
 
     def _change_lease(self, act: Callable[[str, Ticket], None], request_id: str, ticket: Ticket) -> None:
-        """Where that goes wrong the lease is kept alive no more, and ends by its time. Nothing is reported: no load has
-        begun, and one that still comes says itself how it ended."""
-        otherwise = partial(self._stop_waiting, request_id)
-        call_contained(partial(act, request_id, ticket), f"the lease of request {request_id}", lambda _: otherwise())
+        """If `act` fails, the lease is no longer renewed, and expires. Nothing is reported: no load has begun yet, and
+        a later one reports its own end."""
+        change, otherwise = partial(act, request_id, ticket), lambda _: self._stop_waiting(request_id)
+        call_contained(change, f"the lease of request {request_id}", otherwise)
 
     def _wait(self, request_id: str, ticket: Ticket) -> None:
         """Keep the lease alive until the ticket is loaded or given up."""
@@ -144,21 +143,20 @@ class Arrivals:
     def _each_rank(
         self, ticket: Ticket, ranks: Iterable[int], what: str, act: Callable[[str, Source], Coroutine[Any, Any, None]]
     ) -> list[asyncio.Task[None]]:
-        """A task for each of the producer's ranks; what becomes of it is nobody's."""
+        """A task for each of the producer's ranks; errors are only logged."""
 
         async def one(rank: int) -> None:
             try:
                 await act(ticket.transfer_id, _source(ticket, rank))
-            except (
-                KvferryError
-            ) as error:  # the load, when it comes, meets the same and says so; leases end by themselves
-                log.info("could not %s hand-off %s: %s", what, ticket.transfer_id, error)
+            except Exception as unexpected:  # leases expire by themselves, and a load that meets the same reports it
+                error = translated(unexpected)
+                log.info("could not %s: %s", name, error, exc_info=error is not unexpected)
 
-        name = f"{what} {ticket.transfer_id}"
-        return [self._create_task(contained(partial(one, rank), name), name) for rank in ranks]
+        name = f"{what} hand-off {ticket.transfer_id}"
+        return [self._create_task(one(rank), name) for rank in ranks]
 
     def _own_ranks(self, ticket: Ticket) -> Sequence[int]:
-        """The producer's ranks that are ours to speak to when nothing is known of its layout. Together, our ranks
+        """The producer's ranks that this rank speaks to while the producer's layout is not known. Together, our ranks
         reach all of them."""
         ours, theirs = self._layout.tp_size, ticket.tp_size
         return sorted({self._layout.tp_rank * theirs // ours, *range(self._layout.tp_rank, theirs, ours)})
@@ -189,14 +187,12 @@ class Arrivals:
             self._report(Released(load.request_id))
             self._release(load.ticket, self._own_ranks(load.ticket))
         elif not task.cancelled():
-            report, otherwise = partial(self._report_end, task), partial(self._failed, load.request_id)
-            call_contained(report, f"load {load.request_id}", otherwise)
-
-    def _report_end(self, task: asyncio.Task[TransferReport]) -> None:
-        self._report(*task.result())
+            otherwise = partial(self._failed, load.request_id)
+            call_contained(lambda: self._report(*task.result()), f"load {load.request_id}", otherwise)
 
     async def _sources(self, ticket: Ticket, deadline: float) -> tuple[Sequence[int], Sequence[int]]:
-        """The producer's ranks that have a share of ours, and those that are read by nobody and ours to release."""
+        """The producer's ranks that have some of this rank's KV, and those that this rank releases because nobody reads
+        them."""
         ours = self._layout
         if ticket.tp_size == ours.tp_size:
             return (ours.tp_rank,), ()
@@ -204,13 +200,8 @@ class Arrivals:
         return sources(ours, theirs), orphans(ours, theirs)
 
     async def _fetch(self, load: Load, ranks: Sequence[int], deadline: float) -> list[Taken]:
-        """From all ranks at once. When this returns or raises, none of them is written from any more."""
-        try:
-            async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(self._fetch_one(load, rank, deadline)) for rank in ranks]
-        except BaseExceptionGroup as errors:
-            raise first_error(errors) from errors
-        return [task.result() for task in tasks]
+        """Fetch from all ranks at once. When this returns or raises, nothing is written from any of them any more."""
+        return await run_together(*(self._fetch_one(load, rank, deadline) for rank in ranks))
 
     async def _fetch_one(self, load: Load, rank: int, deadline: float) -> Taken:
         want = Want(
@@ -225,11 +216,10 @@ class Arrivals:
         return await self._buffer.drop_select(want)
 
     def _sealed(self, load: Load, encoded: bytes) -> None:
-        """P is done. Its token may be given out before the KV is here: whatever becomes of that, the token is right.
-
-        Not where the request is to fail without the KV: it may still go to another instance while nothing is given out.
+        """P has finished: report its first token before the KV is here, since the token is right even if the KV never
+        comes. Not called with `keep_lease_on_failure`: another instance may take over as long as nothing was reported.
         """
-        with suppress(msgspec.DecodeError):  # which is an error once all has come
+        with suppress(ProtocolError):  # `_judge` raises it when everything has come
             meta = decode_meta(encoded)
             result = _result_for(load, meta, common_prefix(meta.prefixes, load.tokens))
             if result is not None:
@@ -248,20 +238,19 @@ class Arrivals:
 
 
 def _judge(load: Load, taken: Sequence[Taken]) -> TransferReport:
-    """All is here: is it what was promised? Raises `ProtocolError` when not."""
-    try:
-        metas = [decode_meta(one.meta) for one in taken]
-    except msgspec.DecodeError as error:
-        raise ProtocolError(f"the hand-off's metadata cannot be read: {error}") from error
+    """What to report of a load that all ranks have delivered. Raises `ProtocolError` if it is not what was promised."""
+    metas = [decode_meta(one.meta) for one in taken]
     meta = metas[0]
     if any(other != meta for other in metas):
-        raise ProtocolError("the producer's ranks disagree on what the hand-off is of")
+        raise ProtocolError("the producer's ranks disagree about the tokens of the hand-off")
     if meta.num_tokens > len(load.tokens) and not load.longer:
         raise ProtocolError(f"the hand-off is of {meta.num_tokens} prompt tokens, this request has {len(load.tokens)}")
     wanted = min(meta.num_tokens, load.num_tokens)
     covered = common_prefix(meta.prefixes, load.tokens)
     if covered < wanted:
-        raise ProtocolError("the hand-off is of other tokens: the prompt must be the same on both instances")
+        raise ProtocolError(
+            "the hand-off has other tokens than this request: the prompt must be the same on both instances"
+        )
     if any(one.num_tokens is not None and one.num_tokens < wanted for one in taken):
         raise ProtocolError(f"the hand-off was sealed with blocks of its {meta.num_tokens} tokens missing")
     shorter = wanted if wanted < load.num_tokens else None
@@ -270,7 +259,7 @@ def _judge(load: Load, taken: Sequence[Taken]) -> TransferReport:
 
 
 def _result_for(load: Load, meta: HandOffMeta, covered: int) -> PrefillResult | None:
-    """P's, where the hand-off is of this very prompt, all `covered` tokens of it, and not of a part or of more."""
+    """P's result, if the hand-off is of exactly this prompt: neither of a prefix of it nor of more tokens."""
     is_whole = not load.longer and meta.num_tokens == covered == len(load.tokens)
     return meta.prefill_result if is_whole else None
 

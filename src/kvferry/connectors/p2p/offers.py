@@ -1,11 +1,11 @@
-"""The hand-offs that this instance makes: which blocks are announced, and until when they stay. No tensors.
+"""The hand-offs that this instance makes: which blocks are announced, and how long they stay. No tensors.
 
-Owns the list of hand-offs in the making or under lease here. It does not know whether anybody fetches one, or how:
-the worker sides report when blocks are free again.
+Owns the list of hand-offs that are being made or are under lease here. It does not know whether anybody fetches one, or
+how: the worker sides report when blocks are free again.
 
-A block is announced once, when its last token is scheduled: when it is full, or when the prompt ends in it. When a step
-computes tokens again whose blocks were announced, as after a load that failed, all that was announced of that hand-off
-is void, and it begins anew: its own request's tokens, or those of another that shares its blocks.
+A block is announced once, when its last token is scheduled: when it is full, or when the prompt ends in it. If a step
+computes tokens again whose blocks were announced, as after a load that failed, everything announced of that hand-off is
+void, and it begins again; this holds for the request's own tokens, and for those of another that shares its blocks.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ from kvferry.connectors.api import (
     RequestView,
     ScheduledChunk,
 )
-from kvferry.connectors.p2p.options import P2pOptions
 from kvferry.connectors.p2p.plan import HandOffMeta, P2pPlan, Save, Seal, encode_meta
 from kvferry.core.errors import ConfigError, ProtocolError
 from kvferry.core.hand_off import Produce, Ticket, prefix_digests
 from kvferry.core.ticket_seal import TicketSealer
+from kvferry.transport.options import TransportOptions
 
 QUEUED_S = 600.0
-"""How much older than its lease a ticket may be when D is asked with it: a router may have kept it in a queue, and the
-first token is right for as long as there is one."""
+"""A ticket is accepted for so long beyond its lease: it may have waited in a router's queue, and its first token stays
+right when the KV is gone."""
 NUM_PREFIXES = 16
-"""Digests in the ticket of kept blocks, so that a next turn that differs late still finds most of them."""
+"""Digests in the ticket of kept blocks, so that a next turn which differs near the end can still use most of them."""
 
 
 @dataclass(eq=False)
 class _Offer:
-    """A hand-off, from its first chunk until its blocks are free again. `announced`: its blocks that are, in order,
+    """A hand-off, from its first chunk until its blocks are free again. `announced`: its announced blocks, in order,
     while its request runs."""
 
     request_id: str
@@ -56,10 +56,11 @@ class _Offer:
 
 
 class Offers:
-    """The hand-offs that this engine offers as P: what is announced of each request, and which blocks are held for
-    it."""
+    """Adds announcements and ends of hand-offs to `work`, the plan in the making, and seals the tickets."""
 
-    def __init__(self, context: ConnectorContext, work: P2pPlan, sealer: TicketSealer, settings: P2pOptions) -> None:
+    def __init__(
+        self, context: ConnectorContext, work: P2pPlan, sealer: TicketSealer, settings: TransportOptions
+    ) -> None:
         self._config, self._layout = context.config, context.layout
         self._work, self._sealer = work, sealer
         self._lease_s, self._kept_lease_s = settings.lease_s, settings.decoder_kv_blocks_ttl
@@ -68,28 +69,30 @@ class Offers:
         self._by_transfer: dict[str, _Offer] = {}
         self._announced_by: defaultdict[int, set[_Offer]] = defaultdict(set)
         self._admitted: dict[str, int] = {}
-        """How many blocks they will hold, of requests that were let in, until their first chunk or their end: meanwhile
-        they may wait for blocks, or for another connector that loads for them."""
+        """Number of blocks, by request id, of prefills that `match` has let in and that have had no chunk yet: they may
+        wait for blocks, or for another connector's load."""
 
     def set_addresses(self, addresses: Sequence[dict[str, Any]]) -> None:
         """Where this instance's ranks listen."""
         self._addresses = [(address["host"], address["port"]) for address in addresses]
 
     def address_seal(self) -> str:
-        """Of this engine and its addresses."""
+        """The seal of this engine's id and addresses; "" before the addresses are known."""
         return self._sealer.address_seal(self._address()) if self._addresses else ""
 
     # Admission.
 
     def match(self, request: RequestView, hand_off: Produce) -> Match:
-        """A prefill for another waits while too much is held already."""
+        """A prefill for another instance waits (`Pending`) while `kv_buffer_size` bytes are held or promised."""
         if not self._config.produces:
-            return Miss(ConfigError("this instance has kv_role kv_consumer: it hands nothing off"))
+            return Miss(
+                ConfigError("this instance has kv_role kv_consumer and cannot hand off; use kv_producer or kv_both")
+            )
         other = self._by_transfer.get(hand_off.transfer_id)
         if other is not None and other.request_id != request.request_id:
             return Miss(ProtocolError(f"transfer_id {hand_off.transfer_id!r} is in use by another request"))
         if other is not None:
-            return Miss()  # it was preempted, and counts already
+            return Miss()  # preempted: it is counted already
         num_blocks = self._num_blocks(len(request.prompt_token_ids))
         if not self._has_room(num_blocks, request.request_id):
             return Pending()
@@ -104,13 +107,14 @@ class Offers:
     # Steps.
 
     def restart(self, request: RequestView) -> None:
-        """A preempted request begins again, in other blocks."""
+        """A preempted request begins again in other blocks: what was announced of it is void."""
         offer = self._offers.get(request.request_id)
         if offer is not None:
             self._begin_anew(offer)
 
     def void(self, chunks: Sequence[ScheduledChunk]) -> None:
-        """What this step computes was not there before. Called with all chunks of a step, before `announce`."""
+        """Void what was announced of blocks that this step computes again. Called with all chunks of a step, before
+        `announce`."""
         for chunk in chunks if self._announced_by else ():
             if chunk.num_tokens and chunk.start < len(chunk.request.prompt_token_ids):  # an answer's blocks are its own
                 first, end = chunk.start // self._layout.block_size, self._num_blocks(chunk.start + chunk.num_tokens)
@@ -134,7 +138,7 @@ class Offers:
         self._track(request, hand_off.transfer_id)
 
     def announce(self, chunk: ScheduledChunk) -> None:
-        """The blocks that are complete once this step is over."""
+        """Announce the blocks that this chunk completes."""
         request = chunk.request
         if not isinstance(request.hand_off, Produce) or not self._config.produces:
             return
@@ -166,7 +170,7 @@ class Offers:
     # The end of a request.
 
     def finish(self, request: RequestView, block_ids: Sequence[int]) -> Finish:
-        """Blocks that were announced stay until the worker sides say so."""
+        """Announced blocks stay under `Hold`: sealed with a ticket if the prefill is complete, otherwise dropped."""
         offer = self._offers.get(request.request_id)
         if offer is not None:
             self._take_back(offer)
@@ -187,26 +191,26 @@ class Offers:
         return Hold(params)
 
     def _take_back(self, offer: _Offer) -> None:
-        """What no plan has carried, because making one failed: a later step would announce what is not there."""
+        """Remove announcements that no plan has carried, because making the plan failed: a later step would announce
+        blocks that were never written."""
         unsent = [save for save in self._work.saves if save.transfer_id == offer.transfer_id]
         if unsent:
             self._work.saves = [save for save in self._work.saves if save.transfer_id != offer.transfer_id]
             offer.opened = offer.opened and not any(save.opens for save in unsent)
 
     def never_opened(self, request: RequestView) -> None:
-        """It ended before anything was announced. A consumer may wait for it all the same, and is told; not where
-        another request makes a hand-off of that name."""
+        """The request ended before anything was announced: a consumer that waits is told, as by `refused`."""
         self.released(request.request_id)
         if isinstance(request.hand_off, Produce):
             self.refused(request.hand_off.transfer_id)
 
     def refused(self, transfer_id: str) -> None:
-        """The same of a request that was never admitted."""
+        """Tell consumers that this hand-off will not come, unless another request makes one of the same id."""
         if self._config.produces and transfer_id not in self._by_transfer:
             self._work.drops.setdefault(transfer_id, "")
 
     def keep(self, request: RequestView, block_ids: Sequence[int]) -> Finish:
-        """Keep what a decode has computed for the prefill of the next turn, where there is an answer and room."""
+        """Hold the blocks of a finished answer for the prefill of the next turn, if `kv_buffer_size` has room."""
         if not isinstance(request, HasAnswer) or request.finish_reason not in ("stop", "length"):
             return Release()
         num_tokens = min(request.num_computed_tokens, len(request.tokens))
@@ -239,7 +243,7 @@ class Offers:
         )
 
     def _address(self) -> Ticket:
-        """A ticket that only says where the KV is."""
+        """A ticket with only the fields that say where this engine is."""
         host, port = self._addresses[0]
         return Ticket(
             transfer_id="",
@@ -251,7 +255,7 @@ class Offers:
         )
 
     def released(self, request_id: str) -> None:
-        """The blocks of a hand-off are free again, or it was never begun."""
+        """The blocks of a hand-off are free again, or the hand-off never began."""
         self._admitted.pop(request_id, None)
         offer = self._offers.pop(request_id, None)
         if offer is not None:
@@ -259,7 +263,7 @@ class Offers:
             del self._by_transfer[offer.transfer_id]
 
     def end(self, transfer_id: str) -> bool:
-        """The consumer will never come. True when the hand-off has begun; else it ends when it does."""
+        """Nobody will fetch this hand-off. True if it has begun; otherwise the worker sides end it as it begins."""
         self._work.ends.append(transfer_id)
         return transfer_id in self._by_transfer
 
@@ -267,12 +271,12 @@ class Offers:
 
     @property
     def admitted(self) -> list[str]:
-        """Requests that count, and have not begun."""
+        """Requests that were let in and have had no chunk yet."""
         return list(self._admitted)
 
     @property
     def names(self) -> list[str]:
-        """Requests whose blocks are held, or will be."""
+        """Requests with a hand-off in the making or under lease."""
         return list(self._offers)
 
     def _num_blocks(self, num_tokens: int) -> int:
@@ -280,6 +284,6 @@ class Offers:
 
 
 def _checkpoints(num_tokens: int, num_prompt_tokens: int) -> list[int]:
-    """Lengths of prefixes worth knowing: all, the prompt, and some between."""
+    """Lengths of the prefixes whose digests go into a ticket: everything, the prompt, and some between."""
     step = -(-num_tokens // NUM_PREFIXES)
     return sorted({*range(step, num_tokens, step), min(num_prompt_tokens, num_tokens), num_tokens})

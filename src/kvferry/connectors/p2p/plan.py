@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import msgspec
 
+from kvferry.core.errors import ProtocolError
 from kvferry.core.hand_off import PrefillResult, Ticket
 
 
 class Save(msgspec.Struct, frozen=True, array_like=True):
-    """Announce blocks `first_block, …` of a hand-off, which are `block_ids` here, as this step passes each layer.
+    """Announce blocks `first_block, …` of a hand-off, here `block_ids`, as this step passes each layer.
 
-    So also those that the prefix cache had: another request of the same step may be the one that computes them, or a
-    load of this step that brings them. `opens`: it is the hand-off's first.
+    Blocks from the prefix cache too wait for the layer: another request of this step may compute them, or a load bring
+    them. `opens`: this is the hand-off's first `Save`.
     """
 
     transfer_id: str
@@ -23,8 +24,8 @@ class Save(msgspec.Struct, frozen=True, array_like=True):
 class Seal(msgspec.Struct, frozen=True, array_like=True):
     """The hand-off is complete; `meta` is an encoded `HandOffMeta`. The request's blocks are under `Hold`.
 
-    `kept_blocks`: it begins only now, with these, and its lease is of `lease_s`: the request is over, and so are all
-    steps that computed its blocks.
+    With `kept_blocks`, the hand-off begins only now, consists of these blocks, and has a lease of `lease_s`. All steps
+    that computed them are over.
     """
 
     transfer_id: str
@@ -37,8 +38,8 @@ class Seal(msgspec.Struct, frozen=True, array_like=True):
 class Load(msgspec.Struct, frozen=True, array_like=True):
     """Fetch the first `num_tokens` tokens of a hand-off into `block_ids`, the first `skip_blocks` of which are filled.
 
-    `tokens` are the request's prompt. The hand-off is of all of them or of a prefix; with `longer`, of other tokens
-    too, behind those that are wanted.
+    `tokens` are the request's prompt. The hand-off is of all of them or of a prefix. With `longer`, it may have other
+    tokens behind the wanted ones.
     """
 
     request_id: str
@@ -51,34 +52,32 @@ class Load(msgspec.Struct, frozen=True, array_like=True):
 
 
 class P2pPlan(msgspec.Struct):
-    """One step's work: the scheduler side puts it together, and takes it once a step.
-
-    It is done in this order: what is withdrawn comes first, since its blocks may be in use again.
-    """
+    """One step's work, carried out in the order of the fields: withdrawals first, since their blocks may be in use
+    again."""
 
     resets: list[str] = []
-    """Hand-offs whose blocks are computed again: all that was announced of them is void."""
+    """Transfer ids of hand-offs that begin again: everything announced of them so far is void."""
     drops: dict[str, str] = {}
-    """Hand-offs that will not be complete, by transfer id: the request whose blocks are under `Hold`, or "" where
-    nothing was announced. Consumers may wait for them."""
+    """Hand-offs that will not be completed, by transfer id: the request whose blocks are under `Hold`, or "" if nothing
+    was announced. Consumers that wait for them are told."""
     ends: list[str] = []
-    """Leases to end early, by transfer id."""
+    """Transfer ids of hand-offs that nobody will fetch: their leases end early."""
     saves: list[Save] = []
     seals: list[Seal] = []
     cancels: list[str] = []
-    """Requests whose load must stop."""
+    """Requests whose loads must stop."""
     waits: dict[str, Ticket] = {}
-    """Tickets that requests wait here to fetch: keep their leases alive."""
+    """Tickets of queued requests, by request id: their leases are renewed."""
     loads: dict[str, Load] = {}
     """By request id."""
     unwanted: dict[str, Ticket] = {}
-    """Tickets that nobody here will fetch: their producers are told."""
+    """Tickets that will not be fetched here, by request id: their producers are told."""
 
     def __bool__(self) -> bool:
         return any(getattr(self, name) for name in self.__struct_fields__)
 
     def take(self) -> P2pPlan | None:
-        """What has come together so far, which is not changed any more, and begin anew; None when there is nothing."""
+        """The plan so far, as a copy, after which this one is empty; None if there is nothing to do."""
         if not self:
             return None
         taken, empty = msgspec.structs.replace(self), P2pPlan()
@@ -88,10 +87,8 @@ class P2pPlan(msgspec.Struct):
 
 
 class HandOffMeta(msgspec.Struct, frozen=True):
-    """What the producer says when it seals. `prefixes`: digests of its tokens, so that nobody uses the KV of others,
-    which a difference in tokenizer or chat template would bring. `prefill_result`: None of blocks that are kept for
-    another turn.
-    """
+    """What the producer says of its tokens when it seals. Both sides tokenize, so `prefixes` (digests of its tokens)
+    let the consumer notice other tokens. `prefill_result` is None for blocks that are kept for the next turn."""
 
     num_tokens: int
     prefixes: list[tuple[int, str]]
@@ -104,8 +101,8 @@ def encode_meta(meta: HandOffMeta) -> bytes:
 
 
 def decode_meta(encoded: bytes) -> HandOffMeta:
-    """The other way. Raises `msgspec.DecodeError` on what no honest producer sends."""
+    """Raises `ProtocolError` if this is not an encoded `HandOffMeta`."""
     try:
         return msgspec.msgpack.decode(encoded, type=HandOffMeta)
-    except (UnicodeDecodeError, RecursionError) as error:
-        raise msgspec.DecodeError(str(error)) from error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ProtocolError(f"the hand-off's metadata cannot be read: {error}") from error

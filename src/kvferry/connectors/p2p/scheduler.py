@@ -1,7 +1,7 @@
 """The P2P connector beside the scheduler: what this instance fetches, and with `Offers` what it hands off. No tensors.
 
-Owns the plan in the making, and what is known of each request that has something to fetch: waiting, loading, or over. A
-request has at most one load, since a hand-off can be had once.
+Owns the plan in the making, and the state of each request that has something to fetch: waiting, loading, or over. A
+request has at most one load, since a hand-off can be fetched only once.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from kvferry.connectors.api import (
     TransferReport,
 )
 from kvferry.connectors.p2p.offers import Offers
-from kvferry.connectors.p2p.options import options_of
 from kvferry.connectors.p2p.plan import Load, P2pPlan
 from kvferry.core.errors import ConfigError, KvferryError, LayoutMismatch, LeakError, ProtocolError
 from kvferry.core.hand_off import Consume, Produce, Ticket
 from kvferry.core.ticket_seal import TicketSealer
+from kvferry.transport.options import options_of
 
 log = logging.getLogger(__name__)
 
 
 @dataclass
 class _Fetch:
-    """`num_promised`: of how many of the prompt's tokens the other side has the KV."""
+    """What a request fetches. `num_promised`: number of its prompt's tokens that the other side has the KV of."""
 
     ticket: Ticket
     num_promised: int
@@ -46,7 +46,7 @@ class _Fetch:
 
 
 class P2pSchedulerSide(SchedulerSide[P2pPlan]):
-    """Decides what is handed off, fetched and held. `P2pOptions` says what can be set."""
+    """Decides what is handed off, fetched and held. `TransportOptions` says what can be set."""
 
     hands_off = takes_parts = True
     gauges = frozenset({"num_produced"})
@@ -56,8 +56,8 @@ class P2pSchedulerSide(SchedulerSide[P2pPlan]):
         settings = options_of(context.config)
         if not context.auth_token:
             log.warning(
-                "without KVFERRY_AUTH_TOKEN any client can make a ticket; only those of this machine's loopback"
-                " interface are taken"
+                "without KVFERRY_AUTH_TOKEN any client can make a ticket; only tickets with loopback"
+                " addresses are accepted"
             )
         self._config, self._layout = context.config, context.layout
         self._keeps_all = settings.bidirectional_kv_xfer
@@ -73,25 +73,26 @@ class P2pSchedulerSide(SchedulerSide[P2pPlan]):
         self._offers.set_addresses(addresses)
 
     def address_seal(self) -> str:
-        """Of those, and of this engine."""
+        """The seal of those addresses and of this engine's id."""
         return self._offers.address_seal()
 
     # Admission.
 
     def refusal(self, request: RequestView) -> KvferryError | None:
-        """Why what its ticket says is not believed, if so."""
+        """Why the request's ticket is not trusted, if so (`TicketSealer.refusal`)."""
         ticket = _ticket_of(request)
         return None if ticket is None else self._sealer.refusal(ticket)
 
     def arrived(self, request: RequestView) -> None:
-        """A request has come: from now on its ticket's lease is kept alive."""
+        """From now on, the lease of the request's ticket is renewed."""
         fetch = self._find(request)
         if isinstance(fetch, _Fetch) and request.request_id not in self._fetches:
             self._fetches[request.request_id] = fetch
             self._work.waits[request.request_id] = fetch.ticket
 
     def match(self, request: RequestView, num_computed_tokens: int) -> Match:
-        """A promised hand-off can be loaded; a prefill for another waits while too much is held already."""
+        """A `Hit` for a hand-off that waits to be fetched; `Pending` for a prefill for another instance while too much
+        is held already."""
         hand_off = request.hand_off
         if isinstance(hand_off, Produce):
             room = self._offers.match(request, hand_off)
@@ -103,20 +104,23 @@ class P2pSchedulerSide(SchedulerSide[P2pPlan]):
         if fetch.state != "waiting":
             return Miss()
         if isinstance(hand_off, Produce) and fetch.num_promised <= num_computed_tokens:
-            return Miss()  # the first chunk gives the ticket up
+            return Miss()  # `_computed` gives the ticket up with the first chunk
         return Hit(max(0, fetch.num_promised - num_computed_tokens))
 
     def _find(self, request: RequestView) -> _Fetch | KvferryError | None:
-        """What is known of a request, or would be if it arrived now; None when it has nothing to fetch."""
+        """The request's fetch, made anew if it is not known yet, or why its ticket cannot be used; None if it has
+        nothing to fetch."""
         ticket = _ticket_of(request)
         if ticket is None or request.request_id in self._fetches:
             return self._fetches.get(request.request_id)
         return self._unusable(ticket) or _misfit(request, ticket) or _Fetch(ticket, _num_promised(request, ticket))
 
     def _unusable(self, ticket: Ticket) -> KvferryError | None:
-        """Why this ticket cannot be used here, if so."""
+        """Why this ticket cannot be used on this instance, if so."""
         if not self._config.consumes:
-            return ConfigError("this instance has kv_role kv_producer: it fetches no hand-offs")
+            return ConfigError(
+                "this instance has kv_role kv_producer and cannot fetch hand-offs; use kv_consumer or kv_both"
+            )
         if (error := self._sealer.refusal(ticket)) is not None:
             return error
         if any(not host or not 0 < port < 2**16 for host, port in ticket.addresses):
@@ -153,7 +157,7 @@ class P2pSchedulerSide(SchedulerSide[P2pPlan]):
     # Steps.
 
     def plan(self, step: StepView) -> P2pPlan | None:
-        """Announcements of this step's chunks, and all that came up since the last plan."""
+        """Announcements of this step's chunks, and everything that came up since the last plan."""
         for request in step.preempted:
             self._offers.restart(request)
         self._offers.void(step.chunks)
@@ -163,7 +167,7 @@ class P2pSchedulerSide(SchedulerSide[P2pPlan]):
         return self._work.take()
 
     def _computed(self, request: RequestView) -> None:
-        """The request runs: if it has not loaded by now, it never will."""
+        """The request runs. If it has not begun to load, it never will: its ticket is given up."""
         fetch = self._fetches.get(request.request_id)
         if fetch is not None and fetch.state == "waiting":
             fetch.state = "over"
@@ -174,7 +178,7 @@ class P2pSchedulerSide(SchedulerSide[P2pPlan]):
         return bool(self._work)
 
     def completed(self, report: TransferReport) -> None:
-        """Loads that ended, well or not; blocks that are free again, or are not written to any more."""
+        """Take note of loads that have ended, and of blocks that are no longer needed or written to."""
         for event in report:
             match event:
                 case Loaded() | Failed() if event.request_id in self._fetches:
@@ -186,7 +190,7 @@ class P2pSchedulerSide(SchedulerSide[P2pPlan]):
     # The end of a request.
 
     def finish(self, request: RequestView, block_ids: Sequence[int]) -> Finish:
-        """Blocks that were announced, or are still written to, stay until the worker sides say so."""
+        """Announced blocks, and blocks that a load still writes to, stay under `Hold`."""
         is_written = self._end_fetch(request)
         self._fetches.pop(request.request_id, None)  # only now: should anything go wrong before, it can be asked again
         if is_written:
@@ -198,7 +202,7 @@ class P2pSchedulerSide(SchedulerSide[P2pPlan]):
         return self._offers.finish(request, block_ids)
 
     def _end_fetch(self, request: RequestView) -> bool:
-        """True: a load of it may still write to its blocks, until the worker sides release them."""
+        """Give up what the request has not loaded. True if a load may still write to its blocks."""
         if request.request_id in self._cancelled:  # asked again
             return True
         request_id, fetch, ticket = request.request_id, self._find(request), _ticket_of(request)
@@ -212,33 +216,33 @@ class P2pSchedulerSide(SchedulerSide[P2pPlan]):
                 return True
             self._work.unwanted[request_id] = fetch.ticket
         elif ticket is not None and self._unusable(ticket) is None:
-            # For another prompt, and so of no use any more. vLLM ends a request that its front end refused with a
-            # prompt of one token, whatever it was.
+            # The ticket is for another prompt: vLLM ends a request that its front end refused with a prompt of one
+            # token. Nobody else will fetch it.
             self._work.unwanted[request_id] = ticket
         return False
 
     def release(self, transfer_id: str) -> bool:
-        """The consumer will never come."""
+        """Nobody will fetch this hand-off."""
         return self._offers.end(transfer_id)
 
     def refused(self, transfer_id: str) -> None:
-        """A prefill was refused before it was admitted: who waits for it is told, with the next plan."""
+        """A prefill was refused before it was admitted: consumers that wait are told with the next plan."""
         self._offers.refused(transfer_id)
 
     # Insight.
 
     def statistics(self) -> dict[str, float]:
-        """Hand-offs in the making or under lease here, and loads asked for."""
+        """Hand-offs in the making or under lease, and loads begun."""
         return {"num_produced": float(len(self._offers.names)), "fetches": float(self._num_begun)}
 
     def check(self) -> None:
-        """Raise `LeakError` when a hand-off or a load is left."""
+        """Raise `LeakError` if a hand-off or a load is left."""
         if names := [*self._offers.names, *self._offers.admitted, *self._fetches, *self._cancelled]:
             raise LeakError(f"the P2P connector still keeps blocks of requests {', '.join(names[:8])}")
 
 
 def _ticket_of(request: RequestView) -> Ticket | None:
-    """What a request has to fetch, if anything."""
+    """The ticket that a request has to fetch, if any."""
     match request.hand_off:
         case Consume(ticket=ticket):
             return ticket
@@ -248,7 +252,7 @@ def _ticket_of(request: RequestView) -> Ticket | None:
 
 
 def _misfit(request: RequestView, ticket: Ticket) -> KvferryError | None:
-    """Why this ticket is not for this prompt, if so."""
+    """Why this ticket does not fit this prompt, if so."""
     tokens = request.prompt_token_ids
     if isinstance(request.hand_off, Consume) and not (ticket.remote_num_tokens >= 0 and ticket.agrees_with(tokens)):
         return ProtocolError(
@@ -259,7 +263,7 @@ def _misfit(request: RequestView, ticket: Ticket) -> KvferryError | None:
 
 
 def _num_promised(request: RequestView, ticket: Ticket) -> int:
-    """Of how many tokens the other side has the KV; that of the last one is no use to a prefill."""
+    """Number of prompt tokens that the other side has the KV of. A prefill computes its last token anyway."""
     tokens = request.prompt_token_ids
     if isinstance(request.hand_off, Produce):
         return min(ticket.common_prefix(tokens), len(tokens) - 1)

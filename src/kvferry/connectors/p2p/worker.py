@@ -1,13 +1,12 @@
 """The P2P connector beside the KV cache: announces blocks of hand-offs, and with `Arrivals` fetches those of others.
 
 Owns the transfer thread, the table of what is handed off from here, the lookup buffer by which consumers get it, and
-the hand-offs of this rank that wait for their end. The engine's thread calls it; whatever waits runs on the transfer
+the hand-offs of this rank that have not ended. The engine's thread calls it; whatever waits runs on the transfer
 thread.
 
-Nothing is announced on the word of a plan. A plan names blocks of requests that run in its step, and they are
-announced, layer by layer, when the step has passed the layer: by then every block of it is written, whichever request
-of this step or an earlier one computed it, or loaded it. On a device a layer's kernels are still running when it is
-saved; then all layers are announced at the end of the step, when the device has been waited for.
+A plan names blocks of requests that run in its step. They are announced layer by layer, each when the step has passed
+the layer: by then all its blocks are written, whichever request computed or loaded them. On a device, the kernels of a
+layer may still be running then, so all layers are announced at the end of the step, after waiting for the device.
 """
 
 from __future__ import annotations
@@ -19,24 +18,25 @@ from typing import Any
 
 from kvferry.connectors.api import ConnectorContext, Released, TransferReport, WorkerSide
 from kvferry.connectors.p2p.arrivals import Arrivals
-from kvferry.connectors.p2p.options import options_of
 from kvferry.connectors.p2p.plan import P2pPlan, Save, Seal
 from kvferry.core.clock import SystemClock
+from kvferry.core.closing import close_all
 from kvferry.core.errors import ConnectorLost, LeakError
 from kvferry.transport.connection import Identity
 from kvferry.transport.lookup_buffer.base import LookupBuffer, LookupBufferContext, lookup_buffer_class
 from kvferry.transport.lookup_buffer.entries import EntryBounds, EntryTable
 from kvferry.transport.lookup_buffer.messages import Part
 from kvferry.transport.memory import BlockMemory
+from kvferry.transport.options import options_of
 from kvferry.transport.transfer_loop import TransferLoop, call_contained, run_together
 
 START_S = 10.0
 GATHER_BYTES = 2 * 2**20
-"""KV of a hand-off that its consumer is told of at once: a layer, or several small ones together."""
+"""A consumer is told of parts when they have this size together: a layer, or several small ones."""
 
 
 class P2pWorkerSide(WorkerSide[P2pPlan]):
-    """Hands off, and fetches, the KV of one rank. What can be set is in `P2pOptions`."""
+    """Hands off, and fetches, the KV of one rank. `TransportOptions` says what can be set."""
 
     hands_off = True
     plan_type = P2pPlan
@@ -51,23 +51,23 @@ class P2pWorkerSide(WorkerSide[P2pPlan]):
         self._config = context.config
         self._settings = options_of(context.config)
         self._loop = TransferLoop()
-        self._service: Future[None] | None = None
+        self._service: Future[list[None]] | None = None
         self._wait_for_device: Callable[[], None] | None = None
         self._saves: list[Save] = []
-        """What this step is to announce."""
+        """Blocks that this step announces as it passes the layers."""
         self._written: list[int] = []
-        """Layers of it that the device was given."""
+        """Layers that were saved in this step and wait for the device."""
         self._held: dict[str, str] = {}
-        """Requests whose blocks are under `Hold`, by transfer id."""
+        """By transfer id, the requests whose blocks are under `Hold`."""
         self._over: set[str] = set()
-        """Hand-offs that are over, and not reported yet."""
+        """Transfer ids of hand-offs that have ended and are not reported yet."""
 
     # Life.
 
     def register(self, memory: BlockMemory) -> None:
         """Listen, and start the transfer thread."""
         config, layout, settings = self._config, self.context.layout, self._settings
-        # The scheduler side keeps prefills waiting at `kv_buffer_size`; here twice that only guards against mistakes.
+        # The scheduler side keeps prefills waiting at `kv_buffer_size`; twice that only guards against mistakes.
         bounds = EntryBounds(
             settings.lease_s,
             settings.unsealed_s,
@@ -92,30 +92,29 @@ class P2pWorkerSide(WorkerSide[P2pPlan]):
         return {**self._buffer.address(), "engine_id": self._config.engine_id}
 
     def close(self) -> None:
-        """End the transfer thread, and with it every task, connection and mapping."""
+        """End the transfer thread with every task, connection and mapping."""
         if self._service is None:
             return
-        self._loop.close()
-        self._buffer.close()
+        close_all(self._loop.close, self._buffer.close)
 
     # Steps.
 
     def withdraw(self, plan: P2pPlan | None) -> None:
-        """From here on nobody takes what was announced by requests that lost their blocks."""
+        """Void what was announced of hand-offs that begin again: from here on nobody can take it."""
         for transfer_id in plan.resets if plan is not None else ():
             self._table.reset(transfer_id)
 
     def start(self, plan: P2pPlan | None) -> None:
-        """Drop, seal and fetch what the plan says; what it wants announced waits for the layers of this step."""
+        """Carry out the plan, except that its `saves` wait for the layers of this step."""
         if plan is None:
             return
-        self.discard()  # of a step that never came to its end
+        self.discard()  # what is left of a step that neither `flush` nor `discard` ended
         for transfer_id, request_id in plan.drops.items():
             if request_id:
                 self._held[transfer_id] = request_id
             self._each(transfer_id, partial(self._table.drop, transfer_id))
         for transfer_id in plan.ends:
-            self._each(transfer_id, partial(self._buffer.end, transfer_id))
+            self._each(transfer_id, partial(self._table.release, transfer_id))
         for save in plan.saves:
             self._each(save.transfer_id, partial(self._begin, save))
         for seal in plan.seals:
@@ -125,14 +124,14 @@ class P2pWorkerSide(WorkerSide[P2pPlan]):
             self._loop.call(partial(self._arrivals.begin, plan))
 
     def save_layer(self, layer: int) -> None:
-        """This step's blocks of `layer` have their KV, or will when the device has done what it was given."""
+        """This step's blocks of `layer` have their KV, or will have it when the device is done."""
         if self._wait_for_device is None:
             self._announce(layer)
         elif self._saves:
             self._written.append(layer)
 
     def flush(self) -> None:
-        """The step is over: announce what waited for the device."""
+        """Announce what waited for the device."""
         if self._wait_for_device is not None and self._written:
             self._wait_for_device()
             for layer in self._written:
@@ -140,7 +139,7 @@ class P2pWorkerSide(WorkerSide[P2pPlan]):
         self._written, self._saves = [], []
 
     def discard(self) -> None:
-        """The step has failed, and with it what it was to announce; its requests end."""
+        """The step has failed: withdraw the hand-offs that it was to announce blocks of."""
         for save in self._saves:
             self._void(save.transfer_id)
         self._written, self._saves = [], []
@@ -165,17 +164,18 @@ class P2pWorkerSide(WorkerSide[P2pPlan]):
             self._each(save.transfer_id, partial(self._table.insert, save.transfer_id, part))
 
     def _each(self, transfer_id: str, act: Callable[[], object]) -> None:
-        """Do one thing for one hand-off; where that goes wrong the hand-off is withdrawn, and no other."""
+        """Do something for one hand-off. If it fails, this hand-off is withdrawn; the others go on."""
         call_contained(act, f"hand-off {transfer_id}", lambda error: self._void(transfer_id))
 
     def _void(self, transfer_id: str) -> None:
-        """Whatever was announced of it, nobody takes it from here on. If even that fails, it ends by its lease."""
+        """Withdraw a hand-off: from here on nobody can take it. If even that fails, its lease expires."""
         self._saves = [save for save in self._saves if save.transfer_id != transfer_id]
         self._table.drop(transfer_id)
         self._over.add(transfer_id)
 
     def poll(self) -> TransferReport:
-        """Loads that ended, blocks that are free. Raises `ConnectorLost`."""
+        """Loads that ended, and blocks that are no longer needed. Raises `ConnectorLost` when the transfer thread's
+        work has ended."""
         if self._service is not None and self._service.done():
             try:
                 self._service.result()
@@ -194,19 +194,20 @@ class P2pWorkerSide(WorkerSide[P2pPlan]):
     # Insight.
 
     def statistics(self) -> dict[str, float]:
-        """Of the lookup buffer, and of loads."""
+        """Of the table, the lookup buffer and loads, and `transfer_errors`: errors on the transfer thread."""
         errors = {"transfer_errors": float(self._loop.num_errors)}
-        return self._buffer.statistics() | self._arrivals.statistics() | errors
+        return self._table.statistics() | self._buffer.statistics() | self._arrivals.statistics() | errors
 
     def check(self) -> None:
         """Raise `LeakError` when a hand-off, a load or a report is left."""
+        self._table.check()
         self._buffer.check()
         if self._held or self._over or not self._arrivals.is_empty():
             raise LeakError("the P2P connector still waits for the end of hand-offs")
 
 
 def _device_wait(device: str) -> Callable[[], None] | None:
-    """What waits for the kernels given to a device so far; None for host memory. Never run on a GPU."""
+    """A function that waits for the kernels queued on the device; None for host memory. Never run on a GPU."""
     if device == "cpu":
         return None
     import torch  # where KV is on a device, the engine beside has it

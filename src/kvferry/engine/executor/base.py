@@ -55,40 +55,39 @@ class Executor(ABC):
     """One model on one rank or several, ready to run; the engine does not know how many. Used from one thread."""
 
     model: LoadedModel
-    """What was loaded, as rank 0 sees it."""
+    """The model as loaded on rank 0."""
     layout: KVLayout
-    """Of rank 0."""
+    """The layout of rank 0."""
     num_blocks: int
     """KV blocks; the same on every rank."""
     max_model_len: int
     """Longest prompt plus answer, in tokens."""
     addresses: list[dict[str, Any]]
-    """Where peers reach the ranks' worker sides, in rank order; empty where they do not."""
+    """What `WorkerSide.address` of each rank returned, in rank order; empty if peers do not reach them."""
 
     @abstractmethod
     def execute(self, chunks: Sequence[Chunk], plans: PlanQueue) -> StepResult:
-        """Do a step: begin the waiting plans, compute the chunks, sample tokens. Both may be empty.
+        """Execute a step: begin the waiting plans, compute the chunks, sample tokens. Both may be empty.
 
-        Of late plans only loads and withdrawals are begun, because what they would save was not computed. Plans that
-        have begun are removed from the queue, even if this raises.
+        Late plans are begun and at once followed by `WorkerSide.discard`, because what they would save was not
+        computed. Plans that all ranks have begun are removed from the queue, even if this raises.
 
-        Raises `RankLost` when a rank is gone and `ConnectorLost` when its connector is; the executor cannot be used
-        after either. Any other exception concerns this step only: nothing of it was computed, and further steps can be
-        executed.
+        Raises `RankLost` if a rank is gone and `ConnectorLost` if its connector is; the executor cannot be used after
+        either. After any other exception the step has no result, but further steps can be executed.
         """
 
     @abstractmethod
     def on_report(self, wake: Callable[[], None]) -> None:
-        """`wake` is called, from any thread, when a transfer moved on, and when a rank is lost."""
+        """Have `wake` called, on any thread, when there is something new to report, and when a rank is lost."""
 
     @abstractmethod
     def statistics(self) -> dict[str, float]:
-        """The metrics of all ranks' worker sides, added up."""
+        """The sums of the metrics of all ranks' worker sides."""
 
     @abstractmethod
     def check(self) -> None:
-        """Raise `LeakError` when a worker side still keeps something. For when no request is left."""
+        """Raise `LeakError` if a worker side still keeps something although no request is left."""
 
     @abstractmethod
     def close(self) -> None:
-        """End every rank, and give everything back. May be called twice."""
+        """End all ranks and release everything. May be called twice."""

@@ -13,6 +13,6 @@ from kvferry.engine.model.loader import Progress
 def build_executor(
     config: EngineConfig, transfer: KVTransferConfig | None, auth_token: str, on_progress: Progress
 ) -> Executor:
-    """Load the model where it will run; may take long. Raises `ConfigError`, `UnsupportedModel` or `RankLost`."""
+    """Load the model on its ranks; may take long. Raises `ConfigError`, `UnsupportedModel` or `RankLost`."""
     executor = LocalExecutor if config.tensor_parallel_size == 1 else RanksExecutor
     return executor(config, transfer, auth_token, on_progress)

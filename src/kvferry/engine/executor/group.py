@@ -1,7 +1,7 @@
-"""The meeting of an instance's ranks in `torch.distributed`: gloo on the CPU, NCCL on GPUs (never run there).
+"""The process group of an instance's ranks in `torch.distributed`: gloo on the CPU, NCCL on GPUs (never run there).
 
-The ranks meet through a file that only this user can read, and talk over the loopback interface: nothing listens where
-another machine could reach it.
+The ranks find each other through a file that only this user can read, and communicate over the loopback interface, so
+that other machines cannot reach them.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from kvferry.core.errors import ConfigError
 from kvferry.engine.model.place import Place
 
 MEETING_S = 60.0
-"""How long the ranks may take to find each other; each is up and on its way then."""
+"""How long the ranks may take to find each other, once all their processes are running."""
 LOADING_S = 1800.0
-"""How far apart two ranks may be while they load: they read from the same disk, each at its pace."""
+"""How long one rank may wait for another in a collective while they load, from the same disk."""
 STEP_S = 60.0
-"""How far apart two ranks may be within a step."""
+"""How long one rank may wait for another in a collective of a step."""
 
 
 def require_unmet() -> None:
-    """Raise `ConfigError` when this process is a rank already: `torch.distributed` has one group a process."""
+    """Raise `ConfigError` if this process is a rank already: `torch.distributed` has one default group per process."""
     if dist.is_initialized():
         raise ConfigError("this process runs a tensor-parallel engine already; give each a process of its own")
 
 
 @contextmanager
 def meeting(place: Place, device: torch.device, store: str) -> Iterator[None]:
-    """Meet the other ranks through the file `store`, which is needed no longer than this lasts, and load what is to be
-    shared."""
+    """Form the group through the file `store`, which is needed only until the body ends. The body, which loads the
+    model, may take `LOADING_S`; if it raises, the group is left."""
     require_unmet()
     try:
         with _environment(place):
@@ -60,7 +60,7 @@ def meeting(place: Place, device: torch.device, store: str) -> Iterator[None]:
 
 
 def abort() -> None:
-    """End all waiting for a rank that is gone. gloo notices by itself; NCCL would wait for its own timeout."""
+    """Make collectives that wait for a lost rank fail. gloo's do so anyway; NCCL's would wait for their timeout."""
     if dist.is_initialized() and dist.get_backend() == "nccl":
         _abort_process_group()
 
@@ -73,7 +73,7 @@ def leave() -> None:
 
 @contextmanager
 def _environment(place: Place) -> Iterator[None]:
-    """While it lasts, new groups listen on the loopback interface only, and transformers finds this rank's GPU."""
+    """While the body runs, new groups listen on the loopback interface only, and transformers finds this rank's GPU."""
     loopback = _loopback()
     wanted = {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": loopback, "LOCAL_RANK": str(place.rank)}
     before = {name: os.environ.get(name) for name in wanted}
@@ -93,4 +93,6 @@ def _loopback() -> str:
     for name, addresses in psutil.net_if_addrs().items():
         if any(one.family == socket.AF_INET and one.address == "127.0.0.1" for one in addresses):
             return str(name)
-    raise ConfigError("--tensor-parallel-size needs a loopback interface with 127.0.0.1, and this machine has none")
+    raise ConfigError(
+        "--tensor-parallel-size needs a loopback interface with 127.0.0.1, and this machine does not have one"
+    )

@@ -15,7 +15,7 @@ from kvferry.engine.worker import Worker
 
 
 class LocalExecutor(Executor):
-    """Runs the model on one rank. Its `execute` returns when the step is computed."""
+    """Runs the model on one rank."""
 
     def __init__(
         self, config: EngineConfig, transfer: KVTransferConfig | None, auth_token: str, on_progress: Progress

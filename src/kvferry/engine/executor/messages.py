@@ -1,8 +1,7 @@
 """The messages between rank 0 and the other ranks of an instance, and the pipe that carries them.
 
-Rank 0 sends commands. Each command except `Proceed` and `Close` has an answer, which its docstring names. `Reported`
-and `RankFailed` are sent without being asked for. The pipe is a socket pair that the child inherits, so no other
-process can reach it.
+Rank 0 sends commands. Each one except `Proceed` and `Close` is answered, as its docstring says. `Reported` and
+`RankFailed` are sent unasked. The pipe is a socket pair that the child inherits, so no other process can reach it.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from kvferry.engine.model_runner import StepInputs
 
 MAX_MESSAGE_BYTES = 256 * 2**20
 SEND_S = 60.0
-"""How long the other side may leave a message unread; both read all the time."""
+"""How long the other side may leave messages unread. On both sides a thread reads all the time."""
 
 
 class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -32,8 +31,8 @@ class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class LoadModel(_Message, frozen=True, tag=True):
-    """The first: load this share of the model. Answered by `Started` and, when it is loaded, by `ModelLoaded`. Holds
-    the token."""
+    """The first command: load this rank's share of the model. Answered by `Started` at once, and by `ModelLoaded`
+    afterwards. `store`: the file of `group.meeting`."""
 
     rank: int
     size: int
@@ -44,14 +43,14 @@ class LoadModel(_Message, frozen=True, tag=True):
 
 
 class OpenCache(_Message, frozen=True, tag=True):
-    """Make a KV cache and join the connector. Answered by `Opened`."""
+    """Allocate the KV cache and build the connector's worker side. Answered by `Opened`."""
 
     num_blocks: int
 
 
 class RankStep(_Message, frozen=True, tag=True):
-    """Begin the plans, compute the inputs. Answered by `Done`. Plans are the connector's own, encoded; `first_plan`
-    and `num_late` as in `PlanQueue`."""
+    """Begin the plans, and compute the inputs. Answered by `Done`. Plans are encoded; `first_plan` and `num_late` are
+    `first` and `num_late` of `PlanQueue`."""
 
     inputs: StepInputs | None
     plans: list[bytes]
@@ -60,19 +59,19 @@ class RankStep(_Message, frozen=True, tag=True):
 
 
 class Proceed(_Message, frozen=True, tag=True):
-    """Rank 0 has left the step in which you failed, too: go on. Not answered."""
+    """Rank 0 has also left the step in which this rank failed: go on. Not answered."""
 
 
 class GetStatistics(_Message, frozen=True, tag=True):
-    """Answered by `Statistics`."""
+    """`WorkerSide.statistics`. Answered by `Statistics`."""
 
 
 class Check(_Message, frozen=True, tag=True):
-    """Answered by `Checked`."""
+    """`WorkerSide.check`. Answered by `Checked`."""
 
 
 class Close(_Message, frozen=True, tag=True):
-    """Give everything back, and end."""
+    """Release everything, and exit. Not answered."""
 
 
 Command = LoadModel | OpenCache | RankStep | Proceed | GetStatistics | Check | Close
@@ -82,7 +81,7 @@ Command = LoadModel | OpenCache | RankStep | Proceed | GetStatistics | Check | C
 
 
 class Started(_Message, frozen=True, tag=True):
-    """The process is up, and about to meet the others."""
+    """The process is running, and about to join the process group."""
 
 
 class ModelLoaded(_Message, frozen=True, tag=True):
@@ -93,14 +92,14 @@ class ModelLoaded(_Message, frozen=True, tag=True):
 
 
 class Opened(_Message, frozen=True, tag=True):
-    """Where peers reach this rank's worker side, if they do."""
+    """The KV cache is there. `address`: `WorkerSide.address`."""
 
     address: dict[str, Any] | None
 
 
 class Done(_Message, frozen=True, tag=True):
-    """The step is done. `report` is an encoded `TransferReport`; `num_begun`: plans begun since the start. `failure`:
-    what was raised here; this rank then waits for `Proceed`, and ends when none comes."""
+    """The step is over. `report`: an encoded `TransferReport`. `num_begun`: plans begun since the start. `failure`: the
+    error if the step failed here; this rank then waits for `Proceed`, and exits if it does not come."""
 
     report: bytes
     num_begun: int
@@ -108,25 +107,25 @@ class Done(_Message, frozen=True, tag=True):
 
 
 class Statistics(_Message, frozen=True, tag=True):
-    """Of the worker side."""
+    """Metrics by name, as `WorkerSide.statistics`."""
 
     values: dict[str, float]
 
 
 class Checked(_Message, frozen=True, tag=True):
-    """What was not released; empty if everything was."""
+    """The message of the `LeakError` that `WorkerSide.check` raised; empty if it raised none."""
 
     leak: str
 
 
 class Reported(_Message, frozen=True, tag=True):
-    """Transfers moved on between two steps. `report` is an encoded `TransferReport`."""
+    """What happened to transfers between two steps. `report`: an encoded `TransferReport`."""
 
     report: bytes
 
 
 class RankFailed(_Message, frozen=True, tag=True):
-    """This rank ends, and why; `kind` is the error's class."""
+    """Why this rank exits. `kind`: the name of the error's class."""
 
     kind: str
     message: str
@@ -142,25 +141,25 @@ class Pipe:
     """One end of the pipe. One thread may send while another receives."""
 
     def __init__(self, descriptor: int) -> None:
-        """Takes the descriptor over."""
+        """Owns the descriptor from now on."""
         with socket.socket(fileno=descriptor) as end:
             seconds = struct.pack("ll", int(SEND_S), 0)
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, seconds)
             self._connection = Connection(end.detach())
 
     def send(self, message: Command | Message) -> None:
-        """Raises `PeerLost` when the other side is gone, or does not read."""
+        """Raises `PeerLost` if the other side is gone, or does not read for `SEND_S`."""
         try:
             self._connection.send_bytes(msgspec.msgpack.encode(message))
         except OSError as error:
             raise PeerLost(f"the other end of the pipe is gone: {error}") from error
 
     def receive_command(self) -> Command:
-        """Waits. Raises `PeerLost` at the end, `ProtocolError` when it cannot be read."""
+        """Wait for a command. Raises `PeerLost` if the other side is gone, `ProtocolError` if it cannot be read."""
         return self._receive(_commands)
 
     def receive_message(self) -> Message:
-        """Waits. Raises `PeerLost` at the end, `ProtocolError` when it cannot be read."""
+        """Wait for a rank's message. Raises as `receive_command`."""
         return self._receive(_messages)
 
     def _receive(self, decoder: msgspec.msgpack.Decoder[Any]) -> Any:
@@ -172,5 +171,5 @@ class Pipe:
             raise ProtocolError(f"a message between ranks cannot be read: {error}") from error
 
     def close(self) -> None:
-        """For the end of the thread that receives, too: call it when that thread has ended, or never will."""
+        """Close this end. The thread that receives must have ended."""
         self._connection.close()

@@ -1,12 +1,12 @@
-"""How long ranks wait for each other where one has failed in a step; the same on all of them."""
+"""How long ranks wait for each other after one has failed in a step; the same on all of them."""
 
 from __future__ import annotations
 
 BEHIND_S, LONGEST_BEHIND_S = 5.0, 30.0
-"""How much later than this rank another may come to the same place, beside the time that this one took to get there:
-a rank that is slow is told apart from one that stands in a collective."""
+"""So much longer than this rank another one may take to reach the same point of the step, before it is taken to be
+blocked in a collective and not merely slow; and the bound of the whole wait."""
 
 
 def patience_s(seconds: float) -> float:
-    """How long to wait, in seconds, after a failure that came so many seconds into a step."""
+    """Seconds to wait after a failure that came `seconds` after the beginning of the step."""
     return min(LONGEST_BEHIND_S, BEHIND_S + seconds)

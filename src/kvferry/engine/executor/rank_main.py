@@ -1,14 +1,10 @@
-"""The process of a rank other than rank 0: does what rank 0 commands, and ends with it.
-
-python -m kvferry.engine.executor.rank_main DESCRIPTOR      the descriptor of its end of the pipe
-"""
+"""The process of a rank other than rank 0: carries out rank 0's commands, and exits with it."""
 
 from __future__ import annotations
 
 import logging
 import os
 import signal
-import sys
 import threading
 from contextlib import suppress
 from queue import Empty, SimpleQueue
@@ -46,19 +42,19 @@ from kvferry.observe.logs import follow_parent
 log = logging.getLogger(__name__)
 
 END_S = 3.0
-"""How long this process may take to end by itself once rank 0 is gone, or says so."""
+"""How long this process may take to exit by itself once rank 0 is gone or has sent `Close`."""
 
 
 class _Woken:
-    """In place of a command: a transfer moved on."""
+    """Takes the place of a command: the worker side has something to report."""
 
 
 class _Gone:
-    """In place of a command: rank 0 is gone."""
+    """Takes the place of a command: rank 0 is gone."""
 
 
 class Inbox:
-    """Commands as they come. A thread reads the pipe all the time, so that the end of rank 0 is noticed at once."""
+    """Received commands. A thread reads the pipe all the time, so that the end of rank 0 is noticed at once."""
 
     def __init__(self, pipe: Pipe) -> None:
         self._pipe = pipe
@@ -67,15 +63,15 @@ class Inbox:
         threading.Thread(target=self._read, name="kvferry-rank-inbox", daemon=True).start()
 
     def take(self, within_s: float | None = None) -> Command | _Woken | _Gone:
-        """The next, waited for: rank 0 may have nothing to do for as long as it likes. Raises `Empty` when none came
-        within so many seconds."""
+        """Wait for the next command, by default without a limit, since rank 0 may have nothing to do for long. Raises
+        `Empty` if none came in time."""
         item = self._queue.get(timeout=within_s)
         if isinstance(item, _Woken):
             self._is_woken.clear()
         return item
 
     def wake(self) -> None:
-        """A transfer moved on; from any thread."""
+        """Put a `_Woken` into the queue unless one is there. From any thread."""
         if not self._is_woken.is_set():
             self._is_woken.set()
             self._queue.put(_Woken())
@@ -89,12 +85,12 @@ class Inbox:
         except PeerLost:
             command = _Gone()
         self._queue.put(command)
-        threading.Event().wait(END_S)  # the process may be in a step that the others have left
+        threading.Event().wait(END_S)  # then no longer: the process may be in a step that the others have left
         os._exit(1)
 
 
 class RankProcessMain:
-    """Runs one rank, from its first command to its end."""
+    """Runs one rank until it exits."""
 
     def __init__(self, pipe: Pipe) -> None:
         self._pipe, self._inbox = pipe, Inbox(pipe)
@@ -102,7 +98,7 @@ class RankProcessMain:
         self._load: LoadModel | None = None
 
     def run(self) -> int:
-        """Obey commands until rank 0 ends this rank, is gone, or something fails here; returns the exit code."""
+        """Carry out commands until `Close`, the end of rank 0, or an error here. Returns the exit code."""
         try:
             while self._obey(self._inbox.take()):
                 pass
@@ -119,7 +115,7 @@ class RankProcessMain:
                 self._worker.close()
 
     def _obey(self, command: Command | _Woken | _Gone) -> bool:
-        """Obey one command; False after the last."""
+        """Carry out one command. False: it was the last."""
         match command:
             case LoadModel():
                 self._begin(command)
@@ -134,7 +130,7 @@ class RankProcessMain:
     def _begin(self, load: LoadModel) -> None:
         self._load = load
         follow_parent()
-        transformers_logging.set_verbosity_error()  # rank 0 says it already
+        transformers_logging.set_verbosity_error()  # rank 0 logs the same
         place = Place(load.rank, load.size)
         self._pipe.send(Started())
         with group.meeting(place, place.choose_device(load.config.device), load.store):
@@ -174,8 +170,8 @@ class RankProcessMain:
             self._pipe.send(Done(encode_report(worker.poll()), worker.num_begun))
 
     def _may_proceed(self, within_s: float) -> bool:
-        """Whether rank 0 says that it has left the step too, and so has made the same collectives. If it does not, it
-        may stand in one that this rank never comes to, until the end of this process breaks that."""
+        """Whether rank 0 has left the step too, and so has made the same collectives. Otherwise it may be blocked in
+        one that this rank never reaches, and that fails when this process exits."""
         end = SYSTEM_CLOCK.monotonic() + within_s
         is_woken = False
         try:
@@ -184,7 +180,7 @@ class RankProcessMain:
         except Empty:
             return False
         if is_woken:
-            self._inbox.wake()  # for what moved on meanwhile: nothing else may ever ask
+            self._inbox.wake()  # for what was taken out meanwhile: nothing else may ever have it reported
         return isinstance(command, Proceed)
 
 
@@ -197,13 +193,6 @@ def _leak(worker: Worker) -> str:
 
 
 def main(descriptor: int) -> int:
-    """Serve the rank at the other end of the pipe."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is rank 0's to act on
+    """Serve rank 0 at the other end of the pipe. Returns the exit code."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 acts on a Ctrl-C
     return RankProcessMain(Pipe(descriptor)).run()
-
-
-if __name__ == "__main__":
-    code = main(int(sys.argv[1]))
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)  # what libraries leave behind (communication threads) must not decide when this process ends

@@ -1,6 +1,6 @@
-"""The other ranks as rank 0 sees them: processes that are started, told, listened to and ended.
+"""The processes of the other ranks, and the loss of one, as rank 0 sees them.
 
-Owns the processes, and what is known about their loss. A rank's end is noticed at once, whatever rank 0 is doing.
+Owns the processes, and the reasons of losses. A thread for each process notices its end at once, whatever rank 0 does.
 """
 
 from __future__ import annotations
@@ -35,17 +35,18 @@ from kvferry.engine.executor.messages import (
 from kvferry.observe.logs import helper_environment
 
 CAUSE_S = 2.0
-"""How much later than its consequences the cause of a loss may become known."""
+"""So much later than its consequences the cause of a loss may become known."""
 CONSEQUENCE = 2
+"""The least weight of a loss that another one may have caused (`Losses.add`)."""
 END_S = 10.0
-"""How long a rank may take to end before it is killed."""
+"""How long a rank may take to exit before it is killed."""
 _USER_ERRORS = {kind.__name__: kind for kind in (ConfigError, UnsupportedModel)}
 A = TypeVar("A", bound=Answer)
 
 
 class Losses:
-    """Which ranks were lost, and why. A rank that fails makes others fail: the loss that was not caused by another
-    counts."""
+    """Why ranks were lost. A rank that fails makes others fail, so errors report the loss that is closest to the
+    cause."""
 
     def __init__(self) -> None:
         self.on_loss: Callable[[], None] = lambda: None
@@ -54,8 +55,8 @@ class Losses:
         self._reasons: list[tuple[int, KvferryError]] = []
 
     def add(self, weight: int, error: KvferryError) -> None:
-        """Note a loss. A smaller `weight` is closer to the cause; from CONSEQUENCE on, it may be the result of another
-        loss."""
+        """Note a loss. A smaller `weight` is closer to the cause; from `CONSEQUENCE` on, another loss may have caused
+        it."""
         with self._lock:
             self._reasons.append((weight, error))
         self._first.set()
@@ -64,19 +65,19 @@ class Losses:
         self.on_loss()
 
     def require_none(self) -> None:
-        """Raise the cause of what is known to have happened."""
+        """If a rank is lost, raise why; wait up to `CAUSE_S` for the cause."""
         if self._first.is_set():
             self._cause.wait(CAUSE_S)
             with self._lock:
                 raise min(self._reasons, key=lambda reason: reason[0])[1]
 
     def wait(self, seconds: float) -> None:
-        """Raise a loss that becomes known within this time."""
+        """Raise a loss that is known, or becomes known within this time."""
         self._first.wait(seconds)
         self.require_none()
 
     def raise_cause(self, of: Exception) -> None:
-        """Raise the loss that explains an error of rank 0, if there is one; it may become known a little later."""
+        """Raise the loss that explains an error of rank 0, if there is one; wait a moment for it to become known."""
         try:
             self.wait(CAUSE_S)
         except KvferryError as cause:
@@ -86,10 +87,10 @@ class Losses:
 
 
 class RankProcess:
-    """One other rank. All but the listening thread is called from the engine's thread."""
+    """The process of one other rank. The engine's thread calls the methods, except those of the listening thread."""
 
     def __init__(self, rank: int, size: int, losses: Losses) -> None:
-        """Start the process; it has nothing to do yet."""
+        """Start the process, which waits for `LoadModel`."""
         self.rank, self._losses = rank, losses
         self.on_report: Callable[[int, bytes], None] = lambda rank, report: None
         self._answers: SimpleQueue[Answer | None] = SimpleQueue()  # bounded: one answer a command
@@ -109,7 +110,7 @@ class RankProcess:
         return self._process.pid
 
     def send(self, command: Command) -> None:
-        """Raises `RankLost` when the rank is gone or does not read."""
+        """Send a command. Raises `RankLost` if the rank is gone or does not read."""
         try:
             with self._lock:
                 if isinstance(command, RankStep):
@@ -117,17 +118,18 @@ class RankProcess:
                 self._pipe.send(command)
         except PeerLost as error:
             self._losses.wait(END_S)
-            raise RankLost(f"rank {self.rank} takes no commands: {error}") from error
+            raise RankLost(f"rank {self.rank} does not accept commands: {error}") from error
 
     def leave_step(self) -> None:
-        """Rank 0 has left the step, with as many collectives made as any rank that failed in it: this one may go on as
-        soon as it has failed, however long others take."""
+        """Rank 0 has left the step, having made as many collectives as any rank that failed in it. If this rank has
+        failed, or does so yet, it gets a `Proceed`."""
         with self._lock:
             self._has_left = True
             self._proceed()
 
     def answer(self, kind: type[A], within_s: float) -> A:
-        """The answer to the last command. Raises `RankLost`, or what made the rank fail."""
+        """Wait for the answer to the last command. Raises `RankLost`, or the `ConfigError` or `UnsupportedModel` that
+        made the rank fail."""
         try:
             answer = self._answers.get(timeout=within_s)
         except Empty:
@@ -136,23 +138,23 @@ class RankProcess:
             self._losses.wait(END_S)
             raise RankLost(f"rank {self.rank} is gone")
         if not isinstance(answer, kind):
-            raise RankLost(f"rank {self.rank} answered {type(answer).__name__} where {kind.__name__} was due")
+            raise RankLost(f"rank {self.rank} answered {type(answer).__name__} where {kind.__name__} was expected")
         return answer
 
     def wake_waiting(self) -> None:
-        """A rank is lost: nobody need wait for this one."""
+        """A rank is lost: end a wait in `answer`."""
         self._answers.put(None)
 
     # The end.
 
     def begin_end(self) -> None:
-        """Ask it to end."""
+        """Ask the process to exit."""
         self._is_ending = True
         with suppress(PeerLost), self._lock:
             self._pipe.send(Close())
 
     def end(self, deadline: float) -> None:
-        """Wait until it has ended, or end it."""
+        """Wait until `deadline` for the process to exit, then kill it."""
         try:
             self._process.wait(max(0.1, deadline - SYSTEM_CLOCK.monotonic()))
         except subprocess.TimeoutExpired:
@@ -188,12 +190,12 @@ class RankProcess:
                     with self._lock:
                         self._has_failed = True
                         self._proceed()
-                self._answers.put(message)  # last: whoever has the answer may send the next step at once
+                self._answers.put(message)  # last, since whoever gets the answer may send the next step at once
 
     def _proceed(self) -> None:
         if self._has_left and self._has_failed:
             self._has_failed = False
-            with suppress(PeerLost):  # which is noted where it is listened to
+            with suppress(PeerLost):  # the listening thread notes it
                 self._pipe.send(Proceed())
 
     def _note_end(self) -> None:
@@ -202,7 +204,7 @@ class RankProcess:
         if self._is_ending:
             return
         code = self._process.returncode
-        # The exit code 1 was explained before, or is that of a rank that lost another.
+        # A rank that exits with 1 has sent `RankFailed` before, or has lost rank 0.
         self._losses.add(
             CONSEQUENCE + 1 if code == 1 else 0, RankLost(f"rank {self.rank} (process {self.pid}) {_how(code)}")
         )
@@ -222,16 +224,18 @@ def _start(rank: int, size: int, pipe: int) -> subprocess.Popen[bytes]:
         **os.environ,
         **helper_environment(f"rank-{rank}"),
         "OMP_NUM_THREADS": str(max(1, torch.get_num_threads() // size)),
-        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),  # connectors of other packages are found
+        "PYTHONPATH": os.pathsep.join(
+            path for path in sys.path if path
+        ),  # so that connectors of other packages are found
     }
-    command = [sys.executable, "-m", "kvferry.engine.executor.rank_main", str(pipe)]
+    command = [sys.executable, "-m", "kvferry.engine.executor.rank_start", str(pipe)]
     with _sigint_held_back():
         return subprocess.Popen(command, stdin=subprocess.DEVNULL, env=environment, pass_fds=(pipe,))
 
 
 @contextmanager
 def _sigint_held_back() -> Iterator[None]:
-    """A child started meanwhile is never hit by Ctrl-C, not even before it can say that it ignores it."""
+    """A child that is started in the body inherits a blocked SIGINT: Ctrl-C cannot end it before it ignores it."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield

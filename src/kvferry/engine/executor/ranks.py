@@ -1,7 +1,7 @@
-"""The executor of several tensor-parallel ranks: rank 0 here, each other one in a process of its own.
+"""The executor of several tensor-parallel ranks: rank 0 in this process, each other one in a process of its own.
 
-All ranks hold a share of every layer and run each step together, in lockstep through their collectives. Rank 0 alone
-schedules, draws tokens and answers: the others get the step as numbers (`messages`), and say how their transfers go.
+All ranks hold a share of every layer and run each step together, in lockstep through their collectives. Only rank 0
+schedules and samples. The others get the inputs of each step (`messages`), and report what happened to their transfers.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import tempfile
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TypeVar
 
 import msgspec
@@ -21,6 +22,7 @@ from kvferry.connectors.ranks import RankReports
 from kvferry.connectors.registry import find_connector
 from kvferry.connectors.report_codec import decode_report
 from kvferry.core.clock import SYSTEM_CLOCK
+from kvferry.core.closing import close_all
 from kvferry.core.errors import (
     ConfigError,
     ConnectorLost,
@@ -58,26 +60,26 @@ from kvferry.engine.step import Chunk
 from kvferry.engine.worker import Worker
 
 START_S = 300.0
-"""How long a process may take to start; it reads torch and transformers from the disk."""
+"""How long a process may take to start; it imports torch and transformers."""
 ANSWER_S = group.STEP_S + 10.0
-"""How long a rank may take to answer once rank 0 has done its own share; a step has bounds of its own."""
+"""How long another rank may take to answer, for a step after rank 0 has computed its own share."""
 A = TypeVar("A", bound=Answer)
 log = logging.getLogger(__name__)
 
 
 class RanksExecutor(Executor):
-    """Runs the model on several ranks, and is rank 0 itself. Raises `RankLost` once another rank is gone."""
+    """Runs the model on several ranks, of which this process is rank 0."""
 
     def __init__(
         self, config: EngineConfig, transfer: KVTransferConfig | None, auth_token: str, on_progress: Progress
     ) -> None:
-        """Start the ranks and load the model, each its share. Raises `ConfigError`, `UnsupportedModel`, `RankLost`."""
+        """Start the ranks, each of which loads its share. Raises `ConfigError`, `UnsupportedModel` or `RankLost`."""
         place = Place(0, config.tensor_parallel_size)
         _require_possible(config, transfer, place)
         self._wake: Callable[[], None] = lambda: None
         self._losses = Losses()
         self._reports = RankReports(place.size)
-        self._reported: deque[tuple[int, bytes]] = deque()  # bounded: no rank has more to say than transfers end
+        self._reported: deque[tuple[int, bytes]] = deque()  # bounded by the number of transfers
         self._worker: Worker | None = None
         self._is_open = False
         self._processes: list[RankProcess] = []
@@ -105,7 +107,7 @@ class RanksExecutor(Executor):
 
     def _load(self, config: EngineConfig, place: Place, store: str, on_progress: Progress) -> None:
         with self._losses_explained():
-            # Only then go and meet them: that wait can neither be interrupted nor told of a loss.
+            # First, because the wait in `group.meeting` can neither be interrupted nor be told of a loss.
             self._gather(Started, START_S)
             with group.meeting(place, place.choose_device(config.device), store):
                 self._worker = Worker(config, place, on_progress)
@@ -127,7 +129,7 @@ class RanksExecutor(Executor):
 
     @property
     def pids(self) -> list[int]:
-        """The processes of the other ranks."""
+        """The process ids of the other ranks."""
         return [process.pid for process in self._processes]
 
     # Steps.
@@ -136,7 +138,7 @@ class RanksExecutor(Executor):
         rows = choose_logit_rows(chunks)
         inputs = lay_out(chunks, rows.places) if chunks else None
         step = RankStep(inputs, [msgspec.msgpack.encode(plan) for plan in plans.waiting], plans.first, plans.num_late)
-        self._losses.require_none()  # up to here nobody else knows of the step
+        self._losses.require_none()  # up to here the other ranks do not know of the step
         drawn = self._step(step, plans, rows) if chunks or step.plans else Drawn()
         return StepResult(drawn.sampled, self._take_report(), drawn.failed)
 
@@ -150,18 +152,18 @@ class RanksExecutor(Executor):
             raise
         except Exception as error:
             failures = self._require_survived(error, plans, SYSTEM_CLOCK.monotonic() - begun_at)
-            if not (failures and isinstance(error, RequestFailed)):  # which is what a rank raises that only heard of it
+            if not (failures and isinstance(error, RequestFailed)):  # else rank 0 has only heard of another's failure
                 raise
         else:
             self._leave_step()
-            # Waited for: what a rank's transfers say of this step must be known before the next is scheduled.
+            # Waited for, because the ranks' reports of this step must be known before the next one is scheduled.
             failures = self._step_ended(plans, ANSWER_S)
         if failures:
             raise RequestFailed(f"the engine failed in this request's step, on {'; '.join(failures)}")
         return drawn
 
     def _step_ended(self, plans: PlanQueue, within_s: float) -> list[str]:
-        """Wait until all ranks have left the step; what failed on which. Raises `RankLost`."""
+        """Wait until all ranks have left the step. Returns which of them failed, and why. Raises `RankLost`."""
         done = list(zip(self._processes, self._gather(Done, within_s), strict=True))
         for process, one in done:
             self._reported.append((process.rank, one.report))
@@ -173,13 +175,13 @@ class RanksExecutor(Executor):
             process.leave_step()
 
     def _require_survived(self, error: Exception, plans: PlanQueue, seconds: float) -> list[str]:
-        """What failed on other ranks. Raises `RankLost` unless all have left the step in which rank 0 failed after so
-        many seconds.
+        """Rank 0 has failed `seconds` after the beginning of a step: return what failed on other ranks. Raises
+        `RankLost` unless all of them have left the step.
 
-        What is raised before a collective, or on all ranks alike, is that. Where rank 0 alone has left, the others
-        stand in a collective that it never comes to, and nothing calls them back: they do not answer. Those that do
-        have made as many collectives as rank 0, as none returns before all have come to it. On a device the host runs
-        ahead of its collectives and cannot know.
+        They have if the error came before a collective, or on all ranks alike. Otherwise they are blocked in a
+        collective that rank 0 never reaches, and do not answer. Ranks that answer have made as many collectives as
+        rank 0, since none returns before all ranks have reached it. On a device the host runs ahead of its collectives,
+        so that this cannot be known.
         """
         if self.model.device.type == "cpu" and "timed out" not in str(error).lower():  # gloo's own words
             self._leave_step()
@@ -196,7 +198,7 @@ class RanksExecutor(Executor):
             while self._reported:
                 rank, report = self._reported.popleft()
                 self._reports.add(rank, decode_report(report))
-        except Exception as error:  # what a rank has said of its transfers is not said again
+        except Exception as error:  # a rank reports each event once
             raise RankLost(f"the report of rank {rank} cannot be read: {error!r}") from error
         return self._reports.take()
 
@@ -210,7 +212,7 @@ class RanksExecutor(Executor):
         self._tell(GetStatistics())
         total = Counter(self._rank0.statistics())
         for one in self._gather(Statistics, ANSWER_S):
-            total.update(one.values)  # adds, and keeps zeros
+            total.update(one.values)  # adds the values, and keeps zeros
         return dict(total)
 
     def check(self) -> None:
@@ -227,16 +229,16 @@ class RanksExecutor(Executor):
     def close(self) -> None:
         self._losses.on_loss = lambda: None
         processes, self._processes = self._processes, []
-        for process in processes:
-            process.begin_end()
         worker, self._worker = self._worker, None
-        if worker is not None:
-            worker.close()
-            group.leave()  # also breaks a step that others may still be in
-        # A rank that has opened nothing has nothing to put away, and may be deaf for long while it starts.
+        own = () if worker is None else (worker.close, group.leave)  # makes a step fail that others may still be in
+        ends = (partial(self._end_processes, processes),)
+        close_all(*(process.begin_end for process in processes), *own, *ends)
+
+    def _end_processes(self, processes: Sequence[RankProcess]) -> None:
+        """End the processes. Ranks without a KV cache have nothing to release, and are killed at once: while they load,
+        they do not look at commands."""
         deadline = SYSTEM_CLOCK.monotonic() + (END_S if self._is_open else 0.0)
-        for process in processes:
-            process.end(deadline)
+        close_all(*(partial(process.end, deadline) for process in processes))
 
     # Between the ranks.
 
@@ -255,7 +257,7 @@ class RanksExecutor(Executor):
 
     @contextmanager
     def _losses_explained(self) -> Iterator[None]:
-        """Replace an error on this rank by the loss of another rank that caused it."""
+        """If the body raises because another rank was lost, raise that loss."""
         try:
             yield
         except (RankLost, ConfigError, UnsupportedModel):
@@ -278,7 +280,7 @@ class RanksExecutor(Executor):
 
 
 def _require_possible(config: EngineConfig, transfer: KVTransferConfig | None, place: Place) -> None:
-    """Raise `ConfigError` or `UnsupportedModel` for what can be seen before any process is started."""
+    """Raise `ConfigError` or `UnsupportedModel` for what is known to be wrong before any process is started."""
     if importlib.util.find_spec("accelerate") is None:
         raise MissingDependency("--tensor-parallel-size", "accelerate", "tp")
     group.require_unmet()

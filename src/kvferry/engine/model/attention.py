@@ -1,8 +1,8 @@
-"""kvferry's attention, as transformers calls it.
+"""The attention function that transformers' models call: attention over the paged KV cache.
 
-transformers' own modelling code computes Q, K and V of all new tokens of a step, laid end to end in one batch row,
-and calls the function that is registered here. It writes K and V into the paged cache and attends from the pages,
-so the model needs neither a cache object nor a mask of its own.
+transformers' own modelling code computes Q, K and V of all new tokens of a step, concatenated in one row, and calls the
+function that is registered here. It writes K and V into the paged cache and attends to the pages, so the model needs
+neither a cache object nor a mask.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from kvferry.engine.ops.batch import AttentionBatch
 ATTENTION_NAME = "kvferry"
 PROBE_NAME = "kvferry_probe"
 
-# What models pass along that changes nothing here: bookkeeping of the caller, or settings read elsewhere.
+# Arguments of models that have no effect on attention here.
 _HARMLESS = frozenset(
     {
         "position_ids",
@@ -44,41 +44,44 @@ _HARMLESS = frozenset(
 
 
 class LayerHooks(Protocol):
-    """Who is told before and after each layer's attention."""
+    """What is called before and after each layer's attention: a connector's worker side."""
 
     def wait_layer(self, layer: int) -> None:
-        """Before attention of `layer` reads the cache."""
+        """Called before the attention of `layer` reads the cache; may block until the layer is loaded."""
 
     def save_layer(self, layer: int) -> None:
-        """After this step's K and V of `layer` are written and read."""
+        """Called when this step's K and V of `layer` are written. Must not block."""
 
 
 @dataclass(frozen=True)
 class PagedContext:
-    """One step: the ragged batch, each layer's cache `[num_blocks, kv_heads, …]` and window, and who listens."""
+    """One step. `layers`: each layer's cache, in the form that `ops.attention` describes. `windows`: each layer's
+    sliding window in tokens, the token itself included; None: full attention."""
 
     batch: AttentionBatch
     layers: list[Tensor]
     windows: Sequence[int | None]
     long_tokens: Tensor | None = None
-    """bool [T]: which tokens are of sequences beyond the trained context (`rope`). None: the model has no such."""
+    """bool [T]: which tokens belong to sequences beyond the trained context (`rope`). None if the model has no such
+    limit."""
     hooks: LayerHooks | None = None
 
 
 @dataclass
 class ProbeContext:
-    """A dry run that finds out what each layer keeps; attention answers zeros."""
+    """A dry run that finds what each layer stores; attention returns zeros."""
 
     layers: dict[int, LayerLayout] = field(default_factory=dict)
     keys: dict[int, Tensor] = field(default_factory=dict)
     masks: SeenMasks = field(default_factory=SeenMasks)
     functions: dict[int, MaskFunction | None] = field(default_factory=dict)
-    """Each layer's mask; None where it was given none."""
+    """Each layer's mask; None if the layer got no mask."""
 
 
 @dataclass(frozen=True)
 class ProbedLayers:
-    """What each layer keeps per token, and its window: the token itself included, None without one."""
+    """What each layer stores for a token on this rank, and its sliding window (the token itself included; None: full
+    attention)."""
 
     layouts: tuple[LayerLayout, ...]
     windows: tuple[int | None, ...]
@@ -88,14 +91,14 @@ _current = threading.local()
 
 
 def current_step() -> PagedContext | None:
-    """The step that this thread computes; None outside of one."""
+    """The step that this thread is computing; None outside of one."""
     context = getattr(_current, "context", None)
     return context if isinstance(context, PagedContext) else None
 
 
 @contextmanager
 def attention_context(context: PagedContext | ProbeContext) -> Iterator[None]:
-    """Every attention call of this thread belongs to `context` until the end of the block."""
+    """While the body runs, attention calls of this thread belong to `context`."""
     _current.context = context
     try:
         yield
@@ -116,9 +119,10 @@ def attention(
     s_aux: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention interface: query [1, heads, T, dim], key and value [1, kv_heads, T, dim], after RoPE.
+    """transformers' attention interface: query [1, heads, T, key_dim], key [1, kv_heads, T, key_dim] and value [1,
+    kv_heads, T, value_dim], after RoPE, of the dtype of the model.
 
-    Returns [1, T, heads, value_dim]. `s_aux` are attention sinks. The window is the one of the layer's mask
+    Returns [1, T, heads, value_dim]. `s_aux`: attention sinks, [heads]. The window is that of the layer's mask
     (`probe_layers`), whatever `sliding_window` says.
     """
     context = _current.context
@@ -144,14 +148,15 @@ def attention(
 
 
 def register_attention() -> None:
-    """Make `attn_implementation="kvferry"` known to transformers. No mask function goes with it: the mask is None."""
+    """Register `attn_implementation="kvferry"` with transformers. There is no mask function for it, so models pass no
+    mask."""
     AttentionInterface.register(ATTENTION_NAME, attention)
     AttentionInterface.register(PROBE_NAME, attention)
     AttentionMaskInterface.register(PROBE_NAME, _build_mask)
 
 
 def _build_mask(**settings: Any) -> Tensor:
-    """transformers' mask interface, while a model is probed."""
+    """transformers' mask interface while a model is probed."""
     context: ProbeContext = _current.context
     return context.masks.build(**settings)
 
@@ -184,9 +189,10 @@ def _probe(
 
 
 def probe_layers(model: Any, device: torch.device, place: Place) -> ProbedLayers:
-    """What each layer keeps per token on this rank and what it sees, found by running the model once on two tokens.
+    """Find what each layer stores on this rank, and what it sees, by running the model once on two tokens. All ranks
+    call it together.
 
-    Raises `UnsupportedModel` when a layer does something that paged attention does not reproduce.
+    Raises `UnsupportedModel` if a layer does something that paged attention does not reproduce.
     """
     context = ProbeContext()
     ids = torch.zeros(1, 2, dtype=torch.long, device=device)
@@ -203,10 +209,8 @@ def probe_layers(model: Any, device: torch.device, place: Place) -> ProbedLayers
 
 @contextmanager
 def implementation(model: Any, name: str) -> Iterator[None]:
-    """Attention of `model` is transformers' implementation `name` until the end of the block.
-
-    Raises `ValueError` where the model does not have it.
-    """
+    """While the body runs, the attention of `model` is transformers' implementation `name`. Raises `ValueError` if the
+    model does not have it."""
     before = model.config._attn_implementation
     model.set_attn_implementation(name)
     try:

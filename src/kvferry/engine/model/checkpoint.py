@@ -1,7 +1,7 @@
-"""Whether a checkpoint has the weights of its model: all of them, no others, each of the right shape.
+"""Whether a checkpoint has exactly the weights of its model, each with the right shape.
 
-transformers fills what is missing with random numbers and leaves out what it does not know, with a warning. A server
-would then answer, wrongly; so here it is an error.
+transformers initializes missing weights at random and ignores unknown ones, with a warning. A server would then give
+wrong answers, so here it is an error.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from kvferry.core.errors import ConfigError
 
 
 def require_complete(found: Mapping[str, Any], model: str) -> None:
-    """Raise `ConfigError` naming what is wrong with the weights of `model`; `found` is what transformers says of it.
+    """Raise `ConfigError` that names what is wrong with the weights of `model`. `found`: transformers' loading info.
 
-    Tied weights that are stored once, and buffers that the architecture declares as not stored, count as there.
+    Tied weights that are stored once, and buffers that the architecture declares as not stored, are not missing.
     """
     problems = [
         _misshapen(found.get("mismatched_keys", ()), model),
@@ -32,7 +32,7 @@ def require_complete(found: Mapping[str, Any], model: str) -> None:
 
 
 def _named(names: Collection[str], what: str) -> str:
-    """One of the names and how many more, with what is wrong about them; empty where there are none."""
+    """One of the names, how many more there are, and what is wrong with them; empty if there are no names."""
     if not names:
         return ""
     # the shortest first: of "a.weight" and "a.weight_scale_inv" the former says more

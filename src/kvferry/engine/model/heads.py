@@ -1,4 +1,5 @@
-"""Which of the model's KV heads a rank keeps. Families differ in it, so the ranks compare what they would keep."""
+"""Which of the model's KV heads a tensor-parallel rank stores. Some families keep all heads on every rank, so the ranks
+compare what they would store."""
 
 from __future__ import annotations
 
@@ -13,12 +14,12 @@ from kvferry.core.layout import LayerLayout
 from kvferry.engine.model.place import Place
 
 TOLERANCE = 1e-2
-"""Of the largest value; heads of one model that are equal to it are the same head, computed by two ranks."""
+"""Relative to the largest value: keys of two ranks that differ by less are the same heads, computed twice."""
 
 
 def locate_heads(layers: Sequence[LayerLayout], keys: Sequence[Tensor], place: Place) -> tuple[LayerLayout, ...]:
-    """The layers with the place of this rank's heads among all, from each layer's keys [1, kv_heads, T, dim] of the
-    same tokens. All ranks call it together."""
+    """The layers with `first_kv_head` and `total_kv_heads` filled in. `keys`: each layer's keys [1, kv_heads, T, dim]
+    of the same tokens on all ranks. All ranks call it together."""
     if place.size == 1:
         return tuple(layers)
     ours = torch.cat([key.float().flatten() for key in keys])

@@ -1,4 +1,4 @@
-"""Brings a model from disk (or the hub) to where it runs, and refuses what would not run exactly."""
+"""Loads a model from disk or from Hugging Face's hub, and refuses what would not run exactly."""
 
 from __future__ import annotations
 
@@ -19,14 +19,16 @@ from kvferry.core.errors import ConfigError, KvferryError, UnsupportedModel
 from kvferry.core.layout import LayerLayout
 from kvferry.engine.config import EngineConfig
 from kvferry.engine.model.attention import ATTENTION_NAME, probe_layers, register_attention
+from kvferry.engine.model.batch_invariance import batch_dependence
 from kvferry.engine.model.checkpoint import require_complete
-from kvferry.engine.model.company import company_matters
+from kvferry.engine.model.outline import require_cache_fits
+from kvferry.engine.model.patch import make_patch
 from kvferry.engine.model.patch_names import DEFAULT_PATCHES
 from kvferry.engine.model.patching import apply_patches
 from kvferry.engine.model.place import Place
 from kvferry.engine.model.rope import install_rope, trained_context
 from kvferry.engine.model.self_check import self_check
-from kvferry.engine.model.stored import require_sound
+from kvferry.engine.model.stored import SAMPLING_DEFAULTS, require_sound
 from kvferry.engine.model.support import require_divisible, require_supported
 from kvferry.models.catalog import resolve
 from kvferry.models.checkpoint import checkpoint_name, checkpoint_place
@@ -34,22 +36,22 @@ from kvferry.models.checkpoint import checkpoint_name, checkpoint_place
 logger = logging.getLogger(__name__)
 
 Progress = Callable[[str, float], None]
-"""(what is going on, share done in [0, 1])."""
-
-_SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+"""Called with a description of the work and the share of it that is done, 0 to 1."""
 
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model ready to run, and what was found out about it."""
+    """A model ready to run on this rank. `fingerprint`: names the checkpoint and dtype, see `models.checkpoint`;
+    `max_position`: the model's own limit in tokens; `default_sampling`: the checkpoint's sampling parameters, for
+    requests without their own."""
 
     module: nn.Module
     tokenizer: Any
     layers: tuple[LayerLayout, ...]
     windows: tuple[int | None, ...]
-    """Of each layer, the token itself included; None: it sees all that came before."""
+    """Each layer's sliding window in tokens, the token itself included; None: full attention."""
     trained_context: int | None
-    """A sequence of more tokens is computed with other rotary factors (`rope`); None: there is no such border."""
+    """Sequences of more tokens are computed with other rotary factors (`rope`); None: there is no such limit."""
     fingerprint: str
     dtype: str
     device: torch.device
@@ -57,13 +59,13 @@ class LoadedModel:
     max_position: int
     eos_token_ids: frozenset[int]
     default_sampling: dict[str, float | int]
-    company: str = ""
+    batch_dependence: str = ""
     """Why rows of a step may depend on each other in their last bits; empty: they do not."""
 
 
 @dataclass(frozen=True)
 class ModelSettings:
-    """What a checkpoint says about itself, read before any weight."""
+    """A checkpoint's configuration, read before any weight: `values` is transformers' config object."""
 
     source: Path | str
     values: Any
@@ -71,12 +73,12 @@ class ModelSettings:
 
     @property
     def quantized(self) -> bool:
-        """Whether it says what weights that are no floating-point numbers mean."""
+        """Whether the configuration describes quantized weights."""
         return getattr(self.values, "quantization_config", None) is not None
 
 
 def read_settings(config: EngineConfig, place: Place) -> ModelSettings:
-    """Raises `ConfigError` when the checkpoint cannot be read, `UnsupportedModel` when it will not run here."""
+    """Raises `ConfigError` if the checkpoint cannot be read, `UnsupportedModel` if the model will not run here."""
     source = resolve(config.model)
     with _reading(config.model):
         values = AutoConfig.from_pretrained(source, trust_remote_code=config.trust_remote_code)
@@ -89,7 +91,7 @@ def read_settings(config: EngineConfig, place: Place) -> ModelSettings:
 
 def _require_length(wanted: int | None, limit: int) -> None:
     if limit < 2:
-        raise UnsupportedModel(f"max_position_embeddings in config.json is {limit}: no token of an answer has a place")
+        raise UnsupportedModel(f"max_position_embeddings in config.json is {limit}, which leaves no room for an answer")
     if wanted is not None and not 2 <= wanted <= limit:
         raise ConfigError(f"--max-model-len {wanted} is not between 2 and the model's own limit, {limit}")
 
@@ -97,9 +99,10 @@ def _require_length(wanted: int | None, limit: int) -> None:
 def load_model(
     config: EngineConfig, place: Place | None = None, on_progress: Progress = lambda what, share: None
 ) -> LoadedModel:
-    """Load weights (this place's share of them), tokenizer and settings; all ranks call it together.
+    """Load the weights (this rank's share of them), tokenizer and settings. Minutes for large models. All ranks call it
+    together.
 
-    Raises `ConfigError` when the checkpoint cannot be read, `UnsupportedModel` when it would not run exactly.
+    Raises `ConfigError` if the checkpoint cannot be read, `UnsupportedModel` if the model would not run exactly.
     """
     place = place or Place()
     device = place.choose_device(config.device)
@@ -107,7 +110,12 @@ def load_model(
     if isinstance(found.source, Path):
         require_sound(found.source, quantized=found.quantized)
     options = {"trust_remote_code": config.trust_remote_code}
+    # Before the weights, which may take minutes: everything else that can be wrong.
+    require_cache_fits(config, found.values, device)
+    for name in config.model_patch or DEFAULT_PATCHES:
+        make_patch(name)
     with _reading(config.model):
+        tokenizer = AutoTokenizer.from_pretrained(found.source, **options)
         register_attention()
         dtype = "auto" if config.dtype == "auto" else getattr(torch, config.dtype)
         with _weights_progress(on_progress):
@@ -123,7 +131,6 @@ def load_model(
             require_complete(weights, config.model)
             if not isinstance(found.source, Path) and (folder := checkpoint_place(found.source)) is not None:
                 require_sound(folder, quantized=found.quantized)
-        tokenizer = AutoTokenizer.from_pretrained(found.source, **options)
     module = module.to(device).eval().requires_grad_(False)
     on_progress("checking the model", 1.0)
     border = trained_context(found.values)
@@ -134,8 +141,8 @@ def load_model(
     on_progress("patching the model", 1.0)
     apply_patches(module, config.model_patch or DEFAULT_PATCHES)
     with _running(module):
-        company = company_matters(module, probed, device)
-    _tell_company(company, config.batch_invariant)
+        dependence = batch_dependence(module, probed, device)
+    _log_batch_dependence(dependence, config.batch_invariant)
     dtype_name = str(next(module.parameters()).dtype).removeprefix("torch.")
     text = found.values.get_text_config()
     return LoadedModel(
@@ -149,21 +156,21 @@ def load_model(
         device=device,
         vocab_size=text.vocab_size,
         max_position=text.max_position_embeddings,
-        eos_token_ids=_eos_token_ids(module, tokenizer),
+        eos_token_ids=frozenset(one for one in _eos_token_ids(module, tokenizer) if 0 <= one < text.vocab_size),
         default_sampling=_default_sampling(module),
-        company=company,
+        batch_dependence=dependence,
     )
 
 
-def _tell_company(company: str, is_asked_for: bool) -> None:
-    if company and is_asked_for:
-        logger.warning("every token is computed by itself, for answers that depend on nothing else: %s", company)
-    elif company:
-        logger.info("answers may depend on what else is asked, by rounding (%s); --batch-invariant forbids it", company)
+def _log_batch_dependence(why: str, is_asked_for: bool) -> None:
+    if why and is_asked_for:
+        logger.warning("every token is computed by itself, so that answers do not depend on other requests: %s", why)
+    elif why:
+        logger.info("answers may depend on other requests, by rounding (%s); --batch-invariant prevents that", why)
 
 
 def _name_of(source: Path | str, dtype: str, on_progress: Progress) -> str:
-    """The same on every instance that serves these weights in this number format, of vLLM's too."""
+    """The fingerprint, which is the same for all instances with these weights in this dtype, inside vLLM too."""
     with _reading(str(source)):
         return checkpoint_name(
             source,
@@ -183,7 +190,7 @@ def _model_class(settings: Any, config: EngineConfig) -> type[Any]:
 
 @contextmanager
 def _reading(model: str) -> Iterator[None]:
-    """Translate what goes wrong while a checkpoint is read."""
+    """Raise errors of reading a checkpoint as `ConfigError`."""
     try:
         yield
     except KvferryError:
@@ -197,7 +204,7 @@ def _reading(model: str) -> Iterator[None]:
 
 @contextmanager
 def _running(module: nn.Module) -> Iterator[None]:
-    """Translate what goes wrong while a model is first run."""
+    """Raise errors of first running a model as `UnsupportedModel`."""
     try:
         yield
     except KvferryError:
@@ -216,7 +223,7 @@ def _first_line(error: Exception) -> str:
 
 @contextmanager
 def _weights_progress(on_progress: Progress) -> Iterator[None]:
-    """Pass transformers' own progress bar on to `on_progress`."""
+    """Report transformers' own progress bar to `on_progress`."""
     on_progress("loading weights", 0.0)
 
     def hook(factory: Any, args: Any, kwargs: Any) -> Any:
@@ -231,7 +238,7 @@ def _weights_progress(on_progress: Progress) -> Iterator[None]:
 
 
 class _Reporting:
-    """The part of a progress bar that transformers uses."""
+    """A progress bar as far as transformers uses it."""
 
     def __init__(self, items: Any, on_progress: Progress) -> None:
         self._items, self._on_progress = items, on_progress
@@ -276,6 +283,6 @@ def _eos_token_ids(module: Any, tokenizer: Any) -> frozenset[int]:
 
 
 def _default_sampling(module: Any) -> dict[str, float | int]:
-    """What the checkpoint recommends where a request is silent."""
+    """The checkpoint's recommendation for requests without sampling parameters."""
     given = module.generation_config.to_diff_dict() if module.generation_config is not None else {}
-    return {name: given[name] for name in _SAMPLING_DEFAULTS if given.get(name) is not None}
+    return {name: given[name] for name in SAMPLING_DEFAULTS if given.get(name) is not None}

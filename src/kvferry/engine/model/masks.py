@@ -1,9 +1,9 @@
 """What each layer's attention may see, read from the masks that the model itself builds.
 
-transformers builds every mask from a function of (query position, key position). While a model is probed, those
-functions are kept instead of being spread out into tensors, so that they can be asked about positions far beyond the
-probe's own tokens: a window of thousands of tokens is found with two. What the mask says counts, whatever else a layer
-says of itself: some families have a window in the mask only.
+transformers builds every mask from a function of (query position, key position). While a model is probed, these
+functions are kept instead of being expanded to tensors, so that they can be evaluated at positions far beyond the
+probe's own tokens: a window of thousands of tokens is found with two. The mask decides, whatever else a layer says
+about itself: some families have a window in the mask only.
 """
 
 from __future__ import annotations
@@ -21,30 +21,31 @@ MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """(batch, head, query position, key position) → whether the key is seen; broadcasts."""
 
 MAX_POSITIONS = 1 << 22
-"""How far out a mask is looked at."""
+"""Masks are evaluated up to this position at most."""
 
 
 @dataclass
 class SeenMasks:
-    """The masks of one forward: the placeholder that the model passes on, and what it stands for."""
+    """The masks of one forward pass: the placeholders that the model passes on, and their functions."""
 
     made: list[tuple[Tensor, MaskFunction]] = field(default_factory=list)
 
     def build(self, *, q_length: int, kv_length: int, mask_function: MaskFunction, **others: Any) -> Tensor:
-        """transformers' mask interface: a stand-in of the usual shape."""
+        """transformers' mask interface. Returns a placeholder, bool [1, 1, q_length, kv_length]."""
         stand_in = torch.zeros(1, 1, q_length, kv_length, dtype=torch.bool, device=others.get("device"))
         self.made.append((stand_in, mask_function))
         return stand_in
 
     def function_of(self, mask: Tensor) -> MaskFunction | None:
-        """What `mask` stands for; None where the model has made something else of it."""
+        """The function of a placeholder; None if `mask` is something that the model has made itself."""
         return next((function for stand_in, function in self.made if stand_in is mask), None)
 
 
 def window_of(function: MaskFunction, num_positions: int, device: torch.device, who: str) -> int | None:
-    """The window of a causal mask, the token itself included; None: it sees all that came before.
+    """The sliding window of a causal mask, the token itself included; None: full attention. `who` names the model in
+    errors.
 
-    Raises `UnsupportedModel` where the mask is neither of the two anywhere up to `num_positions`.
+    Raises `UnsupportedModel` if the mask is neither of the two somewhere up to `num_positions`.
     """
     last = min(num_positions, MAX_POSITIONS) - 1
     keys = torch.arange(last + 1, device=device)
@@ -60,7 +61,7 @@ def window_of(function: MaskFunction, num_positions: int, device: torch.device, 
 
 
 def _row(function: MaskFunction, position: int, keys: Tensor, who: str) -> Tensor:
-    """bool, one for each of `keys`: whether the query at `position` sees it."""
+    """bool [len(keys)]: whether the query at `position` sees each key."""
     zero = torch.zeros(1, dtype=torch.long, device=keys.device)
     try:
         return torch.as_tensor(function(zero, zero, zero + position, keys), device=keys.device).expand(len(keys))

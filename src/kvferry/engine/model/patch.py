@@ -21,20 +21,20 @@ class NoPatchOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ModelPatch(ABC):
-    """One patch, made for one model. Each rank of an instance makes its own."""
+    """A patch for one model. Each rank of an instance makes its own."""
 
     options_type: ClassVar[type[msgspec.Struct]] = NoPatchOptions
-    """A frozen struct with a default for each field: what may follow the name after `?`."""
+    """A frozen struct with a default for each field: the options that may follow the name after `?`."""
 
     verifies_itself: ClassVar[bool] = False
-    """Whether `apply` compares the model before and after by itself, so that `model.patching` need not."""
+    """Whether `apply` itself compares the model before and after, so that `model.patching` need not."""
 
     def __init__(self, options: msgspec.Struct) -> None:
         self.options = options
 
     @abstractmethod
     def apply(self, model: nn.Module) -> int:
-        """Change modules of `model` in place, and return how many; 0 where the patch does not fit.
+        """Change modules of `model` in place. Returns how many; 0 if the patch does not fit.
 
         `model` is a causal language model of transformers with its weights (a rank's share of them), in evaluation
         mode, on its device; called under `torch.inference_mode`. Attention must still be computed by the function that
@@ -44,7 +44,7 @@ class ModelPatch(ABC):
 
 
 def make_patch(text: str) -> ModelPatch:
-    """The patch that `NAME` or `NAME?option=value&…` names. Raises `ConfigError` that says what of it is wrong."""
+    """The patch that `NAME` or `NAME?option=value&…` names. Raises `ConfigError` that says what is wrong with it."""
     name, given = split_patch(text)
     kind: type[ModelPatch] = MODEL_PATCHES.find(name, ModelPatch)
     return kind(read_options(kind.options_type, given, f"{FLAG} {name}"))

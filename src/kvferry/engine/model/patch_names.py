@@ -20,14 +20,15 @@ DEFAULT_PATCHES = ("cpu_kernels",)
 
 
 def require_known_patches(names: Sequence[str]) -> None:
-    """Raise `ConfigError` for a name or a form of options that can be known to be wrong without importing anything."""
+    """Raise `ConfigError` for an unknown name or malformed options, as far as that can be seen without importing
+    anything."""
     for text in names:
         name, _ = split_patch(text)
         MODEL_PATCHES.require_known(name)
 
 
 def split_patch(text: str) -> tuple[str, dict[str, str]]:
-    """A patch's name, and its options as they were written. Raises `ConfigError`."""
+    """A patch's name, and its options as text. Raises `ConfigError`."""
     name, _, query = text.partition("?")
     try:
         pairs = parse_qsl(query, keep_blank_values=True, strict_parsing=True, max_num_fields=64) if query else []

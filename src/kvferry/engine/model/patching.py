@@ -1,7 +1,7 @@
-"""Applies patches to a loaded model, and refuses what changes more than rounding.
+"""Applies patches to a loaded model, and refuses those that change more than rounding.
 
 A few tokens are computed before and after each patch: the queries, keys and values that reach the attention function,
-and the logits, must be the same within rounding. A patch that breaks a model is found here, and not by its users.
+and the logits, must be the same within rounding.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kvferry.engine.ops.transform import FINAL_TOLERANCE, AttentionRecord, recor
 log = logging.getLogger(__name__)
 
 TOLERANCE = {**FINAL_TOLERANCE, torch.float16: 0.1}
-"""Largest difference, relative to the whole tensor, that is taken for rounding."""
+"""Largest difference that counts as rounding, relative to the norm of the whole tensor."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Which share of a model a process holds: one rank of the tensor-parallel ranks of an instance, or all of it."""
+"""Which share of a model a process holds: one of an instance's tensor-parallel ranks, or all of it."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from kvferry.core.errors import ConfigError
 
 @dataclass(frozen=True)
 class Place:
-    """Rank `rank` of `size`; without arguments, the only one."""
+    """Tensor-parallel rank `rank` of `size`; without arguments, the only one."""
 
     rank: int = 0
     size: int = 1
 
     def choose_device(self, wanted: str) -> torch.device:
-        """The device that `auto`, `cpu` or `cuda` means here. Raises `ConfigError` when there is none."""
+        """The device that `auto`, `cpu` or `cuda` means on this rank. Raises `ConfigError` if there is none."""
         if wanted == "cuda" and not torch.cuda.is_available():
             raise ConfigError("--device cuda: PyTorch finds no GPU here; use --device cpu, or install a CUDA build")
         if wanted == "auto":
@@ -40,14 +40,15 @@ class Place:
         return torch.device("cuda", self.rank)
 
     def set_num_threads(self, wanted: int | None) -> None:
-        """Give this rank its share of the CPU threads; torch has read OMP_NUM_THREADS where nothing is asked for."""
+        """Give this rank its share of the CPU threads. `wanted`: for all ranks together; None: what torch has taken
+        from OMP_NUM_THREADS. Raises `ConfigError`."""
         if wanted is not None and wanted < 1:
             raise ConfigError(f"--num-threads must be at least 1, got {wanted}")
         if wanted is not None or self.size > 1:
             torch.set_num_threads(max(1, (wanted or torch.get_num_threads()) // self.size))
 
     def agree(self, needed: bool, device: torch.device) -> bool:
-        """Whether any rank says so; all ranks ask together."""
+        """Whether `needed` is true on any rank. All ranks call it together."""
         if self.size == 1:
             return needed
         said = torch.tensor([int(needed)], device=device)
@@ -55,7 +56,8 @@ class Place:
         return bool(said.item())
 
     def load_options(self) -> dict[str, Any]:
-        """What makes transformers load this rank's share only. The ranks must have met (`executor.group`)."""
+        """Arguments of `from_pretrained` that load this rank's share only. The process group must exist
+        (`executor.group`)."""
         if self.size == 1:
             return {}
         from transformers.distributed import DistributedConfig

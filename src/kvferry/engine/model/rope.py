@@ -1,13 +1,14 @@
-"""Rotary embeddings whose factors depend on how long a sequence is, made a matter of each sequence alone.
+"""Rotary embeddings whose factors depend on the length of a sequence, applied to each sequence by itself.
 
-`longrope` (Phi-3 and its kin) has two sets of factors: one for sequences within the context that the model was first
-trained on, one for longer ones. transformers picks by the largest position of the whole forward, so in a batch one
-prompt would change another's answer, and the first chunk of a long prompt would be rotated as if it were short. Here
-each token gets the factors of its own sequence, by how many tokens of that are known when it is computed.
+`longrope` (Phi-3 and its relatives) has two sets of factors: one for sequences within the context that the model was
+first trained on, one for longer ones. transformers chooses by the largest position of the whole forward pass. In a
+batch, one prompt would change another's answer, and the first chunk of a long prompt would be rotated as if it were
+short. Here each token gets the factors of its own sequence, by how many tokens of that sequence are known when it is
+computed.
 
-A sequence that grows beyond the border is computed again from its first token, since its keys were rotated with the
-other factors. That is what Phi-3's own `generate()` does, and the model's own forward over the whole sequence; the
-`generate()` of other families mixes both kinds of keys.
+A sequence that grows beyond the limit is computed again from its first token, since its keys were rotated with the
+other factors. That is what Phi-3's own `generate()` does, and a forward pass over the whole sequence; the `generate()`
+of other families mixes both kinds of keys.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ LENGTH_DEPENDENT = "longrope"
 
 
 def trained_context(settings: Any) -> int | None:
-    """Up to how many tokens a sequence has the short factors of `longrope`; None where the model has no such.
+    """Up to how many tokens a sequence has the short factors of `longrope`; None if the model has no `longrope`.
 
-    Raises `UnsupportedModel` when layers differ in it.
+    Raises `UnsupportedModel` if layers differ in it.
     """
     text = settings.get_text_config()
     borders = {_border(one, text) for one in _rope_parameters(text) if one.get("rope_type") == LENGTH_DEPENDENT}
@@ -36,7 +37,8 @@ def trained_context(settings: Any) -> int | None:
 
 
 def install_rope(model: nn.Module, border: int | None) -> None:
-    """Give every rotary embedding that depends on the length a forward that looks at each sequence alone."""
+    """Make every rotary embedding that depends on the length treat each sequence by itself. `border`: of
+    `trained_context`. Raises `UnsupportedModel` if there is a limit but no such embedding."""
     if border is None:
         return
     modules = [module for module in model.modules() if _depends_on_length(module)]
@@ -47,13 +49,14 @@ def install_rope(model: nn.Module, border: int | None) -> None:
 
 
 class _PerSequence:
-    """The forward of a rotary embedding: x, position ids [1, T] → cos and sin [1, T, dim]."""
+    """The forward method of a rotary embedding: x, position ids [1, T] → cos and sin [1, T, dim]."""
 
     def __init__(self, forward: Any, border: int) -> None:
         self._forward, self._border = forward, border
 
     def __call__(self, x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """As the original, which sees all tokens as short, then all as long, by the largest position it is shown."""
+        """Call the original twice, so that its largest position makes it choose the short factors for all tokens, then
+        the long ones, and take each token's own."""
         step = current_step()
         if step is None or step.long_tokens is None:
             return self._forward(x, position_ids, *args, **kwargs)
@@ -70,7 +73,7 @@ def _depends_on_length(module: nn.Module) -> bool:
 
 
 def _rope_parameters(text: Any) -> list[dict[str, Any]]:
-    """Of the whole, or of each kind of layer."""
+    """The parameters of the whole model, or of each kind of layer."""
     parameters = getattr(text, "rope_parameters", None) or {}
     nested = [one for one in parameters.values() if isinstance(one, dict)]
     return nested or [parameters]

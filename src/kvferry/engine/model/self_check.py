@@ -1,10 +1,10 @@
-"""Proves at start that paged attention reproduces the model's own: a wrong answer is worse than no start.
+"""Verifies at start that paged attention reproduces the model's own logits.
 
-A few short sequences are computed as the engine computes them: together in one batch, in chunks across block borders,
-one with another's blocks as its cached prefix, token by token at the end. The model computes each of them alone. What
-begins far out is reached by position: a sequence of a few tokens stands across each length that the configuration
-names (the trained context, the last position, …), so one batch holds sequences of different regime. Windows are made
-small for a second pass, since reaching a real one would take thousands of tokens.
+A few short sequences are computed as the engine computes them: in one batch, in chunks across block boundaries, one
+with another's blocks as its cached prefix, and the last token by itself. The model computes each of them alone. What
+changes at large positions is reached by position ids: a sequence of a few tokens is placed across each length that the
+configuration names (the trained context, the last position, …), so that one batch has sequences on both sides of it.
+Windows are made small for a second pass, since reaching a real one would take thousands of tokens.
 """
 
 from __future__ import annotations
@@ -27,22 +27,24 @@ NUM_TOKENS = 24
 BLOCK_SIZE = 8
 NUM_BLOCKS = NUM_TOKENS // BLOCK_SIZE
 STOPS = (0, 16, 23, NUM_TOKENS)
-"""Where a sequence's chunks begin and end: two chunks, then one token. The first is the prefix that is shared."""
+"""Where a sequence's chunks begin and end: two chunks, then one token. The first is the prefix that two sequences
+share."""
 SMALL_WINDOW = 5
 # Distances are relative to the logits' own spread. Rounding stays far below these, a wrong mask or position is at about
-# 1. Where rounding is amplified (experts chosen by a hair), transformers' own two ways differ as much, which counts.
+# 1. Where rounding is amplified (a close choice of experts), transformers' own two attention functions differ as much.
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.12, torch.float16: 0.03}
 ROUNDING_MARGIN = 3.0
 MOST_TOKENS = 0.7
 CACHE_TOLERANCE = 0.5
-"""The same between the model with its cache and without, in any number format."""
+"""The same between the model with its own cache and without, for any dtype."""
 _LENGTHS = ("position", "window", "context", "chunk", "floor_scale", "max_seq", "max_length")
-"""Parts of the names of settings that say from where on a model does something else."""
+"""Parts of the names of settings that are lengths beyond which a model may compute differently."""
 
 
 @dataclass(frozen=True)
 class Example:
-    """NUM_TOKENS token ids, the position of the first, and its blocks. `reads_prefix`: the first chunk is another's."""
+    """NUM_TOKENS token ids, the position of the first, and the block table. `reads_prefix`: the first chunk's blocks
+    are another example's."""
 
     ids: Tensor
     first: int
@@ -51,14 +53,15 @@ class Example:
 
     @property
     def end(self) -> int:
-        """The position after the last."""
+        """The position after the last token."""
         return self.first + NUM_TOKENS
 
 
 def self_check(model: Any, probed: ProbedLayers, device: torch.device, border: int | None) -> None:
-    """Compare the engine's way with the model's own. `border` is `rope.trained_context`. All ranks call it together.
+    """Compare the engine's logits with the model's own. `border`: of `rope.trained_context`. All ranks call it
+    together.
 
-    Raises `UnsupportedModel` when the logits differ by more than rounding.
+    Raises `UnsupportedModel` if they differ by more than rounding.
     """
     text = model.config.get_text_config()
     examples = _examples(text, device)
@@ -73,7 +76,7 @@ def self_check(model: Any, probed: ProbedLayers, device: torch.device, border: i
 
 
 def thresholds(text: Any) -> list[int]:
-    """The lengths that a configuration names, from which on a model may do something else, ascending."""
+    """The lengths that a configuration names, at which a model may begin to compute differently, ascending."""
     last = text.max_position_embeddings
     named = {
         value
@@ -110,8 +113,8 @@ def _examples(text: Any, device: torch.device) -> list[Example]:
 
 
 def _require_consistent(model: Any, example: Example) -> None:
-    """Raise `UnsupportedModel` where the model with its own cache computes something else than without: what it
-    generates is then not what it computes, and there is no right answer to reproduce."""
+    """Raise `UnsupportedModel` if the model computes other logits with its own cache than without: then there is no
+    right answer to reproduce."""
     half = NUM_TOKENS // 2
     with implementation(model, "eager"):
         whole = model(input_ids=example.ids[None], use_cache=False).logits[0]
@@ -151,10 +154,8 @@ def _complaint(model: Any, example: Example, ours: Tensor, expected: Tensor, dis
 
 
 def _logits(model: Any, example: Example, name: str) -> Tensor:
-    """Logits [T, vocab] of one sequence alone, by one of transformers' own attention functions.
-
-    Raises `ValueError` where the model has it not.
-    """
+    """Logits [T, vocab] of one sequence alone, by one of transformers' own attention functions. Raises `ValueError` if
+    the model does not have it."""
     positions = torch.arange(example.first, example.end, device=example.ids.device)
     with implementation(model, name):
         logits: Tensor = model(input_ids=example.ids[None], position_ids=positions[None], use_cache=False).logits[0]
@@ -162,7 +163,7 @@ def _logits(model: Any, example: Example, name: str) -> Tensor:
 
 
 def _rounding(model: Any, example: Example, expected: Tensor) -> float:
-    """How far apart two right ways are; 0 where the model knows only one."""
+    """The distance between two of transformers' own attention functions; 0 if the model has only one."""
     try:
         return _distance(_logits(model, example, "sdpa"), expected)
     except ValueError:
@@ -170,10 +171,10 @@ def _rounding(model: Any, example: Example, expected: Tensor) -> float:
 
 
 def _distance(found: Tensor, expected: Tensor) -> float:
-    """How far apart logits [T, vocab] are, in the spread of the expected ones.
+    """The distance between logits [T, vocab], relative to the spread of the expected ones.
 
-    In half precision a few tokens may go to another expert by a hair: there it is the distance that most tokens are
-    within. A wrong mask or position moves half of them at the least.
+    In half precision, rounding may send a few tokens to another expert: there it is the distance that most tokens are
+    within. A wrong mask or position affects at least half of them.
     """
     spread = (expected - expected.mean()).double().norm(dim=-1).square().mean().sqrt().clamp(min=1e-12)
     apart = (found - expected).double().norm(dim=-1) / spread
@@ -183,7 +184,7 @@ def _distance(found: Tensor, expected: Tensor) -> float:
 
 
 def _paged_logits(model: Any, probed: ProbedLayers, examples: list[Example], border: int | None) -> list[Tensor]:
-    """Logits of each example, computed together: [T, vocab], without what is read from another's blocks."""
+    """Logits of each example, computed in one batch: [T, vocab], without the tokens whose blocks are another's."""
     caches = _caches(model, probed, NUM_BLOCKS * len(examples), examples[0].ids.device)
     logits: list[list[Tensor]] = [[] for _ in examples]
     for start, end in pairwise(STOPS):
@@ -203,7 +204,7 @@ def _step(
     end: int,
     border: int | None,
 ) -> Tensor:
-    """Tokens `start` to `end` of each example in one forward: logits of all, end to end."""
+    """Tokens `start` to `end` of each example in one forward pass: their logits, concatenated."""
     device, count = examples[0].ids.device, len(examples)
     batch = AttentionBatch.build(
         [end - start] * count,
@@ -237,7 +238,7 @@ def _caches(model: Any, probed: ProbedLayers, num_blocks: int, device: torch.dev
 
 
 def _small_windows(text: Any) -> Any:
-    """A context in which the model's masks have SMALL_WINDOW, where the configuration says how wide they are."""
+    """A context in which the model's masks have SMALL_WINDOW, if the configuration has a window."""
     return _setting(text, "sliding_window", SMALL_WINDOW) if getattr(text, "sliding_window", None) else nullcontext()
 
 
@@ -252,7 +253,7 @@ def _setting(settings: Any, name: str, value: Any) -> Iterator[None]:
 
 
 def _require_same_windows(model: Any, probed: ProbedLayers, shrunk: ProbedLayers) -> None:
-    """Raise `UnsupportedModel` unless the same layers have a window, now a small one."""
+    """Raise `UnsupportedModel` unless the same layers have a window, now the small one."""
     expected = tuple(None if window is None else SMALL_WINDOW for window in probed.windows)
     if shrunk.windows != expected:
         raise UnsupportedModel(

@@ -1,8 +1,8 @@
-"""What the files of a checkpoint hold, read before any weight is: of safetensors files the headers.
+"""Checks a checkpoint's files before any weight is loaded; of safetensors files, the headers.
 
-transformers takes one of two tensors of the same name without a word, makes floating-point numbers of integers that
-another library packed, and does without a `generation_config.json` that it cannot read; what is missing or does not fit
-is found when the weights are loaded (`checkpoint`).
+transformers silently takes one of two tensors with the same name, converts integers that another library has packed to
+floating point, and ignores a `generation_config.json` that it cannot read. Weights that are missing or do not fit are
+found when they are loaded (`checkpoint`).
 """
 
 from __future__ import annotations
@@ -12,20 +12,24 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from safetensors import SafetensorError, safe_open
 
-from kvferry.core.errors import ConfigError
+from kvferry.core.errors import ConfigError, InvalidRequest
+from kvferry.core.sampling import SamplingParams
 
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 GENERATION = "generation_config.json"
+SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+"""The settings of it that apply to requests without their own."""
 _FLOATS = ("F", "BF")
-"""How the names of floating-point formats begin; the others are integers, booleans and complex numbers."""
+"""How the names of floating-point dtypes begin; all others are integers, booleans and complex numbers."""
 
 
 def require_sound(folder: Path, *, quantized: bool) -> None:
-    """Raise `ConfigError` where the files contradict each other or what a model's weights are. `quantized`: the
-    configuration says what integers mean. Nothing is said of a checkpoint in another form."""
+    """Raise `ConfigError` if the files contradict each other or the configuration. `quantized`: the configuration
+    describes quantized weights. Weights in other files than safetensors are not checked."""
     _require_generation_config(folder / GENERATION)
     where: dict[str, str] = {}
     for name in _files(folder):
@@ -44,19 +48,30 @@ def require_sound(folder: Path, *, quantized: bool) -> None:
 
 
 def _require_generation_config(path: Path) -> None:
-    """It says which tokens end an answer."""
+    """A `generation_config.json`, if there is one, can be read: it says which tokens end an answer."""
     if not path.is_file():
         return
     try:
         found: Any = json.loads(path.read_bytes())
         if not isinstance(found, dict):
             raise TypeError(f"an object is expected, not a {type(found).__name__}")
-    except (ValueError, TypeError, RecursionError) as error:
+        _require_generation_values(found)
+    except (ValueError, TypeError, RecursionError, InvalidRequest) as error:
         raise ConfigError(f"{str(path)!r} cannot be read: {error}; copy it again, or delete it") from error
 
 
+def _require_generation_values(found: dict[str, Any]) -> None:
+    """The sampling defaults and `eos_token_id` are valid. May raise `ValueError` or `InvalidRequest`."""
+    given = {name: found[name] for name in SAMPLING_DEFAULTS if found.get(name) is not None}
+    msgspec.convert(given, SamplingParams).validate()
+    try:
+        msgspec.convert(found.get("eos_token_id"), int | list[int] | None)
+    except msgspec.ValidationError as error:
+        raise ValueError(f"eos_token_id: {error}") from error
+
+
 def _files(folder: Path) -> list[str]:
-    """Those that transformers reads."""
+    """The safetensors files that transformers reads."""
     if (folder / WHOLE).is_file():
         return [WHOLE]
     index = folder / INDEX
@@ -65,7 +80,9 @@ def _files(folder: Path) -> list[str]:
     names = sorted(set(_weight_map(index).values()))
     lost = [name for name in names if "/" in name or not (folder / name).is_file()]
     if lost:
-        raise ConfigError(f"{str(index)!r} names {lost[0]!r}, and there is no such file beside it; copy all its files")
+        raise ConfigError(
+            f"{str(index)!r} names {lost[0]!r}, which is not in the same directory; copy all of the checkpoint's files"
+        )
     return names
 
 

@@ -1,4 +1,4 @@
-"""Which architectures run here: those that run exactly. Everything else is refused at start."""
+"""Which architectures run exactly. Everything else is refused at start."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from typing import Any
 from kvferry.core.errors import UnsupportedModel
 
 HEAD_PROJECTIONS = frozenset({"q_proj", "k_proj", "v_proj", "q_b_proj", "kv_b_proj", "qkv_proj", "query_key_value"})
-"""Linear layers whose outputs are heads, one after the other."""
+"""Linear layers whose outputs are heads, concatenated."""
 
 EXACT_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 
 
 def require_supported(config: Any, model_class: type[Any]) -> None:
-    """Raise `UnsupportedModel`, saying why, before any weight is loaded.
+    """Raise `UnsupportedModel` with the reason, before any weight is loaded.
 
-    The numeric self-check of a loaded model (`self_check`) catches what cannot be seen here.
+    The numeric self-check of the loaded model (`self_check`) finds what cannot be seen here.
     """
     name = f"{model_class.__name__} ({config.model_type})"
     if not getattr(model_class, "_supports_attention_backend", False):
@@ -34,7 +34,7 @@ def require_supported(config: Any, model_class: type[Any]) -> None:
 
 
 def require_divisible(config: Any, model_class: type[Any], num_ranks: int) -> None:
-    """Raise `UnsupportedModel` unless transformers can split the model among `num_ranks` ranks, naming the numbers."""
+    """Raise `UnsupportedModel`, with the numbers, unless transformers can split the model among `num_ranks` ranks."""
     if num_ranks == 1:
         return
     name = f"{model_class.__name__} ({config.model_type})"

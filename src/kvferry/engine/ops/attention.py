@@ -1,8 +1,8 @@
-"""The two attention operations the model calls, each served by the fastest implementation that fits.
+"""The two attention operations, each computed by the fastest implementation that fits.
 
-KV cache of one layer: `[num_blocks, kv_heads, block_size * (key_dim + value_dim)]`; within a head of a block
-the keys `[block_size, key_dim]` come first, then the values `[block_size, value_dim]`. What lies behind a sequence's
-end may be anything, NaN too: it is another's, or nobody's.
+KV cache of one layer: `[num_blocks, kv_heads, block_size * (key_dim + value_dim)]`. Within a head of a block, the keys
+`[block_size, key_dim]` come first, then the values `[block_size, value_dim]`. What is behind the end of a sequence may
+be anything, including NaN.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from kvferry.engine.ops.batch import AttentionBatch
 from kvferry.engine.ops.native import AttentionCall, WriteCall, library
 
 MAX_KEY_DIM = 256
-"""Longest key that the CPU kernel takes."""
+"""Longest key that the CPU kernel supports."""
 
 
 def write_kv(cache: Tensor, key: Tensor, value: Tensor, slots: Tensor) -> None:
-    """Write key [T, kv_heads, key_dim] and value [T, kv_heads, value_dim] to slots int64 [T] of a cache."""
+    """Write key [T, kv_heads, key_dim] and value [T, kv_heads, value_dim] into a layer's cache. `slots`: int64 [T], the
+    slot mapping, `block id * block_size + offset`."""
     native = library() if cache.device.type == "cpu" else None
     fits = cache.dtype == key.dtype == value.dtype and key.stride(2) == value.stride(2) == cache.stride(2) == 1
     if native is None or not fits:
@@ -50,10 +51,12 @@ def paged_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Attend from query [T, heads, key_dim] to the sequences in `cache`; returns [T, heads, value_dim].
+    """Attend from query [T, heads, key_dim] to the sequences in `cache`. Returns [T, heads, value_dim] of the query's
+    dtype.
 
-    `write_kv` must have stored this step's tokens before. A window counts the token itself (Hugging Face's
-    meaning of sliding_window); sinks are one extra softmax logit per head, [heads].
+    `write_kv` must have stored this step's tokens before. `window`: sliding window in tokens, the token itself
+    included, as in Hugging Face's `sliding_window`; `softcap`: of the logits; `sinks`: one extra softmax logit for each
+    head, [heads].
     """
     value_dim = cache.shape[2] // batch.block_size - query.shape[2]
     attend = _native_attention if _fits_native(query, cache, batch, causal, window) else reference.paged_attention

@@ -1,8 +1,8 @@
-"""Weights that modelling code multiplies by itself, with `F.linear`, rather than through `nn.Linear`: routers, mostly.
+"""Weights that modelling code multiplies by itself with `F.linear` instead of through `nn.Linear`: mostly those of MoE
+routers.
 
-Such a weight becomes a tensor that answers `F.linear` with the packed product, through torch's own protocol for tensors
-that override functions; everything else is done with it as before. So these products too give a row the same bits
-whatever the rows beside it.
+Such a weight becomes a tensor that computes `F.linear` with the packed product, through torch's protocol for tensor
+subclasses; every other function treats it as before. So these products, too, give a row the same bits in any batch.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ class BareWeight(Tensor):
 
     @classmethod
     def of(cls, weight: Tensor) -> BareWeight:
-        """The same numbers; the caller puts it in the place of `weight`."""
+        """A copy of `weight` that the caller puts in its place."""
         made = weight.detach().clone().as_subclass(cls)
         made._packed, made._wide = {}, None
         return made
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """torch calls this for every function that is given one."""
+        """Called by torch for every function that gets such a tensor."""
         kwargs = kwargs or {}
         if function is functional.linear and type(args[1]) is cls and args[0].dtype == args[1].dtype:
             return args[1]._product(args[0], *args[2:], **kwargs)
@@ -48,12 +48,15 @@ class BareWeight(Tensor):
         key = None if bias is None else id(bias)
         if key not in self._packed:
             with torch._C.DisableTorchFunctionSubclass():
-                self._packed[key] = PackedLinear(self.as_subclass(Tensor), bias), bias  # which keeps its id its own
+                self._packed[key] = (
+                    PackedLinear(self.as_subclass(Tensor), bias),
+                    bias,
+                )  # keeps its id unique
         out: Tensor = self._packed[key][0].forward(x)
         return out
 
     def _widened(self, values: Tensor) -> BareWeight:
-        """This in float32; the same each time, since it is packed once."""
+        """This weight in float32; the same object each time, so that it is packed only once."""
         if self.dtype == torch.float32:
             return self
         if self._wide is None:
@@ -62,7 +65,7 @@ class BareWeight(Tensor):
 
 
 class _Products(TorchFunctionMode):
-    """While it lasts, notes which parameters come into `F.linear` as weights, as they are or cast."""
+    """Notes, while active, which parameters are used as weights of `F.linear`, as they are or cast."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,14 +76,15 @@ class _Products(TorchFunctionMode):
         result = function(*args, **(kwargs or {}))
         if function in _CASTS and isinstance(args[0], nn.Parameter):
             self._sources[id(result)] = args[0]
-            self._kept = result  # so that its id is not given to another
+            self._kept = result  # keeps its id unique
         if function is functional.linear and len(args) > 1:
             self.multiplied.add(id(self._sources.get(id(args[1]), args[1])))
         return result
 
 
 def pack_bare_weights(model: nn.Module, run: Any) -> int:
-    """Replace what `run(model)`, a forward, multiplies by `F.linear` outside of `nn.Linear`; returns how many."""
+    """Replace the parameters that `run(model)`, a forward pass, multiplies by `F.linear` outside of `nn.Linear`.
+    Returns how many."""
     with _Products() as products:
         run(model)
     count = 0

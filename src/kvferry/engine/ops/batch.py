@@ -1,4 +1,4 @@
-"""What attention must know of one step's ragged batch. Built once a step, read by every layer."""
+"""The metadata that attention needs for one step's batch. Built once for each step, and read by every layer."""
 
 from __future__ import annotations
 
@@ -14,35 +14,36 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class QueryGroup:
-    """Sequences of equal query length: they make a rectangular batch for plain PyTorch attention."""
+    """Sequences with equal numbers of new tokens, which form a rectangular batch for plain PyTorch attention."""
 
     rows: Tensor
-    """int64 [G]: which sequences."""
+    """int64 [G]: the numbers of the sequences."""
     tokens: Tensor
-    """int64 [G, query_len]: the tokens' places in the ragged batch."""
+    """int64 [G, query_len]: the indices of the tokens among all T."""
     query_len: int
     max_context_len: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionBatch:
-    """B sequences with T new tokens in all, laid end to end. Tensors lie on the model's device."""
+    """B sequences with T new tokens in all, concatenated. Tensors are on the model's device. In vLLM's attention
+    metadata, the first four are `query_start_loc`, `seq_lens`, `block_table` and `slot_mapping`."""
 
     query_starts: Tensor
-    """int32 [B+1]: the new tokens of sequence b are query_starts[b] to query_starts[b+1]."""
+    """int32 [B + 1]: the new tokens of sequence b are query_starts[b] to query_starts[b + 1]."""
     context_lens: Tensor
-    """int32 [B]: KV length of each sequence, this step's tokens included."""
+    """int32 [B]: tokens of each sequence in the KV cache, this step's included."""
     block_tables: Tensor
-    """int32 [B, max_blocks]: block ids of each sequence; what lies behind its last block is 0."""
+    """int32 [B, max_blocks]: block ids of each sequence, 0 behind its last block."""
     slots: Tensor
-    """int64 [T]: where each new token's KV goes, as block id * block_size + offset."""
+    """int64 [T]: the slot mapping: where each new token's KV goes, `block id * block_size + offset`."""
     positions: Tensor
     """int64 [T]: each new token's position in its sequence."""
     block_size: int
     host_starts: np.ndarray
-    """`query_starts` once more, for whom Python decides."""
+    """`query_starts` in host memory."""
     host_contexts: np.ndarray
-    """`context_lens` once more."""
+    """`context_lens` in host memory."""
 
     @property
     def num_sequences(self) -> int:
@@ -56,17 +57,17 @@ class AttentionBatch:
 
     @property
     def max_query_len(self) -> int:
-        """Most new tokens of a sequence."""
+        """Most new tokens of any sequence."""
         return int(np.diff(self.host_starts).max())
 
     @property
     def max_context_len(self) -> int:
-        """Longest KV of a sequence."""
+        """Longest context of any sequence."""
         return int(self.host_contexts.max())
 
     @cached_property
     def groups(self) -> tuple[QueryGroup, ...]:
-        """The sequences by query length, for the plain PyTorch path."""
+        """The sequences by their number of new tokens, for plain PyTorch attention."""
         lens = np.diff(self.host_starts)
         rows = [np.nonzero(lens == length)[0] for length in np.unique(lens)]
         return tuple(_group(some, self.host_starts, self.host_contexts, self.slots.device) for some in rows)
@@ -81,7 +82,8 @@ class AttentionBatch:
         block_size: int,
         device: torch.device | str = "cpu",
     ) -> AttentionBatch:
-        """Prepare a step. Each block table must hold context_len tokens; longer tables are fine."""
+        """The batch of one step. `query_lens`: new tokens of each sequence; `context_lens`: with those included. Each
+        block table must have blocks for the whole context; longer tables are cut."""
         starts = np.fromiter(accumulate(query_lens, initial=0), np.int32, len(query_lens) + 1)
         contexts = np.fromiter(context_lens, np.int32, len(context_lens))
         tables = _pad(block_tables, -(-contexts // block_size))
@@ -106,7 +108,7 @@ def _tensor(array: np.ndarray, device: torch.device | str) -> Tensor:
 
 
 def _pad(tables: Sequence[Sequence[int]], num_blocks: np.ndarray) -> np.ndarray:
-    """The block tables as int32 [B, max_blocks], cut to what each context needs and filled with 0."""
+    """The block tables as int32 [B, max_blocks], cut to what each context needs and filled up with 0."""
     padded = np.zeros((len(tables), int(num_blocks.max())), np.int32)
     for row, (table, count) in enumerate(zip(tables, num_blocks.tolist(), strict=True)):
         padded[row, :count] = table[:count]

@@ -1,4 +1,4 @@
-"""The patch that makes models fast on CPUs: kvferry's own kernels, applied unless `--model-patch` leaves it out."""
+"""The model patch `cpu_kernels`: kvferry's own kernels for CPUs. It is the default of `--model-patch`."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from kvferry.engine.ops.transform import optimize
 
 
 class CpuKernels(ModelPatch):
-    """Replaces what `ops.transform` can prove to compute the same; nothing on other devices."""
+    """Replaces the modules for which `ops.transform` has verified that the kernels compute the same; none on other
+    devices."""
 
     verifies_itself = True
 
     def apply(self, model: nn.Module) -> int:
-        """How many modules were replaced, of any kind."""
+        """Returns how many modules were replaced, of all kinds."""
         return sum(optimize(model).values())

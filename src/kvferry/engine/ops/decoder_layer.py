@@ -1,8 +1,8 @@
-"""A whole decoder layer in two calls of the kernels, one before attention and one after.
+"""A whole decoder layer in two calls of the kernels, one before attention and one after it.
 
-With one row per sequence, calling twenty small operations from Python takes a third as long as streaming the weights
-through memory; here it is two calls. Put together from parts that were fused before, where they follow each other in
-the common order: norm, attention, add, norm, feed-forward, add.
+With one row for each sequence, calling twenty small operations from Python takes a third as long as reading the weights
+from memory; here it is two calls. Built from parts that were replaced before, where they are in the common order: norm,
+attention, add, norm, feed-forward, add.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvferry.engine.ops.gated_mlp import FusedGatedMLP
 from kvferry.engine.ops.memory import HugePages
-from kvferry.engine.ops.native import LinearCall, NormCall, RotateCall, Step, library
+from kvferry.engine.ops.native import KernelStep, LinearCall, NormCall, RotateCall, library
 from kvferry.engine.ops.norm import FusedRMSNorm
 from kvferry.engine.ops.self_attention import FusedSelfAttention
 
 
 class Workspace:
-    """Buffers between the operations of a layer. One serves all layers of a model, which run in turn."""
+    """Buffers for what is between the operations of a layer. All layers of a model share one, since they run in
+    turn."""
 
     def __init__(self) -> None:
         self.capacity = 0
@@ -31,14 +32,14 @@ class Workspace:
         self._buffers: dict[tuple[str, int, torch.dtype], Tensor] = {}
 
     def reserve(self, rows: int) -> None:
-        """Make room for `rows` rows; addresses that were handed out before are void when `capacity` changes."""
+        """Make room for `rows` rows. When this changes `capacity`, addresses of earlier buffers are invalid."""
         if rows > self.capacity:
             self.capacity = rows
             self._buffers.clear()
             self._pages = HugePages()
 
     def buffer(self, name: str, width: int, dtype: torch.dtype) -> Tensor:
-        """[capacity, width], the same for all who ask for the same."""
+        """A buffer [capacity, width]; calls with the same arguments get the same one."""
         key = (name, width, dtype)
         if key not in self._buffers:
             self._buffers[key] = self._pages.empty(self.capacity * width, dtype).view(self.capacity, width)
@@ -49,19 +50,21 @@ class Program:
     """Operations that the kernels run one after the other, on the same number of rows."""
 
     def __init__(self, *calls: LinearCall | NormCall | RotateCall) -> None:
-        self._calls = calls  # they must outlive the steps, which hold addresses only
-        self._steps = (Step * len(calls))(*(Step(Step.KINDS.index(type(call)), addressof(call)) for call in calls))
+        self._calls = calls  # kept alive, because the steps contain only their addresses
+        self._steps = (KernelStep * len(calls))(
+            *(KernelStep(KernelStep.KINDS.index(type(call)), addressof(call)) for call in calls)
+        )
         self._address = byref(self._steps)
 
     def run(self, rows: int, is_half: bool) -> None:
-        """Do it."""
+        """Run on `rows` rows. `is_half`: in bfloat16, else float32."""
         native = library()
         assert native is not None
         native.run_steps(self._address, len(self._calls), rows, is_half)
 
 
 class FusedDecoderLayer:
-    """Takes over the forward of a decoder layer whose norms, attention and feed-forward are fused."""
+    """The forward method of a decoder layer whose norms, attention and feed-forward have been replaced."""
 
     def __init__(
         self,
@@ -77,7 +80,7 @@ class FusedDecoderLayer:
 
     @classmethod
     def variants(cls, module: Any, workspace: Workspace) -> Iterator[Self]:
-        """At most one."""
+        """One if the layer's parts have been replaced, else none."""
         parts = [module.input_layernorm, module.post_attention_layernorm, module.self_attn, module.mlp]
         first, second, attention, mlp = (part.forward for part in parts)
         if isinstance(first, FusedRMSNorm) and isinstance(second, FusedRMSNorm):  # noqa: SIM102 (mypy narrows so)
@@ -85,7 +88,6 @@ class FusedDecoderLayer:
                 yield cls(module, (first, second), attention, mlp, workspace)
 
     def install(self, module: nn.Module) -> None:
-        """Become the module's forward."""
         module.forward = self
 
     def __call__(
@@ -96,7 +98,7 @@ class FusedDecoderLayer:
         position_embeddings: tuple[Tensor, Tensor] | None = None,
         **others: Any,
     ) -> Tensor:
-        """hidden_states [1, T, hidden] -> [1, T, hidden]; other batches take the module's own way."""
+        """hidden_states [1, T, hidden] → [1, T, hidden]; other batches take the module's original forward method."""
         if hidden_states.shape[0] != 1 or past_key_values is not None or position_embeddings is None:
             others |= {"past_key_values": past_key_values, "position_embeddings": position_embeddings}
             output: Tensor = type(self._module).forward(
@@ -121,7 +123,7 @@ class FusedDecoderLayer:
         return out
 
     def _prepare(self, rows: int) -> None:
-        """See to buffers and views for `rows` rows."""
+        """Make buffers and views for `rows` rows, if they are not there."""
         self._workspace.reserve(rows)
         if self._capacity != self._workspace.capacity:
             self._capacity, self._views_rows = self._workspace.capacity, 0
@@ -131,7 +133,7 @@ class FusedDecoderLayer:
             self._views = self._attention.views(self._qkv, rows)
 
     def _build(self) -> None:
-        """Write both programs for the workspace's present addresses."""
+        """Build both programs with the workspace's current addresses."""
         attention, mlp, dtype = self._attention, self._mlp, self._attention.dtype
         hidden = attention.out.out_features
 

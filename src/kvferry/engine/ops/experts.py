@@ -1,8 +1,8 @@
-"""The experts of a mixture in one call of the kernels, on packed weights.
+"""All experts of an MoE layer in one call of the kernels, on packed weights.
 
-transformers keeps the weights of all experts stacked in two or three parameters, and calls each expert that some token
-chose by itself. Here rows are grouped by expert, gate and up are one product, and a token's sum does not depend on the
-tokens beside it.
+transformers keeps the weights of all experts stacked in two or three parameters, and calls each chosen expert by
+itself. Here rows are grouped by expert, gate and up are one product, and the sum for a token does not depend on other
+tokens.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kvferry.engine.ops.native import ExpertsCall, library
 
 
 class StackedWeight:
-    """Weights [experts, out_features, in_features] packed one behind the other, and biases [experts, out_features]."""
+    """Weights [experts, out_features, in_features], packed one after the other, and biases [experts, out_features]."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         native = library()
@@ -37,15 +37,15 @@ class StackedWeight:
 
     @property
     def addresses(self) -> tuple[int, int | None]:
-        """Of weights and biases."""
+        """Addresses of weights and biases."""
         return self.packed.data_ptr(), None if self.bias is None else self.bias.data_ptr()
 
 
 class FusedExperts:
-    """Takes over the forward of a module that holds the experts of one layer."""
+    """The forward method of a module that holds the experts of one layer."""
 
     def __init__(self, module: Any) -> None:
-        """Packs the weights of `module`; `variants` sets what the activation is."""
+        """Pack the weights of `module`. The activation is set by `variants`."""
         enter, enter_bias, leave, leave_bias = _weights_of(module)
         self.num_experts, self.hidden, middle = leave.shape
         self._dtype, self.is_gated = leave.dtype, enter.shape[1] == 2 * middle
@@ -60,7 +60,8 @@ class FusedExperts:
 
     @classmethod
     def variants(cls, module: Any) -> Iterator[Self]:
-        """With each activation that the kernels know, clamped where the module names a limit."""
+        """One for each activation that the kernels have, with and without the limit that the module names. The same
+        object each time, changed."""
         if not _is_plain(module):
             return
         fused = cls(module)
@@ -70,14 +71,14 @@ class FusedExperts:
                 yield fused
 
     def install(self, module: nn.Module) -> None:
-        """Become the module's forward, and free the weights it had."""
+        """Become the module's forward method, and free its own weights."""
         for name in _PARAMETERS:
             if name in module._parameters:
                 delattr(module, name)
         module.forward = self
 
     def __call__(self, hidden_states: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
-        """hidden_states [T, hidden], experts chosen [T, top_k] and their shares -> [T, hidden]."""
+        """hidden_states [T, hidden], chosen experts [T, top_k] and their weights `shares` [T, top_k] → [T, hidden]."""
         if hidden_states.ndim != 2 or chosen.shape != shares.shape or chosen.shape[0] != hidden_states.shape[0]:
             raise ValueError(f"cannot route {tuple(hidden_states.shape)} by {tuple(chosen.shape)}")
         x = hidden_states.to(self._dtype).contiguous()
@@ -100,7 +101,7 @@ _PARAMETERS = ("gate_up_proj", "up_proj", "down_proj", "gate_up_proj_bias", "up_
 
 
 def holds_experts(module: nn.Module) -> bool:
-    """Whether `module` looks like the experts of a layer, in transformers' stacked form."""
+    """Whether `module` holds the experts of a layer in transformers' stacked form."""
     leave, enter = module._parameters.get("down_proj"), _entering(module)
     return leave is not None and enter is not None and leave.ndim == enter.ndim == 3
 
@@ -112,7 +113,7 @@ def _entering(module: nn.Module) -> Tensor | None:
 
 
 def _is_plain(module: Any) -> bool:
-    """Ordinary weights that nothing else is added to: not tensor-parallel (DTensor), not quantized."""
+    """Ordinary weights with nothing added: not tensor-parallel (DTensor), not quantized."""
     found = {name: value for name, value in module._parameters.items() if value is not None}
     return (
         library() is not None
@@ -125,7 +126,8 @@ def _is_plain(module: Any) -> bool:
 
 
 def _weights_of(module: Any) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
-    """Weights [experts, out_features, in_features] and biases, gates before values whatever way the module has them."""
+    """Weights [experts, out_features, in_features] and biases, gates before values in whatever order the module has
+    them."""
     name = "gate_up_proj" if module._parameters.get("gate_up_proj") is not None else "up_proj"
     enter, leave = getattr(module, name), module.down_proj
     enter_bias, leave_bias = getattr(module, f"{name}_bias", None), getattr(module, "down_proj_bias", None)
@@ -138,14 +140,15 @@ def _weights_of(module: Any) -> tuple[Tensor, Tensor | None, Tensor, Tensor | No
 
 
 def _arranged(x: Tensor, missing: int, is_gated: bool) -> Tensor:
-    """x [experts, columns, ...] with `missing` rows of zeros behind, and gates and values in turn if there are both."""
+    """x [experts, columns, ...] with `missing` rows of zeros at its end, and with gates and values interleaved if it
+    has both."""
     parts = x.chunk(2, dim=1) if is_gated else (x,)
     wide = [torch.cat([part, part.new_zeros(len(part), missing, *part.shape[2:])], dim=1) for part in parts]
     return torch.stack([interleave(*pair) for pair in zip(*wide, strict=True)]) if is_gated else wide[0]
 
 
 def _clamps_of(module: Any) -> Iterator[tuple[float, float]]:
-    """(limit, alpha) to try: as the module's attributes say, or none."""
+    """(limit, alpha) to try: those of the module's attributes, and no limit."""
     limits = [getattr(module, name, None) for name in ("swiglu_limit", "limit")]
     alphas = [getattr(module, name, None) for name in ("swiglu_alpha", "alpha")]
     limit = next((float(x) for x in limits if isinstance(x, int | float)), None)

@@ -1,4 +1,4 @@
-"""The feed-forward part `down(f(gate(x)) * up(x))`, with gate and up in one product."""
+"""The gated feed-forward module `down(f(gate(x)) * up(x))`, with gate and up in one product."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvferry.engine.ops.linear import ACTIVATIONS, PackedLinear, can_pack, pack_
 
 
 class FusedGatedMLP:
-    """Takes over the forward of an MLP module with gate_proj, up_proj (or both joined) and down_proj."""
+    """The forward method of an MLP with gate_proj, up_proj (or both joined) and down_proj."""
 
     def __init__(self, gate: nn.Linear, up: nn.Linear, down: nn.Linear) -> None:
         self.gate_up = pack_gated(gate, up)
@@ -19,7 +19,8 @@ class FusedGatedMLP:
 
     @classmethod
     def variants(cls, module: Any) -> Iterator[Self]:
-        """With each of the activations that the kernels know; others show in the numbers."""
+        """One for each activation that the kernels have; the right one is found by comparing results. The same object
+        each time, changed."""
         joined, down = getattr(module, "gate_up_proj", None), module.down_proj
         if not can_pack(joined or module.gate_proj, joined or module.up_proj, down):
             return
@@ -31,7 +32,7 @@ class FusedGatedMLP:
                 yield fused
 
     def install(self, module: nn.Module) -> None:
-        """Become the module's forward, and free the weights it had."""
+        """Become the module's forward method, and free its own weights."""
         for name in ("gate_proj", "up_proj", "gate_up_proj", "down_proj"):
             if hasattr(module, name):
                 delattr(module, name)
@@ -39,12 +40,12 @@ class FusedGatedMLP:
         module.forward = self
 
     def __call__(self, hidden_states: Tensor) -> Tensor:
-        """hidden_states [..., hidden] -> [..., hidden]."""
+        """hidden_states [..., hidden] → [..., hidden]."""
         return self.down.forward(self.gate_up.forward(hidden_states))
 
 
 def _halves(joined: nn.Linear) -> tuple[nn.Linear, nn.Linear]:
-    """A layer's outputs, the first and the second half, as a layer each, of the same memory."""
+    """The first and the second half of a layer's outputs as two layers that share its memory."""
     biases = (None, None) if joined.bias is None else joined.bias.chunk(2)
     halves = []
     for weight, bias in zip(joined.weight.chunk(2), biases, strict=True):

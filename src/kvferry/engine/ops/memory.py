@@ -1,4 +1,4 @@
-"""Memory in huge pages, for what the CPU streams through again and again: about 10 % faster than in ordinary ones."""
+"""Memory in huge pages for weights, which are read again and again: about 10 % faster than in ordinary pages."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ CHUNK_BYTES = 32 << 20
 
 
 class HugePages:
-    """Cuts tensors from chunks that the kernel was asked to back by huge pages; it may decline, which is only slower.
+    """Allocates tensors within chunks for which the kernel was asked to use huge pages; if it does not, they are only
+    slower.
 
-    A chunk is given back when the last tensor in it is gone.
+    A chunk is freed with the last tensor in it.
     """
 
     def __init__(self) -> None:
         self._chunk, self._used = torch.empty(0, dtype=torch.uint8), 0
 
     def empty(self, count: int, dtype: torch.dtype) -> Tensor:
-        """An uninitialized tensor [count], on a cache line of its own."""
+        """An uninitialized tensor [count], aligned to a cache line."""
         num_bytes = count * dtype.itemsize
         if self._used + num_bytes > len(self._chunk):
             self._chunk, self._used = _chunk_of(max(num_bytes, CHUNK_BYTES)), 0
@@ -32,7 +33,7 @@ class HugePages:
 
 
 def _chunk_of(num_bytes: int) -> Tensor:
-    """uint8 [num_bytes rounded up to whole huge pages], starting at one."""
+    """uint8 [num_bytes, rounded up to whole huge pages], aligned to a huge page."""
     size = -(-num_bytes // HUGE_PAGE) * HUGE_PAGE
     mapped = mmap.mmap(-1, size + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
@@ -42,4 +43,4 @@ def _chunk_of(num_bytes: int) -> Tensor:
 
 
 weights = HugePages()
-"""Where packed weights lie, of all models of the process, one behind the other."""
+"""The packed weights of all models of this process."""

@@ -1,10 +1,9 @@
-"""The CPU kernels of `cpu/`, compiled for this machine at first use (`core.compiled`), called by ctypes.
+"""The CPU kernels of `cpu/`, compiled for this machine at first use (`core.compiled`) and called through ctypes.
 
-KVFERRY_ISA takes the kernels of a lesser processor (ISAS), to test them or to compare machines.
+KVFERRY_ISA selects the kernels of another instruction set (ISAS), to test them or to compare machines.
 
-A plain shared library rather than a PyTorch extension: it compiles in seconds, needs no headers of torch, and a call
-costs microseconds. Where it cannot be had `library()` is None and the plain PyTorch paths are used. Calls release the
-GIL.
+They are a plain shared library rather than a PyTorch extension: it compiles in seconds, needs no headers of torch, and
+a call costs microseconds. Without it, `library()` is None and plain PyTorch is used. Calls release the GIL.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ ISAS = {
     "avx2": ("-march=x86-64-v3",),
     "sse": ("-march=x86-64-v2",),
 }
-"""What the kernels may be compiled for, by name. `amx-emulated`, very slow, needs AVX-512; it is for tests."""
+"""Compiler flags by the name of the instruction set. `amx-emulated` is for tests: very slow, and it needs AVX-512."""
 
 
 class LinearCall(ctypes.Structure):
@@ -99,8 +98,8 @@ class RotateCall(ctypes.Structure):
     ]
 
 
-class Step(ctypes.Structure):
-    """Mirrors `Step` of cpu/kernels.cpp: a kind and the address of that kind's call."""
+class KernelStep(ctypes.Structure):
+    """Mirrors `KernelStep` of cpu/kernels.cpp: a kind and the address of that kind's call."""
 
     _fields_ = [("kind", c_int64), ("call", c_void_p)]
 
@@ -124,7 +123,7 @@ _SIGNATURES = {
 
 @cache
 def library() -> ctypes.CDLL | None:
-    """The kernels, or None (and one line in the log) where they cannot be had. The first call may compile."""
+    """The kernels; None, with one line in the log, if they are not available. The first call may compile them."""
     try:
         loaded = ctypes.CDLL(str(_built()))
     except (NotCompiled, OSError) as error:
@@ -141,11 +140,11 @@ def library() -> ctypes.CDLL | None:
 def _built() -> Path:
     headers, isa = sorted(SOURCES.glob("*.h")), os.environ.get(ISA) or "native"
     if isa not in ISAS:
-        raise NotCompiled(f"{ISA} is {isa!r}, which is none of {', '.join(ISAS)}")
+        raise NotCompiled(f"{ISA} is {isa!r}, which is not one of {', '.join(ISAS)}")
     return compiled([SOURCES / "kernels.cpp", *headers], (*FLAGS, *ISAS[isa]), _openmp(), depends_on=torch.__version__)
 
 
 def _openmp() -> list[str]:
-    """torch's own OpenMP runtime to link with: two runtimes in one process would fight for the cores."""
+    """torch's own OpenMP runtime, to link with: two runtimes in one process would compete for the cores."""
     found = sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*"))
     return [str(path) for path in found]

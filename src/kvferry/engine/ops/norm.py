@@ -1,4 +1,4 @@
-"""RMSNorm in one pass over memory, in place of the half dozen operations of the modelling code."""
+"""RMSNorm in one pass over memory, instead of the half dozen operations of the modelling code."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from kvferry.engine.ops.native import NormCall, library
 
 
 class FusedRMSNorm:
-    """Takes over the forward of an RMSNorm module."""
+    """The forward method of an RMSNorm module."""
 
     def __init__(self, weight: Tensor, dtype: torch.dtype, epsilon: float, *, round_first: bool) -> None:
-        """`weight` is what the normalized row is multiplied by; `round_first` rounds that row to `dtype` before."""
+        """`weight` [size] multiplies the normalized row, which `round_first` rounds to `dtype` before that."""
         self._weight, self._dtype, self._is_half = weight.detach().float().contiguous(), dtype, dtype == torch.bfloat16
         self._epsilon, self._round_first = epsilon, round_first
         self._native = library()
 
     @classmethod
     def variants(cls, module: nn.Module) -> Iterator[Self]:
-        """What `module` may compute: Llama's form, one that rounds last, and Gemma's with its 1 + weight."""
+        """What `module` may compute: Llama's form, one that rounds last, and Gemma's with 1 + weight."""
         weight = getattr(module, "weight", None)
         found = (getattr(module, name, None) for name in ("variance_epsilon", "eps", "epsilon"))
         epsilon = next((value for value in found if isinstance(value, float)), None)
@@ -35,11 +35,10 @@ class FusedRMSNorm:
         yield cls(1 + weight.float(), weight.dtype, epsilon, round_first=False)
 
     def install(self, module: nn.Module) -> None:
-        """Become the module's forward."""
         module.forward = self
 
     def call(self, x: int, out: int, *, heads: int = 1, row_stride: int) -> NormCall:
-        """The norm as a prepared call, rows or rows of heads from address `x` to `out`, their number still open."""
+        """A prepared call from address `x` to `out`, for rows or rows of heads; their number is set later."""
         size = len(self._weight)
         strides = (row_stride, size)
         return NormCall(
@@ -47,7 +46,7 @@ class FusedRMSNorm:
         )
 
     def __call__(self, hidden_states: Tensor) -> Tensor:
-        """hidden_states [..., size] -> the same shape, contiguous."""
+        """hidden_states [..., size] → the same shape, contiguous."""
         assert self._native is not None
         x = hidden_states
         out = torch.empty_like(x, memory_format=torch.contiguous_format)

@@ -1,7 +1,7 @@
-"""Paged attention in plain PyTorch: right on every device and dtype, and the measure for faster kernels.
+"""Paged attention in plain PyTorch: correct on every device and for every dtype, and the reference for faster kernels.
 
-The cached blocks of each sequence are gathered into a contiguous tensor, and query heads are packed on
-their KV head, so that one (batched) product per KV head serves all of them.
+The cached blocks of each sequence are gathered into a contiguous tensor. The query heads that share a KV head become
+more rows of its queries, so that one (batched) product for each KV head serves all of them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from kvferry.engine.ops.batch import AttentionBatch, QueryGroup
 
 
 def write_kv(cache: Tensor, key: Tensor, value: Tensor, slots: Tensor) -> None:
-    """Write key [T, kv_heads, key_dim] and value [T, kv_heads, value_dim] to slots int64 [T] of a cache."""
+    """Write key [T, kv_heads, key_dim] and value [T, kv_heads, value_dim] into a layer's cache; `slots`: int64 [T], the
+    slot mapping."""
     keys, values = cache_views(cache, key.shape[2], value.shape[2])
     block_size = keys.shape[2]
     block, offset = slots // block_size, slots % block_size
@@ -23,10 +24,8 @@ def write_kv(cache: Tensor, key: Tensor, value: Tensor, slots: Tensor) -> None:
 
 
 def cache_views(cache: Tensor, key_dim: int, value_dim: int) -> tuple[Tensor, Tensor]:
-    """A layer's cache [blocks, kv_heads, block_size * (key_dim + value_dim)] as its two parts.
-
-    Returns views [blocks, kv_heads, block_size, dim] of the keys and of the values.
-    """
+    """Views [blocks, kv_heads, block_size, dim] of the keys and of the values in a layer's cache [blocks, kv_heads,
+    block_size * (key_dim + value_dim)]."""
     num_blocks, kv_heads, span = cache.shape
     block_size = span // (key_dim + value_dim)
     keys = cache[:, :, : block_size * key_dim]
@@ -63,7 +62,7 @@ def paged_attention(
 def _gather(part: Tensor, batch: AttentionBatch, group: QueryGroup) -> Tensor:
     """The group's KV in sequence order: [G, kv_heads, context, dim], context rounded up to whole blocks.
 
-    What lies behind a sequence's end is zero: it may be another's, and where that is not finite a mask does not help.
+    What is behind a sequence's end is set to zero: it may not be finite, and then a mask would not be enough.
     """
     num_blocks = -(-group.max_context_len // batch.block_size)
     blocks = part[batch.block_tables[group.rows, :num_blocks].long()].transpose(1, 2).flatten(2, 3)
@@ -72,7 +71,7 @@ def _gather(part: Tensor, batch: AttentionBatch, group: QueryGroup) -> Tensor:
 
 
 def _visible(batch: AttentionBatch, group: QueryGroup, *, causal: bool, window: int | None) -> Tensor:
-    """bool [G, query_len, context]: which keys a new token sees; a window counts the token itself."""
+    """bool [G, query_len, context]: which keys a new token sees; a window includes the token itself."""
     num_blocks = -(-group.max_context_len // batch.block_size)
     key_position = torch.arange(num_blocks * batch.block_size, device=batch.slots.device)
     position = batch.positions[group.tokens][:, :, None]
@@ -94,7 +93,7 @@ def _attend(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """query [G, Q, heads, dim], key and value [G, kv_heads, C, dim], mask [G, Q, C] -> [G, Q, heads, value_dim]."""
+    """query [G, Q, heads, dim], key and value [G, kv_heads, C, dim], mask [G, Q, C] → [G, Q, heads, value_dim]."""
     rows, query_len, heads, _ = query.shape
     kv_heads = key.shape[1]
     # heads of one KV head become more rows of queries: [G, kv_heads, (heads / kv_heads) * Q, key_dim]
@@ -120,13 +119,13 @@ def _explicit(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Softmax written out in float32: query [G, kv_heads, R, dim], mask [G, 1, R, C], sinks [kv_heads, R]."""
+    """Softmax in float32: query [G, kv_heads, R, dim], mask [G, 1, R, C], sinks [kv_heads, R]."""
     scores = query.float() @ key.float().transpose(2, 3) * scale
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
     scores = scores.masked_fill(~mask, float("-inf"))
     if sinks is not None:
-        # a sink is one more logit that takes its share of the softmax and brings no value
+        # a sink is one more logit in the softmax, without a value
         column = sinks.float()[None, :, :, None].expand(scores.shape[0], -1, -1, 1)
         probabilities = torch.cat([scores, column], dim=-1).softmax(-1)[..., :-1]
     else:

@@ -1,6 +1,6 @@
-"""The self-attention part of a decoder layer, with Q, K and V in one product and rotation in place.
+"""The self-attention module of a decoder layer, with Q, K and V in one product and rotation in place.
 
-What comes between (writing KV, attending) stays with the function registered in transformers' attention interface.
+Writing KV and attending stay with the function that is registered in transformers' attention interface.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from kvferry.engine.ops.native import NormCall, RotateCall, library
 from kvferry.engine.ops.norm import FusedRMSNorm
 
 ROTATION_FORMS = ("turn", "double", "none")
-"""Turn the first elements of a head, as many as there are angles; or twice as many, where only half the angles are
-given; or none."""
+""""turn": rotate the first elements of a head, as many as there are angles. "double": twice as many, because only half
+of the angles are given. "none": rotate nothing."""
 
 
 class FusedSelfAttention:
-    """Takes over the forward of an attention module with q_proj, k_proj, v_proj and o_proj."""
+    """The forward method of an attention module with q_proj, k_proj, v_proj and o_proj."""
 
     def __init__(self, module: Any, head_dim: int, settings: dict[str, Any]) -> None:
-        """`settings` is what the module tells the attention function: scaling, window, sinks and the like."""
+        """`settings`: what the module passes to the attention function: scaling, window, sinks and so on."""
         self.module, self.settings, self.head_dim, self.rotation_form = module, settings, head_dim, "turn"
         self.heads = module.q_proj.out_features // head_dim
         self.kv_heads = module.k_proj.out_features // head_dim
@@ -37,7 +37,7 @@ class FusedSelfAttention:
 
     @classmethod
     def variants(cls, module: Any, head_dim: int, settings: dict[str, Any]) -> Iterator[Self]:
-        """With each form of rotation."""
+        """One for each form of rotation. The same object each time, changed."""
         query, key, value = module.q_proj, module.k_proj, module.v_proj
         if not can_pack(query, key, value, module.o_proj):
             return
@@ -48,7 +48,7 @@ class FusedSelfAttention:
                 yield fused
 
     def install(self, module: nn.Module) -> None:
-        """Become the module's forward, and free the weights it had."""
+        """Become the module's forward method, and free its own weights."""
         for name in ("q_proj", "k_proj", "v_proj"):
             delattr(module, name)
         module.qkv_proj, module.o_proj = self.qkv, self.out
@@ -62,7 +62,8 @@ class FusedSelfAttention:
         past_key_values: Any = None,
         **others: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """hidden_states [B, T, hidden] -> [B, T, hidden] and, where the attention function gives them, its weights."""
+        """hidden_states [B, T, hidden] → [B, T, hidden] and, if the attention function returns them, the attention
+        weights."""
         projected = self.qkv.forward(hidden_states).unflatten(2, (-1, self.head_dim))
         query, key, value = projected.split((self.heads, self.kv_heads, self.kv_heads), dim=2)
         if self._norms[0] is not None:
@@ -79,14 +80,15 @@ class FusedSelfAttention:
         return self.out.forward(attended.flatten(2)), weights
 
     def angles(self, given: tuple[Tensor, Tensor], shape: Sequence[int]) -> list[Tensor]:
-        """Cosine and sine as the kernel wants them, [*shape, size], contiguous."""
+        """Cosine and sine as the kernel needs them: [*shape, size], contiguous. Raises `ValueError` if they do not
+        fit."""
         both = [torch.cat([x, x], dim=-1) for x in given] if self.rotation_form == "double" else given
         if any(x.shape[-1] > self.head_dim or x.dtype != self.dtype for x in both):
             raise ValueError(f"cannot turn heads of {self.head_dim} by angles {tuple(both[0].shape)} {both[0].dtype}")
         return [x.expand(*shape, -1).contiguous() for x in both]
 
     def _rotate(self, heads: Tensor, cosine: Tensor, sine: Tensor) -> None:
-        """Turn heads [B, T, n, head_dim] in place by cosine and sine [B, T, size]."""
+        """Rotate heads [B, T, n, head_dim] in place by cosine and sine [B, T, size]."""
         native = library()
         assert native is not None
         tokens, size = cosine.shape[0] * cosine.shape[1], cosine.shape[2]
@@ -99,7 +101,7 @@ class FusedSelfAttention:
     # The same in pieces, for a program of the whole layer; `qkv` is a buffer [capacity, qkv.out_features].
 
     def head_norms(self, qkv: Tensor) -> list[NormCall]:
-        """Norms of the query's and the key's heads in place, if there are any."""
+        """Calls that normalize the heads of query and key in place; none if the module has no such norms."""
         found = [getattr(norm, "forward", None) for norm in self._norms]
         counts, starts = (self.heads, self.kv_heads), (0, self.heads * self.head_dim)
         return [
@@ -109,12 +111,13 @@ class FusedSelfAttention:
         ]
 
     def rotation(self, qkv: Tensor) -> RotateCall:
-        """Rotation of query and key in place, the angles and their number still open."""
+        """A call that rotates query and key in place; the angles and their number are set later."""
         heads = self.heads + self.kv_heads
         return RotateCall(qkv.data_ptr(), 0, 0, 0, heads, 0, qkv.shape[1], self.head_dim)
 
     def views(self, qkv: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Query [1, heads, rows, head_dim], key and value [1, kv_heads, rows, head_dim], of the buffer's first rows."""
+        """Query [1, heads, rows, head_dim], key and value [1, kv_heads, rows, head_dim], in the first rows of the
+        buffer."""
         heads = qkv[:rows].view(1, rows, -1, self.head_dim).transpose(1, 2)
         query, key, value = heads.split((self.heads, self.kv_heads, self.kv_heads), dim=1)
         return query, key, value

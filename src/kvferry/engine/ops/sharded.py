@@ -1,7 +1,7 @@
-"""Linear layers of one tensor-parallel rank, on plain local weights in place of transformers' DTensors.
+"""Linear layers of one tensor-parallel rank, on plain local weights instead of transformers' DTensors.
 
-The same arithmetic with the same collectives, but each product is an ordinary `nn.Linear`, which `transform` packs for
-the CPU, and a call costs no dispatch through DTensor. Layers of other styles stay as transformers made them.
+The same arithmetic with the same collective operations, but each product is an ordinary `nn.Linear`, which `transform`
+packs for the CPU, and a call has no overhead of DTensor. Layers of other styles stay as transformers made them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 
 class SummedLinear(nn.Module):
-    """This rank's share of the inputs, the sum over all ranks: transformers' `rowwise`."""
+    """A share of the inputs on each rank, summed over all ranks: transformers' `rowwise`."""
 
     bias: Tensor | None
 
@@ -26,15 +26,15 @@ class SummedLinear(nn.Module):
         self.register_buffer("bias", bias, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., in_features / ranks] -> [..., out_features], the same on every rank."""
+        """x [..., in_features / ranks] → [..., out_features], the same on every rank."""
         out = _summed(self.shard(x))
         return out if self.bias is None else out + self.bias
 
 
 def _summed(part: Tensor) -> Tensor:
-    """The sum of all ranks' parts, the same to the bit wherever in the batch a row is.
+    """The sum over all ranks, with the same bits wherever in the batch a row is.
 
-    A ring adds in an order that depends on an element's place; of two ranks' parts there is only one order.
+    A ring all-reduce adds in an order that depends on an element's place; for two ranks there is only one order.
     """
     if dist.get_world_size() <= 2:
         dist.all_reduce(part)
@@ -48,14 +48,14 @@ def _summed(part: Tensor) -> Tensor:
 
 
 class GatheredLinear(nn.Module):
-    """This rank's share of the outputs, joined with all others': transformers' `colwise_gather_output`."""
+    """A share of the outputs on each rank, concatenated: transformers' `colwise_gather_output`."""
 
     def __init__(self, shard: nn.Linear) -> None:
         super().__init__()
         self.shard = shard
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., in_features] -> [..., out_features], the same on every rank."""
+        """x [..., in_features] → [..., out_features], the same on every rank."""
         ours: Tensor = self.shard(x)
         all_ranks = [torch.empty_like(ours) for _ in range(dist.get_world_size())]
         dist.all_gather(all_ranks, ours.contiguous())
@@ -63,7 +63,8 @@ class GatheredLinear(nn.Module):
 
 
 def localize(model: Any) -> int:
-    """Replace the sharded linear layers of `model` that can be; returns how many. All ranks call it together."""
+    """Replace the sharded linear layers of `model` that can be replaced. Returns how many. All ranks call it
+    together."""
     count = 0
     for parent_name, parent in list(model.named_modules()):
         for name, child in list(parent.named_children()):
@@ -76,7 +77,7 @@ def localize(model: Any) -> int:
 
 
 def _generic(name: str) -> str:
-    """As transformers' plans name modules: `layers.*.mlp` for `layers.3.mlp`."""
+    """A module's name as transformers' plans write it: `layers.*.mlp` for `layers.3.mlp`."""
     return re.sub(r"\.\d+(?=\.|$)", ".*", name)
 
 
@@ -118,6 +119,6 @@ def _plain(weight: Tensor, bias: Tensor | None) -> nn.Linear:
 
 
 def _local(tensor: Any) -> Tensor:
-    """This rank's part, without the wrapper."""
+    """This rank's part of a DTensor, as a plain tensor."""
     local: Tensor = (tensor.to_local() if hasattr(tensor, "to_local") else tensor).detach().contiguous()
     return local

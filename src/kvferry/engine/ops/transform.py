@@ -1,12 +1,12 @@
-"""Makes a loaded Hugging Face model fast on the CPU, in place: a list of replacements, each proved before it is made.
+"""Makes a loaded Hugging Face model fast on the CPU, in place: a list of replacements, each verified before it is made.
 
-One forward of the untouched model is recorded: what went into each part that may be replaced, what came out, and what
-reached the attention function. A replacement must reproduce its record, or the part stays as it was; so what a family
-does differently (a multiplier, another pairing in the rotation) is found without knowing the family. What remains of
-`nn.Linear` is packed. Nothing is done on other devices, or where the kernels are missing.
+One forward pass of the unmodified model is recorded: inputs and outputs of each module that may be replaced, and what
+reached the attention function. A replacement must reproduce its record, or the module stays as it was; so what a model
+family does differently (a multiplier, another pairing in the rotation) is found without knowing the family. All
+remaining `nn.Linear` are packed. Nothing is done on other devices, or without the kernels.
 
-Of a tensor-parallel rank, what holds collectives (attention, the feed-forward part, the layer) stays in pieces, each of
-which is replaced by itself: so ranks may differ in what they replace without ever waiting for each other.
+On tensor-parallel ranks, modules that contain collective operations (attention, feed-forward, the whole layer) are not
+replaced; their parts are. Ranks may therefore differ in what they replace without waiting for each other.
 """
 
 from __future__ import annotations
@@ -37,29 +37,29 @@ logger = logging.getLogger(__name__)
 RECORDER = "kvferry_recorder"
 NUM_TOKENS = 5
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
-"""Largest difference that is taken for rounding, relative to the whole output. A wrong formula is off by far more."""
+"""Largest difference that counts as rounding, relative to the whole output. A wrong formula differs by far more."""
 FINAL_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.8}
-"""The same for the logits of the whole: rounding in bfloat16 may send a token to another expert."""
+"""The same for the logits of the whole model: rounding in bfloat16 may send a token to another expert."""
 
 
 class Fused(Protocol):
-    """A faster forward for one module."""
+    """A faster forward method for one module."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What the module's forward does."""
+        """The module's forward method."""
 
     def install(self, module: nn.Module) -> None:
-        """Become the module's forward, and free what the module no longer needs."""
+        """Become the module's forward method, and free what the module no longer needs."""
 
 
 SCALES = {"norm": (1e-3,), "mlp": (30.0, 1000.0), "experts": (30.0, 1000.0)}
-"""The recorded input times these must give the same too: small rows show a norm's epsilon, which vanishes beside large
-ones, and large rows show where an activation is clamped."""
+"""Factors of the recorded input for which a replacement must agree too: small inputs show a norm's epsilon, and large
+ones the limit of an activation."""
 
 
 @dataclass
 class Record:
-    """One call of a module, and of the attention function from it, if there was one."""
+    """One call of a module, and the call of the attention function within it, if there was one."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -72,15 +72,15 @@ class AttentionRecord:
     """One call of the attention function."""
 
     tensors: tuple[Tensor, Tensor, Tensor]
-    """Query, key, value."""
+    """Query, key and value."""
     settings: dict[str, Any]
 
 
 def optimize(model: nn.Module) -> Counter[str]:
-    """Replace what can be replaced; returns how many parts of each kind. Call it after `torch.set_num_threads`.
+    """Replace what can be replaced; returns how many modules of each kind. Call it after `torch.set_num_threads`.
 
-    Takes a causal language model of transformers in evaluation mode. Raises `RuntimeError` when the whole does not
-    add up in the end, which would be a defect here.
+    Takes a causal language model of transformers in evaluation mode. Raises `RuntimeError` if the logits have changed
+    in the end, which would be a defect of kvferry.
     """
     done: Counter[str] = Counter()
     if library() is None or not _is_ordinary(model):
@@ -99,24 +99,24 @@ def optimize(model: nn.Module) -> Counter[str]:
         after, _ = record(model)
         if not _same(after, logits, FINAL_TOLERANCE[logits.dtype]):
             raise RuntimeError("the model's logits changed when it was optimized; set KVFERRY_NATIVE=0 to go without")
-    logger.info("replaced for this CPU: %s", ", ".join(f"{count} {name}" for name, count in done.items() if count))
+    logger.info(
+        "modules replaced for this CPU: %s", ", ".join(f"{count} {name}" for name, count in done.items() if count)
+    )
     return done
 
 
 def _is_ordinary(model: nn.Module) -> bool:
-    """All on the CPU and in one format that the kernels know."""
+    """Whether all parameters are on the CPU, in one dtype that the kernels support."""
     kinds = {(parameter.device.type, parameter.dtype) for parameter in model.parameters()}
     return len(kinds) == 1 and kinds <= {("cpu", dtype) for dtype in PACKABLE}
 
 
-# What happens in one forward.
+# Recording a forward pass.
 
 
 def record(model: nn.Module) -> tuple[Tensor, dict[nn.Module, Record]]:
-    """Run `model` on a few tokens: its logits [1, NUM_TOKENS, vocab], and what each replaceable module did, by module.
-
-    Parts come before what they are part of.
-    """
+    """Run `model` on a few tokens. Returns its logits [1, NUM_TOKENS, vocab] and the record of each replaceable module,
+    parts before the modules that contain them."""
     records: dict[nn.Module, Record] = {}
 
     def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
@@ -134,11 +134,11 @@ def record(model: nn.Module) -> tuple[Tensor, dict[nn.Module, Record]]:
 
 
 def run(model: Any) -> Tensor:
-    """Logits of some tokens."""
+    """Logits [1, NUM_TOKENS, vocab] of fixed tokens at positions from the first to the last."""
     embeddings = model.get_input_embeddings()
     device = embeddings.weight.device
     ids = torch.arange(1, NUM_TOKENS + 1, device=device)[None] * 7919 % embeddings.num_embeddings
-    # Spread over all positions: what a family does differently may begin far out (a scale that grows with position).
+    # Spread over all positions, as a family may differ at large ones only (a scale that grows with the position).
     last = getattr(model.config.get_text_config(), "max_position_embeddings", NUM_TOKENS + 3) - 1
     positions = torch.linspace(min(3, last), last, NUM_TOKENS, device=device).long()[None]
     logits: Tensor = model(input_ids=ids, position_ids=positions, use_cache=False).logits
@@ -147,7 +147,7 @@ def run(model: Any) -> Tensor:
 
 @contextmanager
 def recorded_attention(model: Any) -> Iterator[dict[nn.Module, AttentionRecord]]:
-    """While it lasts, attention only mixes its inputs, and keeps them by module."""
+    """While the body runs, the attention function mixes its inputs in a simple way and records them by module."""
     calls: dict[nn.Module, AttentionRecord] = {}
 
     def attend(
@@ -172,10 +172,10 @@ def recorded_attention(model: Any) -> Iterator[dict[nn.Module, AttentionRecord]]
         model.config._attn_implementation = before
 
 
-# What may take whose place.
+# What may be replaced by what.
 
 KINDS = ("norm", "mlp", "experts", "attention", "layer")
-"""What is replaced, parts before what they are part of."""
+"""Kinds of modules that are replaced, parts before the modules that contain them."""
 
 _CHILDREN = (
     ("mlp", ("gate_proj", "up_proj", "down_proj")),
@@ -186,7 +186,7 @@ _CHILDREN = (
 
 
 def kind_of(module: nn.Module) -> str | None:
-    """Which of KINDS `module` looks like."""
+    """Which of KINDS `module` is; None: none of them."""
     if type(module).__name__.endswith("RMSNorm"):
         return "norm"
     if holds_experts(module):
@@ -196,12 +196,12 @@ def kind_of(module: nn.Module) -> str | None:
 
 
 def attending_part(module: Any) -> Any:
-    """The module that calls the attention function: `module` itself, or its part."""
+    """The module that calls the attention function: `module` itself, or its `self_attn`."""
     return getattr(module, "self_attn", module)
 
 
 def proposals(module: nn.Module, found: Record, workspace: Workspace) -> Iterator[Fused]:
-    """Faster forwards to try for `module`."""
+    """Faster forward methods to try for `module`."""
     match kind_of(module):
         case "norm":
             yield from FusedRMSNorm.variants(module)
@@ -217,7 +217,7 @@ def proposals(module: nn.Module, found: Record, workspace: Workspace) -> Iterato
 
 
 def replace(module: nn.Module, found: Record, workspace: Workspace) -> bool:
-    """Put the first proposal in the place of `module`'s forward that does what was recorded. True when one did."""
+    """Replace `module`'s forward method by the first proposal that reproduces the record. Returns whether one did."""
     for fused in proposals(module, found, workspace):
         if _reproduces(fused, module, found):
             fused.install(module)
@@ -234,7 +234,7 @@ def _reproduces(fused: Fused, module: nn.Module, found: Record) -> bool:
             )
         return _attends_alike(fused, attending_part(module), found, found.attention)
     except (TypeError, ValueError, RuntimeError, AttributeError, LookupError):
-        return False  # it does not even take what the original takes
+        return False  # it does not take the original's arguments
 
 
 def _same_scaled(fused: Fused, module: nn.Module, found: Record, scale: float) -> bool:
@@ -270,7 +270,7 @@ def _equal_settings(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> bool:
 
 
 def pack_linears(model: nn.Module) -> int:
-    """Pack every remaining linear layer; returns how many."""
+    """Pack every remaining linear layer. Returns how many."""
     count = 0
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):

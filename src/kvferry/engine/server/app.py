@@ -1,4 +1,4 @@
-"""The OpenAI server of one engine: its table of routes, and serving them until the process is told to end."""
+"""The OpenAI server of one engine: its routes, and serving them until the process is told to stop."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ class App:
     routes: Routes
 
     def server(self) -> HttpServer:
-        """A server of it."""
+        """A server that is not listening yet."""
         return HttpServer(self.routes, self.context.config, self.context.lifecycle)
 
 
 def build_app(front: EngineFront, config: ServerConfig | None = None, *, seed: int | None = None) -> App:
-    """The OpenAI server of one engine. `seed` is for requests that bring none; None draws one for each."""
+    """The OpenAI server of one engine. `seed`: for requests without one; None draws one for each."""
     context = ServerContext(front, config or ServerConfig(), seed=seed)
     routes = [
         Route("POST", "/v1/completions", completions_route(context).handle),
@@ -47,11 +47,11 @@ async def serve(
     handle_signals: bool = True,
     registrar: RegistrarConfig | None = None,
 ) -> None:
-    """Serve `front` until the process is told to end, then return; the engine is the caller's to close.
+    """Serve `front` until the process is told to stop. The caller closes the engine.
 
-    SIGINT and SIGTERM begin the end when `handle_signals` (which needs the main thread); a second one cuts it short.
-    Until then it is registered at the routers that `registrar` names.
-    Raises `ConfigError` when the address cannot be listened on, or a file that the settings name not be read.
+    With `handle_signals` (main thread only), SIGINT and SIGTERM begin the shutdown, and a second one cuts it short.
+    Until then, the instance is registered at the routers of `registrar`. Raises `ConfigError` if the address cannot be
+    listened on, or a file in the settings cannot be read.
     """
 
     async def healthy() -> bool:

@@ -14,21 +14,21 @@ from kvferry.core.hand_off import TokenLogprobs
 from kvferry.core.request import EngineOutput
 
 CONTINUED = "kv_transfer_params"
-"""The field that brings an answer so far."""
+"""The request field that contains an answer so far."""
 
 CONTEXT_TOKENS = 8
-"""How many tokens of the prompt are decoded first."""
+"""Tokens of the prompt that are decoded first, so that the answer's first token is decoded in context."""
 
 _LONGEST_CHARACTER = 4
-"""Bytes of the longest UTF-8 character; at most one less can be pending, one to a token."""
+"""Bytes of the longest UTF-8 character; at most one byte less can be pending, with one byte for each token."""
 
 _MOST_PENDING = 64
-"""More tokens than this without text are given out as far as they can be: without a bound, a run of bytes that
-are no text would be decoded from its beginning with each token."""
+"""If more tokens than this have no text yet, they are decoded as far as possible: otherwise a run of bytes that are not
+text would be decoded from its beginning with each token."""
 
 
 class Detokenizer:
-    """The decoding of one sequence."""
+    """Decodes one sequence, token by token."""
 
     def __init__(self, backend: Tokenizer, context: Sequence[int] = (), *, skip_special_tokens: bool = True) -> None:
         self._backend = backend
@@ -37,11 +37,11 @@ class Detokenizer:
         self._pending: list[int] = []
         for token_id in context[-CONTEXT_TOKENS:]:
             self.step(token_id)
-        if len(self._pending) >= _LONGEST_CHARACTER:  # bytes that are no text, or tokens without any: not the answer's
+        if len(self._pending) >= _LONGEST_CHARACTER:  # bytes that are not text, or tokens without text
             self._stream, self._pending = self._new_stream(), []
 
     def step(self, token_id: int) -> str:
-        """The text that `token_id` completes, often but not always its own."""
+        """The text that `token_id` completes: often, but not always, its own."""
         self._pending.append(token_id)
         try:
             text = self._stream.step(self._backend, token_id)
@@ -53,11 +53,11 @@ class Detokenizer:
         return self._restart(keep=_LONGEST_CHARACTER - 1) if len(self._pending) > _MOST_PENDING else ""
 
     def flush(self) -> str:
-        """What is left at the end: the replacement character for bytes that never became one."""
+        """The remaining text at the end; replacement characters for bytes that are not text."""
         return self._restart(keep=0)
 
     def _restart(self, keep: int) -> str:
-        """Give out the pending tokens but the last `keep`, which may be the beginning of a character."""
+        """Decode the pending tokens except the last `keep`, which may be the beginning of a character."""
         cut = len(self._pending) - keep
         done, kept = self._pending[:cut], self._pending[cut:]
         text = str(self._backend.decode(done, skip_special_tokens=self._skip_special_tokens)) if done else ""
@@ -69,14 +69,14 @@ class Detokenizer:
 
 
 class Passed(msgspec.Struct, frozen=True):
-    """Text that can be sent. `stop` is the stop string that ended it, if one did."""
+    """Text that can be sent. `stop`: the stop string that ended it, if any."""
 
     text: str
     stop: str | None = None
 
 
 class StopStrings:
-    """Looks for `stops`; `include` leaves the one found in the text."""
+    """Looks for stop strings in the text; with `include`, the one that is found stays in it."""
 
     def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
         self._stops = tuple(stops)
@@ -84,7 +84,8 @@ class StopStrings:
         self._held = ""
 
     def feed(self, text: str, *, may_stop: bool = True) -> Passed:
-        """What can be sent once `text` came. Without `may_stop` a whole stop string passes as any text does."""
+        """What can be sent after `text` has arrived. With `may_stop` false, stop strings are treated as ordinary
+        text."""
         if not self._stops:
             return Passed(text)
         text = self._held + text
@@ -96,12 +97,12 @@ class StopStrings:
         return Passed(text[:cut])
 
     def flush(self) -> str:
-        """The text that was held back; the end came before the rest of the stop string did."""
+        """The text that was held back because a stop string might have followed."""
         held, self._held = self._held, ""
         return held
 
     def _first(self, text: str) -> Passed | None:
-        """The stop string that is complete first, as if the text had come letter by letter."""
+        """The stop string that would be complete first if the text arrived letter by letter."""
         ends = [(text.find(stop) + len(stop), stop) for stop in self._stops if stop in text]
         if not ends:
             return None
@@ -109,7 +110,7 @@ class StopStrings:
         return Passed(text[: end if self._include else end - len(stop)], stop)
 
     def _cut(self, text: str) -> int:
-        """Where the part to hold back begins."""
+        """The index from which on the text must be held back."""
         longest = max(map(len, self._stops)) - 1
         for start in range(max(0, len(text) - longest), len(text)):
             if any(self._may_grow(text, start, stop) for stop in self._stops):
@@ -118,13 +119,13 @@ class StopStrings:
 
     @staticmethod
     def _may_grow(text: str, start: int, stop: str) -> bool:
-        """Whether `text` from `start` on is a beginning of `stop`, and not yet all of it."""
+        """Whether the text from `start` on is a beginning of `stop`, but not all of it."""
         return len(text) - start < len(stop) and stop.startswith(text[start:])
 
 
 @dataclass(frozen=True)
 class TextOptions:
-    """How tokens become text, and which text ends it."""
+    """How tokens become text, and which text ends the answer."""
 
     stops: tuple[str, ...] = ()
     include_stop: bool = False
@@ -133,9 +134,10 @@ class TextOptions:
 
 
 class Delta(msgspec.Struct):
-    """What is new of one choice. `offsets` says of each token where in the choice's text it begins, in characters.
+    """What is new in one choice. `offsets`: for each token, the index in the choice's text at which it begins, in
+    characters.
 
-    `first` marks the choice's beginning; `finish_reason` is set on its end. Text may come later than its tokens.
+    `first`: the choice begins; `finish_reason`: set when it ends. Text may come later than its tokens.
     """
 
     index: int
@@ -150,7 +152,7 @@ class Delta(msgspec.Struct):
 
 
 class ChoiceAssembler:
-    """Puts one choice together; `feed` takes the engine's outputs in order, until it returns a finish reason."""
+    """Assembles one choice: `feed` takes the engine's outputs in order, until it returns a finish reason."""
 
     def __init__(self, index: int, backend: Tokenizer, prompt: Sequence[int], options: TextOptions) -> None:
         self.index = index
@@ -162,12 +164,12 @@ class ChoiceAssembler:
         self._num_characters = 0
 
     def replay(self, token_ids: list[int]) -> None:
-        """Take in an answer so far, all of which the client has. Raises `InvalidRequest` when it is complete."""
+        """Take an answer so far, which the client already has. Raises `InvalidRequest` if it is complete."""
         if self.feed(EngineOutput(request_id="", token_ids=token_ids)).finish_reason is not None:
-            raise InvalidRequest("the answer that is to be continued has ended by a stop string", param=CONTINUED)
+            raise InvalidRequest("the answer to be continued has already ended with a stop string", param=CONTINUED)
 
     def feed(self, output: EngineOutput) -> Delta:
-        """What `output` brings. A stop string ends the choice though the engine would go on."""
+        """What `output` adds. A stop string ends the choice even though the engine would continue."""
         delta = Delta(self.index, first=not self._started, prompt_logprobs=output.prompt_logprobs)
         self._started = True
         last = len(output.token_ids) - 1
@@ -184,7 +186,7 @@ class ChoiceAssembler:
         return delta
 
     def _take(self, delta: Delta, token_id: int, *, shown: bool) -> str | None:
-        """One more token; returns the stop string that is complete with it."""
+        """One more token. Returns the stop string that it completes, if any."""
         delta.token_ids.append(token_id)
         delta.offsets.append(self._num_characters)
         self._num_tokens += 1
@@ -197,7 +199,7 @@ class ChoiceAssembler:
         return passed.stop
 
     def _end(self, delta: Delta, output: EngineOutput) -> None:
-        """The engine ended it: what is held back goes out, unless a stop string is found in it at last."""
+        """The engine has ended the sequence: text that was held back is released, unless it contains a stop string."""
         delta.finish_reason, delta.stop_reason = output.finish_reason, output.stop_reason
         if (stop := self._pass_on(delta, self._detokenizer.flush())) is not None:
             delta.finish_reason, delta.stop_reason = "stop", stop
@@ -206,7 +208,7 @@ class ChoiceAssembler:
 
 
 def joined(deltas: Iterable[Delta]) -> Delta:
-    """All of a choice's deltas as one."""
+    """All deltas of a choice as one."""
     whole: Delta | None = None
     for delta in deltas:
         if whole is None:
@@ -217,5 +219,5 @@ def joined(deltas: Iterable[Delta]) -> Delta:
         whole.offsets += delta.offsets
         whole.logprobs += delta.logprobs
         whole.finish_reason, whole.stop_reason = delta.finish_reason, delta.stop_reason
-    assert whole is not None  # a choice has at least its end
+    assert whole is not None  # every choice has at least a last delta
     return whole

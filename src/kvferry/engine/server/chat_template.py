@@ -1,4 +1,4 @@
-"""From messages to the prompt's text, with the model's chat template."""
+"""From chat messages to the prompt's text, with the model's chat template."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvferry.core.errors import InvalidRequest
 from kvferry.engine.server.text_codec import THREAD_ABOVE_CHARACTERS, TextCodec
 
 _PART_SEPARATOR = "\n"
-"""What joins the text parts of one message; vLLM's choice."""
+"""What joins the text parts of one message, as in vLLM."""
 
 _NOT_FOR_TEMPLATES = frozenset(
     [
@@ -35,11 +35,11 @@ _NOT_FOR_TEMPLATES = frozenset(
         "truncation",
     ]
 )
-"""Names in `chat_template_kwargs` that would reach past the template to what renders it."""
+"""Names in `chat_template_kwargs` that would change the rendering instead of reaching the template."""
 
 
 async def render_chat(body: ChatCompletionRequest, codec: TextCodec) -> str:
-    """The prompt's text. Raises `InvalidRequest` when the messages are not acceptable."""
+    """The prompt's text. Raises `InvalidRequest` if the messages are not acceptable."""
     if not body.messages:
         raise InvalidRequest("messages must not be empty", param="messages")
     options = _template_options(body)
@@ -53,7 +53,7 @@ async def render_chat(body: ChatCompletionRequest, codec: TextCodec) -> str:
 
 
 def _is_small(value: Any, most: int) -> bool:
-    """Whether there is so little in it that a template has nothing to do, counted no further than that."""
+    """Whether the value has at most `most` characters and entries in all; counts no further than that."""
     waiting = [value]
     while waiting and most >= 0:
         one = waiting.pop()
@@ -69,7 +69,7 @@ def _render(tokenizer: Any, messages: list[dict[str, Any]], options: dict[str, A
     messages = [_plain_message(message, index) for index, message in enumerate(messages)]
     try:
         text = str(tokenizer.apply_chat_template(messages, tokenize=False, **options))
-        text.encode()  # arguments of tool calls are JSON within JSON, and may bring half of a surrogate pair
+        text.encode()  # arguments of tool calls are JSON within JSON, and may contain half of a surrogate pair
     except TemplateError as error:
         raise InvalidRequest(f"the chat template does not accept these messages: {error}", param="messages") from error
     except Exception as error:  # templates are programs that run on what the client sent: anything may be raised
@@ -85,7 +85,8 @@ def _template_options(body: ChatCompletionRequest) -> dict[str, Any]:
         raise InvalidRequest(f"chat_template_kwargs must not contain {name}", param="chat_template_kwargs")
     if body.chat_template is not None:
         raise InvalidRequest(
-            "chat_template: a template is a program, and those of requests are not run; the model's own is used",
+            "chat_template: templates are programs, and those in requests are not run; leave it out,"
+            " and the model's own is used",
             param="chat_template",
         )
     if body.reasoning_effort is not None:
@@ -100,7 +101,7 @@ def _template_options(body: ChatCompletionRequest) -> dict[str, Any]:
 
 
 def _opens_answer(body: ChatCompletionRequest) -> bool:
-    """Whether the prompt ends with the beginning of a new answer; not when the last message is to be continued."""
+    """Whether the prompt ends with the beginning of a new answer; False if the last message is to be continued."""
     if body.continue_final_message and body.add_generation_prompt:
         raise InvalidRequest(
             "continue_final_message and add_generation_prompt exclude each other", param="continue_final_message"
@@ -109,7 +110,7 @@ def _opens_answer(body: ChatCompletionRequest) -> bool:
 
 
 def _plain_message(message: dict[str, Any], index: int) -> dict[str, Any]:
-    """The message as templates expect it: its content a string, its tool calls' arguments objects."""
+    """The message as templates expect it: content as a string, arguments of tool calls as objects."""
     where = f"messages[{index}]"
     if not isinstance(message.get("role"), str) or not message["role"]:
         raise InvalidRequest(f"{where}.role is required, and a string", param=f"{where}.role")
@@ -149,7 +150,7 @@ def _plain_tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
 
 
 def _plain_tool_call(call: dict[str, Any]) -> dict[str, Any]:
-    """OpenAI sends arguments as JSON in a string; templates print them and would quote them twice."""
+    """OpenAI's clients send arguments as JSON in a string; templates print them, and would quote them twice."""
     function = call.get("function")
     if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
         return call

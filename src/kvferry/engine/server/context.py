@@ -1,4 +1,4 @@
-"""What the routes of one server share."""
+"""What all routes of one server share."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from kvferry.engine.server.engine_protocol import EngineFront
 from kvferry.engine.server.prompts import Prompt, require_encodable
 from kvferry.engine.server.text_codec import TextCodec, TokenTexts
 from kvferry.http.lifecycle import Lifecycle
-from kvferry.http.request import Request
+from kvferry.http.request import HttpRequest
 from kvferry.observe.metrics import EngineMetrics
 
 
 class ServerContext:
-    """One engine and what the server adds to it. `seed` is for requests that bring none; None draws one for each."""
+    """One engine, and what the server adds to it. `seed`: for requests without one; None draws one for each."""
 
     def __init__(
         self, front: EngineFront, config: ServerConfig, *, seed: int | None = None, clock: Clock | None = None
@@ -32,18 +32,19 @@ class ServerContext:
         self.metrics = EngineMetrics(front.model_names[0])
 
     def require_model(self, name: str | None) -> str:
-        """The name to answer with: the request's, or the first when it names none. Raises `UnknownModel`."""
+        """The model name for the answer: the request's, or the first one if it has none. Raises `UnknownModel`."""
         if name is not None and name not in self.front.model_names:
             raise UnknownModel(f"The model `{name}` does not exist.", param="model")
         return self.front.model_names[0] if name is None else name
 
-    async def decode(self, raw: bytes, request: Request, body_type: type[Body]) -> Decoded[Body]:
-        """A body as `body_type`. Raises `InvalidRequest`."""
+    async def decode(self, raw: bytes, request: HttpRequest, body_type: type[Body]) -> Decoded[Body]:
+        """A request body as `body_type`. Raises `InvalidRequest`."""
         require_json(request.header("content-type"), request.header("content-encoding"))
         return await self.codec.off_loop.run_if(len(raw) > THREAD_ABOVE_BYTES, decode_body, raw, body_type)
 
     async def chat_prompt(self, body: ChatCompletionRequest) -> Prompt:
-        """The messages as tokens. Templates write the special tokens themselves: none are added unless asked for."""
+        """The messages as tokens. Templates write special tokens themselves, so none are added unless the request asks
+        for it. Raises `InvalidRequest`."""
         text = await render_chat(body, self.codec)
         truncated = body.truncate_prompt_tokens is not None
         await require_encodable(text, self.codec, self.front.max_model_len, "messages", truncated=truncated)

@@ -1,4 +1,4 @@
-"""A generating route from the first byte of its request to the last of its answer."""
+"""A generating route, from the first byte of a request to the last one of its answer."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from kvferry.engine.server.prompts import echoes_of
 from kvferry.engine.server.streaming import EventStream, ProgressMarks
 from kvferry.engine.server.text_codec import THREAD_ABOVE_TOKENS
 from kvferry.engine.server.writing import AnswerWriter, ChatWriter, CompletionWriter
-from kvferry.http.request import Request
+from kvferry.http.request import HttpRequest
 from kvferry.http.response import Response
 
 Body = TypeVar("Body", bound=msgspec.Struct)
@@ -31,7 +31,8 @@ MakeWriter = Callable[..., Awaitable[AnswerWriter]]
 
 
 class GenerationRoute(Generic[GenerationBody]):
-    """One route that generates. Request, generation and answer share one task, so that whatever ends one ends all."""
+    """One route that generates. Request, generation and answer are one task, so that whatever ends one of them ends
+    all."""
 
     def __init__(
         self, context: ServerContext, body_type: type[GenerationBody], id_prefix: str, make_writer: MakeWriter
@@ -41,7 +42,7 @@ class GenerationRoute(Generic[GenerationBody]):
         self._id_prefix = id_prefix
         self._make_writer = make_writer
 
-    async def handle(self, request: Request, response: Response) -> None:
+    async def handle(self, request: HttpRequest, response: Response) -> None:
         arrived = self._context.clock.wall()
         raw = await request.body.read()
         body = await decode(self._context, request, response, raw, self._body_type)
@@ -61,7 +62,7 @@ class GenerationRoute(Generic[GenerationBody]):
             response.add_header(PROGRESS_HEADER.lower().encode(), b"1")
         await _send_stream(writer, off_loop, response, marks)
 
-    async def _prepare(self, request: Request, body: GenerationBody, arrived: float) -> AnswerWriter:
+    async def _prepare(self, request: HttpRequest, body: GenerationBody, arrived: float) -> AnswerWriter:
         model = self._context.require_model(body.model)
         if body.request_id is not None and request.header(REQUEST_ID_HEADER) is None:
             request.id = sane_request_id(body.request_id)
@@ -95,9 +96,9 @@ def chat_route(context: ServerContext) -> GenerationRoute[ChatCompletionRequest]
 
 
 async def decode(
-    context: ServerContext, request: Request, response: Response, raw: bytes, body_type: type[Body]
+    context: ServerContext, request: HttpRequest, response: Response, raw: bytes, body_type: type[Body]
 ) -> Body:
-    """The body as `body_type`; the answer will have a header that names fields without effect."""
+    """The body as `body_type`. The answer gets a header that names fields without effect. Raises `InvalidRequest`."""
     decoded = await context.decode(raw, request, body_type)
     if (warning := warning_of(decoded.ignored)) is not None:
         response.add_header(WARNING_HEADER.lower().encode(), warning.encode("latin-1", "replace"))
@@ -117,7 +118,7 @@ async def _send_whole(writer: AnswerWriter, off_loop: OffLoop, response: Respons
 
 
 def _is_large(*deltas: Delta) -> bool:
-    """Whether so many tokens and log-probabilities take long to write."""
+    """Whether the deltas have so many tokens and log-probabilities that encoding them takes long."""
     num_places = 0
     for delta in deltas:
         num_places += len(delta.token_ids) + len(delta.prompt_logprobs or ())

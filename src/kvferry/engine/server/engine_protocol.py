@@ -5,17 +5,18 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Sequence
 from typing import Any, Protocol
 
+from kvferry.core.instance_facts import InstanceFacts
 from kvferry.core.kept import KeptBlocks
 from kvferry.core.request import EngineOutput, Request
 from kvferry.engine.statistics import EngineSnapshot
 
 
 class EngineFront(Protocol):
-    """What the server asks of an engine. All of it is called from the server's event loop, and none of it blocks."""
+    """What the server needs of an engine. Everything is called on the server's event loop, and nothing blocks."""
 
     @property
     def model_names(self) -> Sequence[str]:
-        """Names the model is served under; the first is the one in answers."""
+        """The names of the model; the first one is used in answers."""
 
     @property
     def max_model_len(self) -> int:
@@ -23,43 +24,44 @@ class EngineFront(Protocol):
 
     @property
     def vocab_size(self) -> int:
-        """Token ids are below this."""
+        """Token ids are smaller than this."""
 
     @property
     def tokenizer(self) -> Any:
-        """A `transformers` fast tokenizer: `backend_tokenizer` and, where the model chats, a chat template."""
+        """A fast tokenizer of transformers, with `backend_tokenizer` and, for chat models, a chat template."""
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
-        """Tokens that end an answer by themselves."""
+        """Tokens that end an answer."""
 
     @property
     def default_sampling(self) -> dict[str, Any]:
-        """The model's `generation_config`: what holds where a request is silent."""
+        """The model's `generation_config`, for requests without their own sampling parameters."""
 
     @property
     def healthy(self) -> bool:
         """Whether requests can be served now."""
 
-    def describe(self) -> dict[str, Any]:
-        """What a router should know of this instance; JSON-able."""
+    def describe(self) -> InstanceFacts:
+        """What a router has to know about this instance."""
 
     def generate(self, request: Request) -> AsyncIterator[EngineOutput]:
-        """The answer as it comes. Raises `RequestError`s. It is an asynchronous generator: closing it ends the
-        request and frees all it held."""
+        """The outputs as they come. An asynchronous generator: closing it ends the request and frees everything it
+        holds. Raises `RequestError`."""
 
     async def release(self, transfer_id: str) -> bool:
-        """Nobody will fetch this hand-off: end its lease. True when there was one."""
+        """End the lease of a hand-off that nobody will fetch. True if there was one."""
 
     def prefill_refused(self, transfer_id: str) -> None:
-        """A prefill for another instance was refused before `generate`: who waits for its KV is told."""
+        """A prefill for another instance was refused before `generate`: tell the instance that waits for its KV."""
 
     async def kept(self, request: Request, *, pin: bool | None) -> KeptBlocks:
-        """What the connector's store has of a prompt; with `pin`, that is pinned there, or unpinned if it is
-        False. Raises `InvalidRequest`, also where there is no store."""
+        """What the connector's store has of a prompt. `pin` true: pin it there; false: unpin it; None: change nothing.
+        Raises `InvalidRequest`, also if there is no store."""
 
     async def statistics(self) -> EngineSnapshot:
-        """Gauges now, counters since the start. Raises `Unavailable` when the engine is gone, as the others do."""
+        """Gauges, and counters since the start. Raises `Unavailable` if the engine has ended, as the other methods
+        do."""
 
     async def check(self) -> None:
-        """Raise `LeakError` when no request is left, yet something is still kept."""
+        """Raise `LeakError` if no request is left, but something is still held."""

@@ -1,6 +1,6 @@
-"""Runs the sequences of one HTTP request against the engine, all at once, and counts what they cost.
+"""Runs the sequences of one HTTP request in the engine, all at once, and counts their tokens.
 
-Whatever ends a run (a failure, the client's leaving, the server's shutdown) closes every engine iterator, which
+Whatever ends a run (an error, the client's disconnecting, the server's shutdown) closes every engine iterator, which
 frees what the sequence held.
 """
 
@@ -25,13 +25,13 @@ from kvferry.observe.metrics import EngineMetrics, RequestTracker
 Outputs = AsyncGenerator[EngineOutput, None]
 
 Sink = Callable[[Delta], Awaitable[None]]
-"""Takes each delta; called by several tasks in turn, and in order for each choice."""
+"""Takes each delta; called by several tasks in turn, in order for each choice."""
 
 
 @dataclass
 class Child:
-    """One sequence. `leads`: the first of its prompt. `waits`: until the leader decodes. `continued`: another instance
-    began it, so that its counts began there too."""
+    """One sequence. `leads`: the first one of its prompt. `waits`: until the leader decodes. `continued`: another
+    instance began it, so its counts began there."""
 
     request: Request
     assembler: ChoiceAssembler
@@ -43,10 +43,11 @@ class Child:
 
 
 class Generation:
-    """The sequences of one request. `run` once; `usage` counts meanwhile, `ticket` and `timeline` are there at the end.
+    """The sequences of one request. `run` it once; `usage` counts meanwhile, `ticket` and `timeline` are set at the
+    end.
 
-    With a hand-off the leader alone carries it, and the others wait until it decodes: by then the prompt's KV is
-    here, for all of them.
+    With a hand-off, only the leader has it, and the other sequences wait until it decodes: by then the prompt's KV is
+    here for all of them.
     """
 
     def __init__(
@@ -69,7 +70,7 @@ class Generation:
         self._leader_began = asyncio.Event()
 
     async def run(self, sink: Sink) -> None:
-        """Generate everything, passing each delta to `sink`. Raises `RequestError` when a sequence fails."""
+        """Generate everything, and pass each delta to `sink`. Raises `RequestError` if a sequence fails."""
         if len(self.children) == 1:
             await self._pump(self.children[0], sink)
             return
@@ -79,7 +80,7 @@ class Generation:
                     group.create_task(self._pump(child, sink))
 
     def usage(self, index: int | None = None) -> answers.Usage:
-        """Tokens so far: of the whole request, or of one choice as continuous statistics have it."""
+        """Tokens so far: of the whole request, or of one choice (for `continuous_usage_stats`)."""
         if index is None:
             leaders, counted = [child for child in self.children if child.leads], self.children
         else:
@@ -103,7 +104,8 @@ class Generation:
         await sink(last)
 
     async def _until_last(self, child: Child, sink: Sink, tracker: RequestTracker) -> Delta:
-        """The choice's last delta, with the engine's iterator closed: a stop string ends it before the engine does."""
+        """The choice's last delta, after the engine's iterator is closed: a stop string ends it before the engine
+        does."""
         async with aclosing(cast(Outputs, self._front.generate(child.request))) as outputs:
             async for output in outputs:
                 _raise_failure(output)
@@ -118,7 +120,7 @@ class Generation:
     def _note(self, child: Child, output: EngineOutput, delta: Delta) -> None:
         child.num_tokens += len(delta.token_ids)
         if child.num_tokens > 1 or delta.finish_reason is not None:
-            self._leader_began.set()  # a token of its own: the first came with the ticket, before any KV
+            self._leader_began.set()  # computed here: the first token came with the ticket, before any KV
         if not child.continued:
             child.num_cached_tokens = output.num_cached_tokens
         if output.timeline is not None:
@@ -133,7 +135,7 @@ class Generation:
 
 @contextmanager
 def _single_error() -> Iterator[None]:
-    """Raise the one error that counts instead of a task group's bundle: a `RequestError` if there is one."""
+    """Raise one error instead of a task group's exception group: a `RequestError` if there is one."""
     try:
         yield
     except BaseExceptionGroup as group:

@@ -1,6 +1,6 @@
-"""Threads for what one request needs and what would hold up everybody's event loop: decoding, tokens, templates.
+"""Threads for work of one request that would block the event loop for all: decoding bodies, tokenization, templates.
 
-Owns how much of it runs and waits at once; knows nothing of what it does.
+Owns the limits on how much of it runs and waits.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ Result = TypeVar("Result")
 
 
 class OffLoop:
-    """Runs functions in the event loop's threads: `at_once` of them, `most_waiting` in a queue, each within `limit_s`
-    seconds of being asked for."""
+    """Runs functions in the event loop's threads: `at_once` at a time, `most_waiting` in a queue, each for at most
+    `limit_s` seconds including the wait."""
 
     def __init__(self, *, at_once: int = 2, most_waiting: int = 256, limit_s: float = 60.0) -> None:
         self._turn = asyncio.Semaphore(at_once)
@@ -29,10 +29,10 @@ class OffLoop:
     async def run_if(
         self, big: bool, function: Callable[Parameters, Result], *args: Parameters.args, **kwargs: Parameters.kwargs
     ) -> Result:
-        """Call `function` here when the work is small, in a thread when it is `big`.
+        """Call `function` directly, or in a thread if it is `big`.
 
-        Raises what `function` raises, `QueueFull` when too many wait, and `Unavailable` when it takes too long; a
-        thread cannot be ended, so it keeps its turn until its function returns.
+        Raises what `function` raises, `QueueFull` if too many wait, and `Unavailable` if it takes too long. A thread
+        cannot be ended, so it keeps its place until its function returns.
         """
         if not big:
             return function(*args, **kwargs)
@@ -60,4 +60,4 @@ class OffLoop:
     def _done(self, future: asyncio.Future[Result]) -> None:
         self._turn.release()
         if not future.cancelled():
-            future.exception()  # somebody else's to raise; a client that has left is nobody's
+            future.exception()  # retrieved, in case nobody waits for it any more

@@ -1,4 +1,5 @@
-"""From a request's fields to the engine's `SamplingParams`: the client's word, else the model's, else OpenAI's."""
+"""From a request's fields to the engine's `SamplingParams`: the client's value, else the model's, else OpenAI's
+default."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ _PASSED_ON = (
 def sampling_params(
     body: GenerationRequest, *, max_tokens: int, defaults: Mapping[str, Any], default_seed: int | None
 ) -> SamplingParams:
-    """The settings of the request's first choice, checked; `defaults` are the model's own.
+    """The validated parameters of the request's first choice. `defaults`: the model's own.
 
     Raises `InvalidRequest` that names the field.
     """
@@ -48,7 +49,7 @@ def stop_strings(body: GenerationRequest) -> tuple[str, ...]:
 
 
 def num_logprobs(body: GenerationRequest) -> int | None:
-    """How many of the likeliest tokens are wanted at each place; None: no log-probabilities at all."""
+    """How many of the most likely tokens are wanted at each position; None: no log-probabilities."""
     if isinstance(body, CompletionRequest):
         return body.logprobs
     assert isinstance(body, ChatCompletionRequest)
@@ -58,17 +59,18 @@ def num_logprobs(body: GenerationRequest) -> int | None:
 
 
 def hand_off_of(body: GenerationRequest, request_id: str, num_prompts: int) -> HandOff:
-    """The request's part in a hand-off. Raises `InvalidRequest` when one ticket would stand for several prompts."""
+    """The request's part in a hand-off. Raises `InvalidRequest` if one ticket would be used for several prompts."""
     hand_off = parse_hand_off(body.kv_transfer_params, request_id)
     if hand_off is not None and num_prompts > 1:
         raise InvalidRequest(
-            f"a hand-off is of one prompt, got {num_prompts}; send them one by one", param="kv_transfer_params"
+            f"a hand-off can have only one prompt, got {num_prompts}; send them one by one", param="kv_transfer_params"
         )
     return hand_off
 
 
 def promised_transfer_id(body: GenerationRequest) -> str | None:
-    """Of a prefill for another instance, under which that may wait already; None where there is none to be read."""
+    """The transfer id of a prefill for another instance, which may be waiting for it; None if there is none that can be
+    read."""
     try:
         hand_off = parse_hand_off(body.kv_transfer_params, "")
     except InvalidRequest:
@@ -77,12 +79,12 @@ def promised_transfer_id(body: GenerationRequest) -> str | None:
 
 
 def num_choices(body: GenerationRequest, hand_off: HandOff) -> int:
-    """How many choices a prompt gets. A prefill for another instance makes one first token, whatever n is."""
+    """Choices for each prompt. A prefill for another instance makes one first token, whatever `n` is."""
     return 1 if isinstance(hand_off, Produce) else (1 if body.n is None else body.n)
 
 
 def require_consistent(body: GenerationRequest) -> None:
-    """Raise `InvalidRequest` on fields that contradict each other, whatever the prompt is."""
+    """Raise `InvalidRequest` if fields contradict each other, whatever the prompt is."""
     if body.stream_options is not None and not body.stream:
         raise InvalidRequest("stream_options is only allowed when stream is true", param="stream_options")
     if body.stream and body.prompt_logprobs is not None:

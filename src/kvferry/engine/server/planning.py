@@ -30,13 +30,13 @@ from kvferry.engine.server.prompts import (
 from kvferry.engine.server.text_codec import THREAD_ABOVE_TOKENS
 
 _OLDEST_STAMP_S = 24 * 3600.0
-"""Stamps from further back are invented by a client or come from a broken clock, and would distort the metrics."""
+"""Older time stamps are invented by a client or come from a wrong clock, and would distort the metrics."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What answers one request: for each prompt `num_choices` sequences. `shows_answer` is False where only the
-    prompt is to be echoed. `continuation`: what of the answer the client has already."""
+    """What answers one request: `num_choices` sequences for each prompt. `shows_answer` False: only the prompt is
+    echoed. `continuation`: the part of the answer that the client already has."""
 
     prompts: list[Prompt]
     num_choices: int
@@ -51,7 +51,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class WantedTokens:
-    """How long the answer may be: `most` None is all there is room for. `field` is where the prompt came from."""
+    """How long the answer may be; `most` None: as long as the context allows. `field`: where the prompt came from."""
 
     field: str
     most: int | None
@@ -59,11 +59,11 @@ class WantedTokens:
 
 
 async def plan_request(context: ServerContext, body: GenerationRequest, answer_id: str, timeline: Timeline) -> Plan:
-    """Check the request, make its prompts, and prepare its sequences. Raises `RequestError`; nothing runs yet."""
+    """Validate the request, make its prompts, and prepare its sequences. Nothing runs yet. Raises `RequestError`."""
     refuse_unsupported(body)
     require_consistent(body)
     wanted = wanted_tokens(body)
-    engine_id = f"{answer_id}-{secrets.token_hex(4)}"  # clients repeat their ids, the engine needs its own
+    engine_id = f"{answer_id}-{secrets.token_hex(4)}"  # clients may repeat their ids
     num_prompts = len(split_prompts(body.prompt)) if isinstance(body, CompletionRequest) else 1
     hand_off = hand_off_of(body, engine_id, num_prompts)
     number = num_choices(body, hand_off)
@@ -91,8 +91,7 @@ async def plan_request(context: ServerContext, body: GenerationRequest, answer_i
 
 
 def timeline_of(header: str | None, now: float) -> Timeline:
-    """The stamps the router sent along (`TIMELINE_HEADER`), or the request's arrival here. A header that makes no
-    sense is left aside."""
+    """The router's stamps (`TIMELINE_HEADER`), or the arrival here. An invalid header is ignored."""
     timeline = Timeline()
     try:
         sent = msgspec.json.decode(header or "{}", type=Timeline)
@@ -107,9 +106,9 @@ def timeline_of(header: str | None, now: float) -> Timeline:
 
 
 def wanted_tokens(body: GenerationRequest) -> WantedTokens:
-    """How long the answer may be. Raises `InvalidRequest` when that is less than a token.
+    """How long the answer may be. Raises `InvalidRequest` if that is less than one token.
 
-    `echo` with `max_tokens` 0 asks for the prompt alone; the engine has to make one token to have its
+    `echo` with `max_tokens` 0 asks for the prompt alone; the engine has to make one token to compute its
     log-probabilities.
     """
     if isinstance(body, CompletionRequest):
@@ -135,7 +134,7 @@ class _ChildBuilder:
     continuation: Continuation | None = None
 
     def children(self, prompt: Prompt, first_index: int, number: int) -> Iterator[Child]:
-        """The `number` choices of one prompt, the first of which is choice `first_index` of the request."""
+        """The `number` choices of one prompt; the first one is choice `first_index` of the request."""
         sampling = self._sampling(prompt)
         for place in range(number):
             seed = child_seed(sampling.seed or 0, place)
@@ -163,7 +162,7 @@ class _ChildBuilder:
 
     def _sampling(self, prompt: Prompt) -> SamplingParams:
         front = self.context.front
-        vocab_size = front.vocab_size  # the model's, which may have more than the tokenizer can write
+        vocab_size = front.vocab_size  # the model's, which may be larger than the tokenizer's
         budget = answer_budget(len(prompt.token_ids), self.wanted.most, front.max_model_len, self.wanted.field)
         sampling = sampling_params(
             self.body, max_tokens=budget, defaults=front.default_sampling, default_seed=self.context.seed
@@ -215,8 +214,7 @@ def _require_countable(number: int, num_prompts: int, most: int) -> None:
 
 
 def _require_continuable(body: GenerationRequest, num_choices: int, hand_off: HandOff) -> None:
-    """Raise `InvalidRequest` unless the request is one that can be continued: a stream of one choice, without a hand-
-    off."""
+    """Raise `InvalidRequest` unless the request can be continued: a stream of one choice, without a hand-off."""
     if not body.stream or num_choices != 1 or hand_off is not None:
         raise InvalidRequest("only a stream of one choice, without a hand-off, can be continued", param=CONTINUED)
 
@@ -227,7 +225,7 @@ def _require_room(num_tokens: int, budget: int) -> None:
 
 
 def _arrived(timeline: Timeline, hand_off: HandOff) -> float:
-    """When the client's request came in: at the prefill instance, where the ticket says so."""
+    """When the client's request arrived: at the prefill instance, if the ticket says so."""
     arrived = timeline.arrived or 0.0
     result = hand_off.ticket.prefill_result if isinstance(hand_off, Consume) else None
     earlier = result.timeline.arrived if result is not None else None

@@ -13,15 +13,16 @@ from kvferry.engine.server.assembly import Detokenizer
 from kvferry.engine.server.text_codec import THREAD_ABOVE_TOKENS, TextCodec
 
 _PIECE_CHARACTERS = 2**20
-"""Longer texts are counted piece by piece before they are encoded: a token's record takes about 100 bytes."""
+"""The tokens of longer texts are counted in pieces of this length before the text is encoded, because each token's
+record takes about 100 bytes."""
 
 _MAX_TRUNCATED_CHARACTERS = 2**20
-"""Longest text that is encoded only to be cut."""
+"""Longest text that is encoded in order to be truncated."""
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt. `text` is as the client gave it; None when it came as tokens, or was truncated."""
+    """One prompt. `text`: as the client sent it; None if it was sent as tokens, or was truncated."""
 
     token_ids: list[int]
     text: str | None = None
@@ -40,7 +41,8 @@ async def completion_prompts(body: CompletionRequest, codec: TextCodec, max_mode
 
 
 def split_prompts(prompt: str | list[str | int | list[int]]) -> list[str | list[int]]:
-    """One prompt or several: a string, strings, token ids, or lists of token ids."""
+    """The request's prompts: a string, several strings, token ids, or several lists of token ids. Raises
+    `InvalidRequest`."""
     if isinstance(prompt, str):
         return [prompt]
     if not prompt:
@@ -48,17 +50,17 @@ def split_prompts(prompt: str | list[str | int | list[int]]) -> list[str | list[
     kinds = set(map(type, prompt))
     if len(kinds) > 1:
         raise InvalidRequest("prompt must not mix strings, token ids and lists of token ids", param="prompt")
-    # It may have millions of entries: no copy is made to tell the type checker what is known now.
+    # It may have millions of entries, so it is cast instead of copied for the type checker.
     return [cast(list[int], prompt)] if kinds == {int} else cast(list[str | list[int]], prompt)
 
 
 async def require_encodable(
     text: str, codec: TextCodec, max_model_len: int, field: str, *, truncated: bool = False
 ) -> None:
-    """Raise `InvalidRequest` on a text that is too long to be encoded for nothing.
+    """Raise `InvalidRequest` for a text that is too long for the model, before it is encoded.
 
-    To find that out by encoding would take a core for a minute and gigabytes where the text is tens of megabytes.
-    `truncated`: what is too long is cut, so that only the text's length counts.
+    Encoding tens of megabytes would take one core a minute, and gigabytes of memory. `truncated`: the prompt is
+    truncated after encoding, so only the text's length counts.
     """
     if truncated:
         if len(text) > _MAX_TRUNCATED_CHARACTERS:
@@ -76,7 +78,7 @@ async def require_encodable(
 
 
 def _require_few_tokens(text: str, codec: TextCodec, max_model_len: int, field: str) -> None:
-    """Tokens across the borders of pieces are counted as several, which twice the length makes up for."""
+    """Tokens across the boundaries of pieces are counted twice, which the factor 2 allows for."""
     num_tokens = 0
     for start in range(0, len(text), _PIECE_CHARACTERS):
         num_tokens += codec.num_tokens(text[start : start + _PIECE_CHARACTERS])
@@ -93,7 +95,7 @@ def _too_long(text: str, max_model_len: int, field: str, why: str) -> ContextLen
 
 
 def require_known_tokens(token_ids: Sequence[int], vocab_size: int, field: str) -> None:
-    """Raise `InvalidRequest` on a token id that the model does not have."""
+    """Raise `InvalidRequest` for a token id that the model does not have."""
     if token_ids and not (min(token_ids) >= 0 and max(token_ids) < vocab_size):
         wrong = next(token_id for token_id in token_ids if not 0 <= token_id < vocab_size)
         raise InvalidRequest(
@@ -102,7 +104,8 @@ def require_known_tokens(token_ids: Sequence[int], vocab_size: int, field: str) 
 
 
 def truncate(prompt: Prompt, body: GenerationRequest, max_model_len: int, max_tokens: int | None) -> Prompt:
-    """Cut the prompt to `truncate_prompt_tokens`, from the left unless told otherwise; -1 is what the model takes."""
+    """Truncate the prompt to `truncate_prompt_tokens`, from the left by default; -1: to what fits the model. Raises
+    `InvalidRequest`."""
     wanted = body.truncate_prompt_tokens
     if wanted is None:
         return prompt
@@ -118,9 +121,9 @@ def truncate(prompt: Prompt, body: GenerationRequest, max_model_len: int, max_to
 
 
 def answer_budget(num_prompt_tokens: int, max_tokens: int | None, max_model_len: int, field: str) -> int:
-    """How many tokens the answer may have: `max_tokens`, or all that the prompt leaves of the context.
+    """How many tokens the answer may have: `max_tokens`, or what the prompt leaves of the context.
 
-    Raises `InvalidRequest` for an empty prompt and `ContextLengthExceeded` with the numbers in OpenAI's words.
+    Raises `InvalidRequest` for an empty prompt, and `ContextLengthExceeded` with the numbers, in OpenAI's words.
     """
     if num_prompt_tokens == 0:
         raise InvalidRequest("the prompt is empty", param=field)
@@ -144,14 +147,14 @@ def answer_budget(num_prompt_tokens: int, max_tokens: int | None, max_model_len:
 
 @dataclass(frozen=True)
 class Echo:
-    """A prompt's text, and where in it each of its tokens begins, in characters."""
+    """A prompt's text, and the index in it at which each token begins, in characters."""
 
     text: str
     offsets: list[int]
 
 
 async def echoes_of(prompts: Sequence[Prompt], codec: TextCodec, *, skip_special_tokens: bool) -> list[Echo]:
-    """The echoes of a request's prompts."""
+    """The echoes of a request's prompts, in order."""
     big = sum(len(prompt.token_ids) for prompt in prompts) > THREAD_ABOVE_TOKENS
     return await codec.off_loop.run_if(big, lambda: [_echo(prompt, codec, skip_special_tokens) for prompt in prompts])
 

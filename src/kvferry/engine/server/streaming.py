@@ -1,4 +1,4 @@
-"""Server-sent events of one answer, and the marks between them that let another instance continue it."""
+"""Server-sent events of one answer, and the marks between them with which another instance can continue it."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _HEADERS = as_raw(SSE_HEADERS)
 
 
 class EventStream:
-    """Its headers go out with the first event, so that an error before that can have its own status."""
+    """Writes one stream. The headers are sent with the first event, so that an error before it can have its own
+    status."""
 
     def __init__(self, response: Response) -> None:
         self._response = response
 
     def write(self, events: Sequence[msgspec.Struct], marks: Sequence[bytes] = ()) -> None:
-        """Send events, all in one piece, each behind its mark if there are any; nothing when there are none. Does not
-        wait: see `Response.drain`."""
+        """Send events in one piece, each behind its mark if there are marks. Does not wait: see `Response.drain`."""
         if not events:
             return
         self._start()
@@ -35,7 +35,7 @@ class EventStream:
         self._response.write(written[0] if len(written) == 1 else b"".join(written))
 
     def close(self) -> None:
-        """Say that the answer is complete, and end the response."""
+        """Send `[DONE]`, and end the response."""
         self._start()
         self._response.end(SSE_DONE)
 
@@ -45,8 +45,8 @@ class EventStream:
 
 
 class ProgressMarks:
-    """The marks of one stream with one choice, by which a router can have it continued elsewhere (`core.continuation`).
-    Tokens that are worth no event of their own go with the next."""
+    """The marks of a stream with one choice, with which a router can have it continued (`core.continuation`). Tokens
+    without an event of their own are part of the next mark."""
 
     def __init__(self, generation: Generation, created: int) -> None:
         self._child = generation.children[0]
@@ -55,8 +55,8 @@ class ProgressMarks:
         self._begun = False
 
     def of(self, delta: Delta, num_events: int) -> list[bytes]:
-        """A mark for each of the events that `delta` is worth. Its tokens go with the last: the others bring none of
-        the answer's text."""
+        """A mark for each event of `delta`. The tokens are in the last one: the other events contain none of the
+        answer's text."""
         self._untold += delta.token_ids
         if not num_events:
             return []

@@ -1,8 +1,8 @@
-"""Text to tokens and back. Owns the server's use of the tokenizer; knows nothing of requests.
+"""Text to tokens and back. Owns the server's use of the tokenizer.
 
-The backend (the `tokenizers` library) is called directly: `transformers`' own call re-configures the backend each
-time, which fails when two threads do it at once. What takes long runs in a thread, so that the event loop goes on
-sending other people's tokens; the backend's batch calls give the interpreter lock up, its single ones do not.
+The backend (the `tokenizers` library) is called directly: `transformers` reconfigures it in each call, which fails when
+two threads do so at once. Long texts are encoded in a thread, so that the event loop can send other answers meanwhile;
+the backend's batch calls release the GIL, its single calls do not.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from tokenizers import Tokenizer
 from kvferry.engine.server.off_loop import OffLoop
 
 THREAD_ABOVE_CHARACTERS = 4096
-"""Longer texts are encoded in a thread; about a millisecond's work."""
+"""Longer texts are encoded in a thread; about a millisecond of work."""
 
 THREAD_ABOVE_TOKENS = 4096
 """Longer token sequences are decoded in a thread."""
 
 
 class TextCodec:
-    """A tokenizer, used from one event loop, or by way of `off_loop` beside it."""
+    """A tokenizer, used on one event loop and in the threads of `off_loop`."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.off_loop = OffLoop()
         self.tokenizer = tokenizer
         self.backend = tokenizer.backend_tokenizer
-        # Some tokenizer files bring a truncation that was meant for training.
+        # Some tokenizer files contain a truncation that was meant for training.
         self.backend.no_truncation()
         self.backend.no_padding()
         vocab = self.backend.get_vocab()
@@ -37,7 +37,7 @@ class TextCodec:
         self.longest_token = max(map(len, vocab), default=1)
 
     async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """The tokens of `text`; special tokens written out in it are taken as such."""
+        """The tokens of `text`. Special tokens that are written out in the text are recognized."""
         return (await self.encode_all([text], add_special_tokens=add_special_tokens))[0]
 
     async def encode_all(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
@@ -55,7 +55,7 @@ class TextCodec:
         return await self.off_loop.run_if(len(token_ids) > THREAD_ABOVE_TOKENS, self._written, token_ids)
 
     def num_tokens(self, text: str) -> int:
-        """How many tokens `text` has, without making a list of them. Takes as long as encoding."""
+        """The number of tokens in `text`, without a list of them. Takes as long as encoding."""
         return len(self._encoding(text, False))
 
     def _encode_all(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
@@ -76,32 +76,32 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """Byte-level BPE writes each byte as a printable character; this reads them back. From GPT-2."""
+    """Byte-level BPE (GPT-2) writes each byte as a printable character; this maps the characters back to bytes."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + place): byte for place, byte in enumerate(others)}
 
 
 class TokenTexts:
-    """Texts and bytes by token id; keeps what it has worked out, at most once for each token of the vocabulary."""
+    """Texts and bytes of tokens, computed once for each token id."""
 
     def __init__(self, backend: Tokenizer) -> None:
         self._backend = backend
         self._alphabet = _byte_level_alphabet()
         self._known: dict[int, tuple[str, bytes]] = {}
-        # Decoded behind another token, a token keeps the space that some decoders take off a text's beginning.
+        # Decoded behind another token, a token keeps the space that some decoders strip from the beginning of a text.
         self._anchor = list(backend.encode("a", add_special_tokens=False).ids)
         self._anchor_text = self._decode(self._anchor)
 
     def name(self, token_id: int) -> str:
-        """The token's text; `bytes:\\xf0\\x9f` where its bytes are only a part of a character, as OpenAI writes it."""
+        """The token's text; `bytes:\\xf0\\x9f` if its bytes are only a part of a character, as OpenAI writes it."""
         text, raw = self._look_up(token_id)
         if _REPLACEMENT in text and raw != text.encode():
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
         return text
 
     def text(self, token_id: int) -> str:
-        """The token's text, with replacement characters where its bytes are none."""
+        """The token's text, with replacement characters for bytes that are not text."""
         return self._look_up(token_id)[0]
 
     def raw(self, token_id: int) -> bytes:

@@ -1,4 +1,4 @@
-"""The routes that generate nothing: models, tokens, health, metrics, and kvferry's own."""
+"""The routes that generate nothing: models, tokenization, health, metrics, and kvferry's own."""
 
 from __future__ import annotations
 
@@ -25,27 +25,27 @@ from kvferry.engine.server.endpoint import Body, decode
 from kvferry.engine.server.prompts import require_encodable, require_known_tokens
 from kvferry.engine.statistics import EngineSnapshot
 from kvferry.http.keys import Access
-from kvferry.http.request import Request
+from kvferry.http.request import HttpRequest
 from kvferry.http.response import Response
 from kvferry.http.routes import Route
 
 
 class _Leaked(RequestError):
-    """500: `check` found something that nobody gave back."""
+    """500: `check` found a resource that was not released."""
 
     kind = "leak_error"
     code = "leak"
 
 
 class UtilityRoutes:
-    """One method a route."""
+    """One method for each route."""
 
     def __init__(self, context: ServerContext) -> None:
         self._context = context
         self._created = int(context.clock.wall())
 
     def routes(self) -> list[Route]:
-        """The routes, for the application."""
+        """All of them, with the key that each requires."""
         return [
             Route("GET", "/v1/models", self.models),
             Route("GET", "/v1/models/*", self.model),
@@ -61,12 +61,12 @@ class UtilityRoutes:
             Route("GET", "/kvferry/check", self.check, Access.ADMIN),
         ]
 
-    async def models(self, request: Request, response: Response) -> None:
-        """The names the model is served under."""
+    async def models(self, request: HttpRequest, response: Response) -> None:
+        """The names of the model."""
         send_json(response, answers.ModelList(data=[self._card(name) for name in self._context.front.model_names]))
 
-    async def model(self, request: Request, response: Response) -> None:
-        """One of them."""
+    async def model(self, request: HttpRequest, response: Response) -> None:
+        """One name of the model; 404 if it is not served."""
         send_json(response, self._card(self._context.require_model(request.rest)))
 
     def _card(self, name: str) -> answers.Model:
@@ -75,8 +75,8 @@ class UtilityRoutes:
             id=name, created=self._created, root=front.model_names[0], max_model_len=front.max_model_len
         )
 
-    async def tokenize(self, request: Request, response: Response) -> None:
-        """Tokens of a text or of messages, as a generating route would have them."""
+    async def tokenize(self, request: HttpRequest, response: Response) -> None:
+        """The tokens of a text or of messages, as the generating routes would compute them."""
         raw = await request.body.read()
         if b'"messages"' in raw and "messages" in read_fields(raw):
             chat = await decode(self._context, request, response, raw, TokenizeChatRequest)
@@ -103,8 +103,8 @@ class UtilityRoutes:
             ),
         )
 
-    async def detokenize(self, request: Request, response: Response) -> None:
-        """The text of tokens, special ones written out."""
+    async def detokenize(self, request: HttpRequest, response: Response) -> None:
+        """The text of tokens, with special tokens written out."""
         body = await self._decoded(request, response, DetokenizeRequest)
         self._context.require_model(body.model)
         if len(body.tokens) > (most := self._context.front.max_model_len):
@@ -115,37 +115,36 @@ class UtilityRoutes:
         text = await self._context.codec.decode(body.tokens, skip_special_tokens=False)
         send_json(response, answers.Detokenized(prompt=text))
 
-    async def health(self, request: Request, response: Response) -> None:
-        """200 while requests can be served."""
+    async def health(self, request: HttpRequest, response: Response) -> None:
+        """200 while requests can be served, otherwise 503."""
         if not self._context.front.healthy:
             raise Unavailable("the engine is not healthy")
         response.send_json(b'{"status":"ok"}')
 
-    async def metrics(self, request: Request, response: Response) -> None:
-        """What Prometheus scrapes."""
+    async def metrics(self, request: HttpRequest, response: Response) -> None:
+        """Metrics for Prometheus."""
         statistics: EngineSnapshot | None = None
         with suppress(Unavailable):
             statistics = await self._context.front.statistics()
         content, content_type = self._context.metrics.exposition(statistics, request.header("accept") or "")
         response.send(200, content, [(b"content-type", content_type.encode())])
 
-    async def openapi(self, request: Request, response: Response) -> None:
-        """What all routes take and give."""
+    async def openapi(self, request: HttpRequest, response: Response) -> None:
+        """The OpenAPI document of all routes."""
         response.send_json(openapi_document())
 
-    async def version(self, request: Request, response: Response) -> None:
+    async def version(self, request: HttpRequest, response: Response) -> None:
         """The version of kvferry."""
         response.send_json(msgspec.json.encode({"version": kvferry.__version__}))
 
-    async def release(self, request: Request, response: Response) -> None:
-        """Nobody will fetch this hand-off: end its lease."""
+    async def release(self, request: HttpRequest, response: Response) -> None:
+        """End the lease of a hand-off that nobody will fetch."""
         body = await self._decoded(request, response, ReleaseRequest)
         released = await self._context.front.release(body.transfer_id)
         response.send_json(msgspec.json.encode({"released": released}))
 
-    async def kept(self, request: Request, response: Response) -> None:
-        """What the KV stores have of a prompt, pinned or unpinned if so asked; the next request for it fills what
-        is missing."""
+    async def kept(self, request: HttpRequest, response: Response) -> None:
+        """What the KV stores have of a prompt, and pin or unpin it if asked to."""
         body = await self._decoded(request, response, KeptRequest)
         require_known_tokens(body.tokens, self._context.front.vocab_size, "tokens")
         asked = EngineRequest(
@@ -156,22 +155,22 @@ class UtilityRoutes:
         )
         send_json(response, await self._context.front.kept(asked, pin=body.pin))
 
-    async def instance(self, request: Request, response: Response) -> None:
-        """What a router should know: role, names, layout, and where peers fetch KV."""
+    async def instance(self, request: HttpRequest, response: Response) -> None:
+        """What a router has to know: role, names, layout, and where peers fetch KV."""
         response.send_json(msgspec.json.encode(self._context.front.describe()))
 
-    async def check(self, request: Request, response: Response) -> None:
-        """Whether something is kept though no request is left."""
+    async def check(self, request: HttpRequest, response: Response) -> None:
+        """200 if nothing is held without an owner; 500 with what is."""
         try:
             await self._context.front.check()
         except LeakError as error:
             raise _Leaked(str(error)) from error
         response.send_json(b'{"ok":true}')
 
-    async def _decoded(self, request: Request, response: Response, body_type: type[Body]) -> Body:
+    async def _decoded(self, request: HttpRequest, response: Response, body_type: type[Body]) -> Body:
         return await decode(self._context, request, response, await request.body.read(), body_type)
 
 
 def send_json(response: Response, body: msgspec.Struct) -> None:
-    """A struct as the body of a 200."""
+    """Answer 200 with a struct as JSON."""
     response.send_json(msgspec.json.encode(body))

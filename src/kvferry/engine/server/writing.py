@@ -1,4 +1,4 @@
-"""How answers are written: completions and chat completions, whole and streamed, with their log-probabilities."""
+"""The form of answers: completions and chat completions, whole and streamed, with log-probabilities."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from kvferry.engine.server.prompts import Echo
 from kvferry.engine.server.text_codec import TokenTexts
 
 _LEAST = -9999.0
-"""JSON has no minus infinity; this is what OpenAI sends."""
+"""JSON has no minus infinity; OpenAI sends this instead."""
 
 
 class LogprobWriter:
-    """Writes log-probabilities; with `as_token_ids` tokens are called `token_id:123`, as vLLM offers."""
+    """Writes log-probabilities. With `as_token_ids`, tokens are named `token_id:123`, as in vLLM."""
 
     def __init__(self, texts: TokenTexts, *, as_token_ids: bool = False) -> None:
         self._texts = texts
@@ -30,7 +30,7 @@ class LogprobWriter:
     def completion(
         self, places: Sequence[TokenLogprobs | None], token_ids: Sequence[int], offsets: Sequence[int], num_top: int
     ) -> answers.CompletionLogprobs:
-        """The `num_top` likeliest at each place and, if it is not one of them, the token itself."""
+        """The `num_top` most likely tokens at each position, and the token itself if it is not among them."""
         return answers.CompletionLogprobs(
             text_offset=list(offsets),
             token_logprobs=[None if place is None else _clamp(place.logprob) for place in places],
@@ -39,7 +39,7 @@ class LogprobWriter:
         )
 
     def chat(self, places: Sequence[TokenLogprobs], num_top: int) -> answers.ChatLogprobs:
-        """The `num_top` likeliest at each place, which may not contain the token itself."""
+        """The `num_top` most likely tokens at each position, which may not include the token itself."""
         return answers.ChatLogprobs([self._chat_token(place, num_top) for place in places])
 
     def prompt(self, places: Sequence[TokenLogprobs | None], num_top: int) -> answers.PromptLogprobs:
@@ -83,7 +83,7 @@ def _clamp(logprob: float) -> float:
 
 
 class AnswerWriter(ABC):
-    """Writes one request's deltas in the form its route promises. Holds no text: each delta is written once."""
+    """Writes one request's deltas in the form of its route. Keeps no text: each delta is written once."""
 
     def __init__(
         self, body: GenerationRequest, plan: Plan, texts: TokenTexts, *, answer_id: str, model: str, created: int
@@ -102,7 +102,7 @@ class AnswerWriter(ABC):
 
     @abstractmethod
     def events(self, delta: Delta) -> list[answers.ApiAnswer]:
-        """The chunks that `delta` is worth; none when there is nothing to tell yet."""
+        """The chunks for `delta`; none if there is nothing to send yet."""
 
     @abstractmethod
     def whole(self, choices: Sequence[Delta]) -> answers.ApiAnswer:
@@ -110,16 +110,16 @@ class AnswerWriter(ABC):
 
     @abstractmethod
     def _chunk(self, choices: list[Any], **fields: Any) -> answers.ApiAnswer:
-        """A chunk of this route's kind."""
+        """A chunk in the form of this route."""
 
     def last_events(self) -> list[answers.ApiAnswer]:
-        """What comes after all choices have ended."""
+        """What follows when all choices have ended: the usage, if the request asked for it."""
         if not self._include_usage:
             return []
         return [self._chunk([], usage=self.generation.usage(), **self._closing_fields())]
 
     def _fields(self, delta: Delta) -> dict[str, Any]:
-        """What goes with a chunk beside its choice."""
+        """The fields of a chunk besides its choice."""
         fields: dict[str, Any] = {}
         if self._continuous_usage:
             fields["usage"] = self.generation.usage(delta.index)
@@ -128,7 +128,8 @@ class AnswerWriter(ABC):
         return fields
 
     def _closing_fields(self) -> dict[str, Any]:
-        """What the end of the answer carries: the ticket of a hand-off, and the timeline when it was asked for."""
+        """The fields at the end of the answer: the ticket of a hand-off, and the timeline if the request asked for
+        it."""
         timeline = self.generation.timeline if self._returns_timeline else None
         return {"kv_transfer_params": self.generation.ticket, "timeline": timeline}
 
@@ -138,7 +139,7 @@ class AnswerWriter(ABC):
         return self._logprobs.prompt(delta.prompt_logprobs, self._num_prompt_logprobs)
 
     def _worth_sending(self, delta: Delta, logprobs: object) -> bool:
-        """Tokens whose text is held back, or that have none, are no event of their own, unless the event says something
+        """Whether an event is sent for this delta: not for tokens without text, unless the event contains something
         else."""
         return bool(
             delta.text
@@ -149,7 +150,7 @@ class AnswerWriter(ABC):
 
 
 class CompletionWriter(AnswerWriter):
-    """Writes `/v1/completions`. `echoes` has one entry a prompt, or none at all."""
+    """Writes `/v1/completions`. `echoes`: one for each prompt, or none at all."""
 
     def __init__(
         self, body: CompletionRequest, plan: Plan, texts: TokenTexts, echoes: Sequence[Echo] = (), **head: Any
@@ -215,7 +216,7 @@ class ChatWriter(AnswerWriter):
         self._num_logprobs = num_logprobs(body)
 
     def events(self, delta: Delta) -> list[answers.ApiAnswer]:
-        """A choice's first chunk says whose words follow."""
+        """A choice's first chunk contains its role."""
         chunks = [self._opening(delta)] if delta.first else []
         logprobs = self._choice_logprobs(delta)
         if not self._worth_sending(delta, logprobs):

@@ -1,4 +1,4 @@
-"""The Python environment that vLLM is in: this one or another, which is asked without importing anything there."""
+"""The Python environment with vLLM: this one or another. Nothing is imported there."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class _Found(msgspec.Struct):
 
 @dataclass(frozen=True)
 class VllmEnvironment:
-    """A Python with vLLM. `has_kvferry`: vLLM there knows kvferry's connectors; `on_cpu`: it is built for CPUs."""
+    """A Python with vLLM. `has_kvferry`: kvferry's plugin is installed there; `on_cpu`: vLLM is built for CPUs."""
 
     python: str
     version: str
@@ -48,7 +48,7 @@ class VllmEnvironment:
 
 
 def find_vllm(python: str | None) -> VllmEnvironment:
-    """Look into the environment of `python`, or of this process. Raises `ConfigError` when vLLM is not there."""
+    """Inspect the environment of `python`, or of this process. Raises `ConfigError` if vLLM is not installed there."""
     path = python or sys.executable
     if python is not None and not Path(python).is_file():
         raise ConfigError(f"--engine-python {python} is not a file; name a Python interpreter, such as venv/bin/python")

@@ -1,4 +1,4 @@
-"""vLLM servers as processes of a fleet: their command lines and what is around them. vLLM itself is not imported."""
+"""vLLM servers as processes of a fleet: their command lines and environments. vLLM itself is not imported."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _BIND = "VLLM_CPU_OMP_THREADS_BIND"
 
 @dataclass(frozen=True)
 class InstancePlace:
-    """Where one instance runs, and what it is in the fleet. `index` counts all instances."""
+    """Where one instance runs, and its role in the fleet. `index` counts all instances."""
 
     role: InstanceRole
     name: str
@@ -47,7 +47,7 @@ class InstancePlace:
 
 @dataclass(frozen=True)
 class VllmInstances:
-    """What all vLLM instances of a fleet share. `transfer` None: they move no KV."""
+    """What all vLLM servers of a fleet share. `transfer` None: they move no KV."""
 
     model: str
     names: tuple[str, ...]
@@ -81,7 +81,7 @@ class VllmInstances:
         return self.transfer is not None and has_mooncake(self.transfer)
 
     def process(self, place: InstancePlace, bootstrap_port: int = 0) -> ProcessSpec:
-        """One vLLM server. Each gets ports of its own for what vLLM would put at a fixed one."""
+        """One vLLM server, with its own ports where vLLM would use fixed ones."""
         port = place.port or free_ports(1, place.host)[0]
         host = f"[{place.host}]" if ":" in place.host else place.host
         return ProcessSpec(
@@ -96,7 +96,7 @@ class VllmInstances:
     def _command(self, place: InstancePlace) -> list[str]:
         command = [self.found.python, "-m", "vllm.entrypoints.cli.main", "serve", self.model]
         command += ["--served-model-name", *self.names, "--host", place.host, "--port", str(place.port)]
-        # The answer's usage then says how many prompt tokens were cached; the log is not told of every look at health.
+        # The usage then contains the number of cached prompt tokens; the log does not show every health check.
         command += ["--enable-prompt-tokens-details", "--disable-access-log-for-endpoints", "/health,/metrics"]
         if self.transfer is not None:
             own = for_member(self.transfer, place.role, place.name, place.index)
@@ -118,13 +118,13 @@ class VllmInstances:
 
     @property
     def _has_several_workers(self) -> bool:
-        """Each worker needs a list of cores of its own then, which vLLM makes itself."""
+        """Each worker then needs its own list of cores, which vLLM makes itself."""
         return any(one.partition("=")[0] in _SEVERAL_WORKERS for one in self.arguments)
 
 
 def _model(model: str) -> str:
-    """What vLLM is to load. It also takes addresses, files, and ids with a variant behind a colon, unlike our engine.
-    Raises `ConfigError` for what can be no model."""
+    """What vLLM loads. Unlike kvferry's engine, it also takes URLs, files, and ids with a variant behind a colon.
+    Raises `ConfigError` for what cannot be a model."""
     return model if ":" in model or Path(model).is_file() else str(resolve(model))
 
 

@@ -1,4 +1,4 @@
-"""Ports for programs that must be told theirs before they start."""
+"""Free ports for programs that must be told theirs before they start."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from collections.abc import Iterator
 from kvferry.core.errors import ConfigError
 
 _FIRST, _LAST = 20_000, 32_000
-"""Below what the system gives to connections that nobody named a port for, so that only another listener takes one
+"""Below the ephemeral ports that the system gives to outgoing connections, so that only another listener can take one
 between now and its use."""
 
 SPACING = 16
-"""How far apart they are: a data-parallel vLLM counts up from its side-channel port."""
+"""Distance between the ports: a data-parallel vLLM counts up from its side-channel port."""
 
 
 def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
-    """`count` ports on which nobody listens now. Raises `ConfigError` when there are not as many."""
+    """`count` ports on which nobody listens now. Raises `ConfigError` if there are not as many."""
     found = [port for _, port in zip(range(count), _free(host), strict=False)]
     if len(found) < count:
         raise ConfigError(f"no {count} free ports on {host} between {_FIRST} and {_LAST}")

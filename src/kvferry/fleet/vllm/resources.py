@@ -1,4 +1,4 @@
-"""Shares out what one vLLM server would take all of among the servers of one machine: memory on CPUs, devices with
+"""Divides what one vLLM server would take all of among the servers of one machine: memory on CPUs, devices with
 GPUs."""
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ import psutil
 _MEMORY_FLAGS = ("--kv-cache-memory-bytes", "--gpu-memory-utilization")
 _MEMORY_VARIABLE = "VLLM_CPU_KVCACHE_SPACE"
 _MOST_BYTES = 4 * 2**30
-"""Of KV cache that a server gets unasked: it is taken at once, and zeroed."""
+"""Most KV cache that a server gets by default: vLLM allocates and zeroes it at once."""
 _DEVICES_VARIABLE = "CUDA_VISIBLE_DEVICES"
 
 
 def cpu_memory_arguments(arguments: Sequence[str], num_instances: int) -> list[str]:
-    """The KV cache of one of several servers on CPUs, unless the user says how large it is.
+    """The KV cache size of one of several servers on CPUs, unless the user sets one.
 
-    vLLM takes nine tenths of the machine's memory, so the second of two servers would not start.
+    By default, vLLM takes nine tenths of the machine's memory, so that the second of two servers would not start.
     """
     names = {one.partition("=")[0].replace("_", "-") for one in arguments}
     if num_instances < 2 or names & set(_MEMORY_FLAGS) or _MEMORY_VARIABLE in os.environ:
@@ -30,7 +30,7 @@ def cpu_memory_arguments(arguments: Sequence[str], num_instances: int) -> list[s
 
 
 def device_variables(index: int, num_instances: int) -> dict[str, str]:
-    """The GPUs of the `index`-th server; all of them for one alone. Never run on a machine with GPUs."""
+    """The GPUs of server `index`; all of them for a single server. Never run on a machine with GPUs."""
     devices = visible_devices(os.environ)
     if num_instances < 2 or not devices:
         return {}
@@ -38,7 +38,8 @@ def device_variables(index: int, num_instances: int) -> dict[str, str]:
 
 
 def share_devices(devices: Sequence[str], index: int, num_instances: int) -> Sequence[str]:
-    """Neighbours together, the same number for each; in turn one each where there are fewer than instances."""
+    """The same number of neighbouring devices for each; one each, in turn, if there are fewer devices than
+    instances."""
     each = len(devices) // num_instances
     if not each:
         return [devices[index % len(devices)]]
@@ -46,7 +47,7 @@ def share_devices(devices: Sequence[str], index: int, num_instances: int) -> Seq
 
 
 def visible_devices(environment: Mapping[str, str], folder: Path = Path("/dev")) -> list[str]:
-    """The GPUs that this process may use: those that CUDA_VISIBLE_DEVICES names, or all of NVIDIA's."""
+    """The GPUs that this process may use: those in CUDA_VISIBLE_DEVICES, or all NVIDIA devices."""
     if _DEVICES_VARIABLE in environment:
         return [one.strip() for one in environment[_DEVICES_VARIABLE].split(",") if one.strip() not in ("", "-1")]
     found = (re.fullmatch(r"nvidia(\d+)", entry.name) for entry in folder.iterdir())

@@ -1,4 +1,4 @@
-"""What vLLM's log says of its start. Written down from vLLM 0.32; a line that is not known is no harm."""
+"""What vLLM's log tells about its progress at start. Taken from vLLM 0.32; unknown lines are ignored."""
 
 from __future__ import annotations
 

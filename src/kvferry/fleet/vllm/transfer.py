@@ -1,4 +1,4 @@
-"""The `--kv-transfer-config` of each vLLM instance, from the one that the user gave for all, or from none."""
+"""The `--kv-transfer-config` of each vLLM server, made from the one that the user gave for all, or from the default."""
 
 from __future__ import annotations
 
@@ -6,44 +6,59 @@ from contextlib import suppress
 from difflib import get_close_matches
 from typing import Any
 
-import msgspec
-
 from kvferry.connectors.registry import connector_names, find_connector
 from kvferry.core.errors import ConfigError, MissingDependency, UnknownName
-from kvferry.core.transfer_config import KVTransferConfig
-from kvferry.fleet.transfer import InstanceRole, kv_role
+from kvferry.core.transfer_config import KVTransferConfig, read_transfer_json
+from kvferry.fleet.transfer import InstanceRole, kv_role, require_kv_role
 
 OURS = {name: f"Kvferry{name}" for name in ("P2pConnector", "SharedStorageConnector", "KVStoreConnector")}
-"""kvferry's connectors that vLLM has none of the same name for, and their names there."""
+"""kvferry's connectors for which vLLM has none of the same name, and their names in vLLM."""
 
-_PREFIX = "Kvferry"
-"""How the names of kvferry's connectors begin in vLLM."""
+_PREFIX, _SEVERAL = "Kvferry", "MultiConnector"
+"""How the names of kvferry's connectors begin in vLLM; and the name of a connector that joins several."""
 
 
 _EXTRA_IN_VLLM = ("kv_ip", "kv_buffer_size")
 _ADAPTERS = (*_EXTRA_IN_VLLM, "hand_off", "shared_memory", "model_fingerprint")
-"""Keys of `kv_connector_extra_config` that the adapter reads itself."""
+"""Keys of `kv_connector_extra_config` that kvferry's adapter for vLLM reads itself."""
+
+_HAND_OFF = ("P2pConnector", "P2pNcclConnector", "NixlConnector", "MooncakeConnector")
+"""Connectors, kvferry's and vLLM's, whose `kv_role` tells P from D. That of a cache tells whether it saves or loads,
+which both may do."""
 
 DEFAULT = '{"kv_connector":"P2pConnector"}'
 
 
 def read_transfer(text: str) -> dict[str, Any]:
-    """The JSON, with kvferry's connectors under vLLM's names for them. All else is vLLM's to judge."""
-    try:
-        raw = msgspec.json.decode(text, type=dict[str, Any])
-    except msgspec.MsgspecError as error:
-        raise ConfigError(f"--kv-transfer-config is not a JSON object: {error}") from error
+    """The JSON with the names that kvferry's connectors have in vLLM. Everything else is checked by vLLM. Raises
+    `ConfigError`."""
+    raw = read_transfer_json(text)
     if not isinstance(raw.get("kv_connector"), str):
         raise ConfigError('--kv-transfer-config names no "kv_connector"')
-    transfer = {**raw, "kv_connector": OURS.get(raw["kv_connector"], raw["kv_connector"])}
-    for one in (transfer, *_children(transfer)):
+    transfer = _named(raw)
+    children = () if transfer["kv_connector"] == _PREFIX + _SEVERAL else _children(transfer)
+    for one in (transfer, *children):
         _check_ours(one)
     return transfer
 
 
+def _named(transfer: dict[str, Any]) -> dict[str, Any]:
+    """With the names of kvferry's connectors in vLLM. A MultiConnector of kvferry's connectors, one of which vLLM has
+    no connector of the same name for, becomes kvferry's own."""
+    name, children = transfer["kv_connector"], _children(transfer)
+    names = [child["kv_connector"] for child in children]
+    if name == _SEVERAL and OURS.keys() & names and set(names) <= set(connector_names()):
+        return {**transfer, "kv_connector": _PREFIX + name}
+    if name == _SEVERAL and children:
+        extra = transfer["kv_connector_extra_config"]
+        named = {**extra, "connectors": [_named(child) for child in children]}
+        return {**transfer, "kv_connector_extra_config": named}
+    return {**transfer, "kv_connector": OURS.get(name, name)}
+
+
 def _check_ours(transfer: dict[str, Any]) -> None:
-    """Raise `ConfigError` for settings of a connector of kvferry's that are wrong. What is installed in vLLM's
-    environment is not known here: neither libraries, nor connectors of other packages."""
+    """Raise `ConfigError` for wrong settings of one of kvferry's connectors. What is installed in vLLM's environment is
+    not known here: neither libraries, nor connectors of other packages."""
     name = transfer["kv_connector"].removeprefix(_PREFIX)
     if not transfer["kv_connector"].startswith(_PREFIX):
         return
@@ -66,14 +81,14 @@ def is_ours(transfer: dict[str, Any]) -> bool:
 
 
 def has_mooncake(transfer: dict[str, Any]) -> bool:
-    """Whether a prefill instance has a bootstrap server."""
+    """Whether a prefill instance has a Mooncake bootstrap server."""
     return bool(transfer["kv_connector"] == "MooncakeConnector")
 
 
 def for_member(transfer: dict[str, Any], role: InstanceRole, name: str, index: int) -> dict[str, Any]:
-    """The configuration of the `index`-th instance: the user's settings, and what must differ between instances.
+    """The configuration of instance `index`: the user's settings, and what must differ between instances.
 
-    If a hand-off is lost, its prompt is computed again, as in kvferry's own engine, unless another policy is named.
+    `kv_load_failure_policy` is `recompute` unless the user sets it, as in kvferry's own engine.
     """
     own = {"kv_load_failure_policy": "recompute", **_with_roles(_as_vllm_takes_it(transfer), role)}
     if own.get("engine_id"):
@@ -84,7 +99,7 @@ def for_member(transfer: dict[str, Any], role: InstanceRole, name: str, index: i
 
 
 def _as_vllm_takes_it(transfer: dict[str, Any]) -> dict[str, Any]:
-    """Keys of a connector of kvferry's that vLLM has no place for go where it lets them through."""
+    """Move keys that vLLM's configuration does not have into `kv_connector_extra_config`, for kvferry's connectors."""
     if not transfer["kv_connector"].startswith(_PREFIX):
         return transfer
     moved = {key: transfer[key] for key in _EXTRA_IN_VLLM if key in transfer}
@@ -95,12 +110,22 @@ def _as_vllm_takes_it(transfer: dict[str, Any]) -> dict[str, Any]:
 
 
 def _with_roles(transfer: dict[str, Any], role: InstanceRole) -> dict[str, Any]:
-    own = {"kv_role": kv_role(role), **transfer}
+    """Add `kv_role`. A connector that does not hand off saves and loads in every role. kvferry's MultiConnector sets
+    the roles of its children itself. Raises `ConfigError` if what hands off is given the other instances' role."""
+    extra = transfer.get("kv_connector_extra_config")
+    only_keeps = isinstance(extra, dict) and extra.get("hand_off") is False
+    own = {"kv_role": "kv_both" if only_keeps else kv_role(role), **transfer}
+    if _hands_off(transfer["kv_connector"]) and not only_keeps:
+        require_kv_role(own["kv_role"], role)
     children = _children(transfer)
-    if children:
+    if children and transfer["kv_connector"] != f"{_PREFIX}{_SEVERAL}":
         extra = transfer["kv_connector_extra_config"]
         own["kv_connector_extra_config"] = {**extra, "connectors": [_with_roles(one, role) for one in children]}
     return own
+
+
+def _hands_off(name: str) -> bool:
+    return name.removeprefix(_PREFIX) in _HAND_OFF or name == _PREFIX + _SEVERAL
 
 
 def _children(transfer: dict[str, Any]) -> list[dict[str, Any]]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from random import Random
@@ -34,7 +33,7 @@ _MOST_TURNS = 4096
 
 @dataclass
 class InstanceLoad:
-    """What the router has given one instance to do. Written by the requests' `Placement`s, or by a simulator."""
+    """The work that the router has given to one instance. Written by the requests' `Account`s, or by a simulator."""
 
     prefill_tokens: float = 0.0
     """Of prompts that it computes or that wait there, without what it had cached."""
@@ -44,16 +43,24 @@ class InstanceLoad:
     _recent_at: float = 0.0
 
     def note_taken(self, num_tokens: float, now: float) -> None:
-        """Its cache takes in so many tokens more, computed or handed over, at `now` on the policy's clock."""
-        self._recent, self._recent_at = self.recent_tokens(now) + num_tokens, now
+        """At `now` on the policy's clock, the instance's cache takes in this many more tokens, computed or handed
+        over."""
+        self._recent = num_tokens + self._recent * math.exp2((self._recent_at - now) / _HALF_LIFE_S)
+        self._recent_at = now
 
     def recent_tokens(self, now: float) -> float:
-        """Tokens that its cache has taken in lately; older ones count less."""
+        """Tokens that the instance's cache has taken in recently; older ones count less."""
         return self._recent * math.exp2((self._recent_at - now) / _HALF_LIFE_S)
 
 
+def recent_tokens_of(targets: Sequence[Target], now: float) -> list[float]:
+    """`InstanceLoad.recent_tokens` of each."""
+    loads = [one.load for one in targets]
+    return [load._recent * math.exp2((load._recent_at - now) / _HALF_LIFE_S) for load in loads]
+
+
 class Target(Protocol):
-    """An instance, as a policy sees it; hashable by identity."""
+    """An instance as a policy sees it; hashable by identity."""
 
     @property
     def name(self) -> str:
@@ -61,14 +68,14 @@ class Target(Protocol):
 
     @property
     def load(self) -> InstanceLoad:
-        """What it has to do."""
+        """The work that it has."""
 
 
 T = TypeVar("T", bound=Target)
 
 
 class Asked(msgspec.Struct, frozen=True):
-    """What a policy sees of a request. `num_tokens` of the prompt is an estimate where the prompt is text."""
+    """What a policy sees of a request. `num_tokens` of the prompt is an estimate if the prompt is text."""
 
     model: str = ""
     num_tokens: int = 0
@@ -81,23 +88,31 @@ class Asked(msgspec.Struct, frozen=True):
     prefix: Prefix = NO_PREFIX
 
 
-def _always(prefill: object, decode: object) -> bool:
+def any_pair(prefill: object, decode: object) -> bool:
+    """Each decode instance can read the KV of each prefill instance."""
     return True
 
 
 class Options(msgspec.Struct, Generic[T], frozen=True):
-    """Who may serve a request now. `decodes` is never empty. Without `prefills` one decode instance does everything;
-    with them it may, unless the prompt has been computed already (`may_stay_whole` False)."""
+    """The instances that can serve a request now. `decodes` is never empty. Without `prefills`, one decode instance
+    does both phases; with them it may, unless the prompt has already been computed (`may_stay_whole` False)."""
 
     prefills: Sequence[T]
     decodes: Sequence[T]
     may_stay_whole: bool = True
-    can_pair: Callable[[T, T], bool] = _always
+    can_pair: Callable[[T, T], bool] = any_pair
 
-    def pairs_with(self, prefill: T) -> list[T]:
-        """The decode instances that can read its KV."""
+    def pairs_with(self, prefill: T) -> Sequence[T]:
+        """The decode instances that can read the KV of this prefill instance; not to be changed, like `decodes`."""
         can_pair = self.can_pair
-        return [one for one in self.decodes if can_pair(prefill, one)]
+        return self.decodes if can_pair is any_pair else [one for one in self.decodes if can_pair(prefill, one)]
+
+    def paired(self) -> Sequence[T]:
+        """The prefill instances whose KV a decode instance can read."""
+        can_pair = self.can_pair
+        if can_pair is any_pair:
+            return self.prefills
+        return [one for one in self.prefills if any(can_pair(one, other) for other in self.decodes)]
 
 
 Scores = tuple[Leg, Sequence[Target], Sequence[float]]
@@ -105,8 +120,8 @@ Scores = tuple[Leg, Sequence[Target], Sequence[float]]
 
 
 class Choice(msgspec.Struct, Generic[T], frozen=True):
-    """Where a request goes. `prefill` None: to `decode` alone. `reason`: why it is split, or not. `scores`: what the
-    policy thought of each candidate, lower is better."""
+    """Where a request goes. `prefill` None: to `decode` alone. `reason`: why it is split, or not. `scores`: the
+    policy's scores of all candidates, lower is better."""
 
     decode: T
     prefill: T | None = None
@@ -115,14 +130,14 @@ class Choice(msgspec.Struct, Generic[T], frozen=True):
 
 
 class Disaggregation(Protocol):
-    """Says whether a hand-off is worth it."""
+    """Decides whether a hand-off is worth it."""
 
     @property
     def active(self) -> bool:
-        """Whether it may say so of any request."""
+        """Whether it may decide against a hand-off for any request."""
 
     def stays_whole(self, asked: Asked, prefill: Target, decode: Target) -> str | None:
-        """Why `decode` had better do both, as a short label; None: hand off."""
+        """Why `decode` should do both phases, as a short label; None: hand off."""
 
 
 @dataclass(frozen=True)
@@ -137,11 +152,11 @@ class PolicyContext:
 
 
 class NoSettings:
-    """Of a policy that has none."""
+    """The settings of a policy that has none."""
 
 
 class Policy(ABC):
-    """Chooses. May keep state of its own, which has to be bounded."""
+    """Chooses instances. State of its own must be bounded."""
 
     Settings: ClassVar[type] = NoSettings
     """A frozen dataclass with a default for every field; `--policy-option name=value` fills it."""
@@ -151,32 +166,32 @@ class Policy(ABC):
 
     @abstractmethod
     def choose(self, asked: Asked, options: Options[T]) -> Choice[T]:
-        """One plan for both legs. Does not block, and changes nothing: see `placed`."""
+        """One plan for both legs. Must not block or change anything; `placed` is called when the plan is used."""
 
     def placed(self, asked: Asked, choice: Choice[T]) -> None:
-        """The choice was taken. The index knows it already."""
+        """The router uses this choice; the prefix index already contains it."""
 
 
 class LegPolicy(Policy):
     """Scores each leg by itself: the best prefill instance, then the best decode instance that can read its KV.
 
-    Between equals it is the turn of the one that was chosen longest ago.
+    Among equal scores, the instance that was chosen longest ago wins.
     """
 
     def __init__(self, context: PolicyContext, settings: object) -> None:
         super().__init__(context, settings)
         self._turn = 0
-        self._last_turn: OrderedDict[str, int] = OrderedDict()
+        self._last_turn: dict[str, int] = {}
 
     @abstractmethod
     def score(self, asked: Asked, leg: Leg, targets: Sequence[T]) -> Sequence[float]:
-        """Of each target, lower is better."""
+        """The score of each target, lower is better."""
 
     def choose(self, asked: Asked, options: Options[T]) -> Choice[T]:
         """Choose the prefill instance with the lowest score, then the decode instance with the lowest score that can
         read its KV; or one decode instance for both, where that is allowed and better."""
         scores: list[Scores] = []
-        prefills = [one for one in options.prefills if options.pairs_with(one)]
+        prefills = options.paired()
         if not prefills:
             why = "no_pair" if options.prefills else "no_prefill"
             return Choice(self._best(asked, "whole", options.decodes, scores), None, why, scores)
@@ -189,14 +204,14 @@ class LegPolicy(Policy):
         return Choice(self._best(asked, "decode", options.pairs_with(prefill), scores), prefill, "split", scores)
 
     def placed(self, asked: Asked, choice: Choice[T]) -> None:
-        """Note whose turn it was."""
-        self._turn += 1
-        for one in (choice.prefill, choice.decode):
-            if one is not None:
-                self._last_turn[one.name] = self._turn
-                self._last_turn.move_to_end(one.name)
-        while len(self._last_turn) > _MOST_TURNS:
-            self._last_turn.popitem(last=False)
+        """Note which instances were chosen."""
+        last_turn = self._last_turn
+        self._turn = turn = self._turn + 1
+        last_turn[choice.decode.name] = turn
+        if choice.prefill is not None:
+            last_turn[choice.prefill.name] = turn
+        if len(last_turn) > _MOST_TURNS:
+            del last_turn[min(last_turn, key=last_turn.__getitem__)]
 
     def _best(self, asked: Asked, leg: Leg, targets: Sequence[T], scores: list[Scores]) -> T:
         found = self.score(asked, leg, targets)

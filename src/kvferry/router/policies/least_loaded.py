@@ -1,4 +1,4 @@
-"""The one with the least to do: tokens to be computed for prefill, answers under way for decode."""
+"""The instance with the least work: tokens to be computed for prefill, running answers for decode."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from kvferry.router.policies.base import Asked, Leg, LegPolicy, T, Target
 
 
 def work(target: Target, leg: Leg) -> float:
-    """How much an instance has to do on a leg. A decode instance's prompts count as answers to come."""
+    """How much work an instance has, for a leg. Prompts that a decode instance computes count as answers to come."""
     load = target.load
     return load.prefill_tokens if leg == "prefill" else float(load.num_decodes + load.num_prefills)
 
@@ -17,5 +17,5 @@ class LeastLoaded(LegPolicy):
     """By `work`."""
 
     def score(self, asked: Asked, leg: Leg, targets: Sequence[T]) -> Sequence[float]:
-        """What each has to do."""
+        """The work of each target."""
         return [work(one, leg) for one in targets]

@@ -1,5 +1,5 @@
-"""The less loaded of two that chance picks (Mitzenmacher 2001): nearly as even as the least loaded, and where several
-routers share a fleet and each sees its own requests only, they do not all run to the same instance."""
+"""The less loaded of two instances chosen at random (Mitzenmacher 2001). The load is nearly as even as with the least
+loaded instance, and several routers that each see only their own requests do not all choose the same one."""
 
 from __future__ import annotations
 
@@ -14,6 +14,6 @@ class PowerOfTwo(LegPolicy):
     """By `work`, of two."""
 
     def score(self, asked: Asked, leg: Leg, targets: Sequence[T]) -> Sequence[float]:
-        """What the two have to do; the others are out."""
+        """The work of the two that were drawn; the others are never chosen."""
         drawn = set(self.context.random.sample(range(len(targets)), min(2, len(targets))))
         return [work(one, leg) if index in drawn else math.inf for index, one in enumerate(targets)]

@@ -1,7 +1,6 @@
-"""To where most of the prompt's KV is, as long as that instance has not much more to do than the others.
+"""The instance that has most of the prompt's KV, as long as it does not have much more work than the others.
 
-Without the second half, every request of a fleet that shares a system prompt would go to the instance that saw it
-first.
+Without the second condition, every request with the same system prompt would go to the instance that got it first.
 """
 
 from __future__ import annotations
@@ -9,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvferry.router.policies.base import Asked, Leg, LegPolicy, PolicyContext, T
+from kvferry.router.policies.base import Asked, Leg, LegPolicy, PolicyContext, T, recent_tokens_of
 from kvferry.router.policies.least_loaded import work
 
 
 @dataclass(frozen=True)
 class PrefixSettings:
-    """How uneven the instances may get for the sake of their caches."""
+    """How uneven the load may become for the sake of cached prefixes."""
 
     pressure: float = 0.1
     """Tokens of the prompt that count for each token that an instance's cache has taken in lately beyond what the least
@@ -25,7 +24,7 @@ class PrefixSettings:
 
 
 class PrefixAware(LegPolicy):
-    """Longest cached prefix among those that are not too busy; then the least loaded."""
+    """The longest cached prefix among the instances that are not too busy; then the least loaded."""
 
     Settings = PrefixSettings
 
@@ -35,10 +34,11 @@ class PrefixAware(LegPolicy):
         self._settings = settings
 
     def score(self, asked: Asked, leg: Leg, targets: Sequence[T]) -> Sequence[float]:
-        """Tokens to be computed (all of them, for who is too busy), and what counts like tokens; then by load."""
+        """Tokens to be computed (all of them for an instance that is too busy) and the penalty in tokens; then the
+        load."""
         cached = self.context.index.match(asked.prefix)
         now = self.context.clock.monotonic()
-        taken = [one.load.recent_tokens(now) for one in targets]
+        taken = recent_tokens_of(targets, now)
         running = [one.load.num_decodes + one.load.num_prefills for one in targets]
         most, least = min(running) + self._settings.slack_requests, min(taken)
         return [

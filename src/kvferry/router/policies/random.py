@@ -1,4 +1,4 @@
-"""Anyone, by chance."""
+"""A random instance."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from kvferry.router.policies.base import Asked, Leg, LegPolicy, T
 
 
 class RandomChoice(LegPolicy):
-    """The lowest of random numbers."""
+    """The instance with the lowest of random numbers."""
 
     def score(self, asked: Asked, leg: Leg, targets: Sequence[T]) -> Sequence[float]:
-        """Random."""
+        """Random numbers."""
         return [self.context.random.random() for _ in targets]

@@ -1,6 +1,6 @@
-"""Everyone in turn: the candidate whose turn is longest ago; those that never had one go first.
+"""Each instance in turn: the one that was chosen longest ago; those that were never chosen come first.
 
-Turns belong to instances, not to positions in a list, so candidates that come and go do not unsettle the rest.
+The order is kept by instance and not by position in a list, so instances may come and go.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from kvferry.router.policies.base import Asked, Leg, LegPolicy, T
 
 
 class RoundRobin(LegPolicy):
-    """All are equal, and between equals it is a matter of turns."""
+    """Gives all the same score; among equals, the one that was chosen longest ago wins."""
 
     def score(self, asked: Asked, leg: Leg, targets: Sequence[T]) -> Sequence[float]:
         """The same for all."""

@@ -16,14 +16,14 @@ from kvferry.router.policies.prefix import PrefixAware, PrefixSettings
 
 @dataclass(frozen=True)
 class SessionSettings(PrefixSettings):
-    """For conversations known by their beginning: as for the prefix policy."""
+    """For conversations that are recognised by their beginning: as for the prefix policy."""
 
     max_sessions: int = 65536
     """Most conversations remembered; beyond, those that were silent longest are forgotten."""
 
 
 class SessionAffinity(PrefixAware):
-    """Named conversations stay; the others follow their prefix."""
+    """Named conversations stay on their instances; the others follow their prefix."""
 
     Settings = SessionSettings
 
@@ -34,7 +34,7 @@ class SessionAffinity(PrefixAware):
         self._where: OrderedDict[str, dict[Leg, str]] = OrderedDict()
 
     def score(self, asked: Asked, leg: Leg, targets: Sequence[T]) -> Sequence[float]:
-        """Far below the others' for the instance that had the last turn."""
+        """Far lower for the instance that had the last turn than for all others."""
         scores = super().score(asked, leg, targets)
         side: Leg = "prefill" if leg == "prefill" else "decode"
         last = self._where.get(asked.session, {}).get(side) if asked.session else None
@@ -44,7 +44,7 @@ class SessionAffinity(PrefixAware):
         ]
 
     def placed(self, asked: Asked, choice: Choice[T]) -> None:
-        """Remember both legs."""
+        """Remember the instances of both legs."""
         super().placed(asked, choice)
         if not asked.session:
             return

@@ -1,4 +1,4 @@
-"""Which form a hand-off takes, from what is known of P and of the decode instances."""
+"""Which form of hand-off P and the decode instances can use, given what is known about them."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 from kvferry.core.errors import LayoutMismatch
+from kvferry.core.instance_facts import InstanceFacts, KVSource
 from kvferry.router.config import HandOffMode, RouterConfig
-from kvferry.router.instance import Facts, Instance, InstanceFacts, KVSource, SglangFacts, VllmFacts
+from kvferry.router.instance import Facts, Instance, LegRole, SglangFacts, VllmFacts
 from kvferry.router.protocols import kvferry
 from kvferry.router.protocols.form import Form
 from kvferry.router.protocols.mooncake import mooncake
@@ -22,7 +23,8 @@ CONCURRENT_CONNECTORS = frozenset({"P2pConnector", "P2pNcclConnector", "NixlConn
 
 
 def choose_form(config: RouterConfig, transfer_id: str, prefill: Instance, decodes: Sequence[Facts]) -> Form | None:
-    """None: P cannot hand off now, as its bootstrap server, which the protocol needs, has not answered."""
+    """The form of a hand-off from this prefill instance. None: P cannot hand off now, because its bootstrap server,
+    which the protocol needs, has not answered."""
     facts, told = prefill.facts, config.protocol
     if isinstance(facts, SglangFacts):
         return sglang(transfer_id, prefill.host, facts.bootstrap_port or prefill.bootstrap_port)
@@ -49,26 +51,41 @@ def early_origin(prefill: Instance, decodes: Sequence[Facts], mode: HandOffMode)
         return None
     match prefill.facts:
         case InstanceFacts(connector=connector) as facts if mode == "concurrent" or connector in CONCURRENT_CONNECTORS:
-            alike = all(isinstance(one, InstanceFacts) and one.connector == connector for one in decodes)
-            return facts.origin(prefill.host) if alike else None
+            same = all(isinstance(one, InstanceFacts) and one.connector == connector for one in decodes)
+            return facts.origin(prefill.host) if same else None
         case VllmFacts(origins=[origin]) if mode == "concurrent":
             return origin if all(isinstance(one, VllmFacts) for one in decodes) else None
     return None
 
 
 def can_pair(prefill: Facts, decode: Facts) -> bool:
-    """Whether one can read the other's KV at all, as far as is known: not different engines, nor instances whose
-    layouts cannot be reconciled, nor those that serve different models."""
-    if isinstance(prefill, InstanceFacts) and isinstance(decode, InstanceFacts):
-        return prefill.layout == decode.layout or _can_reconcile(prefill, decode)
-    if isinstance(prefill, VllmFacts) and isinstance(decode, VllmFacts):
-        same_dtype = not (prefill.cache_dtype and decode.cache_dtype) or prefill.cache_dtype == decode.cache_dtype
-        share_model = not (prefill.model_names and decode.model_names) or not set(prefill.model_names).isdisjoint(
-            decode.model_names
+    """Whether one can hand off to the other at all, as far as is known: both are `alike`, have a connector, and were
+    not started for the other role."""
+    return _has_part(prefill, "prefill") and _has_part(decode, "decode") and alike(prefill, decode)
+
+
+def alike(one: Facts, other: Facts) -> bool:
+    """Whether two instances compute the same, and one could read the other's KV, as far as is known: not different
+    engines, nor instances whose layouts cannot be reconciled, nor those that serve different models."""
+    if isinstance(one, InstanceFacts) and isinstance(other, InstanceFacts):
+        return one.layout == other.layout or _can_reconcile(one, other)
+    if isinstance(one, VllmFacts) and isinstance(other, VllmFacts):
+        same_dtype = not (one.cache_dtype and other.cache_dtype) or one.cache_dtype == other.cache_dtype
+        share_model = not (one.model_names and other.model_names) or not set(one.model_names).isdisjoint(
+            other.model_names
         )
         return same_dtype and share_model
-    known = {type(prefill), type(decode)} & {InstanceFacts, VllmFacts, SglangFacts}
+    known = {type(one), type(other)} & {InstanceFacts, VllmFacts, SglangFacts}
     return len(known) < 2
+
+
+def _has_part(facts: Facts, part: LegRole) -> bool:
+    match facts:
+        case InstanceFacts():
+            return facts.has_part(part)
+        case SglangFacts(mode=mode):
+            return mode in ("null", part)
+    return True
 
 
 _Layouts = tuple[str | None, str | None]
@@ -87,7 +104,7 @@ def _can_reconcile(prefill: InstanceFacts, decode: InstanceFacts) -> bool:
             prefill.kv_layout.require_reconcilable(decode.kv_layout)
             _reconciled[names] = True
         except LayoutMismatch as error:
-            logger.warning("prefill and decode instances that cannot hand off to each other are not paired: %s", error)
+            logger.warning("instances that could not read each other's KV are not paired: %s", error)
             _reconciled[names] = False
         if len(_reconciled) > _MOST_RECONCILED:
             _reconciled.popitem(last=False)

@@ -33,7 +33,7 @@ class Form(msgspec.Struct, frozen=True, kw_only=True):
     prefill_headers: RawHeaders = msgspec.field(default_factory=list)
 
     def read_ticket(self, answer: bytes) -> msgspec.Raw | None:
-        """D's ticket from P's answer, None when there is none. Raises `msgspec.MsgspecError` on what is no object."""
+        """D's ticket from P's answer, None if there is none. Raises `msgspec.MsgspecError` if it is not an object."""
         params = _ANSWER.decode(answer).kv_transfer_params
         if self.early_is_all:
             return msgspec.Raw(msgspec.json.encode(self.early))

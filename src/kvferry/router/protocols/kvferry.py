@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from kvferry.core.hand_off import Ticket
-from kvferry.router.instance import KVSource
+from kvferry.core.instance_facts import KVSource
 from kvferry.router.protocols.form import Form
 from kvferry.router.protocols.nixl import produce_params
 
 
 def sequential(transfer_id: str) -> Form:
-    """P answers with the ticket, then D is called with it. Engines that nobody knows get this one too."""
+    """P answers with the ticket, then D is called with it. Also used for engines that the router does not know."""
     return Form(protocol="kvferry", transfer_id=transfer_id, produce=produce_params(transfer_id), shares_seed=True)
 
 
 def concurrent(transfer_id: str, origin: KVSource, *, takes_first_token: bool = True) -> Form:
-    """D gets P's address and asks before P has answered. D in vLLM draws the first token itself, and would count all
-    that it fetches as cached, if nobody told it what P had in its cache."""
+    """D gets P's address and asks P before P has answered. Inside vLLM, D samples the first token itself; without being
+    told what P had cached, it would report all tokens that it fetches as cached."""
     ticket = Ticket(
         transfer_id=transfer_id,
         remote_engine_id=origin.engine_id,

@@ -1,7 +1,7 @@
-"""How the bytes of a block are written down at rest or on a link: as they are, or smaller.
+"""How the bytes of a block are encoded in a store: unchanged, or smaller.
 
-A codec belongs to one tier or link, and is made for one layout. It works on spans (one block of one layer). What it is
-given to decode has been verified by checksum, yet whoever wrote it may mean ill: lengths inside are not to be trusted.
+A codec belongs to one tier, and is made for one layout. It works on spans (one block of one layer). What it decodes has
+been verified by checksum, but whoever wrote it may be malicious: lengths inside must not be trusted.
 """
 
 from __future__ import annotations
@@ -13,34 +13,34 @@ from typing import ClassVar
 from kvferry.core.layout import KVLayout
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,15}")
-"""Of a codec: it is in the header of each block, and in names of folders and keys."""
+"""What a codec's name may be: it is part of each block's header, and of the names of directories and keys."""
 
 
 class CodecError(Exception):
-    """Encoded bytes that cannot be decoded. Does not leave the store: the block counts as corrupt."""
+    """Encoded bytes that cannot be decoded. Handled within the store: the block counts as corrupt."""
 
 
 class Codec(ABC):
-    """Encodes and decodes the spans of one layout. Safe for several threads."""
+    """Encodes and decodes the spans of one layout. Any thread."""
 
     name: ClassVar[str]
-    """What users say, and what a stored block's header says, as `NAME` allows."""
+    """For users, and in the header of a stored block; must match `NAME`."""
 
     lossless: ClassVar[bool]
-    """Whether decoding gives the same bits. A lossy codec is used only where it is asked for by name."""
+    """Whether decoding gives the same bits. A lossy codec is used only if it is asked for by name."""
 
     def __init__(self, layout: KVLayout) -> None:
-        """Raises `ConfigError` when spans of this layout cannot be encoded (packing, dtype)."""
+        """Raises `ConfigError` if spans of this layout cannot be encoded (packing, dtype)."""
         self.layout = layout
 
     @abstractmethod
     def encode(self, span: memoryview, layer: int) -> bytes | memoryview:
-        """The span's bytes, encoded. May return `span` itself."""
+        """The span, encoded. May return `span` itself."""
 
     @abstractmethod
     def decode(self, encoded: memoryview, layer: int, into: memoryview) -> None:
-        """Fill `into`, as long as the layout says, and no more. Raises `CodecError`."""
+        """Fill `into`, which has the span's length, and nothing else. Raises `CodecError`."""
 
     @abstractmethod
     def max_encoded_bytes(self, layer: int) -> int:
-        """No encoded span of this layer is longer."""
+        """The longest that an encoded span of this layer can be."""

@@ -1,4 +1,4 @@
-"""Encoded spans that begin with a byte: packed, or as they are where packing would not make them smaller."""
+"""Encoded spans that begin with one byte: packed, or unchanged if packing would not make them smaller."""
 
 from __future__ import annotations
 
@@ -10,17 +10,16 @@ PLAIN, PACKED = 0, 1
 
 
 class FramedCodec(Codec):
-    """A codec that may leave a span as it is. So no encoded span is more than a byte longer than the span."""
+    """A codec that may leave a span unchanged, so that no encoded span is more than one byte longer than the span."""
 
     def encode(self, span: memoryview, layer: int) -> bytes:
-        """The byte, and what it says."""
         packed = self._pack(span.cast("B"), layer)
         if packed is None or len(packed) >= len(span):
             return bytes((PLAIN,)) + bytes(span)
         return bytes((PACKED,)) + packed
 
     def decode(self, encoded: memoryview, layer: int, into: memoryview) -> None:
-        """As `Codec.decode`; nothing is allocated by what `encoded` says of its own length."""
+        """Nothing is allocated by lengths that `encoded` claims."""
         mode, payload = bytes(encoded[:1]), encoded[1:]
         if mode == bytes((PLAIN,)) and len(payload) == len(into):
             into[:] = payload
@@ -32,13 +31,12 @@ class FramedCodec(Codec):
             )
 
     def max_encoded_bytes(self, layer: int) -> int:
-        """A byte more than the span."""
         return 1 + self.layout.span_bytes(layer)
 
     @abstractmethod
     def _pack(self, span: memoryview, layer: int) -> bytes | None:
-        """The span packed; None where it cannot be."""
+        """The packed span; None if it cannot be packed."""
 
     @abstractmethod
     def _unpack(self, payload: memoryview, layer: int, into: memoryview) -> None:
-        """Fill `into`. Raises `CodecError` for what `_pack` does not write."""
+        """Fill `into`. Raises `CodecError` for bytes that `_pack` does not write."""

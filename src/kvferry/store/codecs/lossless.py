@@ -1,8 +1,8 @@
-"""Lossless: exponents apart from the rest, and entropy-coded.
+"""Lossless: exponents are separated from the rest and entropy-coded.
 
-The numbers of a channel differ little in size, so that their exponents repeat while signs and mantissas are noise. The
-8 bits of each exponent go into a plane of their own, which Zstandard's Huffman coder packs; the rest is kept as it is.
-Decoding gives the same bits, of numbers that are none (NaN) too. The idea is known from ZipNN and DFloat11.
+The numbers of a channel differ little in size, so that their exponents repeat, while signs and mantissas are noise. The
+8 bits of each exponent go into a plane of their own, which Zstandard's Huffman coder compresses; the rest is stored
+unchanged. Decoding gives the same bits, including those of NaNs. The idea is that of ZipNN and DFloat11.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _UNSIGNED: dict[int, Any] = {2: "<u2", 4: "<u4"}
 
 
 class LosslessCodec(FramedCodec):
-    """`[packed exponents][signs and mantissas]`; the second has a length that the layout says."""
+    """`[compressed exponents][signs and mantissas]`; the length of the second part follows from the layout."""
 
     name = "lossless"
     lossless = True
@@ -42,7 +42,7 @@ class LosslessCodec(FramedCodec):
         if any(layout.span_bytes(layer) % self._item_bytes for layer in range(layout.num_layers)):
             raise ConfigError(f"codec 'lossless': pages of {layout.packing} are not made of {layout.dtype}")
         self._local = threading.local()
-        """Zstandard's contexts are for one thread each."""
+        """Zstandard's contexts may be used by one thread only."""
 
     def _pack(self, span: memoryview, layer: int) -> bytes:
         numbers = np.frombuffer(span, dtype=_UNSIGNED[self._item_bytes])
@@ -61,7 +61,7 @@ class LosslessCodec(FramedCodec):
         self._join(exponents, rest, numbers)
 
     def _rest(self, numbers: NDArray[np.unsignedinteger]) -> Bytes:
-        """`[item_bytes - 1, num]`: the sign with the mantissa's upper bits, then the mantissa's lower bytes."""
+        """uint8 [item_bytes - 1, num]: sign and upper bits of the mantissa, then the lower bytes of the mantissa."""
         top_shift = 8 * (self._item_bytes - 1)
         planes = np.empty((self._item_bytes - 1, len(numbers)), dtype=np.uint8)
         sign = (numbers >> top_shift).astype(np.uint8) & 0x80
@@ -71,7 +71,7 @@ class LosslessCodec(FramedCodec):
         return planes
 
     def _join(self, exponents: Bytes, rest: Bytes, numbers: NDArray[np.unsignedinteger]) -> None:
-        """The opposite of splitting, into `numbers`."""
+        """The inverse of `_rest` and of separating the exponents; writes into `numbers`."""
         wide = numbers.dtype
         numbers[:] = exponents.astype(wide) << self._shift
         numbers |= (rest[0].astype(wide) & 0x80) << (8 * (self._item_bytes - 1))
@@ -83,7 +83,7 @@ class LosslessCodec(FramedCodec):
         import zstandard
 
         try:
-            # What the frame says of its length is compared before anything is allocated by it.
+            # The length that the frame claims is compared before anything is allocated by it.
             if zstandard.frame_content_size(packed) != num:
                 raise CodecError(f"the exponents do not say that they are {num}")
             plane = self._decoder().decompress(packed, max_output_size=num, allow_extra_data=False)

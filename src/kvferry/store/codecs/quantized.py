@@ -1,8 +1,9 @@
-"""Lossy codecs: each number in 8 or 4 bits, with scales of its group. Used only where they are asked for by name.
+"""Lossy codecs: 8 or 4 bits for each number, with scales for groups of numbers. Used only if they are asked for by
+name.
 
-A key's channels differ in size for all tokens alike, a value's tokens do; so a group is one channel of a block's keys
-or one token of its values (as in KIVI, ICML 2024). Scales are bfloat16. A span with a number that is not finite is
-kept as it is.
+The channels of keys differ in size in the same way for all tokens, and the tokens of values do; so a group is one
+channel of a block's keys, or one token of its values (as in KIVI, ICML 2024). Scales are bfloat16, and rounded up: a
+span with a number that is not finite, or so large that it might not be finite afterwards, is stored unchanged.
 """
 
 from __future__ import annotations
@@ -21,11 +22,14 @@ from kvferry.store.codecs.framed import FramedCodec
 
 Floats = NDArray[np.float32]
 SMALLEST = np.float32(2.0**-126)
-"""The smallest normal scale; what would need a smaller one becomes 0."""
+"""The smallest normal scale; groups that would need a smaller one become 0."""
+LARGEST = {"float16": 0.9 * 65504, "bfloat16": 1e38, "float32": 1e38}
+"""The largest magnitude that is quantized: with scales rounded up, what comes back is finite in that type, and so is
+the difference of two such numbers in float32."""
 
 
 class QuantizedCodec(FramedCodec):
-    """Keys and values, `[heads, tokens, dim]` each, packed by `_quantize` along tokens (axis 1) or dim (axis 2)."""
+    """Keys and values, `[heads, tokens, dim]` each, quantized in groups along tokens (axis 1) or dim (axis 2)."""
 
     lossless = False
 
@@ -36,7 +40,7 @@ class QuantizedCodec(FramedCodec):
 
     def _pack(self, span: memoryview, layer: int) -> bytes | None:
         numbers = _to_floats(span, self.layout.dtype)
-        if not np.isfinite(numbers).all():
+        if not (np.abs(numbers) <= LARGEST[self.layout.dtype]).all():  # which NaN is not, either
             return None
         pieces = [self._quantize(part, axis) for part, axis in self._parts(numbers, layer)]
         return b"".join(pieces)
@@ -53,7 +57,7 @@ class QuantizedCodec(FramedCodec):
         into[:] = _to_bytes(numbers, self.layout.dtype)
 
     def _parts(self, numbers: Floats, layer: int) -> Iterator[tuple[Floats, int]]:
-        """Views of the keys and of the values, and the axis along which a group runs."""
+        """Views of the keys and of the values, and the axis along which their groups run."""
         spec, tokens = self.layout.layers[layer], self.layout.block_size
         heads = numbers.reshape(spec.num_kv_heads, -1)
         border = tokens * spec.key_dim
@@ -71,15 +75,15 @@ class QuantizedCodec(FramedCodec):
 
     @abstractmethod
     def _part_bytes(self, shape: tuple[int, ...], axis: int) -> int:
-        """How long `_quantize` makes a part of that shape."""
+        """Bytes of a quantized part of that shape."""
 
     @abstractmethod
     def _quantize(self, part: Floats, axis: int) -> bytes:
-        """One part packed."""
+        """One part, packed."""
 
     @abstractmethod
     def _restore(self, packed: memoryview, shape: tuple[int, ...], axis: int) -> Floats:
-        """The opposite. Raises nothing: any bytes of that length mean some numbers."""
+        """The inverse. Raises nothing: any bytes of the right length mean some numbers."""
 
 
 class Int8Codec(QuantizedCodec):
@@ -103,7 +107,7 @@ class Int8Codec(QuantizedCodec):
 
 
 class Int4Codec(QuantizedCodec):
-    """Lowest and step for each group, then half a byte for each number."""
+    """The lowest number and the step of each group, then half a byte for each number."""
 
     name = "int4"
 
@@ -132,7 +136,7 @@ class Int4Codec(QuantizedCodec):
 
 
 class Fp8Codec(QuantizedCodec):
-    """A scale for each group, then a byte for each number: sign, 4 bits of exponent, 3 of mantissa (E4M3)."""
+    """A scale for each group, then one byte for each number: sign, 4 bits of exponent, 3 of mantissa (E4M3)."""
 
     name = "fp8"
 
@@ -155,7 +159,7 @@ class Fp8Codec(QuantizedCodec):
 
 
 def _e4m3() -> Floats:
-    """The 127 magnitudes of E4M3 in order; the bits of each are its place."""
+    """The 127 magnitudes of E4M3 in order; the bits of each are its index."""
     codes = np.arange(127)
     exponents, mantissas = codes >> 3, codes & 7
     normal = 2.0 ** (exponents - 7) * (1 + mantissas / 8)
@@ -167,14 +171,14 @@ _E4M3_BORDERS = (_E4M3[1:] + _E4M3[:-1]) / 2
 
 
 def _rounded_up(scales: Floats) -> Floats:
-    """The next bfloat16 that is not smaller, so that nothing overflows; 0 where too small to divide by."""
+    """The next bfloat16 that is not smaller, so that nothing overflows; 0 if it is too small to divide by."""
     bits = scales.astype(np.float32).view(np.uint32)
     up = ((bits + 0xFFFF) & np.uint32(0xFFFF0000)).view(np.float32)
     return np.where(up < SMALLEST, np.float32(0), np.minimum(up, np.float32(3.38e38))).astype(np.float32)
 
 
 def _as_bfloat16(numbers: Floats) -> Floats:
-    """Cut to bfloat16: towards 0."""
+    """Truncated to bfloat16, towards 0."""
     return (np.ascontiguousarray(numbers).view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32)
 
 
@@ -183,14 +187,14 @@ def _bfloat16(numbers: Floats) -> bytes:
 
 
 def _read_bfloat16(packed: memoryview, shape: tuple[int, ...], axis: int) -> tuple[Floats, int]:
-    """One number a group, shaped to be multiplied with a part, and the bytes they took."""
+    """One number for each group, in a shape that broadcasts with the part, and the bytes that they took."""
     num = math.prod(shape) // shape[axis]
     bits = np.frombuffer(packed[: 2 * num], dtype="<u2").astype(np.uint32) << 16
     return bits.view(np.float32).reshape([1 if place == axis else size for place, size in enumerate(shape)]), 2 * num
 
 
 def _to_floats(span: memoryview, dtype: str) -> Floats:
-    """Numbers of a span. The copy is ours to change."""
+    """The numbers of a span, copied."""
     if dtype == "bfloat16":
         return (np.frombuffer(span, dtype="<u2").astype(np.uint32) << 16).view(np.float32)
     return np.frombuffer(span, dtype="<f4" if dtype == "float32" else "<f2").astype(np.float32)

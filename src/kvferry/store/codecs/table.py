@@ -1,4 +1,5 @@
-"""Codecs by name. A new one is one new file and one line here; `package.module:Class` names another's."""
+"""Codecs by name. A new one is one new file and one line here; in another package, an entry point of the group
+"kvferry.codecs" or `package.module:Class`."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ DEFAULT = "none"
 
 
 def codec_class(name: str) -> type[Codec]:
-    """The codec of that name. Raises `UnknownName` with the nearest one, or `ConfigError` for what is no codec."""
+    """The codec of that name. Raises `UnknownName` with the nearest one, or `ConfigError` if it is not a codec."""
     found: type[Codec] = EXTENSIONS.find(name, Codec)
     if not NAME.fullmatch(found.name):
         raise ConfigError(f"codec {name}: its own name is {found.name!r}, and must be of at most 16 letters and digits")
@@ -27,5 +28,5 @@ def codec_class(name: str) -> type[Codec]:
 
 
 def make_codec(name: str, layout: KVLayout) -> Codec:
-    """A codec for the spans of one layout. Raises `ConfigError` when it cannot encode them."""
+    """A codec for the spans of one layout. Raises `ConfigError` if it cannot encode them."""
     return codec_class(name)(layout)

@@ -1,4 +1,4 @@
-"""Things in the order of their time, of which the first and the last are asked for and any may be taken out."""
+"""A queue in the order of time whose first and last items can be read, and from which any item can be removed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ ALLOWED_STALE = 64
 
 
 class Timed(Protocol):
-    """Something that began at a time, which does not change while it is in a queue."""
+    """Something with a start time, which does not change while it is in a queue."""
 
     started: float
 
@@ -18,7 +18,7 @@ T = TypeVar("T", bound=Timed)
 
 
 class AgeQueue(Generic[T]):
-    """Two heaps; what was taken out is passed over when it comes up. Every operation takes amortised O(log n)."""
+    """Two heaps; removed items are skipped when they come up. Every operation takes amortized O(log n)."""
 
     def __init__(self) -> None:
         self._numbers: dict[T, int] = {}
@@ -27,14 +27,14 @@ class AgeQueue(Generic[T]):
         self._newest: list[tuple[float, int, T]] = []
 
     def add(self, item: T) -> None:
-        """Put in what is not in it."""
+        """Add an item that is not in the queue."""
         self._next += 1
         self._numbers[item] = self._next
         heapq.heappush(self._oldest, (item.started, self._next, item))
         heapq.heappush(self._newest, (-item.started, -self._next, item))
 
     def discard(self, item: T) -> None:
-        """Take out, if it is there."""
+        """Remove an item, if it is in the queue."""
         self._numbers.pop(item, None)
         allowed = 2 * len(self._numbers) + ALLOWED_STALE
         if len(self._oldest) > allowed:
@@ -43,11 +43,11 @@ class AgeQueue(Generic[T]):
             self._newest = self._without_stale(self._newest)
 
     def oldest(self) -> T:
-        """The one that began first. There must be one."""
+        """The item with the earliest start. The queue must not be empty."""
         return self._top(self._oldest)
 
     def newest(self) -> T:
-        """The one that began last. There must be one."""
+        """The item with the latest start. The queue must not be empty."""
         return self._top(self._newest)
 
     def __contains__(self, item: T) -> bool:

@@ -1,7 +1,7 @@
 """ARC, the adaptive replacement cache (Megiddo and Modha, FAST 2003).
 
-Blocks used once and blocks used again have a queue each, and each queue remembers what it gave up. Something that comes
-back soon after one of them gave it up says that this queue was too short, and moves the border between the two.
+Blocks that were used once and blocks that were used again have one queue each, and each queue remembers the names of
+blocks that it evicted. If one of these is used again soon, that queue was too short, and the target sizes are adjusted.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ Queue = OrderedDict[Key, None]
 
 
 class Arc(EvictionPolicy):
-    """T1, T2 and the ghosts B1, B2 of the paper, by what they hold."""
+    """The paper's T1, T2 and ghosts B1, B2 are `_once`, `_again`, `_once_ghosts` and `_again_ghosts`."""
 
     def __init__(self, capacity: int) -> None:
         super().__init__(capacity)
         self._once, self._again = Queue(), Queue()
         self._once_ghosts, self._again_ghosts = Queue(), Queue()
         self._once_target = 0.0
-        """How many blocks used once are kept, adapted: the paper's p."""
+        """How many blocks that were used once to keep; adapted. The paper's p."""
 
     def _insert(self, key: Key, now: float, parent: Key | None) -> None:
         if key in self._once_ghosts:

@@ -1,10 +1,10 @@
-"""Which block a full store gives up first: a pure object without bytes, clock, thread or lock.
+"""Eviction policies: which block a full store evicts first. A pure object without bytes, clock, thread or lock.
 
-Whoever drives it, a store or the simulator that replays a trace, says what happens to blocks and when, and asks for
-victims. The same events give the same victims. One thread at a time may call it.
+Its driver, a store or the simulator that replays a trace, reports what happens to blocks and when, and asks for blocks
+to evict. The same events give the same result. One thread at a time may call it.
 
-One request against a store is: `access` of each block it finds and then `insert` of each that it brings, both in the
-order of its prompt, with `evict` in between as often as room is wanted, and `finish` once the answer is complete.
+One request to a store is: `access` for each block that it finds, then `insert` for each that it adds, both in the order
+of its prompt, with `evict` in between when room is needed, and `finish` once the answer is complete.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ Key = Hashable
 
 
 class EvictionPolicy(ABC):
-    """Owns the order of the blocks that are kept, and what it remembers of some that were.
+    """Owns the order of the blocks that are kept, and what it remembers about some that were evicted.
 
-    `capacity`: about how many blocks fit, at least 1. A policy sizes its queues and its memory of past blocks by it;
-    it never evicts by itself. `now` is in seconds of any clock that does not go back.
+    `capacity`: about how many blocks fit, at least 1. A policy sizes its queues and its memory of past blocks by it; it
+    never evicts by itself. `now`: seconds of any clock that does not go back.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -29,12 +29,12 @@ class EvictionPolicy(ABC):
         self.capacity = capacity
         self._pins: Counter[Key] = Counter()
         self._aside: set[Key] = set()
-        """Pinned blocks that an eviction came upon; they are out of the order until they are unpinned."""
+        """Pinned blocks that an eviction has come upon; they are out of the order until they are unpinned."""
 
     def insert(self, key: Key, now: float, parent: Key | None = None) -> None:
-        """A block is kept from now on; one that is kept already counts as accessed.
+        """A block is kept from now on; one that is already kept counts as accessed.
 
-        `parent`: the block before it in its prompt; None for a first one, or where that is not known.
+        `parent`: the block before it in its prompt; None for a first one, or if that is not known.
         """
         if key in self:
             self.access(key, now)
@@ -42,16 +42,17 @@ class EvictionPolicy(ABC):
             self._insert(key, now, parent)
 
     def access(self, key: Key, now: float) -> None:
-        """A block that is kept was used; one that is not is passed over."""
+        """A block was used; ignored if it is not kept."""
         if key not in self._aside and self._orders(key):
             self._access(key, now)
 
     def finish(self, keys: Iterable[Key], num_output_tokens: int, now: float) -> None:
-        """The request whose prompt consists of `keys` has its whole answer. A hint, which a driver may not have."""
+        """The request whose prompt consists of `keys` has got its whole answer: a hint that some drivers cannot give.
+        Default: ignored."""
         return
 
     def remove(self, key: Key) -> None:
-        """A block is gone for another reason than `evict` (deleted, damaged); one that is not kept is passed over."""
+        """A block is gone for another reason than `evict` (deleted, damaged); ignored if it is not kept."""
         self._pins.pop(key, None)
         if key in self._aside:
             self._aside.remove(key)
@@ -59,7 +60,7 @@ class EvictionPolicy(ABC):
             self._remove(key)
 
     def evict(self, now: float) -> Key | None:
-        """Choose a block to give up, and forget that it is kept. None: all are pinned, or there is none."""
+        """Choose a block to evict; it is no longer kept. None: all are pinned, or there is none."""
         while (victim := self._victim(now)) is not None:
             if victim not in self._pins:
                 return victim
@@ -67,12 +68,12 @@ class EvictionPolicy(ABC):
         return None
 
     def pin(self, key: Key) -> None:
-        """A block that is kept is not evicted until `unpin` was called as often; one that is not is passed over."""
+        """Do not evict this block until `unpin` was called as often as `pin`; ignored if it is not kept."""
         if key in self:
             self._pins[key] += 1
 
     def unpin(self, key: Key, now: float) -> None:
-        """End one `pin`; a block that is not pinned is passed over."""
+        """Undo one `pin`; ignored if the block is not pinned."""
         if self._pins[key] > 1:
             self._pins[key] -= 1
             return
@@ -89,11 +90,11 @@ class EvictionPolicy(ABC):
         """How many blocks are kept."""
         return len(self._aside) + self._num_ordered()
 
-    # What a policy is. None of these hears of a block that is set aside.
+    # What a policy implements. These are never called for blocks that are set aside.
 
     @abstractmethod
     def _insert(self, key: Key, now: float, parent: Key | None) -> None:
-        """Take a new block into the order."""
+        """Add a new block to the order."""
 
     @abstractmethod
     def _access(self, key: Key, now: float) -> None:
@@ -101,15 +102,15 @@ class EvictionPolicy(ABC):
 
     @abstractmethod
     def _remove(self, key: Key) -> None:
-        """Take a block out of the order; nobody evicted it."""
+        """Remove a block from the order, without an eviction."""
 
     @abstractmethod
     def _victim(self, now: float) -> Key | None:
-        """Take out the block that is wanted least; None when there is none."""
+        """Remove and return the block to evict first; None if there is none."""
 
     @abstractmethod
     def _restore(self, key: Key, now: float) -> None:
-        """Take a block back that `_victim` gave out and that was pinned, as one that was used now."""
+        """Add a block back that `_victim` returned and that was pinned, as if it were used now."""
 
     @abstractmethod
     def _orders(self, key: Key) -> bool:
@@ -117,4 +118,4 @@ class EvictionPolicy(ABC):
 
     @abstractmethod
     def _num_ordered(self) -> int:
-        """How many are."""
+        """The number of blocks in the order."""

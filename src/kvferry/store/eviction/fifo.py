@@ -1,4 +1,4 @@
-"""First in, first out: the block that has been kept longest goes first, used or not."""
+"""First in, first out: the block that has been kept the longest first, used or not."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from kvferry.store.eviction.lru import Lru
 
 
 class Fifo(Lru):
-    """The same queue as LRU's, in which a use moves nothing."""
+    """LRU's queue, in which a use moves nothing."""
 
     def _access(self, key: Key, now: float) -> None:
         return

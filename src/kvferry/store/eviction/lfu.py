@@ -1,4 +1,5 @@
-"""Least frequently used: of the blocks with the fewest uses since they were inserted, the longest unused goes first."""
+"""Least frequently used: among the blocks with the fewest uses since they were inserted, the least recently used
+first."""
 
 from __future__ import annotations
 

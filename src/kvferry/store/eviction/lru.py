@@ -1,4 +1,4 @@
-"""Least recently used: the block whose last use is the longest ago goes first."""
+"""Least recently used: the block whose last use is the longest ago first."""
 
 from __future__ import annotations
 

@@ -1,22 +1,25 @@
-"""Least likely reused: the block with the smallest chance of being wanted again soon goes first.
+"""Least likely reused: the block that is least likely to be used again soon first.
 
 Made for prefix trees. The blocks that one request inserts one after another are a *run*: a document, or a turn of a
-conversation. They are wanted again together or not at all, so statistics are kept of runs, each counting once however
-long it is. What a run is like says much about whether it comes back; a `ReuseModel` learns how much, by a class of
+conversation. They are used again together or not at all, so statistics are kept of runs, each of which counts once
+however long it is. What a run is like says much about whether it is used again; a `ReuseModel` learns how much, by a
+class of
 
-    uses since it was inserted · whether only a beginning of it was used last time · how many runs come before it (the
+    uses since it was inserted · whether only its beginning was used last time · how many runs come before it (the
     turn of a conversation) · tokens of its request's answer · its length
 
-all of which a store sees, but for the length of the answer. Where nobody tells (`finish`), and before it is told, the
-class ends before it, and so stands for all whose answers were told.
+A store sees all of these except the length of the answer. As long as that is not reported (`finish`), the class ends
+before it, and stands for answers of any length.
 
-Blocks of a run with one history are a *group*, given up from its end, and only when no run after it is kept: a block is
-of no use without those before it, and a conversation's newest run says most about whether it goes on. Within a class,
-worth rises and then falls with idle age, so that the group to give up is the class's oldest or its newest; giving up
-the newest is what keeps some of a workload that does not fit. Until a model is first fitted, the order is LRU's.
+The blocks of a run with the same history are a *group*. It is evicted from its end, and only when no run after it is
+kept: a block is useless without those before it, and a conversation's newest run tells the most about whether it
+continues. Within a class, worth rises and then falls with idle time, so the next group to evict is the class's oldest
+or its newest; evicting the newest keeps some of a workload that does not fit. Until a model is first fitted, the order
+is LRU's.
 
-All classes are looked at again after some evictions, not at each: between, an eviction looks at the least of them, and
-every operation takes O(log n). Related: LHD (Beckmann, Chen and Cidon, NSDI 2018) evicts by hit density learnt by age.
+All classes are ranked again after some evictions, not after each: in between, an eviction looks at the lowest-ranked
+one, and every operation takes O(log n). Related: LHD (Beckmann, Chen and Cidon, NSDI 2018) evicts by hit density,
+learned by age.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ import heapq
 import math
 from collections import OrderedDict
 from collections.abc import Iterable
+from operator import itemgetter
 
 from kvferry.store.eviction.age_queue import AgeQueue
 from kvferry.store.eviction.base import EvictionPolicy, Key
@@ -33,15 +37,15 @@ from kvferry.store.eviction.reuse_model import ReuseModel
 MOST_EVICTIONS_A_RANKING = 64
 RANKING_S = 1.0
 SAME_REQUEST_S = 5.0
-"""Uses of one group within this time are taken for one request's, which may ask for its blocks in several calls."""
+"""Uses of one group within this time count as one request's, which may read its blocks in several calls."""
 MORE_REMEMBERED = 65_536
-"""How many blocks that are gone are remembered beyond as many as are kept."""
+"""Evicted blocks that are remembered, beyond as many as are kept."""
 UNKNOWN_OUTPUT = 7
 _BUCKET_OF_TURN = (0, 1, 2, 3, 4, 4)
 
 
 class ReuseRun:
-    """Blocks that one request inserted, one after the other."""
+    """The blocks that one request inserted one after another."""
 
     __slots__ = ("before", "groups", "last", "num_before", "num_kept", "num_kept_after", "output", "size")
 
@@ -51,26 +55,52 @@ class ReuseRun:
         self.size, self.output = 0, UNKNOWN_OUTPUT
         self.last: Key | None = None
         self.num_kept = self.num_kept_after = 0
-        """Blocks of this run that are kept, and runs right after it of which some are."""
+        """Kept blocks of this run, and runs directly after it that have some."""
         self.groups: dict[Group, None] = {}
-        """Those with kept blocks."""
+        """The groups with kept blocks."""
 
 
 class Group:
-    """Those blocks of a run that have been used together ever since; `keys` are the ones that are kept."""
+    """Blocks of a run with the same history. `keys`: those that are kept, each with its index in the run."""
 
-    __slots__ = ("class_number", "is_rest", "keys", "moves_to", "num_uses", "run", "started", "trial")
+    __slots__ = (
+        "class_number",
+        "in_order",
+        "is_rest",
+        "keys",
+        "last_place",
+        "moved_at",
+        "num_uses",
+        "run",
+        "started",
+        "trial",
+    )
 
     def __init__(self, run: ReuseRun, num_uses: int, now: float) -> None:
         self.run, self.num_uses, self.started = run, num_uses, now
-        self.keys: dict[Key, None] = {}
+        self.keys: dict[Key, int] = {}
+        self.in_order, self.last_place = True, -1
+        """Whether `keys` are in the order of their indices, and the index of the key that was added last."""
         self.is_rest = False
-        """Whether a use ended before these blocks, so that another text has gone on from there."""
-        self.moves_to: Group | None = None
+        """Whether a use ended before these blocks, so that another text continues from there."""
+        self.moved_at = math.inf
+        """When a use last began to move some of its blocks to another group."""
         self.class_number = self.trial = -1
 
+    def add(self, key: Key, place: int) -> None:
+        """Add a block at its index; blocks that were set aside come back in any order."""
+        self.in_order = not self.keys or (self.in_order and place > self.last_place)
+        self.keys[key] = self.last_place = place
+
+    def last(self) -> Key:
+        """The block furthest from the beginning of the run."""
+        if not self.in_order:
+            self.keys, self.in_order = dict(sorted(self.keys.items(), key=itemgetter(1))), True
+            self.last_place = next(reversed(self.keys.values()))
+        return next(reversed(self.keys))
+
     def describe(self) -> tuple[int, ...]:
-        """The class, for `ReuseModel`."""
+        """The group's class, for `ReuseModel`."""
         history = 2 * min(self.num_uses, 4) + self.is_rest
         run = self.run
         known = history, _turn_bucket(run.num_before)
@@ -78,23 +108,28 @@ class Group:
 
 
 class Reuse(EvictionPolicy):
-    """Groups by class, in the order of their last use; `ReuseModel` says which class's end is worth least."""
+    """Groups by class, in the order of their last use; `ReuseModel` tells which class's end is worth the least."""
 
     def __init__(self, capacity: int) -> None:
         super().__init__(capacity)
         self._model = ReuseModel()
         self._kept: dict[Key, Group] = {}
-        self._past: OrderedDict[Key, Group] = OrderedDict()
+        self._past: OrderedDict[Key, tuple[Group, int]] = OrderedDict()
+        """Group and index of blocks that are evicted or set aside."""
         self._queues: dict[int, AgeQueue[Group]] = {}
         self._split: dict[Group, None] = {}
+        """Groups of which a use has moved some blocks and left some."""
+        self._moves: OrderedDict[Group, Group] = OrderedDict()
+        """The group to which uses move the blocks of each group, for `SAME_REQUEST_S`. It is not an attribute of the
+        group, which would keep all later groups alive."""
         self._ranking: list[tuple[float, int, bool]] = []
-        """A heap of worth when it was last looked at, class, and whether of its newest group or its oldest."""
+        """A heap of: worth when last computed, class, and whether of its newest group or its oldest."""
         self._ranked_at, self._num_evictions_left = -math.inf, 0
 
     def finish(self, keys: Iterable[Key], num_output_tokens: int, now: float) -> None:
-        """Runs that this request inserted learn how long its answer was."""
+        """The runs that this request inserted get the length of their answer."""
         bucket = min(int(math.log2(num_output_tokens + 1) / 1.5), UNKNOWN_OUTPUT - 1)
-        groups = dict.fromkeys(group for key in keys if (group := self._kept.get(key) or self._past.get(key)))
+        groups = dict.fromkeys(group for key in keys if (group := self._group_of(key)))
         for group in groups:
             if group.run.output == UNKNOWN_OUTPUT:
                 group.run.output = bucket
@@ -102,39 +137,55 @@ class Reuse(EvictionPolicy):
             self._classify(group)
 
     def _insert(self, key: Key, now: float, parent: Key | None) -> None:
-        group = self._past.pop(key, None)
-        if group is not None:
-            self._use(key, group, now)
+        past = self._past.pop(key, None)
+        if past is not None:
+            self._use(key, *past, now)
             return
-        before = None if parent is None else self._kept.get(parent) or self._past.get(parent)
+        before = None if parent is None else self._group_of(parent)
         if before is not None and before.num_uses == 0 and not before.is_rest and before.run.last == parent:
             group = before
         else:
             group = Group(ReuseRun(None if before is None else before.run), 0, now)
-        group.run.size, group.run.last = group.run.size + 1, key
-        self._join(key, group)
+        place = group.run.size
+        group.run.size, group.run.last = place + 1, key
+        self._join(key, group, place)
         self._classify(group)
 
     def _access(self, key: Key, now: float) -> None:
         group = self._kept[key]
-        self._leave(key, group)
-        self._use(key, group, now)
+        self._use(key, group, self._leave(key, group), now)
 
-    def _use(self, key: Key, group: Group, now: float) -> None:
-        """A block of `group`, which it has left, goes where the others go that are used by the same request."""
-        target = group.moves_to
+    def _use(self, key: Key, group: Group, place: int, now: float) -> None:
+        """Move a block of `group`, which it has left, to the group of the other blocks that the same request uses."""
+        target = self._moves.get(group)
         if target is None or now - target.started > SAME_REQUEST_S:
             self._model.reused(group.trial, now)
-            target = group.moves_to = Group(group.run, group.num_uses + 1, now)
+            target = self._move(group, now)
         if group.keys:
             self._split[group] = None
-        self._join(key, target)
+        self._join(key, target, place)
         self._classify(target)
+
+    def _move(self, group: Group, now: float) -> Group:
+        """The group to which blocks of this group are moved from now on. Forgets the groups of uses that are over."""
+        moves, target = self._moves, Group(group.run, group.num_uses + 1, now)
+        group.moved_at = now
+        moves[group] = target
+        moves.move_to_end(group)
+        while now - next(iter(moves.values())).started > SAME_REQUEST_S or len(moves) > self.capacity + MORE_REMEMBERED:
+            moves.popitem(last=False)
+        return target
+
+    def _group_of(self, key: Key) -> Group | None:
+        """The block's group, also if the block was evicted."""
+        group = self._kept.get(key)
+        if group is None and (past := self._past.get(key)) is not None:
+            group = past[0]
+        return group
 
     def _remove(self, key: Key) -> None:
         group = self._kept[key]
-        self._leave(key, group)
-        self._past[key] = group
+        self._past[key] = group, self._leave(key, group)
         if len(self._past) > self.capacity + MORE_REMEMBERED:
             self._past.popitem(last=False)
 
@@ -149,21 +200,21 @@ class Reuse(EvictionPolicy):
                 continue
             group = queue.newest() if newest else queue.oldest()
             worth_now = self._model.worth(class_number, now - group.started)
-            if worth_now > worth:  # another group has its place now
+            if worth_now > worth:  # another group is at that end now
                 heapq.heapreplace(self._ranking, (worth_now, class_number, newest))
                 continue
             self._num_evictions_left -= 1
-            key = next(reversed(group.keys))
+            key = group.last()
             self._remove(key)
             return key
         return None
 
     def _restore(self, key: Key, now: float) -> None:
-        group = self._past.pop(key, None)
-        if group is None:  # pinned for so long that it was forgotten
+        past = self._past.pop(key, None)
+        if past is None:  # pinned for so long that it was forgotten
             self._insert(key, now, None)
         else:
-            self._join(key, group)
+            self._join(key, *past)
 
     def _orders(self, key: Key) -> bool:
         return key in self._kept
@@ -185,19 +236,17 @@ class Reuse(EvictionPolicy):
         self._num_evictions_left = min(MOST_EVICTIONS_A_RANKING, 1 + self.capacity // 64)
 
     def _tell_rests(self, now: float) -> None:
-        """Blocks that a use of their group has passed over are on their own from then on."""
-        for group in [group for group in self._split if group.moves_to and group.moves_to.started < now]:
+        """Blocks that a use of their group did not include become a group of their own."""
+        for group in [group for group in self._split if group.moved_at < now]:
             del self._split[group]
-            if group.keys and not group.is_rest:
-                keys = list(group.keys)
+            if not group.is_rest:
                 rest = Group(group.run, group.num_uses, now)
                 rest.is_rest = True
-                for key in keys:
-                    self._leave(key, group)
-                    self._join(key, rest)
+                for key in list(group.keys):
+                    self._join(key, rest, self._leave(key, group))
                 self._classify(rest)
 
-    def _join(self, key: Key, group: Group) -> None:
+    def _join(self, key: Key, group: Group, place: int) -> None:
         run = group.run
         self._kept[key] = group
         run.num_kept += 1
@@ -207,26 +256,30 @@ class Reuse(EvictionPolicy):
                 for other in run.before.groups:
                     if not other.is_rest:
                         self._dequeue(other)
-        group.keys[key] = None
+        group.add(key, place)
         if len(group.keys) == 1:
             run.groups[group] = None
             self._enqueue(group)
 
-    def _leave(self, key: Key, group: Group) -> None:
+    def _leave(self, key: Key, group: Group) -> int:
+        """Returns the block's index in its run."""
         run = group.run
-        del self._kept[key], group.keys[key]
+        del self._kept[key]
+        place = group.keys.pop(key)
         run.num_kept -= 1
         if not group.keys:
             del run.groups[group]
+            self._split.pop(group, None)  # nothing is left to be a rest
             self._dequeue(group)
         if run.num_kept == 0 and run.before is not None:
             run.before.num_kept_after -= 1
             if run.before.num_kept_after == 0:
                 for other in run.before.groups:
                     self._enqueue(other)
+        return place
 
     def _enqueue(self, group: Group) -> None:
-        """Into the queue of its class, if it can be given up without a run after it becoming useless."""
+        """Add the group to the queue of its class, if it can be evicted without making a run after it useless."""
         if group.class_number < 0 or not group.keys or (group.run.num_kept_after and not group.is_rest):
             return
         queue = self._queues.setdefault(group.class_number, AgeQueue())
@@ -241,7 +294,7 @@ class Reuse(EvictionPolicy):
                 del self._queues[group.class_number]
 
     def _classify(self, group: Group) -> None:
-        """Find its class, which changes as more is known, and its place in the queue of that class."""
+        """Update the group's class, which changes as more is known, and its place in that class's queue."""
         number = self._model.class_number(group.describe())
         if number == group.class_number:
             return

@@ -1,16 +1,16 @@
-"""How likely kept KV is wanted again soon, learnt while it happens.
+"""How likely stored KV is used again soon, learned from what happens.
 
-A *trial* begins whenever a run of blocks is inserted or used, and ends with its next use, if there is one. Trials
-have a class, a tuple of small numbers of which the first say the most. For each class the model estimates the
-probability p of another use at all, and for all together the distribution F of the time until it. What was seen of a
-trial without a use up to age a counts as F(a) of a trial, so that young ones do not pass for failures; a class with few
-trials borrows from the class that its tuple without the last number names, and so on up to all trials.
+A *trial* begins whenever a run of blocks is inserted or used, and ends with the next use, if there is one. Trials have
+a class, a tuple of small numbers, the first of which matter the most. For each class, the model estimates the
+probability p of another use, and for all classes together the distribution F of the time until it. A trial that has not
+been used up to age a counts as F(a) of a trial, so that young trials do not count as failures. A class with few trials
+borrows from the class that its tuple without the last number names, and so on up to all trials.
 
-The *worth* of a block of idle age a is the probability of a use within the horizon H, given none so far:
+The *worth* of a block of idle age a is the probability of a use within the horizon H, given that there was none so far:
 
     p (F(a + H) - F(a)) / (1 - p F(a))
 
-with H the lower quartile of F, so that no time is built in: a workload of seconds and one of hours look the same.
+H is the lower quartile of F, so that no absolute time is built in: workloads of seconds and of hours are treated alike.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ Floats = NDArray[np.float64]
 
 FIRST_EDGE_S, STEP, NUM_EDGES = 0.01, 2.0, 28
 EDGES_S: Floats = np.concatenate([[0.0], FIRST_EDGE_S * STEP ** np.arange(NUM_EDGES - 1)])
-"""Ages at which distributions are kept: 10 ms to 8 days."""
+"""Ages at which distributions are sampled: 10 ms to 8 days."""
 
 REMEMBERED_TRIALS = 16_384
 BORROWED_TRIALS = 3.0
-"""What the class above counts for, in trials."""
+"""The weight of the parent class, in trials."""
 LEAST_SEEN_SHARE = 0.05
-"""A gap that only this share of all trials has been watched long enough to show counts for 1/0.05, and no more."""
+"""A gap that only this share of all trials has been observed long enough to show counts for 1/0.05, and no more."""
 EVENLY_SPREAD_SHARE = 0.1
 REFIT_EVENTS, REFIT_SHARE = 64, 1 / 32
 LEAST_P, MOST_P = 0.001, 0.995
 
 
 class ReuseModel:
-    """Owns the last trials, and the table of worth by class and age that was last made of them."""
+    """Owns the last trials, and the table of worth by class and age that was last computed from them."""
 
     def __init__(self) -> None:
         self._classes: dict[Class, int] = {}
@@ -54,7 +54,7 @@ class ReuseModel:
         self.class_number(())
 
     def class_number(self, of: Class) -> int:
-        """The number of a class, the same every time."""
+        """The number of a class, the same each time."""
         number = self._classes.get(of)
         if number is None:
             parent = self.class_number(of[:-1]) if of else 0
@@ -64,7 +64,7 @@ class ReuseModel:
         return number
 
     def start(self, class_number: int, now: float, weight: float) -> int:
-        """A trial begins, which counts for `weight` of one; returns its number."""
+        """Begin a trial, which counts for `weight` of one; returns its number."""
         place = self._num_trials % REMEMBERED_TRIALS
         self._started[place], self._gaps[place] = now, np.nan
         self._trial_classes[place], self._weights[place] = class_number, weight
@@ -73,22 +73,23 @@ class ReuseModel:
         return self._num_trials - 1
 
     def reused(self, trial: int, now: float) -> None:
-        """It ends with a use; only the first one counts."""
+        """End a trial with a use; only the first call counts."""
         place = trial % REMEMBERED_TRIALS
         if self._is_remembered(trial) and math.isnan(self._gaps[place]):
             self._gaps[place] = max(0.0, now - self._started[place])
             self._num_events += 1
 
     def reclassify(self, trial: int, class_number: int) -> None:
-        """More has become known about it."""
+        """Change a trial's class, because more is known about it."""
         if self._is_remembered(trial):
             self._trial_classes[trial % REMEMBERED_TRIALS] = class_number
 
     def worth(self, class_number: int, age_s: float) -> float:
-        """Probability of a use within the horizon, as of the last `refit`; before the first, less with age."""
+        """The probability of a use within the horizon, as of the last `refit`; before the first one, a number that
+        decreases with age."""
         if not self._worth:
             return 1.0 / (1.0 + max(0.0, age_s))
-        while class_number >= len(self._worth):  # a class that has come up since
+        while class_number >= len(self._worth):  # a class that is newer than the table
             class_number = self._parents[class_number]
         row = self._worth[class_number]
         if age_s <= FIRST_EDGE_S:
@@ -100,7 +101,7 @@ class ReuseModel:
         return row[index] + (row[index + 1] - row[index]) * (place - index)
 
     def refit(self, now: float) -> None:
-        """Make the table anew when enough has happened since the last time. Costs some milliseconds at most."""
+        """Compute the table again if enough has happened since the last time. Takes some milliseconds at most."""
         num = min(self._num_trials, REMEMBERED_TRIALS)
         if self._num_events < max(REFIT_EVENTS, num * REFIT_SHARE):
             return
@@ -137,7 +138,8 @@ class ReuseModel:
 
 
 def _gap_distribution(gaps: Floats, seen: Floats, weights: Floats) -> Floats:
-    """F at `EDGES_S`. Long gaps show only in trials that began long ago, so each counts for as many as could not."""
+    """F at `EDGES_S`. Long gaps can only be observed in trials that began long ago, so each counts for as many as could
+    not show it."""
     reused = ~np.isnan(gaps)
     observed = gaps[reused]
     could_show = 1.0 - np.searchsorted(np.sort(seen), observed) / len(seen)

@@ -1,7 +1,7 @@
 """S3-FIFO (Yang, Zhang, Qiu, Yue and Vigfusson, SOSP 2023).
 
-New blocks pass through a small queue, and only those used meanwhile, or wanted again soon after, go on to the main one.
-Blocks that are used once are therefore gone quickly, and a use only counts, it moves nothing.
+New blocks pass through a small queue, and only those that are used meanwhile, or again soon afterwards, get into the
+main one. Blocks that are used once are therefore evicted quickly, and a use only increments a counter.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ MOST_USES = 3
 
 
 class S3Fifo(EvictionPolicy):
-    """The small and the main queue, with each block's uses (0 to 3), and ghosts: names that the small one gave up."""
+    """The small and the main queue, with each block's uses (0 to 3), and ghosts: names of blocks that the small queue
+    evicted."""
 
     def __init__(self, capacity: int) -> None:
         super().__init__(capacity)
@@ -49,7 +50,7 @@ class S3Fifo(EvictionPolicy):
         return None
 
     def _from_small(self) -> Key | None:
-        """The oldest of the small queue leaves it: for the main one when it was used meanwhile."""
+        """The oldest block of the small queue leaves it; it moves to the main queue if it was used meanwhile."""
         key, uses = self._small.popitem(last=False)
         if uses > 0:
             self._main[key] = 0
@@ -60,7 +61,7 @@ class S3Fifo(EvictionPolicy):
         return key
 
     def _from_main(self) -> Key | None:
-        """The oldest of the main queue leaves, or goes round once more for each of its uses."""
+        """The oldest block of the main queue is evicted, or goes round once more for each of its uses."""
         key, uses = self._main.popitem(last=False)
         if uses == 0:
             return key

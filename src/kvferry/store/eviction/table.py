@@ -1,7 +1,9 @@
-"""Eviction policies by name. A new one is one file and one line here, or an entry point of another package."""
+"""Eviction policies by name. A new one is one file and one line here; in another package, an entry point of the group
+"kvferry.eviction_policies" or `package.module:Class`."""
 
 from __future__ import annotations
 
+from kvferry.core.errors import ConfigError
 from kvferry.core.names import ExtensionPoint
 from kvferry.store.eviction.base import EvictionPolicy
 
@@ -18,16 +20,20 @@ DEFAULT = "lru"
 
 
 def eviction_class(name: str) -> type[EvictionPolicy]:
-    """The policy of that name. Raises `UnknownName` with the nearest one, or `ConfigError` for what is no policy."""
+    """The policy of that name. Raises `UnknownName` with the nearest one, or `ConfigError` if it is not a policy."""
     found: type[EvictionPolicy] = EXTENSIONS.find(name, EvictionPolicy)
     return found
 
 
 def make_eviction_policy(name: str, capacity: int) -> EvictionPolicy:
-    """A new policy for about `capacity` blocks."""
-    return eviction_class(name)(capacity)
+    """A new policy for about `capacity` blocks. Raises `UnknownName`, or `ConfigError` if it cannot be made."""
+    made = eviction_class(name)
+    try:
+        return made(capacity)
+    except Exception as error:  # another package's mistake
+        raise ConfigError(f"eviction policy {name!r} cannot be made for {capacity} blocks: {error!r}") from error
 
 
 def eviction_names() -> list[str]:
-    """All policies that have a name."""
+    """The names of all policies."""
     return EXTENSIONS.names()

@@ -1,7 +1,7 @@
-"""Caches without bytes that a trace is replayed through: of a policy, of unbounded size, and of perfect foresight.
+"""Caches without bytes through which a trace is replayed: with a policy, of unbounded size, and with perfect foresight.
 
-All count alike: a block is a hit when it and all before it in the prompt are there, since only such a prefix saves
-work. After its request every block of the prompt has been kept, for however short a time.
+All count alike: a block is a hit if it and all blocks before it in the prompt are there, since only such a prefix saves
+work. After its request, every block of the prompt has been kept, for however short a time.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from kvferry.store.trace.records import TraceRequest
 
 ANSWER_STARTS_S = 1.0
 SECONDS_PER_OUTPUT_TOKEN = 0.03
-"""When an answer is complete, which a trace does not say and policies want to hear: at about 33 tokens a second."""
+"""When an answer is complete, which traces do not contain and policies are told: at about 33 tokens a second."""
 
 NEVER = 1 << 62
 
 
 class Cache(Protocol):
-    """Something that requests go through in the order of their time."""
+    """A cache that requests go through in the order of their time."""
 
     hits: int
 
     def request(self, request: TraceRequest) -> None:
-        """Look its blocks up, then keep them."""
+        """Look up the request's blocks, and keep them."""
 
 
 class PolicyCache:
-    """At most `capacity` blocks, which an eviction policy chooses; driven as a store drives it."""
+    """At most `capacity` blocks, chosen by an eviction policy; driven as a store drives it."""
 
     def __init__(self, policy: EvictionPolicy, capacity: int, *, hears_finishes: bool = True) -> None:
         self._policy, self._capacity, self._hears_finishes = policy, capacity, hears_finishes
@@ -73,7 +73,7 @@ class PolicyCache:
 
 
 class UnboundedCache:
-    """Keeps everything: what reuse there is at all."""
+    """Keeps everything: all reuse that there is in a trace."""
 
     def __init__(self) -> None:
         self._kept: set[int] = set()
@@ -94,14 +94,14 @@ class UnboundedCache:
 
 
 class NextUses:
-    """For each block of each request, in order, the place of its next use: 8 bytes a block (Belady, 1966)."""
+    """For each block of each request, in order, the position of its next use; 8 bytes for each (Belady, 1966)."""
 
     def __init__(self) -> None:
         self._next = array("q")
         self._last: dict[int, int] = {}
 
     def request(self, request: TraceRequest) -> None:
-        """One more request, in the order of time."""
+        """Add the next request in the order of time."""
         for key in request.hash_ids:
             place = len(self._next)
             before = self._last.get(key)
@@ -111,13 +111,14 @@ class NextUses:
             self._last[key] = place
 
     def read(self) -> Iterator[int]:
-        """From the first on; no more requests may follow."""
+        """The positions from the first on; no request may be added afterwards."""
         self._last = {}
         return iter(self._next)
 
 
 class OptimalCache:
-    """At most `capacity` blocks; the one whose next use is farthest goes first. None without foresight does better."""
+    """At most `capacity` blocks; the one whose next use is the furthest away is evicted. No cache without foresight can
+    do better."""
 
     def __init__(self, capacity: int, next_uses: NextUses) -> None:
         self._capacity, self._next_uses = capacity, next_uses.read()

@@ -1,4 +1,5 @@
-"""Several policies and sizes compared on one trace, in two passes over the file that hold no request."""
+"""Compares several policies and sizes on one trace, in two passes over the file, without keeping the requests in
+memory."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from kvferry.store.trace.caches import NextUses, OptimalCache, PolicyCache, Unbo
 from kvferry.store.trace.records import TraceRequest, read_trace
 
 Requests = Callable[[], Iterator[TraceRequest]]
-"""Gives the requests from the first on, each time it is called."""
+"""Returns the requests from the first on, each time it is called."""
 
 
 class PolicyFigures(msgspec.Struct, frozen=True):
@@ -30,7 +31,7 @@ class PolicyFigures(msgspec.Struct, frozen=True):
 
 
 class Comparison(msgspec.Struct, frozen=True):
-    """What a trace is like, and the share of its blocks that each cache had."""
+    """Properties of a trace, and the share of its blocks that each cache found."""
 
     requests: int
     blocks: int
@@ -38,7 +39,7 @@ class Comparison(msgspec.Struct, frozen=True):
     block_tokens: int
     infinite_hit_ratio: float
     optimal_hit_ratio: dict[int, float]
-    """By capacity in tokens: the most that any cache of that size could have had, knowing the future."""
+    """By capacity in tokens: the most that any cache of that size could find, knowing the future."""
     policies: list[PolicyFigures]
 
 
@@ -50,7 +51,7 @@ def compare(
     block_tokens: int = 512,
     hears_finishes: bool = True,
 ) -> Comparison:
-    """Replay through each of `policies` at each of `capacities` (tokens). Raises `ConfigError` for what cannot be."""
+    """Replay through each of `policies` at each of `capacities` (tokens). Raises `ConfigError`."""
     sizes = {capacity: _num_blocks(capacity, block_tokens) for capacity in capacities}
     unbounded, next_uses = UnboundedCache(), NextUses()
     for request in requests():
@@ -85,7 +86,7 @@ def compare_file(
     hears_finishes: bool = True,
     on_read: Callable[[int], None] = lambda _: None,
 ) -> Comparison:
-    """`compare` on a file; `on_read` hears the bytes of each line, of both passes."""
+    """`compare` on a file. `on_read` gets the number of bytes of each line, in both passes. Raises `ConfigError`."""
     if not path.is_file():
         raise ConfigError(f"cannot read the trace {path}: it must be a file, as it is read twice")
     return compare(
@@ -98,7 +99,7 @@ def compare_file(
 
 
 class _Replay:
-    """One policy at one size, with its time."""
+    """One policy at one size, with its processor time."""
 
     def __init__(self, name: str, capacity: int, num_blocks: int, hears_finishes: bool) -> None:
         self._name, self._capacity, self._num_blocks = name, capacity, num_blocks

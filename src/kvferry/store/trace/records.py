@@ -1,8 +1,8 @@
-"""Recorded requests, read one at a time: JSON lines in the form that Mooncake publishes.
+"""Recorded requests, read one at a time: JSON lines in the format that Mooncake publishes.
 
     {"timestamp": 27482, "input_length": 6955, "output_length": 52, "hash_ids": [46, 47, 48, ...]}
 
-`hash_ids` names the blocks of the prompt, each together with all before it; `timestamp` is in milliseconds.
+`hash_ids` names the blocks of the prompt, each together with all blocks before it; `timestamp` is in milliseconds.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ import msgspec
 from kvferry.core.errors import ConfigError
 
 MAX_LINE_BYTES = 16 << 20
-"""A prompt of 100 million tokens; what is longer is no trace."""
+"""A prompt of 100 million tokens; a longer line is not a trace."""
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 
 
 class TraceRequest(msgspec.Struct, frozen=True, gc=False):
-    """One request: when it came (ms), tokens of its prompt and answer, and the blocks of its prompt."""
+    """One request: when it arrived (ms), the tokens of its prompt and answer, and the blocks of its prompt."""
 
     timestamp: Annotated[float, msgspec.Meta(ge=0, le=2**53)]
     input_length: Count
@@ -31,14 +31,14 @@ class TraceRequest(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def arrived_s(self) -> float:
-        """When it came, in seconds."""
+        """When it arrived, in seconds."""
         return self.timestamp / 1000
 
 
 def read_trace(path: Path, on_read: Callable[[int], None] = lambda _: None) -> Iterator[TraceRequest]:
-    """The requests of a file, in its order, without holding more than one. `on_read` hears the bytes of each line.
+    """The requests of a file, in its order, one in memory at a time. `on_read` gets the number of bytes of each line.
 
-    Raises `ConfigError` that names the line which is not a request, or is older than the one before.
+    Raises `ConfigError` that names a line which is not a request, or is older than the one before.
     """
     decoder = msgspec.json.Decoder(TraceRequest)
     last = 0.0
@@ -64,7 +64,7 @@ _EXAMPLE = '{"timestamp": ms, "input_length": tokens, "output_length": tokens, "
 
 
 def _lines(path: Path) -> Iterator[bytes]:
-    """Lines, each cut where it is too long to be one."""
+    """The file's lines; those that are too long are cut."""
     try:
         with path.open("rb") as file:
             while line := file.readline(MAX_LINE_BYTES + 1):
@@ -74,7 +74,7 @@ def _lines(path: Path) -> Iterator[bytes]:
 
 
 def write_trace(path: Path, requests: Iterator[TraceRequest]) -> None:
-    """The opposite of `read_trace`."""
+    """Write requests in the format that `read_trace` reads."""
     encoder = msgspec.json.Encoder()
     with path.open("wb") as file:
         for request in requests:

@@ -1,7 +1,7 @@
-"""Made-up traffic of known shape, for tests and comparisons where no recorded trace may be used.
+"""Generated traffic of known shape, for tests and comparisons without a recorded trace.
 
-People talk in conversations of several turns behind one shared system prompt, between prompts that nobody continues.
-It is made of lognormal, exponential and geometric draws; eviction policies are told nothing of them.
+Users have conversations of several turns behind one shared system prompt, between prompts that nobody continues. All
+durations and lengths are lognormal, exponential or geometric; eviction policies are told nothing about them.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from kvferry.core.errors import ConfigError
 from kvferry.store.trace.records import TraceRequest
 
 _Z90 = 1.2816
-"""A normal variable is above it once in ten times."""
+"""A normal variable is above this in one of ten cases."""
 
 
 @dataclass(frozen=True)
 class Conversations:
-    """Sessions that begin at random times, a share of which go on for several turns."""
+    """Sessions that begin at random times, some of which have several turns."""
 
     duration_s: float = 3600.0
-    """Sessions that began up to half as long before are under way at the start."""
+    """Sessions that began up to half as long before the start are already running."""
     requests_per_s: float = 3.3
     continued_share: float = 0.17
-    """Sessions with more than one turn."""
+    """Share of sessions with more than one turn."""
     mean_turns: float = 4.5
-    """Of those."""
+    """Mean turns of these sessions."""
     gap_median_s: float = 135.0
     """From the end of an answer to the next turn."""
     gap_p90_s: float = 531.0
@@ -42,12 +42,12 @@ class Conversations:
     """Blocks that all requests share."""
     output_tokens: float = 340.0
     shorter_if_continued: float = 1.0
-    """How many times shorter the answers of continued sessions are: 1 tells a policy nothing."""
+    """How many times shorter the answers of continued sessions are; 1 tells a policy nothing."""
     max_blocks: int = 240
     block_tokens: int = 512
 
     def requests(self, seed: int) -> list[TraceRequest]:
-        """The same for the same seed, in the order of time."""
+        """The requests in the order of time; the same for the same seed."""
         if not self.duration_s > 0 or self.mean_turns < 2:
             raise ConfigError("conversations need a duration, and those that are continued two turns on average")
         return sorted(self._sessions(np.random.default_rng(seed)), key=lambda request: request.timestamp)

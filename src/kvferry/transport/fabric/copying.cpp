@@ -1,7 +1,7 @@
-// Many copies with one call; see copying.py.
+// Many copies with one call, for shm.py.
 //
-// Long pieces are written past the caches. What is written otherwise is read from memory first, line by line, and what
-// was in the caches before is lost to KV that nobody looks at soon: memcpy took 15 to 30 % longer where it was measured.
+// Long pieces bypass the caches. Otherwise each line is read from memory before it is written, and the caches fill with
+// KV that nobody looks at soon: memcpy took 15 to 30 % longer where it was measured.
 #include <cstdint>
 #include <cstring>
 #if defined(__SSE2__)

@@ -23,7 +23,7 @@ class _Handle(ctypes.Structure):
 
 
 class CudaDriver:
-    """See the module. Raises `ConfigError` where there is no driver or no such device."""
+    """The driver, with a context and a stream on one device. Raises `ConfigError` without a driver or this device."""
 
     def __init__(self, device: int) -> None:
         try:
@@ -41,10 +41,8 @@ class CudaDriver:
             raise ConfigError(f"transport cuda_ipc cannot use device {device}: {error}") from error
 
     def export(self, address: int) -> tuple[bytes, int]:
-        """(handle of the allocation that `address` lies in, offset of `address` in it).
-
-        Raises `ConfigError`: memory of expandable segments, for one, cannot be shared so.
-        """
+        """(handle of the allocation that contains `address`, offset of `address` in it). Raises `ConfigError` if the
+        memory cannot be shared, such as that of expandable segments."""
         base, size, handle = ctypes.c_uint64(), ctypes.c_size_t(), _Handle()
         self._current()
         try:
@@ -58,7 +56,7 @@ class CudaDriver:
         return bytes(handle), address - base.value
 
     def open(self, handle: bytes) -> int:
-        """Map another process's allocation; its address here. Raises `PeerLost`."""
+        """Map another process's allocation. Returns its address here. Raises `PeerLost`."""
         found = ctypes.c_uint64()
         self._current()
         self._call(
@@ -70,26 +68,26 @@ class CudaDriver:
         return found.value
 
     def unmap(self, address: int) -> None:
-        """Give a mapping back."""
+        """Remove a mapping."""
         self._current()
         self._call("cuIpcCloseMemHandle", ctypes.c_uint64(address))
 
     def copy(self, target: int, source: int, num_bytes: int) -> None:
-        """Begin a copy between device addresses, after those begun before."""
+        """Begin a copy between device addresses; copies are made in the order in which they were begun."""
         pointers = ctypes.c_uint64(target), ctypes.c_uint64(source)
         self._call("cuMemcpyDtoDAsync_v2", *pointers, ctypes.c_size_t(num_bytes), self._stream)
 
     def begin(self) -> None:
-        """Before copies on this thread."""
+        """Call this before the first of several copies on this thread."""
         self._current()
 
     def is_idle(self) -> bool:
-        """Whether all copies that were begun are done. Raises `PeerLost` when one failed."""
+        """Whether all copies that were begun are done. Raises `PeerLost` if one has failed."""
         self._current()
         return self._call("cuStreamQuery", self._stream, allowed=NOT_READY) == 0
 
     def close(self) -> None:
-        """Give stream and context back."""
+        """Release stream and context."""
         self._current()
         self._call("cuStreamDestroy_v2", self._stream)
         self._call("cuDevicePrimaryCtxRelease_v2", self._device)

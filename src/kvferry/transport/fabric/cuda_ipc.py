@@ -1,6 +1,6 @@
-"""Reading a peer's device memory on the same machine: its allocation is mapped here, and a read is copies on a stream.
+"""Reading a peer's device memory on the same machine: its allocations are mapped here, and copied on a CUDA stream.
 
-As with shared memory a read may go on after the peer has died; the lookup buffer's fence settles what counts.
+As with shared memory, a read may go on after the peer has died; the lookup buffer's fence decides what may be used.
 
 Never run on a GPU.
 """
@@ -23,12 +23,12 @@ from kvferry.transport.transfer_loop import uncancelled
 
 SLICE_BYTES = 64 * 2**20
 SLICE_PIECES = 4096
-"""Begun before their end is waited for."""
+"""So many copies are begun before the stream is waited for."""
 POLL_S = 0.0002
 
 
 class CudaIpcDescription(msgspec.Struct, frozen=True):
-    """What a reader needs. For each region: its allocation's handle, the offset in it, and the size."""
+    """What a reader needs to know of a peer. Of each region: its allocation's handle, its offset in that, its size."""
 
     machine: str
     process: int
@@ -36,7 +36,7 @@ class CudaIpcDescription(msgspec.Struct, frozen=True):
 
 
 class CudaIpcFabric(Fabric):
-    """Same machine, another process, devices that reach each other's memory."""
+    """Joins two processes of one machine, whose devices can access each other's memory."""
 
     name = "cuda_ipc"
     under_tls = True
@@ -52,11 +52,11 @@ class CudaIpcFabric(Fabric):
         self._described = CudaIpcDescription(machine_id(), os.getpid(), shared)
 
     def describe(self) -> dict[str, Any]:
-        """The handles, and whose they are."""
+        """The handles, and the machine and process that they are from."""
         return msgspec.to_builtins(self._described)  # type: ignore[no-any-return]
 
     def reachable(self, description: dict[str, Any]) -> bool:
-        """Another process of this machine: CUDA maps no handle in the process it is from."""
+        """Whether it is another process of this machine: CUDA maps no handle in its own process."""
         return description.get("machine") == machine_id() and description.get("process") != os.getpid()
 
     async def connect(self, description: dict[str, Any], deadline: float) -> FabricPeer:
@@ -66,7 +66,7 @@ class CudaIpcFabric(Fabric):
         except msgspec.ValidationError as error:
             raise ProtocolError(f"a CUDA IPC description that cannot be read: {error}") from error
         if any(len(handle) != HANDLE_BYTES or offset < 0 for handle, offset, _ in described.regions):
-            raise ProtocolError("a CUDA IPC description with senseless handles")
+            raise ProtocolError("a CUDA IPC description with invalid handles")
         mapped: dict[bytes, int] = {}
         try:
             for handle, _, _ in described.regions:
@@ -80,7 +80,7 @@ class CudaIpcFabric(Fabric):
         return CudaIpcPeer(self, regions, list(mapped.values()))
 
     async def close(self) -> None:
-        """Give the driver back."""
+        """Close the driver's context and stream."""
         self.driver.close()
 
 
@@ -94,7 +94,7 @@ class CudaIpcPeer(FabricPeer):
         self._copying = asyncio.Lock()
 
     async def read(self, remote: Sequence[Span], local: Sequence[Span], deadline: float) -> None:
-        """Begin copies, and wait for the stream; copies cannot be taken back, so also when given up."""
+        """Begin copies, and wait for the stream, also if the read was given up: copies cannot be cancelled."""
         pieces = join(remote, self._theirs, local, self._ours, SLICE_BYTES)
         for part in pieces.slices(SLICE_BYTES, SLICE_PIECES):
             async with self._copying:
@@ -111,7 +111,7 @@ class CudaIpcPeer(FabricPeer):
             await asyncio.sleep(POLL_S)
 
     async def close(self) -> None:
-        """Unmap, once no copy is under way."""
+        """Unmap when no copy is under way."""
         if self.closed:
             return
         self.closed = True

@@ -1,4 +1,4 @@
-"""What fabrics have in common that read a peer over connections to its listener: the peer sends what is asked for."""
+"""What fabrics have in common that connect to a peer's listener, and have the peer send what they ask for."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from kvferry.transport.fabric.base import Fabric
 
 
 class DialledFabric(Fabric):
-    """A fabric that reads a peer over connections to the peer's listener."""
+    """A fabric whose description of itself is the address of its listener."""
 
     def describe(self) -> dict[str, Any]:
-        """Where the listener is."""
+        """Host and port of the listener."""
         return {"host": self.context.listener.host, "port": self.context.listener.port}
 
     def reachable(self, description: dict[str, Any]) -> bool:
-        """Always, as far as can be told without trying."""
+        """Whether the peer has a listener; the network is not tried."""
         return "port" in description
 
     def address_in(self, description: dict[str, Any]) -> tuple[str, int]:
-        """Where a peer listens. Raises `ProtocolError` when its description does not say."""
+        """(host, port) of a peer's listener. Raises `ProtocolError` if its description has none."""
         host, port = description.get("host"), description.get("port")
         if not isinstance(host, str) or not isinstance(port, int):
             raise ProtocolError(f"a {self.name} description without host and port")
@@ -29,18 +29,18 @@ class DialledFabric(Fabric):
 
 
 class PendingRead:
-    """A read that was asked for of a peer which sends, and whether anybody still waits for it. Made on the loop."""
+    """A read that a peer was asked for, and whether anybody still waits for it. Made on the loop."""
 
     def __init__(self) -> None:
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     @property
     def given_up(self) -> bool:
-        """Nobody wants what still comes: a wait for `done` that is cancelled cancels it."""
+        """Nobody waits any more: cancelling a wait for `done` cancels `done`."""
         return self.done.done()
 
     def finish(self, error: KvferryError | None = None) -> None:
-        """Wake the reader, unless it gave up."""
+        """Wake the reader, unless it has given up."""
         if self.given_up:
             return
         if error is None:

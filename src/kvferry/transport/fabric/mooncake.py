@@ -1,11 +1,11 @@
 """Reading a peer through the Mooncake Transfer Engine.
 
-Its calls block, so they run in a few threads of the fabric's own. It cannot take a transfer back, and one that
-failed may go on writing. So there are two engines: one that serves, and one that reads, which is closed and made
-anew after a failure. Only then does the failed read end.
+Its calls block, so they run in a few threads of the fabric's own. It cannot cancel a transfer, and one that has failed
+may go on writing. So one engine serves, and another one reads, which is closed after a failure and made anew; only then
+does the failed read end.
 
-Mooncake listens on every interface and asks nobody who they are: for trusted networks only. As with NIXL a reader
-first fetches a *beacon*, random bytes beside the KV cache, so that it knows whom it reaches.
+Mooncake listens on every interface without authentication: use it in trusted networks only. As with NIXL, a reader
+first fetches a *beacon*, random bytes beside the KV cache, so that it knows which instance it reaches.
 
 Never run on RDMA hardware.
 """
@@ -29,13 +29,13 @@ from kvferry.transport.transfer_loop import uncancelled
 
 SLICE_BYTES = 16 * 2**20
 SLICE_PIECES = 512
-"""Read by one call. Mooncake fails batches beyond about 1,000 pieces, rather than wait for room in its queue."""
+"""Read by one call. Mooncake fails batches of more than about 1,000 pieces instead of waiting for its queue."""
 NUM_THREADS = 4
 BEACON_BYTES = 16
 
 
 class MooncakeDescription(msgspec.Struct, frozen=True):
-    """What a reader needs."""
+    """What a reader needs to know of a peer. `beacon`: its address, and its bytes in hexadecimal."""
 
     host: str
     rpc_port: int
@@ -45,7 +45,7 @@ class MooncakeDescription(msgspec.Struct, frozen=True):
 
 
 class MooncakeFabric(Fabric):
-    """Any two instances that Mooncake joins. It reads its own options of `TransportOptions`."""
+    """Joins any two instances that Mooncake can connect."""
 
     name = "mooncake"
 
@@ -66,7 +66,7 @@ class MooncakeFabric(Fabric):
         return MooncakeEngine(self.context.listener.host, self.protocol, self._device_name, regions, location)
 
     def describe(self) -> dict[str, Any]:
-        """Where the serving engine is, and the KV cache and the beacon in its memory."""
+        """The address of the serving engine, and those of KV cache and beacon in its memory."""
         regions = [(region.address, region.num_bytes) for region in self.context.memory.regions]
         beacon = (ctypes.addressof(self._beacon), self._beacon.raw.hex())
         host, port = self.context.listener.host, self._serving.port
@@ -74,11 +74,11 @@ class MooncakeFabric(Fabric):
         return msgspec.to_builtins(described)  # type: ignore[no-any-return]
 
     def reachable(self, description: dict[str, Any]) -> bool:
-        """One protocol on both sides."""
+        """Whether both sides use the same protocol."""
         return bool(description.get("protocol") == self.protocol)
 
     async def connect(self, description: dict[str, Any], deadline: float) -> FabricPeer:
-        """Fetch the peer's beacon."""
+        """Fetch the peer's beacon. Raises `PeerLost` if it is another process's."""
         try:
             described = msgspec.convert(description, MooncakeDescription)
         except msgspec.ValidationError as error:
@@ -92,11 +92,11 @@ class MooncakeFabric(Fabric):
             ctypes.memset(self.received, 0, BEACON_BYTES)
             await peer.transfer(join(spans, theirs, spans, ours, BEACON_BYTES), deadline)
             if self.received.raw.hex() != expected:
-                raise PeerLost("Mooncake reaches another process than the one that described itself")
+                raise PeerLost("Mooncake connects to another process than the one that sent this description")
         return peer
 
     async def close(self) -> None:
-        """End both engines, side by side."""
+        """Close both engines at the same time, since each takes a second."""
         await asyncio.gather(self.reading.close(), asyncio.to_thread(self._serving.close))
 
 
@@ -110,23 +110,23 @@ class MooncakePeer(FabricPeer):
         self._ours = fabric.context.memory.map
 
     async def read(self, remote: Sequence[Span], local: Sequence[Span], deadline: float) -> None:
-        """One call after the other; each is waited for, also past the deadline."""
+        """Make one call after the other. A call is waited for even past the deadline."""
         await self.transfer(join(remote, self._theirs, local, self._ours, SLICE_BYTES), deadline)
 
     async def transfer(self, pieces: Pieces, deadline: float) -> None:
-        """As `read`, of any memory."""
+        """Read pieces of any memory, as `read`."""
         for part in pieces.slices(SLICE_BYTES, SLICE_PIECES):
             self.require_going(deadline)
             await uncancelled(self._reading.read(self._segment, part))
         self.require_going(deadline)
 
     async def close(self) -> None:
-        """Nothing is held for one peer alone."""
+        """Refuse further reads; nothing is held for one peer."""
         self.closed = True
 
 
 class _Reader:
-    """An engine, and how many calls it is in."""
+    """An engine that reads, and its number of calls under way."""
 
     def __init__(self, engine: MooncakeEngine) -> None:
         self.engine = engine
@@ -136,7 +136,7 @@ class _Reader:
 
 
 class Reading:
-    """Owns the engine that reads, and the threads in which it is called. Lives on the transfer loop."""
+    """Owns the engine that reads, and the threads that call it. Used on the transfer loop."""
 
     def __init__(self, make: Callable[[], MooncakeEngine]) -> None:
         self._make = make
@@ -144,7 +144,7 @@ class Reading:
         self._reader: _Reader | None = None
 
     async def read(self, segment: str, pieces: Pieces) -> None:
-        """Read; raises `PeerLost` once nothing of it is under way any more. Not to be cancelled."""
+        """Read. After a failure, raises `PeerLost` when nothing is written any more. Must not be cancelled."""
         if self._reader is None:
             self._reader = _Reader(self._make())
         reader, loop = self._reader, asyncio.get_running_loop()
@@ -165,7 +165,7 @@ class Reading:
             raise PeerLost(f"Mooncake cannot read from {segment}")
 
     async def close(self) -> None:
-        """End the engine and the threads. No call is under way."""
+        """Close the engine and end the threads. No call may be under way."""
         if self._reader is not None:
             await asyncio.get_running_loop().run_in_executor(self._threads, self._reader.engine.close)
         self._threads.shutdown()

@@ -1,6 +1,6 @@
-"""One Mooncake transfer engine, in few words. Mooncake is imported here and nowhere else.
+"""One Mooncake transfer engine. Mooncake is imported here and nowhere else.
 
-Owns the engine. Every method blocks, and keeps a core busy while it does; the GIL is given up meanwhile.
+Owns the engine. Every method blocks and keeps a core busy, without the GIL.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from kvferry.core.errors import ConfigError, MissingDependency, UnknownName
 from kvferry.transport.memory import Pieces
 
 PROTOCOLS = ("tcp", "rdma", "efa", "nvlink", "cxl", "barex", "hip", "ascend")
-"""Mooncake takes any word, and means TCP by those that it does not know."""
+"""Checked here, because Mooncake uses TCP for any word that it does not know."""
 CALL_S = 5
-"""How long a call waits for a peer that does not answer, beyond a second for each GiB; Mooncake takes no less."""
+"""How long a call waits for a peer that does not answer, plus a second for each GiB; Mooncake accepts no less."""
 
 
 class MooncakeEngine:
-    """`regions`, as (address, length), can be read by peers and read into; `location` is Mooncake's name for where
-    they are. Raises `MissingDependency`, or `ConfigError` when the engine cannot be had."""
+    """An engine with which `regions`, as (address, length), are registered; `location` is Mooncake's name for where
+    they are. Raises `MissingDependency`, or `ConfigError` if the engine does not start."""
 
     def __init__(
         self, host: str, protocol: str, device_name: str, regions: Sequence[tuple[int, int]], location: str
@@ -44,21 +44,21 @@ class MooncakeEngine:
         self._addresses = [address for address, _ in regions]
 
     def read(self, segment: str, pieces: Pieces) -> bool:
-        """Read from the engine at `segment`, "host:port". False: it failed, and what of it is under way may still
-        write to our memory until this engine is closed."""
+        """Read from the engine at `segment`, "host:port". False: it has failed, and may still write to our memory until
+        this engine is closed."""
         result: int = self._engine.batch_transfer_sync_read(
             segment, pieces.local.tolist(), pieces.remote.tolist(), pieces.lengths.tolist()
         )
         return result == 0
 
     def close(self) -> None:
-        """End it, and with it everything under way. Takes a second: its listener looks that often."""
+        """End the engine, with everything under way. Takes up to a second, the polling interval of its listener."""
         self._engine.batch_unregister_memory(self._addresses)
         del self._engine
 
 
 def _has_devices(topology: str) -> bool:
-    """From Mooncake's JSON: for each memory location, the devices to be preferred and all others."""
+    """Whether Mooncake's JSON names a device: for each memory location, it lists preferred devices and all others."""
     places: dict[str, list[list[str]]] = json.loads(topology)
     return any(devices for lists in places.values() for devices in lists)
 

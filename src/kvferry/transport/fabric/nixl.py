@@ -1,11 +1,11 @@
 """Reading a peer through NIXL: UCX picks the medium (RDMA, shared memory, TCP), and device memory is read directly.
 
-An instance's agent metadata travels on our own authenticated control channel. With it goes a *beacon*: random
-bytes, registered beside the KV cache, that a reader fetches first. So a connection is known to work, and to reach
-the instance that described itself, before any block is asked for.
+An instance's agent metadata goes over kvferry's own authenticated control channel, with the address of a *beacon*:
+random bytes, registered beside the KV cache, that a reader fetches first. So before a block is read it is known that
+the connection works, and that it reaches the instance that described itself.
 
-UCX cannot take a read back: it is waited for. Where the medium needs the peer's help (TCP) and the peer hangs, only
-the end of our agent stops it. So one agent serves, and another one reads, which can be ended and made anew.
+UCX cannot cancel a read, so it is waited for. If the medium needs the peer's help (TCP) and the peer hangs, only
+closing the local agent ends the read. So one agent serves, and another one reads, which can be closed and made anew.
 
 Never run on a GPU or on RDMA hardware.
 """
@@ -36,21 +36,22 @@ from kvferry.transport.transfer_loop import uncancelled
 log = logging.getLogger(__name__)
 
 SLICE_BYTES = 16 * 2**20
-"""Read by one transfer: where UCX copies at once, the loop waits for so much."""
+"""Read by one transfer. Where UCX copies at once, the loop is blocked for so much."""
 SLICE_PIECES = 8192
 MAX_UNDER_WAY = 4
 ASK_S = 0.0002
-"""NIXL goes ahead while it is asked: for so long before others get the loop."""
+"""NIXL makes progress while it is polled: it is polled for so long before other tasks get the loop."""
 SPIN_S = 0.0005
-"""So long a transfer is asked about in every turn of the loop; after that once a millisecond."""
+"""For so long a transfer is polled in every turn of the loop; after that once a millisecond."""
 GRACE_S = 1.0
-"""So long a transfer that is given up may go on before the agent that reads is ended under it."""
+"""A transfer that was given up may go on for so long before the agent that reads is closed."""
 BEACON_BYTES = 16
 DRAM = MemoryKind("DRAM")
 
 
 class NixlDescription(msgspec.Struct, frozen=True):
-    """What a reader needs. `metadata` is NIXL's own, in base64."""
+    """What a reader needs to know of a peer. `metadata`: NIXL's own, in base64. `beacon`: its address, and its bytes in
+    hexadecimal."""
 
     agent: str
     metadata: str
@@ -61,7 +62,7 @@ class NixlDescription(msgspec.Struct, frozen=True):
 
 
 class NixlFabric(Fabric):
-    """Any two instances that NIXL's backends join. It reads its own options of `TransportOptions`."""
+    """Joins any two instances that NIXL's backends can connect."""
 
     name = "nixl"
 
@@ -75,8 +76,8 @@ class NixlFabric(Fabric):
         self._reader: _Reader | None = None
 
     def _agent(self, buffer: ctypes.Array[ctypes.c_char], *, serves: bool) -> NixlAgent:
-        """An agent that knows the KV cache and a small buffer."""
-        name = f"kvferry-{self.context.identity.engine_id}-{secrets.token_hex(8)}"
+        """An agent with which the KV cache and a small buffer are registered."""
+        name = f"kvferry-{self.context.listener.identity.engine_id}-{secrets.token_hex(8)}"
         agent = NixlAgent(name, self._backends, self._num_threads, serves=serves)
         try:
             agent.register([(part.address, part.num_bytes) for part in self.context.memory.regions], self.kind)
@@ -87,7 +88,7 @@ class NixlFabric(Fabric):
         return agent
 
     def describe(self) -> dict[str, Any]:
-        """Where the KV cache and the beacon are, and the serving agent's metadata."""
+        """The addresses of KV cache and beacon, and the serving agent's metadata."""
         regions = [(part.address, part.num_bytes) for part in self.context.memory.regions]
         metadata = base64.b64encode(self._serving.metadata()).decode()
         beacon = (ctypes.addressof(self._beacon), self._beacon.raw.hex())
@@ -96,7 +97,7 @@ class NixlFabric(Fabric):
         return msgspec.to_builtins(described)  # type: ignore[no-any-return]
 
     def reachable(self, description: dict[str, Any]) -> bool:
-        """Always, as far as can be told without trying."""
+        """Whether the peer has an agent; the network is not tried."""
         return "metadata" in description
 
     async def connect(self, description: dict[str, Any], deadline: float) -> FabricPeer:
@@ -129,10 +130,10 @@ class NixlFabric(Fabric):
         spans = [(0, BEACON_BYTES)]
         await peer.transfer(join(spans, theirs, spans, ours, BEACON_BYTES), DRAM, DRAM, deadline)
         if reader.buffer.raw.hex() != expected:
-            raise PeerLost("NIXL reaches another process than the one that described itself")
+            raise PeerLost("NIXL connects to another process than the one that sent this description")
 
     async def close(self) -> None:
-        """End the agents: ordered, since UCX must not outlive the memory registered with it."""
+        """Close the agents, since UCX must not outlive the memory that is registered with it."""
         if self._reader is not None and not self._reader.condemned:
             self._reader.agent.close()
         self._serving.close()
@@ -140,7 +141,7 @@ class NixlFabric(Fabric):
 
 @dataclass
 class _Remote:
-    """A peer's agent that is loaded into ours."""
+    """A peer's agent, as it is loaded into ours."""
 
     name: str
     metadata: bytes
@@ -148,18 +149,19 @@ class _Remote:
 
 
 class _Reader:
-    """An agent that reads, and the peers' agents loaded into it. `buffer` is registered with it."""
+    """An agent that reads, and the peers' agents that are loaded into it. `buffer`, for beacons, is registered with
+    it."""
 
     def __init__(self, agent: NixlAgent, buffer: ctypes.Array[ctypes.c_char]) -> None:
         self.agent, self.buffer = agent, buffer
         self.num_reads = 0
         self.condemned = False
-        """No more reads: it ends with the last one that is under way."""
+        """No more reads are begun; the agent is closed when the last one under way has left."""
         self.ended = asyncio.Event()
         self._remotes: dict[str, _Remote] = {}
 
     def acquire(self, name: str, metadata: bytes) -> _Remote:
-        """The peer's agent, loaded once for all who read from it."""
+        """The peer's agent, loaded once for all connections to it. Raises `ProtocolError`."""
         known = self._remotes.get(name)
         if known is None:
             if self.agent.load(metadata) != name:
@@ -171,17 +173,17 @@ class _Reader:
         return known
 
     def give_back(self, remote: _Remote) -> None:
-        """One user less; the last one's end breaks off the connection."""
+        """End one use of a peer's agent; after the last one, the connection to it is closed."""
         remote.num_users -= 1
         if not remote.num_users and not self.condemned:
             del self._remotes[remote.name]
             try:
                 self.agent.forget(remote.name)
             except KvferryError as error:
-                log.info("NIXL agent %s could not be parted with: %s", remote.name, error)
+                log.info("NIXL agent %s could not be removed: %s", remote.name, error)
 
     async def leave(self, num_left: int) -> None:
-        """A read is over, but for `num_left` transfers. Returns when they write no more."""
+        """A read has ended, except for `num_left` transfers. Returns when these write no more."""
         self.num_reads -= 1
         if not self.condemned:
             return
@@ -193,7 +195,7 @@ class _Reader:
 
 
 class NixlPeer(FabricPeer):
-    """Reads from one peer. Owns its transfers until NIXL has ended each."""
+    """Reads from one peer. Owns its transfers until each has ended."""
 
     def __init__(self, fabric: NixlFabric, reader: _Reader, remote: _Remote, described: NixlDescription) -> None:
         self._fabric, self._reader, self._remote, self._agent = fabric, reader, remote, reader.agent
@@ -205,12 +207,12 @@ class NixlPeer(FabricPeer):
         self._idle.set()
 
     async def read(self, remote: Sequence[Span], local: Sequence[Span], deadline: float) -> None:
-        """Post slices, a few at a time, and ask until they are done."""
+        """Post slices, at most `MAX_UNDER_WAY` at a time, and poll until they are done."""
         pieces = join(remote, self._theirs, local, self._ours, SLICE_BYTES)
         await self.transfer(pieces, self._fabric.kind, self._kind, deadline)
 
     async def transfer(self, pieces: Pieces, ours: MemoryKind, theirs: MemoryKind, deadline: float) -> None:
-        """As `read`, of memory of any kind."""
+        """Read pieces of memory of any kind, as `read`."""
         self.require_going(deadline)
         under_way: deque[Handle] = deque()
         self._num_reads += 1
@@ -232,7 +234,7 @@ class NixlPeer(FabricPeer):
                     self._idle.set()
 
     async def _settle(self, under_way: deque[Handle], num_left: int, deadline: float) -> None:
-        """Wait until at most so many are under way."""
+        """Wait until at most `num_left` are under way."""
         waiting = _Waiting()
         while len(under_way) > num_left:
             if self._goes_through(under_way[0]):
@@ -243,7 +245,7 @@ class NixlPeer(FabricPeer):
             self.require_going(deadline)
 
     def _goes_through(self, handle: Handle) -> bool:
-        """Whether it is done, or will be while it is asked."""
+        """Poll a transfer for up to `ASK_S`. True: it is done."""
         until = SYSTEM_CLOCK.monotonic() + ASK_S
         while not self._agent.is_done(handle):
             if SYSTEM_CLOCK.monotonic() >= until:
@@ -251,7 +253,7 @@ class NixlPeer(FabricPeer):
         return True
 
     async def _quiesce(self, under_way: deque[Handle]) -> None:
-        """Wait until none of them writes any more."""
+        """Wait until none of these transfers writes any more."""
         given_up = asyncio.get_running_loop().time() + GRACE_S
         waiting, reader = _Waiting(), self._reader
         while under_way and not reader.condemned:
@@ -260,7 +262,9 @@ class NixlPeer(FabricPeer):
                 continue
             await waiting.turn()
             if asyncio.get_running_loop().time() >= given_up:
-                log.warning("NIXL agent %s does not answer a read, which is ended by force", self._remote.name)
+                log.warning(
+                    "NIXL agent %s does not answer a read; closing the local agent to end it", self._remote.name
+                )
                 reader.condemned = True
         await reader.leave(len(under_way))
 
@@ -271,13 +275,13 @@ class NixlPeer(FabricPeer):
             return True
 
     def require_going(self, deadline: float) -> None:
-        """Also while the agent that reads is still to be read with."""
+        """Raises `PeerLost` also if the agent that reads is to be closed."""
         if self._reader.condemned:
             raise PeerLost("the connection to the peer was closed during a read")
         super().require_going(deadline)
 
     async def close(self) -> None:
-        """End the reads, then part with the peer's agent."""
+        """Wait for the reads to end, then give the peer's agent back."""
         if self.closed:
             return
         self.closed = True
@@ -286,11 +290,11 @@ class NixlPeer(FabricPeer):
 
 
 class _Waiting:
-    """Turns of the loop between two questions: short ones at first."""
+    """The pauses between two polls: short ones at first."""
 
     def __init__(self) -> None:
         self._spin_until = asyncio.get_running_loop().time() + SPIN_S
 
     async def turn(self) -> None:
-        """Let others have the loop."""
+        """Let other tasks have the loop."""
         await asyncio.sleep(0 if asyncio.get_running_loop().time() < self._spin_until else 0.001)

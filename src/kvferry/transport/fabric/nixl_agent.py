@@ -1,11 +1,11 @@
-"""One NIXL agent, in few words. NIXL is imported here and nowhere else.
+"""One NIXL agent. NIXL is imported here and nowhere else.
 
 Owns the agent: its backends, what is registered with it, and the remote agents loaded into it. Its methods do not
-wait, but a post may copy before it returns (UCX does within one machine); the GIL is given up meanwhile.
+wait, but a post may copy before it returns (UCX does within one machine), without the GIL.
 
-The bindings are used rather than NIXL's Python class, since only they let the progress thread's delay be set. At
-its default of 0 the thread takes most of a core while nothing happens. With a delay it sleeps until UCX wakes it,
-and the delay only bounds what a lost wake-up costs.
+It uses the bindings and not NIXL's Python class, since only they let the progress thread's delay be set. With the
+default of 0, the thread takes most of a core while nothing happens. With a delay it sleeps until UCX wakes it, and the
+delay only bounds the cost of a lost wake-up.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Handle = int
 
 @dataclass(frozen=True)
 class MemoryKind:
-    """Where memory is, in NIXL's terms: "DRAM" or "VRAM", and of which device."""
+    """Where memory is, in NIXL's terms: "DRAM", or "VRAM" of a device."""
 
     segment: str
     device: int = 0
@@ -48,10 +48,10 @@ class MemoryKind:
 
 
 class NixlAgent:
-    """See the module. Raises `MissingDependency` without NIXL, `ConfigError` when a backend cannot be had.
+    """An agent with these backends. Raises `MissingDependency` without NIXL, `ConfigError` if a backend does not start.
 
-    `serves`: peers read from it, which takes a progress thread. One that only reads goes ahead when it is asked
-    whether a read is done; a thread beside that would take turns with it, and halve its speed.
+    `serves`: peers read from it, which needs a progress thread. An agent that only reads makes progress when it is
+    polled; a thread would compete with that, and halve its speed.
     """
 
     def __init__(self, name: str, backends: Sequence[str], num_threads: int, *, serves: bool) -> None:
@@ -87,23 +87,23 @@ class NixlAgent:
         self._registered.append(descriptors)
 
     def metadata(self) -> bytes:
-        """What a peer must load to read what is registered by now."""
+        """What a peer must load to read the memory that is registered now."""
         blob: bytes = self._agent.getLocalMD()
         return blob
 
     def load(self, metadata: bytes) -> str:
-        """Make a peer's agent known; its name. Raises `PeerLost`, `ProtocolError`."""
+        """Load a peer's agent. Returns its name. Raises `PeerLost` or `ProtocolError`."""
         with _translated():
             name = self._agent.loadRemoteMD(metadata)
         return name.decode() if isinstance(name, bytes) else str(name)
 
     def forget(self, name: str) -> None:
-        """Break off the connection to a peer's agent, and what is under way on it."""
+        """Close the connection to a peer's agent, with transfers that are under way."""
         with _translated():
             self._agent.invalidateRemoteMD(name)
 
     def post(self, pieces: Pieces, local: MemoryKind, remote: MemoryKind, name: str) -> Handle:
-        """Begin to read; the caller releases the handle. Raises `PeerLost`, `ProtocolError`."""
+        """Begin to read; the caller releases the handle. Raises `PeerLost` or `ProtocolError`."""
         ours, theirs = (
             self._list(pieces.local, pieces.lengths, local),
             self._list(pieces.remote, pieces.lengths, remote),
@@ -118,17 +118,17 @@ class NixlAgent:
         return handle
 
     def is_done(self, handle: Handle) -> bool:
-        """Whether all of it has come. Raises `PeerLost` when it never will, and nothing more is written."""
+        """Whether everything has arrived. Raises `PeerLost` if the transfer has failed; then it writes no more."""
         with _translated():
             return bool(self._agent.getXferStatus(handle) == self._nixl.NIXL_SUCCESS)
 
     def release(self, handle: Handle) -> None:
-        """Give the handle back. One that is under way may still write: wait first."""
+        """Release the handle of a transfer that has ended: one under way might still write."""
         with _translated():
             self._agent.releaseXferReq(handle)
 
     def close(self) -> None:
-        """End it: first what is registered, then the agent with its thread. No handle is left by now."""
+        """Deregister the memory, then end the agent with its thread. No handle may be left."""
         for descriptors in self._registered:
             self._agent.deregisterMem(descriptors, self._backends)
         self._registered.clear()
@@ -154,7 +154,7 @@ def _import_nixl() -> Any:
 
 @contextmanager
 def _translated() -> Iterator[None]:
-    """Turn NIXL's errors into ours. They have no common base but `Exception`."""
+    """Turn NIXL's errors into kvferry's. They have no common base class but `Exception`."""
     try:
         yield
     except Exception as error:
@@ -166,7 +166,7 @@ def _translated() -> Iterator[None]:
 
 @contextmanager
 def _one_at_a_time() -> Iterator[None]:
-    """Agents that start in two processes at once can hang: one after the other, on this machine."""
+    """Let one process of this machine start an agent at a time: two that start at once can hang."""
     path = Path(tempfile.gettempdir()) / f"kvferry-nixl-{os.getuid()}.lock"
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     deadline = SYSTEM_CLOCK.monotonic() + START_S
@@ -189,7 +189,7 @@ def _locked(descriptor: int) -> bool:
 
 
 def _within(seconds: float, start: Any) -> Any:
-    """Run it in a thread that is left behind when it hangs: nothing can end it."""
+    """Run `start` in a thread, which is left behind if it hangs, since nothing can end it."""
     results: list[Any] = []
 
     def run() -> None:

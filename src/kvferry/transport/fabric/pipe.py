@@ -1,4 +1,4 @@
-"""A pipe made a fabric: the reader asks for spans, and the peer sends them, gathered, down the pipe.
+"""A pipe as a fabric: the reader asks for spans, and the peer gathers them and sends them through the pipe.
 
     reader ── Open(ticket) ────────► peer      and `pipe.meeting` makes the pipe with that ticket
            ── Pull(spans) ─────────►
@@ -6,7 +6,7 @@
            ◄═ None, and Refused ═══            spans outside of its memory
 
 Nothing is sent that was not asked for. So a peer holds one gathered piece for each reader, however many hand-offs
-wait and in whatever order they are fetched, and a FIFO serves by key without anyone waiting for another's turn.
+wait, and although a pipe is a FIFO, hand-offs can be fetched in any order.
 """
 
 from __future__ import annotations
@@ -27,18 +27,19 @@ from kvferry.transport.connection import Connection, Message, limited_to
 from kvferry.transport.fabric.base import FabricContext, FabricPeer
 from kvferry.transport.fabric.dialled import DialledFabric, PendingRead
 from kvferry.transport.memory import ANYWHERE, Pieces, RegionMap, Span, join
-from kvferry.transport.pipe.base import PipeKind, PipeReceiver, PipeSender, PipeSettings, pipe_kind
+from kvferry.transport.pipe.base import PipeKind, PipeReceiver, PipeSender, PipeSettings
 from kvferry.transport.pipe.meeting import MEET_S, PipeServer, connect_pipe
+from kvferry.transport.pipe.messages import PURPOSE as PIPE
 
 PURPOSE = "pull"
 PIECE_BYTES = 8 * 2**20
 PIECE_SPANS = 2**16
 STALL_S = 60.0
-"""A peer that keeps a pipe waiting for so long is given up."""
+"""A peer that lets a pipe wait for so long is given up."""
 
 
 class Open(Message, frozen=True):
-    """A reader's first words: it is about to make the pipe with this ticket."""
+    """A reader's first message: it is about to make the pipe with this ticket."""
 
     ticket: str
 
@@ -49,8 +50,8 @@ class Pull(Message, frozen=True):
     spans: list[Span]
 
 
-class Refused(Message, frozen=True):
-    """Why the pull that a None answers was refused."""
+class PullRefused(Message, frozen=True, tag="Refused"):
+    """Why a pull was answered with None."""
 
     reason: str
 
@@ -60,8 +61,6 @@ class PipeFabric(DialledFabric):
 
     def __init__(self, context: FabricContext, kind: PipeKind) -> None:
         super().__init__(context)
-        if context.tls is not None:
-            context.tls.require_covered(f"pipe {kind.name}", covered=kind.under_tls)
         self.name, self.over_tcp, self._kind = kind.name, kind.over_tcp, kind  # type: ignore[misc]
         self.device = torch.device(context.memory.device)
         self._served = RegionMap(context.memory.regions, "peer's")
@@ -69,39 +68,37 @@ class PipeFabric(DialledFabric):
         context.listener.handle(PURPOSE, self._serve)
 
     @classmethod
-    def through(cls, pipe: str, context: FabricContext) -> PipeFabric:
-        """Through pipes of the kind of this name. Raises `UnknownName`, or `ConfigError` when it does not work here."""
+    def through(cls, kind: type[PipeKind], context: FabricContext) -> PipeFabric:
+        """The fabric over this kind of pipe. Raises `ConfigError` if the kind does not work here."""
         settings = PipeSettings(
             max_tensor_bytes=PIECE_BYTES,
             host=context.listener.host,
             device=context.memory.device,
             options=context.settings.transport_options,
         )
-        return cls(context, pipe_kind(pipe, settings))
+        return cls(context, kind(settings))
 
     async def connect(self, description: dict[str, Any], deadline: float) -> FabricPeer:
-        """Make a first pipe, so that what does not work shows now."""
+        """Make a first pipe now, so that a pipe that does not work is noticed here."""
         host, port = self.address_in(description)
         peer = PipePeer(self, host, port)
         await peer.connect(deadline)
         return peer
 
     async def open_session(self, host: str, port: int, deadline: float) -> PipeSession:
-        """A pipe, and the connection on which to ask for what comes through it."""
-        context, ticket = self.context, secrets.token_hex(16)
-        connection = await context.dial(host, port, PURPOSE, deadline)
+        """A pipe, and the connection on which its contents are asked for."""
+        listener, ticket = self.context.listener, secrets.token_hex(16)
+        connection = await listener.dial(host, port, PURPOSE, deadline)
         try:
             await connection.send(Open(ticket))
-            pipe = await connect_pipe(
-                self._kind, host, port, ticket, context.identity, context.token, deadline, context.tls
-            )
+            pipe = await connect_pipe(self._kind, await listener.dial(host, port, PIPE, deadline), ticket, deadline)
         except BaseException:
             await connection.close()
             raise
         return PipeSession(connection, pipe, self.device)
 
     async def _serve(self, connection: Connection) -> None:
-        """Answer one reader, pull by pull, until it leaves."""
+        """Answer one reader's pulls in order, until it disconnects."""
         deadline = asyncio.get_running_loop().time() + MEET_S
         async with limited_to(deadline, "the first message of a reader"):
             opened: Open = await connection.receive(Open)
@@ -121,7 +118,7 @@ class PipeFabric(DialledFabric):
                 await pipe.send_tensor(gathered(part, self.device), deadline=loop.time() + STALL_S)
         except ProtocolError as error:
             pipe.require_open()
-            await connection.send(Refused(str(error)))
+            await connection.send(PullRefused(str(error)))
             await pipe.send_tensor(None, deadline=loop.time() + STALL_S)
 
 
@@ -136,11 +133,11 @@ class _Pull(PendingRead):
 
     @property
     def num_left(self) -> int:
-        """Bytes."""
+        """Bytes that are still to come."""
         return int(self._ends[-1]) - self._num_done
 
     def take(self, data: Tensor) -> None:
-        """The next bytes: written, unless nobody wants them any more."""
+        """Take the next bytes, and write them unless the pull was given up."""
         if data.dtype != torch.uint8 or data.dim() != 1 or not 0 < data.numel() <= self.num_left:
             raise ProtocolError(f"{tuple(data.shape)} of {data.dtype} came for a read of {self.num_left} bytes more")
         if not self.given_up:
@@ -165,7 +162,7 @@ class _Pull(PendingRead):
 
 
 class PipeSession:
-    """A pipe and the pulls under way on it. Owns both ends' connections; `close` it."""
+    """A pipe, the connection beside it, and the pulls under way. Owns all of them; `close` it."""
 
     def __init__(self, connection: Connection, pipe: PipeReceiver, device: torch.device) -> None:
         self.failure: KvferryError | None = None
@@ -176,7 +173,7 @@ class PipeSession:
         self._task = asyncio.create_task(self._run(), name="pulling")
 
     async def pull(self, spans: Sequence[Span], pieces: Pieces) -> None:
-        """Ask, and wait until the bytes are in place."""
+        """Ask for these spans, and wait until the bytes are in place."""
         pull = _Pull(pieces, self._device)
         async with self._asking:  # what is asked for comes in the order in which it was asked for
             if self.failure is not None:
@@ -185,13 +182,13 @@ class PipeSession:
             try:
                 await self._connection.send(Pull(list(spans)))
             except BaseException:  # half of a frame may be out, and nothing can follow it
-                self._fail(PeerLost("a read request was cut off"))
+                self._fail(PeerLost("a read request is incomplete"))
                 raise
             self._asked.set()
-        await pull.done  # a cancelled wait cancels the future too: what still comes goes nowhere
+        await pull.done  # a cancelled wait cancels the future too: what still comes is discarded
 
     async def close(self) -> None:
-        """Break off; pulls under way raise `PeerLost`."""
+        """Close pipe and connection; pulls under way raise `PeerLost`."""
         self._fail(PeerLost("the connection to the peer was closed during a read"))
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
@@ -199,7 +196,7 @@ class PipeSession:
         await self._connection.close()
 
     async def _run(self) -> None:
-        """Receive what was asked for, while there is any."""
+        """Receive what was asked for, as long as the session lasts."""
         try:
             while True:
                 await self._asked.wait()
@@ -218,7 +215,7 @@ class PipeSession:
             data = await self._pipe.recv_tensor(deadline=loop.time() + STALL_S)
             if data is None:
                 async with limited_to(loop.time() + STALL_S, "the reason of a refusal"):
-                    refused: Refused = await self._connection.receive(Refused)
+                    refused: PullRefused = await self._connection.receive(PullRefused)
                 pull.finish(ProtocolError(f"the peer refused a read: {refused.reason}"))
                 return
             pull.take(data)
@@ -232,7 +229,7 @@ class PipeSession:
 
 
 class PipePeer(FabricPeer):
-    """A peer whose blocks come through a pipe; a pipe that broke is made anew with the next read."""
+    """A peer whose blocks come through a pipe. After a failure, the next read makes a new pipe."""
 
     def __init__(self, fabric: PipeFabric, host: str, port: int) -> None:
         self._fabric, self._host, self._port = fabric, host, port
@@ -240,7 +237,7 @@ class PipePeer(FabricPeer):
         self._connecting = asyncio.Lock()
 
     async def connect(self, deadline: float) -> PipeSession:
-        """The session, made anew if need be."""
+        """The session, made anew if it has failed."""
         async with self._connecting:
             if self._session is not None and self._session.failure is not None:
                 await self._session.close()
@@ -252,7 +249,7 @@ class PipePeer(FabricPeer):
             return self._session
 
     async def read(self, remote: Sequence[Span], local: Sequence[Span], deadline: float) -> None:
-        """Ask, and wait until the bytes are in place."""
+        """Pull these spans."""
         ours = self._fabric.context.memory.map
         pieces = join(remote, ANYWHERE, local, ours, ours.num_bytes)
         if not len(pieces):
@@ -262,7 +259,7 @@ class PipePeer(FabricPeer):
             await session.pull(remote, pieces)
 
     async def close(self) -> None:
-        """Break the pipe off."""
+        """Close the pipe."""
         self.closed = True
         async with self._connecting:
             if self._session is not None:
@@ -275,7 +272,7 @@ def gathered(pieces: Pieces, device: torch.device) -> Tensor:
 
 
 class _DeviceMemory:
-    """How device memory of a known address is shown to torch."""
+    """Shows torch device memory at a known address."""
 
     def __init__(self, address: int, num_bytes: int) -> None:
         self.__cuda_array_interface__: dict[str, Any] = {
@@ -288,7 +285,7 @@ class _DeviceMemory:
 
 
 def bytes_at(address: int, num_bytes: int, device: torch.device) -> Tensor:
-    """Memory as a uint8 tensor `[num_bytes]`, not to be used once the KV cache is closed."""
+    """Memory as a uint8 tensor `[num_bytes]`, valid until the KV cache is closed."""
     if device.type == "cpu":
         return torch.frombuffer((ctypes.c_char * num_bytes).from_address(address), dtype=torch.uint8)
     return torch.as_tensor(_DeviceMemory(address, num_bytes), device=device)

@@ -1,10 +1,10 @@
-"""Reading a peer on the same machine: its segment is mapped read-only, and a read is one copy between mappings.
+"""Reading a peer on the same machine: its segments are mapped read-only, and a read is one copy between mappings.
 
-A read goes on after the peer has died, since its memory lives as long as our mapping: whether the bytes may be
-used is settled by the lookup buffer's fence, on the control channel.
+A read works even after the peer has died, since its memory lives as long as our mapping. The lookup buffer's fence,
+on the control channel, decides whether the bytes may be used.
 
-All pieces are copied with one call into C where that could be compiled, else one by one. A loop in Python costs 0.4 µs
-a piece, as much as the copy of a small one; in C, long pieces also go past the caches.
+The pieces of a slice are copied by one call into C++, or one by one where that cannot be compiled. A loop in Python
+costs 0.4 µs a piece, as much as the copy of a small one; in C++, long pieces also bypass the caches.
 """
 
 from __future__ import annotations
@@ -31,16 +31,15 @@ _SOURCE = Path(__file__).with_name("copying.cpp")
 _FLAGS = ("-std=c++17", "-O2", "-march=native")
 
 SHORT_BYTES = 2**20
-"""Copied with the GIL kept: giving it up may cost a wait of milliseconds behind a thread that computes in Python."""
+"""Copied with the GIL kept: to get it back may take milliseconds if another thread computes in Python."""
 SHORT_PIECE_BYTES = 64 * 2**10
-"""The same of a piece that goes by itself."""
+"""As `SHORT_BYTES`, of one piece that is copied without C++."""
 
 ADDRESS_BITS = 47
-"""What a process has on x86-64 and on 64-bit Arm, as the kernel maps it unless asked for more."""
+"""User addresses on x86-64 and 64-bit Arm stay below this, unless a process asks the kernel for more."""
 MEMORY = memoryview((ctypes.c_char * 2**ADDRESS_BITS).from_address(0)).cast("B")
-"""This process's memory as one row of bytes, indexed by address. Copying from slice to slice of it is the cheapest copy
-of a short block that Python has: 0.4 µs beyond the copy itself, half of a call through ctypes. Whoever slices it has
-looked that the addresses are mapped."""
+"""This process's memory, indexed by address. Copying between slices of it is the cheapest copy of a short block in
+Python: 0.4 µs beyond the copy itself, half of a call through ctypes. Whoever slices it has checked the addresses."""
 
 CopyPieces = Callable[[Pieces], None]
 SLICE_BYTES = 8 * 2**20
@@ -49,7 +48,7 @@ MAX_PIECES = 4096
 
 
 class ShmFabric(Fabric):
-    """Same machine, same user."""
+    """Processes of the same user on one machine."""
 
     name = "shm"
     under_tls = True
@@ -66,7 +65,7 @@ class ShmFabric(Fabric):
         return {"machine": machine_id(), "segments": segments}
 
     def reachable(self, description: dict[str, Any]) -> bool:
-        """The same machine, and segments that can be opened from here (containers may hide them)."""
+        """Whether it is this machine, and its segments can be opened from here: containers may hide them."""
         if description.get("machine") != machine_id():
             return False
         try:
@@ -95,7 +94,7 @@ class ShmPeer(FabricPeer):
         pieces = join(remote, self._theirs, local, self._ours, SLICE_BYTES)
         for number, part in enumerate(pieces.slices(SLICE_BYTES, MAX_PIECES)):
             if number:
-                await asyncio.sleep(0)  # others have the loop; the peer may be closed meanwhile, and so unmapped
+                await asyncio.sleep(0)  # meanwhile the peer may be closed, and unmapped
                 self.require_going(deadline)
             self._copy(part)
 
@@ -106,7 +105,7 @@ class ShmPeer(FabricPeer):
 
 
 def machine_id() -> str:
-    """The same for two processes exactly when they run on one booted machine."""
+    """Equal for two processes exactly if they run on one machine, booted once."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
@@ -134,13 +133,13 @@ def _close(segments: Sequence[SharedSegment]) -> None:
 
 @cache
 def copier() -> CopyPieces:
-    """What copies pieces, none of which overlap. The first call may compile for a second."""
+    """A function that copies pieces, which must not overlap. The first call may compile for a second."""
     try:
         path = str(compiled([_SOURCE], _FLAGS))
         keeping, releasing = ctypes.PyDLL(path).copy_pieces, ctypes.CDLL(path).copy_pieces
     except (NotCompiled, OSError) as error:
         if str(error):
-            log.warning("copies in shared memory go one by one, which is slower: %s", error)
+            log.warning("copies in shared memory are made one by one, which is slower: %s", error)
         return copy_one_by_one
     for function in (keeping, releasing):
         function.argtypes, function.restype = [ctypes.c_void_p] * 3 + [ctypes.c_int64], None
@@ -154,7 +153,7 @@ def copier() -> CopyPieces:
 
 
 def copy_one_by_one(pieces: Pieces) -> None:
-    """The same in Python."""
+    """Copy pieces without C++."""
     memory = MEMORY
     for source, target, length in pieces.rows():
         if length <= SHORT_PIECE_BYTES:

@@ -1,11 +1,11 @@
-"""Reading a peer over TCP: one-sided to the user, emulated by a small server on the peer's transfer thread.
+"""Reading a peer over TCP. To the reader it is one-sided; on the peer, a task on the transfer thread sends.
 
     reader ── ReadRequest(id, spans) ─────────► peer      several may be under way; answers come in their order
            ◄── ReadAnswer(id, n) + n raw bytes ──         sent from, and received into, KV memory: nothing between
            ◄── ReadAnswer(id, 0, refusal) ───────         spans outside of the region: refused, nothing read
 
-Answers are read when the socket is readable, into whatever the request at the head wants *at that moment*. So a
-request given up in the middle writes nothing more: the rest of its bytes is drained into a waste buffer.
+Bytes of an answer are received when the socket is readable, into the memory of the oldest request if it is still
+wanted *at that moment*. So a request that is given up writes nothing more: its other bytes go into a waste buffer.
 
 A peer may be read over several connections ("streams"), which helps where the network limits each of them.
 """
@@ -38,15 +38,15 @@ from kvferry.transport.transfer_loop import run_together
 
 PURPOSE = "read"
 STREAM_BYTES = 2**20
-"""A read is spread over streams in parts of no less."""
+"""A read is divided among streams into parts of at least this size."""
 WASTE_BYTES = 2**18
 LOW_WATER_BYTES = 2**18
-"""Received at once, where so much is to come: a turn of the loop costs as much as the copy of 100 KiB."""
+"""The loop is woken when so much of an answer is there: a turn of it costs as much as the copy of 100 KiB."""
 _ON_THE_WIRE = np.dtype("<i8")
 
 
 class ReadRequest(Message, frozen=True):
-    """Send these spans of your region: (offset, length) as int64 each, little-endian, one behind the other."""
+    """Send these spans of your memory: offset and length of each, as little-endian int64."""
 
     request_id: int
     spans: bytes
@@ -61,7 +61,7 @@ class ReadAnswer(Message, frozen=True):
 
 
 class TcpFabric(DialledFabric):
-    """Any two instances with a network between them."""
+    """Joins any two instances with a network between them."""
 
     name = "tcp"
     over_tcp = True
@@ -79,10 +79,10 @@ class TcpFabric(DialledFabric):
     async def connect(self, description: dict[str, Any], deadline: float) -> FabricPeer:
         """Dial the peer's listener."""
         host, port = self.address_in(description)
-        context, streams = self.context, list[_Stream]()
+        listener, streams = self.context.listener, list[_Stream]()
         try:
             for _ in range(self._num_streams):
-                streams.append(_Stream(await context.dial(host, port, PURPOSE, deadline)))
+                streams.append(_Stream(await listener.dial(host, port, PURPOSE, deadline)))
         except BaseException:
             for stream in streams:
                 await stream.close()
@@ -90,7 +90,7 @@ class TcpFabric(DialledFabric):
         return TcpPeer(streams, self._ours)
 
     async def _serve(self, connection: Connection) -> None:
-        """Answer one reader, request by request, until it leaves."""
+        """Answer one reader's requests in order, until it disconnects."""
         while True:
             request: ReadRequest = await connection.receive(ReadRequest)
             try:
@@ -111,7 +111,7 @@ class TcpPeer(FabricPeer):
         self._turn = itertools.cycle(streams)
 
     async def read(self, remote: Sequence[Span], local: Sequence[Span], deadline: float) -> None:
-        """Ask, and wait until the bytes are in place."""
+        """Send requests, and wait until the bytes are in place."""
         num_bytes = sum(length for _, length in local)
         share = max(STREAM_BYTES, -(-num_bytes // len(self._streams)))
         pieces = join(remote, ANYWHERE, local, self._ours, share if len(self._streams) > 1 else num_bytes)
@@ -123,13 +123,13 @@ class TcpPeer(FabricPeer):
                 await run_together(*(next(self._turn).read(part) for part in parts))
 
     async def close(self) -> None:
-        """Break the connections off."""
+        """Close the connections."""
         for stream in self._streams:
             await stream.close()
 
 
 class _Read(PendingRead):
-    """One request under way, and what of our memory is still to be filled by it."""
+    """One request under way, and the part of our memory that it has still to fill."""
 
     def __init__(self, request_id: int, pieces: Pieces) -> None:
         super().__init__()
@@ -138,7 +138,7 @@ class _Read(PendingRead):
 
 
 class _Answers:
-    """The stream of answers: frames, and raw bytes that belong to the oldest read under way."""
+    """The answers on one connection: frames, and raw bytes for the oldest read under way."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -150,12 +150,12 @@ class _Answers:
 
     @property
     def num_worth_waiting_for(self) -> int:
-        """Bytes that surely come, as many as are worth a turn of the loop."""
+        """Bytes that are sure to come, up to `LOW_WATER_BYTES`."""
         return min(self._num_left or 1, LOW_WATER_BYTES)
 
     def receive(self, io: PlainSocket) -> tuple[int, bool]:
-        """Receive once: (bytes, whether more may be there). Raises `ProtocolError` on an answer nobody asked for,
-        `PeerLost` when the peer has closed, `BlockingIOError` when nothing is there, `OSError`."""
+        """Receive once: (bytes, whether more may be there). Raises `ProtocolError` for an answer nobody requested,
+        `PeerLost` if the peer has closed, `BlockingIOError` if nothing is there, `OSError`."""
         if not self._num_left:
             count, more = io.receive(self._rest)
         elif self.reads[0].given_up:
@@ -185,7 +185,7 @@ class _Answers:
     def _begin(self, answer: ReadAnswer) -> None:
         read = self.reads[0] if self.reads else None
         if read is None or answer.request_id != read.request_id:
-            raise ProtocolError("an answer to a read that was not asked for")
+            raise ProtocolError("an answer to a read that was not requested")
         if answer.refusal:
             self.reads.popleft().finish(ProtocolError(f"the peer refused a read: {answer.refusal}"))
         elif answer.num_bytes != read.target.num_bytes:
@@ -208,13 +208,13 @@ class _Stream:
         self._loop.add_reader(connection.socket, self._on_readable)
 
     async def read(self, pieces: Pieces) -> None:
-        """Ask, and wait. The pieces' remote addresses are offsets in the peer's region."""
+        """Read these pieces, whose remote addresses are offsets in the peer's memory."""
         read = _Read(next(self._ids), pieces)
         await self._ask(read, ReadRequest(read.request_id, _packed(pieces.remote, pieces.lengths)))
-        await read.done  # a cancelled wait cancels the future too: what still comes goes to waste
+        await read.done  # a cancelled wait cancels the future too: what still comes is discarded
 
     async def close(self) -> None:
-        """Break the connection off."""
+        """Close the connection."""
         self._fail(PeerLost("the connection to the peer was closed during a read"))
         await self._connection.close()
 
@@ -229,11 +229,11 @@ class _Stream:
                 self._fail(error)
             except BaseException:  # half of a frame may be out, and nothing can follow it
                 read.done.cancel()
-                self._fail(PeerLost("a read request was cut off"))
+                self._fail(PeerLost("a read request is incomplete"))
                 raise
 
     def _on_readable(self) -> None:
-        """Receive what is there, up to a slice's worth."""
+        """Receive what is there, about `turn_bytes` at most."""
         io = self._connection.io
         budget = io.turn_bytes
         try:
@@ -247,13 +247,13 @@ class _Stream:
             self._fail(error)
 
     def _wait_for(self, num_bytes: int) -> None:
-        """Be called again when so many are there, or the connection has ended."""
+        """Have `_on_readable` called when so many bytes are there, or the connection has ended."""
         if num_bytes != self._low_water:
             self._connection.io.wait_for(num_bytes)
             self._low_water = num_bytes
 
     def _fail(self, error: KvferryError) -> None:
-        """The connection is over: so is every read on it."""
+        """End the connection, and every read on it."""
         if self._failure is not None:
             return
         self._failure = error
@@ -265,7 +265,7 @@ class _Stream:
 
 
 async def send_with(connection: Connection, message: Message, payload: MemoryVector) -> None:
-    """Send one frame and, behind it, the payload straight from memory."""
+    """Send one frame and then the payload, directly from its memory."""
     async with connection.sending():
         await connection.send_all([connection.encode(message)])
         num_since = 0
@@ -275,7 +275,7 @@ async def send_with(connection: Connection, message: Message, payload: MemoryVec
             except BlockingIOError:
                 await connection.writable()
                 num_since = 0
-            if num_since >= connection.io.turn_bytes:  # the kernel takes much at once: let others have the loop
+            if num_since >= connection.io.turn_bytes:  # as in `Connection.send_all`
                 await asyncio.sleep(0)
                 num_since = 0
 
@@ -285,7 +285,7 @@ def _packed(offsets: Numbers, lengths: Numbers) -> bytes:
 
 
 def _unpacked(spans: bytes) -> tuple[Numbers, Numbers]:
-    """(offsets, lengths). Raises `ProtocolError` on half a span."""
+    """(offsets, lengths). Raises `ProtocolError` if the bytes are not whole spans."""
     if len(spans) % (2 * _ON_THE_WIRE.itemsize):
         raise ProtocolError(f"{len(spans)} bytes are no spans of {2 * _ON_THE_WIRE.itemsize} each")
     columns = np.frombuffer(spans, _ON_THE_WIRE).reshape(-1, 2).astype(np.int64, copy=False)

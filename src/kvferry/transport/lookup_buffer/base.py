@@ -1,12 +1,12 @@
-"""The keyed hand-off: what one instance computes under a key, another takes, once.
+"""The keyed hand-off: what one instance computes under a key, another one takes, once.
 
 The producer opens a key in its `EntryTable`, inserts parts of its blocks as they are computed, and seals it. The
-consumer may ask at any time, also before the key exists, and is given each part as soon as it is announced; so layers
-flow while the producer still computes. Nothing is copied until a consumer asks: the parts only name blocks, which stay
-the producer's until the table says that the key has ended.
+consumer may ask at any time, even before the key exists, and learns of each part as it is announced, so that layers are
+transferred while the producer still computes. Parts only name blocks, which the producer keeps until the table says
+that the key has ended; nothing is copied before a consumer asks.
 
-The *fence* makes this safe: the consumer reads freely, and in the end asks whether the producer kept all of it
-until that moment. Only an acknowledged take counts; whatever was read without one is worth nothing.
+The *fence* makes this safe: the consumer reads without locks, and then asks whether the producer has kept everything
+until now. What was read may only be used after an acknowledged take.
 """
 
 from __future__ import annotations
@@ -22,15 +22,16 @@ from kvferry.core.layout import KVLayout
 from kvferry.core.names import ExtensionPoint
 from kvferry.core.transfer_config import KVTransferConfig
 from kvferry.transport.connection import Identity, limited_to
+from kvferry.transport.control import require_listenable
 from kvferry.transport.lookup_buffer.entries import EntryTable
 from kvferry.transport.memory import BlockMemory
-from kvferry.transport.options import TransportOptions
+from kvferry.transport.options import TransportOptions, options_of
 
 
 @dataclass(frozen=True)
 class Source:
-    """The address of a producer's rank. `engine_id`, where known, tells whether it is still the same one; `tp_rank`
-    of `tp_size`, where known, whether it is the rank that was meant."""
+    """The address of a producer's rank. What is known of `engine_id`, `tp_rank` and `tp_size` is compared when a
+    connection is made, since another engine or rank may listen there by now."""
 
     host: str
     port: int
@@ -40,17 +41,16 @@ class Source:
 
 
 def ignore(meta: bytes) -> None:
-    """Nobody wants to know early."""
+    """The default of `Want.on_sealed`."""
 
 
 @dataclass(frozen=True)
 class Want:
-    """A hand-off that a consumer wants: our rank's share of all its parts, in our blocks `into`.
+    """A hand-off that a consumer wants: this rank's share of all parts, written to its blocks `into`.
 
-    `into` are in the request's order; the first `skip_blocks` of them have their KV already and are left alone. The
-    producer may have sealed fewer blocks than `into` holds: see `Taken.num_tokens`. It may have more only where a
-    `prefix` of them is wanted. `on_sealed` is told the seal's `meta`, on the `TransferLoop`, as soon as it is known,
-    before all parts have come. `deadline` is monotonic, s.
+    `into` is in the request's order; the first `skip_blocks` have their KV already and are not written to. The producer
+    may seal fewer blocks than `into` holds (`Taken.num_tokens`), and more only with `prefix`. `on_sealed` is called on
+    the `TransferLoop` with the seal's `meta` as soon as it is known. `deadline`: monotonic, s.
     """
 
     key: str
@@ -64,9 +64,10 @@ class Want:
 
 @dataclass(frozen=True)
 class Taken:
-    """A hand-off that is complete and acknowledged. `seconds`: from the first part to the acknowledgement.
+    """A hand-off that is complete and acknowledged. `seconds`: from the first read to the acknowledgement.
 
-    `num_tokens`: the prompt's first so many, counted in blocks, have come or were here; None: all that `into` holds.
+    `num_tokens`: of so many tokens from the beginning of the prompt, counted in whole blocks, the KV is here; None: of
+    all that `into` holds.
     """
 
     meta: bytes
@@ -78,7 +79,7 @@ class Taken:
 
 @dataclass(frozen=True)
 class LookupBufferContext:
-    """What a lookup buffer is built from. `table` is the producer's; the buffer lets consumers know what is in it."""
+    """What a lookup buffer is built from. `table`: this instance's own keys, which the buffer shows to consumers."""
 
     config: KVTransferConfig
     settings: TransportOptions
@@ -89,9 +90,9 @@ class LookupBufferContext:
 
 
 class LookupBuffer(ABC):
-    """How consumers hear of what is in a producer's table, and get it; an instance may be either.
+    """One instance's end: shows consumers what is in `table`, and fetches from other instances.
 
-    All that waits runs on the instance's `TransferLoop`.
+    Coroutines run on the instance's `TransferLoop`.
     """
 
     def __init__(self, table: EntryTable) -> None:
@@ -103,23 +104,23 @@ class LookupBuffer(ABC):
     @classmethod
     @abstractmethod
     def build(cls, context: LookupBufferContext) -> LookupBuffer:
-        """A buffer of this kind. Raises `ConfigError` when it does not work here."""
+        """A buffer of this kind. Raises `ConfigError` if it does not work here."""
 
     @classmethod
     def check_settings(cls, settings: TransportOptions) -> None:
-        """Raise `ConfigError` for what can be known to be wrong before anything is built. Default: nothing can."""
+        """Raise `ConfigError` for mistakes that can be found before anything is built. Default: none."""
 
     # Consumer.
 
     async def drop_select(self, want: Want) -> Taken:
-        """Wait for the key, read all its parts, and take it; the key ends on the producer when each of the ranks that
-        read it has taken it.
+        """Wait for the key, read all its parts, and take it. On the producer, the key ends when all ranks that read it
+        have taken it.
 
-        When this returns or raises, also by cancellation, none of the blocks is written to any more. Without a take
-        the key stays with the producer for the rest of its lease, for another consumer or try.
+        When this returns or raises, also by cancellation, none of the blocks is written to any more. A key that was not
+        taken stays with the producer for the rest of its lease, for another consumer or attempt.
 
-        Raises `LeaseEnded` (taken by another, over, withdrawn), `PeerLost`, `TransferTimeout`, `ProtocolError`,
-        `AuthenticationFailed`, `ChecksumMismatch`, `LayoutMismatch`, or `ConfigError` (the two share no transport).
+        Raises `LeaseEnded` (taken by another, expired, withdrawn), `PeerLost`, `TransferTimeout`, `ProtocolError`,
+        `AuthenticationFailed`, `ChecksumMismatch`, `LayoutMismatch`, or `ConfigError` (no transport in common).
         """
         self._num_waiting += 1
         try:
@@ -134,25 +135,21 @@ class LookupBuffer(ABC):
 
     @abstractmethod
     async def _take(self, want: Want) -> Taken:
-        """What `drop_select` does, which limits its time and counts it."""
+        """The work of `drop_select`, which adds the deadline and the counters."""
 
     async def layout_at(self, source: Source, *, deadline: float) -> KVLayout:
-        """What the blocks of a producer's rank mean. Raises as `drop_select`."""
+        """The layout of a producer's rank, for a producer of another tensor-parallel size. Raises as `drop_select`."""
         raise ConfigError("this transport joins only instances of one tensor-parallel size")
 
     async def keep(self, key: str, source: Source) -> None:
-        """Keep the key's lease alive until cancelled, or until there is nothing to keep. Raises as `drop_select`."""
+        """Renew the key's lease until cancelled, or until the key is over. Default: does nothing. Raises as
+        `drop_select`."""
 
     @abstractmethod
     async def release(self, key: str, source: Source, *, deadline: float) -> None:
-        """Tell the producer that nobody will come for this key. Raises as `drop_select`."""
+        """Tell the producer that nobody will fetch this key. Raises as `drop_select`."""
 
-    # Producer.
-
-    def end(self, key: str) -> bool:
-        """The consumer will never come: end the key as "released". True when there was one; otherwise whoever waits for
-        it hears the same, and it ends as soon as it begins. From any thread."""
-        return self.table.release(key)
+    # Producer. What is in `table` is its owner's to look after.
 
     def address(self) -> dict[str, Any]:
         """Where consumers find this producer; JSON-able."""
@@ -162,19 +159,17 @@ class LookupBuffer(ABC):
 
     @abstractmethod
     async def run(self) -> None:
-        """Serve until cancelled; then every connection is closed."""
+        """Serve until cancelled; then close every connection."""
 
     def close(self) -> None:
-        """Give back what is held from the beginning on; also for a buffer that never ran."""
+        """Release what the constructor took; also for a buffer that never ran."""
 
     def statistics(self) -> dict[str, float]:
-        """Counters by name; bytes and seconds carry their unit in it."""
-        counts = {name: float(count) for name, count in self._counts.items()}
-        return self.table.statistics() | counts | {"taken_seconds": self._seconds}
+        """Counters by name, which carry the unit of bytes and seconds; those of `table` are not among them."""
+        return {name: float(count) for name, count in self._counts.items()} | {"taken_seconds": self._seconds}
 
     def check(self) -> None:
-        """Raise `LeakError` when a key, or a consumer's wait, is left."""
-        self.table.check()
+        """Raise `LeakError` if a `drop_select` still runs."""
         if self._num_waiting:
             raise LeakError(f"{self._num_waiting} hand-offs are still being fetched")
 
@@ -192,9 +187,15 @@ def lookup_buffer_class(settings: TransportOptions) -> type[LookupBuffer]:
     return found
 
 
-def check_lookup_buffer(settings: TransportOptions) -> None:
-    """Raise `ConfigError` for what can be known to be wrong with the configuration before anything is built: names, and
-    libraries that are not installed. Nothing is looked for that is named `module:Class`."""
+def check(config: KVTransferConfig) -> None:
+    """Raise `ConfigError` for what is wrong before anything is built: keys, names, libraries that are not installed. A
+    lookup buffer that is named `module:Class` is not imported."""
+    settings = options_of(config)
     LOOKUP_BUFFERS.require_known(settings.lookup_buffer)
     if ":" not in settings.lookup_buffer:
         lookup_buffer_class(settings).check_settings(settings)
+
+
+def check_here(config: KVTransferConfig, *, known: bool) -> None:
+    """Raise `ConfigError` if `kv_ip` and `kv_port` cannot be listened on now. `known`: instances share a token."""
+    require_listenable(config.kv_ip, config.kv_port, allow_strangers=known)

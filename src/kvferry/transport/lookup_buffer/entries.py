@@ -1,7 +1,7 @@
-"""The keys a producer offers, and their leases. Pure bookkeeping under one lock: no socket, no thread of its own.
+"""The keys that a producer offers, and their leases. Pure bookkeeping under one lock: no socket, no thread of its own.
 
-Owns the entries. The engine's thread inserts and drops, the transfer thread looks for news and takes; each call returns
-at once, and is complete when it returns. The fence rests on that: `take` and `drop` cannot both succeed.
+Owns the entries. The engine's thread inserts and drops, the transfer thread looks for news and takes. Each call returns
+at once, with its effect complete. The fence relies on that: `take` and `drop` cannot both succeed.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from kvferry.transport.lookup_buffer.messages import News, Part
 from kvferry.transport.memory import BlockGeometry
 
 MAX_IDS_PER_NEWS = 2**17
-"""Block ids in one message, to keep it well within a frame."""
+"""About so many block ids go into one message, which keeps it well below the limit of a frame."""
 MAX_REMEMBERED = 4096
-"""Keys of which it is known why they are over; beyond, the oldest are forgotten."""
+"""For so many keys it is remembered why they are over; then the oldest are forgotten."""
 
 EndReason = Literal["taken", "released", "unwanted", "expired", "dropped", "full"]
-"""How a key ends: a consumer has it; nobody wants it, or did before it began; its lease was over; the producer withdrew
-it; no room for it."""
+"""Why a key is over: a consumer has it; nobody wants it ("unwanted": said before it began); its lease expired; the
+producer withdrew it; the table had no room for it."""
 
 
 @dataclass
 class Cursor:
-    """How much of a key one consumer has been told."""
+    """How much one consumer has been told of a key."""
 
     key: str
     select_id: int = 0
@@ -43,11 +43,11 @@ class Cursor:
 
 @dataclass(frozen=True)
 class EntryBounds:
-    """Bounds of a table. `lease_s` runs from the seal or last renewal, `unsealed_s` from the last part; as long
-    is remembered why a key is over, and that nobody wants one which has not begun.
+    """Bounds of a table. A lease of `lease_s` runs from the seal or the last renewal; an unsealed key expires
+    `unsealed_s` after its last part. For `unsealed_s` it is also remembered why a key is over.
 
-    `gather_bytes`: parts are heard of when there are so many bytes of them, or at the seal. To be told costs the
-    producer's cores, and of a little nothing is gained: it is read in no time.
+    `gather_bytes`: consumers are told of parts when they have so many bytes together, or at the seal. A message costs
+    the producer CPU time, and a consumer gains nothing from learning early of a few bytes.
     """
 
     lease_s: float = 30.0
@@ -66,17 +66,17 @@ class _Entry:
     num_bytes: int = 0
     num_unheard_bytes: int = 0
     meta: bytes | None = None
-    takers: defaultdict[str, set[int]] = field(default_factory=lambda: defaultdict(set))  # by consumer
+    readers: defaultdict[str, set[int]] = field(default_factory=lambda: defaultdict(set))  # by consumer
 
 
 class EntryTable:
-    """A producer's keys: their parts, leases and ends. Listeners are called outside the lock, from the thread that made
+    """A producer's keys: their parts, leases and ends. Listeners are called without the lock, on the thread that made
     the change."""
 
     def __init__(self, geometry: BlockGeometry, clock: Clock, bounds: EntryBounds) -> None:
         self.bounds = bounds
         self.on_end: Callable[[], None] = lambda: None
-        """Called when `ended` has something to say."""
+        """Called when `ended` has something to return."""
         self._geometry, self._clock = geometry, clock
         self._lock = threading.Lock()
         self._entries: dict[str, _Entry] = {}
@@ -88,21 +88,20 @@ class EntryTable:
         self._listeners: frozenset[Callable[[], None]] = frozenset()
 
     def listen(self, on_change: Callable[[], None]) -> None:
-        """Have `on_change` called after every change, but for parts that are gathered (`EntryBounds`)."""
+        """Have `on_change` called after every change but parts that are gathered (`EntryBounds.gather_bytes`)."""
         self._listeners |= {on_change}  # a new set: `_notify` may be iterating the old one
 
     def unlisten(self, on_change: Callable[[], None]) -> None:
-        """Stop that."""
+        """Undo `listen`."""
         self._listeners -= {on_change}
 
     # The producer.
 
     def open(self, key: str) -> bool:
-        """Begin a key. False: the table is at its bounds; the consumer will be told "full".
+        """Begin a key. False: the table is at its bounds, and consumers are told "full".
 
-        A producer that wants to wait instead must count ahead, as the P2P connector's scheduler side does. The
-        bound (keys, and bytes of blocks held) is looked at here only: a key once begun may always grow, since
-        its blocks are pinned in the KV cache whether they are announced or not.
+        Bounds are checked here only: a key may always grow, since its blocks are held in the KV cache whether they are
+        announced or not. A producer that would rather wait has to count ahead, as the P2P scheduler side does.
         """
         with self._changing():
             is_unwanted = self._why_over(key) == "unwanted"  # its consumer left before it began
@@ -118,7 +117,7 @@ class EntryTable:
         return True
 
     def insert(self, key: str, part: Part) -> bool:
-        """Announce a part. False: the key is over already, nobody wants more of it."""
+        """Announce a part. False: the key is over already."""
         with self._lock:
             entry = self._entries.get(key)
             if entry is None:
@@ -138,7 +137,8 @@ class EntryTable:
         return True
 
     def seal(self, key: str, meta: bytes, lease_s: float | None = None) -> None:
-        """No more parts come. The lease begins, of the table's length or its own; `meta` goes to the consumer."""
+        """No more parts will come. The lease begins, of the table's length or of `lease_s`; `meta` goes to the
+        consumer."""
         with self._changing():
             entry = self._entries.get(key)
             if entry is not None:
@@ -146,7 +146,7 @@ class EntryTable:
                 entry.deadline = self._clock.monotonic() + entry.lease_s
 
     def reset(self, key: str) -> None:
-        """Withdraw all parts; they will be inserted again from the first. After this, no take of the old ones."""
+        """Withdraw all parts, which will be inserted again from the first one. The old ones can no longer be taken."""
         with self._changing():
             entry = self._entries.get(key)
             if entry is not None:
@@ -154,25 +154,24 @@ class EntryTable:
                 self._entries[key] = self._new_entry(entry.lease_s)
 
     def drop(self, key: str) -> None:
-        """Withdraw a key. After this returns no take is acknowledged any more. Of a key that was never opened, who
-        waits for it, or comes later, is told "dropped" at once."""
+        """Withdraw a key: from now on no take is acknowledged. Of a key that was never opened, consumers that wait or
+        come later are told "dropped"."""
         with self._changing():
             if self._why_over(key) == "unwanted":  # that was of the request which will not begin now
                 self._remember(key, "released")
             self._end_or_remember(key, "dropped")
 
     def ended(self) -> list[tuple[str, EndReason]]:
-        """Keys that ended since the last call, each once: the blocks of their parts may be reused. Those whose time is
-        over end now."""
+        """Keys that ended since the last call, whose blocks may be reused. Keys whose lease is over expire now."""
         self.expire()
         with self._lock:
             ended, self._ended = self._ended, []
             return ended
 
-    # The consumer, by way of whoever serves it.
+    # The consumer, through the lookup buffer that serves it.
 
     def news(self, cursor: Cursor) -> News | None:
-        """What is new of a key since the cursor, which moves on. Nothing of unknown keys."""
+        """What is new of a key since the cursor, which advances; None if nothing is, or the key is unknown."""
         with self._lock:
             entry = self._entries.get(cursor.key)
             if entry is not None:
@@ -183,25 +182,25 @@ class EntryTable:
             cursor.over = True
             return News(cursor.select_id, cursor.generation, over="released" if reason == "unwanted" else reason)
 
-    def take(self, key: str, generation: int, taker: int = 0, num_takers: int = 1, consumer: str = "") -> bool:
-        """The fence: whether all parts of this generation were kept until now. If so, this taker has it.
+    def take(self, key: str, generation: int, reader: int = 0, num_readers: int = 1, consumer: str = "") -> bool:
+        """The fence: whether all parts of this generation were kept until now. If so, `reader` (a rank) has taken them.
 
-        When each of the `num_takers` of one `consumer` (an `engine_id`) has it, the key ends as taken: another that has
-        the same ticket, as after a retry, counts for itself. A taker that asks again counts once.
+        The key ends as "taken" when all `num_readers` of one `consumer` (an engine id) have taken it. Another consumer
+        with the same ticket, as after a retry, is counted separately. A reader that asks again counts once.
         """
         with self._changing():
             self._expire()
             entry = self._entries.get(key)
             if entry is None or entry.meta is None or entry.generation != generation:
                 return False
-            takers = entry.takers[consumer]
-            takers.add(taker)
-            if len(takers) >= num_takers:
+            readers = entry.readers[consumer]
+            readers.add(reader)
+            if len(readers) >= num_readers:
                 self._end(key, "taken")
         return True
 
     def renew(self, *keys: str) -> None:
-        """A consumer is at work on these keys: their leases begin anew."""
+        """Begin the leases of these keys again: a consumer is still fetching them. An unsealed key has none yet."""
         with self._expiring():
             for key in keys:
                 entry = self._entries.get(key)
@@ -209,7 +208,8 @@ class EntryTable:
                     entry.deadline = self._clock.monotonic() + entry.lease_s
 
     def release(self, key: str) -> bool:
-        """Nobody will come for this key, nor for one of that name which is about to begin. True when it was there."""
+        """Nobody will fetch this key: end it as "released". True if it was there; otherwise it ends as soon as it
+        begins, and consumers that wait for it are told now."""
         with self._changing():
             is_open = key in self._entries
             self._end_or_remember(key, "released" if is_open else "unwanted")
@@ -229,7 +229,7 @@ class EntryTable:
             return gauges | {f"ended_{reason}": float(count) for reason, count in self._counts.items()}
 
     def check(self) -> None:
-        """Raise `LeakError` when a key is left."""
+        """Raise `LeakError` if a key is left."""
         with self._lock:
             if self._entries:
                 raise LeakError(f"hand-offs are still held: {', '.join(sorted(self._entries)[:8])}")
@@ -246,7 +246,7 @@ class EntryTable:
 
     @contextmanager
     def _expiring(self) -> Iterator[None]:
-        """Keys whose time is over end first; listeners are called only when there were any."""
+        """Keys whose time is over end before the body; listeners are called only if there were any."""
         with self._lock:
             num_before = len(self._ended)
             self._expire()
@@ -276,14 +276,14 @@ class EntryTable:
         self._remember(key, reason)
 
     def _end_or_remember(self, key: str, reason: EndReason) -> None:
-        """End a key. Of one that is not there it is remembered that it will not come, unless it is known to be over."""
+        """End a key that is there; of another one, remember that it will not come, unless it is known to be over."""
         if key in self._entries:
             self._end(key, reason)
         elif self._why_over(key) is None:
             self._remember(key, reason)
 
     def _remember(self, key: str, reason: EndReason) -> None:
-        """So that who asks too late hears why at once."""
+        """Keep the reason for consumers that ask later."""
         now = self._clock.monotonic()
         self._over.pop(key, None)
         self._over[key] = (reason, now + self.bounds.unsealed_s)

@@ -1,7 +1,7 @@
-"""The lookup buffer over fabrics: nothing is copied until a consumer asks, and then straight into its blocks.
+"""The lookup buffer over fabrics: a consumer reads a producer's blocks directly into its own.
 
-A consumer's end is its `PeerPool` and a `Selection` for each hand-off it fetches; a producer's is a `Session` for each
-consumer that is connected.
+As a consumer, an instance has a `PeerPool` and a `Selection` for each hand-off that it fetches; as a producer, a
+`Session` for each consumer that is connected.
 """
 
 from __future__ import annotations
@@ -42,24 +42,24 @@ if TYPE_CHECKING:
 TICKS_PER_LEASE = 50
 LONGEST_TICK_S = 0.25
 MAX_SELECTS = 4096
-"""Of one consumer."""
+"""Keys that one consumer may have selected."""
 MAX_WATCHED = MAX_SELECTS // 2
-"""Tickets that wait, of one producer: half of what it lets us select, the rest is for loads."""
+"""Waiting tickets of one producer whose leases are renewed: half of what it lets us select; the rest is for loads."""
 MAX_KEY_LENGTH = 512
-MAX_TAKERS = 1024
+MAX_READERS = 1024
 
 
 class FabricLookupBuffer(LookupBuffer):
-    """Both ends, for one instance. `fabrics` in order of preference; all are registered on the context's listener."""
+    """Both ends, for one instance."""
 
     def __init__(self, context: FabricContext, fabrics: Sequence[Fabric], table: EntryTable) -> None:
-        """Raises `ConfigError`."""
+        """`fabrics`, in order of preference, are built with the same context. Raises `ConfigError`."""
         self._checksum = context.settings.checksum
         if self._checksum and context.memory.device != "cpu":
             raise ConfigError("checksum needs KV in host memory; leave it out of kv_connector_extra_config")
         super().__init__(table)
         self._memory, self._listener, self._fabrics = context.memory, context.listener, fabrics
-        self._pool = PeerPool(context, fabrics)
+        self._pool = PeerPool(context.listener, fabrics)
         described = {fabric.name: fabric.describe() for fabric in fabrics}
         self._offer = Offer(self._memory.num_blocks, self._memory.geometry.places, table.bounds.lease_s, described)
         self._sessions: set[Session] = set()
@@ -79,7 +79,7 @@ class FabricLookupBuffer(LookupBuffer):
             tls=tls,
         )
         try:
-            fabric_context = FabricContext(context.memory, listener, context.identity, context.token, settings, tls)
+            fabric_context = FabricContext(context.memory, listener, settings)
             return cls(fabric_context, build_fabrics(settings.transport, fabric_context), context.table)
         except BaseException:
             listener.close()
@@ -87,7 +87,8 @@ class FabricLookupBuffer(LookupBuffer):
 
     @classmethod
     def check_settings(cls, settings: TransportOptions) -> None:
-        """A transport that is not known, whose library is not installed, or which TLS does not cover; certificates."""
+        """Raise `ConfigError` for an unknown transport, a missing library, certificates, a transport that TLS does not
+        cover."""
         check_transport(settings.transport, _tls(settings))
 
     # Consumer.
@@ -109,34 +110,36 @@ class FabricLookupBuffer(LookupBuffer):
                 return await self._agrees(local, digest)
 
             def take(generation: int) -> None:
-                peer.tell(Take(select_id, generation, selection.share.taker, selection.share.num_takers))
+                peer.tell(Take(select_id, generation, selection.share.reader, selection.share.num_readers))
 
             with peer.following(want.key, selection.hear) as select_id:
                 return await selection.load(read, take, peer.fabric.name)
 
     def _checks(self, fabric: Fabric) -> bool:
-        """Whether what was read over it is compared. What TLS carried it has authenticated."""
+        """Whether digests are compared of what is read over this fabric. Default: over TCP without TLS, since TLS
+        authenticates what it carries."""
         if self._checksum is None:
-            is_bare = fabric.over_tcp and not (fabric.under_tls and fabric.context.tls)
+            is_bare = fabric.over_tcp and not (fabric.under_tls and self._listener.tls)
             return is_bare and self._memory.device == "cpu"
         return self._checksum
 
     async def _agrees(self, local: Sequence[Span], theirs: asyncio.Future[bytes]) -> bool:
-        """Whether what was read is what the producer has."""
+        """Whether what was read has the producer's digest."""
         ours = await _digest(self._memory, local)
         intact = await theirs == ours
         self._counts["mismatches"] += not intact
         return intact
 
     async def layout_at(self, source: Source, *, deadline: float) -> KVLayout:
-        """What the blocks of the producer's rank there mean."""
+        """The layout that the producer's rank there has shown in the handshake."""
         async with limited_to(deadline, f"reaching {source.host}:{source.port}"), self._pool.using(source) as peer:
             return peer.geometry.layout
 
     async def keep(self, key: str, source: Source) -> None:
-        """Select without reading: the connection renews the lease of whatever is selected. Of very many, not all."""
+        """Select without reading, since a connection renews the leases of everything that is selected. Beyond
+        `MAX_WATCHED` nothing is done."""
         over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        over.add_done_callback(lambda done: done.cancelled() or done.exception())  # whoever waited may have left
+        over.add_done_callback(lambda done: done.cancelled() or done.exception())  # else asyncio may log it
 
         def hear(news: News | KvferryError) -> None:
             if over.done():
@@ -152,14 +155,14 @@ class FabricLookupBuffer(LookupBuffer):
                     await over
 
     async def release(self, key: str, source: Source, *, deadline: float) -> None:
-        """Tell the producer that nobody will come."""
+        """Tell the producer that nobody will fetch the key."""
         async with limited_to(deadline, f"release of {key!r}"), self._pool.using(source) as peer:
             peer.tell(ReleaseKey(key))
 
     # Producer.
 
     async def _serve(self, connection: Connection) -> None:
-        """One consumer, until it leaves. Keys it has not taken stay for the rest of their lease."""
+        """Serve one consumer until it disconnects. Keys that it has not taken stay until their lease expires."""
         session = Session(self.table, connection, self._memory, self._sessions)
         self._sessions.add(session)
         self.table.listen(session.wake)
@@ -171,13 +174,13 @@ class FabricLookupBuffer(LookupBuffer):
             self._sessions.discard(session)
 
     def address(self) -> dict[str, Any]:
-        """Of the listener."""
+        """Host and port of the listener."""
         return {"host": self._listener.host, "port": self._listener.port}
 
     # Both.
 
     async def run(self) -> None:
-        """Serve, connect and let leases end, until cancelled."""
+        """Serve consumers, keep connections to producers, and let leases expire, until cancelled."""
         try:
             await run_together(self._listener.serve(), self._pool.run(), self._expire())
         finally:
@@ -191,17 +194,17 @@ class FabricLookupBuffer(LookupBuffer):
             call_contained(self.table.expire, "ending leases", lambda error: None)
 
     def close(self) -> None:
-        """Give the port back."""
+        """Release the port."""
         self._listener.close()
 
     def statistics(self) -> dict[str, float]:
-        """Of the table, of what was taken here, and of the listener."""
+        """Counters of what was taken here, and of the listener."""
         return super().statistics() | self._listener.statistics()
 
 
 class Session:
     """What one consumer has selected. News is not queued: a cursor for each key remembers how much was told, and the
-    table knows the rest, so a slow consumer costs no memory. Lives on the transfer loop, but for `wake`."""
+    table has the rest, so that a slow consumer costs no memory. Used on the transfer loop, except `wake`."""
 
     def __init__(
         self, table: EntryTable, connection: Connection, memory: BlockMemory, sessions: Collection[Session]
@@ -214,8 +217,8 @@ class Session:
         self._woken = False
 
     def wake(self) -> None:
-        """There may be something to tell. From any thread; many calls before the loop gets to it are one."""
-        if self._selected and not self._woken:  # a select that comes meanwhile looks for itself
+        """There may be news. From any thread; several calls before the loop runs count as one."""
+        if self._selected and not self._woken:  # a `Select` that comes meanwhile looks for news itself
             self._woken = True
             self._loop.call_soon_threadsafe(self._on_wake)
 
@@ -224,7 +227,7 @@ class Session:
         self._news.set()
 
     async def listen(self) -> None:
-        """Do as the consumer says."""
+        """Handle the consumer's messages."""
         while True:
             message: FromConsumer = await self._connection.receive(FromConsumer)
             match message:
@@ -234,7 +237,7 @@ class Session:
                     self._selected.pop(message.select_id, None)
                 case Verify():
                     if self._memory.device != "cpu":
-                        raise ProtocolError("checksums are made of host memory only")
+                        raise ProtocolError("checksums can only be computed in host memory")
                     digest = await _digest(self._memory, message.spans)
                     self._answer(News(message.select_id, 0, digest=digest))
                 case Take():
@@ -251,17 +254,18 @@ class Session:
         self._news.set()
 
     def _take(self, message: Take) -> None:
-        if not 0 <= message.taker < message.num_takers <= MAX_TAKERS:
-            raise ProtocolError(f"taker {message.taker} of {message.num_takers}")
+        if not 0 <= message.reader < message.num_readers <= MAX_READERS:
+            raise ProtocolError(f"reader {message.reader} of {message.num_readers}")
         cursor = self._selected.get(message.select_id)
         if cursor is not None and self._table.take(
-            cursor.key, message.generation, message.taker, message.num_takers, self.engine_id
+            cursor.key, message.generation, message.reader, message.num_readers, self.engine_id
         ):
             del self._selected[message.select_id]
             self._answer(News(message.select_id, message.generation, held=True))
 
     def _release(self, key: str) -> None:
-        """A consumer speaks for its own instance: another that has the same ticket, as after a retry, keeps the key."""
+        """A consumer releases a key for its own instance only: as after a retry, another one may have selected it with
+        the same ticket."""
         if not any(one.selects(key) and one.engine_id != self.engine_id for one in self._sessions):
             self._table.release(key)
 
@@ -271,24 +275,24 @@ class Session:
         return self._connection.peer.engine_id
 
     def selects(self, key: str) -> bool:
-        """Whether the consumer waits for this key, or reads it."""
+        """Whether the consumer has selected this key."""
         return any(cursor.key == key for cursor in self._selected.values())
 
     def _answer(self, answer: News) -> None:
         if len(self._answers) >= MAX_SELECTS:
-            raise ProtocolError("answers are asked for faster than they are read")
+            raise ProtocolError("the peer requests answers faster than it reads them")
         self._answers.append(answer)
         self._news.set()
 
     async def tell(self) -> None:
-        """Tell the consumer what happens."""
+        """Send the consumer what is new."""
         while True:
             await self._news.wait()
             self._news.clear()
             while self._answers:
                 answer = self._answers.popleft()
                 if (cursor := self._selected.get(answer.select_id)) is not None:
-                    await self._tell(cursor)  # a digest of blocks that are in other use by now comes after that news
+                    await self._tell(cursor)  # first: a digest of blocks that were withdrawn must not precede that news
                 await self._connection.send(answer)
             for cursor in list(self._selected.values()):
                 await self._tell(cursor)
@@ -305,7 +309,7 @@ class Session:
 
 def _checked(key: str) -> str:
     if not 0 < len(key) <= MAX_KEY_LENGTH:
-        raise ProtocolError(f"a key of {len(key)} characters; 1 to {MAX_KEY_LENGTH} are taken")
+        raise ProtocolError(f"a key of {len(key)} characters; 1 to {MAX_KEY_LENGTH} are accepted")
     return key
 
 

@@ -7,28 +7,26 @@ producer ── Offer ───────────────────�
          ◄────────────── Verify(id, spans) ────               what do you have there? (with checksums only)
          ── News(id, digest) ──────────────────►
          ◄──────────── Take(id, generation) ────              everything is read
-         ── News(id, held) ────────────────────►              the fence; if not held, other news says why
+         ── News(id, held) ────────────────────►              the fence; if not kept, other news says why
          ◄───────────────────── Unselect(id) ───              no more news, please
          ◄────────────────── ReleaseKey(key) ───              nobody will come
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
 
 from kvferry.transport.connection import Message
 from kvferry.transport.memory import LayerPlace, Span
+from kvferry.transport.options import Seconds
 
 PURPOSE = "lookup"
 
-LeaseSeconds = Annotated[float, msgspec.Meta(ge=0.01, le=10_000_000.0)]
-"""A lease as a peer states it. It is renewed at a part of it, so without bounds it would keep this loop busy."""
-
 
 class Part(msgspec.Struct, frozen=True, array_like=True):
-    """Blocks `first_block, first_block + 1, …` of a request, of some layers, are computed: in these of P's blocks."""
+    """Blocks `first_block, first_block + 1, …` of a request are computed in some layers: `block_ids` of P's blocks."""
 
     first_layer: int
     num_layers: int
@@ -41,16 +39,16 @@ class Offer(Message, frozen=True):
 
     num_blocks: int
     places: tuple[LayerPlace, ...]
-    lease_s: LeaseSeconds
+    lease_s: Seconds
     fabrics: dict[str, dict[str, Any]]
 
 
 class News(Message, frozen=True):
     """What is new of a selected key.
 
-    `parts`: more of them, or the first of a `generation` that makes void what came of another. `meta`: it is sealed, no
-    more parts come. `over`: why the key has ended. `held`: the answer to `Take`, all was kept until now, and the key is
-    the consumer's. `digest`: the answer to the last `Verify`; news of a reset before it was sent before it.
+    `parts`: further ones; those of another `generation` are void. `meta`: the key is sealed, no more parts come.
+    `over`: why the key has ended. `held`: the answer to `Take`: everything was kept until now, and the key is the
+    consumer's. `digest`: the answer to the last `Verify`; a reset before it is told before it.
     """
 
     select_id: int
@@ -63,40 +61,40 @@ class News(Message, frozen=True):
 
 
 class Select(Message, frozen=True):
-    """Tell me of this key, from its first part on."""
+    """Send news about this key, from its first part on."""
 
     select_id: int
     key: str
 
 
 class Unselect(Message, frozen=True):
-    """No more news of this one."""
+    """No more news about this key."""
 
     select_id: int
 
 
 class Renew(Message, frozen=True):
-    """I am at work on all that I have selected: begin their leases anew."""
+    """I am still fetching all keys that I have selected: begin their leases again."""
 
 
 class Verify(Message, frozen=True):
-    """I have read these spans. What is their digest with you?"""
+    """I have read these spans. What is the digest of yours?"""
 
     select_id: int
     spans: list[Span]
 
 
 class Take(Message, frozen=True):
-    """I have read all I want of this generation. Was it kept until now? I am `taker` of `num_takers` that want it."""
+    """I have read all parts of this generation. Were they kept until now? I am one of `num_readers` ranks."""
 
     select_id: int
     generation: int
-    taker: int
-    num_takers: int
+    reader: int
+    num_readers: int
 
 
 class ReleaseKey(Message, frozen=True):
-    """Nobody will come for this key."""
+    """Nobody will fetch this key."""
 
     key: str
 

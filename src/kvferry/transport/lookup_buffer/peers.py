@@ -1,7 +1,7 @@
-"""The consumer's connections to producers: one each, shared by all hand-offs from it, made anew after a loss.
+"""A consumer's connections to producers: one to each, shared by all hand-offs from it, opened again after a loss.
 
-Owns the connections and the fabric peer of each. It hands news to who follows a key and does not know what they do. All
-of it lives on the transfer loop.
+Owns the connections and their fabric peers. It passes news on to the followers of a key, and does not know what they do
+with it. Everything runs on the transfer loop.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from kvferry.core.errors import ConfigError, KvferryError, LayoutMismatch, PeerL
 from kvferry.core.layout import KVLayout
 from kvferry.core.sharding import require_ordered
 from kvferry.transport.connection import Connection, limited_to
-from kvferry.transport.fabric.base import Fabric, FabricContext, FabricPeer
+from kvferry.transport.control import Listener
+from kvferry.transport.fabric.base import Fabric, FabricPeer
 from kvferry.transport.lookup_buffer.base import Source
 from kvferry.transport.lookup_buffer.messages import PURPOSE, FromConsumer, News, Offer, Renew, Select, Unselect
 from kvferry.transport.memory import BlockGeometry
@@ -31,22 +32,22 @@ MAX_OUTBOX = 16384
 RENEWALS_PER_LEASE = 3
 
 Follower = Callable[[News | KvferryError], None]
-"""Hears the news of one key, or why there will be none."""
+"""Gets the news of one key, or the error because of which there will be no more."""
 
 
 class Peer:
-    """One producer. `run` is its task; the rest is called by hand-offs on the same loop, `geometry`, `fabric` and
-    `fabric_peer` (its blocks and how to read them) once it is `reached`."""
+    """One producer. `run` is its task; hand-offs call the rest on the same loop. `geometry`, `fabric` and `fabric_peer`
+    say where its blocks are and read them; they are set when `reached` returns."""
 
     geometry: BlockGeometry
     fabric: Fabric
     fabric_peer: FabricPeer
 
-    def __init__(self, source: Source, context: FabricContext, fabrics: Sequence[Fabric]) -> None:
+    def __init__(self, source: Source, listener: Listener, fabrics: Sequence[Fabric]) -> None:
         self.source, self.where = source, f"{source.host}:{source.port}"
         self.failure: KvferryError | None = None
         self.num_users = 0
-        self._context, self._fabrics = context, fabrics
+        self._listener, self._fabrics = listener, fabrics
         self._ids = itertools.count()
         self._followers: dict[int, Follower] = {}
         self._outbox: deque[FromConsumer] = deque()
@@ -55,7 +56,7 @@ class Peer:
         self._connection: Connection | None = None
 
     async def run(self) -> None:
-        """Connect, then pass messages until the connection breaks. Every follower then hears the error."""
+        """Connect, then pass messages on until the connection breaks; all followers then get the error."""
         try:
             async with self._connected() as (connection, lease_s):
                 self._settled.set()
@@ -63,35 +64,35 @@ class Peer:
         except KvferryError as error:
             self.fail(error)
         except Exception as error:  # the edge between one producer and the instance: the other producers stay
-            log.exception("the connection to %s ended by a mistake here", self.where)
+            log.exception("the connection to %s ended by an internal error", self.where)
             self.fail(PeerLost(f"the connection broke: {error!r}"))
         finally:
             self.fail(PeerLost("this instance is closing its transfers"))
 
     async def reached(self) -> None:
-        """Wait until the producer is. Raises why it is not."""
+        """Wait until the producer is connected. Raises why it cannot be."""
         await self._settled.wait()
         if self.failure is not None:
             raise self.failure
 
     def tell(self, message: FromConsumer) -> None:
-        """Send, soon, in order."""
+        """Queue a message; messages are sent in order."""
         if self.failure is not None:
             return
         if len(self._outbox) >= MAX_OUTBOX:
-            self.fail(PeerLost(f"{self.where} does not read what it is told"))
+            self.fail(PeerLost(f"{self.where} does not read the messages that are sent to it"))
             return
         self._outbox.append(message)
         self._mail.set()
 
     @property
     def num_following(self) -> int:
-        """Keys whose news is heard."""
+        """How many keys are followed."""
         return len(self._followers)
 
     @contextmanager
     def following(self, key: str, hear: Follower) -> Iterator[int]:
-        """While the body runs, `hear` is told the news of a key, and its lease is renewed."""
+        """Select a key while the body runs: `hear` gets its news, and its lease is renewed. Yields the select id."""
         select_id = next(self._ids)
         self._followers[select_id] = hear
         self.tell(Select(select_id, key))
@@ -102,7 +103,7 @@ class Peer:
             self.tell(Unselect(select_id))
 
     def fail(self, error: KvferryError) -> None:
-        """The producer is lost, or cannot be read any more: the next hand-off connects anew."""
+        """The producer is lost, or cannot be read any more: the next hand-off opens a new connection."""
         self.failure = self.failure or error
         self._settled.set()
         self._outbox.clear()
@@ -113,9 +114,9 @@ class Peer:
 
     @asynccontextmanager
     async def _connected(self) -> AsyncIterator[tuple[Connection, float]]:
-        """The control connection, and how long the producer's leases are; all that is made here is closed after."""
+        """The control connection, and the length of the producer's leases (s). Closes all that it has opened."""
         source, deadline = self.source, asyncio.get_running_loop().time() + CONNECT_S
-        self._connection = connection = await self._context.dial(source.host, source.port, PURPOSE, deadline)
+        self._connection = connection = await self._listener.dial(source.host, source.port, PURPOSE, deadline)
         try:
             if source.engine_id and connection.peer.engine_id != source.engine_id:
                 raise PeerLost(f"the instance that had the KV is gone; {self.where} is another one now")
@@ -142,7 +143,7 @@ class Peer:
         while True:
             news: News = await connection.receive(News)
             hear = self._followers.get(news.select_id)
-            if hear is not None:  # else its end and this message passed each other on the way
+            if hear is not None:  # otherwise it crossed our `Unselect` on the way
                 hear(news)
 
     async def _speak(self, connection: Connection) -> None:
@@ -162,8 +163,8 @@ class Peer:
 class PeerPool:
     """All producers that this instance is connected to."""
 
-    def __init__(self, context: FabricContext, fabrics: Sequence[Fabric]) -> None:
-        self._context, self._fabrics = context, fabrics
+    def __init__(self, listener: Listener, fabrics: Sequence[Fabric]) -> None:
+        self._listener, self._fabrics = listener, fabrics
         self._peers: dict[Source, tuple[Peer, asyncio.Task[None]]] = {}
         self._group: asyncio.TaskGroup | None = None
         self._started = asyncio.Event()
@@ -179,7 +180,8 @@ class PeerPool:
 
     @asynccontextmanager
     async def using(self, source: Source) -> AsyncIterator[Peer]:
-        """The producer at `source`, reached, which stays while the body runs. Raises why it is not reached."""
+        """The producer at `source`, connected; not closed for lack of use while the body runs. Raises why it cannot be
+        reached."""
         await self._started.wait()
         peer = self._find(source)
         peer.num_users += 1
@@ -196,7 +198,7 @@ class PeerPool:
         if self._group is None:
             raise PeerLost("this instance is closing its transfers")
         self._make_room()
-        peer = Peer(source, self._context, self._fabrics)
+        peer = Peer(source, self._listener, self._fabrics)
         self._peers[source] = peer, self._group.create_task(self._keep(peer))
         return peer
 
@@ -208,7 +210,7 @@ class PeerPool:
                 del self._peers[peer.source]
 
     def _make_room(self) -> None:
-        """Part with the connection that has been there longest and is idle, when there are very many."""
+        """Close the oldest connection without users if there are `MAX_PEERS`."""
         if len(self._peers) >= MAX_PEERS:
             idle = next((task for peer, task in self._peers.values() if not peer.num_users), None)
             if idle is not None:
@@ -216,7 +218,7 @@ class PeerPool:
 
 
 def _shared_fabric(fabrics: Sequence[Fabric], offer: Offer) -> Fabric:
-    """The first of ours that the producer has too and that reaches it."""
+    """The first of our fabrics that the producer has too and that reaches it. Raises `ConfigError`."""
     for fabric in fabrics:
         description = offer.fabrics.get(fabric.name)
         if description is not None and fabric.reachable(description):
@@ -229,7 +231,7 @@ def _shared_fabric(fabrics: Sequence[Fabric], offer: Offer) -> Fabric:
 
 
 def _require_meant(source: Source, layout: KVLayout) -> None:
-    """Raise `LayoutMismatch` unless this is the rank that was meant: another one's heads are others."""
+    """Raise `LayoutMismatch` unless this is the intended rank, since another one has other heads."""
     require_ordered(layout)
     if source.tp_size not in (None, layout.tp_size):
         raise LayoutMismatch("tp_size", source.tp_size, layout.tp_size)

@@ -1,13 +1,12 @@
 """One `drop_select` on the consumer's side: what was announced, where it goes, what has been read, and whether it may
 be used.
 
-Owns the state of one hand-off's arrival. It does not know how news comes (a socket, or the same process) or how bytes
-are read (the `Reader` it is given); all of it lives on the transfer loop.
+Owns the state of one hand-off's arrival, on the transfer loop. It does not know how news comes or how bytes are read.
 
 Two sides whose blocks differ in size, or whose ranks hold different heads, have the same logical tensor,
-`[tokens, kv_heads, K then V, dim]`. Cut into *cells* of as many tokens as the smaller block holds, its bytes come in
-one order on both sides: cell after cell, in a cell head after head, of each head K and then V. Within a cell, K of
-one head is contiguous on either side, and so is V.
+`[tokens, kv_heads, K then V, dim]`. Cut into *cells* of as many tokens as the smaller block holds, it has one order on
+both sides: cell by cell, in a cell head by head, and of each head K before V. Within a cell, K of one head is
+contiguous on either side, and so is V.
 """
 
 from __future__ import annotations
@@ -28,12 +27,12 @@ from kvferry.transport.transfer_loop import translated
 
 MAX_BATCH_BYTES = 32 * 2**20
 MAX_BATCH_SPANS = 2**16
-"""What waits is read together, up to this much: one round trip for all of it."""
+"""Announced parts that wait are read together up to this much, in one round trip."""
 
-Reader = Callable[[Sequence[Span], Sequence[Span]], Awaitable[bool]]
-"""Fills local spans with remote ones; False: what came is not what the producer had."""
-Taker = Callable[[int], None]
-"""Asks the producer for an acknowledged take of a generation; the answer is news."""
+ReadSpans = Callable[[Sequence[Span], Sequence[Span]], Awaitable[bool]]
+"""Fills local spans (second) with remote ones (first). False: what arrived is not what the producer has."""
+TakeGeneration = Callable[[int], None]
+"""Sends the `Take` of a generation; the answer comes as news."""
 
 WHY_OVER = {
     "taken": "another consumer has taken it",
@@ -45,9 +44,8 @@ WHY_OVER = {
 
 
 class ArrivalMap:
-    """Where the blocks that a producer announces come from and go to, and how much of a hand-off is announced: pure
-    arithmetic over two geometries. Counts in cells. Raises `LayoutMismatch` when our blocks cannot be made of the
-    producer's."""
+    """Where announced blocks come from and go to, and how much of a hand-off is announced: arithmetic over two
+    geometries, in cells. Raises `LayoutMismatch` if the producer's blocks cannot be converted to ours."""
 
     def __init__(self, want: Want, remote: BlockGeometry, local: BlockGeometry) -> None:
         self._want, self._remote, self._local = want, remote, local
@@ -59,11 +57,11 @@ class ArrivalMap:
         self.clear()
 
     def clear(self) -> None:
-        """Nothing is announced."""
+        """Forget what was announced."""
         self._covered = [bytearray(self._capacity) for _ in range(self._local.layout.num_layers)]
 
     def cover(self, part: Part) -> None:
-        """Note what a part brings. Raises `ProtocolError` when it cannot be part of this hand-off."""
+        """Record a part. Raises `ProtocolError` if it cannot belong to this hand-off."""
         key, end_layer = self._want.key, part.first_layer + part.num_layers
         end_block = part.first_block + len(part.block_ids)
         if not 0 <= part.first_layer < end_layer <= len(self._covered) or part.first_block < 0:
@@ -82,7 +80,7 @@ class ArrivalMap:
             self._covered[layer][cells.start : cells.stop] = b"\x01" * len(cells)
 
     def num_tokens(self) -> int:
-        """How many tokens, from the first, all layers cover. Raises `ProtocolError` when there are gaps."""
+        """How many tokens, from the first one on, all layers have. Raises `ProtocolError` if there are gaps."""
         ends = {covered.find(0) for covered in self._covered}
         end = ends.pop()
         end = self._capacity if end < 0 else end
@@ -91,7 +89,8 @@ class ArrivalMap:
         return end * self._cell
 
     def spans(self, part: Part, layer: int) -> tuple[list[Span], list[Span]]:
-        """Where the part's bytes of a layer come from and go to, without what is here already or another rank's."""
+        """Where a part's bytes of a layer come from and go to: (remote, local). Blocks that are here already, and heads
+        of other ranks, are left out."""
         cells, heads = self._cells_of(part), self.share.heads[layer]
         cells = range(max(cells.start, self._skip), cells.stop)
         begin = part.first_block * self._per_remote
@@ -108,8 +107,7 @@ class ArrivalMap:
 
 
 class Selection:
-    """The arrival of one hand-off: what was announced, read and acknowledged. `hear` is called by whoever hears the
-    producer; `load` reads."""
+    """The arrival of one hand-off: `hear` gets the producer's news, while `load` reads."""
 
     def __init__(self, want: Want, remote: BlockGeometry, local: BlockGeometry) -> None:
         self.key, self._on_sealed = want.key, want.on_sealed
@@ -125,12 +123,12 @@ class Selection:
         self._changed = asyncio.Event()
 
     def hear(self, news: News | KvferryError) -> None:
-        """The producer's news, or why there will be none."""
+        """Take note of news, or of the error because of which there will be no more."""
         try:
             if isinstance(news, KvferryError):
                 raise news
             self._hear(news)
-        except Exception as error:  # noqa: BLE001 - this hand-off's, and not of the others on its connection
+        except Exception as error:  # noqa: BLE001 - ends this hand-off, not the others on its connection
             self._error = self._error or translated(error)
             if self._digest is not None and not self._digest.done():
                 self._digest.set_exception(self._error)
@@ -139,7 +137,7 @@ class Selection:
     def _hear(self, news: News) -> None:
         if news.digest:
             if self._digest is None or self._digest.done():
-                raise ProtocolError("a digest that was not asked for")
+                raise ProtocolError("a digest that was not requested")
             self._digest.set_result(news.digest)
         elif news.held:
             self._held |= self._asked and news.generation == self._generation
@@ -150,7 +148,7 @@ class Selection:
             self._announced(news)
 
     def _announced(self, news: News) -> None:
-        if news.generation != self._generation:  # the producer began again: forget what was read
+        if news.generation != self._generation:  # the producer began again: what was read is void
             self._generation = news.generation
             self._waiting.clear()
             self._map.clear()
@@ -163,15 +161,15 @@ class Selection:
             self._on_sealed(news.meta)
 
     def expect_digest(self) -> asyncio.Future[bytes]:
-        """The next that the producer tells; raises why it tells none."""
+        """The digest that the next `Verify` is answered with, or the error because of which it is not."""
         self._digest = asyncio.get_running_loop().create_future()
-        self._digest.add_done_callback(lambda done: done.cancelled() or done.exception())  # whoever asked may have left
+        self._digest.add_done_callback(lambda done: done.cancelled() or done.exception())  # else asyncio may log it
         if self._error is not None:
             self._digest.set_exception(self._error)
         return self._digest
 
-    async def load(self, read: Reader, take: Taker, fabric: str) -> Taken:
-        """Read what is announced until all is here and acknowledged. Raises what `drop_select` raises."""
+    async def load(self, read: ReadSpans, take: TakeGeneration, fabric: str) -> Taken:
+        """Read what is announced until everything is here and acknowledged. Raises as `drop_select`."""
         loop = asyncio.get_running_loop()
         started, num_tokens = None, 0
         while not self._held:
@@ -190,7 +188,7 @@ class Selection:
         seconds = 0.0 if started is None else loop.time() - started
         return Taken(self._meta or b"", self._num_bytes, seconds, fabric, num_tokens)
 
-    async def _read_batch(self, read: Reader) -> None:
+    async def _read_batch(self, read: ReadSpans) -> None:
         generation, remote, local = self._generation, list[Span](), list[Span]()
         num_bytes = 0
         while self._waiting and num_bytes < MAX_BATCH_BYTES and len(remote) + len(local) < MAX_BATCH_SPANS:
@@ -203,16 +201,15 @@ class Selection:
             return  # the producer began again meanwhile: what was read is void
         self._num_bytes += num_bytes
         if not intact:
-            raise ChecksumMismatch(f"hand-off {self.key!r}: the bytes that came are not those that were sent")
+            raise ChecksumMismatch(f"hand-off {self.key!r}: the bytes that arrived differ from those that were sent")
 
 
 def head_spans(
     geometry: BlockGeometry, layer: int, block_ids: Sequence[int], cells: range, cell: int, heads: range
 ) -> list[Span]:
-    """Where `cells` (of `cell` tokens, counted from the first of `block_ids`) of `heads` lie, in the common order.
+    """Where `cells` (of `cell` tokens each, counted from the first of `block_ids`) of `heads` lie, in the common order.
 
-    Neighbours are joined. `heads` are numbered as in the whole model, and held here. Spans of an opaque packing are
-    whole blocks.
+    Adjacent ones are joined. `heads` are numbered as in the whole model. An opaque packing is read in whole blocks.
     """
     layout = geometry.layout
     all_heads = layout.is_opaque or len(heads) == layout.layers[layer].num_kv_heads
@@ -226,7 +223,7 @@ def head_spans(
 def _pieces(
     geometry: BlockGeometry, layer: int, block_ids: Sequence[int], cells: range, cell: int, heads: range
 ) -> tuple[Numbers, Numbers]:
-    """Offset and length of K and of V, by cell and head: each `[cells * heads * 2]`."""
+    """Offsets and lengths of K and V, by cell and head: each `[cells * heads * 2]`."""
     layout, place = geometry.layout, geometry.places[layer]
     spec, block_size = layout.layers[layer], layout.block_size
     key_bytes, value_bytes = (dim * DTYPE_BYTES[layout.dtype] for dim in (spec.key_dim, spec.value_dim))
@@ -243,7 +240,7 @@ def _pieces(
 
 
 def _joined(offsets: Numbers, lengths: Numbers) -> list[Span]:
-    """Pieces as spans, neighbours as one, empty ones left out."""
+    """Pieces as spans: adjacent ones joined, empty ones left out."""
     some = lengths > 0
     offsets, lengths = offsets[some], lengths[some]
     if not len(offsets):

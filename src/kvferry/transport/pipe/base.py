@@ -1,9 +1,8 @@
 """A pipe: tensors go in at one end and come out at the other, in order. One direction, bounded.
 
-A kind of pipe is registered by name in `PIPES`, or by another package's entry point. What it is given is an
-authenticated `Connection` between the two instances, which is from then on its own: it may send the tensors over
-it, or use it to agree on a faster way and to notice that the peer has died. Everything here runs on a
-`TransferLoop`. Torch is imported by what moves tensors, not by this module.
+A kind of pipe is registered by name in `PIPES`, or by another package's entry point. It is given an authenticated
+`Connection` between the two instances, which it then owns: it may send the tensors over it, or use it to agree on a
+faster way and to notice that the peer has died. Coroutines run on a `TransferLoop`. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -28,9 +27,9 @@ CAPACITY_BYTES = 16 * 2**20
 class PipeSettings:
     """What both ends of a pipe are built with.
 
-    `capacity_bytes`: how much may be under way, where the kind can choose. `max_tensor_bytes`: a tensor that claims
-    to be larger is not received. `host`: the address of this machine that peers reach. `device`: where the KV
-    is; kinds that move device memory put received tensors there. `options`: the user's `transport_options`.
+    `capacity_bytes`: how much may be under way, if the kind can choose. `max_tensor_bytes`: larger tensors are refused.
+    `host`: this machine's address for peers. `device`: where the KV is; kinds that move device memory put received
+    tensors there. `options`: the user's `transport_options`.
     """
 
     capacity_bytes: int = CAPACITY_BYTES
@@ -57,10 +56,8 @@ class PipeEnd(ABC):
 
     @abstractmethod
     async def close(self) -> None:
-        """Give everything back. A call that waits raises `PeerLost`, here and at the other end.
-
-        The sender's close lets what was sent arrive, for a moment, unless it has failed. May be called twice.
-        """
+        """Release everything; may be called twice. Calls that wait raise `PeerLost`, here and at the other end. Unless
+        it has failed, a sender that closes gives what was sent a moment to arrive."""
 
 
 class PipeSender(PipeEnd):
@@ -68,11 +65,11 @@ class PipeSender(PipeEnd):
 
     @abstractmethod
     async def send_tensor(self, tensor: Tensor | None, *, deadline: float) -> None:
-        """Send a tensor of any dtype and shape, or None; it may be changed again once this returns.
+        """Send a tensor of any dtype and shape, or None. When this returns, the tensor may be changed.
 
         Waits while the pipe is full, until `deadline` (monotonic, s). Raises `PeerLost`, `TransferTimeout`, or
-        `ProtocolError` for what cannot be sent (sparse, quantized, too large). A send that began and raised, also
-        by cancellation, leaves the pipe failed: its peer may have half a tensor.
+        `ProtocolError` for what cannot be sent (sparse, quantized, too large). If a send that has begun raises, also by
+        cancellation, the pipe has failed, since the peer may have half a tensor.
         """
 
 
@@ -81,10 +78,10 @@ class PipeReceiver(PipeEnd):
 
     @abstractmethod
     async def recv_tensor(self, *, deadline: float) -> Tensor | None:
-        """The next tensor, in memory of its own.
+        """The next tensor, in memory of its own, or None if that was sent.
 
-        Raises `PeerLost`, `ProtocolError` (a peer that is not honest), or `TransferTimeout` at `deadline`
-        (monotonic, s). A wait that ends, also by cancellation, before a tensor has begun leaves the pipe as it was.
+        Raises `PeerLost`, `ProtocolError` (malformed input), or `TransferTimeout` at `deadline` (monotonic, s). A wait
+        that ends before a tensor has begun, also by cancellation, leaves the pipe usable.
         """
 
 
@@ -94,16 +91,16 @@ class PipeKind(ABC):
     name: ClassVar[str]
     over_tcp: ClassVar[bool] = False
     under_tls: ClassVar[bool] = False
-    """Both as of a fabric."""
+    """Both mean what they mean of a `Fabric`."""
 
     def __init__(self, settings: PipeSettings) -> None:
-        """Raises `ConfigError` when this kind does not work here."""
+        """Raises `ConfigError` if this kind does not work here."""
         self.settings = settings
 
     @abstractmethod
     async def open_sender(self, connection: Connection, deadline: float) -> PipeSender:
-        """The sending end, over a connection whose other end calls `open_receiver`. Owns the connection when it
-        returns; the caller closes it when it raises. Raises `ConfigError`, or as `PipeReceiver.recv_tensor`."""
+        """The sending end, over a connection whose other end calls `open_receiver`. It owns the connection; if this
+        raises, the caller closes it. Raises `ConfigError`, or as `PipeReceiver.recv_tensor`."""
 
     @abstractmethod
     async def open_receiver(self, connection: Connection, deadline: float) -> PipeReceiver:
@@ -125,11 +122,11 @@ PIPES = ExtensionPoint(
 
 
 def pipe_kind(name: str, settings: PipeSettings | None = None) -> PipeKind:
-    """The kind of that name. Raises as `pipe_class`, and `ConfigError` when it does not work here."""
+    """The kind of this name. Raises as `pipe_class`, and `ConfigError` if it does not work here."""
     return pipe_class(name)(settings or PipeSettings())
 
 
 def pipe_class(name: str) -> type[PipeKind]:
-    """The class of that name. Raises `UnknownName`, or `ConfigError` when it is not a pipe."""
+    """The class of this name. Raises `UnknownName`, or `ConfigError` if it is not a pipe."""
     found: type[PipeKind] = PIPES.find(name, PipeKind)
     return found

@@ -1,7 +1,7 @@
-"""One thread for calls that block and cannot be cancelled. It may be left behind in a call: it keeps nothing alive
-but what that call uses, and ends with it.
+"""One thread for calls that block and cannot be cancelled. It may be left behind in a call; then it keeps alive only
+what that call uses, and ends with it.
 
-A process that ends while such a thread is inside of a C++ library would crash, so it waits for them, if not for long.
+A process that exits while such a thread is inside of a C++ library could crash, so it waits for them up to `EXIT_S`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class BlockingThread:
         self._thread.start()
 
     async def run(self, call: Callable[[], Result]) -> Result:
-        """The call's result. Cancelled, it leaves the call to itself."""
+        """Make the call on the thread. If this is cancelled, the call goes on, and its result is dropped."""
         loop = asyncio.get_running_loop()
         done: asyncio.Future[Result] = loop.create_future()
 
@@ -62,7 +62,7 @@ class BlockingThread:
         return await done
 
     def close(self) -> None:
-        """End after the call under way."""
+        """End the thread after the calls that it has been given."""
         self._calls.put(None)
 
     def _work(self) -> None:

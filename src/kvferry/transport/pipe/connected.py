@@ -1,7 +1,7 @@
-"""What all ends that live on a connection have in common: one call at a time, and how it may end.
+"""What all ends of a pipe over a connection have in common: one call at a time, and how it may end.
 
-Owns the connection. A call that fails in the middle of a tensor breaks the connection off, so that the peer learns of
-it; a `close` from elsewhere does the same and waits for the call to let go.
+Owns the connection. A call that fails in the middle of a tensor closes the connection, so that the peer notices.
+`close` does the same, and waits for a call under way to end.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class ConnectedEnd(PipeEnd):
 
     @asynccontextmanager
     async def transferring(self, deadline: float, what: str) -> AsyncIterator[None]:
-        """The body moves a tensor: if it raises, this end has failed."""
+        """The body moves a tensor. If it raises, this end has failed."""
         async with self._busy:
             self.require_open()
             async with self._all_or_failed(deadline, what):
@@ -48,7 +48,7 @@ class ConnectedEnd(PipeEnd):
             await self._break(error)
             raise
         except BaseException:
-            await self._break(PeerLost(f"{what} was cut off"))
+            await self._break(PeerLost(f"{what} is incomplete"))
             raise
 
     async def _break(self, error: KvferryError) -> None:
@@ -57,10 +57,8 @@ class ConnectedEnd(PipeEnd):
 
     @asynccontextmanager
     async def receiving(self, kinds: Any, deadline: float, what: str = "receiving a tensor") -> AsyncIterator[Any]:
-        """Wait for the frame with which a tensor begins; the body moves the rest.
-
-        Only once a tensor has begun does an end of the wait fail this end.
-        """
+        """Wait for the frame with which a tensor begins; the body moves the rest. A wait that ends before that frame
+        has begun does not fail this end."""
         async with self._busy:
             self.require_open()
             async with limited_to(deadline, what):
@@ -69,7 +67,7 @@ class ConnectedEnd(PipeEnd):
                 yield await self.connection.receive(kinds)
 
     async def close(self) -> None:
-        """Break the connection off; who uses it lets go first."""
+        """Close the connection, after a call under way has ended."""
         self.fail(closed())
         self.connection.abort()
         async with self._busy:

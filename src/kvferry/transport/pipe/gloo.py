@@ -16,7 +16,7 @@ from kvferry.transport.pipe.rendezvous import Rendezvous
 
 
 class GlooPipe(ProcessGroupPipe):
-    """Any two instances with a network between them; gloo listens on `settings.host`."""
+    """Joins any two instances with a network between them; gloo listens on `settings.host`."""
 
     name = "gloo"
     over_tcp = True
@@ -28,7 +28,7 @@ class GlooPipe(ProcessGroupPipe):
             raise ConfigError("pipe gloo needs a PyTorch with torch.distributed and gloo; use transport tcp")
 
     def make_group(self, store: Rendezvous, rank: int, timeout_s: float) -> Any:
-        """Connected when this returns."""
+        """Make the group; it is connected when this returns."""
         options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=self.settings.host)]
         options._timeout = timedelta(seconds=timeout_s)
@@ -43,4 +43,4 @@ class GlooPipe(ProcessGroupPipe):
         group.recv([data], SENDER, 0).wait(timedelta(seconds=timeout_s))
 
     def discard(self, group: Any) -> None:
-        """Its connections are closed with the last reference to it."""
+        """Nothing to do: its connections are closed with the last reference to it."""

@@ -1,8 +1,8 @@
-"""How the two ends of a pipe find each other: the receiving instance dials, the sending one has a listener.
+"""How the two ends of a pipe find each other: the receiving instance dials the sending one's listener.
 
     receiver ── dial "pipe", Join(name, ticket) ──► sender's listener ──► whoever waits in `accept(ticket)`
 
-The ticket ties the pipe to what else the two have agreed on; whoever asks for the pipe makes one up.
+The ticket, a random word of whoever asks for the pipe, says which of several pipes this is.
 """
 
 from __future__ import annotations
@@ -13,11 +13,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from kvferry.core.errors import KvferryError, ProtocolError
-from kvferry.transport.connection import Connection, Identity, limited_to
-from kvferry.transport.control import Listener, dial
+from kvferry.transport.connection import Connection, limited_to
+from kvferry.transport.control import Listener
 from kvferry.transport.pipe.base import PipeKind, PipeReceiver, PipeSender
 from kvferry.transport.pipe.messages import MAX_MESSAGE_BYTES, PURPOSE, Join
-from kvferry.transport.tls import ChannelTls
 
 MEET_S = 10.0
 MAX_MEETINGS = 1024
@@ -30,7 +29,7 @@ class _Meeting:
 
 
 class PipeServer:
-    """The sending instance's side, for one kind of pipe. Closes its pipes when the listener ends."""
+    """The sending instance's side, for one kind of pipe. Its pipes are closed when the listener ends."""
 
     def __init__(self, listener: Listener, kind: PipeKind) -> None:
         self._kind = kind
@@ -53,7 +52,10 @@ class PipeServer:
         async with limited_to(deadline, "the first message of a pipe"):
             join: Join = await connection.receive(Join)
         if join.name != self._kind.name:
-            raise ProtocolError(f"a pipe of kind {join.name[:40]!r} is asked for; here it is {self._kind.name}")
+            raise ProtocolError(
+                f"the peer asks for a pipe of kind {join.name[:40]!r}, this instance uses {self._kind.name};"
+                " set the same transport on both"
+            )
         with self._meeting(join.ticket) as meeting:
             async with limited_to(deadline, "waiting for a pipe's sender"):
                 await meeting.wanted.wait()
@@ -72,13 +74,13 @@ class PipeServer:
             raise
         if meeting.sender.done():
             await sender.close()
-            raise ProtocolError("a pipe that nobody waits for any more, or that is there already")
+            raise ProtocolError("a pipe that is no longer waited for, or that exists already")
         meeting.sender.set_result(sender)
         return sender
 
     @contextmanager
     def _meeting(self, ticket: str) -> Iterator[_Meeting]:
-        """Where the two sides meet, whichever is first; the first to leave ends it."""
+        """The meeting of `accept` and `_serve`, whichever comes first; the first one to leave ends it."""
         if ticket not in self._meetings and len(self._meetings) >= MAX_MEETINGS:
             raise ProtocolError(f"more than {MAX_MEETINGS} pipes are being made")
         meeting = self._meetings.setdefault(ticket, _Meeting())
@@ -89,18 +91,9 @@ class PipeServer:
                 del self._meetings[ticket]
 
 
-async def connect_pipe(
-    kind: PipeKind,
-    host: str,
-    port: int,
-    ticket: str,
-    identity: Identity,
-    token: str,
-    deadline: float,
-    tls: ChannelTls | None = None,
-) -> PipeReceiver:
-    """Dial a `PipeServer` and make the pipe; the caller closes it. Raises as `dial`, or why it could not be made."""
-    connection = await dial(host, port, PURPOSE, identity, token, deadline, tls)
+async def connect_pipe(kind: PipeKind, connection: Connection, ticket: str, deadline: float) -> PipeReceiver:
+    """Make the pipe over a connection to a `PipeServer`, which it owns from now on; the caller closes the pipe. Raises
+    why it could not be made."""
     try:
         connection.limit_frames(MAX_MESSAGE_BYTES)
         await connection.send(Join(kind.name, ticket))

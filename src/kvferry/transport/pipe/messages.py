@@ -6,11 +6,11 @@ from kvferry.transport.connection import Message
 
 PURPOSE = "pipe"
 MAX_MESSAGE_BYTES = 16 * 2**10
-"""The longest frame that either end takes."""
+"""The longest frame that either end accepts."""
 
 
 class Join(Message, frozen=True):
-    """First words of the receiving end: make the pipe `name` of it, for whoever waits for `ticket`."""
+    """First message of the receiving end: make a pipe of kind `name`, for whoever waits for `ticket`."""
 
     name: str
     ticket: str
@@ -24,15 +24,15 @@ class TensorHeader(Message, frozen=True):
 
 
 class NoTensor(Message, frozen=True):
-    """A None was sent."""
+    """None was sent instead of a tensor."""
 
 
 class Ready(Message, frozen=True):
-    """Process group pipe: the receiver waits for one more tensor."""
+    """Process group pipe: the receiver waits for a tensor."""
 
 
 class Accepted(Message, frozen=True):
-    """Process group pipe: the receiver has made room for the tensor of the header, and now receives."""
+    """Process group pipe: the receiver has memory for the tensor of the header, and now receives."""
 
 
 class Received(Message, frozen=True):
@@ -47,6 +47,6 @@ class Published(Message, frozen=True):
 
 
 class Formed(Message, frozen=True):
-    """Process group pipe: this end is connected; `error` says why not."""
+    """Process group pipe: this end is connected, or `error` says why it is not."""
 
     error: str = ""

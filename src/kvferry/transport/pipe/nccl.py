@@ -1,6 +1,6 @@
 """A pipe over NCCL: from one GPU's memory into another's. Never run: written without a machine of two GPUs.
 
-NCCL joins two GPUs, not one with itself: prefill and decode instance each need their own.
+NCCL joins two different GPUs: the prefill and the decode instance each need their own.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ POLL_S = 50e-6
 
 
 class NcclPipe(ProcessGroupPipe):
-    """Two GPUs that NCCL can join. Never run."""
+    """Joins two GPUs that NCCL can connect. Never run."""
 
     name = "nccl"
 
@@ -31,14 +31,15 @@ class NcclPipe(ProcessGroupPipe):
         super().__init__(settings)
         if not torch.cuda.is_available() or not dist.is_available() or not dist.is_nccl_available():
             raise ConfigError(
-                "pipe nccl needs an NVIDIA GPU and a PyTorch with NCCL, and here is none; set"
+                "pipe nccl needs an NVIDIA GPU and a PyTorch with NCCL, which this machine does not have; set"
                 " kv_connector_extra_config.transport to auto (or gloo) on both instances"
             )
         wanted = torch.device(settings.device if settings.device.startswith("cuda") else "cuda")
         self.device = torch.device("cuda", torch.cuda.current_device() if wanted.index is None else wanted.index)
 
     def make_group(self, store: Rendezvous, rank: int, timeout_s: float) -> Any:
-        """Connected when this returns: NCCL would otherwise ask the store during the first transfer."""
+        """Make the group, and connect it by a first transfer: otherwise NCCL would use the store during the first
+        tensor."""
         torch.cuda.set_device(self.device)
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timedelta(seconds=timeout_s)
@@ -65,5 +66,5 @@ class NcclPipe(ProcessGroupPipe):
         work.wait()
 
     def discard(self, group: Any) -> None:
-        """Ends what is under way."""
+        """Abort the group, with a call that is under way."""
         group.abort()

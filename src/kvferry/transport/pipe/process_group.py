@@ -1,8 +1,7 @@
 """Pipes over a `torch.distributed` process group of two: how the group is formed, and how a tensor goes through it.
 
-The two processes are independent: neither knows the other when it starts, and each may be in many groups. So no
-global group is used, and `pipe.rendezvous` replaces the store server. Headers go over the connection as frames
-(nothing is pickled), and only payloads through the group:
+The two processes start independently, and each may be in many groups. So there is no global group, and `Rendezvous`
+replaces the store server. Headers go over the connection as frames (nothing is pickled), payloads through the group:
 
     receiver ── Ready ─────────────► sender      at most one tensor is under way: the pipe's bound
              ◄────── TensorHeader ──
@@ -11,9 +10,9 @@ global group is used, and `pipe.rendezvous` replaces the store server. Headers g
              ── Received ──────────►             a sender that closes now takes nothing back:
                                                  what a group has "sent" may still lie with it
 
-A call of the group cannot be cancelled, so none begins that could wait for long. If a peer dies in the middle, which
-the connection tells at once, the call under way is left behind on its thread until it notices too, at the latest after
-`CALL_S`. The group's sockets authenticate nobody: for networks you trust.
+A call of the group cannot be cancelled, so none begins that could wait for long. If the peer dies during one, the
+connection ends at once, and the call is left behind on its thread until it fails too, at the latest after `CALL_S`.
+The group's sockets have no authentication: use them in trusted networks only.
 """
 
 from __future__ import annotations
@@ -42,17 +41,17 @@ SENDER, RECEIVER = 0, 1
 SHORTEST_S = 0.001
 CALL_S = 8.0
 CALL_BYTES = 16 * 2**20
-"""Moved by one call: two ends that are both at work take far less than `CALL_S`."""
+"""Moved by one call, which takes far less than `CALL_S` if both ends are at work."""
 
 
 class ProcessGroupPipe(PipeKind):
-    """A kind that forms a process group. A subclass says which, and how to wait for it."""
+    """A kind of pipe over a process group. A subclass makes the group, and says how to wait for it."""
 
     device: torch.device
 
     @abstractmethod
     def make_group(self, store: Rendezvous, rank: int, timeout_s: float) -> Any:
-        """A connected group of two; called on a thread, may block. May raise `RuntimeError`, as torch does."""
+        """A connected group of two. Called on a thread, may block; raises `RuntimeError`, as torch does."""
 
     @abstractmethod
     def send(self, group: Any, data: Tensor, timeout_s: float) -> None:
@@ -64,21 +63,21 @@ class ProcessGroupPipe(PipeKind):
 
     @abstractmethod
     def discard(self, group: Any) -> None:
-        """Give a group up, perhaps in the middle of a call."""
+        """Give up a group, perhaps during a call."""
 
     async def open_sender(self, connection: Connection, deadline: float) -> PipeSender:
         """Form the group as its rank 0."""
-        return GroupSender(connection, await self._join(connection, SENDER, deadline))
+        return GroupSender(self, connection, *await self._join(connection, SENDER, deadline))
 
     async def open_receiver(self, connection: Connection, deadline: float) -> PipeReceiver:
         """Form the group as its rank 1."""
-        return GroupReceiver(connection, await self._join(connection, RECEIVER, deadline))
+        return GroupReceiver(self, connection, *await self._join(connection, RECEIVER, deadline))
 
-    async def _join(self, connection: Connection, rank: int, deadline: float) -> GroupMember:
+    async def _join(self, connection: Connection, rank: int, deadline: float) -> tuple[BlockingThread, Any]:
         thread = BlockingThread(f"{self.name}-pipe")
         try:
             async with limited_to(deadline, f"forming a {self.name} group"):
-                return GroupMember(self, thread, await _form(self, thread, connection, rank, deadline))
+                return thread, await _form(self, thread, connection, rank, deadline)
         except BaseException:
             thread.close()
             raise
@@ -87,7 +86,7 @@ class ProcessGroupPipe(PipeKind):
 async def _form(
     kind: ProcessGroupPipe, thread: BlockingThread, connection: Connection, rank: int, deadline: float
 ) -> Any:
-    """Make the group, passing on what both ends publish, until both have it."""
+    """Make the group: pass on what both ends publish, until both have joined it."""
     loop = asyncio.get_running_loop()
     outbox: asyncio.Queue[Message] = asyncio.Queue()  # bounded by what a rendezvous takes
 
@@ -126,7 +125,7 @@ async def _form(
     try:
         await run_together(make(), speak(), listen())
     except BaseException:
-        store.fail(PeerLost("the group was given up"))
+        store.fail(PeerLost("the group was abandoned"))
         if group is not None:
             kind.discard(group)
         raise
@@ -138,24 +137,23 @@ def _require(formed: Formed, who: str) -> None:
         raise PeerLost(f"{who} could not join the process group: {formed.error}")
 
 
-class GroupMember:
-    """One end's place in a group, and the thread that waits in it."""
+class GroupEnd(ConnectedEnd):
+    """One end of a pipe: its group, and the thread that makes the group's calls."""
 
-    def __init__(self, kind: ProcessGroupPipe, thread: BlockingThread, group: Any) -> None:
+    def __init__(self, kind: ProcessGroupPipe, connection: Connection, thread: BlockingThread, group: Any) -> None:
+        super().__init__(connection)
         self.kind, self._thread, self._group = kind, thread, group
 
-    async def move(self, call: Callable[..., None], data: Tensor, connection: Connection, deadline: float) -> None:
+    async def move(self, call: Callable[..., None], data: Tensor, deadline: float) -> None:
         """Move uint8 `[num_bytes]`; ends early when the connection does. Raises `PeerLost` or `TransferTimeout`."""
         for start in range(0, data.numel(), CALL_BYTES):
-            await self._move_piece(call, data[start : start + CALL_BYTES], connection, deadline)
+            await self._move_piece(call, data[start : start + CALL_BYTES], deadline)
 
-    async def _move_piece(
-        self, call: Callable[..., None], data: Tensor, connection: Connection, deadline: float
-    ) -> None:
+    async def _move_piece(self, call: Callable[..., None], data: Tensor, deadline: float) -> None:
         loop = asyncio.get_running_loop()
         timeout_s = max(SHORTEST_S, min(CALL_S, deadline - loop.time()))
         moving = loop.create_task(self._run(partial(call, self._group, data, timeout_s), deadline))
-        watching = loop.create_task(_ended(connection))
+        watching = loop.create_task(_ended(self.connection))
         try:
             await asyncio.wait([moving, watching], return_when=asyncio.FIRST_COMPLETED)
             if not moving.done() and watching.result():
@@ -174,8 +172,9 @@ class GroupMember:
                 raise TransferTimeout(f"{self.kind.name} pipe: {error}") from error
             raise PeerLost(f"{self.kind.name} pipe: {error}") from error
 
-    def close(self) -> None:
-        """Leave the group."""
+    async def close(self) -> None:
+        """Close the connection, and give up the group."""
+        await super().close()
         group, self._group = self._group, None
         if group is not None:
             self.kind.discard(group)
@@ -183,7 +182,7 @@ class GroupMember:
 
 
 async def _ended(connection: Connection) -> bool:
-    """Wait until there is something to read; whether it is the connection's end."""
+    """Wait until there is something to receive. True if it is the end of the connection."""
     await connection.readable()
     try:
         return not connection.io.num_pending and not socket.socket.recv(connection.socket, 1, socket.MSG_PEEK)
@@ -191,44 +190,33 @@ async def _ended(connection: Connection) -> bool:
         return True
 
 
-class GroupSender(ConnectedEnd, PipeSender):
+class GroupSender(GroupEnd, PipeSender):
     """Sends tensors by `torch.distributed`."""
 
-    def __init__(self, connection: Connection, member: GroupMember) -> None:
-        super().__init__(connection)
-        self._member = member
-
     async def send_tensor(self, tensor: Tensor | None, *, deadline: float) -> None:
-        """Wait until the receiver wants one, then send."""
+        """Wait until the receiver is ready, then send."""
         self.require_open()
-        kind = self._member.kind
+        kind = self.kind
         header: Message = NoTensor() if tensor is None else header_of(tensor, kind.settings.max_tensor_bytes)
         async with self.receiving(Ready, deadline, "sending a tensor"):
             await self.connection.send(header)
             if tensor is not None and tensor.numel():
                 await self.connection.receive(Accepted)
                 data = flat_bytes(tensor).to(kind.device)
-                await self._member.move(kind.send, data, self.connection, deadline)
+                await self.move(kind.send, data, deadline)
                 await self.connection.receive(Received)
 
-    async def close(self) -> None:
-        """Break off, and leave the group."""
-        await super().close()
-        self._member.close()
 
-
-class GroupReceiver(ConnectedEnd, PipeReceiver):
+class GroupReceiver(GroupEnd, PipeReceiver):
     """Receives tensors by `torch.distributed`."""
 
-    def __init__(self, connection: Connection, member: GroupMember) -> None:
-        super().__init__(connection)
-        self._member = member
-        self._asked = False
+    _asked = False
+    """Whether `Ready` was sent for the next tensor."""
 
     async def recv_tensor(self, *, deadline: float) -> Tensor | None:
-        """Say that one is wanted, then receive."""
+        """Say `Ready`, then receive."""
         self.require_open()
-        kind = self._member.kind
+        kind = self.kind
         if not self._asked:
             async with self.transferring(deadline, "asking for a tensor"):
                 await self.connection.send(Ready())
@@ -241,11 +229,6 @@ class GroupReceiver(ConnectedEnd, PipeReceiver):
             data = torch.empty(num_bytes, dtype=torch.uint8, device=kind.device)
             if num_bytes:
                 await self.connection.send(Accepted())
-                await self._member.move(kind.receive, data, self.connection, deadline)
+                await self.move(kind.receive, data, deadline)
                 await self.connection.send(Received())
             return shaped(data, header)
-
-    async def close(self) -> None:
-        """Break off, and leave the group."""
-        await super().close()
-        self._member.close()

@@ -1,7 +1,7 @@
 """The store with which two processes form a `torch.distributed` group, without a store server.
 
-What one end sets goes to the other over the authenticated connection, and is bounded. The group is made on a thread
-that waits in `get`; the connection's side lives on the loop.
+What one end sets goes to the other over the authenticated connection, within bounds. Torch makes the group on a thread,
+which waits in `get`; `learn` and `fail` are called on the loop.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MAX_VALUE_BYTES = 8192
 
 
 class Rendezvous(dist.Store):  # type: ignore[misc, name-defined]
-    """`publish` is told, from any thread, of each value set here; `learn` is told of the peer's."""
+    """`publish` is called, on any thread, with each value that is set here."""
 
     def __init__(self, publish: Callable[[str, bytes], None], timeout_s: float) -> None:
         super().__init__()
@@ -30,15 +30,15 @@ class Rendezvous(dist.Store):  # type: ignore[misc, name-defined]
         self._failure: KvferryError | None = None
 
     def learn(self, key: str, value: bytes) -> None:
-        """The peer has set a value. Raises `ProtocolError` when it is more than a rendezvous needs."""
+        """A value was set, here or by the peer. Raises `ProtocolError` beyond what a rendezvous needs."""
         with self._changed:
             if len(self._values) >= MAX_VALUES or len(value) > MAX_VALUE_BYTES:
-                raise ProtocolError("a peer that publishes more than a rendezvous needs")
+                raise ProtocolError("the peer publishes more than a rendezvous needs")
             self._values[key] = value
             self._changed.notify_all()
 
     def fail(self, error: KvferryError) -> None:
-        """Whoever waits, waits in vain."""
+        """Make every wait raise this error."""
         with self._changed:
             self._failure = self._failure or error
             self._changed.notify_all()
@@ -46,13 +46,13 @@ class Rendezvous(dist.Store):  # type: ignore[misc, name-defined]
     # Called by torch, on the thread that makes the group.
 
     def set(self, key: str, value: Any) -> None:
-        """Keep a value, and tell the peer."""
+        """Set a value here and at the peer."""
         encoded = value.encode() if isinstance(value, str) else bytes(value)
         self.learn(key, encoded)
         self._publish(key, encoded)
 
     def get(self, key: str) -> bytes:
-        """The value; waits for it."""
+        """Wait for the value, and return it."""
         self.wait([key])
         return self._values[key]
 

@@ -1,4 +1,4 @@
-"""Tensors as a header and bytes. What a header claims is the peer's word: it is checked before memory is taken."""
+"""Tensors as a header and bytes. A peer's header is checked before memory is allocated for it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvferry.transport.pipe.messages import TensorHeader
 
 MAX_DIMS = 64
 MAX_ELEMENTS = 2**56
-"""Beyond any memory, and small enough that no stride overflows, also when another dimension is 0."""
+"""More than any memory holds, but so few that no stride overflows, even if another dimension is 0."""
 _NAMES = (
     "bool uint8 int8 uint16 int16 uint32 int32 uint64 int64 float16 bfloat16 float32 float64"
     " complex32 complex64 complex128 float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu"
@@ -22,7 +22,7 @@ _NAME_OF = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def header_of(tensor: Tensor, max_bytes: int) -> TensorHeader:
-    """The header of a tensor to send. Raises `ProtocolError` for what no receiver takes."""
+    """The header of a tensor to send. Raises `ProtocolError` for a tensor that no receiver accepts."""
     if tensor.layout is not torch.strided or tensor.dtype not in _NAME_OF or tensor.is_meta:
         raise ProtocolError(f"a pipe takes plain dense tensors, not {tensor.layout}, {tensor.dtype}")
     header = TensorHeader(_NAME_OF[tensor.dtype], list(tensor.shape))
@@ -31,11 +31,11 @@ def header_of(tensor: Tensor, max_bytes: int) -> TensorHeader:
 
 
 def num_bytes_of(header: TensorHeader, max_bytes: int) -> int:
-    """How many bytes the tensor has. Raises `ProtocolError` when there can be no such tensor, or it is too large."""
+    """The size of the tensor. Raises `ProtocolError` if there can be no such tensor, or it is too large."""
     if header.dtype not in DTYPES:
-        raise ProtocolError(f"a tensor of dtype {header.dtype[:40]!r}, which is not known here")
+        raise ProtocolError(f"a tensor of dtype {header.dtype[:40]!r}, which is not supported here")
     if len(header.shape) > MAX_DIMS or any(size < 0 for size in header.shape):
-        raise ProtocolError("a tensor whose shape cannot be")
+        raise ProtocolError("a tensor with an impossible shape (negative sizes, or too many dimensions)")
     if math.prod(max(1, size) for size in header.shape) > MAX_ELEMENTS:
         raise ProtocolError(f"a tensor of shape {header.shape[:8]} is larger than any memory")
     num_bytes = math.prod(header.shape) * DTYPES[header.dtype].itemsize
@@ -61,7 +61,7 @@ def host_view(data: Tensor) -> memoryview:
 
 
 def shaped(data: Tensor, header: TensorHeader) -> Tensor:
-    """The other way: uint8 `[num_bytes]` as the tensor that the header describes. No copy."""
+    """Uint8 `[num_bytes]` as the tensor that the header describes, without a copy."""
     dtype = DTYPES[header.dtype]
     if not data.numel():
         return torch.empty(header.shape, dtype=dtype, device=data.device)

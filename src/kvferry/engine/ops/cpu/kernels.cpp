@@ -8,7 +8,7 @@ extern "C" {
 
 enum Kind : int64_t { LINEAR, NORM, ROTATE };
 
-struct Step {
+struct KernelStep {
     Kind kind;
     union {
         LinearCall* linear;
@@ -26,7 +26,7 @@ int64_t sizeof_RotateCall() { return sizeof(RotateCall); }
 int64_t sizeof_AttentionCall() { return sizeof(AttentionCall); }
 int64_t sizeof_ExpertsCall() { return sizeof(ExpertsCall); }
 int64_t sizeof_WriteCall() { return sizeof(WriteCall); }
-int64_t sizeof_Step() { return sizeof(Step); }
+int64_t sizeof_KernelStep() { return sizeof(KernelStep); }
 
 // for all calls from now on, whichever thread makes them
 void set_threads(int64_t count) { threads = int(count); }
@@ -55,8 +55,8 @@ void rotate(const RotateCall* call, int64_t half) { half ? rotate<BFloat16>(*cal
 void write_kv(const WriteCall* call) { write(*call); }
 
 // several of the above in one call, on `rows` rows (tokens) each
-void run_steps(const Step* steps, int64_t count, int64_t rows, int64_t half) {
-    for (const Step* step = steps; step < steps + count; ++step) switch (step->kind) {
+void run_steps(const KernelStep* steps, int64_t count, int64_t rows, int64_t half) {
+    for (const KernelStep* step = steps; step < steps + count; ++step) switch (step->kind) {
             case LINEAR: step->linear->rows = rows; linear(step->linear, half); break;
             case NORM: step->norm->outer = rows; rms_norm(step->norm, half); break;
             case ROTATE: step->rotation->tokens = rows; rotate(step->rotation, half); break;

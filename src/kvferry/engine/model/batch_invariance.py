@@ -1,7 +1,7 @@
-"""Does a row of the model depend on the rows beside it? Found out at start, so that nobody has to believe it.
+"""Whether a row of the model's output depends on the other rows of its batch, found out at start.
 
-Rounding differs with the order of additions, and a library chooses the order by the shape it is given. kvferry's CPU
-kernels give a row the same bits in any company and any chunk; whatever product is left to PyTorch may not.
+Rounding depends on the order of additions, and a library chooses the order by the shape that it is given. kvferry's CPU
+kernels give a row the same bits in any batch and any chunk; products that are left to PyTorch may not.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from kvferry.engine.ops.batch import AttentionBatch
 
 BLOCK_SIZE = 8
 LENGTHS = (40, 25, 1)
-"""Tokens of the sequences that are computed together, then each by itself in chunks."""
+"""Tokens of the sequences that are computed together, and then each alone in chunks."""
 CHUNKS = (7, 1, 16, 1, 64)
 
 _PRODUCTS = ("mm", "bmm", "baddbmm", "addmm", "addmv", "mv", "dot", "linear", "convolution", "attention", "grouped_mm")
 
 
-def company_matters(module: Any, probed: ProbedLayers, device: torch.device) -> str:
-    """Why a row may depend on the rows beside it, in a few words; empty when it does not."""
+def batch_dependence(module: Any, probed: ProbedLayers, device: torch.device) -> str:
+    """Why a row may depend on the rows beside it, in a few words; empty if it does not. All ranks call it together."""
     settings = module.config.get_text_config()
     vocabulary, most = settings.vocab_size, getattr(settings, "max_position_embeddings", None) or max(LENGTHS)
     generator = torch.Generator().manual_seed(1)
@@ -34,7 +34,7 @@ def company_matters(module: Any, probed: ProbedLayers, device: torch.device) -> 
     with torch.inference_mode():
         with _Products() as products:
             together = _Paged(module, probed, device).run(sequences)
-        # tensor-parallel ranks run the same forwards, so whatever was found goes on
+        # also if products were found: all tensor-parallel ranks must run the same forward passes
         alone = [_Paged(module, probed, device).run_in_chunks(sequence) for sequence in sequences]
     if products.names:
         return f"PyTorch computes {', '.join(sorted(products.names))}"
@@ -43,7 +43,7 @@ def company_matters(module: Any, probed: ProbedLayers, device: torch.device) -> 
 
 
 class _Products(TorchDispatchMode):
-    """Notes which operations that sum products PyTorch runs while it lasts."""
+    """Notes, while active, which operations PyTorch runs that add products."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,13 +57,13 @@ class _Products(TorchDispatchMode):
 
 
 def _is_outer(args: Any) -> bool:
-    """Whether it multiplies columns by rows, as rotary embeddings do with positions: then nothing is summed."""
+    """Whether this multiplies columns by rows, as rotary embeddings do with positions: then nothing is added."""
     tensors = [arg for arg in args if isinstance(arg, Tensor)]
     return len(tensors) == 2 and tensors[0].shape[-1] == 1
 
 
 class _Paged:
-    """The model over pages of its own."""
+    """The model with a small paged KV cache of its own."""
 
     def __init__(self, module: Any, probed: ProbedLayers, device: torch.device) -> None:
         self._module, self._device, self._windows = module, device, probed.windows
@@ -75,7 +75,7 @@ class _Paged:
         ]
 
     def run(self, sequences: list[Tensor]) -> list[Tensor]:
-        """Logits [length, vocabulary] of each of `sequences`, computed together."""
+        """Logits [length, vocab] of each sequence, computed in one batch."""
         lengths, tables, first = [len(sequence) for sequence in sequences], [], 0
         for length in lengths:
             tables.append(list(range(first, first - (-length // BLOCK_SIZE))))
@@ -83,7 +83,7 @@ class _Paged:
         return list(self._forward(torch.cat(sequences), lengths, lengths, tables).split(lengths))
 
     def run_in_chunks(self, sequence: Tensor) -> Tensor:
-        """Logits [length, vocabulary] of one sequence, chunk by chunk, its blocks the other way round."""
+        """Logits [length, vocab] of one sequence, computed chunk by chunk, with its blocks in reverse order."""
         table, start, logits = list(range(-(-len(sequence) // BLOCK_SIZE)))[::-1], 0, []
         for size in CHUNKS:
             chunk = sequence[start : start + size]

@@ -1,4 +1,4 @@
-"""Tickets as a router makes them, before the prefill."""
+"""Tickets as a router makes them for a concurrent hand-off, in which P and D are called at once."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from kvferry.connectors.api import SchedulerSide
 from kvferry.core.hand_off import Ticket
 
 
-def early_ticket(key: str, addresses: Sequence[dict[str, Any]], producer: SchedulerSide | None) -> Ticket:
-    """Of what the producer says of itself: its ranks' addresses, and the seal of its scheduler side."""
-    if not addresses:
+def early_ticket(key: str, addresses: Sequence[dict[str, Any]], producer: SchedulerSide[Any] | None) -> Ticket:
+    """A ticket without first token, made of what the producer says of itself: its ranks' addresses (if any), and the
+    seal of its scheduler side."""
+    if not addresses or producer is None:
         return Ticket(transfer_id=key)
     ranks = [(address["host"], address["port"]) for address in addresses]
     return Ticket(

@@ -1,0 +1,145 @@
+"""The process that instances are forked from: it imports what every instance imports, once, and then only forks.
+
+python -m kvferry.cli.fork_main DESCRIPTOR      the descriptor of its end of the supervisor's socket
+
+It has one thread and runs no operation of torch, so that a child begins as a new process does: with a session, an
+environment, cores, standard streams and signals of its own, and no other descriptor. The supervisor's side, and what
+is said between them, is `fleet.fork_server`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import selectors
+import signal
+import socket
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import setproctitle
+
+from kvferry.cli.common import RUN_INSTANCE
+from kvferry.cli.main import main as command
+from kvferry.core.names import resolve, without_collections
+from kvferry.fleet.fork_messages import NUM_DESCRIPTORS, Ended, Forked, ForkRequest, Imported, Message, NotForked
+from kvferry.fleet.ready import READY_FLAG
+
+_PR_SET_PDEATHSIG = 1
+
+
+def main(descriptor: int) -> int:
+    """Fork until the supervisor closes its end. Returns in each child too, with the exit code of its command."""
+    setproctitle.setproctitle("kvferry: instances are forked from this process")
+    with without_collections():  # a collection in a child would copy what they share
+        resolve(RUN_INSTANCE)  # and with it all that an instance imports
+    if len(list(Path("/proc/self/task").iterdir())) != 1:
+        return 1  # a lock that another thread holds would be held in a child for ever
+    child = _Forks(socket.socket(fileno=descriptor)).run()
+    if child is None:
+        os._exit(0)  # to take 350,000 objects apart in good order would take longer than all that it did
+    return _run(child)
+
+
+@dataclass(frozen=True)
+class _Child:
+    """What a child was made for; `ready` is the descriptor of its start messages."""
+
+    request: ForkRequest
+    ready: int
+
+
+class _Forks:
+    """The children, and the supervisor's socket."""
+
+    def __init__(self, supervisor: socket.socket) -> None:
+        self._supervisor = supervisor
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(supervisor, selectors.EVENT_READ)
+        self._children: dict[int, int] = {}
+        """By the descriptor that tells of its end."""
+
+    def run(self) -> _Child | None:
+        """Returns in a child, which has nothing of this then; and here, with None, when the supervisor is done."""
+        self._say(Imported())
+        while True:
+            for key, _ in self._selector.select():
+                if key.fd in self._children:
+                    self._reap(key.fd)
+                    continue
+                _, descriptors, _, _ = socket.recv_fds(self._supervisor, 1, NUM_DESCRIPTORS)
+                if not descriptors:
+                    return None
+                if (child := self._fork(*descriptors)) is not None:
+                    return child
+
+    def _fork(self, asked: int, log: int, ready: int) -> _Child | None:
+        request = msgspec.json.decode(os.pread(asked, os.fstat(asked).st_size, 0), type=ForkRequest)
+        os.close(asked)
+        server = os.getpid()
+        try:
+            pid = os.fork()
+        except OSError as error:
+            self._say(NotForked(error.errno or 0))
+        else:
+            if pid == 0:
+                self._close()
+                _stand_alone(server, log)
+                return _Child(request, ready)
+            end = os.pidfd_open(pid)
+            self._children[end] = pid
+            self._selector.register(end, selectors.EVENT_READ)
+            self._say(Forked(pid))
+        os.close(log)
+        os.close(ready)
+        return None
+
+    def _reap(self, end: int) -> None:
+        self._selector.unregister(end)
+        os.close(end)
+        pid = self._children.pop(end)
+        self._say(Ended(pid, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])))
+
+    def _say(self, message: Message) -> None:
+        self._supervisor.send(msgspec.json.encode(message))
+
+    def _close(self) -> None:
+        self._selector.close()
+        self._supervisor.close()
+        for end in self._children:
+            os.close(end)
+
+
+# In a child.
+
+
+def _stand_alone(server: int, log: int) -> None:
+    """Take a session and standard streams of its own; end with the server, which ends with the supervisor."""
+    os.setsid()
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != server:
+        os._exit(1)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(log)  # standard input is the server's, which has nothing on it
+
+
+def _run(child: _Child) -> int:
+    """What `python -m kvferry.cli.main` does in a new process."""
+    request = child.request
+    arguments = [*request.arguments, READY_FLAG, str(child.ready)]
+    setproctitle.setproctitle(f"kvferry {' '.join(arguments)}")
+    if request.cores:
+        os.sched_setaffinity(0, request.cores)
+    os.environ.clear()
+    os.environ.update(request.environment)
+    # By name, as this package does without torch; which has read the variable before.
+    resolve("torch:set_num_threads")(int(request.environment["OMP_NUM_THREADS"]))
+    sys.argv = ["kvferry", *arguments]
+    return command(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1])))

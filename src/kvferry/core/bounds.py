@@ -1,0 +1,98 @@
+"""Which numbers a setting may have, written beside its type: `grace_s: SecondsOrZero = 30.0`.
+
+A class of settings calls `check_bounds(self)` in its `__post_init__`; a number that no bound is named for is a mistake
+that a test finds. Not-a-number is within no bounds, and infinity is above all of them: a wait has an end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
+
+from kvferry.core.errors import ConfigError
+
+MOST_SECONDS = 1e9
+"""Thirty years: with some on top it is still fewer than clocks, threads and `time_t` can count."""
+
+MOST_COUNT = 2**31 - 1
+MOST_BYTES = 2**63
+PORTS = 65535
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """From `least` to `most`, both included; with `above`, `least` itself is not."""
+
+    least: float
+    most: float
+    above: bool = False
+
+    def require(self, what: str, value: float) -> None:
+        """Raise `ConfigError` that names `what` if the value is not within the bounds."""
+        if value != value:  # what math.isnan says, which takes no integer beyond a float's range
+            raise ConfigError(f"{what} must be a number, got nan")
+        if value < self.least or (self.above and value == self.least) or value > self.most:
+            raise ConfigError(f"{what} must {self._in_words(value)}, got {_short(value)}")
+
+    def _in_words(self, value: float) -> str:
+        if self.most <= PORTS:
+            return f"be between {self.least:g} and {self.most:g}"
+        if value > self.most:
+            return f"be at most {self.most:.0f}"
+        if self.above:
+            return f"be above {self.least:g}"
+        return "not be negative" if self.least == 0 else f"be at least {self.least:g}"
+
+
+SECONDS, SECONDS_OR_ZERO = Bounds(0, MOST_SECONDS, above=True), Bounds(0, MOST_SECONDS)
+COUNT, COUNT_OR_ZERO = Bounds(1, MOST_COUNT), Bounds(0, MOST_COUNT)
+PORT, PORT_OR_ANY = Bounds(1, PORTS), Bounds(0, PORTS)
+_ANY = Bounds(-MOST_BYTES, MOST_BYTES)
+
+Seconds = Annotated[float, SECONDS]
+SecondsOrZero = Annotated[float, SECONDS_OR_ZERO]
+Count = Annotated[int, COUNT]
+CountOrZero = Annotated[int, COUNT_OR_ZERO]
+RateOrZero = Annotated[float, Bounds(0, 1e12)]
+Port = Annotated[int, PORT]
+PortOrAny = Annotated[int, PORT_OR_ANY]
+Bytes = Annotated[int, Bounds(1, MOST_BYTES)]
+Seed = Annotated[int, Bounds(-(2**63), 2**64 - 1)]
+
+
+def check_bounds(config: Any) -> None:
+    """Raise `ConfigError` that names the flag of the first field of a dataclass whose number is not within the bounds
+    of its annotation. Of a tuple, every item is meant; None is within all bounds."""
+    kind: Any = type(config)
+    for name, bounds in bounds_of(kind).items():
+        value = getattr(config, name)
+        for one in value if isinstance(value, tuple) else () if value is None else (value,):
+            bounds.require(f"--{name.replace('_', '-')}", one)
+
+
+@cache
+def bounds_of(kind: Any) -> dict[str, Bounds]:
+    """The bounds of those fields that have any."""
+    hints = get_type_hints(kind, include_extras=True)
+    return {name: found for name, hint in hints.items() if (found := next(_within(hint), None)) is not None}
+
+
+def require_number(what: str, value: object) -> None:
+    """Raise `ConfigError` if the value is a number that no setting has: infinity, not-a-number, more than 64 bits. For
+    options of classes of other packages too, whose own bounds may let infinity pass."""
+    if isinstance(value, int | float):
+        _ANY.require(what, value)
+
+
+def _within(hint: Any) -> Iterator[Bounds]:
+    if get_origin(hint) is Annotated:
+        yield from (one for one in get_args(hint)[1:] if isinstance(one, Bounds))
+    for part in get_args(hint):
+        yield from _within(part)
+
+
+def _short(value: float) -> str:
+    text = str(value)
+    return text if len(text) <= 24 else f"{text[:12]}… ({len(text)} digits)"

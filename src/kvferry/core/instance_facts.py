@@ -1,0 +1,83 @@
+"""What an instance of kvferry's tells about itself at GET /kvferry/instance: the engine's server writes it, routers
+read it."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from kvferry.core.hand_off import RankAddress
+from kvferry.core.layout import KVLayout
+
+
+class KVSource(msgspec.Struct, frozen=True, kw_only=True):
+    """Where D can ask for a hand-off from one of kvferry's connectors: an engine, and the addresses of its ranks
+    (`ranks` None: one rank)."""
+
+    engine_id: str
+    host: str
+    port: int
+    ranks: list[RankAddress] | None = None
+    seal: str = ""
+    """The engine's own, of all this: D connects to no address without it."""
+
+
+class EventsAddress(msgspec.Struct, frozen=True, kw_only=True):
+    """Where an instance publishes its KV events, and where it replays them."""
+
+    endpoint: str
+    replay_endpoint: str | None = None
+
+    def reachable_at(self, host: str) -> EventsAddress:
+        """The address with the instance's own host, if it listens on all interfaces."""
+        return EventsAddress(
+            endpoint=_at_host(self.endpoint, host),
+            replay_endpoint=self.replay_endpoint and _at_host(self.replay_endpoint, host),
+        )
+
+
+def _at_host(endpoint: str, host: str) -> str:
+    name = f"[{host}]" if ":" in host else host
+    return endpoint.replace("//0.0.0.0:", f"//{name}:").replace("//[::]:", f"//{name}:")
+
+
+class InstanceFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """`kv_host`, `kv_port`: the control address of rank 0, empty and 0 if it has none; `kv_ranks`: the addresses of all
+    its ranks, if there are several; `kv_seal`: for tickets that a router makes of these addresses."""
+
+    role: str = "both"
+    engine_id: str = ""
+    connector: str | None = None
+    """None: it can neither hand off nor fetch."""
+    kv_host: str = ""
+    kv_port: int = 0
+    kv_ranks: list[RankAddress] | None = None
+    kv_seal: str = ""
+    tp_size: int = 1
+    layout: str | None = None
+    kv_layout: KVLayout | None = None
+    """What `layout` is the fingerprint of."""
+    num_kv_tokens: int = 0
+    """How many tokens its KV cache takes; 0: it does not say."""
+    block_size: int = 0
+    kv_events: EventsAddress | None = None
+    max_model_len: int = 0
+    model_names: list[str] = []
+
+    def has_part(self, part: Literal["prefill", "decode"]) -> bool:
+        """Whether it can have this part in a hand-off: it has a connector, and was not started for the other role."""
+        return self.connector is not None and self.role in ("both", part)
+
+    def origin(self, host: str) -> KVSource | None:
+        """Where its hand-offs can be fetched, None if it has no control address; `host` is the instance's own, for one
+        that reports none."""
+        if not self.kv_port:
+            return None
+        return KVSource(
+            engine_id=self.engine_id,
+            host=self.kv_host or host,
+            port=self.kv_port,
+            ranks=self.kv_ranks,
+            seal=self.kv_seal,
+        )

@@ -1,0 +1,47 @@
+"""What a model stores for each token, from its configuration alone: known before any weight is read."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import psutil
+import torch
+from transformers import AutoModelForCausalLM
+
+from kvferry.core.errors import ConfigError
+from kvferry.core.layout import DTYPE_BYTES, KVLayout, LayerLayout
+from kvferry.core.units import format_bytes, parse_bytes
+from kvferry.engine.config import EngineConfig
+from kvferry.engine.kv_cache import require_two_blocks
+from kvferry.engine.model.attention import ATTENTION_NAME, ProbeContext, attention_context, register_attention
+
+
+def require_cache_fits(config: EngineConfig, values: Any, device: torch.device) -> None:
+    """Raise `ConfigError` if --kv-cache-memory is too little for the model, or more than the machine has. `values`: the
+    checkpoint's configuration. What cannot be known without weights is checked when the cache is allocated."""
+    if config.kv_cache_memory is None:
+        return
+    asked = parse_bytes(config.kv_cache_memory, "--kv-cache-memory")
+    if device.type == "cpu" and asked > (there := psutil.virtual_memory().total + psutil.swap_memory().total):
+        raise ConfigError(f"--kv-cache-memory {config.kv_cache_memory}: this machine has {format_bytes(there)}")
+    dtype = getattr(values, "dtype", None) if config.dtype == "auto" else config.dtype
+    name = str(dtype or torch.float32).removeprefix("torch.")
+    if name not in DTYPE_BYTES:
+        return
+    layers = tuple(kv_layers(values, trust_remote_code=config.trust_remote_code))
+    require_two_blocks(KVLayout(model_fingerprint="", dtype=name, block_size=config.block_size, layers=layers), asked)
+
+
+def kv_layers(values: Any, *, trust_remote_code: bool) -> list[LayerLayout]:
+    """Each layer's KV on a single rank. If the model does not run without its weights, the layers up to that point: a
+    lower bound."""
+    register_attention()
+    context = ProbeContext()
+    # Errors here appear again when the model is loaded. bfloat16, as some experts compute in nothing else.
+    with contextlib.suppress(Exception), torch.device("meta"), torch.inference_mode(), attention_context(context):
+        options = {"attn_implementation": ATTENTION_NAME, "dtype": torch.bfloat16}
+        # Passed in both cases: transformers would ask at the terminal without it.
+        module = AutoModelForCausalLM.from_config(values, trust_remote_code=trust_remote_code, **options)
+        module(input_ids=torch.zeros(1, 2, dtype=torch.long), use_cache=False)
+    return [context.layers[layer] for layer in sorted(context.layers)]

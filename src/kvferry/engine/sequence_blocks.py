@@ -1,0 +1,66 @@
+"""Moves blocks between the block pool and sequences: allocates, reuses from the prefix cache, caches, releases.
+
+Owns nothing: the pool knows which blocks are in use, and each sequence which are its own. It does not know queues,
+budgets or connectors.
+"""
+
+from __future__ import annotations
+
+from kvferry.engine.block_pool import BlockPool
+from kvferry.engine.sequence import Sequence
+
+
+class SequenceBlocks:
+    """Allocates blocks for sequences. `block_size`: tokens in a block."""
+
+    def __init__(self, pool: BlockPool, block_size: int) -> None:
+        self._pool = pool
+        self._block_size = block_size
+
+    def cached(self, sequence: Sequence) -> list[int]:
+        """Ids of cached blocks with which the sequence could begin, so that at least one token is left to compute.
+        Their reference counts are unchanged."""
+        reusable = sequence.hashes() if sequence.reuses_prefix else []
+        # At least one known token must be computed here: its logits give the next one.
+        usable = (len(sequence.tokens) - 1) // self._block_size
+        return self._pool.match(reusable[:usable])
+
+    def reserve(self, sequence: Sequence, cached: list[int]) -> bool:
+        """Give the sequence blocks for all of its known tokens, of which `cached` are the first, so that none begins
+        whose prompt does not fit. False: there are not enough free blocks, and nothing was taken."""
+        lacking = sequence.num_blocks_for(len(sequence.tokens)) - len(cached)
+        if lacking > self._pool.num_free_after_acquiring(cached):
+            return False
+        self._pool.acquire(cached)
+        sequence.block_ids = list(cached)
+        sequence.block_ids += self._pool.allocate(lacking)
+        sequence.num_computed_tokens = len(cached) * self._block_size
+        sequence.num_published_blocks = len(cached)
+        return True
+
+    def num_lacking(self, sequence: Sequence, num_tokens: int) -> int:
+        """How many more blocks the sequence needs to compute `num_tokens` more tokens; 0 or less: none."""
+        return sequence.num_blocks_for(sequence.num_computed_tokens + num_tokens) - len(sequence.block_ids)
+
+    def extend(self, sequence: Sequence, num_blocks: int) -> None:
+        """Give the sequence `num_blocks` more blocks, at most the pool's `num_free`."""
+        sequence.block_ids += self._pool.allocate(num_blocks)
+
+    def give_up(self, sequence: Sequence) -> None:
+        """Release all of the sequence's blocks; it begins again from its first token."""
+        self._pool.release(sequence.block_ids)
+        sequence.block_ids = []
+        sequence.num_computed_tokens = sequence.num_published_blocks = 0
+
+    def publish(self, sequence: Sequence) -> None:
+        """Put the sequence's blocks that have become full into the prefix cache. Of each a KV event is reported, unless
+        the request has a `cache_salt` or the sequence is beyond the trained context."""
+        hashes = sequence.hashes()
+        num_full = min(sequence.num_computed_tokens // self._block_size, len(hashes))
+        events = self._pool.events if not (sequence.request.cache_salt or sequence.is_long) else None
+        for index in range(sequence.num_published_blocks, num_full):
+            parent = hashes[index - 1] if index else None
+            if self._pool.publish(sequence.block_ids[index], hashes[index], parent) and events is not None:
+                place = slice(index * self._block_size, (index + 1) * self._block_size)
+                events.stored(hashes[index], parent, sequence.tokens[place])
+        sequence.num_published_blocks = max(num_full, sequence.num_published_blocks)

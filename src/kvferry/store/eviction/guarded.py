@@ -1,0 +1,102 @@
+"""An eviction policy whose mistakes cost its order, and nothing else.
+
+Policies may come from other packages, and stores and the engine's prefix cache report every use of a block to them. If
+one raises, or evicts a block that is not kept or is pinned, this is logged once, and LRU replaces it, beginning with
+all blocks that are kept, in the order of their last use. For that, this class keeps its own record of which blocks are
+kept, and how often each is pinned.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+
+from kvferry.store.eviction.base import EvictionPolicy, Key
+from kvferry.store.eviction.lru import Lru
+
+log = logging.getLogger(__name__)
+
+
+class GuardedPolicy:
+    """Has the methods of `EvictionPolicy`, none of which raises what the policy raises."""
+
+    def __init__(self, policy: EvictionPolicy) -> None:
+        self.policy = policy
+        """The policy that currently decides."""
+        self._pins: OrderedDict[Key, int] = OrderedDict()
+        """The pins of every block that is kept, the least recently used block first."""
+        self._num_pinned = 0
+
+    def insert(self, key: Key, now: float, parent: Key | None = None) -> None:
+        """A block is kept from now on."""
+        self._pins.setdefault(key, 0)
+        self._pins.move_to_end(key)
+        self._tell(self.policy.insert, key, now, parent)
+
+    def access(self, key: Key, now: float) -> None:
+        """A block was used; ignored if it is not kept."""
+        if key in self._pins:
+            self._pins.move_to_end(key)
+            self._tell(self.policy.access, key, now)
+
+    def finish(self, keys: Iterable[Key], num_output_tokens: int, now: float) -> None:
+        """The request whose prompt consists of `keys` has got its whole answer."""
+        self._tell(self.policy.finish, keys, num_output_tokens, now)
+
+    def remove(self, key: Key) -> None:
+        """A block is gone for another reason than `evict`; ignored if it is not kept."""
+        if key in self._pins:
+            self._num_pinned -= self._pins.pop(key) > 0
+            self._tell(self.policy.remove, key)
+
+    def pin(self, key: Key) -> None:
+        """Do not evict this block until `unpin` was called as often; ignored if it is not kept."""
+        if key in self._pins:
+            self._num_pinned += self._pins[key] == 0
+            self._pins[key] += 1
+            self._tell(self.policy.pin, key)
+
+    def unpin(self, key: Key, now: float) -> None:
+        """Undo one `pin`; ignored if the block is not pinned."""
+        if self._pins.get(key):
+            self._pins[key] -= 1
+            self._num_pinned -= self._pins[key] == 0
+            self._tell(self.policy.unpin, key, now)
+
+    def evict(self, now: float) -> Key | None:
+        """Choose a block to evict; it is no longer kept. None exactly if all are pinned, or there is none."""
+        if self._num_pinned == len(self._pins):
+            return None
+        try:
+            victim = self.policy.evict(now)
+            if self._pins.get(victim, 1):
+                raise LookupError(f"it evicts {victim!r}, which is pinned or not kept")
+        except Exception as error:  # noqa: BLE001 - the policy's mistake
+            self._replace(error)
+            victim = self.policy.evict(now)
+        del self._pins[victim]
+        return victim
+
+    def __contains__(self, key: Key) -> bool:
+        """Whether a block is kept."""
+        return key in self._pins
+
+    def __len__(self) -> int:
+        """How many blocks are kept."""
+        return len(self._pins)
+
+    def _tell(self, call: Callable[..., None], *about: object) -> None:
+        """Report an event to the policy, after it was recorded here."""
+        try:
+            call(*about)
+        except Exception as error:  # noqa: BLE001 - the policy's mistake
+            self._replace(error)
+
+    def _replace(self, error: Exception) -> None:
+        log.error("eviction policy %s failed; LRU takes its place", type(self.policy).__qualname__, exc_info=error)
+        self.policy = Lru(max(1, len(self._pins)))
+        for key, num_pins in self._pins.items():
+            self.policy.insert(key, 0.0)
+            for _ in range(num_pins):
+                self.policy.pin(key)

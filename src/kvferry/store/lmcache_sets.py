@@ -1,0 +1,123 @@
+"""The index of an LMCache store: which block is in which place.
+
+LMCache's server neither lists nor evicts nor removes values, so a store uses a fixed number of keys, its *places*, like
+a set-associative cache: a block's hash determines its *set*, and the block is in one of the `ways` places of that set.
+A set's index is one more value: for each of its places the block's hash, the time of its last use, and whether it is
+pinned.
+
+Knows the keys and the form of an index. What goes into which place is decided by `lmcache`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from dataclasses import dataclass
+from threading import Lock
+from weakref import WeakValueDictionary
+
+import msgspec
+import xxhash
+
+from kvferry.core.block_hash import BlockHash
+from kvferry.store.lmcache_client import DamagedValue, LMCacheClient
+
+MAX_INDEX_BYTES = 4096
+"""A longer value is not read as an index."""
+LOCK_POLL_S = 0.001
+
+
+class LMCachePlace(msgspec.Struct, array_like=True):
+    """What an index says of one place. An empty `block_hash`: no block. `used_s`: of the last use, since the epoch."""
+
+    block_hash: bytes = b""
+    used_s: float = 0.0
+    pinned: bool = False
+
+
+PlacesBySet = dict[int, list[LMCachePlace]]
+"""The places of each set, by the set's number."""
+
+
+@dataclass(frozen=True)
+class PlaceAddress:
+    """Names one place: the number of its set, from 0, and which of the set's places it is, from 0."""
+
+    set_number: int
+    way: int
+
+
+class LMCacheSets:
+    """The sets of one layout and codec on one server. `name` is a part of all its keys. Methods that read or write may
+    raise `StoreError`."""
+
+    def __init__(self, client: LMCacheClient, server: str, name: str, num_sets: int, ways: int) -> None:
+        """`server`: its address; stores of this process with the same `server` and `name` share one lock."""
+        self._client, self._name = client, name
+        self.num_sets, self.ways = num_sets, ways
+        self._lock = _locks.setdefault(f"{server}/{name}", _IndexLock())
+
+    def locked(self) -> _IndexLock:
+        """Hold this (`async with`) from reading an index until it is written: excludes the other stores of this
+        process, but not other processes."""
+        return self._lock
+
+    def set_of(self, block_hash: BlockHash) -> int:
+        """The number of the block's set."""
+        return int.from_bytes(block_hash[:8], "little") % self.num_sets
+
+    def find(self, sets: PlacesBySet, block_hash: BlockHash) -> PlaceAddress | None:
+        """Where a block is; `sets` includes its set."""
+        number = self.set_of(block_hash)
+        ways = (way for way, place in enumerate(sets[number]) if place.block_hash == block_hash)
+        way = next(ways, None)
+        return None if way is None else PlaceAddress(number, way)
+
+    async def read(self, hashes: Iterable[BlockHash]) -> PlacesBySet:
+        """The sets of these blocks, in one batch. An index that is missing or damaged reads as empty places."""
+        numbers = sorted({self.set_of(block_hash) for block_hash in hashes})
+        found = await self._client.get([self.index_key(number) for number in numbers], MAX_INDEX_BYTES)
+        return {number: self._decoded(value) for number, value in zip(numbers, found, strict=True)}
+
+    def _decoded(self, value: bytes | DamagedValue | None) -> list[LMCachePlace]:
+        if isinstance(value, bytes) and xxhash.xxh3_64_digest(value[8:]) == value[:8]:
+            try:
+                places = msgspec.msgpack.decode(value[8:], type=list[LMCachePlace])
+            except (msgspec.DecodeError, RecursionError):
+                places = []
+            if len(places) == self.ways:
+                return places
+        return [LMCachePlace() for _ in range(self.ways)]
+
+    def encoded(self, sets: PlacesBySet) -> list[tuple[str, bytes]]:
+        """Key and value of each set's index, for `LMCacheClient.put`: 8 bytes of XXH3-64, then msgpack."""
+        bodies = {number: msgspec.msgpack.encode(places) for number, places in sets.items()}
+        return [(self.index_key(number), xxhash.xxh3_64_digest(body) + body) for number, body in bodies.items()]
+
+    # Keys, in the form that LMCache's server parses: name@world size@worker@chunk hash@dtype.
+
+    def index_key(self, number: int) -> str:
+        """The key of a set's index."""
+        return f"{self._name}@1@0@{number:x}@uint8"
+
+    def place_key(self, at: PlaceAddress) -> str:
+        """The key of a place."""
+        return f"{self._name}@1@{at.way + 1}@{at.set_number:x}@uint8"
+
+
+class _IndexLock:
+    """Excludes the stores of this process from one another, whichever event loops they are on."""
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+
+    async def __aenter__(self) -> None:
+        # Polled, as the holder may be on another thread's loop, and a cancelled wait must not take it.
+        while not self._lock.acquire(blocking=False):  # noqa: ASYNC110 - no event reaches from loop to loop
+            await asyncio.sleep(LOCK_POLL_S)
+
+    async def __aexit__(self, *error: object) -> None:
+        self._lock.release()
+
+
+_locks: WeakValueDictionary[str, _IndexLock] = WeakValueDictionary()

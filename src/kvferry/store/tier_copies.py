@@ -1,0 +1,184 @@
+"""Copies of blocks between the tiers of one store: upwards when they are read, downwards after they were written.
+
+Owns the tasks that copy, the memory that they use, and the queue of blocks that write policy "back" has yet to copy to
+lower tiers. Which tier a block is read from or written to first is decided by `tiers`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+
+from kvferry.core.block_hash import BlockHash
+from kvferry.core.layout import KVLayout
+from kvferry.store.base import Block, Put, Read
+from kvferry.store.tier import Tier
+
+log = logging.getLogger(__name__)
+
+MOVING_BYTES = 256 * 2**20
+"""Most bytes of blocks in copies between tiers; beyond it, nothing is promoted or prefetched."""
+MAX_DIRTY = 65536
+"""Most blocks that wait to be copied to lower tiers; beyond it, blocks stay in the first tier only."""
+MOVE_BLOCKS = 16
+"""Blocks in one batch of copies."""
+SETTLE_S = 30.0
+"""Most seconds that a note waits for the blocks that were put before it to reach the lower tiers."""
+
+
+class TierCopies:
+    """Copies between `tiers`, the fastest first. `count` adds to the store's counters, by name. One event loop."""
+
+    def __init__(self, tiers: Sequence[Tier], layout: KVLayout, count: Callable[..., None]) -> None:
+        self._tiers, self._layout, self._count = tiers, layout, count
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._moving_bytes = 0
+        self._moving: set[BlockHash] = set()
+        """Blocks that are being promoted or prefetched."""
+        self._dirty: asyncio.Queue[BlockHash] = asyncio.Queue(MAX_DIRTY)
+        self._parents: dict[BlockHash, BlockHash | None] = {}
+        """The parent of each block in `_dirty`, or in the batch that is being flushed."""
+        self._flusher: asyncio.Task[None] | None = None
+
+    async def close(self, flush_s: float) -> None:
+        """Wait up to `flush_s` seconds for the blocks that wait for lower tiers, and cancel all tasks."""
+        if self._flusher is not None:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(flush_s):
+                    await self._dirty.join()
+            self._flusher.cancel()
+            self._tasks.add(self._flusher)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def statistics(self) -> dict[str, float]:
+        """`moving_bytes`: in copies upwards now. `dirty_blocks`: not yet copied to lower tiers."""
+        return {"moving_bytes": float(self._moving_bytes), "dirty_blocks": float(len(self._parents))}
+
+    # Upwards.
+
+    def promote(self, reads: Sequence[Read], level: int) -> None:
+        """Copy blocks that were just read from tier `level` to all tiers above it, in the background. The caller's
+        memory is copied before this returns."""
+        fresh = [read for read in reads if read.block_hash not in self._moving]
+        if fresh and self._may_move(len(fresh)):
+            copies = [Block(read.block_hash, [memoryview(bytes(view)) for view in read.into]) for read in fresh]
+            self._start(self._put_above(copies, level))
+
+    async def _put_above(self, blocks: Sequence[Block], level: int) -> None:
+        with self._moves([block.block_hash for block in blocks]):
+            for tier in self._tiers[:level]:
+                none = [Put.DROPPED] * len(blocks)
+                outcomes = await tier.ask(partial(tier.store.put, blocks), none)
+                self._count(promoted_blocks=outcomes.count(Put.STORED))
+
+    async def prefetch(self, hashes: Sequence[BlockHash]) -> None:
+        """Copy the blocks that only lower tiers have to the first tier, as far as `MOVING_BYTES` allows."""
+        first = self._tiers[0]
+        for start in range(0, len(hashes), MOVE_BLOCKS):
+            part = hashes[start : start + MOVE_BLOCKS]
+            there = await first.ask(partial(first.store.match, part), len(part))
+            missing = [name for name in part[there:] if name not in self._moving]
+            if not missing or not self._may_move(len(missing)):
+                continue
+            with self._moves(missing):
+                await self._copy_to_first(missing)
+
+    async def _copy_to_first(self, hashes: Sequence[BlockHash]) -> None:
+        sizes = [self._layout.span_bytes(layer) for layer in range(self._layout.num_layers)]
+        reads = [Read(name, [memoryview(bytearray(size)) for size in sizes]) for name in hashes]
+        found: dict[BlockHash, Read] = {}
+        for tier in self._tiers[1:]:
+            rest = [read for read in reads if read.block_hash not in found]
+            got = await tier.ask(partial(tier.store.get, rest), [False] * len(rest))
+            found |= {read.block_hash: read for read, there in zip(rest, got, strict=True) if there}
+        blocks = [Block(name, found[name].into) for name in hashes if name in found]
+        if blocks:
+            first, none = self._tiers[0], [Put.DROPPED] * len(blocks)
+            outcomes = await first.ask(partial(first.store.put, blocks), none)
+            self._count(prefetched_blocks=outcomes.count(Put.STORED))
+
+    def _may_move(self, num_blocks: int) -> bool:
+        return self._moving_bytes + num_blocks * self._layout.block_bytes <= MOVING_BYTES
+
+    @contextmanager
+    def _moves(self, hashes: Sequence[BlockHash]) -> Iterator[None]:
+        """Count these blocks, and the memory of their copies, as moving while the body runs."""
+        num_bytes = len(hashes) * self._layout.block_bytes
+        self._moving_bytes += num_bytes
+        self._moving.update(hashes)
+        try:
+            yield
+        finally:
+            self._moving_bytes -= num_bytes
+            self._moving.difference_update(hashes)
+
+    def _start(self, work: Awaitable[None]) -> None:
+        task = asyncio.ensure_future(work)
+        assert isinstance(task, asyncio.Task)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            log.error("copying blocks between tiers failed", exc_info=task.exception())
+
+    # Downwards.
+
+    def flush_later(self, blocks: Sequence[Block]) -> None:
+        """Copy these blocks, which an upper tier has just stored, to the tiers below, in the background and in order.
+        Blocks beyond `MAX_DIRTY` are counted as `unflushed_blocks`."""
+        for block in blocks:
+            try:
+                self._dirty.put_nowait(block.block_hash)
+                self._parents[block.block_hash] = block.parent
+            except asyncio.QueueFull:
+                self._count(unflushed_blocks=1)
+        if self._flusher is None:
+            self._flusher = asyncio.create_task(self._flush())
+
+    async def settle(self) -> None:
+        """Wait until all blocks of `flush_later` were copied, `SETTLE_S` at most."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(SETTLE_S):
+                await self._dirty.join()
+
+    async def _flush(self) -> None:
+        sizes = [self._layout.span_bytes(layer) for layer in range(self._layout.num_layers)]
+        scratch = [Read(b"", [memoryview(bytearray(size)) for size in sizes]) for _ in range(MOVE_BLOCKS)]
+        while True:
+            names = [await self._dirty.get()]
+            while len(names) < MOVE_BLOCKS and not self._dirty.empty():
+                names.append(self._dirty.get_nowait())
+            try:
+                await self._flush_batch([Read(name, read.into) for name, read in zip(names, scratch, strict=False)])
+            except Exception:  # the task's outermost edge: the blocks behind these are still copied
+                log.exception("copying blocks to lower tiers failed unexpectedly")
+                self._count(unflushed_blocks=len(names))
+            finally:
+                for name in names:
+                    self._parents.pop(name, None)
+                    self._dirty.task_done()
+
+    async def _flush_batch(self, reads: Sequence[Read]) -> None:
+        got = [False] * len(reads)
+        for tier in self._tiers[:-1]:  # the first may have been avoided when they were put, or have evicted them
+            rest = [read for read, there in zip(reads, got, strict=True) if not there]
+            if rest:
+                more = iter(await tier.ask(partial(tier.store.get, rest), [False] * len(rest)))
+                got = [there or next(more) for there in got]
+        blocks = [
+            Block(read.block_hash, read.into, self._parents.get(read.block_hash))
+            for read, there in zip(reads, got, strict=True)
+            if there
+        ]
+        kept = [False] * len(blocks)
+        for tier in self._tiers[1:]:
+            outcomes = await tier.ask(partial(tier.store.put, blocks), [Put.DROPPED] * len(blocks))
+            kept = [was or now is not Put.DROPPED for was, now in zip(kept, outcomes, strict=True)]
+        self._count(flushed_blocks=sum(kept), unflushed_blocks=len(reads) - sum(kept))

@@ -1,0 +1,120 @@
+"""Connections to a Valkey or Redis server: the address, passwords, TLS, and the client's errors as `StoreError`.
+
+The only place of the stores that imports the `valkey` package. Importing this raises `MissingDependency` without it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+
+from kvferry.core.bounds import MOST_SECONDS
+from kvferry.core.errors import ConfigError, MissingDependency, StoreError
+from kvferry.store.base import StoreBytes, StoreFull, StoreOptions
+
+try:
+    import valkey.asyncio as client
+    from valkey import exceptions
+    from valkey.asyncio.retry import Retry
+    from valkey.backoff import NoBackoff
+except ModuleNotFoundError as error:
+    raise MissingDependency("store valkey", "valkey", "valkey") from error
+
+COMMAND_S = 30.0
+"""Most seconds for one batch; a tier's `deadline_s` is shorter."""
+CONNECT_S = 3.0
+MAX_CONNECTIONS = 64
+DAY_S = 86400.0
+MAX_SAID = 300
+"""Most characters of a server's error message that are shown."""
+FULL_HINT = "; raise its maxmemory, or let it evict (maxmemory-policy volatile-lru)"
+
+
+class ValkeyOptions(StoreOptions, frozen=True, kw_only=True):
+    """`max_bytes`: of all blocks of one layout and codec; None: no limit but the server's. `ttl_s`: time to live of
+    blocks that are not pinned. `password_file` keeps the password off command lines. `tls_ca`, `tls_cert`, `tls_key`:
+    PEM files, only for schemes with TLS."""
+
+    max_bytes: StoreBytes | None = None
+    ttl_s: Annotated[float, msgspec.Meta(ge=1, le=MOST_SECONDS)] = 7 * DAY_S
+    password_file: str = ""
+    tls_ca: str = ""
+    tls_cert: str = ""
+    tls_key: str = ""
+
+
+def make_pool(location: str, options: ValkeyOptions, *, tls: bool) -> Any:
+    """A connection pool for the server at `location`; connects to nothing yet. Raises `ConfigError`."""
+    extra: dict[str, Any] = {}
+    if options.password_file:
+        try:
+            extra["password"] = Path(options.password_file).read_text().strip()
+        except OSError as error:
+            raise ConfigError(f"store: cannot read password_file {options.password_file}: {error.strerror}") from error
+    if tls:
+        extra |= _tls_files(options) | {"ssl_check_hostname": True}  # else any certificate of the authority would do
+    elif options.tls_ca or options.tls_cert or options.tls_key:
+        raise ConfigError("store: tls_ca, tls_cert and tls_key are for valkeys:// and rediss://")
+    _, at, place = location.rpartition("@")
+    if at and place.startswith("/"):
+        raise ConfigError("store: no host is named; the password for a socket goes into a file (password_file)")
+    location = location[2:] if location.startswith("///") else location
+    scheme = "unix:" if location.startswith("/") and not location.startswith("//") else "valkeys:" if tls else "valkey:"
+    url = f"{scheme}//{location}" if scheme == "unix:" else scheme + location
+    if scheme != "unix:" and not location.startswith("//"):
+        raise ConfigError("store: a server is named as valkey://host:port, or unix:///path/to.socket")
+    try:
+        return client.BlockingConnectionPool.from_url(
+            url,
+            max_connections=MAX_CONNECTIONS,
+            timeout=None,  # wait for a free connection as long as the command may take
+            socket_timeout=None,  # COMMAND_S instead: within the client's own, Python 3.11 can lose a cancellation
+            socket_connect_timeout=CONNECT_S,
+            retry=Retry(NoBackoff(), 1),
+            **extra,
+        )
+    except ValueError as error:
+        raise ConfigError(f"store: {error}") from error
+
+
+def _tls_files(options: ValkeyOptions) -> dict[str, str]:
+    """The options under the client's names. Raises `ConfigError` for mistakes that the client would ignore."""
+    for name in ("tls_ca", "tls_cert", "tls_key"):
+        path = getattr(options, name)
+        if path and not Path(path).is_file():
+            raise ConfigError(f"store: {name} {path}: there is no such file")
+    if options.tls_key and not options.tls_cert:
+        raise ConfigError("store: tls_key needs tls_cert, the certificate that it belongs to")
+    key = options.tls_key or options.tls_cert  # which may contain both
+    files = {"ssl_ca_certs": options.tls_ca, "ssl_certfile": options.tls_cert, "ssl_keyfile": key}
+    return {name: path for name, path in files.items() if path}
+
+
+def make_client(pool: Any) -> Any:
+    """A client that takes its connections from `pool`."""
+    return client.Valkey(connection_pool=pool)
+
+
+@asynccontextmanager
+async def translated_errors(where: str) -> AsyncIterator[None]:
+    """Limit the body to `COMMAND_S`, and raise what the client raises as `StoreError`, or as `StoreFull` if the server
+    has no memory. `where`: the server's address for messages."""
+    try:
+        async with asyncio.timeout(COMMAND_S):
+            yield
+    except (TimeoutError, exceptions.TimeoutError) as error:
+        raise StoreError(f"the server at {where} does not answer") from error
+    except exceptions.AuthenticationError as error:
+        raise StoreError(f"the server at {where} refuses the password: {error}") from error
+    except (exceptions.ConnectionError, OSError) as error:
+        raise StoreError(f"cannot reach the server at {where}: {error}") from error
+    except exceptions.ValkeyError as error:
+        said = str(error).rpartition("caused error: ")[2][:MAX_SAID]  # what is before it is the whole command
+        if isinstance(error, exceptions.OutOfMemoryError) or "maxmemory" in said:
+            raise StoreFull(f"the server at {where} is full: {said}{FULL_HINT}") from None
+        raise StoreError(f"the server at {where}: {said}") from None

@@ -1,0 +1,25 @@
+"""For tests that step engines of their own process."""
+
+from __future__ import annotations
+
+import threading
+
+from kvferry.engine.engine import Engine
+
+IDLE_S = 0.005
+"""Most seconds between two looks at engines that wait: leases and deadlines end by the clock."""
+
+
+class Rest:
+    """To be called after a step of each engine: while all of them only wait for transfers, it waits with them, as
+    steps that find nothing to do would take the time that the transfers need."""
+
+    def __init__(self, *engines: Engine) -> None:
+        self._engines, self._moved = engines, threading.Event()
+        for engine in engines:
+            engine.on_transfer(self._moved.set)
+
+    def __call__(self) -> None:
+        if all(engine.idle for engine in self._engines):
+            self._moved.wait(IDLE_S)
+        self._moved.clear()

@@ -1,0 +1,67 @@
+"""The scheduler's queues: who comes first, and that nobody stays behind."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvferry.core.errors import LeakError
+from kvferry.core.request import Request
+from kvferry.core.sampling import SamplingParams
+from kvferry.engine.queues import SequenceQueues
+from kvferry.engine.sequence import Meeting, Sequence, Status
+
+
+def sequence(name: str, order: int, priority: int = 0) -> Sequence:
+    request = Request(
+        request_id=name, prompt_token_ids=[1, 2, 3], sampling=SamplingParams(max_tokens=4), priority=priority
+    )
+    return Sequence(request, order=order, block_size=4, model_fingerprint="m")
+
+
+def test_priority_comes_before_order_in_both_queues() -> None:
+    queues, late, early = SequenceQueues(), sequence("late", 2), sequence("early", 1)
+    urgent = sequence("urgent", 3, priority=-1)
+    for one in (late, early, urgent):
+        queues.enqueue(one)
+    taken = [queues.next_waiting() for _ in range(3)]
+    assert taken == [urgent, early, late]
+    for one in reversed(taken):
+        queues.start(one)
+    assert queues.running() == [urgent, early, late]
+    assert {one.status for one in taken} == {Status.RUNNING}
+
+
+def test_who_is_put_back_keeps_its_place() -> None:
+    queues, first, second = SequenceQueues(), sequence("first", 1), sequence("second", 2)
+    queues.enqueue(first)
+    queues.enqueue(second)
+    queues.put_back([queues.next_waiting()])
+    assert queues.next_waiting() is first
+
+
+def test_the_least_urgent_is_neither_scheduled_nor_written_to() -> None:
+    queues, running = SequenceQueues(), [sequence(str(order), order) for order in range(4)]
+    for one in running:
+        queues.start(one)
+    running[2].meeting = Meeting(4, 8)
+    assert queues.least_urgent({"3"}) is running[1]
+
+
+@pytest.mark.parametrize("status", list(Status))
+def test_who_leaves_is_in_no_queue(status: Status) -> None:
+    queues, one = SequenceQueues(), sequence("one", 1)
+    if status is Status.WAITING:
+        queues.enqueue(one)
+    elif status is Status.RUNNING:
+        queues.start(one)
+    one.status = status
+    queues.leave(one)
+    queues.check()
+    assert (queues.num_waiting, queues.num_running) == (0, 0)
+
+
+def test_what_is_left_in_a_queue_is_a_leak() -> None:
+    queues = SequenceQueues()
+    queues.enqueue(sequence("one", 1))
+    with pytest.raises(LeakError, match="have ended"):
+        queues.check()

@@ -1,0 +1,161 @@
+"""What is concluded from the instances is found out again as soon as they say something new about themselves."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from pathlib import Path
+
+import pytest
+
+from kvferry.core.clock import ManualClock
+from kvferry.core.instance_facts import InstanceFacts, KVSource
+from kvferry.router import chooser as module
+from kvferry.router.chooser import Chooser
+from kvferry.router.config import RouterConfig
+from kvferry.router.instance import Facts, SglangFacts, Unasked, VllmFacts
+from kvferry.router.policies.base import Asked, Choice
+from kvferry.router.pools import Pools
+from kvferry.router.prompt import Prefix
+
+BODY_OF_MODEL = Asked(model="m")
+
+
+def parts(num: int = 2) -> tuple[Chooser, Pools]:
+    """A router's choice, among so many instances of each role that have not been asked about themselves yet."""
+    urls = [tuple(f"http://{role}{number}:1" for number in range(num)) for role in "pd"]
+    config = RouterConfig(prefill_url=urls[0], decode_url=urls[1], policy="round_robin")
+    pools = Pools.from_config(config)
+    return Chooser(config, ManualClock(), pools), pools
+
+
+def choose(chooser: Chooser, pools: Pools, asked: Asked = BODY_OF_MODEL) -> Choice:
+    return chooser.choose(asked, pools.prefill.alive(), pools.decode.alive())
+
+
+def test_who_turns_out_to_be_another_engine_is_paired_no_more_and_again_when_it_is_back() -> None:
+    chooser, pools = parts(1)
+    (prefill,), (decode,) = pools.prefill.instances, pools.decode.instances
+    assert choose(chooser, pools).prefill is prefill
+    prefill.learn(VllmFacts())
+    decode.learn(SglangFacts())
+    assert not chooser.readers(prefill, [decode])
+    assert (choose(chooser, pools).prefill, choose(chooser, pools).reason) == (None, "no_pair")
+    decode.learn(VllmFacts())
+    assert chooser.readers(prefill, [decode]) == [decode]
+    assert choose(chooser, pools).prefill is prefill
+
+
+def test_who_leaves_while_it_computes_is_read_by_its_like_only() -> None:
+    chooser, pools = parts(1)
+    (prefill,), (decode,) = pools.prefill.instances, pools.decode.instances
+    for one in (prefill, decode):
+        one.learn(SglangFacts())
+    for pool in (pools.prefill, pools.decode):
+        pool.add(f"http://new{pool.role}:1").learn(VllmFacts())
+    for one in (prefill, decode):
+        pools.retire(one)
+    assert choose(chooser, pools).prefill in pools.prefill.instances
+    assert not chooser.readers(prefill, pools.decode.instances)
+    assert chooser.choose(BODY_OF_MODEL, [prefill], pools.decode.instances).prefill is None
+
+
+def test_each_goes_only_to_whom_can_read_it_when_engines_are_mixed() -> None:
+    chooser, pools = parts(2)
+    kinds: list[Facts] = [VllmFacts(), SglangFacts()]
+    for pool in (pools.prefill, pools.decode):
+        for one, facts in zip(pool.instances, kinds, strict=True):
+            one.learn(facts)
+    for _ in range(8):
+        choice = choose(chooser, pools)
+        assert type(choice.prefill.facts) is type(choice.decode.facts)
+    pools.retire(pools.decode.instances[1])
+    assert {choose(chooser, pools).prefill for _ in range(4)} == {pools.prefill.instances[0]}
+
+
+@pytest.mark.parametrize("learned_first", [False, True])
+def test_who_has_the_model_is_chosen_and_anyone_if_nobody_says_so(learned_first: bool) -> None:
+    chooser, pools = parts(2)
+    if not learned_first:
+        choose(chooser, pools)
+    first, second = pools.decode.instances
+    first.learn(InstanceFacts(model_names=["m"]))
+    second.learn(InstanceFacts(model_names=["other"]))
+    assert {choose(chooser, pools).decode for _ in range(4)} == {first}
+    assert {choose(chooser, pools, Asked(model="unheard of")).decode for _ in range(4)} == {first, second}
+    added = pools.decode.add("http://d9:1")
+    added.learn(InstanceFacts(model_names=["m"]))
+    assert {choose(chooser, pools).decode for _ in range(4)} == {first, added}
+
+
+def test_who_is_asked_again_and_says_the_same_or_fails_again_changes_nothing() -> None:
+    pools = parts(1)[1]
+    (prefill,) = pools.prefill.instances
+    before = pools.revision
+    prefill.failed(reachable=False)
+    prefill.failed(reachable=False)
+    assert pools.revision == before
+    for _ in range(3):
+        facts = InstanceFacts(engine_id="one", model_names=["m"])
+        prefill.learn(facts)
+        assert prefill.facts is facts, "by which it is known that it was asked again"
+    assert pools.revision == before + 1
+    prefill.failed(reachable=True)
+    assert (pools.revision, prefill.model_names) == (before + 2, [])
+
+
+def test_the_same_ticket_origin_again_is_nothing_new() -> None:
+    pools = parts(1)[1]
+    (prefill,) = pools.prefill.instances
+    origins = [KVSource(engine_id=name, host="h", port=1) for name in "ab"]
+    prefill.learn(VllmFacts().with_origin(origins[0]).with_origin(origins[1]))
+    before = pools.revision
+    for origin in origins * 3:
+        prefill.learn(prefill.facts.with_origin(origin))
+    assert pools.revision == before
+    prefill.learn(prefill.facts.with_origin(KVSource(engine_id="c", host="h", port=1)))
+    assert [one.engine_id for one in prefill.facts.origins] == ["c", "b"]
+    assert pools.revision > before
+
+
+def test_a_new_process_at_an_address_has_an_empty_cache() -> None:
+    chooser, pools = parts(1)
+    (decode,) = pools.decode.instances
+    decode.learn(InstanceFacts(engine_id="one"))
+    asked = Asked(model="m", prefix=Prefix((1, 2), (100, 200)))
+    choose(chooser, pools, asked)
+    assert chooser.index.match(asked.prefix)[decode] == 200
+    decode.learn(Unasked())
+    decode.learn(InstanceFacts(engine_id="one"))
+    choose(chooser, pools, Asked(model="m"))
+    assert chooser.index.match(asked.prefix)[decode] == 200, "it was only asked again"
+    decode.learn(InstanceFacts(engine_id="two"))
+    choose(chooser, pools, Asked(model="m"))
+    assert decode not in chooser.index.match(asked.prefix)
+
+
+def test_decisions_name_no_cache_of_who_leaves_or_has_left() -> None:
+    chooser, pools = parts(2)
+    leaving, staying = pools.decode.instances
+    asked = Asked(model="m", prefix=Prefix((1, 2), (100, 200)))
+    for one in (leaving, staying):
+        chooser.index.served(one, asked.prefix)
+    pools.retire(leaving)
+    assert chooser.record("/v1/completions", asked, b"r", 0.0).cached == {staying: 200}
+    pools.forget(leaving)  # before the index is told of it
+    assert chooser.record("/v1/completions", asked, b"r", 0.0).cached == {staying: 200}
+
+
+def test_facts_are_learned_and_never_set_behind_the_routers_back() -> None:
+    """What follows from them would not be found out again."""
+    source = Path(module.__file__).parent
+    writers = [one.name for one in source.rglob("*.py") if re.search(r"\.facts(, [\w.]+)*(: \w+)? = ", one.read_text())]
+    assert writers == ["instance.py"]
+
+
+def test_what_may_be_chosen_follows_from_each_part_of_an_instances_state() -> None:
+    (one,) = parts(1)[1].decode.instances
+    for alive, mute, draining, num_late in itertools.product((True, False), (True, False), (True, False), (0, 2)):
+        one.alive, one.mute, one.draining, one.num_late = alive, mute, draining, num_late
+        assert one.usable is (alive and not mute and not draining)
+        assert one.trusted is (one.usable and num_late == 0)
