@@ -338,7 +338,7 @@ def test_one_fault_after_another(chaos: Chaos) -> None:
     print(dict(chaos.outcomes), "continued:", chaos.router.metric("kvferry_router_continuations_total"))
     refused = sum(number for outcome, number in chaos.outcomes.items() if outcome.startswith("refused"))
     assert chaos.outcomes["answered"] > NUM_FAULTS
-    assert refused <= chaos.outcomes["answered"] / 1000
+    assert refused <= max(1, chaos.outcomes["answered"] / 1000)  # nearly none, also where few are asked
 
 
 def answered(chaos: Chaos, pool: ThreadPoolExecutor) -> bool:

@@ -57,7 +57,7 @@ class Chaotic(Failing):
     def __init__(self, name: str, dice: random.Random, met: Counter[str]) -> None:
         super().__init__()
         self.name, self.dice, self.met = name, dice, met
-        self.faults = 0
+        self.faults, self.is_gone = 0, False
         self.role = "prefill" if name.startswith("p") else "decode"
 
     def describe(self) -> InstanceFacts:
@@ -99,6 +99,7 @@ class Place:
         self._ready, self._over = asyncio.Event(), asyncio.Event()
         self._task = asyncio.create_task(self._serve())
         await self._ready.wait()
+        self.engine.is_gone = False
 
     async def _serve(self) -> None:
         async with running(self.engine, port=self._port) as server:
@@ -109,6 +110,7 @@ class Place:
 
     async def stop(self) -> None:
         self.engine.faults += 1
+        self.engine.is_gone = True
         self._over.set()
         await asyncio.shield(self._task)  # who is cancelled while he waits for it leaves it be
 
@@ -124,6 +126,9 @@ async def disturb(places: list[Place], dice: random.Random, met: Counter[str]) -
         await place.start()
 
 
+NOBODY_LEFT = (b"there is no other to try", b"no decode instance can be reached")
+
+
 class NobodyLeft(Exception):
     """The router's answer, where no decode instance is left that did not fail this request."""
 
@@ -131,7 +136,7 @@ class NobodyLeft(Exception):
 async def ask(session: aiohttp.ClientSession, url: str, path: str, body: dict[str, Any]) -> list[bytes]:
     async with session.post(url + path, json=body, headers={"X-Request-Id": "one"}) as response:
         text = await response.read()
-        if response.status in (502, 504) and b"there is no other to try" in text:
+        if response.status in (502, 503, 504) and any(message in text for message in NOBODY_LEFT):
             raise NobodyLeft(text)
         assert response.status == 200, text
         return timeless(text.removesuffix(b"\n\n").split(b"\n\n"))
@@ -155,7 +160,7 @@ async def everything(url: str, decodes: list[Chaotic], dice: random.Random) -> C
                     asking.cancel()
                     await asyncio.gather(asking, return_exceptions=True)
                     continue
-                before = [one.faults for one in decodes]
+                before = [one.faults - one.is_gone for one in decodes]
                 try:
                     assert await ask(session, url, *ASKED[number]) == expected[number]
                     found["answered"] += 1
