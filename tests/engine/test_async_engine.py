@@ -8,21 +8,24 @@ from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
+import msgspec
 import pytest
 
 from kvferry.core.errors import InvalidRequest, LeakError, QueueFull, Unavailable
 from kvferry.core.hand_off import Produce
+from kvferry.core.instance_facts import InstanceFacts, TicketKinds
 from kvferry.core.request import Request
 from kvferry.core.sampling import SamplingParams
+from kvferry.core.transfer_config import KVTransferConfig
 from kvferry.engine.async_engine import AsyncEngine
 from kvferry.engine.config import EngineConfig
 from kvferry.engine.engine import Engine
 
 
 @asynccontextmanager
-async def serving(model: Any, **settings: Any) -> AsyncIterator[AsyncEngine]:
+async def serving(model: Any, transfer: KVTransferConfig | None = None, **settings: Any) -> AsyncIterator[AsyncEngine]:
     defaults = {"dtype": "float32", "device": "cpu", "block_size": 8, "kv_cache_memory": "16MiB", "max_num_seqs": 8}
-    engine = AsyncEngine(Engine(EngineConfig(model=str(model), **{**defaults, **settings})), ["m"])
+    engine = AsyncEngine(Engine(EngineConfig(model=str(model), **{**defaults, **settings}), transfer), ["m"])
     engine.start()
     try:
         yield engine
@@ -46,6 +49,18 @@ async def test_many_at_once_get_the_tokens_of_one_alone(model_maker: Any) -> Non
         assert len(alone) == 8
         assert together == [alone] * 20
         await engine.check()
+
+
+@pytest.mark.parametrize(
+    ("connector", "told"),
+    [(None, TicketKinds()), ("P2pConnector", TicketKinds(writes=("p2p",), reads=("p2p",)))],
+)
+async def test_it_tells_routers_how_it_hands_off(model_maker: Any, connector: str | None, told: TicketKinds) -> None:
+    transfer = None if connector is None else KVTransferConfig(kv_connector=connector)
+    async with serving(model_maker("llama"), transfer) as engine:
+        about = msgspec.json.decode(msgspec.json.encode(engine.describe()), type=InstanceFacts)
+        assert about.tickets == told
+        assert about.has_part("decode") is (connector is not None)
 
 
 async def test_leaving_early_frees_the_blocks(model_maker: Any) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvferry.core.instance_facts import InstanceFacts
+from kvferry.core.instance_facts import InstanceFacts, TicketKinds
 from kvferry.core.layout import KVLayout, LayerLayout
 from kvferry.router.instance import Absent, Facts, SglangFacts, Unasked, VllmFacts
 from kvferry.router.protocols.choose import can_pair
@@ -76,6 +76,52 @@ def test_roles_for_which_instances_were_started(prefill: str, decode: str, fits:
     assert can_pair(facts_of(prefill), facts_of(decode)) is fits
 
 
+P2P, STORE, BOTH, NONE = ("p2p",), ("store",), ("p2p", "store"), ()
+
+
+@pytest.mark.parametrize(
+    ("writes", "reads", "fits"),
+    [
+        (P2P, P2P, True),
+        (P2P, STORE, False),
+        (STORE, P2P, False),
+        (STORE, BOTH, True),
+        (P2P, NONE, False),
+        (NONE, BOTH, False),
+        (None, STORE, True),
+        (P2P, None, True),
+        (None, NONE, False),
+        (NONE, None, False),
+    ],
+)
+def test_who_reads_the_tickets_that_the_other_writes(writes: Any, reads: Any, fits: bool) -> None:
+    """None: an older instance, or a connector of another package, which may well."""
+    prefill = InstanceFacts(connector="a", tickets=TicketKinds(writes=writes, reads=("never asked",)))
+    decode = InstanceFacts(connector="b", tickets=TicketKinds(writes=("never asked",), reads=reads))
+    assert can_pair(prefill, decode) is fits
+
+
+async def test_each_prefill_hands_off_to_the_decode_that_reads_its_tickets(caplog: pytest.LogCaptureFixture) -> None:
+    """And it is said once that others are not paired."""
+
+    def kinds(facts: dict[str, Any], kind: str) -> dict[str, Any]:
+        told = {"connector": f"{kind}-connector", "engine_id": f"{facts['role']}-{kind}", "kv_port": 0}
+        return facts | told | {"tickets": {"writes": [kind], "reads": [kind]}}
+
+    prefills = [Peer("prefill", ticket, facts=kinds(CONCURRENT, kind)) for kind in ("one", "other")]
+    decodes = [Peer("decode", answer, facts=kinds(DECODE, kind)) for kind in ("one", "other")]
+    async with instances(*prefills, *decodes):
+        async with routing([one.url for one in prefills], [one.url for one in decodes]) as (_, url):
+            for number in range(12):
+                assert (await post(url, {**BODY, "prompt": f"{number}"}))[0] == 200
+    for p, d in zip(prefills, decodes, strict=True):
+        asked = [call.body["kv_transfer_params"]["transfer_id"] for call in p.calls]
+        assert asked == [call.body["kv_transfer_params"]["transfer_id"] for call in d.calls]
+    assert sum(len(one.calls) for one in prefills) == 12
+    told = "one-connector at prefill writes tickets of kind one, and other-connector at decode reads other"
+    assert caplog.text.count(told) == 1
+
+
 @pytest.mark.parametrize("policy", ["cost", "round_robin", "session", "power_of_two"])
 async def test_each_prefill_hands_off_to_the_decode_that_can_read_its_kv(policy: str) -> None:
     layouts = [layout(), layout("bfloat16")]
@@ -99,6 +145,12 @@ async def test_each_prefill_hands_off_to_the_decode_that_can_read_its_kv(policy:
         ({"role": "decode"}, {"role": "prefill"}, "prefill-0 .* takes no part in hand-offs: it was started for decode"),
         ({"role": "both", "connector": None}, {}, "prefill-0 .* takes no part in hand-offs: it has no connector"),
         ({}, {"role": "both", "connector": None}, "decode-0 .* takes no part in hand-offs: it has no connector"),
+        (
+            {"connector": "Mine", "tickets": {"writes": [], "reads": []}},
+            {},
+            "prefill-0 .* takes no part in hand-offs: its Mine keeps KV for itself only",
+        ),
+        ({"tickets": {"writes": ["a"]}}, {"tickets": {"reads": ["b"]}}, "not paired: .* of kind a, .* reads b"),
     ],
 )
 async def test_where_no_pair_can_be_formed_decode_does_both(

@@ -27,6 +27,7 @@ from kvferry.core.block_hash import BlockHash
 from kvferry.core.clock import SYSTEM_CLOCK, Clock
 from kvferry.core.errors import KvferryError
 from kvferry.core.hand_off import HandOff, PrefillResult
+from kvferry.core.instance_facts import TicketKinds
 from kvferry.core.kept import TierShare
 from kvferry.core.layout import KVLayout
 from kvferry.core.transfer_config import KVTransferConfig
@@ -296,6 +297,11 @@ class SchedulerSide(ABC, Generic[Plan]):
     def set_addresses(self, addresses: Sequence[dict[str, Any]]) -> None:
         """Called once, before any request, with what `WorkerSide.address` of each rank returned, in rank order. Tickets
         contain them."""
+
+    def tickets(self) -> TicketKinds:
+        """The kinds of tickets that it writes and reads: words of its own, the same on both sides. A router then forms
+        no pair of instances that have none in common."""
+        return TicketKinds()
 
     def address_seal(self) -> str:
         """For `Ticket.remote_address_seal`, which shows peers that a ticket made by a router has addresses of this

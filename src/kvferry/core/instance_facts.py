@@ -42,6 +42,18 @@ def _at_host(endpoint: str, host: str) -> str:
     return endpoint.replace("//0.0.0.0:", f"//{name}:").replace("//[::]:", f"//{name}:")
 
 
+class TicketKinds(msgspec.Struct, frozen=True, kw_only=True):
+    """The kinds of tickets that a connector writes for D, and those with which it finds KV as D. None: it does not say,
+    as connectors of other packages may not."""
+
+    writes: tuple[str, ...] | None = None
+    reads: tuple[str, ...] | None = None
+
+    def fit(self, theirs: TicketKinds) -> bool:
+        """Whether D, which has `theirs`, reads a kind that is written here, as far as both say."""
+        return self.writes is None or theirs.reads is None or not set(self.writes).isdisjoint(theirs.reads)
+
+
 class InstanceFacts(msgspec.Struct, frozen=True, kw_only=True):
     """`kv_host`, `kv_port`: the control address of rank 0, empty and 0 if it has none; `kv_ranks`: the addresses of all
     its ranks, if there are several; `kv_seal`: for tickets that a router makes of these addresses."""
@@ -50,6 +62,7 @@ class InstanceFacts(msgspec.Struct, frozen=True, kw_only=True):
     engine_id: str = ""
     connector: str | None = None
     """None: it can neither hand off nor fetch."""
+    tickets: TicketKinds = TicketKinds()
     kv_host: str = ""
     kv_port: int = 0
     kv_ranks: list[RankAddress] | None = None
@@ -66,8 +79,10 @@ class InstanceFacts(msgspec.Struct, frozen=True, kw_only=True):
     model_names: list[str] = []
 
     def has_part(self, part: Literal["prefill", "decode"]) -> bool:
-        """Whether it can have this part in a hand-off: it has a connector, and was not started for the other role."""
-        return self.connector is not None and self.role in ("both", part)
+        """Whether it can have this part in a hand-off: it has a connector that hands off, and was not started for the
+        other role."""
+        kinds = self.tickets.writes if part == "prefill" else self.tickets.reads
+        return self.connector is not None and kinds != () and self.role in ("both", part)
 
     def origin(self, host: str) -> KVSource | None:
         """Where its hand-offs can be fetched, None if it has no control address; `host` is the instance's own, for one

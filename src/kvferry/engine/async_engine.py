@@ -17,7 +17,7 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 from kvferry.core.errors import KvferryError, StoreError, Unavailable
-from kvferry.core.instance_facts import EventsAddress, InstanceFacts
+from kvferry.core.instance_facts import EventsAddress, InstanceFacts, TicketKinds
 from kvferry.core.kept import KeptBlocks
 from kvferry.core.request import EngineOutput, Request
 from kvferry.engine.engine import Engine
@@ -88,6 +88,7 @@ class AsyncEngine:
             role="both" if transfer is None else _ROLES[transfer.kv_role],
             engine_id=transfer.engine_id if transfer else self._engine_id,
             connector=transfer.kv_connector if transfer else None,
+            tickets=side.tickets() if side is not None else TicketKinds(),
             kv_host=kv_host,
             kv_port=kv_port,
             kv_ranks=ranks if len(ranks) > 1 else None,

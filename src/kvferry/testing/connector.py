@@ -269,6 +269,13 @@ class ConnectorContract:
         pair.finish("p")
         pair.prefill.release("t")
 
+    def test_each_reads_the_tickets_that_the_other_writes(self, pair: EnginePair) -> None:
+        """Or a router would form no pair of them."""
+        prefill, decode = pair.prefill.scheduler_side, pair.decode.scheduler_side
+        assert prefill is not None
+        assert decode is not None
+        assert prefill.tickets().fit(decode.tickets())
+
     def test_a_ticket_of_another_prompt_never_gives_wrong_tokens(self, pair: EnginePair) -> None:
         """The KV is of other tokens: it is refused, and the prompt computed here."""
         pair.decoded("d", OTHER_PROMPT, pair.prefilled("t", PROMPT))

@@ -18,6 +18,7 @@ from kvferry.connectors.multi.settings import child_configs
 from kvferry.connectors.registry import find_connector
 from kvferry.core.errors import ConfigError, ConnectorLost, LeakError, StoreError
 from kvferry.core.hand_off import Consume, Produce, parse_hand_off
+from kvferry.core.instance_facts import TicketKinds
 from kvferry.core.transfer_config import KVTransferConfig
 
 MakeEngine = Callable[..., FakeEngine]
@@ -147,6 +148,28 @@ def test_both_sides_agree_on_the_one_that_hands_off(make: MakeEngine, tmp_path: 
         engine = make("kv_both", *children)
         assert (engine.scheduler.hands_off, engine.scheduler._hands_off) == (chosen is not None, chosen or 0)
         assert (engine.worker.hands_off, engine.worker._hands_off) == (chosen is not None, chosen)
+
+
+def test_the_tickets_that_it_writes_are_of_one_and_those_that_it_reads_of_all(
+    make: MakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[3] / "examples"))
+
+    def kinds(*children: dict[str, Any]) -> TicketKinds:
+        return make("kv_both", *children).scheduler.tickets()
+
+    store = storage(tmp_path)
+    alone = {"kv_connector": "KVStoreConnector", "kv_connector_extra_config": {"store": "dict_store:DictStore"}}
+    assert kinds(HAND_OFF) == TicketKinds(writes=("p2p",), reads=("p2p",))
+    assert kinds(store, HAND_OFF) == TicketKinds(writes=("p2p",), reads=("p2p", "store"))
+    assert kinds(store, store) == TicketKinds(writes=("store",), reads=("store",))
+    # The first hands nothing off, but D finds what the other has kept.
+    assert kinds(alone, store) == TicketKinds(writes=None, reads=("store",))
+    folder = {
+        "kv_connector": "folder_connector:FolderConnector",
+        "kv_connector_extra_config": {"folder": str(tmp_path)},
+    }
+    assert kinds(store, folder) == TicketKinds()
 
 
 def test_the_one_that_has_the_most_loads(make: MakeEngine, tmp_path: Path) -> None:

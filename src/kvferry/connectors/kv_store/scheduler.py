@@ -47,6 +47,7 @@ from kvferry.core.errors import (
     LeakError,
 )
 from kvferry.core.hand_off import Consume, PrefillResult, Produce, Ticket, prefix_digests
+from kvferry.core.instance_facts import TicketKinds
 from kvferry.core.kept import TierShare
 from kvferry.core.sharding import on_rank
 from kvferry.core.ticket_seal import TicketSealer
@@ -114,6 +115,11 @@ class KVStoreSchedulerSide(SchedulerSide[StorePlan]):
         """One a rank, as the scheduler side sees them."""
         ranks = [on_rank(self._layout, rank) for rank in range(self._layout.tp_size)]
         return [self._settings.open_later(layout) for layout in ranks]
+
+    def tickets(self) -> TicketKinds:
+        """Those whose marker lies in a store; none, if other instances do not see this store."""
+        kinds = ("store",) if self._is_shared else ()
+        return TicketKinds(writes=kinds, reads=kinds)
 
     # Admission.
 

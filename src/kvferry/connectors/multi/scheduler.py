@@ -44,6 +44,7 @@ from kvferry.core.block_hash import BlockHash
 from kvferry.core.closing import close_all
 from kvferry.core.errors import ChildLost, KvferryError, LeakError
 from kvferry.core.hand_off import HandOff, PrefillResult, Produce
+from kvferry.core.instance_facts import TicketKinds
 from kvferry.core.kept import TierShare
 
 log = logging.getLogger(__name__)
@@ -275,6 +276,17 @@ class MultiSchedulerSide(SchedulerSide[MultiPlan]):
     def address_seal(self) -> str:
         """Of that one."""
         return self._children[self._hands_off].address_seal()
+
+    def tickets(self) -> TicketKinds:
+        """That one writes them, or, if it writes none, the KV may still be where others find it without. What one of
+        the others would read, it finds by itself, since P has put it there."""
+        kinds = [child.tickets() for child in self._children]
+        reads = [one.reads for one in kinds if one.reads is not None]
+        known = len(reads) == len(kinds)
+        return TicketKinds(
+            writes=kinds[self._hands_off].writes or None,
+            reads=tuple(sorted({kind for one in reads for kind in one})) if known else None,
+        )
 
     def reset_cache(self) -> bool:
         """All of them."""

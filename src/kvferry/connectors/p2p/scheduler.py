@@ -30,6 +30,7 @@ from kvferry.connectors.p2p.offers import Offers
 from kvferry.connectors.p2p.plan import Load, P2pPlan
 from kvferry.core.errors import ConfigError, KvferryError, LayoutMismatch, LeakError, ProtocolError
 from kvferry.core.hand_off import Consume, Produce, Ticket
+from kvferry.core.instance_facts import TicketKinds
 from kvferry.core.ticket_seal import TicketSealer
 from kvferry.transport.options import options_of
 
@@ -71,6 +72,10 @@ class P2pSchedulerSide(SchedulerSide[P2pPlan]):
     def set_addresses(self, addresses: Sequence[dict[str, Any]]) -> None:
         """Where this instance's ranks listen."""
         self._offers.set_addresses(addresses)
+
+    def tickets(self) -> TicketKinds:
+        """With addresses at which KV is read."""
+        return TicketKinds(writes=("p2p",), reads=("p2p",))
 
     def address_seal(self) -> str:
         """The seal of those addresses and of this engine's id."""

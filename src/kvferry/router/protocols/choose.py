@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Sequence
+from functools import lru_cache
 
 from kvferry.core.errors import LayoutMismatch
-from kvferry.core.instance_facts import InstanceFacts, KVSource
+from kvferry.core.instance_facts import InstanceFacts, KVSource, TicketKinds
 from kvferry.router.config import HandOffMode, RouterConfig
 from kvferry.router.instance import Facts, Instance, LegRole, SglangFacts, VllmFacts
 from kvferry.router.protocols import kvferry
@@ -20,6 +21,9 @@ logger = logging.getLogger(__name__)
 
 CONCURRENT_CONNECTORS = frozenset({"P2pConnector", "P2pNcclConnector", "NixlConnector", "MooncakeConnector"})
 """Connectors of kvferry's whose D may ask P for a hand-off that P has not begun."""
+
+_MOST_REMEMBERED = 1024
+"""Combinations of instances of which it is remembered whether they fit."""
 
 
 def choose_form(config: RouterConfig, transfer_id: str, prefill: Instance, decodes: Sequence[Facts]) -> Form | None:
@@ -59,9 +63,13 @@ def early_origin(prefill: Instance, decodes: Sequence[Facts], mode: HandOffMode)
 
 
 def can_pair(prefill: Facts, decode: Facts) -> bool:
-    """Whether one can hand off to the other at all, as far as is known: both are `alike`, have a connector, and were
-    not started for the other role."""
-    return _has_part(prefill, "prefill") and _has_part(decode, "decode") and alike(prefill, decode)
+    """Whether one can hand off to the other at all, as far as is known: both are `alike`, have a connector, were not
+    started for the other role, and D reads the tickets that P writes."""
+    if not (_has_part(prefill, "prefill") and _has_part(decode, "decode") and alike(prefill, decode)):
+        return False
+    if not (isinstance(prefill, InstanceFacts) and isinstance(decode, InstanceFacts)):
+        return True
+    return _tickets_fit(prefill.connector, prefill.tickets, decode.connector, decode.tickets)
 
 
 def alike(one: Facts, other: Facts) -> bool:
@@ -88,11 +96,25 @@ def _has_part(facts: Facts, part: LegRole) -> bool:
     return True
 
 
+@lru_cache(maxsize=_MOST_REMEMBERED)
+def _tickets_fit(prefill: str | None, of_prefill: TicketKinds, decode: str | None, of_decode: TicketKinds) -> bool:
+    """Of two connectors. Asked for each request, and said once."""
+    if of_prefill.fit(of_decode):
+        return True
+    logger.warning(
+        "instances that could not hand off to each other are not paired: %s at prefill writes tickets of kind %s, and"
+        " %s at decode reads %s",
+        prefill,
+        " and ".join(of_prefill.writes or ()),
+        decode,
+        " and ".join(of_decode.reads or ()),
+    )
+    return False
+
+
 _Layouts = tuple[str | None, str | None]
 _reconciled: OrderedDict[_Layouts, bool] = OrderedDict()
 """By both fingerprints: asked for each request, and a layout has many layers."""
-
-_MOST_RECONCILED = 1024
 
 
 def _can_reconcile(prefill: InstanceFacts, decode: InstanceFacts) -> bool:
@@ -106,6 +128,6 @@ def _can_reconcile(prefill: InstanceFacts, decode: InstanceFacts) -> bool:
         except LayoutMismatch as error:
             logger.warning("instances that could not read each other's KV are not paired: %s", error)
             _reconciled[names] = False
-        if len(_reconciled) > _MOST_RECONCILED:
+        if len(_reconciled) > _MOST_REMEMBERED:
             _reconciled.popitem(last=False)
     return _reconciled[names]
