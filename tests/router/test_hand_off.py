@@ -10,7 +10,7 @@ from typing import Any
 import aiohttp
 import pytest
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 
 from kvferry.http.origin import Origin
 from router.peers import (
@@ -263,6 +263,48 @@ async def test_another_prefill_is_tried_once(mode: str, failure: Answering) -> N
     last = d.calls[-1].body["kv_transfer_params"]
     assert last["transfer_id"] == second["kv_transfer_params"]["transfer_id"]
     assert d.disconnected.is_set() == (mode == "concurrent")
+
+
+def naming(transfer_id: Any) -> Answering:
+    """P: a ticket with this transfer id."""
+
+    async def answering(peer: Peer, request: Request, body: Any) -> Response:
+        return JSONResponse({"kv_transfer_params": ticket_for(peer, body) | {"transfer_id": transfer_id}})
+
+    return answering
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("transfer_id", ["somebody-elses", 7, {}])
+async def test_a_ticket_of_another_hand_off_is_a_fault_of_prefill(mode: str, transfer_id: Any) -> None:
+    """D could fetch what is meant for another request."""
+    bad, good, d = a_prefill(naming(transfer_id)), a_prefill(), a_decode(answer_once_there_is_a_ticket)
+    async with (
+        instances(bad, good, d),
+        routing([bad.url, good.url], [d.url], hand_off=mode) as (_, url),
+        asyncio.TaskGroup() as group,
+    ):
+        asked = group.create_task(post(url))
+        await good.called.wait()
+        d.go.set()
+        assert (await asked)[0] == 200
+        own = [one.calls[0].body["kv_transfer_params"]["transfer_id"] for one in (bad, good)]
+        assert await bad.released.get() == own[0]
+        metrics = (await get(url, "/metrics"))[1]
+    assert all(call.body["kv_transfer_params"]["transfer_id"] in own for call in d.calls)
+    assert d.calls[-1].body["kv_transfer_params"]["transfer_id"] == own[1]
+    assert 'leg_errors_total{instance="prefill-0",reason="wrong_ticket",role="prefill"} 1.0' in metrics
+
+
+async def test_a_ticket_without_a_transfer_id_is_as_good() -> None:
+    """As vLLM's NixlConnector writes it."""
+    p, d = a_prefill(naming(None)), a_decode()
+    async with instances(p, d), routing([p.url], [d.url], hand_off="sequential") as (_, url):
+        assert (await post(url))[0] == 200
+    assert d.calls[0].body["kv_transfer_params"]["prefill_result"] == {
+        "first_token": 7,
+        "seed": p.calls[0].body["seed"],
+    }
 
 
 @pytest.mark.parametrize("mode", MODES)

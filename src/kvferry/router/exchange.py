@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from kvferry.core.clock import Clock
-from kvferry.core.errors import PeerLost, TransferError
+from kvferry.core.errors import PeerLost, ProtocolError, TransferError
 from kvferry.core.instance_facts import InstanceFacts
 from kvferry.core.timeline import Timeline
 from kvferry.http.errors import Unreachable
@@ -443,7 +443,10 @@ class Exchange:
     def _take_ticket(self, prefill: Instance, content: bytes, form: Form) -> PrefillDone | PrefillFailed:
         try:
             params = form.read_ticket(content)
-        except (TransferError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        except ProtocolError as error:
+            self._failed(prefill, "wrong_ticket")
+            return PrefillFailed(f"the answer of {prefill} cannot be used: {error}")
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             return self._broken(prefill, error)
         self._candidates.prefilled(prefill, prefill_usage(content))
         if params is None:

@@ -45,8 +45,8 @@ class Metrics:
         )
         self._errors = Counter(
             "kvferry_router_leg_errors",
-            "Legs that failed: connections lost or refused (unreachable, lost), no answer in time (silent), and"
-            " statuses of load and fault.",
+            "Legs that failed: connections lost or refused (unreachable, lost), no answer in time (silent), a"
+            " ticket of another hand-off (wrong_ticket), and statuses of load and fault.",
             (*_OF_INSTANCE, "reason"),
             registry=registry,
         )

@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from kvferry.core.errors import ProtocolError
 from kvferry.http.headers import RawHeaders
 
 
@@ -33,15 +34,24 @@ class Form(msgspec.Struct, frozen=True, kw_only=True):
     prefill_headers: RawHeaders = msgspec.field(default_factory=list)
 
     def read_ticket(self, answer: bytes) -> msgspec.Raw | None:
-        """D's ticket from P's answer, None if there is none. Raises `msgspec.MsgspecError` if it is not an object."""
+        """D's ticket from P's answer, None if there is none. Raises `msgspec.MsgspecError` if it is not an object, and
+        `ProtocolError` if it is of another hand-off; not every engine writes of which one it is."""
         params = _ANSWER.decode(answer).kv_transfer_params
         if self.early_is_all:
             return msgspec.Raw(msgspec.json.encode(self.early))
-        return None if bytes(params) in (b"null", b"{}") else params
+        if bytes(params) in (b"null", b"{}"):
+            return None
+        if _TICKET.decode(params).transfer_id not in (None, self.transfer_id):
+            raise ProtocolError("the ticket is of another hand-off")
+        return params
 
 
 class _PrefillAnswer(msgspec.Struct):
     kv_transfer_params: msgspec.Raw = msgspec.Raw(b"null")
 
 
-_ANSWER = msgspec.json.Decoder(_PrefillAnswer)
+class _Ticket(msgspec.Struct):
+    transfer_id: Any = None
+
+
+_ANSWER, _TICKET = msgspec.json.Decoder(_PrefillAnswer), msgspec.json.Decoder(_Ticket)
