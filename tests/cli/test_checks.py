@@ -12,8 +12,10 @@ from typing import Any, get_type_hints
 import pytest
 
 from cli.torch_blocked import TorchBlocked
+from kvferry.cli import common
 from kvferry.cli.checks import check_before_start
 from kvferry.cli.flags import complete, flags_of
+from kvferry.cli.main import main
 from kvferry.core.errors import ConfigError
 from kvferry.engine.config import EngineConfig
 from kvferry.fleet.spec import EngineChoice, FleetSpec, InstanceSpec, Listen
@@ -228,6 +230,18 @@ def test_a_library_that_is_not_installed(name: str, monkeypatch: pytest.MonkeyPa
 )
 def test_nothing_is_loaded_first(more: list[str], told: str, blocked: TorchBlocked) -> None:
     require_told(blocked, ["serve", TINY, "--port", "0", *more], told)
+
+
+@pytest.mark.parametrize(("role", "fits"), [("kv_producer", False), ("kv_consumer", True), ("kv_both", True)])
+def test_what_an_instance_registers_for_it_can_do(
+    role: str, fits: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("KVFERRY_AUTH_TOKEN", "fleet")
+    monkeypatch.setattr(common, "RUN_INSTANCE", "nowhere:run")
+    transfer = json.dumps({"kv_connector": "P2pConnector", "kv_role": role})
+    assert main(["serve", TINY, "--port=0", "--register=http://127.0.0.1:9", "--kv-transfer-config", transfer]) == 2
+    refused = "--register: the instance registers for decode, but --kv-transfer-config gives it kv_role kv_producer"
+    assert (refused not in capsys.readouterr().err) is fits
 
 
 @pytest.mark.parametrize("command", ["serve", "prefill", "decode"])

@@ -22,7 +22,7 @@ from kvferry.fleet.ready import ReadyWriter
 from kvferry.fleet.restart import RestartPolicy
 from kvferry.fleet.spec import EngineChoice, FleetSpec, InstanceSpec, Listen
 from kvferry.fleet.supervisor import DEFAULT_POLICY, FleetPlan, LocalSupervisor
-from kvferry.fleet.transfer import InstanceRole
+from kvferry.fleet.transfer import InstanceRole, require_registrable
 from kvferry.http.config import HttpAccess, InstanceAccess
 from kvferry.http.keys import fleet_key
 from kvferry.http.limits import HttpLimits
@@ -177,6 +177,8 @@ def run_engine(
         url=instance.advertise_url,
         ca=instance.register_ca,
     )
+    if registrar is not None and transfer is not None:
+        require_registrable(transfer.kv_role, registrar.role)
     with without_collections():
         run_instance = resolve(RUN_INSTANCE)
     with reporting(role if role != "both" else "engine", ready_fd, log) as reporter:

@@ -92,7 +92,7 @@ class LocalFleet:
                 hidden=self.hidden,
             )
             port = bootstrap[index] if index < len(bootstrap) else None
-            specs.append(_registered(servers.process(place, port or 0), place, self.instance, port))
+            specs.append(_registered(servers, place, self.instance, port))
         if not split:
             return FleetPlan(tuple(specs))
         return FleetPlan(tuple(specs), lambda ready: self._front(ready, cores.router, token, bootstrap))
@@ -191,13 +191,13 @@ def vllm_instance(
     """One vLLM server of a role, alone. Raises `ConfigError`."""
     servers = VllmInstances.from_settings(engine, choice, instance, splits=True)
     place = InstancePlace(role, role, 0, listen.host, listen.port, available_cores(), {})
-    return FleetPlan((_registered(servers.process(place), place, instance),))
+    return FleetPlan((_registered(servers, place, instance),))
 
 
 def _registered(
-    process: ProcessSpec, place: InstancePlace, instance: InstanceSpec, bootstrap_port: int | None = None
+    servers: VllmInstances, place: InstancePlace, instance: InstanceSpec, bootstrap_port: int | None = None
 ) -> ProcessSpec:
-    """A vLLM server that the supervisor registers at the routers of `--register`. Raises `ConfigError`."""
+    """A vLLM server, which the supervisor registers at the routers of `--register`. Raises `ConfigError`."""
     registrar = make_registrar(
         instance.register,
         place.role,
@@ -207,7 +207,9 @@ def _registered(
         ca=instance.register_ca,
         bootstrap_port=bootstrap_port,
     )
-    return replace(process, registrar=registrar)
+    if registrar is not None:
+        servers.require_registrable(registrar.role)
+    return replace(servers.process(place, bootstrap_port or 0), registrar=registrar)
 
 
 def _role(index: int, num_prefill: int) -> tuple[InstanceRole, int]:

@@ -8,6 +8,7 @@ import msgspec
 
 from kvferry.connectors.registry import find_connector
 from kvferry.core.errors import ConfigError
+from kvferry.core.registration import Role
 from kvferry.core.transfer_config import KVTransferConfig, parse_transfer_config, read_transfer_json
 
 InstanceRole = Literal["prefill", "decode", "both"]
@@ -29,6 +30,16 @@ def require_kv_role(given: str, role: InstanceRole) -> None:
         raise ConfigError(
             f"--kv-transfer-config: a {role} instance cannot have kv_role {given}; leave it out, and each instance has"
             " its own"
+        )
+
+
+def require_registrable(given: str, role: Role) -> None:
+    """Raise `ConfigError` if an instance with this `kv_role` cannot do what it registers for."""
+    if given not in ("kv_both", kv_role(role)):
+        other = "prefill" if role == "decode" else "decode"
+        raise ConfigError(
+            f"--register: the instance registers for {role}, but --kv-transfer-config gives it kv_role {given}; leave"
+            f" kv_role out, or start it with `kvferry {other}`"
         )
 
 

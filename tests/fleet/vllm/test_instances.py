@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -240,3 +241,22 @@ def test_vllms_log_tells_how_far_its_start_is() -> None:
     told = [progress for progress in seen if progress is not None]
     assert [progress.progress for progress in told] == sorted({progress.progress for progress in told})
     assert len(told) >= 6
+
+
+@pytest.mark.parametrize("connector", ["P2pConnector", "NixlConnector"])
+def test_what_a_server_registers_for_it_can_do(connector: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is alone registers for decode."""
+    monkeypatch.setenv("KVFERRY_AUTH_TOKEN", "fleet")
+
+    def alone(kv_role: str, *register: str) -> ProcessSpec:
+        one = fleet(0, 0, {"kv_connector": connector, "kv_role": kv_role})
+        (found,) = replace(one, instance=replace(one.instance, register=register)).plan().instances
+        return found
+
+    assert alone("kv_producer").registrar is None
+    for kv_role in ("kv_consumer", "kv_both"):
+        assert alone(kv_role, "http://127.0.0.1:9").registrar is not None
+    with pytest.raises(
+        ConfigError, match=r"--register: .* for decode, but --kv-transfer-config: .* kv_role kv_producer"
+    ):
+        alone("kv_producer", "http://127.0.0.1:9")

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from kvferry.core.errors import ConfigError
+from kvferry.core.registration import Role
 from kvferry.engine.config import EngineConfig
 from kvferry.fleet.arguments import flag_name
 from kvferry.fleet.cpu import Cores, thread_variables
@@ -79,6 +80,15 @@ class VllmInstances:
     def has_bootstrap(self) -> bool:
         """Whether prefill instances have a Mooncake bootstrap server."""
         return self.transfer is not None and has_mooncake(self.transfer)
+
+    def require_registrable(self, role: Role) -> None:
+        """Raise `ConfigError` if the servers cannot do what they register for, because of a `kv_role`."""
+        if self.transfer is None:
+            return
+        try:
+            for_member(self.transfer, role, "", 0)
+        except ConfigError as error:
+            raise ConfigError(f"--register: the server registers for {role}, but {error}") from error
 
     def process(self, place: InstancePlace, bootstrap_port: int = 0) -> ProcessSpec:
         """One vLLM server, with its own ports where vLLM would use fixed ones."""
