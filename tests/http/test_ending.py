@@ -85,6 +85,42 @@ async def test_requests_that_do_not_end_are_told_why(by: str) -> None:
             assert json.loads(event)["error"]["code"] == "unavailable"
 
 
+async def test_what_is_to_be_done_last_is_done() -> None:
+    async with running(Handlers(), shutdown_grace_s=600.0) as served:
+        pass
+    done: list[str] = []
+
+    async def last() -> None:
+        await asyncio.sleep(0)
+        done.append("last")
+
+    await served.server.within_grace(last())
+    assert done == ["last"]
+
+
+@pytest.mark.parametrize("by", ["grace", "second signal", "signal before"])
+async def test_what_is_to_be_done_last_has_no_longer_than_requests_have(by: str) -> None:
+    async with running(Handlers(), shutdown_grace_s=0.1 if by == "grace" else 600.0) as served:
+        pass
+    if by == "signal before":
+        served.server.abort()
+    begun, cancelled = asyncio.Event(), asyncio.Event()
+
+    async def last() -> None:
+        begun.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            cancelled.set()
+
+    ending = asyncio.create_task(served.server.within_grace(last()))
+    if by == "second signal":
+        await begun.wait()
+        served.server.abort()
+    await ending
+    assert cancelled.is_set() == begun.is_set()
+
+
 async def test_a_client_that_does_not_read_does_not_hold_the_end_up() -> None:
     handlers = Handlers()
     async with running(handlers) as served, wire(served.port) as client:

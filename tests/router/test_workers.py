@@ -108,7 +108,7 @@ async def workers(
     assert process.stdout is not None
     try:
         about = json.loads(await process.stdout.readline())
-        yield Workers(process, about["url"], about["workers"])
+        yield Workers(process, about["url"], about.get("workers", []))
     finally:
         if process.returncode is None:
             process.terminate()

@@ -150,6 +150,20 @@ async def test_what_a_lost_worker_kept_for_conversations_is_released(lost: list[
         assert {await d.released.get() for _ in expected} == expected
 
 
+@pytest.mark.parametrize("num", [1, 3])
+async def test_what_is_kept_for_conversations_is_released_when_the_router_is_stopped(num: int) -> None:
+    p, d = Peer("prefill", ticket, facts=CONCURRENT), Peer("decode", keeping, facts=DECODE)
+    async with instances(p, d):
+        async with workers([p.url], [d.url], num, **KEEPING) as router:
+            for number in range(40):
+                await turn(router, f"talk {number}")
+            assert d.released.empty()
+            router.process.terminate()
+            assert await router.process.wait() == 0
+        released = [d.released.get_nowait() for _ in range(d.released.qsize())]
+        assert sorted(released) == sorted(f"kept-{number + 1}" for number in range(40))
+
+
 async def all_fetch(router: Workers, p: Peer, sessions: list[str]) -> bool:
     """Whether P is told where to fetch in the next turn of each; a worker may not know yet that another is new."""
     p.calls.clear()

@@ -17,9 +17,9 @@ import signal
 import socket
 import ssl
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager, suppress
-from typing import Protocol
+from typing import Any, Protocol
 
 from kvferry.core.errors import LeakError, Unavailable
 from kvferry.http.config import HttpConfig
@@ -68,6 +68,7 @@ class HttpServer:
         self._aborting = asyncio.Event()
         self._quiet = asyncio.Event()
         self._ticking: asyncio.TimerHandle | None = None
+        self._grace_until = 0.0
         self._num_refused = 0
         self._num_served = 0
 
@@ -211,12 +212,25 @@ class HttpServer:
         """Whether the shutdown has begun."""
         return self._ending.is_set()
 
+    async def within_grace(self, work: Coroutine[Any, Any, object]) -> None:
+        """After `run`: do this last, in what is left of the grace period, and until `abort`."""
+        doing, aborting = asyncio.ensure_future(work), asyncio.ensure_future(self._aborting.wait())
+        left_s = max(0.0, self._grace_until - self.loop.time())
+        try:
+            await asyncio.wait([doing, aborting], timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            doing.cancel()
+            aborting.cancel()
+        with suppress(asyncio.CancelledError):
+            await doing
+
     async def _end(self) -> None:
         self._ending.set()
         self.lifecycle.drain()
         for connection in tuple(self._connections):
             connection.end_idle()
         grace_s = self.config.shutdown_grace_s
+        self._grace_until = self.loop.time() + grace_s
         if self._tasks and grace_s and not self._aborting.is_set():
             logger.info(
                 "stopping: %d requests have up to %g s to finish; a second signal ends them now",

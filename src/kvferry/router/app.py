@@ -218,6 +218,12 @@ class Router:
         """What a server serves."""
         return Routes(self.table(), fallback=self.fallback())
 
+    async def leave(self) -> None:
+        """At a clean end, while it is still `running`: have instances free what they keep for conversations that this
+        process knows. May take as long as they do."""
+        if self.services.next_turns is not None:
+            await self.services.next_turns.own.release_all()
+
     @asynccontextmanager
     async def running(self, *, leads: bool = True) -> AsyncIterator[asyncio.TaskGroup]:
         """Run the connections to instances, the health checks, releases, and everything else that is started in the

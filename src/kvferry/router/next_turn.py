@@ -118,6 +118,12 @@ class KeptTickets:
         if kept.until > self.clock.monotonic():
             self._releases.start(kept.decode, kept.transfer_id)
 
+    async def release_all(self) -> None:
+        """At the end, when no turn comes any more. Returns once all instances have been told."""
+        kept = [one for session in list(self._kept) if (one := self._pop(session)) is not None]
+        now = self.clock.monotonic()
+        await self._releases.send_all([(one.decode, one.transfer_id) for one in kept if one.until > now])
+
     def _insert(self, session: str, kept: Kept) -> None:
         self._kept[session] = kept
         self.on_change(kept, True)

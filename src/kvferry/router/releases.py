@@ -47,7 +47,14 @@ class Releases:
     def start_all(self, held: Sequence[tuple[Instance, str]]) -> None:
         """As `start` for all of these, a few at a time, as there may be thousands. Returns at once."""
         if self._group is not None:
-            self._group.create_task(self._one_by_one(held))
+            self._group.create_task(self.send_all(held))
+
+    async def send_all(self, held: Sequence[tuple[Instance, str]]) -> None:
+        """The same, and wait for it. No instance waits for another."""
+        by_instance: dict[Instance, list[tuple[Instance, str]]] = {}
+        for one in held:
+            by_instance.setdefault(one[0], []).append(one)
+        await asyncio.gather(*map(self._one_by_one, by_instance.values()))
 
     async def _one_by_one(self, held: Sequence[tuple[Instance, str]]) -> None:
         for begin in range(0, len(held), _FEW):

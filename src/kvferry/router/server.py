@@ -62,4 +62,5 @@ async def _serve(
     with signals_end(server):
         async with router.running() as group:
             await server.run(lambda host, port: group.create_task(announce(port)))
+            await server.within_grace(router.leave())
     return 0

@@ -91,11 +91,16 @@ class RouterWorker:
             beside = [group.create_task(one) for one in (self._hear(), self._announce(), self._report())]
             try:
                 await self._server.run(lambda *_: self._listening[self._server].set())
+                await self._end(own)  # what others would keep here, they release themselves
+                await self._server.within_grace(self._router.leave())
             finally:
-                self._own.abort()
-                await asyncio.wait([own])
+                await self._end(own)
                 for task in beside:
                     task.cancel()
+
+    async def _end(self, own: asyncio.Task[None]) -> None:
+        self._own.abort()
+        await asyncio.wait([own])
 
     async def _announce(self) -> None:
         for listening in self._listening.values():
