@@ -1,7 +1,7 @@
 """What a router costs, beside others and beside no router: processor time, added delay, memory.
 
     python benchmarks/router.py [--requests 2000] [--streams 1 32 64] [--tokens 200] [--rate 200]
-        [--peers FOLDER/bin] [--nginx PATH] [--floor] [--profile FILE] [--save]
+        [--peers FOLDER/bin] [--nginx PATH] [--python PATH] [--floor] [--profile FILE] [--save]
 
 P, D, router and clients are processes of their own, on loopback: the router has one core, all else the others. P and D
 compute nothing: P answers with a ticket at once; D answers whole, or with an event for each token, `--rate` a second.
@@ -14,8 +14,10 @@ and clients here could not do. `--save` writes `results/router.<processor>.json`
 
 `--peers`: the folder of the programs of an environment with the wheels of vllm-router and sglang-router
 (`pip install vllm-router sglang-router`). `--nginx`: the program; it passes requests to D alone.
-`--floor`: what is left when a router in Python does nothing else (`router_floor.py`). `--only NAME` measures
-one. A busy machine's figures wander: compare what was measured in one run, and run again.
+`--python`: another Python of this version, for one more row: an interpreter that was built without its optimizations
+(`--enable-optimizations`) takes a fifth more. `--floor`: what is left when a router in Python does nothing else
+(`router_floor.py`). `--only NAME` measures one. A busy machine's figures wander: compare what was measured in one run,
+and run again.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ import socket
 import statistics
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import time
 from contextlib import ExitStack
@@ -39,6 +42,7 @@ from typing import Any
 import psutil
 import uvloop
 
+import kvferry
 from kvferry.core.continuation import PROGRESS_HEADER
 from kvferry.core.errors import KvferryError
 from kvferry.http.client import Deadlines, HttpClient
@@ -295,6 +299,9 @@ def commands(said: argparse.Namespace, prefill: str, decode: str, folder: Path) 
             decode,
         ]
     found = {"kvferry": [*ours, "auto", "PORT"], "kvferry, sequential": [*ours, "sequential", "PORT"]}
+    if said.python:
+        packages = f"{Path(kvferry.__file__).parents[1]}{os.pathsep}{sysconfig.get_path('purelib')}"
+        found["kvferry, other Python"] = ["env", f"PYTHONPATH={packages}", said.python, *ours[1:], "auto", "PORT"]
     if said.floor:
         floor = str(Path(__file__).with_name("router_floor.py"))
         found["uvloop and httptools alone"] = [sys.executable, floor, prefill, decode, "PORT"]
@@ -386,6 +393,7 @@ def main() -> None:
     parser.add_argument("--peers", help="folder with vllm-router and sglang-router")
     parser.add_argument("--floor", action="store_true", help="measure the three exchanges alone, too (router_floor.py)")
     parser.add_argument("--nginx", help="the program")
+    parser.add_argument("--python", help="another Python of the same version, for one more row")
     parser.add_argument("--save", action="store_true", help="keep the results")
     parser.add_argument("--only", help="the name of one router")
     parser.add_argument("--profile", help="write cProfile's statistics of kvferry's router there")
