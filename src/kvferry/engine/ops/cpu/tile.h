@@ -42,6 +42,9 @@ constexpr int KC = 256;       // units of the summed dimension in one pass: a pa
 constexpr int LDA = KC + 16;  // row stride of A in units: no power of two, or all rows fall into one cache set
 constexpr int AMX_ROWS = 16, AMX_UNITS = 16;  // of a tile register
 constexpr int MOST_ROWS = HAS_AMX ? 2 * AMX_ROWS : MR;
+// How far ahead of the first tile its panel is fetched, in units. On an Intel Xeon (Sapphire Rapids) 8 KB gave a third
+// more bytes a second than a whole pass; on an AMD EPYC only a whole pass was measured.
+constexpr int AHEAD = HAS_AMX ? 2048 : KC * NR;
 constexpr float INF = INFINITY, LOG2E = 1.44269504f;
 
 int threads = 1;
@@ -165,6 +168,9 @@ struct Product {
     int64_t next_step = 0;
 };
 
+// Where there is AMX: into the L2 cache, as the L1 has no room for what other tiles wait for
+inline void fetch_weight(const int32_t* line) { __builtin_prefetch(line, 0, HAS_AMX ? 2 : 3); }
+
 // c (+)= a * b. Without fetching ahead, waiting for memory and computing would take turns: that costs up to half of
 // the time of a linear layer at 8 to 32 rows.
 template <class T, int ROWS> void multiply(Product p) {
@@ -173,8 +179,8 @@ template <class T, int ROWS> void multiply(Product p) {
         for (int h = 0; h < 2; ++h) sum[r][h] = p.accumulate ? load<vec>(p.c + r * p.c_stride + h * VL) : vec{};
     for (int64_t k = 0; k < p.units; ++k) {
         const ivec b0 = load<ivec>(p.b + k * NR), b1 = load<ivec>(p.b + k * NR + VL);
-        __builtin_prefetch(p.next + k * p.next_step);
-        __builtin_prefetch(p.next + k * p.next_step + p.next_step / 2);
+        fetch_weight(p.next + k * p.next_step);
+        fetch_weight(p.next + k * p.next_step + p.next_step / 2);
 #pragma GCC unroll 12
         for (int r = 0; r < ROWS; ++r) {
             const ivec a = ivec{} + p.a[r * LDA + k];
@@ -244,7 +250,7 @@ template <int PAIRS> void multiply_amx(const Product& p) {
         }
     }
     for (int64_t k = 0; k < p.units; k += AMX_UNITS) {
-        for (int64_t line = 0; line < p.next_step; ++line) __builtin_prefetch(p.next + k * p.next_step + line * 16);
+        for (int64_t line = 0; line < p.next_step; ++line) fetch_weight(p.next + k * p.next_step + line * 16);
         _tile_loadd(6, p.b + k * NR, B);
         _tile_loadd(7, p.b + k * NR + VL, B);
         _tile_loadd(4, p.a + k, A);
