@@ -67,15 +67,16 @@ template <class T> struct Weight {
     void multiply_panel(int64_t panel, const Tiles& tiles, const int32_t* a, float* sums) const {
         const auto* b = packed + panel * units * NR;
         for (int64_t pass = 0; pass < passes; ++pass) {
-            const int64_t depth = depth_of(pass), ahead = tiles.count == 1 ? std::min<int64_t>(AHEAD, depth * NR) : depth * NR;
+            const int64_t depth = depth_of(pass), share = depth * NR;
+            const int64_t ahead = tiles.count > 1 ? share : std::min<int64_t>(share, amx ? AHEAD_OF_TILES : AHEAD);
             for (int64_t tile = 0; tile < tiles.count; ++tile) {
                 const int64_t top = tiles.start(tile);
                 // several tiles share out the fetching of the next pass, which follows this one in memory
                 const Product product{a + (pass * tiles.rows + top) * LDA, b, depth, sums + top * NR, NR, pass > 0,
-                                      b + ahead + depth * NR * tile / tiles.count, NR / tiles.count};
+                                      b + ahead + share * tile / tiles.count, NR / tiles.count};
                 multiply_rows<T>(tiles.height(tile), product, amx);
             }
-            b += depth * NR;
+            b += share;
         }
     }
 };
