@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -20,6 +21,7 @@ from kvferry.core.transfer_config import KVTransferConfig
 from kvferry.engine.async_engine import AsyncEngine
 from kvferry.engine.config import EngineConfig
 from kvferry.engine.engine import Engine
+from kvferry.router.protocols.choose import can_pair
 
 
 @asynccontextmanager
@@ -61,6 +63,20 @@ async def test_it_tells_routers_how_it_hands_off(model_maker: Any, connector: st
         about = msgspec.json.decode(msgspec.json.encode(engine.describe()), type=InstanceFacts)
         assert about.tickets == told
         assert about.has_part("decode") is (connector is not None)
+
+
+@pytest.mark.parametrize(("connector", "fits"), [("KVStoreConnector", True), ("P2pConnector", False)])
+async def test_a_router_pairs_it_with_who_reads_its_tickets(
+    model_maker: Any, tmp_path: Path, connector: str, fits: bool
+) -> None:
+    async def facts(connector: str, folder: str) -> InstanceFacts:
+        extra = {"store": f"file:{tmp_path / folder}"} if connector == "KVStoreConnector" else {}
+        transfer = KVTransferConfig(kv_connector=connector, kv_connector_extra_config=extra)
+        async with serving(model_maker("llama"), transfer) as engine:
+            return msgspec.json.decode(msgspec.json.encode(engine.describe()), type=InstanceFacts)
+
+    prefill, decode = await facts("KVStoreConnector", "here"), await facts(connector, "there")
+    assert can_pair(prefill, decode) is can_pair(decode, prefill) is fits
 
 
 async def test_leaving_early_frees_the_blocks(model_maker: Any) -> None:

@@ -135,6 +135,12 @@ class KVStore(ABC):
         """Raise `ConfigError` if this machine does not have what the store needs. Called at start, before there is a
         layout. A server that does not answer is no error: it may be started later."""
 
+    @classmethod
+    def shared_name(cls, location: str, options: Any) -> str:
+        """What is the same on all instances that share the store, as far as settings and machine tell. Not its address:
+        one server or directory may have several names."""
+        return f"{cls.__module__}:{cls.__qualname__}"
+
     # Blocks.
 
     async def open(self) -> None:

@@ -81,6 +81,10 @@ class FileStore(KVStore):
         root = path_of(location)
         _make_folder(root, root, ACCESS[options.access])
 
+    @classmethod
+    def shared_name(cls, location: str, options: Any) -> str:
+        return "file"
+
     async def open(self) -> None:
         """Make the directory of this layout. Raises `ConfigError` if that fails."""
         await self._threads.ask(lambda: _make_folder(self._folder, self.root, self._access))

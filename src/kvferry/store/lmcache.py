@@ -99,6 +99,11 @@ class LMCacheStore(KVStore):
         """The location has a host and a port."""
         _address_of(location)
 
+    @classmethod
+    def shared_name(cls, location: str, options: LMCacheOptions) -> str:
+        """With `max_bytes`, on which it depends where a block is."""
+        return f"lmcache of {options.max_bytes} bytes"
+
     async def open(self) -> None:
         """Does nothing: the store connects when it is first used, and again when that is needed."""
 

@@ -21,7 +21,7 @@ from kvferry.core.block_hash import BlockHash
 from kvferry.core.errors import ConfigError
 from kvferry.core.layout import KVLayout
 from kvferry.core.units import format_bytes, parse_bytes
-from kvferry.store.arena import Arena
+from kvferry.store.arena import Arena, meeting_id
 from kvferry.store.base import Block, KVStore, Put, Read, StoreOptions, StoreThreads, require_short_note
 from kvferry.store.copying import copy_bytes
 from kvferry.store.memory_index import ArenaSlot, MemoryIndex, table_bytes
@@ -81,6 +81,11 @@ class MemoryStore(KVStore):
         there = psutil.virtual_memory().total + psutil.swap_memory().total
         if location and _size_of(location) > there:
             raise ConfigError(f"store memory:{location}: this machine has {format_bytes(there)}")
+
+    @classmethod
+    def shared_name(cls, location: str, options: Any) -> str:
+        size = f"{options.num_blocks} blocks" if options.num_blocks else f"{_size_of(location)} bytes"
+        return f"memory {options.name} of {size} on {meeting_id()}"
 
     @property
     def num_slots(self) -> int:

@@ -84,6 +84,10 @@ class MooncakeStore(KVStore):
             raise ConfigError(f"store mooncake:{location}: name the master as in mooncake://host:50051")
         require_library("store mooncake", "mooncake-transfer-engine", "mooncake", ["mooncake.store"])
 
+    @classmethod
+    def shared_name(cls, location: str, options: Any) -> str:
+        return "mooncake"
+
     async def open(self) -> None:
         """Connect. Raises `StoreError` if the master does not answer."""
         await self._threads.ask(self._join)

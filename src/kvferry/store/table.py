@@ -86,6 +86,18 @@ def layout_kept_by(specs: Sequence[StoreSpec], layout: KVLayout) -> KVLayout:
     return msgspec.structs.replace(layout, model_fingerprint=f"{layout.model_fingerprint} by {'+'.join(lossy)}")
 
 
+def ways_to_hand_off(specs: Sequence[StoreSpec], layout: KVLayout) -> list[str]:
+    """One for each shared tier: through its blocks, with a marker in the last one. Two instances with none in common
+    cannot hand off to each other; those that have one may still name different servers or directories."""
+    shared = [spec for spec in specs if spec.kind.is_shared]
+    names = [spec.kind.shared_name(spec.url.location, spec.options) for spec in shared]
+    kept = layout_kept_by(specs, layout).fingerprint()
+    return [
+        f"marker in {names[-1]}, blocks in {name} with codec {spec.options.codec} and layout {kept}"
+        for name, spec in zip(names, shared, strict=True)
+    ]
+
+
 def _check_common(url: StoreUrl, options: StoreOptions) -> None:
     codec_class(options.codec)
     eviction = getattr(options, "eviction", None)

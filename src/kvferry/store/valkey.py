@@ -54,6 +54,11 @@ class ValkeyStore(KVStore):
         """The location is a host and port, or the path of a socket."""
         make_pool(location, options, tls=cls.tls)
 
+    @classmethod
+    def shared_name(cls, location: str, options: Any) -> str:
+        """With TLS or without, over a network or a socket."""
+        return "valkey"
+
     async def open(self) -> None:
         """Does nothing: the store connects when it is first used, and again when that is needed."""
 

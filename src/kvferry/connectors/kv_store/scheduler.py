@@ -52,7 +52,7 @@ from kvferry.core.kept import TierShare
 from kvferry.core.sharding import on_rank
 from kvferry.core.ticket_seal import TicketSealer
 from kvferry.store.base import part_of
-from kvferry.store.table import MAX_TIERS
+from kvferry.store.table import MAX_TIERS, ways_to_hand_off
 from kvferry.store.tiers import TieredStore
 
 log = logging.getLogger(__name__)
@@ -102,6 +102,7 @@ class KVStoreSchedulerSide(SchedulerSide[StorePlan]):
         has_layers = all(spec.kind.has_layers for spec in specs)
         self._choice = LoadChoice(self._settings, context, has_layers=has_layers)
         self._is_shared = any(spec.kind.is_shared for spec in specs)
+        self._kinds = tuple(f"store: {way}" for way in ways_to_hand_off(specs, context.layout))
         self._sealer = TicketSealer(context.auth_token, context.clock)
         self._work = StoreWork()
         self._known: dict[str, _Known] = {}
@@ -118,8 +119,7 @@ class KVStoreSchedulerSide(SchedulerSide[StorePlan]):
 
     def tickets(self) -> TicketKinds:
         """Those whose marker lies in a store; none, if other instances do not see this store."""
-        kinds = ("store",) if self._is_shared else ()
-        return TicketKinds(writes=kinds, reads=kinds)
+        return TicketKinds(writes=self._kinds, reads=self._kinds)
 
     # Admission.
 
