@@ -232,13 +232,19 @@ def test_nothing_is_loaded_first(more: list[str], told: str, blocked: TorchBlock
     require_told(blocked, ["serve", TINY, "--port", "0", *more], told)
 
 
+CACHE = {"kv_connector": "OffloadingConnector", "kv_role": "kv_producer"}
+
+
+@pytest.mark.parametrize("within", [False, True])
 @pytest.mark.parametrize(("role", "fits"), [("kv_producer", False), ("kv_consumer", True), ("kv_both", True)])
 def test_what_an_instance_registers_for_it_can_do(
-    role: str, fits: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    role: str, fits: bool, within: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("KVFERRY_AUTH_TOKEN", "fleet")
     monkeypatch.setattr(common, "RUN_INSTANCE", "nowhere:run")
-    transfer = json.dumps({"kv_connector": "P2pConnector", "kv_role": role})
+    one = {"kv_connector": "P2pConnector", "kv_role": role}
+    several = {"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": [CACHE, one]}}
+    transfer = json.dumps(several if within else one)
     assert main(["serve", TINY, "--port=0", "--register=http://127.0.0.1:9", "--kv-transfer-config", transfer]) == 2
     refused = "--register: the instance registers for decode, but --kv-transfer-config gives it kv_role kv_producer"
     assert (refused not in capsys.readouterr().err) is fits

@@ -148,7 +148,7 @@ async def test_each_prefill_hands_off_to_the_decode_that_can_read_its_kv(policy:
         (
             {"connector": "Mine", "tickets": {"writes": [], "reads": []}},
             {},
-            "prefill-0 .* takes no part in hand-offs: its Mine keeps KV for itself only",
+            "prefill-0 .* takes no part in hand-offs: its Mine writes no tickets",
         ),
         ({"tickets": {"writes": ["a"]}}, {"tickets": {"reads": ["b"]}}, "not paired: .* of kind a, .* reads b"),
     ],

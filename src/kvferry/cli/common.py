@@ -178,7 +178,7 @@ def run_engine(
         ca=instance.register_ca,
     )
     if registrar is not None and transfer is not None:
-        require_registrable(transfer.kv_role, registrar.role)
+        require_registrable(transfer, registrar.role)
     with without_collections():
         run_instance = resolve(RUN_INSTANCE)
     with reporting(role if role != "both" else "engine", ready_fd, log) as reporter:

@@ -26,7 +26,7 @@ import msgspec
 from kvferry.core.block_hash import BlockHash
 from kvferry.core.clock import SYSTEM_CLOCK, Clock
 from kvferry.core.errors import KvferryError
-from kvferry.core.hand_off import HandOff, PrefillResult
+from kvferry.core.hand_off import HandOff, PrefillResult, Ticket
 from kvferry.core.instance_facts import TicketKinds
 from kvferry.core.kept import TierShare
 from kvferry.core.layout import KVLayout
@@ -300,8 +300,14 @@ class SchedulerSide(ABC, Generic[Plan]):
 
     def tickets(self) -> TicketKinds:
         """The kinds of tickets that it writes and reads: words of its own, the same on both sides. A router then forms
-        no pair of instances that have none in common."""
+        no pair of instances that have none in common. Writes none if the `kv_role` does not produce, and reads none if
+        it does not consume."""
         return TicketKinds()
+
+    def reads(self, ticket: Ticket) -> bool:
+        """Whether a ticket is of a kind that it reads. `MultiConnector` asks the connector that hands off, and if that
+        one says no, the others of which `tickets` names what they read."""
+        return True
 
     def address_seal(self) -> str:
         """For `Ticket.remote_address_seal`, which shows peers that a ticket made by a router has addresses of this

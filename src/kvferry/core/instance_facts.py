@@ -49,6 +49,10 @@ class TicketKinds(msgspec.Struct, frozen=True, kw_only=True):
     writes: tuple[str, ...] | None = None
     reads: tuple[str, ...] | None = None
 
+    def within(self, *, produces: bool, consumes: bool) -> TicketKinds:
+        """Without what a `kv_role` excludes."""
+        return TicketKinds(writes=self.writes if produces else (), reads=self.reads if consumes else ())
+
     def fit(self, theirs: TicketKinds) -> bool:
         """Whether D, which has `theirs`, reads a kind that is written here, as far as both say."""
         return self.writes is None or theirs.reads is None or not set(self.writes).isdisjoint(theirs.reads)

@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from kvferry.connectors.multi.settings import child_configs, handing_off
 from kvferry.connectors.registry import find_connector
 from kvferry.core.errors import ConfigError
 from kvferry.core.registration import Role
@@ -33,9 +34,19 @@ def require_kv_role(given: str, role: InstanceRole) -> None:
         )
 
 
-def require_registrable(given: str, role: Role) -> None:
-    """Raise `ConfigError` if an instance with this `kv_role` cannot do what it registers for."""
-    if given not in ("kv_both", kv_role(role)):
+def hand_off_role(config: KVTransferConfig) -> str:
+    """The `kv_role` of the connector that hands off: the only one, or one of several. Raises `ConfigError`."""
+    if config.kv_connector != "MultiConnector" or config.kv_connector_module_path is not None:
+        return config.kv_role
+    children = child_configs(config)
+    return children[handing_off(children) or 0].kv_role
+
+
+def require_registrable(config: KVTransferConfig, role: Role) -> None:
+    """Raise `ConfigError` if the `kv_role` of an instance, or of the connector in it that hands off, keeps it from what
+    it registers for."""
+    given = next((one for one in (config.kv_role, hand_off_role(config)) if one not in ("kv_both", kv_role(role))), "")
+    if given:
         other = "prefill" if role == "decode" else "decode"
         raise ConfigError(
             f"--register: the instance registers for {role}, but --kv-transfer-config gives it kv_role {given}; leave"

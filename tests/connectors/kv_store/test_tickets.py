@@ -11,14 +11,15 @@ from kvferry.connectors.api import ConnectorContext
 from kvferry.connectors.kv_store.scheduler import KVStoreSchedulerSide
 from kvferry.core.instance_facts import TicketKinds
 from kvferry.core.layout import KVLayout
-from kvferry.core.transfer_config import KVTransferConfig
+from kvferry.core.transfer_config import KVRole, KVTransferConfig
 from kvferry.store import memory
 
 FILE, VALKEY, MEMORY = "file:/kv", "valkey://a:1", "memory:8MiB"
 
 
-def kinds(store: str | list[str], layout: KVLayout | None = None) -> TicketKinds:
-    config = KVTransferConfig(kv_connector="KVStoreConnector", kv_connector_extra_config={"store": store})
+def kinds(store: str | list[str], layout: KVLayout | None = None, role: KVRole = "kv_both") -> TicketKinds:
+    extra = {"store": store}
+    config = KVTransferConfig(kv_connector="KVStoreConnector", kv_role=role, kv_connector_extra_config=extra)
     side = KVStoreSchedulerSide(ConnectorContext(config, layout or make_layout(num_layers=2), "secret"))
     side.close()
     return side.tickets()
@@ -73,3 +74,9 @@ def test_memory_is_of_one_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_store_that_nobody_shares_hands_nothing_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend("examples")
     assert kinds("dict_store:DictStore") == TicketKinds(writes=(), reads=())
+
+
+def test_a_role_writes_or_reads() -> None:
+    both, producer, consumer = (kinds(FILE, role=role) for role in ("kv_both", "kv_producer", "kv_consumer"))
+    assert producer == TicketKinds(writes=both.writes, reads=())
+    assert consumer == TicketKinds(writes=(), reads=both.reads)

@@ -17,7 +17,7 @@ from kvferry.connectors.kv_store.load_policy import LoadPolicy
 from kvferry.connectors.multi.settings import child_configs
 from kvferry.connectors.registry import find_connector
 from kvferry.core.errors import ConfigError, ConnectorLost, LeakError, StoreError
-from kvferry.core.hand_off import Consume, Produce, parse_hand_off
+from kvferry.core.hand_off import Consume, Produce, Ticket, parse_hand_off
 from kvferry.core.instance_facts import TicketKinds
 from kvferry.core.transfer_config import KVTransferConfig
 
@@ -173,6 +173,47 @@ def test_the_tickets_that_it_writes_are_of_one_and_those_that_it_reads_of_all(
         "kv_connector_extra_config": {"folder": str(tmp_path)},
     }
     assert kinds(store, folder) == TicketKinds()
+
+
+@pytest.mark.parametrize(
+    ("of_all", "of_one", "writes", "reads"),
+    [
+        ("kv_producer", {}, ("p2p",), ()),
+        ("kv_consumer", {}, (), ("p2p", "store")),
+        ("kv_both", {"kv_role": "kv_producer"}, ("p2p",), ("store",)),
+        ("kv_both", {"kv_role": "kv_consumer"}, (), ("p2p", "store")),
+    ],
+)
+def test_its_tickets_are_those_that_roles_allow(
+    make: MakeEngine, tmp_path: Path, of_all: str, of_one: dict[str, Any], writes: tuple[str], reads: tuple[str]
+) -> None:
+    kinds = make(of_all, HAND_OFF | of_one, storage(tmp_path)).scheduler.tickets()
+    assert kinds.writes == writes
+    assert tuple(one.partition(":")[0] for one in kinds.reads) == reads
+
+
+@pytest.mark.parametrize("order", [1, -1])
+@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize("num_tokens", [len(PROMPT), 3])
+def test_a_ticket_of_a_store_goes_to_the_store(
+    make: MakeEngine, tmp_path: Path, order: int, num_tokens: int, early: bool
+) -> None:
+    """Even of a prompt without a full block; and the marker is removed when something was loaded."""
+    children = [HAND_OFF, storage(tmp_path)][::order]
+    producer = make("kv_producer", storage(tmp_path))
+    consumer = make("kv_consumer", *children, policy="fail")
+    ticket = producer.run(FakeRequest("p", PROMPT[:num_tokens], Produce("t"))).ticket
+    settle(producer, 0)
+    assert ticket is not None
+    decode = consumer.run(consumed(PROMPT[:num_tokens], Ticket(transfer_id="t").to_params() if early else ticket))
+    assert (decode.error, decode.num_computed_here) == (None, num_tokens % 4)
+    assert decode.prefill_result is not None
+    if early or num_tokens > 3:
+        consumer.run_until(lambda: not [*(tmp_path / "notes").glob("*.note")])
+    own = make("kv_producer", *children)
+    beside = own.run(FakeRequest("q", PROMPT, Produce("u")))
+    assert consumer.run(consumed(PROMPT, beside.ticket, "e")).error is None
+    own.run_until(lambda: not own.held)
 
 
 def test_the_one_that_has_the_most_loads(make: MakeEngine, tmp_path: Path) -> None:

@@ -243,13 +243,29 @@ def test_vllms_log_tells_how_far_its_start_is() -> None:
     assert len(told) >= 6
 
 
-@pytest.mark.parametrize("connector", ["P2pConnector", "NixlConnector"])
-def test_what_a_server_registers_for_it_can_do(connector: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("connector", "extra"),
+    [
+        ("P2pConnector", None),
+        ("NixlConnector", None),
+        ("KVStoreConnector", {"store": "file:/kv"}),
+        ("SharedStorageConnector", {"shared_storage_path": "/kv"}),
+        ("MultiConnector", [{"kv_connector": "P2pConnector"}]),
+        ("MultiConnector", [{"kv_connector": "OffloadingConnector"}, {"kv_connector": "P2pConnector"}]),
+    ],
+)
+def test_what_a_server_registers_for_it_can_do(connector: str, extra: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that is alone registers for decode."""
     monkeypatch.setenv("KVFERRY_AUTH_TOKEN", "fleet")
 
     def alone(kv_role: str, *register: str) -> ProcessSpec:
-        one = fleet(0, 0, {"kv_connector": connector, "kv_role": kv_role})
+        transfer: dict[str, Any] = {"kv_connector": connector, "kv_role": kv_role}
+        if isinstance(extra, list):
+            parts = [*extra[:-1], {**extra[-1], "kv_role": kv_role}]
+            transfer = {"kv_connector": connector, "kv_connector_extra_config": {"connectors": parts}}
+        elif extra:
+            transfer["kv_connector_extra_config"] = extra
+        one = fleet(0, 0, transfer)
         (found,) = replace(one, instance=replace(one.instance, register=register)).plan().instances
         return found
 

@@ -119,7 +119,12 @@ class KVStoreSchedulerSide(SchedulerSide[StorePlan]):
 
     def tickets(self) -> TicketKinds:
         """Those whose marker lies in a store; none, if other instances do not see this store."""
-        return TicketKinds(writes=self._kinds, reads=self._kinds)
+        kinds = TicketKinds(writes=self._kinds, reads=self._kinds)
+        return kinds.within(produces=self._config.produces, consumes=self._config.consumes)
+
+    def reads(self, ticket: Ticket) -> bool:
+        """Those without an address, if it can find markers."""
+        return not ticket.has_address and self._is_shared and self._config.consumes
 
     # Admission.
 

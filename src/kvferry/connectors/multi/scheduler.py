@@ -2,7 +2,7 @@
 
 Owns which of them loads for which request, and who of them still keeps the blocks of requests that have ended.
 
-* One of them takes part in hand-offs (`handing_off`).
+* One of them hands off (`handing_off`), and fetches hand-offs, unless it does not read the ticket and another does.
   The others are shown requests without hand-off: they see prompts that they may know, and keep what is computed.
 * The one that has the most loads; of those that have as much, the first. A hand-off that can be had is had: with it
   comes the first token. One that is still looking is waited for `PATIENCE_S` when another has an answer.
@@ -43,7 +43,7 @@ from kvferry.connectors.registry import ConnectorSpec
 from kvferry.core.block_hash import BlockHash
 from kvferry.core.closing import close_all
 from kvferry.core.errors import ChildLost, KvferryError, LeakError
-from kvferry.core.hand_off import HandOff, PrefillResult, Produce
+from kvferry.core.hand_off import Consume, HandOff, PrefillResult, Produce
 from kvferry.core.instance_facts import TicketKinds
 from kvferry.core.kept import TierShare
 
@@ -107,10 +107,11 @@ class MultiSchedulerSide(SchedulerSide[MultiPlan]):
 
     def __init__(self, context: ConnectorContext) -> None:
         super().__init__(context)
-        self._clock = context.clock
+        self._clock, self._config = context.clock, context.config
         children = read_children(context)
         self._children = [spec.build_scheduler_side(own) for spec, own in children]
-        hands_off = handing_off([own.config for _, own in children])
+        self._configs = [own.config for _, own in children]
+        hands_off = handing_off(self._configs)
         self.hands_off, self._hands_off = hands_off is not None, hands_off or 0
         self._chosen: dict[str, int] = {}
         self._loads: dict[str, int] = {}
@@ -130,17 +131,18 @@ class MultiSchedulerSide(SchedulerSide[MultiPlan]):
                 self._try(index, partial(child.arrived, self._seen(index, request)), None)
 
     def refusal(self, request: RequestView) -> KvferryError | None:
-        """Of the one that takes part in hand-offs."""
-        return self._children[self._hands_off].refusal(request)
+        """Of the one that takes part in the hand-off."""
+        return self._children[self._takes_part(request.hand_off)].refusal(request)
 
     def match(self, request: RequestView, num_computed_tokens: int) -> Match:
         """The most that one of them has."""
         matches = [self._match(index, request, num_computed_tokens) for index in range(len(self._children))]
-        own = matches[self._hands_off]
+        takes_part = self._takes_part(request.hand_off)
+        own = matches[takes_part]
         if request.hand_off is not None and isinstance(own, Pending):
             return own
         if request.hand_off is not None and isinstance(own, Hit):
-            return self._choose(request, self._hands_off, own)
+            return self._choose(request, takes_part, own)
         hits = {index: match for index, match in enumerate(matches) if isinstance(match, Hit)}
         if any(isinstance(match, Pending) for match in matches) and self._is_worth_waiting(request, bool(hits)):
             return Pending()
@@ -278,15 +280,18 @@ class MultiSchedulerSide(SchedulerSide[MultiPlan]):
         return self._children[self._hands_off].address_seal()
 
     def tickets(self) -> TicketKinds:
-        """That one writes them, or, if it writes none, the KV may still be where others find it without. What one of
-        the others would read, it finds by itself, since P has put it there."""
+        """Writes those of the one that hands off. If it writes none, not known: D may find the KV in another's store.
+        Reads those of all."""
         kinds = [child.tickets() for child in self._children]
+        writes = kinds[self._hands_off].writes
+        if not writes and self._configs[self._hands_off].produces:
+            writes = None
         reads = [one.reads for one in kinds if one.reads is not None]
         known = len(reads) == len(kinds)
-        return TicketKinds(
-            writes=kinds[self._hands_off].writes or None,
-            reads=tuple(sorted({kind for one in reads for kind in one})) if known else None,
+        found = TicketKinds(
+            writes=writes, reads=tuple(sorted({kind for one in reads for kind in one})) if known else None
         )
+        return found.within(produces=self._config.produces, consumes=self._config.consumes)
 
     def reset_cache(self) -> bool:
         """All of them."""
@@ -319,10 +324,17 @@ class MultiSchedulerSide(SchedulerSide[MultiPlan]):
         close_all(*(child.close for child in self._children))
 
     def _seen(self, index: int, request: RequestView) -> RequestView:
-        if index == self._hands_off or request.hand_off is None:
+        if request.hand_off is None or index == self._takes_part(request.hand_off):
             return request
         answered = isinstance(request, HasAnswer) and not isinstance(request.hand_off, Produce)
         return _AnsweredWithoutHandOff(request) if answered else _WithoutHandOff(request)
+
+    def _takes_part(self, hand_off: HandOff) -> int:
+        """Who takes part in this hand-off."""
+        if not isinstance(hand_off, Consume) or self._children[self._hands_off].reads(hand_off.ticket):
+            return self._hands_off
+        others = (index for index, child in enumerate(self._children) if child.tickets().reads)
+        return next((index for index in others if self._children[index].reads(hand_off.ticket)), self._hands_off)
 
     def _try(self, index: int, call: Callable[[], Result], otherwise: Result) -> Result:
         """What one of them says; its mistakes are not the others'."""

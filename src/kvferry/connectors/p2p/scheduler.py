@@ -75,7 +75,12 @@ class P2pSchedulerSide(SchedulerSide[P2pPlan]):
 
     def tickets(self) -> TicketKinds:
         """With addresses at which KV is read."""
-        return TicketKinds(writes=("p2p",), reads=("p2p",))
+        kinds = TicketKinds(writes=("p2p",), reads=("p2p",))
+        return kinds.within(produces=self._config.produces, consumes=self._config.consumes)
+
+    def reads(self, ticket: Ticket) -> bool:
+        """Those with an address."""
+        return ticket.has_address
 
     def address_seal(self) -> str:
         """The seal of those addresses and of this engine's id."""

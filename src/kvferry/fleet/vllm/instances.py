@@ -22,7 +22,7 @@ from kvferry.fleet.vllm.environment import VllmEnvironment, find_vllm
 from kvferry.fleet.vllm.ports import free_ports
 from kvferry.fleet.vllm.resources import cpu_memory_arguments, device_variables
 from kvferry.fleet.vllm.start import START
-from kvferry.fleet.vllm.transfer import DEFAULT, for_member, has_mooncake, is_ours, read_transfer
+from kvferry.fleet.vllm.transfer import DEFAULT, for_member, has_mooncake, is_ours, read_transfer, require_registrable
 from kvferry.models.catalog import resolve
 
 _KVFERRYS = ("--host", "--port", "--model", "--served-model-name", "--kv-transfer-config")
@@ -86,7 +86,7 @@ class VllmInstances:
         if self.transfer is None:
             return
         try:
-            for_member(self.transfer, role, "", 0)
+            require_registrable(self.transfer, role)
         except ConfigError as error:
             raise ConfigError(f"--register: the server registers for {role}, but {error}") from error
 

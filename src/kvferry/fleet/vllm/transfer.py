@@ -8,8 +8,9 @@ from typing import Any
 
 from kvferry.connectors.registry import connector_names, find_connector
 from kvferry.core.errors import ConfigError, MissingDependency, UnknownName
+from kvferry.core.registration import Role
 from kvferry.core.transfer_config import KVTransferConfig, read_transfer_json
-from kvferry.fleet.transfer import InstanceRole, kv_role, require_kv_role
+from kvferry.fleet.transfer import InstanceRole, hand_off_role, kv_role, require_kv_role
 
 OURS = {name: f"Kvferry{name}" for name in ("P2pConnector", "SharedStorageConnector", "KVStoreConnector")}
 """kvferry's connectors for which vLLM has none of the same name, and their names in vLLM."""
@@ -83,6 +84,22 @@ def is_ours(transfer: dict[str, Any]) -> bool:
 def has_mooncake(transfer: dict[str, Any]) -> bool:
     """Whether a prefill instance has a Mooncake bootstrap server."""
     return bool(transfer["kv_connector"] == "MooncakeConnector")
+
+
+def require_registrable(transfer: dict[str, Any], role: Role) -> None:
+    """Raise `ConfigError` if a `kv_role` keeps a server from what it registers for: that of kvferry's connectors also
+    if they hand off through a store, and of one of several."""
+    for_member(transfer, role, "", 0)
+    extra = transfer.get("kv_connector_extra_config", {})
+    if not transfer["kv_connector"].startswith(_PREFIX) or extra.get("hand_off") is False:
+        return
+    given = transfer.get("kv_role", kv_role(role))
+    require_kv_role(given, role)
+    if transfer["kv_connector"] == _PREFIX + _SEVERAL:
+        own = {key: value for key, value in extra.items() if key not in _ADAPTERS}
+        config = KVTransferConfig(kv_connector=_SEVERAL, kv_role=given, kv_connector_extra_config=own)
+        with suppress(MissingDependency):
+            require_kv_role(hand_off_role(config), role)
 
 
 def for_member(transfer: dict[str, Any], role: InstanceRole, name: str, index: int) -> dict[str, Any]:
