@@ -222,6 +222,20 @@ async def test_what_is_of_no_use_is_released() -> None:
         assert not turns.own
 
 
+@pytest.mark.parametrize(("reads", "fits"), [(["store"], False), (["p2p", "store"], True), (None, True)])
+async def test_what_the_prefill_instance_does_not_read_is_released(reads: list[str] | None, fits: bool) -> None:
+    """P has a store, D a store and P2P."""
+    p = Peer("prefill", ticket, facts={**CONCURRENT, "kv_port": 0, "tickets": {"writes": ["store"], "reads": reads}})
+    d = Peer("decode", keeping, facts={**DECODE, "tickets": {"writes": ["p2p"], "reads": ["p2p", "store"]}})
+    async with instances(p, d), routing([p.url], [d.url], **SETTINGS) as (_, url):
+        for _ in range(2):
+            await post(url)
+        assert ("remote_transfer_id" in told(p)) is fits
+        if not fits:
+            async with asyncio.timeout(30):
+                assert await d.released.get() == "kept-1"
+
+
 async def test_what_an_instance_keeps_that_failed_once_is_not_forgotten() -> None:
     """It may be there all the same; what would not be fetched is released."""
     async with fleet() as (router, url, (p,), d):

@@ -161,12 +161,16 @@ class NextTurns:
         self.keeper_of: Callable[[str], TurnKeeper] = lambda session: own
 
     async def take(self, session: str, prefill: Instance) -> Kept | None:
-        """Where `prefill` fetches the KV of earlier turns; None if there is nothing to fetch."""
+        """Where `prefill` fetches the KV of earlier turns; None if there is nothing that it can fetch."""
         keeper = self.keeper_of(session)
         if not isinstance(prefill.facts, InstanceFacts):
             await keeper.drop(session)
             return None
-        return await keeper.take(session)
+        kept = await keeper.take(session)
+        if kept is None or _fits(kept.decode, prefill.facts):
+            return kept
+        self.release(kept)
+        return None
 
     async def put_back(self, session: str, kept: Kept) -> None:
         """The ticket has not reached the prefill instance that it was taken for: the next one may fetch it, or it is
@@ -228,6 +232,11 @@ def _without_ticket(body: bytes) -> tuple[bytes, bytes | None]:
     if ticket is None:
         return body, None
     return msgspec.json.encode({**fields, HAND_OFF_FIELD: None}), bytes(ticket)
+
+
+def _fits(decode: Instance, prefill: InstanceFacts) -> bool:
+    """Whether P reads what D writes, as far as both say."""
+    return not isinstance(decode.facts, InstanceFacts) or decode.facts.tickets.fit(prefill.tickets)
 
 
 def _is_another(kept: Kept) -> bool:
