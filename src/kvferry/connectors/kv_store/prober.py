@@ -48,12 +48,14 @@ class StoreQuestion:
 class StoreAnswer:
     """`runs`: the blocks that are there, by tier; `marker` is the hand-off's.
 
-    `error`: the store, or the marker, did not answer. `at`: when it was so; monotonic, s.
+    `error`: the store, or the marker, did not answer; `ran_out`: it is the marker that did not come in time, though the
+    store could be asked. `at`: when it was so; monotonic, s.
     """
 
     runs: tuple[Run, ...] = ()
     marker: Marker | None = None
     error: KvferryError | None = None
+    ran_out: bool = False
     at: float = 0.0
 
     @property
@@ -152,7 +154,8 @@ class Prober:
         except TimeoutError:
             answer = StoreAnswer(error=TransferTimeout("the store did not report in time what it has"))
         except KvferryError as error:
-            answer = StoreAnswer(error=error)
+            ran_out = isinstance(error, TransferTimeout) and self._trouble is None
+            answer = StoreAnswer(error=error, ran_out=ran_out)
         except Exception as error:  # the task's outermost edge: the request must hear of it
             log.exception("looking up blocks in the store failed unexpectedly")
             answer = StoreAnswer(error=StoreError(f"looking up blocks in the store failed: {error!r}"))

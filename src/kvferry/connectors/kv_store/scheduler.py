@@ -35,6 +35,7 @@ from kvferry.connectors.api import (
     TransferReport,
 )
 from kvferry.connectors.kv_store.load_choice import LoadChoice
+from kvferry.connectors.kv_store.marker_waits import MarkerWaits
 from kvferry.connectors.kv_store.markers import MARKER_S, Marker, Markers, refusal_of
 from kvferry.connectors.kv_store.plan import FinishedRequest, LoadBlocks, SaveBlocks, StorePlan, StoreWork
 from kvferry.connectors.kv_store.prober import Prober, StoreAnswer, StoreQuestion
@@ -103,6 +104,7 @@ class KVStoreSchedulerSide(SchedulerSide[StorePlan]):
         self._choice = LoadChoice(self._settings, context, has_layers=has_layers)
         self._is_shared = any(spec.kind.is_shared for spec in specs)
         self._kinds = tuple(f"store: {way}" for way in ways_to_hand_off(specs, context.layout))
+        self._waits = MarkerWaits(self._settings.timeout_s)
         self._sealer = TicketSealer(context.auth_token, context.clock)
         self._work = StoreWork()
         self._known: dict[str, _Known] = {}
@@ -192,9 +194,9 @@ class KVStoreSchedulerSide(SchedulerSide[StorePlan]):
     def _ask(self, request: RequestView) -> None:
         if self._prober.is_asked(request.request_id):
             return
-        hand_off = request.hand_off
-        transfer_id = hand_off.ticket.transfer_id if isinstance(hand_off, Consume) else None
-        deadline = self._clock.monotonic() + self._settings.timeout_s
+        ticket = request.hand_off.ticket if isinstance(request.hand_off, Consume) else None
+        transfer_id, wait_s = (None, 0.0) if ticket is None else (ticket.transfer_id, self._waits.longest_s(ticket))
+        deadline = self._clock.monotonic() + wait_s
         self._prober.ask(request.request_id, StoreQuestion(tuple(request.block_hashes), transfer_id, deadline))
 
     def _judge(self, request: RequestView, answer: StoreAnswer, num_computed_tokens: int) -> Match:
@@ -202,6 +204,8 @@ class KVStoreSchedulerSide(SchedulerSide[StorePlan]):
         # What is wanted goes to all tiers again, as each may lack something that another has.
         known.num_kept = 0 if self._is_wanted(request) else answer.num_present
         promised = isinstance(request.hand_off, Consume)
+        if isinstance(request.hand_off, Consume):
+            self._note_marker(request.hand_off.ticket, answer)
         error = answer.error
         if error is None and answer.marker is not known.believed:
             error = refusal_of(answer.marker, request.prompt_token_ids, self._layout)
@@ -219,6 +223,12 @@ class KVStoreSchedulerSide(SchedulerSide[StorePlan]):
         runs = part_of(answer.runs, num_computed_tokens // self._layout.block_size, usable)
         num_rest_tokens = len(request.prompt_token_ids) - usable * self._layout.block_size
         return self._choice.choose(request.request_id, runs, num_rest_tokens, may_compute=not promised)
+
+    def _note_marker(self, ticket: Ticket, answer: StoreAnswer) -> None:
+        if answer.marker is not None:
+            self._waits.came(ticket)
+        elif answer.ran_out:
+            self._waits.ran_out(ticket)
 
     def _result_to_bring(self, request: RequestView, answer: StoreAnswer) -> PrefillResult | None:
         """The marker's result, where the ticket did not bring it."""
