@@ -51,6 +51,42 @@ def test_kernels_for(isa: str) -> None:
     assert " skipped" not in done.stdout.splitlines()[-1], "without the kernels nothing was tested"
 
 
+PRODUCTS = """
+import hashlib
+import torch
+from kvferry.engine.ops.linear import PackedLinear
+
+found = hashlib.sha256()
+for inputs, outputs in ((64, 96), (768, 768), (77, 33), (1030, 130)):
+    weight = torch.randn(outputs, inputs, generator=torch.Generator().manual_seed(inputs)).bfloat16()
+    layer = PackedLinear(weight)
+    for rows in (1, 7, 16, 17, 32, 33, 300):
+        x = torch.randn(rows, inputs, generator=torch.Generator().manual_seed(rows)).bfloat16()
+        found.update(layer(x).float().numpy().tobytes())
+print(found.hexdigest())
+"""
+
+
+@pytest.mark.full
+def test_tile_registers_and_their_emulation_agree_in_every_bit() -> None:
+    """So what the emulation shows on other processors holds for these."""
+    if "amx_bf16" not in abilities():
+        pytest.skip("this processor has no tile registers")
+    digests = [
+        subprocess.run(
+            [sys.executable, "-c", PRODUCTS],
+            env={**os.environ, native.ISA: isa},
+            capture_output=True,
+            text=True,
+            timeout=240,
+            check=True,
+        ).stdout
+        for isa in ("native", "amx-emulated")
+    ]
+    assert len(digests[0]) > 60
+    assert digests[0] == digests[1]
+
+
 def test_an_unknown_one_is_named(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setenv(native.ISA, "avx1024")
     native.library.cache_clear()
