@@ -265,20 +265,22 @@ async def test_another_prefill_is_tried_once(mode: str, failure: Answering) -> N
     assert d.disconnected.is_set() == (mode == "concurrent")
 
 
-def naming(transfer_id: Any) -> Answering:
-    """P: a ticket with this transfer id."""
+def naming(**named: Any) -> Answering:
+    """P: a ticket with this transfer id, or none, and a request id by which D would find another hand-off."""
 
     async def answering(peer: Peer, request: Request, body: Any) -> Response:
-        return JSONResponse({"kv_transfer_params": ticket_for(peer, body) | {"transfer_id": transfer_id}})
+        told = ticket_for(peer, body)
+        del told["transfer_id"]
+        return JSONResponse({"kv_transfer_params": {**told, "remote_request_id": "somebody-elses", **named}})
 
     return answering
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("transfer_id", ["somebody-elses", 7, {}])
-async def test_a_ticket_of_another_hand_off_is_a_fault_of_prefill(mode: str, transfer_id: Any) -> None:
+@pytest.mark.parametrize("named", [{"transfer_id": one} for one in ("somebody-elses", 7, {}, "", None)] + [{}])
+async def test_a_ticket_of_another_hand_off_is_a_fault_of_prefill(mode: str, named: dict[str, Any]) -> None:
     """D could fetch what is meant for another request."""
-    bad, good, d = a_prefill(naming(transfer_id)), a_prefill(), a_decode(answer_once_there_is_a_ticket)
+    bad, good, d = a_prefill(naming(**named)), a_prefill(), a_decode(answer_once_there_is_a_ticket)
     async with (
         instances(bad, good, d),
         routing([bad.url, good.url], [d.url], hand_off=mode) as (_, url),
@@ -296,15 +298,16 @@ async def test_a_ticket_of_another_hand_off_is_a_fault_of_prefill(mode: str, tra
     assert 'leg_errors_total{instance="prefill-0",reason="wrong_ticket",role="prefill"} 1.0' in metrics
 
 
-async def test_a_ticket_without_a_transfer_id_is_as_good() -> None:
-    """As vLLM's NixlConnector writes it."""
-    p, d = a_prefill(naming(None)), a_decode()
-    async with instances(p, d), routing([p.url], [d.url], hand_off="sequential") as (_, url):
+@pytest.mark.parametrize("named", [{"transfer_id": None}, {}])
+async def test_another_engines_ticket_without_a_transfer_id_is_of_the_hand_off_that_it_was_asked_for(
+    named: dict[str, Any],
+) -> None:
+    """vLLM's NixlConnector writes none."""
+    p, d = Peer("prefill", naming(**named)), a_decode()
+    async with instances(p, d), routing([p.url], [d.url]) as (_, url):
         assert (await post(url))[0] == 200
-    assert d.calls[0].body["kv_transfer_params"]["prefill_result"] == {
-        "first_token": 7,
-        "seed": p.calls[0].body["seed"],
-    }
+    asked, (told,) = p.calls[0].body, [call.body["kv_transfer_params"] for call in d.calls]
+    assert told == given(p, asked) | {"remote_request_id": "somebody-elses"}
 
 
 @pytest.mark.parametrize("mode", MODES)

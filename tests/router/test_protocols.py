@@ -37,6 +37,8 @@ async def test_p_then_d_with_the_ticket_and_the_clients_own_body(protocol: str) 
     assert headers["X-Request-Id"] == "abc"
     assert not pair.held
     (asked,), (decoded,) = pair.prefill.calls, pair.decode.calls
+    names = {call.body["kv_transfer_params"]["transfer_id"] for call in (asked, decoded)}  # P's ticket has none
+    assert len(names) == 1
     assert (asked.body["min_tokens"], asked.headers["x-request-id"]) == (1, "abc")
     assert decoded.headers["x-request-id"] == "abc"
     assert "seed" not in asked.body

@@ -442,7 +442,7 @@ class Exchange:
 
     def _take_ticket(self, prefill: Instance, content: bytes, form: Form) -> PrefillDone | PrefillFailed:
         try:
-            params = form.read_ticket(content)
+            params = form.read_ticket(content, from_kvferry=isinstance(prefill.facts, InstanceFacts))
         except ProtocolError as error:
             self._failed(prefill, "wrong_ticket")
             return PrefillFailed(f"the answer of {prefill} cannot be used: {error}")

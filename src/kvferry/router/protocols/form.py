@@ -33,17 +33,27 @@ class Form(msgspec.Struct, frozen=True, kw_only=True):
     prefill_without: tuple[str, ...] = ()
     prefill_headers: RawHeaders = msgspec.field(default_factory=list)
 
-    def read_ticket(self, answer: bytes) -> msgspec.Raw | None:
+    def read_ticket(self, answer: bytes, *, from_kvferry: bool) -> msgspec.Raw | None:
         """D's ticket from P's answer, None if there is none. Raises `msgspec.MsgspecError` if it is not an object, and
-        `ProtocolError` if it is of another hand-off; not every engine writes of which one it is."""
+        `ProtocolError` if it is of another hand-off.
+
+        kvferry's instances (`from_kvferry`) write of which one it is. Other engines need not, and get it written, as D
+        may find a hand-off by other keys of a ticket that has no `transfer_id`.
+        """
         params = _ANSWER.decode(answer).kv_transfer_params
         if self.early_is_all:
             return msgspec.Raw(msgspec.json.encode(self.early))
         if bytes(params) in (b"null", b"{}"):
             return None
-        if _TICKET.decode(params).transfer_id not in (None, self.transfer_id):
+        named = _TICKET.decode(params).transfer_id
+        if named is None and not from_kvferry:
+            return self._with_transfer_id(params)
+        if named != self.transfer_id:
             raise ProtocolError("the ticket is of another hand-off")
         return params
+
+    def _with_transfer_id(self, params: msgspec.Raw) -> msgspec.Raw:
+        return msgspec.Raw(msgspec.json.encode({**_FIELDS.decode(params), "transfer_id": self.transfer_id}))
 
 
 class _PrefillAnswer(msgspec.Struct):
@@ -55,3 +65,4 @@ class _Ticket(msgspec.Struct):
 
 
 _ANSWER, _TICKET = msgspec.json.Decoder(_PrefillAnswer), msgspec.json.Decoder(_Ticket)
+_FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
