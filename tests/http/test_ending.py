@@ -12,6 +12,7 @@ from contextlib import suppress
 import pytest
 
 from kvferry.core.errors import ConfigError
+from kvferry.http import server as http_server
 from kvferry.http.listen import listen
 
 from .running import Handlers, request, running, wire
@@ -85,8 +86,10 @@ async def test_requests_that_do_not_end_are_told_why(by: str) -> None:
             assert json.loads(event)["error"]["code"] == "unavailable"
 
 
-async def test_what_is_to_be_done_last_is_done() -> None:
-    async with running(Handlers(), shutdown_grace_s=600.0) as served:
+@pytest.mark.parametrize("grace", [600.0, 0.0])
+async def test_what_is_to_be_done_last_is_done(grace: float) -> None:
+    """Also where requests have used up the grace period."""
+    async with running(Handlers(), shutdown_grace_s=grace) as served:
         pass
     done: list[str] = []
 
@@ -99,7 +102,10 @@ async def test_what_is_to_be_done_last_is_done() -> None:
 
 
 @pytest.mark.parametrize("by", ["grace", "second signal", "signal before"])
-async def test_what_is_to_be_done_last_has_no_longer_than_requests_have(by: str) -> None:
+async def test_what_is_to_be_done_last_has_no_longer_than_requests_have(
+    by: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_server, "_LAST_S", 0.0)
     async with running(Handlers(), shutdown_grace_s=0.1 if by == "grace" else 600.0) as served:
         pass
     if by == "signal before":
@@ -119,6 +125,37 @@ async def test_what_is_to_be_done_last_has_no_longer_than_requests_have(by: str)
         served.server.abort()
     await ending
     assert cancelled.is_set() == begun.is_set()
+
+
+async def test_who_is_cancelled_while_the_last_is_done_is_cancelled() -> None:
+    async with running(Handlers(), shutdown_grace_s=600.0) as served:
+        pass
+    begun, ended = asyncio.Event(), asyncio.Event()
+
+    async def last() -> None:
+        begun.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+
+    ending = asyncio.create_task(served.server.within_grace(last()))
+    await begun.wait()
+    ending.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await ending
+    assert ended.is_set()
+
+
+async def test_a_fault_in_what_is_done_last_is_heard_of() -> None:
+    async with running(Handlers(), shutdown_grace_s=600.0) as served:
+        pass
+
+    async def last() -> None:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        await served.server.within_grace(last())
 
 
 async def test_a_client_that_does_not_read_does_not_hold_the_end_up() -> None:

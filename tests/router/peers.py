@@ -66,8 +66,8 @@ Answering = Callable[["Peer", Request, Any], Awaitable[Response]]
 @dataclass
 class Peer:
     """One instance. `answering` makes the answer to a completion; `facts` None: GET /kvferry/instance is not there;
-    `vllm`: the version it gives as a vLLM server; `hangs`: GET /health gets no answer; `moved_to`: where other paths
-    are redirected."""
+    `vllm`: the version it gives as a vLLM server; `hangs`: GET /health gets no answer; `release_hangs`: nor does
+    POST /kvferry/release; `moved_to`: where other paths are redirected."""
 
     role: str
     answering: Answering
@@ -76,6 +76,7 @@ class Peer:
     metrics: Callable[[Peer], Awaitable[str]] | None = None
     healthy: bool = True
     hangs: bool = False
+    release_hangs: bool = False
     moved_to: str = ""
     url: str = ""
     calls: list[Call] = field(default_factory=list)
@@ -121,6 +122,8 @@ class Peer:
 
     async def _release(self, request: Request) -> Response:
         self.released.put_nowait((await request.json())["transfer_id"])
+        if self.release_hangs:
+            await _until_gone(request.receive)
         return JSONResponse({"released": True})
 
     async def _health(self, request: Request) -> Response:

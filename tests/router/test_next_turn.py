@@ -236,6 +236,24 @@ async def test_what_the_prefill_instance_does_not_read_is_released(reads: list[s
                 assert await d.released.get() == "kept-1"
 
 
+@pytest.mark.parametrize("whose", ["its own", "a lost worker's"])
+async def test_an_instance_that_hangs_does_not_hold_the_end_up(whose: str, caplog: pytest.LogCaptureFixture) -> None:
+    async with asyncio.timeout(60), fleet(release_timeout_s=3600.0) as (router, url, _, d):
+        d.release_hangs = True
+        if whose == "its own":
+            await post(url)
+            leaving = asyncio.create_task(router.leave())
+            await d.released.get()
+            leaving.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await leaving
+            assert "stopped before all 1 hand-offs kept for next turns were released" in caplog.text
+        else:
+            (instance,) = router.services.pools.decode.instances
+            router.services.releases.start_all([(instance, f"lost-{one}") for one in range(100)])
+            await d.released.get()
+
+
 async def test_what_an_instance_keeps_that_failed_once_is_not_forgotten() -> None:
     """It may be there all the same; what would not be fetched is released."""
     async with fleet() as (router, url, (p,), d):

@@ -40,6 +40,8 @@ OnListening = Callable[[str, int], object]
 
 _CLOSE_S = 5.0
 """Seconds between abort and close."""
+_LAST_S = 2.0
+"""Seconds for what is done last, also where requests have used up the grace period."""
 _TICK_S = 0.25
 _SPARE_FILES = 256
 """Descriptors kept for everything that is not a client's connection; half of them all, where there are few."""
@@ -213,16 +215,18 @@ class HttpServer:
         return self._ending.is_set()
 
     async def within_grace(self, work: Coroutine[Any, Any, object]) -> None:
-        """After `run`: do this last, in what is left of the grace period, and until `abort`."""
+        """After `run`: do this last, in what is left of the grace period but for `_LAST_S` at least, and until `abort`.
+        Raises what `work` raises."""
         doing, aborting = asyncio.ensure_future(work), asyncio.ensure_future(self._aborting.wait())
-        left_s = max(0.0, self._grace_until - self.loop.time())
+        left_s = max(_LAST_S, self._grace_until - self.loop.time())
         try:
             await asyncio.wait([doing, aborting], timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
         finally:
             doing.cancel()
             aborting.cancel()
-        with suppress(asyncio.CancelledError):
-            await doing
+            await asyncio.wait([doing, aborting])
+        if not doing.cancelled():
+            doing.result()
 
     async def _end(self) -> None:
         self._ending.set()

@@ -242,6 +242,7 @@ class Router:
                 finally:
                     for watcher in watchers:
                         watcher.cancel()
+                    services.releases.end()
                     if services.chooser.tracer is not None:
                         await asyncio.to_thread(services.chooser.tracer.close)
         except ExceptionGroup as errors:  # What runs beside raises nothing: it is the one error of who waited here.

@@ -8,6 +8,7 @@ of the same conversation. Owns those tickets; each can be used once, and is rele
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -20,6 +21,8 @@ from kvferry.core.instance_facts import InstanceFacts
 from kvferry.router.instance import Instance, Unasked
 from kvferry.router.legs import HAND_OFF_FIELD
 from kvferry.router.releases import Releases
+
+logger = logging.getLogger(__name__)
 
 _LONGEST_TICKET = 64 * 1024
 _MOST_CONVERSATIONS = 8192
@@ -122,7 +125,16 @@ class KeptTickets:
         """At the end, when no turn comes any more. Returns once all instances have been told."""
         kept = [one for session in list(self._kept) if (one := self._pop(session)) is not None]
         now = self.clock.monotonic()
-        await self._releases.send_all([(one.decode, one.transfer_id) for one in kept if one.until > now])
+        held = [(one.decode, one.transfer_id) for one in kept if one.until > now]
+        try:
+            await self._releases.send_all(held)
+        except asyncio.CancelledError:
+            logger.warning(
+                "stopped before all %d hand-offs kept for next turns were released: the rest end after"
+                " decoder_kv_blocks_ttl",
+                len(held),
+            )
+            raise
 
     def _insert(self, session: str, kept: Kept) -> None:
         self._kept[session] = kept

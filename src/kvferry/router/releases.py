@@ -34,6 +34,7 @@ class Releases:
     def __init__(self, upstream: Upstream, metrics: Metrics, timeout_s: float) -> None:
         self._upstream, self._metrics, self._timeout_s = upstream, metrics, timeout_s
         self._group: asyncio.TaskGroup | None = None
+        self._many: set[asyncio.Task[None]] = set()
         self._num_running = 0
 
     def open(self, group: asyncio.TaskGroup) -> None:
@@ -47,7 +48,14 @@ class Releases:
     def start_all(self, held: Sequence[tuple[Instance, str]]) -> None:
         """As `start` for all of these, a few at a time, as there may be thousands. Returns at once."""
         if self._group is not None:
-            self._group.create_task(self.send_all(held))
+            task = self._group.create_task(self.send_all(held))
+            self._many.add(task)
+            task.add_done_callback(self._many.discard)
+
+    def end(self) -> None:
+        """Give up what `start_all` has not sent yet. A release that is on its way ends by itself, in time."""
+        for task in self._many:
+            task.cancel()
 
     async def send_all(self, held: Sequence[tuple[Instance, str]]) -> None:
         """The same, and wait for it. No instance waits for another."""
