@@ -209,6 +209,19 @@ def test_the_blocks_used_longest_ago_go_first(tmp_path: Path, layout: KVLayout) 
     assert sum(path.stat().st_size for path in tmp_path.rglob("*.kv")) <= 10 * size
 
 
+@pytest.mark.parametrize("eviction", ["lru", "reuse"])
+def test_no_process_remembers_the_files_that_others_removed(tmp_path: Path, layout: KVLayout, eviction: str) -> None:
+    """Where one process writes most and so evicts for all, another sees ever new files, and never too many."""
+    size = FileStore(tmp_path, layout).file_bytes
+    writer, other = (FileStore(tmp_path, layout, max_bytes=10 * size, eviction=eviction) for _ in range(2))
+    room = other.inner._room
+    for index in range(60):
+        writer.put(name_of(index), block_of(layout, index))
+        room.may_pin([], 1.0)  # it looks at the directory
+    assert other.statistics().get("evicted_blocks", 0) == 0
+    assert len(room._policy) == len(list(tmp_path.rglob("*.kv")))
+
+
 def test_a_put_of_what_is_there_counts_as_use(tmp_path: Path, layout: KVLayout) -> None:
     store = FileStore(tmp_path, layout)
     store.put(name_of(1), block_of(layout, 1))

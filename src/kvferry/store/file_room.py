@@ -182,10 +182,15 @@ class FileRoom:
         newest block."""
         with self._look_lock:
             began_s = SYSTEM_CLOCK.wall()  # compared with modification times
+            with self._lock:
+                known = list(self._policy)
             files, pinned = self._scan()
             with self._lock:
                 self._num_unseen = self._num_refused = 0
                 self._pinned_bytes = sum(files[path].num_bytes for path in pinned)
+                for path in known:
+                    if path not in files:  # another process removed it
+                        self._policy.remove(path)
                 self._learn(files, pinned)
             total, num_evicted = sum(files[path].num_bytes for path in files), 0
             if self._max_bytes is not None and total > self._max_bytes:

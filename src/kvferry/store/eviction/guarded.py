@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 from kvferry.store.eviction.base import EvictionPolicy, Key
 from kvferry.store.eviction.lru import Lru
@@ -81,6 +81,10 @@ class GuardedPolicy:
     def __contains__(self, key: Key) -> bool:
         """Whether a block is kept."""
         return key in self._pins
+
+    def __iter__(self) -> Iterator[Key]:
+        """The blocks that are kept, the least recently used first."""
+        return iter(self._pins)
 
     def __len__(self) -> int:
         """How many blocks are kept."""
