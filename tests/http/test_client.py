@@ -182,6 +182,19 @@ async def test_a_pool_is_bounded_and_waiting_for_it_too() -> None:
         client.check()
 
 
+async def test_nothing_is_kept_of_an_origin_without_connections() -> None:
+    """Instances come and go, each with an address of its own, and may still be asked when they were forgotten."""
+    async with running() as served, HttpClient(ClientConfig(idle_s=0.01)) as client, asyncio.timeout(60):
+        assert (await client.ask(served.origin, "GET", "/ok", timeout_s=20))[0] == 200
+        client.forget(served.origin)
+        assert (await client.ask(served.origin, "GET", "/ok", timeout_s=20))[0] == 200
+        with pytest.raises(Unreachable):
+            await client.ask(Origin("127.0.0.1", 1), "GET", "/ok", timeout_s=20)
+        while client.statistics():
+            await asyncio.sleep(0.01)
+        assert (await client.ask(served.origin, "GET", "/ok", timeout_s=20))[0] == 200
+
+
 async def test_a_connection_that_the_instance_closed_is_not_used_again() -> None:
     handlers = Handlers()
     async with running(handlers) as served, HttpClient() as client:

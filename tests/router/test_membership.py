@@ -418,6 +418,15 @@ async def test_metrics_are_of_the_instances_that_are_here_and_may_be_given_reque
         assert "decode-1" in text
 
 
+async def test_what_was_counted_of_an_instance_goes_with_it_though_nobody_asks_for_metrics() -> None:
+    async with routing([], ["http://127.0.0.1:9/one", "http://127.0.0.1:9/two"]) as (router, _):
+        metrics, first = router.services.metrics, router.services.pools.decode.instances[0]
+        router.membership.remove("decode-0", force=True)
+        metrics.leg_failed(first, "lost")  # of a request that was under way
+        metrics.events_heard(first, 3)
+        await holds(lambda: not (metrics._counted or metrics._errors._metrics or metrics._events._metrics))
+
+
 def test_addresses_are_hidden_until_long_after_the_instance_has_left() -> None:
     clock, pools = ManualClock(), Pools(RolePool("prefill", []), RolePool("decode", []))
     relay = Relay(pools, clock)

@@ -121,7 +121,7 @@ def _find_library(found: asyncio.Future[ctypes.PyDLL | None]) -> None:
 
 
 class HttpClient:
-    """An asynchronous context manager; used on one event loop. Owns a `Pool` for each origin."""
+    """An asynchronous context manager; used on one event loop. Owns a `Pool` for each origin that is in use."""
 
     def __init__(self, config: ClientConfig | None = None, tls: ssl.SSLContext | None = None) -> None:
         self._config = config or ClientConfig()
@@ -264,8 +264,10 @@ class HttpClient:
     def _tick(self) -> None:
         loop = asyncio.get_running_loop()
         now = loop.time()
-        for pool in self._pools.values():
+        for origin, pool in tuple(self._pools.items()):
             pool.tick(now)
+            if pool.is_unused(now):  # a late look at an instance that was forgotten has made it again
+                self.forget(origin)
         self._ticking = loop.call_later(_TICK_S, self._tick)
 
     def statistics(self) -> dict[str, int]:

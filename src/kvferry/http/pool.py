@@ -38,6 +38,8 @@ class Pool:
         self._num_connecting = 0
         self._waiting: deque[asyncio.Future[None]] = deque()
         self._closed = False
+        self._used_at = self._loop.time()
+        """When a connection was last made, given up or lost."""
 
     def take_free(self) -> ClientConnection | None:
         """A free connection, the most recently used first."""
@@ -95,6 +97,7 @@ class Pool:
             raise
         finally:
             self._num_connecting -= 1
+            self._used_at = self._loop.time()
             self._next()
         connection.on_lost = self.discard
         if self._closed:
@@ -115,6 +118,7 @@ class Pool:
     def discard(self, connection: ClientConnection) -> None:
         """The connection is gone, or cannot be used again."""
         self._open.discard(connection)
+        self._used_at = self._loop.time()
         if connection in self._free:
             self._free.remove(connection)
         self._next()
@@ -134,6 +138,10 @@ class Pool:
             oldest = self._free.popleft()
             oldest.close()
             self.discard(oldest)
+
+    def is_unused(self, now: float) -> bool:
+        """Whether it has had no connection for as long as free ones are kept, and nobody waits for one."""
+        return not (self._open or self._num_connecting or self._waiting) and now - self._used_at > self._idle_s
 
     def close(self) -> None:
         """Close all of them."""

@@ -55,6 +55,7 @@ class EventFeeds:
                 del self._tasks[instance]
                 self._index.cleared(instance)
         self._index.keep_only(self._instances)
+        self._metrics.keep_only(self._instances)  # not only when somebody asks for them
         for instance, address in wanted.items():
             if instance not in self._tasks:
                 self._tasks[instance] = (address, group.create_task(self._follow(instance, address)))

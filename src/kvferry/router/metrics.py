@@ -140,15 +140,19 @@ class Metrics:
         """Everything in Prometheus' text format; metrics by instance only for `instances`, which are those that there
         are."""
         here = list(instances)
+        self.keep_only(here)
         self._in_flight.clear()
         self._alive.clear()
         for instance in here:
             self._in_flight.labels(instance.role, instance.name).set(instance.in_flight)
             self._alive.labels(instance.role, instance.name).set(instance.usable)
-        for name in self._counted.keys() - {one.name for one in here}:
+        return generate_latest(self._registry)
+
+    def keep_only(self, instances: Iterable[Instance]) -> None:
+        """Forget what was counted of all other instances."""
+        for name in self._counted.keys() - {one.name for one in instances}:
             for counter, labels in self._counted.pop(name):
                 counter.remove(*labels)
-        return generate_latest(self._registry)
 
     def _count(self, counter: Counter, instance: Instance, number: int, *more: str) -> None:
         labels = (instance.role, instance.name, *more)
