@@ -1,0 +1,18 @@
+"""What the `kvferry` script calls. It imports nothing of kvferry's by itself: importing the command line takes about a
+second, and Ctrl-C in that second is to end the process without a traceback."""
+
+from __future__ import annotations
+
+import signal
+
+
+def main() -> int:
+    """Run the command line of this process; returns the exit code."""
+    is_default = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if is_default:  # and not ignored, as under nohup
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    from kvferry.cli.main import main as run
+
+    if is_default:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    return run()
