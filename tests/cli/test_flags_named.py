@@ -1,4 +1,4 @@
-"""Every flag that an error, a docstring or a page names is there to be given."""
+"""Flags that errors, docstrings and pages name can be given, and files that pages name are there."""
 
 from __future__ import annotations
 
@@ -66,6 +66,16 @@ def test_modules_name_flags_that_exist(path: Path) -> None:
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
 def test_pages_name_flags_that_exist(path: Path) -> None:
     assert not named(path.read_text()) - known()
+
+
+PLACES = ["", "src/kvferry", "src/kvferry/transport", "src/kvferry/router", "tests"]
+"""What the files that pages name are relative to."""
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_pages_name_files_that_exist(path: Path) -> None:
+    names = re.findall(r"`((?:[a-z_]+/)+[a-z_0-9]+\.(?:py|cpp|sh))`", path.read_text())
+    assert not [one for one in names if not any((ROOT / place / one).is_file() for place in PLACES)]
 
 
 def test_the_search_finds_what_is_not_there() -> None:
