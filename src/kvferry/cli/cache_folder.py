@@ -25,7 +25,10 @@ from kvferry.store.table import BUILTIN
 Folder = Annotated[
     Path, Parameter(help="The store: its directory, or file:/directory.", converter=lambda _, t: _path(t[0].value))
 ]
-Prefix = Annotated[str, Parameter(help="Hexadecimal beginnings of block hashes; all blocks if none is given.")]
+Prefix = Annotated[
+    str,
+    Parameter(help="Beginning of block hashes, in hexadecimal; all blocks if none is given.", show_default=False),
+]
 Json = Annotated[bool, Parameter(help="Print JSON instead of a table.", negative=())]
 
 

@@ -37,6 +37,7 @@ def simulate(
         Parameter(
             consume_multiple=True,
             negative=(),
+            show_default=" ".join,
             help="Sizes of the cache in tokens, such as 500k or 3M; one or several.",
         ),
     ] = DEFAULT_CAPACITIES,
@@ -45,6 +46,7 @@ def simulate(
         Parameter(
             consume_multiple=True,
             negative=(),
+            show_default=False,
             help="Eviction policies by name, or module:Class; all that have a name if none is given.",
         ),
     ] = (),

@@ -48,7 +48,7 @@ class Warm:
     model: str | None = None
     """Without --url: the model of an engine that is started for this, and stopped afterwards."""
 
-    store: tuple[str, ...] = ()
+    store: Annotated[tuple[str, ...], Parameter(negative_iterable=(), show_default=False)] = ()
     """With --model: where to keep the KV, such as file:/path; repeat it for tiers, the fastest first."""
 
     kv_transfer_config: str | None = None

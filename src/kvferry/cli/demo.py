@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from kvferry.cli.checks import check_before_start
 from kvferry.cli.common import END_MARGIN_S, LOG, LogFlags
 from kvferry.cli.flags import complete
 from kvferry.core.errors import KvferryError, Unavailable
@@ -101,6 +102,7 @@ def demo(
         listen=Listen(port=port),
         log=logs,
     )
+    check_before_start(fleet.engine, fleet.choice, fleet.listen, fleet.access)
     return asyncio.run(_run(fleet, console, keep))
 
 

@@ -70,13 +70,13 @@ def complete(config: type[T], flags: Any, **more: Any) -> T:
 
 
 def _parameter(one: Field[Any], text: str) -> Parameter:
-    # No --empty-… for lists, and no "default: ()": an empty list is what not giving the flag means.
+    # No --empty-… for lists. No "default: ()" and "default: None": they are what not giving the flag means.
     alias = one.metadata.get("alias")
     return Parameter(
         help=text,
         alias=None if alias is None else f"--{alias}",
         negative_iterable=(),
-        show_default=one.default != (),
+        show_default=one.default not in ((), None),
     )
 
 

@@ -28,6 +28,10 @@ Role = Literal["prefill", "decode"]
 _PATH = "/kvferry/instances"
 _ASK_S = 10.0
 _LOOK_AGAIN_S = 0.5
+_KEY = (
+    "this needs an operator's key: set KVFERRY_AUTH_TOKEN to that of the router, or give --admin-key (a router has"
+    " neither unless it was started with it)"
+)
 
 
 class _Member(msgspec.Struct):
@@ -93,7 +97,10 @@ Name = Annotated[str, Parameter(help="An instance's name or URL, as in `kvferry 
 @app.command(name="list")
 def show(*, where: WhereFlags = _HERE) -> int:
     """Show all instances, with the number of requests running there."""
-    for one in ask(where, "GET", _PATH, _Listed).instances:
+    instances = ask(where, "GET", _PATH, _Listed).instances
+    if not instances:
+        sys.stderr.write("kvferry: the router has no instances\n")
+    for one in instances:
         state = "drained" if one.drained else "draining" if one.draining else "up" if one.alive else "down"
         sys.stdout.write(f"{one.name:<14} {state:<9} {one.in_flight:>5} running  {one.engine or '?':<8} {one.url}\n")
     return 0
@@ -165,10 +172,10 @@ def ask(where: Where, method: str, path: str, wanted: type[Answer], body: object
     try:
         status, content = asyncio.run(_exchange(where, method, path, body))
     except (KvferryError, ValueError) as error:
-        raise ConfigError(f"the router at {where.router} did not answer: {error}") from error
+        raise ConfigError(f"the router at {where.router} (--router) did not answer: {error}") from error
     if status != 200:
         kind = _NotThere if status == 404 else ConfigError
-        raise kind(f"the router answered {status}: {_message(content)}")
+        raise kind(f"the router answered {status}: {_KEY if status == 401 else _message(content)}")
     try:
         return msgspec.json.decode(content, type=wanted)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
-from cyclopts import App, CycloptsError, Group, Parameter
+from cyclopts import App, CycloptsError, Group, Parameter, UnusedCliTokensError
 from cyclopts.config import Env
 
 from kvferry import __version__
@@ -66,7 +66,12 @@ app.command(cache)
 @app.meta.default
 def launch(
     *tokens: Annotated[str, Parameter(show=False, allow_leading_hyphen=True)],
-    config: Annotated[Path | None, Parameter(help="Read flags from a TOML file.", env_var="KVFERRY_CONFIG")] = None,
+    config: Annotated[
+        Path | None,
+        Parameter(
+            help="Read flags from a TOML file; also KVFERRY_CONFIG.", env_var="KVFERRY_CONFIG", show_env_var=False
+        ),
+    ] = None,
 ) -> int | None:
     """Find where flags come from, then run the command."""
     app.config = (ENVIRONMENT,) if config is None else (ENVIRONMENT, ConfigFile(config, COMMANDS))
@@ -80,10 +85,12 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         said = for_engine(sys.argv[1:] if arguments is None else arguments)
         code = app.meta(said, exit_on_error=False, print_error=False, result_action="return_value")
-    except (CycloptsError, ConfigError, UnsupportedModel) as error:
-        return _complain(error, EXIT_USER_ERROR)
+    except CycloptsError as error:
+        return _complain(_misuse(error), EXIT_USER_ERROR)
+    except (ConfigError, UnsupportedModel) as error:
+        return _complain(str(error), EXIT_USER_ERROR)
     except KvferryError as error:
-        return _complain(error, 1)
+        return _complain(str(error), 1)
     except KeyboardInterrupt:
         return 130
     return code or 0
@@ -97,9 +104,18 @@ def for_engine(arguments: list[str]) -> list[str]:
     return arguments[:place] + [f"{flag_name('engine_argument')}={word}" for word in arguments[place + 1 :]]
 
 
-def _complain(error: Exception, code: int) -> int:
-    hint = "; see kvferry --help" if isinstance(error, CycloptsError) else ""
-    sys.stderr.write(f"{ERROR_PREFIX}{' '.join(str(error).split()).rstrip('.')}{hint}\n")
+def _misuse(error: CycloptsError) -> str:
+    """What is wrong with a command line, and where its flags are described."""
+    if isinstance(error, UnusedCliTokensError) and error.unused_tokens:
+        text = f"unexpected argument {error.unused_tokens[0]!r}"
+    else:
+        text = str(error).rstrip(".")
+    command = " ".join(["kvferry", *(error.command_chain or ())])
+    return f"{text} See {command} --help" if text.endswith("?") else f"{text}; see {command} --help"
+
+
+def _complain(text: str, code: int) -> int:
+    sys.stderr.write(f"{ERROR_PREFIX}{' '.join(text.split()).rstrip('.')}\n")
     return code
 
 

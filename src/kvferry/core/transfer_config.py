@@ -112,10 +112,17 @@ def read_transfer_json(text: str) -> dict[str, Any]:
         raw = STRICT.decode(text)
         msgspec.json.encode(raw)  # for whoever the configuration is passed on to
     except (ValueError, OverflowError, RecursionError) as error:
-        raise ConfigError(f"--kv-transfer-config is not valid JSON: {error}") from error
+        raise ConfigError(f"--kv-transfer-config is not valid JSON: {error}; {_instead(text)}") from error
     if not isinstance(raw, dict):
         raise ConfigError(f"--kv-transfer-config must be a JSON object, got {type(raw).__name__}")
     return raw
+
+
+def _instead(text: str) -> str:
+    """What to write in place of what is no JSON: for the name of a connector, a configuration with that name."""
+    if re.fullmatch(r"[A-Za-z_][\w.:]*", text):
+        return f"""write it as '{{"kv_connector": "{text}"}}'"""
+    return f"got {text[:200]}"
 
 
 def _require_bounds(config: KVTransferConfig) -> None:

@@ -19,6 +19,5 @@ def require_free(host: str, port: int, flag: str = "--port") -> None:
         reason = getattr(error, "strerror", None) or str(error)
         raise ConfigError(f"--host {host} is not an address: {reason}; 127.0.0.1 is this machine's own") from error
     except OSError as error:
-        raise ConfigError(
-            f"cannot listen on {host}:{port}: {error.strerror}; choose another {flag}, or another --host"
-        ) from error
+        other = " or another --host" if flag == "--port" else ""
+        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}; choose another {flag}{other}") from error

@@ -38,6 +38,7 @@ def resolve(model: str) -> Path | str:
     if model.startswith(_OURS) or get_close_matches(model, _names(), n=1, cutoff=_NEAR):
         raise UnknownName("built-in model", model, BUILTIN)
     if _is_path(model) and model.isprintable():
+        _refuse_file(model)
         raise ConfigError(f"there is no directory {model!r}{_nearest(Path(model))}")
     if len(model) > _MOST_CHARACTERS or ".." in model or "--" in model or not _HUB_ID.fullmatch(model):
         raise ConfigError(
@@ -54,6 +55,16 @@ def _directory(model: str) -> Path | None:
         return path if model and path.is_dir() else None
     except (OSError, ValueError, RuntimeError):  # too long, with a null, ~ of nobody
         return None
+
+
+def _refuse_file(model: str) -> None:
+    """Raise `ConfigError` if it is a file, such as one of the weights."""
+    try:
+        is_file = Path(model).expanduser().is_file()
+    except (OSError, ValueError, RuntimeError):
+        return
+    if is_file:
+        raise ConfigError(f"{model!r} is a file; give the directory that has config.json, tokenizer and safetensors")
 
 
 def _names() -> list[str]:

@@ -169,6 +169,8 @@ def test_a_file_is_read_twice_and_a_pipe_refused(tmp_path: Path) -> None:
     assert sum(heard) == 2 * (tmp_path / "trace.jsonl").stat().st_size
     with pytest.raises(ConfigError, match="read twice"):
         compare_file(Path("/dev/stdin"), ["lru"], [512])
+    with pytest.raises(ConfigError, match=r"there is no trace .*/other\.jsonl"):
+        compare_file(tmp_path / "other.jsonl", ["lru"], [512])
     (tmp_path / "empty").touch()
     with pytest.raises(ConfigError, match="no blocks"):
         compare_file(tmp_path / "empty", ["lru"], [512])

@@ -87,6 +87,8 @@ def compare_file(
     on_read: Callable[[int], None] = lambda _: None,
 ) -> Comparison:
     """`compare` on a file. `on_read` gets the number of bytes of each line, in both passes. Raises `ConfigError`."""
+    if not path.exists():
+        raise ConfigError(f"there is no trace {path}")
     if not path.is_file():
         raise ConfigError(f"cannot read the trace {path}: it must be a file, as it is read twice")
     return compare(
