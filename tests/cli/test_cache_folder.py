@@ -65,7 +65,10 @@ def test_what_is_there(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_pins(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     name = name_of(2).hex()
     assert run(capsys, "pin", root, name[:12]) == (0, "1 blocks pinned\n")
-    assert run(capsys, "rm", root, "--all") == (0, "4 blocks removed\n")
+    assert run(capsys, "rm", root, "--all") == (
+        0,
+        "4 blocks removed, 1 left: they are pinned (--pinned removes them)\n",
+    )
     assert found(root) == [False, False, True, False, False]
     assert run(capsys, "unpin", root, name) == (0, "1 blocks no longer pinned\n")
     assert run(capsys, "rm", root, name) == (0, "1 blocks removed\n")

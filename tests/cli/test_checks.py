@@ -16,6 +16,7 @@ from kvferry.cli import common
 from kvferry.cli.checks import check_before_start
 from kvferry.cli.flags import complete, flags_of
 from kvferry.cli.main import main
+from kvferry.core import dependencies
 from kvferry.core.errors import ConfigError
 from kvferry.engine.config import EngineConfig
 from kvferry.fleet.spec import EngineChoice, FleetSpec, InstanceSpec, Listen
@@ -69,6 +70,19 @@ def test_a_machine_that_is_read_only(monkeypatch: pytest.MonkeyPatch) -> None:
         ConfigError, match=r"No usable temporary directory .*; mount one at /tmp, or name one in TMPDIR"
     ):
         check()
+
+
+def test_libraries_that_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = EngineConfig(model=TINY), EngineChoice(), Listen(port=0), HttpAccess(), FleetSpec(prefill=1)
+    monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace.export", None)
+    with pytest.raises(ConfigError, match="--otlp-traces-endpoint needs the package 'opentelemetry-sdk'"):
+        check_before_start(*said, RouterConfig(otlp_traces_endpoint="http://127.0.0.1:1/v1/traces"))
+    monkeypatch.setattr(dependencies, "find_spec", lambda name: None)
+    store = {"store": "memory:1MiB?codec=lossless"}
+    with pytest.raises(ConfigError, match="codec 'lossless' needs the package 'zstandard'"):
+        check_before_start(
+            *said, transfer=json.dumps({"kv_connector": "KVStoreConnector", "kv_connector_extra_config": store})
+        )
 
 
 def test_more_instances_than_a_machine_runs() -> None:

@@ -97,7 +97,10 @@ def remove(
     """Remove blocks."""
     if not prefix and not all_blocks:
         raise ConfigError("kvferry cache rm: name the blocks by the beginning of their hash, or use --all")
-    _say(upkeep.remove(upkeep.require_root(store), _checked(prefix), pinned_too=pinned), "removed")
+    root, prefix = upkeep.require_root(store), _checked(prefix)
+    removed = upkeep.remove(root, prefix, pinned_too=pinned)
+    kept = 0 if pinned else sum(one.is_pinned for one in upkeep.entries(root, prefix))
+    _say(removed, "removed" + (f", {kept} left: they are pinned (--pinned removes them)" if kept else ""))
 
 
 def export(store: Folder, archive: Annotated[Path, Parameter(help="A tar file.")], prefix: Prefix = "") -> None:

@@ -97,7 +97,8 @@ def _progress(trace: Path) -> Iterator[Callable[[int], None]]:
     """A bar on standard error, where that is a terminal; it hears of the bytes read in both passes."""
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
     total = 2 * trace.stat().st_size if trace.is_file() else None
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
         task = bars.add_task("replaying", total=total)
         yield lambda num: bars.advance(task, num)
 

@@ -263,7 +263,10 @@ class _Report:
     def _started(self) -> Progress:
         if self._bars is None:
             columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("blocks"))
-            self._bars = Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True), transient=True)
+            console = Console(stderr=True)
+            self._bars = Progress(
+                *columns, TimeElapsedColumn(), console=console, transient=True, disable=not console.is_terminal
+            )
             self._bars.start()
         return self._bars
 

@@ -15,6 +15,7 @@ from kvferry.http.config import HttpAccess
 from kvferry.kv_events.sockets import zmq
 from kvferry.models.catalog import resolve
 from kvferry.models.hub import require_on_hub
+from kvferry.observe.tracing import require_opentelemetry
 from kvferry.router.config import RouterConfig
 from kvferry.router.policies.table import find_policy, read_settings
 
@@ -36,6 +37,8 @@ def check_before_start(
         _require_free_ports(fleet, listen)
     if router is not None:
         read_settings(router.policy, find_policy(router.policy), router.policy_option)
+        if router.otlp_traces_endpoint is not None:
+            require_opentelemetry()
     if engine.kv_events is not None:
         if fleet is not None and fleet.is_split and not engine.kv_events.endswith((":*", ":0")):
             raise ConfigError(

@@ -44,18 +44,26 @@ class Tracer(Protocol):
         """Send the remaining spans. May block for some seconds."""
 
 
+def require_opentelemetry() -> None:
+    """Raise `MissingDependency` if spans cannot be sent."""
+    try:
+        import opentelemetry.exporter.otlp.proto.http.trace_exporter
+        import opentelemetry.sdk.trace.export  # noqa: F401
+    except ImportError as error:
+        raise MissingDependency("--otlp-traces-endpoint", "opentelemetry-sdk", "otel") from error
+
+
 def make_tracer(endpoint: str | None, service: str) -> Tracer | None:
     """A tracer that sends to an OTLP endpoint over HTTP, such as http://127.0.0.1:4318/v1/traces; None without an
     endpoint. Raises `MissingDependency`."""
     if endpoint is None:
         return None
-    try:
-        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-        from opentelemetry.sdk.resources import Resource
-        from opentelemetry.sdk.trace import TracerProvider
-        from opentelemetry.sdk.trace.export import BatchSpanProcessor
-    except ImportError as error:
-        raise MissingDependency("--otlp-traces-endpoint", "opentelemetry-sdk", "otel") from error
+    require_opentelemetry()
+    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+    from opentelemetry.sdk.resources import Resource
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
     provider = TracerProvider(resource=Resource.create({"service.name": service}), shutdown_on_exit=False)
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint, timeout=5)))
     return _OtelTracer(provider)

@@ -17,6 +17,7 @@ from kvferry.core.names import resolve
 from kvferry.core.options import read_options
 from kvferry.core.transfer_config import KVTransferConfig
 from kvferry.core.units import parse_bytes
+from kvferry.store.codecs.table import codec_class
 from kvferry.store.table import StoreSpec, find_stores, lossy_codecs
 from kvferry.store.tiers import TieredStore
 
@@ -151,8 +152,10 @@ def check(config: KVTransferConfig) -> None:
 
 
 def check_here(config: KVTransferConfig, *, known: bool) -> None:
-    """Raise `ConfigError` if a store's folder or memory is not available. Servers may be started later."""
+    """Raise `ConfigError` if a store's folder or memory, or the library of its codec, is not available. Servers may be
+    started later."""
     for spec in _read(config).specs():
+        codec_class(spec.options.codec).require_libraries()
         spec.kind.check_here(spec.url.location, spec.options)
 
 

@@ -29,6 +29,10 @@ class Codec(ABC):
     lossless: ClassVar[bool]
     """Whether decoding gives the same bits. A lossy codec is used only if it is asked for by name."""
 
+    @classmethod
+    def require_libraries(cls) -> None:
+        """Raise `MissingDependency` if a library that it needs is not installed; asked before anything is started."""
+
     def __init__(self, layout: KVLayout) -> None:
         """Raises `ConfigError` if spans of this layout cannot be encoded (packing, dtype)."""
         self.layout = layout

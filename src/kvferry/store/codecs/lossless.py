@@ -32,9 +32,13 @@ class LosslessCodec(FramedCodec):
     name = "lossless"
     lossless = True
 
+    @classmethod
+    def require_libraries(cls) -> None:
+        require_library("codec 'lossless'", "zstandard", "codecs", ["zstandard"])
+
     def __init__(self, layout: KVLayout) -> None:
         super().__init__(layout)
-        require_library("codec 'lossless'", "zstandard", "codecs", ["zstandard"])
+        self.require_libraries()
         if layout.dtype not in ("bfloat16", "float32"):
             raise ConfigError(f"codec 'lossless' is for bfloat16 and float32, not for {layout.dtype}")
         self._item_bytes = DTYPE_BYTES[layout.dtype]
