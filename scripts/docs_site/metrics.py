@@ -10,6 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from docs_site.tables import code, table
 from kvferry.engine.statistics import EngineSnapshot
 from kvferry.observe.metrics import EngineMetrics
+from kvferry.router.fleet_metrics import merge
 from kvferry.router.metrics import Metrics
 
 HEAD = """# Metrics
@@ -37,8 +38,8 @@ def engine() -> list[Metric]:
 
 
 def router() -> list[Metric]:
-    """Of a router that has answered nothing yet."""
-    return _families(Metrics().expose([]))
+    """Of a router that has answered nothing yet, and what it adds to the metrics of an instance."""
+    return _families(Metrics().expose([]) + merge([("decode", "decode-0", b"")]))
 
 
 def _families(text: bytes) -> list[Metric]:

@@ -70,7 +70,12 @@ def test_an_option_of_the_wrong_type_is_refused_before_anything_is_started() -> 
 
 def test_metrics_of_engine_and_router_are_in_the_reference() -> None:
     page = metrics.page()
-    for name in ("vllm:time_to_first_token_seconds", "kvferry:kv_load_failures_total", "kvferry_router_requests_total"):
+    for name in (
+        "vllm:time_to_first_token_seconds",
+        "kvferry:kv_load_failures_total",
+        "kvferry_router_requests_total",
+        "kvferry_router_instance_scraped",
+    ):
         assert f"| `{name}` |" in page
     assert "_created" not in page
 

@@ -46,7 +46,7 @@ def merge(texts: Iterable[tuple[str, str, bytes | None]]) -> bytes:
         for line in (text or b"").split(b"\n"):
             _take(line.rstrip(), label, heads, samples)
     heads[_SCRAPED] = {
-        b"HELP": b"# HELP %b Whether its metrics are here." % _SCRAPED,
+        b"HELP": b"# HELP %b Whether the metrics of an instance are here (/metrics?instances=all)." % _SCRAPED,
         b"TYPE": b"# TYPE %b gauge" % _SCRAPED,
     }
     lines = [line for name, found in samples.items() for line in (*heads.get(name, {}).values(), *found)]
