@@ -27,14 +27,14 @@ def model(model_maker: Any) -> Path:
     return path
 
 
-def pair(model: Path, block_sizes: tuple[int, int], **extra: Any) -> Any:
+def pair(model: Path, block_sizes: tuple[int, int], decode_memory: str = "64MiB", **extra: Any) -> Any:
     prefill, decode = block_sizes
     return pair_of(
         model,
         "P2pConnector",
         extra=extra,
         prefill={"block_size": prefill, "max_num_batched_tokens": 40},
-        decode={"block_size": decode},
+        decode={"block_size": decode, "kv_cache_memory": decode_memory},
         role="kv_both",
     )
 
@@ -147,6 +147,20 @@ def turn_of(engines: Pair, name: str, prompt: list[int], hand_off: Any, *, keep:
     prefill = run_one(engines.prefill, engines.decode, request(f"p{name}", prompt, hand_off))
     consume = parse_hand_off({**ticket_of(prefill.last), "keep_for_next_turn": keep}, name)
     return run_one(engines.decode, engines.prefill, request(f"d{name}", prompt, consume))
+
+
+def test_kept_answers_of_more_conversations_than_fit_keep_no_request_waiting(model: Path) -> None:
+    """The next turns of these may never come, and `kv_buffer_size` is more than all of this KV cache."""
+    with pair(model, (16, 16), decode_memory="256KiB") as engines:
+        decode = engines.decode
+        num_blocks = decode.pool.statistics().num_blocks
+        for number in range(num_blocks // 4 + 3):  # four blocks each
+            turn = turn_of(engines, str(number), [number, *range(56)], Produce(f"t{number}"), keep=True)
+            assert len(turn.tokens) == SHORT.max_tokens
+        assert decode.statistics().external.num_held > 1
+        whole = list(range(16 * (num_blocks - 1)))[::-1]
+        found = run_one(decode, engines.prefill, request("whole", [token % 97 for token in whole], None))
+        assert len(found.tokens) == SHORT.max_tokens
 
 
 def test_a_next_turn_that_tells_it_differently_fetches_what_is_common(model: Path) -> None:

@@ -232,7 +232,7 @@ class SchedulerSide(ABC, Generic[Plan]):
     | raised by | what the engine does |
     |---|---|
     | the constructor | does not start, with that error; `ConfigError` for user errors |
-    | `arrived`, `refusal`, `match`, `allocated` | ends the request with `RequestFailed` |
+    | `arrived`, `refusal`, `match`, `make_room`, `allocated` | ends the request with `RequestFailed` |
     | `plan` | ends the requests of the step |
     | `completed` | gives the report again event by event, and ends the requests whose event raises again |
     | `finish` | calls it once more; if it raises again, the request's blocks are never reused |
@@ -320,6 +320,10 @@ class SchedulerSide(ABC, Generic[Plan]):
 
     def refused(self, transfer_id: str) -> None:
         """A prefill for another instance was refused before it was admitted: tell consumers that wait for it."""
+
+    def make_room(self, num_blocks: int) -> None:
+        """A request waits because `num_blocks` too few are free. End leases that nobody may ever ask for, of at least
+        so many blocks if there are, with the next plan. Called with each step for as long as it waits."""
 
     # For connectors that keep blocks for reuse. Default: nothing.
 

@@ -111,6 +111,12 @@ class ExternalKV:
             return None
         return HandOffFailed(f"the KV of this request could not be loaded: {error}")
 
+    def make_room(self, num_blocks: int) -> None:
+        """A request waits for `num_blocks` more free blocks. What the connector gives up for it is free some steps
+        later."""
+        if self._connector is not None:
+            self._connector.make_room(num_blocks)
+
     # Loads.
 
     def begin_load(self, sequence: Sequence, num_cached: int, hit: Hit) -> bool:

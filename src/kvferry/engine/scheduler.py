@@ -278,6 +278,7 @@ class Scheduler:
     def _reserve(self, sequence: Sequence, cached: list[int], match: Match) -> bool:
         """Reserve blocks, and begin to run or to load. False: there are not enough blocks now."""
         if not self._blocks.reserve(sequence, cached):
+            self.external.make_room(self._blocks.num_short(sequence, cached))
             return False
         num_cached = sequence.num_computed_tokens
         self._count_prefix(sequence, num_cached)

@@ -28,15 +28,19 @@ class SequenceBlocks:
     def reserve(self, sequence: Sequence, cached: list[int]) -> bool:
         """Give the sequence blocks for all of its known tokens, of which `cached` are the first, so that none begins
         whose prompt does not fit. False: there are not enough free blocks, and nothing was taken."""
-        lacking = sequence.num_blocks_for(len(sequence.tokens)) - len(cached)
-        if lacking > self._pool.num_free_after_acquiring(cached):
+        if self.num_short(sequence, cached) > 0:
             return False
         self._pool.acquire(cached)
         sequence.block_ids = list(cached)
-        sequence.block_ids += self._pool.allocate(lacking)
+        sequence.block_ids += self._pool.allocate(sequence.num_blocks_for(len(sequence.tokens)) - len(cached))
         sequence.num_computed_tokens = len(cached) * self._block_size
         sequence.num_published_blocks = len(cached)
         return True
+
+    def num_short(self, sequence: Sequence, cached: list[int]) -> int:
+        """How many more blocks would have to be free for `reserve`; 0 or less: none."""
+        lacking = sequence.num_blocks_for(len(sequence.tokens)) - len(cached)
+        return lacking - self._pool.num_free_after_acquiring(cached)
 
     def num_lacking(self, sequence: Sequence, num_tokens: int) -> int:
         """How many more blocks the sequence needs to compute `num_tokens` more tokens; 0 or less: none."""

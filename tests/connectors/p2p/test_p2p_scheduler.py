@@ -8,7 +8,7 @@ from kvferry.connectors.api import ConnectorContext, Hold, Miss, Pending, Releas
 from kvferry.connectors.p2p.plan import P2pPlan, Save, decode_meta
 from kvferry.connectors.p2p.scheduler import P2pSchedulerSide
 from kvferry.core.errors import LeakError
-from kvferry.core.hand_off import PrefillResult, Produce
+from kvferry.core.hand_off import Consume, PrefillResult, Produce, Ticket
 from kvferry.core.transfer_config import KVTransferConfig
 
 BLOCKS = [7, 3, 9, 1, 5]
@@ -105,6 +105,52 @@ def test_a_prefill_that_was_let_in_counts_until_it_begins_or_ends(*, begins: boo
         side.finish(first, ())
     side.check()
     assert side.match(second, 0) == Miss()
+
+
+def kept(side: P2pSchedulerSide, name: str) -> str:
+    """Finish a request whose answer is kept for a next turn; returns the name of what is kept."""
+    consume = Consume(Ticket(transfer_id=f"of {name}"), keep=True)
+    request = FakeRequest(name, PROMPT, consume, num_computed=len(PROMPT), state="done")
+    verdict = side.finish(request, BLOCKS)
+    assert isinstance(verdict, Hold)
+    assert verdict.ticket is not None
+    return str(verdict.ticket["remote_transfer_id"])
+
+
+def test_what_is_kept_for_next_turns_gives_way_to_requests_that_wait_for_blocks(side: P2pSchedulerSide) -> None:
+    names = [kept(side, name) for name in "abc"]
+    side.plan(StepView())
+    side.make_room(len(BLOCKS) + 1)
+    plan = side.plan(StepView())
+    assert plan is not None
+    assert plan.ends == names[:2]
+    side.make_room(len(BLOCKS) + 1)  # as with each step, until their blocks are free
+    assert side.plan(StepView()) is None
+    side.completed([Released("a"), Released("b")])
+    side.make_room(1)
+    plan = side.plan(StepView())
+    assert plan is not None
+    assert plan.ends == names[2:]
+    side.completed([Released("c")])
+    side.make_room(1)
+    assert side.plan(StepView()) is None
+    side.check()
+
+
+def test_what_is_kept_for_next_turns_gives_way_to_prefills() -> None:
+    layout = make_layout(block_size=4)
+    config = KVTransferConfig(kv_connector="P2pConnector", kv_buffer_size=2 * len(BLOCKS) * layout.block_bytes)
+    side = P2pSchedulerSide(ConnectorContext(config, layout))
+    side.set_addresses([{"host": "h", "port": 5, "engine_id": "here"}])
+    names = [kept(side, name) for name in "ab"]
+    side.plan(StepView())
+    prefill = FakeRequest("r", PROMPT, Produce("t"))
+    assert side.match(prefill, 0) == Pending()
+    plan = side.plan(StepView())
+    assert plan is not None
+    assert plan.ends == names[:1]
+    side.completed([Released("a")])
+    assert side.match(prefill, 0) == Miss()
 
 
 def test_a_request_that_never_ran_is_released(side: P2pSchedulerSide) -> None:

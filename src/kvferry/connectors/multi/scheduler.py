@@ -271,6 +271,10 @@ class MultiSchedulerSide(SchedulerSide[MultiPlan]):
         """Of the one that hands off."""
         self._children[self._hands_off].refused(transfer_id)
 
+    def make_room(self, num_blocks: int) -> None:
+        """Of that one, which alone has leases."""
+        self._children[self._hands_off].make_room(num_blocks)
+
     def set_addresses(self, addresses: Sequence[dict[str, Any]]) -> None:
         """Of that one's ranks."""
         self._children[self._hands_off].set_addresses(addresses)

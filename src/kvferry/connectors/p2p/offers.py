@@ -46,13 +46,15 @@ NUM_PREFIXES = 16
 @dataclass(eq=False)
 class _Offer:
     """A hand-off, from its first chunk until its blocks are free again. `announced`: its announced blocks, in order,
-    while its request runs."""
+    while its request runs. `kept`: for a next turn, which may never come; `given_up`: it ends with the next plan."""
 
     request_id: str
     transfer_id: str
     num_blocks: int
     announced: list[int] = field(default_factory=list)
     opened: bool = False
+    kept: bool = False
+    given_up: bool = False
 
 
 class Offers:
@@ -83,7 +85,8 @@ class Offers:
     # Admission.
 
     def match(self, request: RequestView, hand_off: Produce) -> Match:
-        """A prefill for another instance waits (`Pending`) while `kv_buffer_size` bytes are held or promised."""
+        """A prefill for another instance waits (`Pending`) while `kv_buffer_size` bytes are held or promised; what is
+        kept for next turns gives way to it."""
         if not self._config.produces:
             return Miss(
                 ConfigError("this instance has kv_role kv_consumer and cannot hand off; use kv_producer or kv_both")
@@ -95,6 +98,7 @@ class Offers:
             return Miss()  # preempted: it is counted already
         num_blocks = self._num_blocks(len(request.prompt_token_ids))
         if not self._has_room(num_blocks, request.request_id):
+            self.make_room(num_blocks)
             return Pending()
         self._admitted[request.request_id] = num_blocks
         return Miss()
@@ -218,7 +222,7 @@ class Offers:
         if not num_blocks or not self._config.produces or not self._has_room(num_blocks, request.request_id):
             return Release()
         transfer_id = f"kept-{secrets.token_hex(12)}"
-        offer = _Offer(request.request_id, transfer_id, num_blocks, opened=True)
+        offer = _Offer(request.request_id, transfer_id, num_blocks, opened=True, kept=True)
         self._offers[request.request_id] = self._by_transfer[transfer_id] = offer
         ours = list(block_ids[:num_blocks])
         prefixes = prefix_digests(request.tokens, _checkpoints(num_tokens, len(request.prompt_token_ids)))
@@ -230,6 +234,17 @@ class Offers:
             "do_remote_decode": True,
         }
         return Hold(params | {"remote_transfer_id": params.pop("transfer_id")})
+
+    def make_room(self, num_blocks: int) -> None:
+        """Give up what is kept for next turns, the oldest first, until `num_blocks` are about to be free."""
+        for offer in self._offers.values():
+            if num_blocks <= 0:
+                return
+            if offer.kept:
+                num_blocks -= offer.num_blocks
+                if not offer.given_up:
+                    offer.given_up = True
+                    self._work.ends.append(offer.transfer_id)
 
     def _ticket(self, transfer_id: str, request_id: str, block_ids: Sequence[int], meta: HandOffMeta) -> Ticket:
         return msgspec.structs.replace(

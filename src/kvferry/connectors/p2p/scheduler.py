@@ -239,6 +239,10 @@ class P2pSchedulerSide(SchedulerSide[P2pPlan]):
         """A prefill was refused before it was admitted: consumers that wait are told with the next plan."""
         self._offers.refused(transfer_id)
 
+    def make_room(self, num_blocks: int) -> None:
+        """What is kept for next turns gives way."""
+        self._offers.make_room(num_blocks)
+
     # Insight.
 
     def statistics(self) -> dict[str, float]:
