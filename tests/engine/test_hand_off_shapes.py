@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -149,18 +150,31 @@ def turn_of(engines: Pair, name: str, prompt: list[int], hand_off: Any, *, keep:
     return run_one(engines.decode, engines.prefill, request(f"d{name}", prompt, consume))
 
 
-def test_kept_answers_of_more_conversations_than_fit_keep_no_request_waiting(model: Path) -> None:
+def test_kept_answers_of_more_conversations_than_fit_keep_no_request_waiting(
+    model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """The next turns of these may never come, and `kv_buffer_size` is more than all of this KV cache."""
     with pair(model, (16, 16), decode_memory="256KiB") as engines:
         decode = engines.decode
         num_blocks = decode.pool.statistics().num_blocks
-        for number in range(num_blocks // 4 + 3):  # four blocks each
-            turn = turn_of(engines, str(number), [number, *range(56)], Produce(f"t{number}"), keep=True)
-            assert len(turn.tokens) == SHORT.max_tokens
+        turns = [
+            turn_of(engines, str(number), [number, *range(56)], Produce(f"t{number}"), keep=True)
+            for number in range(num_blocks // 4 + 3)  # four blocks each
+        ]
         assert decode.statistics().external.num_held > 1
         whole = list(range(16 * (num_blocks - 1)))[::-1]
         found = run_one(decode, engines.prefill, request("whole", [token % 97 for token in whole], None))
         assert len(found.tokens) == SHORT.max_tokens
+        caplog.clear()
+        hand_off = parse_hand_off({**ticket_of(turns[0].last), "transfer_id": "next"}, "x")
+        followed = [0, *range(56), *turns[0].tokens, 1, 2, 3]
+        engines.prefill.pool.forget_all()
+        found = turn_of(engines, "next", followed, hand_off, keep=False)
+        assert engines.prefill.statistics().external.num_load_failures == {"LeaseEnded": 1}
+        assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
+        engines.prefill.pool.forget_all()
+        [alone] = run_prompts(engines.prefill, [followed], SHORT)
+        assert found.tokens == alone.tokens
 
 
 def test_a_next_turn_that_tells_it_differently_fetches_what_is_common(model: Path) -> None:

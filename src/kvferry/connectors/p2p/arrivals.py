@@ -173,7 +173,10 @@ class Arrivals:
             return report
         except Exception as unexpected:  # the edge between this load and all others
             error = translated(unexpected)
-            log.warning("request %s: hand-off not loaded: %s", load.request_id, error, exc_info=error is not unexpected)
+            gave_way = load.longer and isinstance(error, LeaseEnded)  # what is kept for next turns may, at any time
+            level = logging.INFO if gave_way else logging.WARNING
+            told = "request %s: hand-off not loaded: %s"
+            log.log(level, told, load.request_id, error, exc_info=error is not unexpected)
             self._failures[type(error).__name__] += 1
             if not self._keep and not isinstance(error, LeaseEnded | PeerLost):
                 self._release(load.ticket, {*ranks, *self._own_ranks(load.ticket)})
