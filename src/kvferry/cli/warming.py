@@ -115,7 +115,8 @@ async def find_instances(server: Server) -> list[Server]:
         raise NotWarmed(f"the router at {server.url} has no prefill instance of kvferry's that is serving")
     if any("url" not in one for one in ready):
         raise NotWarmed(
-            f"the router at {server.url} shows its instances' addresses to operators only: give --admin-key"
+            f"the router at {server.url} shows its instances' addresses to operators only: give --admin-key, or, if the"
+            " router was started without one, the --url of a prefill instance"
         )
     return [Server(server.client, one["url"], server.key) for one in ready]
 

@@ -94,7 +94,9 @@ class Membership:
         `InstanceConflict`."""
         instance = self.find(named)
         if not force and not instance.drained:
-            raise InstanceConflict(f"{instance} is not drained; drain it first and wait, or remove it by force")
+            raise InstanceConflict(
+                f"{instance} is not drained; drain it first and wait, or remove it by force (--force)"
+            )
         self._pools.retire(instance)
         self.forget(instance)
         return instance
