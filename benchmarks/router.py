@@ -14,9 +14,9 @@ and clients here could not do. `--save` writes `results/router.<processor>.json`
 
 `--peers`: the folder of the programs of an environment with the wheels of vllm-router and sglang-router
 (`pip install vllm-router sglang-router`). `--nginx`: the program; it passes requests to D alone.
-`--python`: another Python of this version, for one more row, such as one built with `--enable-optimizations`. `--floor`: what is left when a router in Python does nothing else
-(`router_floor.py`). `--only NAME` measures one. A busy machine's figures wander: compare what was measured in one run,
-and run again.
+`--python`: another Python of this version, for one more row, such as one built with `--enable-optimizations`.
+`--floor`: what is left when a router in Python does nothing else (`router_floor.py`). `--only NAME` measures one. A
+busy machine's figures wander: compare what was measured in one run, and run again.
 """
 
 from __future__ import annotations
