@@ -101,6 +101,20 @@ async def test_what_is_to_be_done_last_is_done(grace: float) -> None:
     assert done == ["last"]
 
 
+class Endless:
+    """Work that only ends by being cancelled."""
+
+    def __init__(self) -> None:
+        self.begun, self.ended = asyncio.Event(), asyncio.Event()
+
+    async def run(self) -> None:
+        self.begun.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self.ended.set()
+
+
 @pytest.mark.parametrize("by", ["grace", "second signal", "signal before"])
 async def test_what_is_to_be_done_last_has_no_longer_than_requests_have(
     by: str, monkeypatch: pytest.MonkeyPatch
@@ -110,41 +124,25 @@ async def test_what_is_to_be_done_last_has_no_longer_than_requests_have(
         pass
     if by == "signal before":
         served.server.abort()
-    begun, cancelled = asyncio.Event(), asyncio.Event()
-
-    async def last() -> None:
-        begun.set()
-        try:
-            await asyncio.Event().wait()
-        finally:
-            cancelled.set()
-
-    ending = asyncio.create_task(served.server.within_grace(last()))
+    last = Endless()
+    ending = asyncio.create_task(served.server.within_grace(last.run()))
     if by == "second signal":
-        await begun.wait()
+        await last.begun.wait()
         served.server.abort()
     await ending
-    assert cancelled.is_set() == begun.is_set()
+    assert last.ended.is_set() == last.begun.is_set()
 
 
 async def test_who_is_cancelled_while_the_last_is_done_is_cancelled() -> None:
     async with running(Handlers(), shutdown_grace_s=600.0) as served:
         pass
-    begun, ended = asyncio.Event(), asyncio.Event()
-
-    async def last() -> None:
-        begun.set()
-        try:
-            await asyncio.Event().wait()
-        finally:
-            ended.set()
-
-    ending = asyncio.create_task(served.server.within_grace(last()))
-    await begun.wait()
+    last = Endless()
+    ending = asyncio.create_task(served.server.within_grace(last.run()))
+    await last.begun.wait()
     ending.cancel()
     with pytest.raises(asyncio.CancelledError):
         await ending
-    assert ended.is_set()
+    assert last.ended.is_set()
 
 
 async def test_a_fault_in_what_is_done_last_is_heard_of() -> None:

@@ -12,9 +12,10 @@ from typing import Annotated
 import msgspec
 from cyclopts import Parameter
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from kvferry.cli.bars import make_bars
 from kvferry.cli.cache_plot import check_plot, plot
 from kvferry.core.bounds import COUNT, Bounds
 from kvferry.core.errors import ConfigError
@@ -97,8 +98,7 @@ def _progress(trace: Path) -> Iterator[Callable[[int], None]]:
     """A bar on standard error, where that is a terminal; it hears of the bytes read in both passes."""
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
     total = 2 * trace.stat().st_size if trace.is_file() else None
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
+    with make_bars(*columns) as bars:
         task = bars.add_task("replaying", total=total)
         yield lambda num: bars.advance(task, num)
 

@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from kvferry.cli.bars import make_bars
 from kvferry.cli.common import END_MARGIN_S, ENGINE, LOG, EngineFlags, LogFlags
 from kvferry.cli.documents import Document, read_documents
 from kvferry.cli.flags import complete
@@ -263,10 +264,7 @@ class _Report:
     def _started(self) -> Progress:
         if self._bars is None:
             columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("blocks"))
-            console = Console(stderr=True)
-            self._bars = Progress(
-                *columns, TimeElapsedColumn(), console=console, transient=True, disable=not console.is_terminal
-            )
+            self._bars = make_bars(*columns, TimeElapsedColumn())
             self._bars.start()
         return self._bars
 
