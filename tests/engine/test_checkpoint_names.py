@@ -1,19 +1,18 @@
-"""Two checkpoints that differ in a few rows of one table: two names, and nothing of the one is found by the other."""
+"""Two checkpoints that differ in a few rows of one table, or in their configuration alone, have two names: nothing of
+the one is found by the other."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 from safetensors.torch import load_file, save_file
 
 from kvferry.core.sampling import SamplingParams
 from kvferry.core.transfer_config import KVTransferConfig
 from kvferry.engine.config import EngineConfig
 from kvferry.engine.engine import Engine
-from kvferry.models.checkpoint import checkpoint_name
 from kvferry.models.random_model import make_random_model
 from support.engines import random_prompts, run_prompts
 
@@ -21,10 +20,15 @@ GREEDY = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
 CHANGED_ROWS = slice(40, 60)
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Alike but for these rows of the embedding."""
+@pytest.fixture(scope="module", params=["weights", "configuration"])
+def models(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Alike but for these rows of the embedding, or for the base of their rotary embedding."""
     one, other = (make_random_model(tmp_path_factory.mktemp(name), "llama") for name in ("one", "other"))
+    if request.param == "configuration":
+        config = json.loads((other / "config.json").read_bytes())
+        config["rope_parameters"]["rope_theta"] = 10.0
+        (other / "config.json").write_text(json.dumps(config))
+        return one, other
     weights = load_file(other / "model.safetensors")
     weights["model.embed_tokens.weight"][CHANGED_ROWS] *= -1
     save_file(weights, other / "model.safetensors", metadata={"format": "pt"})
@@ -45,25 +49,15 @@ def test_the_store_of_one_has_nothing_for_the_other(models: tuple[Path, Path], t
         engine = engine_of(model, tmp_path / f"alone-{model.parent.name}-{model.name}")
         alone[model] = [answer.tokens for answer in run_prompts(engine, prompts, GREEDY)]
         engine.close()
-    assert alone[one] != alone[other], "the rows are in none of the prompts"
-    hits = []
+    assert alone[one] != alone[other], "they do not differ"
+    hits, names = [], []
     for model in (one, other, one):
         engine = engine_of(model, tmp_path / "shared")
-        assert engine.model.fingerprint == checkpoint_name(model, dtype="float32")
+        names.append(engine.model.fingerprint)
         answers[model] = [answer.tokens for answer in run_prompts(engine, prompts, GREEDY)]
         hits.append(engine.statistics().external.num_external_hits)
         engine.close()
         assert answers[model] == alone[model]
     assert hits[:2] == [0, 0]
     assert hits[2] > 0
-
-
-def test_pickled_checkpoints_are_told_apart(models: tuple[Path, Path], tmp_path: Path) -> None:
-    names: list[Any] = []
-    for index, model in enumerate(models):
-        folder = tmp_path / str(index)
-        folder.mkdir()
-        (folder / "config.json").write_bytes((model / "config.json").read_bytes())
-        torch.save(load_file(model / "model.safetensors"), folder / "pytorch_model.bin")
-        names.append(checkpoint_name(folder, dtype="float32"))
-    assert names[0] != names[1]
+    assert names[0] == names[2] != names[1]

@@ -13,11 +13,13 @@ from pathlib import Path
 
 import pytest
 
+from kvferry.core.errors import ConfigError
 from kvferry.models import checkpoint, digest_cache
-from kvferry.models.checkpoint import checkpoint_name
+from kvferry.models.checkpoint import checkpoint_name, plain, resolved_config
 from kvferry.models.digest_cache import DigestCache
 
 WEIGHTS = bytes(range(256)) * 4096
+CONFIG = {"hidden_size": 64}
 
 
 @pytest.fixture(autouse=True)
@@ -32,14 +34,14 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def folder(tmp_path: Path) -> Path:
     folder = tmp_path / "model"
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps({"hidden_size": 64, "_name_or_path": "here"}))
+    (folder / "config.json").write_text(json.dumps(CONFIG | {"_name_or_path": "here"}))
     (folder / "model-1.safetensors").write_bytes(WEIGHTS)
     (folder / "model-2.safetensors").write_bytes(WEIGHTS[::-1])
     return folder
 
 
 def name_of(folder: Path) -> str:
-    return checkpoint_name(folder, dtype="float32")
+    return checkpoint_name(folder, config=CONFIG, dtype="float32")
 
 
 def change_byte(path: Path) -> None:
@@ -66,38 +68,92 @@ def num_reads(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
 def test_a_copy_has_the_same_name(folder: Path, tmp_path: Path) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(folder, copy)
-    (copy / "config.json").write_text(
-        json.dumps({"_name_or_path": "there", "transformers_version": "9", "hidden_size": 64})
-    )
-    assert name_of(copy) == name_of(folder)
+    for name in HARMLESS:
+        (copy / name).parent.mkdir(exist_ok=True)
+        (copy / name).write_text("another")
+    config = CONFIG | {"_name_or_path": "there", "transformers_version": "9"}
+    assert checkpoint_name(copy, config=config, dtype="float32") == name_of(folder)
 
 
-@pytest.mark.parametrize("suffix", [".safetensors", ".bin", ".pt", ".pth", ".gguf"])
-def test_one_bit_of_any_weight_makes_another_name(folder: Path, suffix: str) -> None:
-    path = folder / f"more{suffix}"
+HARMLESS = [
+    "config.json",
+    "README.md",
+    "LICENSE",
+    "tokenizer.json",
+    "generation_config.json",
+    ".cache/model.safetensors",
+]
+COUNTING = [
+    *("more.safetensors", "more.bin", "more.pt", "more.gguf", "more.tensors", "modeling.py", "sub/more.safetensors"),
+    *("preprocessor_config.json", "tokenizer-checkpoint.safetensors", "model.safetensors.index.json"),
+]
+
+
+@pytest.mark.parametrize("name", COUNTING)
+def test_one_bit_of_any_file_makes_another_name(folder: Path, name: str) -> None:
+    path = folder / name
+    path.parent.mkdir(exist_ok=True)
     path.write_bytes(WEIGHTS)
     before = name_of(folder)
     change_byte(path)
     assert name_of(folder) != before
 
 
+def test_a_folder_within_itself_is_read_once(folder: Path, num_reads: list[Path]) -> None:
+    (folder / "again").symlink_to(folder)
+    name_of(folder)
+    assert len(num_reads) == 2
+
+
 def test_the_configuration_and_how_it_is_run_are_part_of_it(folder: Path) -> None:
-    names = {
+    names = [
         name_of(folder),
-        checkpoint_name(folder, dtype="bfloat16"),
-        checkpoint_name(folder, dtype="float32", changes={"quantization": "fp8"}),
-        checkpoint_name(folder, dtype="float32", with_weights=False),
-    }
-    (folder / "config.json").write_text(json.dumps({"hidden_size": 128}))
-    assert len(names | {name_of(folder)}) == 5
+        checkpoint_name(folder, config=CONFIG, dtype="bfloat16"),
+        checkpoint_name(folder, config=CONFIG, dtype="float32", changes={"quantization": "fp8"}),
+        checkpoint_name(folder, config=CONFIG, dtype="float32", weights="another"),
+        checkpoint_name(folder, config={"hidden_size": 128}, dtype="float32"),
+        checkpoint_name(folder, config={"text_config": CONFIG}, dtype="float32"),
+        checkpoint_name(folder, config=CONFIG | {"anything": None}, dtype="float32"),
+    ]
+    assert len(set(names)) == len(names)
 
 
-def test_what_is_not_here_is_known_by_its_name() -> None:
-    names = [checkpoint_name(name, dtype="float32", revision=revision) for name, revision in _NAMED]
-    assert len(set(names)) == 3
+def test_what_is_not_here_is_known_by_its_commit_alone(tmp_path: Path) -> None:
+    def name(model: str, revision: str | None) -> str:
+        return checkpoint_name(model, config=CONFIG, dtype="float32", revision=revision)
+
+    assert len({name("nobody/one", "a" * 40), name("nobody/one", "b" * 40), name("nobody/two", "a" * 40)}) == 3
+    (tmp_path / "README.md").touch()
+    for model, revision in (("s3://bucket/one", None), ("s3://bucket/one", "v2"), (str(tmp_path), "a" * 40)):
+        with pytest.raises(ConfigError, match="model_fingerprint"):
+            name(model, revision)
 
 
-_NAMED = [("s3://bucket/one", None), ("s3://bucket/two", None), ("s3://bucket/two", "v2")]
+class _Code:
+    """A configuration whose class comes from another repository."""
+
+    def __init__(self, **settings: object) -> None:
+        self._settings = settings
+
+    def to_dict(self) -> dict[str, object]:
+        return self._settings
+
+
+def test_code_of_another_repository_counts_by_its_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for commit in ("one", "two"):
+        monkeypatch.setattr(_Code, "__module__", f"transformers_modules.repository.{commit}.configuration")
+        found += [resolved_config(_Code(auto_map={"AutoConfig": "repository--configuration.Code"}))]
+        found += [resolved_config(_Code(auto_map={"AutoConfig": "configuration.Code"}))]
+    assert found[0] != found[2]
+    assert found[1] == found[3]
+
+
+def test_values_have_one_form() -> None:
+    assert plain({1: {2, 1}, "a": (Path("x"), WEIGHTS[:2])}) == plain({"1": {1, 2}, "a": ["x", [0, 1]]})
+    for value in (object(), lambda: None):
+        with pytest.raises(ConfigError, match="model_fingerprint"):
+            plain({"a": value})
 
 
 def test_files_are_read_once(folder: Path, cache: Path, num_reads: list[Path]) -> None:
@@ -202,13 +258,14 @@ def test_progress_is_told_where_reading_takes_time(folder: Path, monkeypatch: py
             go_on.set()
 
     monkeypatch.setattr(checkpoint, "_digest", reading)
-    checkpoint_name(folder, dtype="float32", on_progress=tell)
+    checkpoint_name(folder, config=CONFIG, dtype="float32", on_progress=tell)
     assert told[:2] == [(0, 2 * len(WEIGHTS))] * 2
 
 
 def test_several_processes_at_once(folder: Path, tmp_path: Path) -> None:
     script = (
-        "import sys; from kvferry.models.checkpoint import checkpoint_name as n; print(n(sys.argv[1], dtype='float32'))"
+        "import sys; from kvferry.models.checkpoint import checkpoint_name as n;"
+        " print(n(sys.argv[1], config={'hidden_size': 64}, dtype='float32'))"
     )
     command = [sys.executable, "-c", script, str(folder)]
     processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)]
@@ -218,6 +275,6 @@ def test_several_processes_at_once(folder: Path, tmp_path: Path) -> None:
 def test_it_needs_no_torch(folder: Path) -> None:
     script = (
         "import sys; sys.modules['torch'] = None; sys.modules['transformers'] = None;"
-        "from kvferry.models.checkpoint import checkpoint_name; checkpoint_name(sys.argv[1], dtype='float32')"
+        "from kvferry.models.checkpoint import checkpoint_name as n; n(sys.argv[1], config={}, dtype='float32')"
     )
     subprocess.run([sys.executable, "-c", script, str(folder)], check=True, timeout=60)

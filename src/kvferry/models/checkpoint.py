@@ -1,59 +1,92 @@
-"""A name for a checkpoint: every byte of its weights, and its configuration, go into it.
+"""A name for a checkpoint as an engine runs it: its configuration as the engine has resolved it, and the content of its
+files.
 
-So two instances, of whichever engine, have one name when they serve the same files, and two names when a single weight
-differs. Imports neither torch nor transformers.
+So two instances have one name if they compute with the same weights and the same configuration, wherever their files
+are, and two names if a single weight or setting differs. Imports neither torch nor transformers.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor, wait
+from enum import Enum
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
+from kvferry.core.errors import ConfigError
 from kvferry.models.digest_cache import DigestCache, FileState
 
-WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".npz", ".h5", ".msgpack")
-CONFIG_FILES = ("config.json", "params.json")
 CHUNK_BYTES = 8 * 2**20
 NUM_THREADS = 4
 FIRST_REPORT_S, REPORT_EVERY_S = 1.0, 2.0
-_VOLATILE = ("_name_or_path", "transformers_version", "_commit_hash", "_attn_implementation_autoset")
+
+HARMLESS_FILES = (
+    *("config.json", "params.json"),  # the configuration counts as the engine has resolved it
+    *(
+        "generation_config.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "tokenizer.model*",
+        "special_tokens_map.json",
+    ),
+    *("vocab.json", "vocab.txt", "merges.txt", "added_tokens.json", "tekken.json", "*.tiktoken", "chat_template.*"),
+    *("*.jinja", "*.md", "LICENSE*", "NOTICE*", ".*"),
+)
+"""Files of a checkpoint that KV does not depend on. All others count, whatever they are: an engine decides which of
+them it reads, and of images what a processor makes of them."""
+HARMLESS_SETTINGS = frozenset({"_name_or_path", "transformers_version", "_commit_hash", "_attn_implementation_autoset"})
+"""What differs between copies of one configuration."""
+_COMMIT = re.compile(r"[0-9a-f]{40}")
 
 ReadProgress = Callable[[int, int], None]
 """(bytes read, bytes in all); called now and then where reading takes more than a second."""
 
 
+def ignore(done: int, total: int) -> None:
+    """A `ReadProgress` that tells nobody."""
+
+
 def checkpoint_name(
     model: str | Path,
     *,
+    config: Mapping[str, Any],
     dtype: str,
     revision: str | None = None,
-    changes: Mapping[str, str] | None = None,
-    with_weights: bool = True,
-    on_progress: ReadProgress = lambda done, total: None,
+    changes: Mapping[str, Any] | None = None,
+    weights: str = "",
+    on_progress: ReadProgress = ignore,
 ) -> str:
     """32 hexadecimal digits for a checkpoint run in `dtype` ("float32").
 
-    `model`: a folder, a file, or what the hub knows it by, of `revision`. `changes`: what else an engine was told that
-    its KV depends on. Without weights (random ones, say) only the configuration counts, and `changes` should say where
-    they are from. Of a checkpoint whose files are not on this machine the name stands for the files.
+    `model`: a folder, a file, or what the hub knows it by, of `revision`. `config`: the model's configuration as the
+    engine has resolved it (`resolved_config`). `changes`: what else an engine was told that its KV depends on.
+    `weights`: a name for the weights, which are then not read.
 
-    Raises `OSError` when a file cannot be read.
+    Raises `OSError` if a file cannot be read, and `ConfigError` if neither files on this machine nor a commit of the
+    hub's say what the weights are.
     """
-    place = checkpoint_place(str(model), revision)
-    facts: list[Any] = [dtype, sorted((changes or {}).items())]
-    if place is None:
-        facts += ["not here", str(model), revision]
-    else:
-        facts.append([_config_of(place / name) for name in CONFIG_FILES])
-        if with_weights:
-            facts += _digests(_weight_files(place), on_progress)
+    facts = [dtype, plain(config), plain(changes or {}), weights or _weights(str(model), revision, on_progress)]
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def _weights(model: str, revision: str | None, on_progress: ReadProgress) -> Any:
+    place = checkpoint_place(model, revision)
+    if place is not None and (digests := file_digests(place, on_progress)):
+        return digests
+    if place is None and revision is not None and _COMMIT.fullmatch(revision):
+        return [model, revision]
+    raise ConfigError(
+        f"the weights of {model!r} are not in files on this machine, so they cannot be told from other weights of the"
+        " same name; give them a name of their own, the same on all instances (model_fingerprint)"
+    )
 
 
 def checkpoint_place(model: str, revision: str | None = None) -> Path | None:
@@ -70,40 +103,87 @@ def checkpoint_place(model: str, revision: str | None = None) -> Path | None:
         return None
 
 
-def _config_of(path: Path) -> Any:
-    """Without what differs from copy to copy."""
-    if not path.is_file():
-        return None
-    settings = json.loads(path.read_bytes())
-    return {key: value for key, value in settings.items() if key not in _VOLATILE}
+# The configuration.
 
 
-def _weight_files(place: Path) -> list[Path]:
-    """All of them: which of them an engine reads is its own affair. And code, which may come with a checkpoint."""
-    if place.is_file():
-        return [place]
-    return sorted(path for path in place.iterdir() if path.suffix in (*WEIGHT_SUFFIXES, ".py") and path.is_file())
+def resolved_config(config: Any) -> dict[str, Any]:
+    """All settings of one of transformers' configuration objects but those known to be harmless, with its class, and
+    with the version of code that comes from another repository of the hub's than the checkpoint."""
+    settings = plain(config)
+    kind = type(config)
+    settings["class"] = kind.__qualname__
+    if "--" in json.dumps(settings.get("auto_map")):
+        settings["code"] = kind.__module__  # it contains the commit
+    return dict(settings)
 
 
-def _digests(paths: Sequence[Path], on_progress: ReadProgress) -> list[tuple[str, str]]:
-    """Of each file its name and digest, known from before or read now."""
-    states = {path: FileState.of(path) for path in paths}
+def plain(value: Any) -> Any:
+    """A setting's value in terms of JSON, the same in every process. Raises `ConfigError` for what has no such form."""
+    match value:
+        case None | bool() | int() | float() | str():
+            return value
+        case Enum():
+            return [type(value).__qualname__, plain(value.value)]
+        case Mapping():
+            return {str(key): plain(one) for key, one in value.items() if key not in HARMLESS_SETTINGS}
+        case Set():
+            return sorted((plain(one) for one in value), key=repr)
+        case Sequence():
+            return [plain(one) for one in value]
+        case type():
+            return f"{value.__module__}.{value.__qualname__}"
+    if hasattr(value, "to_dict"):
+        return plain(value.to_dict())
+    if dataclasses.is_dataclass(value):
+        return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, Path) or type(value).__module__ == "torch":  # a dtype, a device
+        return str(value)
+    raise ConfigError(
+        f"the configuration contains {value!r}, which has no name that is the same on all instances; give the model"
+        " one (model_fingerprint)"
+    )
+
+
+# The files.
+
+
+def file_digests(place: Path, on_progress: ReadProgress = ignore) -> list[tuple[str, str]]:
+    """The digest of each file of a checkpoint or adapter that is not known to be harmless, by its path within `place`;
+    known from before, or read now. Raises `OSError`."""
+    paths = dict(_files(place))
+    states = {name: FileState.of(path) for name, path in paths.items()}
     found = DigestCache().find_all(states.values())
-    if missing := [path for path in paths if states[path] not in found]:
+    if any(state not in found for state in states.values()):
         with DigestCache.locked() as cache:  # the ranks of an instance come here together
-            found |= cache.find_all(states[path] for path in missing)
-            missing = [path for path in missing if states[path] not in found]
-            digests = _read_all(missing, sum(states[path].size for path in missing), on_progress)
-            read = {states[path]: digest for path, digest in zip(missing, digests, strict=True)}
+            found |= cache.find_all(states.values())
+            missing = list({state for state in states.values() if state not in found})
+            read = dict(zip(missing, _read_all(missing, on_progress), strict=True))
             cache.keep(read)
             found |= read
-    return [(path.name, found[states[path]]) for path in paths]
+    return [(name, found[state]) for name, state in sorted(states.items())]
 
 
-def _read_all(paths: Sequence[Path], num_bytes: int, on_progress: ReadProgress) -> list[str]:
+def _files(place: Path) -> Iterator[tuple[str, Path]]:
+    """(path within `place`, path) of each file that counts; of a single file, that one."""
+    if place.is_file():
+        yield place.name, place
+        return
+    seen: set[str] = set()
+    for folder, folders, names in os.walk(place, followlinks=True):
+        real = os.path.realpath(folder)
+        folders[:] = [] if real in seen else [name for name in folders if not name.startswith(".")]
+        seen.add(real)
+        for name in names:
+            path = Path(folder, name)
+            if not any(fnmatch(name, pattern) for pattern in HARMLESS_FILES) and path.is_file():
+                yield str(path.relative_to(place)), path
+
+
+def _read_all(states: Sequence[FileState], on_progress: ReadProgress) -> list[str]:
     counted: list[int] = []
+    num_bytes = sum(state.size for state in states)
     with ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="kvferry-digest") as pool:
-        reads = [pool.submit(_digest, path, counted.append) for path in paths]
+        reads = [pool.submit(_digest, Path(state.path), counted.append) for state in states]
         timeout_s = FIRST_REPORT_S
         while wait(reads, timeout_s).not_done:
             on_progress(sum(counted), num_bytes)

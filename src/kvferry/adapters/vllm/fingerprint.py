@@ -1,68 +1,122 @@
-"""The model's fingerprint, the same on every instance that serves the same weights.
+"""The model's fingerprint, the same on every instance that serves the same weights in the same way.
 
-vLLM's workers rearrange weights, each in its own way, so the fingerprint comes from the checkpoint
-(`models.checkpoint`), as in kvferry's own engine, and from the settings of vLLM that the KV depends on.
+vLLM's workers rearrange weights, each in its own way, so the fingerprint is made from the checkpoint's files, from the
+model's configuration as vLLM has resolved it (`models.checkpoint`), and from all of vLLM's own settings that are not
+known to be harmless. A setting that a later release adds therefore counts as soon as it is not left at its default.
 """
 
 from __future__ import annotations
 
-import json
+import dataclasses
 import logging
 from typing import Any
 
 from vllm import __version__
 
-from kvferry.models.checkpoint import checkpoint_name
+from kvferry.core.errors import ConfigError
+from kvferry.models.checkpoint import checkpoint_name, plain, resolved_config
 
 log = logging.getLogger(__name__)
 
+HARMLESS = {
+    "VllmConfig": """
+        model_config cache_config load_config attention_config
+        parallel_config scheduler_config device_config offload_config aux_output_config mamba_config kernel_config
+        lora_config speculative_config watermark_config structured_outputs_config observability_config logging_config
+        quant_config compilation_config profiler_config kv_transfer_config kv_events_config ec_transfer_config
+        ec_manager_config reasoning_config instance_id optimization_level performance_mode weight_transfer_config
+        shutdown_timeout""",
+    "ModelConfig": """
+        model model_weights tokenizer tokenizer_mode tokenizer_revision trust_remote_code dtype seed hf_config
+        hf_text_config hf_config_path hf_overrides config_format hf_token revision code_revision is_submodel_config
+        word_embeddings_untied_by_checkpoint allowed_local_media_path allowed_media_domains max_model_len
+        spec_target_max_model_len allow_deprecated_quantization enforce_eager return_sampling_mask max_logprobs
+        logprobs_mode use_fp64_gumbel enable_trace_replay disable_cascade_attn skip_tokenizer_init enable_prompt_embeds
+        served_model_name generation_config override_generation_config enable_sleep_mode sleep_preserve_parameter_names
+        sleep_mode_backend sleep_mode_offload_cudagraph enable_nccl_comm_suspend enable_cumem_allocator
+        logits_processors io_processor_plugin renderer_num_workers pooler_config multimodal_config""",
+    "CacheConfig": """
+        block_size user_specified_block_size kv_cache_layout prefix_match_unit gpu_memory_utilization is_attention_free
+        num_gpu_blocks_override enable_prefix_caching prefix_caching_hash_algo prefix_cache_retention_interval
+        num_gpu_blocks num_cpu_blocks effective_attention_block_size kv_cache_size_tokens kv_cache_max_concurrency
+        hash_block_size cache_hit_alignment_tokens kv_cache_memory_bytes kv_offloading_size kv_offloading_backend
+        skip_page_size_padded _block_size_resolved mamba_page_size_padded mamba_block_size mamba_cache_dtype
+        mamba_ssm_cache_dtype mamba_cache_mode""",
+    "LoadConfig": """
+        download_dir safetensors_load_strategy safetensors_prefetch_num_threads safetensors_prefetch_block_size device
+        use_tqdm_on_load pt_load_map_location""",
+    "MultiModalConfig": """
+        limit_per_prompt enable_mm_embeds media_io_kwargs mm_processor_kwargs mm_processor_cache_gb
+        mm_processor_cache_type mm_hasher_algorithm mm_shm_cache_max_object_size_mb mm_encoder_tp_mode
+        mm_encoder_attn_backend mm_encoder_fp8_scale_save_path mm_encoder_fp8_scale_save_margin interleave_mm_strings
+        skip_mm_profiling mm_tensor_ipc allow_missing_mm_embeddings mm_ipc_gpu_memory_gb""",
+    "AttentionConfig": """
+        backend minimax_m3_msa_decode_backend backend_per_kind flash_attn_version
+        flash_attn_max_num_splits_for_cuda_graph tokenspeed_mla_min_split_kv tq_max_kv_splits_for_cuda_graph
+        use_trtllm_attention mla_prefill_backend sparse_mla_force_mqa sparse_mla_prefill_workspace_factor
+        flex_attn_block_m flex_attn_block_n flex_attn_q_block_size flex_attn_kv_block_size""",
+}
+"""By configuration class of vLLM's, the settings that the KV of given tokens does not depend on, or that count
+elsewhere: in the layout, in the packing, in the salt, or in the resolved configuration."""
 
-def model_fingerprint(vllm_config: Any) -> str:
-    """32 hexadecimal digits. Raises `OSError` if a file of the checkpoint cannot be read."""
-    model = vllm_config.model_config
+FROM_FILES = ("auto", "safetensors", "pt", "npcache", "mistral", "instanttensor", "sharded_state")
+"""Values of `--load-format` with which vLLM reads the weights from the checkpoint's own files."""
+
+
+def model_fingerprint(vllm_config: Any, weights: str = "") -> str:
+    """32 hexadecimal digits. `weights`: a name for them, the same on all instances, instead of their content.
+
+    Raises `OSError` if a file of the checkpoint cannot be read, and `ConfigError` if nothing tells these weights from
+    others.
+    """
+    model, load_format = vllm_config.model_config, vllm_config.load_config.load_format
+    if load_format == "dummy":
+        weights = f"{weights} {__version__} {vllm_config.parallel_config.tensor_parallel_size} {model.seed}"
+    if not weights and (model.model_weights or load_format not in FROM_FILES):
+        raise ConfigError(
+            f"with --load-format {load_format}, vLLM reads weights from elsewhere than {model.model!r}, and they cannot"
+            ' be told from other weights there; name them, the same on all instances, with "model_fingerprint" in'
+            " kv_connector_extra_config"
+        )
     return checkpoint_name(
         model.model,
+        config={"model": resolved_config(model.hf_config), "text": resolved_config(model.hf_text_config)},
         dtype=str(model.dtype).removeprefix("torch."),
         revision=model.revision,
-        changes=_changes(vllm_config),
-        with_weights=vllm_config.load_config.load_format != "dummy",
+        changes=_settings(vllm_config),
+        weights=weights,
         on_progress=_tell,
     )
 
 
-def _changes(vllm_config: Any) -> dict[str, str]:
-    """Settings with which the same checkpoint gives other KV; empty if vLLM runs it unchanged."""
-    model, cache_dtype = vllm_config.model_config, str(vllm_config.cache_config.cache_dtype)
-    changes: dict[str, str] = {}
-    if model.quantization is not None:
-        changes["quantization"] = str(model.quantization)
-    if cache_dtype != "auto":
-        changes["kv_cache_dtype"] = cache_dtype
-    if model.hf_overrides:
-        changes["hf_overrides"] = json.dumps(model.hf_overrides, sort_keys=True, default=_name_of)
-    if _scales_by_length(model.hf_text_config):
-        changes["max_model_len"] = str(model.max_model_len)
-    if vllm_config.load_config.load_format == "dummy":  # random weights depend on the release and the number of ranks
-        changes["dummy"] = f"vllm {__version__}, {vllm_config.parallel_config.tensor_parallel_size} ranks"
-    return changes
+def _settings(vllm_config: Any) -> dict[str, Any]:
+    """Settings beside the model's configuration with which the same weights may give other KV."""
+    model = vllm_config.model_config
+    parts = (
+        *(vllm_config, model, vllm_config.cache_config, vllm_config.load_config, vllm_config.attention_config),
+        *([model.multimodal_config] if model.multimodal_config is not None else []),
+    )
+    settings = {f"{type(part).__name__}.{name}": value for part in parts for name, value in _changed(part).items()}
+    # Some models choose the factors of their rotary embedding or of attention by it (longrope, Llama 4).
+    settings["max_model_len"] = model.max_model_len
+    return settings
 
 
-def _scales_by_length(text_config: Any) -> bool:
-    """Whether vLLM chooses the factors of the rotary embedding by `max_model_len`."""
-    rope = getattr(text_config, "rope_parameters", None) or getattr(text_config, "rope_scaling", None) or {}
-    kinds = {value for key, value in _flat(rope) if key in ("rope_type", "type")}
-    return bool(kinds & {"longrope", "su", "dynamic"})
+def _changed(config: Any) -> dict[str, Any]:
+    """The settings of one of vLLM's configuration objects that are not at their defaults and not known to be
+    harmless."""
+    harmless = HARMLESS[type(config).__name__].split()
+    fields = [field for field in dataclasses.fields(config) if field.name not in harmless]
+    values = {field.name: plain(getattr(config, field.name)) for field in fields}
+    return {field.name: values[field.name] for field in fields if values[field.name] != _default(field)}
 
 
-def _flat(settings: dict[str, Any]) -> list[tuple[str, Any]]:
-    """The settings, including those of each kind of layer if there are several."""
-    nested = [item for value in settings.values() if isinstance(value, dict) for item in _flat(value)]
-    return [*((key, value) for key, value in settings.items() if isinstance(value, str)), *nested]
-
-
-def _name_of(override: object) -> str:
-    """The name of a function that changes the configuration."""
-    return f"{getattr(override, '__module__', '')}.{getattr(override, '__qualname__', type(override).__name__)}"
+def _default(field: dataclasses.Field[Any]) -> Any:
+    if hasattr(field.default, "get_default"):  # pydantic's way to give a default and its bounds
+        return plain(field.default.get_default(call_default_factory=True))
+    if field.default_factory is not dataclasses.MISSING:
+        return plain(field.default_factory())
+    return None if field.default is dataclasses.MISSING else plain(field.default)
 
 
 def _tell(done: int, total: int) -> None:

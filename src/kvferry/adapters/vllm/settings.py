@@ -35,7 +35,8 @@ class AdapterOptions(msgspec.Struct, frozen=True, kw_only=True):
     """`false`: use this connector as a cache only, beside another connector that hands off."""
 
     model_fingerprint: str = ""
-    """A name for the weights, instead of the one made from every byte of the checkpoint's files."""
+    """A name for the weights, the same on all instances, instead of the digest of the checkpoint's files. The
+    configuration counts nevertheless."""
 
 
 @dataclass(frozen=True)

@@ -117,7 +117,7 @@ class WorkerHalf:
         """The KV cache is allocated: build the worker side on it. `is_alone`: there is no other connector in this vLLM.
         Raises `ConfigError` if the cache cannot be moved."""
         kv_caches = {name: kv_caches[name] for name in self._shape.layer_names}
-        fingerprint = self._settings.options.model_fingerprint or model_fingerprint(vllm_config)
+        fingerprint = model_fingerprint(vllm_config, self._settings.options.model_fingerprint)
         layout = kv_layout(vllm_config, self._shape, kv_caches, fingerprint, self._rank)
         address, num_bytes = allocation(kv_caches)
         device = str(next(iter(kv_caches.values())).device)

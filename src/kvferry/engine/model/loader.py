@@ -31,7 +31,7 @@ from kvferry.engine.model.self_check import self_check
 from kvferry.engine.model.stored import SAMPLING_DEFAULTS, require_sound
 from kvferry.engine.model.support import require_divisible, require_supported
 from kvferry.models.catalog import resolve
-from kvferry.models.checkpoint import checkpoint_name, checkpoint_place
+from kvferry.models.checkpoint import checkpoint_name, checkpoint_place, resolved_config
 
 logger = logging.getLogger(__name__)
 
@@ -151,7 +151,7 @@ def load_model(
         layers=probed.layouts,
         windows=probed.windows,
         trained_context=border,
-        fingerprint=_name_of(found.source, dtype_name, on_progress),
+        fingerprint=_name_of(found.source, module.config, dtype_name, on_progress),
         dtype=dtype_name,
         device=device,
         vocab_size=text.vocab_size,
@@ -169,11 +169,12 @@ def _log_batch_dependence(why: str, is_asked_for: bool) -> None:
         logger.info("answers may depend on other requests, by rounding (%s); --batch-invariant prevents that", why)
 
 
-def _name_of(source: Path | str, dtype: str, on_progress: Progress) -> str:
-    """The fingerprint, which is the same for all instances with these weights in this dtype, inside vLLM too."""
+def _name_of(source: Path | str, config: Any, dtype: str, on_progress: Progress) -> str:
+    """The fingerprint, which is the same for all instances with these weights and this configuration in this dtype."""
     with _reading(str(source)):
         return checkpoint_name(
             source,
+            config=resolved_config(config),
             dtype=dtype,
             on_progress=lambda done, total: on_progress("naming the checkpoint by its content", done / max(total, 1)),
         )
