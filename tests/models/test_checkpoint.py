@@ -123,7 +123,7 @@ def test_what_is_not_here_is_known_by_its_commit_alone(tmp_path: Path) -> None:
         return checkpoint_name(model, config=CONFIG, dtype="float32", revision=revision)
 
     assert len({name("nobody/one", "a" * 40), name("nobody/one", "b" * 40), name("nobody/two", "a" * 40)}) == 3
-    (tmp_path / "README.md").touch()
+    (tmp_path / "preprocessor_config.json").touch()
     for model, revision in (("s3://bucket/one", None), ("s3://bucket/one", "v2"), (str(tmp_path), "a" * 40)):
         with pytest.raises(ConfigError, match="model_fingerprint"):
             name(model, revision)

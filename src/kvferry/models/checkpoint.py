@@ -40,8 +40,10 @@ HARMLESS_FILES = (
     *("vocab.json", "vocab.txt", "merges.txt", "added_tokens.json", "tekken.json", "*.tiktoken", "chat_template.*"),
     *("*.jinja", "*.md", "LICENSE*", "NOTICE*", ".*"),
 )
-"""Files of a checkpoint that KV does not depend on. All others count, whatever they are: an engine decides which of
-them it reads, and of images what a processor makes of them."""
+"""Files of a checkpoint that KV does not depend on. All others count, whatever they are: which of them an engine reads
+is its own affair."""
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".npz", ".h5", ".msgpack")
+"""One of these files must be there for a checkpoint to be known by its files."""
 HARMLESS_SETTINGS = frozenset({"_name_or_path", "transformers_version", "_commit_hash", "_attn_implementation_autoset"})
 """What differs between copies of one configuration."""
 _COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -79,10 +81,12 @@ def checkpoint_name(
 
 def _weights(model: str, revision: str | None, on_progress: ReadProgress) -> Any:
     place = checkpoint_place(model, revision)
-    if place is not None and (digests := file_digests(place, on_progress)):
+    digests = file_digests(place, on_progress) if place is not None else []
+    if any(name.endswith(WEIGHT_SUFFIXES) for name, _ in digests):
         return digests
-    if place is None and revision is not None and _COMMIT.fullmatch(revision):
-        return [model, revision]
+    commit = getattr(revision, "resolved", revision)  # of `huggingface_hub.ResolvedRevision`
+    if commit is not None and _COMMIT.fullmatch(commit) and not Path(model).exists():
+        return [model, commit]
     raise ConfigError(
         f"the weights of {model!r} are not in files on this machine, so they cannot be told from other weights of the"
         " same name; give them a name of their own, the same on all instances (model_fingerprint)"

@@ -112,8 +112,8 @@ def _changed(config: Any) -> dict[str, Any]:
 
 
 def _default(field: dataclasses.Field[Any]) -> Any:
-    if hasattr(field.default, "get_default"):  # pydantic's way to give a default and its bounds
-        return plain(field.default.get_default(call_default_factory=True))
+    if get_default := getattr(field.default, "get_default", None):  # pydantic's way to give a default with its bounds
+        return plain(get_default(call_default_factory=True))
     if field.default_factory is not dataclasses.MISSING:
         return plain(field.default_factory())
     return None if field.default is dataclasses.MISSING else plain(field.default)
