@@ -254,6 +254,14 @@ async def read_reply(read: Callable[[int], Any], *, head: bool = False) -> Reply
     return Reply(status, parsed.headers, bytes(parsed.body), parsed.done)
 
 
+def parsed(data: bytes) -> Reply:
+    """One answer, as it was received."""
+    found = _Parsed()
+    parser = httptools.HttpResponseParser(found)
+    parser.feed_data(data)
+    return Reply(parser.get_status_code(), found.headers, bytes(found.body), found.done)
+
+
 class _Parsed:
     def __init__(self) -> None:
         self.headers: dict[str, str] = {}

@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from kvferry.core.errors import ConfigError, PeerLost, ProtocolError, TransferError
-from kvferry.http.answer import Mask
+from kvferry.http.answer import UNCHANGED, Mask
 from kvferry.http.client import ClientConfig, Deadlines, HttpClient
 from kvferry.http.errors import AnswerTimeout, Unreachable
 from kvferry.http.origin import Origin
@@ -283,7 +283,7 @@ def proxy(client: HttpClient, origin: Origin, seen: list[bytes] | None = None) -
             return
         try:
             response.start(answer.status, [one for one in answer.headers if one[0] not in _HOP])
-            await answer.relay(response, None if seen is None else Mask(b"", see))
+            await answer.relay(response, UNCHANGED if seen is None else Mask(b"", see))
         except TransferError:
             response.cut()
         finally:
@@ -410,9 +410,8 @@ async def test_a_connection_that_the_end_of_an_answer_paused_is_read_again() -> 
 
     async def whole(request: HttpRequest, response: Response) -> None:
         answer = await client.open(origin, "GET", "/", [], deadlines=ASK)
-        connection = answer._connection
-        while connection.num_buffered < NUM_BYTES:
-            await connection.wait()
+        while not answer._connection.complete:
+            await answer._connection.wait()
         (caller,) = front.server._connections
         caller._transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         response.start(200, [(b"content-length", b"%d" % NUM_BYTES)])
@@ -471,7 +470,7 @@ async def test_who_was_slow_already_has_the_next_answers_instance_wait(payload: 
             return data
 
         try:
-            await (answer.relay_payload(response, Seen(see)) if payload else answer.relay(response, Mask(b"", see)))
+            await answer.relay(response, Seen(see), ends=not payload)
         finally:
             handlers.cancelled.set()
             answer.close()

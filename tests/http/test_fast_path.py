@@ -18,8 +18,7 @@ import pytest
 
 from kvferry.core.continuation import LAST_MARK, MARK
 from kvferry.core.errors import TransferError
-from kvferry.http.answer import Mask
-from kvferry.http.chunks import unchunked
+from kvferry.http.answer import UNCHANGED, Mask
 from kvferry.http.client import ClientConfig, Deadlines, HttpClient
 from kvferry.http.client_connection import ClientConnection
 from kvferry.http.connection import ServerConnection
@@ -29,7 +28,7 @@ from kvferry.http.request import HttpRequest
 from kvferry.http.response import Response
 from kvferry.http.routes import Route, Routes
 
-from .running import Seen, request, running, wire
+from .running import Seen, parsed, request, running, wire
 from .test_client import CHUNKED, Script, peer, small_socket
 
 ASK = Deadlines(connect_s=20)
@@ -95,10 +94,10 @@ def front_of(client: HttpClient, origin: Origin, how: Callable[[], How], left: a
             response.start(200, [])
             match how():
                 case Unmarked() | Seen() as passage:
-                    await answer.relay_payload(response, passage)
+                    await answer.relay(response, passage, ends=False)
                     response.end()
                 case mask:
-                    await answer.relay(response, mask)
+                    await answer.relay(response, mask or UNCHANGED)
         except TransferError:
             response.cut()
         finally:
@@ -257,7 +256,7 @@ async def test_a_client_that_does_not_read_makes_the_instance_wait_and_then_gets
                 assert num_sent * len(event) < 2**26
                 stopped.set()
                 caller.reader._transport.resume_reading()  # type: ignore[attr-defined]
-                body = unchunked((await caller.to_end()).partition(b"\r\n\r\n")[2])
+                body = parsed(await caller.to_end()).body
                 assert (len(body), body) == (num_sent * len(event), event * num_sent)
         client.check()
 

@@ -15,7 +15,7 @@ from threading import Thread
 from types import TracebackType
 from typing import Self
 
-from kvferry.core.errors import ConfigError, PeerLost, ProtocolError
+from kvferry.core.errors import ConfigError, PeerLost
 from kvferry.http.answer import Answer
 from kvferry.http.client_connection import ClientConnection
 from kvferry.http.errors import AnswerTimeout, Unreachable
@@ -91,16 +91,6 @@ class Sent:
     def answer_now(self) -> Answer:
         """The same, where the connection's `head_done` is true."""
         return Answer(self.connection, self.pool)
-
-    def read_now(self) -> bytes:
-        """The answer's body, where the connection's `is_whole` is true. Raises `ProtocolError`."""
-        connection = self.connection
-        body = connection.take()
-        if len(body) > connection.length:
-            self.abandon()
-            raise ProtocolError("an instance sent more than its answer")
-        self.pool.give_back(connection)
-        return body
 
     def abandon(self) -> None:
         """Nobody wants the answer: cut the connection, so that the instance stops."""
@@ -192,7 +182,7 @@ class HttpClient:
         deadlines: Deadlines,
     ) -> Sent | None:
         """Like `open`, without the answer: None, and nothing was sent, if there is no free connection. Whoever sends
-        calls `finish`, or `answer_now`, `read_now` or `abandon` of what was sent. Raises `ValueError` for a header that
+        calls `finish`, or `answer_now` or `abandon` of what was sent. Raises `ValueError` for a header that
         cannot be sent."""
         pool = self._pool(origin)
         data = self._message(pool, method, target, headers, body)

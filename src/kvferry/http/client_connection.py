@@ -1,8 +1,10 @@
 """One connection to an instance, which carries one request and answer after the other.
 
-Owns the transport, bytes of the answer that have not been taken yet, and the deadline for what the instance must do
-next. The header of an answer is parsed by httptools. Its body either waits here for `take` or, if a sink is set, is
-passed to it in the same call in which it comes from the socket, without waking a task.
+Owns the transport, what has come of the answer's payload and has not been taken yet, and the deadline for what the
+instance must do next. llhttp, in its strict form, decides what an answer is and where it ends; what it lets pass and
+two readers might still read in two ways is refused here. Payload either waits here for `take` or, if a sink is set, is
+passed to it in the same call in which it comes from the socket, without waking a task. Chunk sizes, extensions and
+trailers end here.
 """
 
 from __future__ import annotations
@@ -23,20 +25,17 @@ _BUFFERED_BYTES = 256 * 1024
 _LONGEST_HEAD = 64 * 1024
 
 Sink = Callable[[bytes], None]
-"""Takes bytes of a body, framed as they came."""
-
-BodyKind = Literal["none", "length", "chunked", "close"]
+"""Takes payload."""
 
 
 class ClientConnection(asyncio.Protocol):
-    """Created by the pool. One exchange at a time: `send`, `head`, then `take` or `sink` until `ended`, then
-    `reset`."""
+    """Created by the pool. One exchange at a time: `begin`, then `take` or a sink until `complete`, then
+    `rest`."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, name: str) -> None:
         self._loop, self._name = loop, name
         self.transport: asyncio.Transport
         self._connected = False
-        self._resting = True
         self.num_requests = 0
         self.idle_since = 0.0
         self.lost: TransferError | None = None
@@ -48,14 +47,19 @@ class ClientConnection(asyncio.Protocol):
         self._phase: Literal["first byte", "next byte"] = "first byte"
         self._full = self._slow = False  # why reading is paused: too much waits here; who it is passed on to is slow
         # Of one exchange: what `begin` sets anew, and what the last one leaves as it was.
-        self.status, self.length = 0, 0
-        self.kind: BodyKind = "none"
+        self._parser: httptools.HttpResponseParser | None = None
+        """Of the present answer, up to its end."""
+        self.status = 0
+        self.length: int | None = None
+        """The payload's, if the head says so."""
         self.headers: RawHeaders = []
         self.first: dict[bytes, bytes] = {}
         self.num_received = 0
-        self._bodiless = self._head_done = self._headers_seen = self._at_eof = False
+        self.complete = False
+        """Whether the answer's end is here."""
+        self.is_chunked = False
+        self._bodiless = self._head_done = self._between = self._at_eof = False
         self._keep_alive = True
-        self._head = b""
         self._pieces: list[bytes] = []
         self._buffered = 0
         self._sink: Sink | None = None
@@ -63,7 +67,7 @@ class ClientConnection(asyncio.Protocol):
 
     def rest(self) -> None:
         """The last exchange is over: nothing may come until the next begins, and nobody makes the instance wait."""
-        self._resting, self._watcher = True, None
+        self._watcher = None
         if self._full or self._slow:
             self._pause(full=False, slow=False)
         self.idle_since, self._deadline = self._loop.time(), inf
@@ -76,8 +80,9 @@ class ClientConnection(asyncio.Protocol):
 
         The connection is new, or `reusable`: nothing is left of the last answer's body.
         """
-        self._resting = self._head_done = False
-        self.status, self.kind, self.num_received = 0, "none", 0
+        self._parser = httptools.HttpResponseParser(self)
+        self._head_done = self.complete = self._between = False
+        self.status, self.num_received = 0, 0
         self._bodiless = bodiless
         self._phase, self._between_s = "first byte", between_s
         self._deadline = inf if first_byte_s is None else self._loop.time() + first_byte_s
@@ -95,21 +100,34 @@ class ClientConnection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         """Bytes of an answer have arrived."""
         self.num_received += len(data)
-        sink = self._sink
-        if sink is not None:
-            if self._between_s is not None:
-                self._deadline = self._loop.time() + self._between_s
-            try:
-                sink(data)
-            except TransferError as error:
-                self.fail(error)
-        elif self._resting:
+        if self._parser is None:
             # It would be taken for the answer to the next request.
-            self.fail(ProtocolError(f"{self._name} sent an answer without a request"))
-        elif self._head_done:
-            self._keep(data)
+            self.fail(ProtocolError(f"{self._name} sent more than its answer"))
+            return
+        try:
+            self._parser.feed_data(data)
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
+            self.complete, self._pieces = False, []
+            cause = error.__context__
+            refused = isinstance(cause, ProtocolError)
+            self.fail(ProtocolError(f"{self._name} {cause if refused else f'does not answer in HTTP/1.1: {error}'}"))
+            return
+        if self.complete:
+            self._parser = None  # which refers to this object
+        elif not self._head_done:
+            if self.num_received > _LONGEST_HEAD:
+                self.fail(ProtocolError(f"{self._name} sent a head of more than {_LONGEST_HEAD} bytes"))
+            return
         else:
-            self._read_head(data)
+            # What has begun behind a chunk and is no whole line yet ends otherwise; a whole line has been told of.
+            self._between = self._between and data.endswith(b"\r\n")
+        self._extend()
+        if self._sink is not None:
+            self._feed_sink()
+            return
+        if self._buffered > _BUFFERED_BYTES:
+            self._pause(full=True, slow=self._slow)
+        self._wake()
 
     def eof_received(self) -> None:
         """The instance sends no more; the transport closes itself."""
@@ -121,113 +139,98 @@ class ClientConnection(asyncio.Protocol):
             self._fast.stop()
         if self.lost is None:
             self.lost = PeerLost(f"{self._name} broke off: {error or 'the connection was closed'}")
-        if self.kind == "close" and self._head_done and self._at_eof and self._sink is not None:
-            self._feed_sink(b"")
-        self._deadline = inf
+        if self._until_close and self._head_done and self._at_eof:
+            self.complete = True
+            if self._sink is not None:
+                self._feed_sink()
+        self._parser, self._deadline = None, inf
         self._wake()
         self._watcher = None  # which may refer to this object
         if self.on_lost is not None:
             self.on_lost(self)
 
-    # The head.
+    # The parser's calls.
 
-    def _read_head(self, data: bytes) -> None:
-        head = self._head + data if self._head else data
-        while (end := head.find(b"\r\n\r\n", max(0, len(self._head) - 3))) >= 0:
-            self._parse(head[: end + 4])
-            head, self._head = head[end + 4 :], b""
-            if self.lost is not None:
-                return
-            if self.status >= 200:
-                self._head_done, self._phase = True, "next byte"
-                if head:
-                    self._keep(head)
-                else:
-                    self._extend()
-                    self._wake()
-                return
-        self._head = head
-        if len(head) > _LONGEST_HEAD:
-            self.fail(ProtocolError(f"the head of an answer of {self._name} is longer than {_LONGEST_HEAD} bytes"))
-
-    def _parse(self, head: bytes) -> None:
-        self.headers, self._headers_seen = [], False
-        parser = httptools.HttpResponseParser(self)
-        try:
-            parser.feed_data(head)
-            if not self._headers_seen:
-                raise ProtocolError(f"{self._name} does not answer in HTTP/1.1")
-            self.status = parser.get_status_code()
-            self._keep_alive = bool(parser.should_keep_alive())
-            self.kind, self.length = self._body_kind()
-        except (httptools.HttpParserError, httptools.HttpParserUpgrade, ValueError) as error:
-            self.fail(ProtocolError(f"{self._name} does not answer in HTTP/1.1: {error}"))
-        except ProtocolError as error:
-            self.fail(error)
+    def on_message_begin(self) -> None:
+        """An answer begins: an interim one, the one that counts, or one too many."""
+        if self._head_done:
+            raise ProtocolError("sent more than its answer")
+        self.headers = []
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """For httptools."""
-        self.headers.append((name.lower(), value))
+        """One header, or a trailer, which goes nowhere."""
+        if not self._head_done:
+            self.headers.append((name.lower(), value))
+        elif name.lower() in (b"content-length", b"transfer-encoding"):
+            raise ProtocolError("says behind its answer how long it was")
 
     def on_headers_complete(self) -> None:
-        """For httptools."""
-        self._headers_seen = True
-
-    def _body_kind(self) -> tuple[BodyKind, int]:
+        """The head is here, or that of an interim answer."""
+        assert self._parser is not None
+        self.status = self._parser.get_status_code()
+        if self.status < 100 or self.status == 101:
+            raise ProtocolError(f"answered with status {self.status}")
         first = self.first = first_values(self.headers)
-        if self._bodiless or self.status < 200 or self.status in (204, 304):
-            return "none", 0
-        coding = first.get(b"transfer-encoding")
-        if coding is not None:
-            if coding.strip().lower() != b"chunked":
-                raise ProtocolError(f"{self._name} answers in the transfer coding {coding!r}")
-            return "chunked", 0
+        coding = [value.strip().lower() for name, value in self.headers if name == b"transfer-encoding"]
+        if coding and (coding != [b"chunked"] or self._parser.get_http_version() != "1.1"):
+            raise ProtocolError(f"answers in the transfer coding {b', '.join(coding)!r}")
+        if self.status < 200:
+            return
         length = first.get(b"content-length")
-        if length is None:
-            self._keep_alive = False
-            return "close", 0
-        return ("length", int(length)) if int(length) else ("none", 0)
+        self.is_chunked, self.length = bool(coding), None if length is None else int(length)
+        self._keep_alive = bool(self._parser.should_keep_alive())
+        self._head_done, self._phase = True, "next byte"
+        self.complete = self._bodiless
+
+    def on_chunk_header(self) -> None:
+        """The size of a chunk is here."""
+        self._between = False
+
+    def on_chunk_complete(self) -> None:
+        """A chunk has ended, with its line."""
+        self._between = True
+
+    def on_body(self, piece: bytes) -> None:
+        """Payload, as much as has come."""
+        if self._bodiless:
+            raise ProtocolError("sent a body where none can be")
+        self._pieces.append(piece)
+        self._buffered += len(piece)
+
+    def on_message_complete(self) -> None:
+        """The end of an answer, or of an interim one."""
+        self.complete = self._head_done
 
     # The body.
 
-    def _keep(self, data: bytes) -> None:
-        self._extend()
-        self._pieces.append(data)
-        self._buffered += len(data)
-        if self._buffered > _BUFFERED_BYTES:
-            self._pause(full=True, slow=self._slow)
-        self._wake()
+    @property
+    def _until_close(self) -> bool:
+        """Whether the body ends with the connection."""
+        return not (self.is_chunked or self._bodiless) and self.length is None
+
+    @property
+    def between_chunks(self) -> bool:
+        """Whether nothing of the next chunk has come yet."""
+        return self._between and not self.complete
 
     def take(self) -> bytes:
-        """The bytes of the body that have arrived, with their framing; empty if there are none."""
+        """The payload that has arrived; empty if there is none."""
         pieces, self._pieces, self._buffered = self._pieces, [], 0
         if self._full:
             self._pause(full=False, slow=self._slow)
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     @property
-    def num_buffered(self) -> int:
-        """The number of bytes that `take` would return."""
-        return self._buffered
-
-    @property
-    def has_body_bytes(self) -> bool:
+    def has_payload(self) -> bool:
         """Whether `take` would return any bytes."""
         return bool(self._pieces)
 
-    @property
-    def closed_orderly(self) -> bool:
-        """Whether the instance ended the connection after what it sent, which ends a body of kind `close`."""
-        return self._at_eof and self.lost is not None
-
     def set_sink(self, sink: Sink) -> None:
-        """Pass all bytes of the body to `sink` as soon as they arrive. An empty piece is the end of a body of kind
-        `close`. If the sink raises a `TransferError`, the connection ends."""
+        """Pass all payload to `sink` as soon as it arrives; an empty piece may come when `complete` is set. If the sink
+        raises a `TransferError`, the connection ends."""
         self._sink = sink
-        if self._pieces:
-            self._feed_sink(self.take())
-        if self.closed_orderly and self.kind == "close":
-            self._feed_sink(b"")
+        if self._pieces or self.complete:
+            self._feed_sink()
 
     def clear_sink(self) -> None:
         """The body is complete."""
@@ -253,17 +256,19 @@ class ClientConnection(asyncio.Protocol):
         """Bytes of this exchange's answer, with what was forwarded unread."""
         return self.num_received + (0 if self._fast is None else self._fast.num_received)
 
-    def _feed_sink(self, data: bytes) -> None:
+    def _feed_sink(self) -> None:
         assert self._sink is not None
+        if not (self._pieces or self.complete):
+            return
         try:
-            self._sink(data)
+            self._sink(self.take())
         except TransferError as error:
             self.fail(error)
 
     # Waiting.
 
     def _extend(self) -> None:
-        self._deadline = inf if self._between_s is None else self._loop.time() + self._between_s
+        self._deadline = inf if self._between_s is None or self.complete else self._loop.time() + self._between_s
 
     @property
     def head_done(self) -> bool:
@@ -290,17 +295,12 @@ class ClientConnection(asyncio.Protocol):
     @property
     def has_begun(self) -> bool:
         """Whether the first bytes of the body are here too, or there will be none."""
-        return self._head_done and (bool(self._pieces) or self.kind == "none")
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether all of an answer with a length is here."""
-        return self._head_done and self.kind == "length" and self._buffered >= self.length
+        return self._head_done and (bool(self._pieces) or self.complete)
 
     @property
     def fits(self) -> bool:
-        """Whether the body has a length, and may wait here until it is whole."""
-        return self.kind == "length" and self.length <= _BUFFERED_BYTES
+        """Whether the body is here, or has a length, and may wait here until it is complete."""
+        return self.complete or (self.length is not None and self.length <= _BUFFERED_BYTES)
 
     def wake(self) -> None:
         """End `wait`."""
@@ -352,7 +352,7 @@ class ClientConnection(asyncio.Protocol):
 
     def reusable(self) -> bool:
         """Whether another request may be sent, because the last answer was read to its end."""
-        return self._keep_alive and self.lost is None and not self._pieces and not self.transport.is_closing()
+        return self._keep_alive and self.complete and self.lost is None and not self.transport.is_closing()
 
     def fail(self, error: TransferError) -> None:
         """Close the connection because of `error`."""
@@ -366,6 +366,7 @@ class ClientConnection(asyncio.Protocol):
         self._deadline = inf
         if self.lost is None:
             self.lost = PeerLost(f"the connection to {self._name} was closed here")
+        self._parser = None
         if self._fast is not None:
             self._fast.stop()
         self.transport.abort()

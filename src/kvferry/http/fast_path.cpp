@@ -36,7 +36,7 @@ struct Pattern {
 // Read by Python while the stream runs.
 struct Counters {
     uint64_t received;  // bytes from the instance, framed
-    uint64_t sent;      // bytes to the client: of payload, or framed where nothing is kept
+    uint64_t sent;      // bytes of payload to the client
     char last[4];       // what the payload ended with
 };
 
@@ -158,7 +158,7 @@ size_t take(FastPath* path, Stream* stream, std::string_view data, std::string_v
         } else if (pattern.keep == KEEP_ALL) {
             stream->kept.append(payload);
         }
-        stream->counters.sent += pattern.keep == KEEP_NOTHING ? length : payload.size();
+        stream->counters.sent += payload.size();
         note_end(stream->counters, payload);
         place += length;
     }

@@ -95,7 +95,6 @@ class Response:
         "_wire",
         "ended",
         "framing",
-        "mid_chunk",
         "num_bytes",
         "request",
         "status",
@@ -110,8 +109,6 @@ class Response:
         self.ended = False
         self.framing: Framing = "none"
         self.num_bytes = 0
-        self.mid_chunk = False
-        """Whether bytes already framed were written that end within a chunk."""
         self._added: RawHeaders = []
         self._declared = b""
         self._head = b""
@@ -176,7 +173,7 @@ class Response:
             return
         length = len(data)
         self.num_bytes += length
-        self._last = data
+        self._last = data if length > 1 else self._last[-1:] + data
         if self.framing == "chunked":
             framed = b"%x\r\n%b\r\n" % (length, data)
             if self._head:
@@ -184,16 +181,6 @@ class Response:
             self._wire.transmit(framed)
         else:
             self._transmit(b"" if self.framing == "none" else data)
-
-    def write_framed(self, data: bytes, *, mid_chunk: bool = False) -> None:
-        """Write more of a body that is already framed as `framing` says, without the last chunk. `mid_chunk`: `data`
-        ends within a chunk, so nothing else may be written now."""
-        if self.ended:
-            return
-        self.num_bytes += len(data)
-        self._last = data
-        self.mid_chunk = mid_chunk
-        self._transmit(data if self.framing != "none" else b"")
 
     def flush(self) -> None:
         """Send status and headers now."""
@@ -211,14 +198,6 @@ class Response:
             self.write(data)
             if self._head:
                 self._transmit(b"")
-        self._finish()
-
-    def end_framed(self, data: bytes) -> None:
-        """Like `end`, with `data` already framed, including the last chunk."""
-        if self.ended:
-            return
-        self.write_framed(data)
-        self.mid_chunk = False
         self._finish()
 
     def _finish(self) -> None:
@@ -269,15 +248,15 @@ class Response:
 
     def fail(self, error: RequestError) -> None:
         """Report `error` to the client in the best way still possible: with its status and OpenAI's error body if
-        nothing was sent; as an error event and `[DONE]` in an event stream; otherwise by cutting the connection."""
+        nothing was sent; as an error event and `[DONE]` between two events of a stream; otherwise by cutting the
+        connection."""
         if self.ended:
             return
         if self.status is None or self._head:
             self.status, self._head = None, b""
             self.send(error.status, error_envelope(error), answer_headers(error))
-        elif self._events and not self.mid_chunk and self.framing != "length":
-            whole = self._last.endswith((b"\n\n", b"\n\n\r\n"))
-            self.end((b"" if whole else b"\n\n") + sse_event(error_envelope(error)) + SSE_DONE)
+        elif self._events and self.framing != "length" and (not self._last or self._last.endswith(b"\n\n")):
+            self.end(sse_event(error_envelope(error)) + SSE_DONE)
         else:
             self.cut()
 

@@ -346,7 +346,7 @@ class Exchange:
     def _prefilled(self, leg: SentLeg, form: Form) -> PrefillOutcome:
         """P's outcome, once its whole answer is here."""
         try:
-            content = self._upstream.read_now(leg)
+            content = self._upstream.read_now(leg, MAX_PREFILL_ANSWER_BYTES)
         except TransferError as error:
             return self._broken(leg.instance, error)
         return self._take_ticket(leg.instance, content, form)

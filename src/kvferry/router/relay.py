@@ -15,7 +15,7 @@ from kvferry.core.clock import Clock
 from kvferry.core.errors import PeerLost
 from kvferry.core.instance_facts import InstanceFacts
 from kvferry.core.openai import SSE_DONE
-from kvferry.http.answer import Mask
+from kvferry.http.answer import UNCHANGED, Mask
 from kvferry.http.headers import RawHeaders
 from kvferry.http.response import Response
 from kvferry.router.errors import BadAnswer, InstanceLost, InstanceSilent, Silent
@@ -85,7 +85,7 @@ class Relay:
             return True
         response.start(answer.status, self._headers(answer))
         try:
-            await answer.relay(response, self._mask if answer.is_event_stream else None)
+            await answer.relay(response, self._mask if answer.is_event_stream else UNCHANGED)
         except PeerLost as error:
             logger.warning("request %s: %s", response.request.id, error)
             response.fail(_told(error))

@@ -68,18 +68,18 @@ class UpstreamAnswer:
         with _Named(self.instance):
             return await self._watchdog.within(self._wait, self._answer.read(max_bytes))
 
-    async def relay(self, response: Response, mask: http.Mask | None = None) -> None:
-        """Forward the body to a response that has begun, and end it. `mask` may change bytes, but not their number."""
-        if self._answer.relay_now(response, mask):
-            return
-        await self._forwarded(self._answer.relay(response, mask))
+    async def relay(self, response: Response, passage: http.Passage = http.UNCHANGED) -> None:
+        """Forward the body to a response that has begun, and end it. `passage` may change bytes, but not their
+        number."""
+        if not self._answer.relay_now(response, passage):
+            await self._forwarded(self._answer.relay(response, passage))
 
     async def relay_payload(self, response: Response, passage: http.Passage) -> None:
         """Write what `passage` makes of the body to a response that has begun, and leave the response open, since
         another instance may send the rest. `UnreadableStream` of `passage` does not count as a failure of the
         instance."""
         self._wait.movable = True
-        await self._forwarded(self._answer.relay_payload(response, passage))
+        await self._forwarded(self._answer.relay(response, passage, ends=False))
 
     async def _forwarded(self, body: Coroutine[Any, Any, None]) -> None:
         with _Named(self.instance):
@@ -130,8 +130,8 @@ class SentLeg:
 
     @property
     def is_whole(self) -> bool:
-        """Whether all of the answer is here, and its length says so."""
-        return self.connection.is_whole
+        """Whether all of the answer is here."""
+        return self.connection.complete
 
     @property
     def will_be_whole(self) -> bool:
@@ -236,13 +236,15 @@ class Upstream:
         self._watchdog.end(leg.wait, answered=True)
         return self._upstream_answer(leg.instance, leg.sent.answer_now())
 
-    def read_now(self, leg: SentLeg) -> bytes:
-        """The body of the answer, for a leg that `is_whole`. Raises `PeerLost` if it is longer than was said."""
-        leg.is_open = False
-        leg.instance.in_flight -= 1
-        self._watchdog.end(leg.wait, answered=True)
-        with _Named(leg.instance):
-            return leg.sent.read_now()
+    def read_now(self, leg: SentLeg, max_bytes: int) -> bytes:
+        """The body of the answer, for a leg that `is_whole`. Raises `PeerLost` if it is longer than `max_bytes`."""
+        answer = self.finish_now(leg)
+        try:
+            content = answer.read_now(max_bytes)
+        finally:
+            answer.close()
+        assert content is not None
+        return content
 
     def abandon(self, leg: SentLeg) -> None:
         """Unless somebody has taken the answer: cut the connection, so that the instance stops."""
