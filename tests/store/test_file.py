@@ -484,3 +484,18 @@ def test_a_block_that_another_user_wrote_for_themselves_alone_is_absent_and_is_r
                 assert store.match([name_of(0), name_of(1)]) == 2
         finally:
             os.seteuid(effective)
+
+
+def test_a_fifo_in_place_of_a_file_holds_nobody(store: FileStore, tmp_path: Path, layout: KVLayout) -> None:
+    """A read of it would never return."""
+    store.put(name_of(0), block_of(layout, 0))
+    store.run(store.inner.write_note("n", b"told", 60))
+    for path in (file_of(tmp_path, 0), *tmp_path.glob("notes/*.note")):
+        path.unlink()
+        os.mkfifo(path)
+    assert fetch(store, layout, 0) is None
+    assert store.run(store.inner.read_note("n")) is None
+    assert store.put(name_of(0), block_of(layout, 0))
+    assert fetch(store, layout, 0) == bytes_of(block_of(layout, 0))
+    store.run(store.inner.write_note("n", b"again", 60))
+    assert store.run(store.inner.read_note("n")) == b"again"

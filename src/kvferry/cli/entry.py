@@ -4,15 +4,17 @@ second, and Ctrl-C in that second is to end the process without a traceback."""
 from __future__ import annotations
 
 import signal
+from typing import NoReturn
 
 
-def main() -> int:
-    """Run the command line of this process; returns the exit code."""
+def main() -> NoReturn:
+    """Run the command line of this process, and end it with the exit code."""
     is_default = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if is_default:  # and not ignored, as under nohup
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     from kvferry.cli.main import main as run
+    from kvferry.core.process_end import leave
 
     if is_default:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    return run()
+    leave(run())

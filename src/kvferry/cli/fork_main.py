@@ -24,6 +24,7 @@ import setproctitle
 from kvferry.cli.common import RUN_INSTANCE
 from kvferry.cli.main import main as command
 from kvferry.core.names import resolve, without_collections
+from kvferry.core.process_end import leave
 from kvferry.fleet.fork_messages import NUM_DESCRIPTORS, Ended, Forked, ForkRequest, Imported, Message, NotForked
 from kvferry.fleet.ready import READY_FLAG
 
@@ -142,4 +143,4 @@ def _run(child: _Child) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1])))
+    leave(main(int(sys.argv[1])))

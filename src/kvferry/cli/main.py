@@ -19,6 +19,7 @@ from kvferry.cli.instance import decode, prefill
 from kvferry.cli.router import router
 from kvferry.cli.serve import serve
 from kvferry.core.errors import ConfigError, KvferryError, UnsupportedModel
+from kvferry.core.process_end import leave
 from kvferry.fleet.arguments import flag_name
 from kvferry.fleet.supervisor import ERROR_PREFIX, EXIT_USER_ERROR
 from kvferry.observe.logs import LogConfig, set_up_logging
@@ -120,4 +121,4 @@ def _complain(text: str, code: int) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

@@ -29,6 +29,8 @@ Answer = TypeVar("Answer")
 # While a request waits for something that wakes nobody (a marker file, its own deadline), look this often.
 POLL_S = 0.005
 CALL_DEADLINE_S = 30.0
+JOIN_S = 10.0
+"""Most seconds that `close` waits for a step to end."""
 _ROLES = {"kv_producer": "prefill", "kv_consumer": "decode", "kv_both": "both"}
 ON_ITS_WAY = ("writer_waiting_bytes", "dirty_blocks")
 """Gauges of connectors, of what is not in all tiers of a store yet."""
@@ -64,11 +66,14 @@ class AsyncEngine:
         self._thread.start()
 
     async def close(self) -> None:
-        """End all requests, the thread and the engine."""
+        """End all requests, the thread and the engine; without the engine if its thread does not return from a step."""
         self._closing = True
         self._wake.set()
-        await asyncio.to_thread(self._thread.join)
-        self.engine.close()
+        await asyncio.to_thread(self._thread.join, JOIN_S)
+        if self._thread.is_alive():
+            log.error("a step of the engine does not end; the engine is left as it is")
+        else:
+            self.engine.close()
 
     @property
     def healthy(self) -> bool:

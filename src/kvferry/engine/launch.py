@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 import uvloop
 
+from kvferry.core.process_end import EndLimit, end_limit
 from kvferry.core.transfer_config import KVTransferConfig
 from kvferry.engine.async_engine import AsyncEngine
 from kvferry.engine.config import EngineConfig
@@ -44,7 +45,8 @@ def run_instance(
     names = served_model_names or (engine.model,)
     loaded = Engine(engine, transfer, auth_token=auth_token, on_progress=on_progress)
     _freeze()
-    return uvloop.run(_serve(AsyncEngine(loaded, names), server, on_ready, registrar))
+    with end_limit() as limit:
+        return uvloop.run(_serve(AsyncEngine(loaded, names), server, on_ready, registrar, limit))
 
 
 def _freeze() -> None:
@@ -59,6 +61,7 @@ async def _serve(
     server: ServerConfig,
     on_ready: Callable[[dict[str, Any]], None],
     registrar: RegistrarConfig | None,
+    limit: EndLimit,
 ) -> int:
     about = front.describe()
     if registrar is not None:
@@ -81,4 +84,5 @@ async def _serve(
             raise error
         return 0 if front.healthy else 1
     finally:
+        limit.begin()
         await front.close()

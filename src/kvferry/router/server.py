@@ -10,6 +10,7 @@ from typing import Any
 
 import uvloop
 
+from kvferry.core.process_end import EndLimit, end_limit
 from kvferry.http.config import HttpConfig, InstanceAccess
 from kvferry.http.lifecycle import Lifecycle
 from kvferry.http.listen import authority
@@ -37,7 +38,8 @@ def run_router(
     http = replace(http, max_body_bytes=config.max_body_bytes)
     if config.workers > 1:
         return asyncio.run(Workers(config, http, access or InstanceAccess(), on_ready).run())
-    return uvloop.run(_serve(config, http, access, on_ready))
+    with end_limit() as limit:
+        return uvloop.run(_serve(config, http, access, on_ready, limit))
 
 
 def spare_the_collector() -> None:
@@ -49,7 +51,11 @@ def spare_the_collector() -> None:
 
 
 async def _serve(
-    config: RouterConfig, http: HttpConfig, access: InstanceAccess | None, on_ready: Callable[[dict[str, Any]], None]
+    config: RouterConfig,
+    http: HttpConfig,
+    access: InstanceAccess | None,
+    on_ready: Callable[[dict[str, Any]], None],
+    limit: EndLimit,
 ) -> int:
     router = build_router(config, http, access)
     spare_the_collector()
@@ -63,4 +69,5 @@ async def _serve(
         async with router.running() as group:
             await server.run(lambda host, port: group.create_task(announce(port)))
             await server.within_grace(router.leave())
+            limit.begin()
     return 0

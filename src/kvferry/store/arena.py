@@ -87,8 +87,8 @@ class Arena:
             if self.is_closed:
                 return
             self.is_closed = True
-            self.buffer.release()
             with suppress(BufferError):  # a view still exists: unmapped with the last one
+                self.buffer.release()
                 self._mapping.close()
             os.close(self._descriptor)
         with suppress(ConfigError), self._meeting():

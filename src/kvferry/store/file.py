@@ -18,6 +18,7 @@ import asyncio
 import errno
 import logging
 import os
+import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -29,8 +30,17 @@ from kvferry.core.layout import KVLayout
 from kvferry.store.access import ACCESS, FileAccess
 from kvferry.store.base import Block, KVStore, Put, Read, StoreBytes, StoreFull, StoreOptions, StoreThreads
 from kvferry.store.file_room import PIN_SUFFIX, SUFFIX, FileRoom, Removed, folder_name, path_of
-from kvferry.store.files import NoteFiles, is_readable, remove_file, touch_descriptor, touch_path, write_file
-from kvferry.store.record import CorruptBlock, Header, read_exactly
+from kvferry.store.files import (
+    NotAFile,
+    NoteFiles,
+    is_readable,
+    open_file,
+    remove_file,
+    touch_descriptor,
+    touch_path,
+    write_file,
+)
+from kvferry.store.record import CorruptBlock, read_exactly
 from kvferry.store.threads import Stop, Threads
 
 log = logging.getLogger(__name__)
@@ -66,6 +76,7 @@ class FileStore(KVStore):
         self._notes = NoteFiles(self.root / "notes", self._access)
         self._num_threads = max(1, options.threads)
         self._threads = Threads(self._num_threads, "kvferry-file-store")
+        self._local = threading.local()
         self._room = FileRoom(self.root, options.max_bytes, options.eviction, self.records.max_record_bytes)
 
     @classmethod
@@ -87,7 +98,7 @@ class FileStore(KVStore):
 
     async def open(self) -> None:
         """Make the directory of this layout. Raises `ConfigError` if that fails."""
-        await self._threads.ask(lambda: _make_folder(self._folder, self.root, self._access))
+        await self._threads.run(lambda stop: _make_folder(self._folder, self.root, self._access))
 
     async def close(self) -> None:
         """End the threads; no file is kept open."""
@@ -97,44 +108,46 @@ class FileStore(KVStore):
 
     async def match(self, hashes: Sequence[BlockHash]) -> int:
         """One `stat` for each block."""
-        return await self._threads.ask(lambda: self._match(hashes))
+        return await self._threads.run(lambda stop: self._match(hashes))
 
     async def get(self, reads: Sequence[Read]) -> list[bool]:
-        """One `preadv` for each block, directly to its destination unless there is a codec. The threads read at the
-        same time, because a disk with one request at a time is half idle."""
+        """One `preadv` for each block. The threads read at the same time, because a disk with one request at a time is
+        half idle."""
         return await self._spread(reads, self._get)
 
     async def get_layer(self, layer: int, reads: Sequence[tuple[BlockHash, memoryview]]) -> list[bool]:
         """Two `preadv` for each block: the header and the layer."""
-        return await self._spread(reads, lambda read: self._get_layer(read[0], layer, read[1]))
+        return await self._spread(reads, lambda read, stop: self._get_layer(read[0], layer, read[1], stop))
 
     async def put(self, blocks: Sequence[Block]) -> list[Put]:
         """Each block is written to a temporary file beside the final one, and renamed."""
         return await self._threads.run(lambda stop: self._put(blocks, stop))
 
     async def pin(self, hashes: Sequence[BlockHash]) -> int:
-        return await self._threads.ask(lambda: self._mark(hashes))
+        return await self._threads.run(lambda stop: self._mark(hashes))
 
     async def unpin(self, hashes: Sequence[BlockHash]) -> int:
-        return await self._threads.ask(lambda: self._unmark(hashes))
+        return await self._threads.run(lambda stop: self._unmark(hashes))
 
     async def delete(self, hashes: Sequence[BlockHash]) -> int:
-        return await self._threads.ask(lambda: sum(self._remove(name) for name in hashes))
+        return await self._threads.run(lambda stop: sum(self._remove(name) for name in hashes))
 
     async def finish(self, hashes: Sequence[BlockHash], num_output_tokens: int) -> None:
         """Tell the eviction policy of this process."""
-        await self._threads.ask(lambda: self._room.finished([self._path(name) for name in hashes], num_output_tokens))
+        await self._threads.run(
+            lambda stop: self._room.finished([self._path(name) for name in hashes], num_output_tokens)
+        )
 
     # Notes.
 
     async def write_note(self, name: str, content: bytes, ttl_s: float) -> None:
-        await self._threads.ask(lambda: self._notes.write(name, content, ttl_s))
+        await self._threads.run(lambda stop: self._notes.write(name, content, ttl_s))
 
     async def read_note(self, name: str) -> bytes | None:
-        return await self._threads.ask(lambda: self._notes.read(name))
+        return await self._threads.run(lambda stop: self._notes.read(name))
 
     async def remove_note(self, name: str) -> None:
-        await self._threads.ask(lambda: self._notes.remove(name))
+        await self._threads.run(lambda stop: self._notes.remove(name))
 
     # Insight.
 
@@ -142,12 +155,12 @@ class FileStore(KVStore):
         """The counters of this process, and what was under the directory at the last scan."""
         return super().statistics() | self._room.statistics()
 
-    async def _spread(self, items: Sequence[Item], read: Callable[[Item], bool]) -> list[bool]:
-        """Have all threads read. Returns or raises only when all of them have ended, also on cancellation."""
+    async def _spread(self, items: Sequence[Item], read: Callable[[Item, Stop], bool]) -> list[bool]:
+        """Have all threads read. Returns or raises only when all of them have ended, or were left behind."""
         each = max(1, -(-len(items) // self._num_threads))
 
         def work(part: Sequence[Item], stop: Stop) -> list[bool]:
-            return [not stop.requested and read(item) for item in part]
+            return [read(item, stop) for item in part]
 
         parts = [items[first : first + each] for first in range(0, len(items), each)]
         calls = (self._threads.run(partial(work, part)) for part in parts)
@@ -175,75 +188,58 @@ class FileStore(KVStore):
                 raise StoreError(f"cannot look into {self._folder}: {error.strerror}") from error
         return len(hashes)
 
-    def _get(self, read: Read) -> bool:
-        return self._read(read.block_hash, lambda descriptor: self._read_block(descriptor, read))
-
-    def _get_layer(self, block_hash: BlockHash, layer: int, into: memoryview) -> bool:
-        return self._read(block_hash, lambda descriptor: self._read_layer(descriptor, block_hash, layer, into))
-
-    def _read_block(self, descriptor: int, read: Read) -> int:
-        """Returns the number of bytes read, as `_read_layer` does."""
-        records = self.records
-        if not records.is_plain:
-            size = min(os.fstat(descriptor).st_size, records.max_record_bytes)
-            record = memoryview(bytearray(size))
+    def _get(self, read: Read, stop: Stop) -> bool:
+        def decode(descriptor: int, scratch: memoryview) -> int:
+            record = scratch[: min(os.fstat(descriptor).st_size, len(scratch))]
             read_exactly(descriptor, [record], 0)
-            records.decode(record, read.block_hash, read.into)
-            return size
-        head = bytearray(records.header_bytes)
-        read_exactly(descriptor, [memoryview(head), *read.into], 0)
-        header = records.header(head, read.block_hash)
-        for layer, into in enumerate(read.into):
-            records.require(header, layer, into)
-        return header.record_bytes
+            return len(record) * stop.write(lambda: self.records.decode(record, read.block_hash, read.into))
 
-    def _read_layer(self, descriptor: int, block_hash: BlockHash, layer: int, into: memoryview) -> int:
-        header = self._read_header(descriptor, block_hash)
-        offset, length = header.offsets[layer], header.lengths[layer]
-        if self.records.is_plain:
-            read_exactly(descriptor, [into], offset)
-            self.records.require(header, layer, into)
-        else:
-            encoded = memoryview(bytearray(length))
-            read_exactly(descriptor, [encoded], offset)
-            self.records.finish_layer(header, layer, encoded, into)
-        return length
+        return self._read(read.block_hash, decode, stop)
 
-    def _read_header(self, descriptor: int, block_hash: BlockHash) -> Header:
-        head = bytearray(self.records.header_bytes)
-        read_exactly(descriptor, [memoryview(head)], 0)
-        return self.records.header(head, block_hash)
+    def _get_layer(self, block_hash: BlockHash, layer: int, into: memoryview, stop: Stop) -> bool:
+        def decode(descriptor: int, scratch: memoryview) -> int:
+            records, head = self.records, scratch[: self.records.header_bytes]
+            read_exactly(descriptor, [head], 0)
+            header = records.header(head, block_hash)
+            span = slice(header.offsets[layer], header.offsets[layer] + header.lengths[layer])
+            read_exactly(descriptor, [scratch[span]], span.start)
+            return header.lengths[layer] * stop.write(lambda: records.decode_layer(scratch, header, layer, into))
 
-    def _read(self, block_hash: BlockHash, read: Callable[[int], int]) -> bool:
-        """Open the block's file for `read`, which returns the number of bytes read. False: there is no such file, or it
-        was corrupt and has been removed."""
+        return self._read(block_hash, decode, stop)
+
+    def _read(self, block_hash: BlockHash, decode: Callable[[int, memoryview], int], stop: Stop) -> bool:
+        """Open the block's file for `decode`, which reads to memory of this thread's, for the case that the disk does
+        not answer, and returns the number of bytes. False: there is no such file, or it was corrupt and is removed, or
+        nobody waits any more."""
+        if stop.requested:
+            return False
         path = self._path(block_hash)
         try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        except (
-            FileNotFoundError,
-            PermissionError,
-        ):  # a file that may not be read is no block, and says nothing about others
+            with open_file(path) as descriptor:
+                num_bytes = decode(descriptor, self._scratch())
+                touch_descriptor(descriptor)
+        except (FileNotFoundError, PermissionError):  # one that may not be read says nothing about others
             self.count(missing_blocks=1)
             self._gone(block_hash)
             return False
-        except OSError as error:
-            raise StoreError(f"cannot open {path}: {error.strerror}") from error
-        try:
-            num_bytes = read(descriptor)
-            touch_descriptor(descriptor)
-            self._room.accessed(path)
-            self.count(loaded_blocks=1, read_bytes=num_bytes)
-            return True
-        except CorruptBlock as error:
+        except (CorruptBlock, NotAFile) as error:
             log.warning("block %s is removed: %s", path, error)
             self.count(corrupt_blocks=1)
             self._remove(block_hash)
             return False
         except OSError as error:
             raise StoreError(f"cannot read {path}: {error.strerror}") from error
-        finally:
-            os.close(descriptor)
+        if num_bytes:
+            self._room.accessed(path)
+            self.count(loaded_blocks=1, read_bytes=num_bytes)
+        return bool(num_bytes)
+
+    def _scratch(self) -> memoryview:
+        """Room for one record, of this thread's own."""
+        if not hasattr(self._local, "scratch"):
+            self._local.scratch = memoryview(bytearray(self.records.max_record_bytes))
+        scratch: memoryview = self._local.scratch
+        return scratch
 
     def _put(self, blocks: Sequence[Block], stop: Stop) -> list[Put]:
         outcomes: list[Put] = []

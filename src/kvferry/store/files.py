@@ -9,8 +9,8 @@ import re
 import secrets
 import socket
 import stat
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 
@@ -54,6 +54,22 @@ def write_file(path: str, views: Sequence[memoryview], access: FileAccess, *, fs
     except BaseException:
         remove_file(temporary)
         raise
+
+
+class NotAFile(OSError):
+    """Something else is in the place of a file, such as a FIFO, which could be read for ever."""
+
+
+@contextmanager
+def open_file(path: str) -> Iterator[int]:
+    """The descriptor of a file that is open for reading. May raise `OSError`: `NotAFile` if it is no plain file."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise NotAFile(errno.EINVAL, "it is not a plain file")
+        yield descriptor
+    finally:
+        os.close(descriptor)
 
 
 def _allocate(descriptor: int, num_bytes: int) -> None:
@@ -137,9 +153,9 @@ class NoteFiles:
         """The note's content; None if there is none or it has expired. Raises `StoreError` if it cannot be read."""
         path = self._path(name)
         try:
-            with path.open("rb") as file:
-                found = file.read(_EXPIRY_BYTES + MAX_NOTE_BYTES)
-        except FileNotFoundError:
+            with open_file(str(path)) as descriptor:
+                found = os.read(descriptor, _EXPIRY_BYTES + MAX_NOTE_BYTES)
+        except (FileNotFoundError, NotAFile):
             return None
         except OSError as error:
             raise StoreError(f"cannot read {path}: {error.strerror}") from error
@@ -159,8 +175,8 @@ class NoteFiles:
         if path.suffix == TEMPORARY_SUFFIX:
             over = is_stale(path, path.stat().st_mtime)
         else:
-            with path.open("rb") as file:
-                over = _is_over(file.read(_EXPIRY_BYTES))
+            with open_file(str(path)) as descriptor:
+                over = _is_over(os.read(descriptor, _EXPIRY_BYTES))
         if over:
             path.unlink()
 

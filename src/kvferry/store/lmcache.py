@@ -19,6 +19,7 @@ import asyncio
 import hashlib
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Annotated, TypeVar
 from urllib.parse import urlsplit
 
@@ -195,9 +196,7 @@ class LMCacheStore(KVStore):
         records = iter(await self._client.get(keys, self.records.max_record_bytes))
         given = [next(records) if place is not None else None for place in places]
         found = await self._threads.run(
-            lambda stop: [
-                not stop.requested and self._decode(read, record) for read, record in zip(reads, given, strict=True)
-            ]
+            lambda stop: [self._decode(read, record, stop) for read, record in zip(reads, given, strict=True)]
         )
         pairs = list(zip(reads, places, found, strict=True))
         with suppress(StoreError):  # the blocks were read even if the server is gone since
@@ -205,7 +204,7 @@ class LMCacheStore(KVStore):
             await self._touch([read.block_hash for read, _, there in pairs if there], sets)
         return found
 
-    def _decode(self, read: Read, record: bytes | DamagedValue | None) -> bool:
+    def _decode(self, read: Read, record: bytes | DamagedValue | None, stop: Stop) -> bool:
         if record is None or record == b"" or self._is_another(read, record):
             self.count(missing_blocks=1)
             self.note_removed([read.block_hash])
@@ -213,13 +212,13 @@ class LMCacheStore(KVStore):
         try:
             if isinstance(record, DamagedValue):
                 raise CorruptBlock("it was put in part")
-            self.records.decode(memoryview(record), read.block_hash, read.into)
+            found = stop.write(partial(self.records.decode, memoryview(record), read.block_hash, read.into))
         except CorruptBlock:
             self.count(corrupt_blocks=1)
             self.note_removed([read.block_hash])
             return False
-        self.count(loaded_blocks=1, read_bytes=len(record))
-        return True
+        self.count(loaded_blocks=found, read_bytes=found * len(record))
+        return found
 
     def _is_another(self, read: Read, record: bytes | DamagedValue) -> bool:
         """Whether the place holds another block than its index says."""

@@ -135,7 +135,7 @@ class MemoryStore(KVStore):
         return await self._threads.run(lambda stop: self._get(reads, stop))
 
     async def get_layer(self, layer: int, reads: Sequence[tuple[BlockHash, memoryview]]) -> list[bool]:
-        return await self._threads.run(lambda stop: self._get_layer(layer, reads))
+        return await self._threads.run(lambda stop: self._get_layer(layer, reads, stop))
 
     async def put(self, blocks: Sequence[Block]) -> list[Put]:
         """Takes the lock twice, to take slots and to enter the blocks, and copies each block in between."""
@@ -152,7 +152,7 @@ class MemoryStore(KVStore):
 
     async def finish(self, hashes: Sequence[BlockHash], num_output_tokens: int) -> None:
         """All instances that share the arena learn of it, through the index."""
-        await self._threads.ask(lambda: self._finish(hashes, num_output_tokens))
+        await self._threads.run(lambda stop: self._finish(hashes, num_output_tokens))
 
     def statistics(self) -> dict[str, float]:
         """The counters of this process, and what the arena holds as far as this process knows."""
@@ -197,37 +197,34 @@ class MemoryStore(KVStore):
 
     def _get(self, reads: Sequence[Read], stop: Stop) -> list[bool]:
         slots = self._find([read.block_hash for read in reads])
-        return [
-            slot is not None and not stop.requested and self._read(read, slot)
-            for read, slot in zip(reads, slots, strict=True)
-        ]
+        return [slot is not None and self._read(read, slot, stop) for read, slot in zip(reads, slots, strict=True)]
 
-    def _read(self, read: Read, slot: ArenaSlot) -> bool:
+    def _read(self, read: Read, slot: ArenaSlot, stop: Stop) -> bool:
         try:
-            self.records.decode(self._record(slot), read.block_hash, read.into)
+            found = stop.write(lambda: self.records.decode(self._record(slot), read.block_hash, read.into))
         except CorruptBlock:
             self._not_right(read.block_hash, slot)
             return False
-        self.count(loaded_blocks=1, read_bytes=slot.length)
-        return True
+        self.count(loaded_blocks=found, read_bytes=found * slot.length)
+        return found
 
-    def _get_layer(self, layer: int, reads: Sequence[tuple[BlockHash, memoryview]]) -> list[bool]:
+    def _get_layer(self, layer: int, reads: Sequence[tuple[BlockHash, memoryview]], stop: Stop) -> list[bool]:
         slots = self._find([block_hash for block_hash, _ in reads])
         return [
-            slot is not None and self._read_layer(layer, block_hash, into, slot)
+            slot is not None and self._read_layer(layer, block_hash, into, slot, stop)
             for (block_hash, into), slot in zip(reads, slots, strict=True)
         ]
 
-    def _read_layer(self, layer: int, block_hash: BlockHash, into: memoryview, slot: ArenaSlot) -> bool:
+    def _read_layer(self, layer: int, block_hash: BlockHash, into: memoryview, slot: ArenaSlot, stop: Stop) -> bool:
         record = self._record(slot)
         try:
             header = self.records.header(record[: self.records.header_bytes], block_hash)
-            self.records.decode_layer(record, header, layer, into)
+            found = stop.write(lambda: self.records.decode_layer(record, header, layer, into))
         except CorruptBlock:
             self._not_right(block_hash, slot)
             return False
-        self.count(read_bytes=len(into))
-        return True
+        self.count(read_bytes=found * len(into))
+        return found
 
     def _not_right(self, block_hash: BlockHash, slot: ArenaSlot) -> None:
         """The block did not verify: it was evicted while it was read, or it is damaged and is removed now."""

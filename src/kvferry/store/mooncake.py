@@ -15,6 +15,7 @@ import logging
 import os
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any, Literal
 
 from kvferry.core.block_hash import BlockHash
@@ -90,19 +91,19 @@ class MooncakeStore(KVStore):
 
     async def open(self) -> None:
         """Connect. Raises `StoreError` if the master does not answer."""
-        await self._threads.ask(self._join)
+        await self._threads.run(lambda stop: self._join())
 
     async def close(self) -> None:
         """Disconnect, and free the memory that this instance lent. A master that hangs is not waited for longer than
         `LEAVE_S`."""
         with suppress(TimeoutError):
             async with asyncio.timeout(LEAVE_S):
-                await self._threads.ask(self._leave)
+                await self._threads.run(lambda stop: self._leave())
         self._codec_threads.close()
         self._threads.close()
 
     async def match(self, hashes: Sequence[BlockHash]) -> int:
-        return await self._threads.ask(lambda: self._match(hashes))
+        return await self._threads.run(lambda stop: self._match(hashes))
 
     async def get(self, reads: Sequence[Read]) -> list[bool]:
         """Reads in batches that fit in a quarter of the client's buffer."""
@@ -122,42 +123,42 @@ class MooncakeStore(KVStore):
 
     async def _put_part(self, blocks: Sequence[Block]) -> list[Put]:
         records = await self._codec_threads.run(lambda stop: self._encode(blocks, stop))
-        return await self._threads.ask(lambda: [self._put(*one) for one in records])
+        return await self._threads.run(lambda stop: [self._put(*one) for one in records])
 
     async def pin(self, hashes: Sequence[BlockHash]) -> int:
         """Writes each block again, hard-pinned: Mooncake cannot pin a block that exists. Blocks that this instance has
         pinned before are written again too, since they may have been lost and stored again, or unpinned by others,
         which the master does not tell. If the process ends between removing and writing, the block is lost."""
-        return await self._threads.ask(lambda: self._pin_all(hashes))
+        return await self._threads.run(lambda stop: self._pin_all(hashes))
 
     async def unpin(self, hashes: Sequence[BlockHash]) -> int:
         """Writes each block again, without the pin."""
         self._pinned.difference_update(hashes)
-        return await self._threads.ask(lambda: sum(self._write_again(name, False) for name in hashes))
+        return await self._threads.run(lambda stop: sum(self._write_again(name, False) for name in hashes))
 
     async def delete(self, hashes: Sequence[BlockHash]) -> int:
         """Removes blocks even while others read them."""
         self.note_removed(hashes)
         self._pinned.difference_update(hashes)
-        return await self._threads.ask(lambda: sum(self._remove(self._key(name)) for name in hashes))
+        return await self._threads.run(lambda stop: sum(self._remove(self._key(name)) for name in hashes))
 
     # Notes: time of expiry (8 bytes, Unix time in ms), then the content.
 
     async def write_note(self, name: str, content: bytes, ttl_s: float) -> None:
         require_short_note(content)
         over = round((SYSTEM_CLOCK.wall() + ttl_s) * 1000).to_bytes(_EXPIRY_BYTES, "little")
-        code = await self._threads.ask(lambda: self._joined.upsert(_note_key(name), over + content))
+        code = await self._threads.run(lambda stop: self._joined.upsert(_note_key(name), over + content))
         if code:
             raise StoreError(f"the Mooncake master at {self.location} took no note: code {code}")
 
     async def read_note(self, name: str) -> bytes | None:
-        found = await self._threads.ask(lambda: self._read(_note_key(name), _EXPIRY_BYTES + MAX_NOTE_BYTES)) or b""
+        found = await self._threads.run(lambda stop: self._read(_note_key(name), _EXPIRY_BYTES + MAX_NOTE_BYTES)) or b""
         if len(found) < _EXPIRY_BYTES or int.from_bytes(found[:_EXPIRY_BYTES], "little") < SYSTEM_CLOCK.wall() * 1000:
             return None
         return found[_EXPIRY_BYTES : _EXPIRY_BYTES + MAX_NOTE_BYTES]
 
     async def remove_note(self, name: str) -> None:
-        await self._threads.ask(lambda: self._remove(_note_key(name)))
+        await self._threads.run(lambda stop: self._remove(_note_key(name)))
 
     # On the thread.
 
@@ -214,13 +215,13 @@ class MooncakeStore(KVStore):
         return found
 
     async def _get(self, reads: Sequence[Read]) -> list[bool]:
-        sizes, buffers = await self._threads.ask(lambda: self._fetch([self._key(read.block_hash) for read in reads]))
-        found = await self._codec_threads.run(
-            lambda stop: [not stop.requested and self._decode(read, sizes, buffers) for read in reads]
+        sizes, buffers = await self._threads.run(
+            lambda stop: self._fetch([self._key(read.block_hash) for read in reads])
         )
+        found = await self._codec_threads.run(lambda stop: [self._decode(read, sizes, buffers, stop) for read in reads])
         damaged = [read.block_hash for read, there in zip(reads, found, strict=True) if there is None]
         if damaged:
-            await self._threads.ask(lambda: [self._remove(self._key(name)) for name in damaged])
+            await self._threads.run(lambda stop: [self._remove(self._key(name)) for name in damaged])
             self.note_removed(damaged)
         return [bool(there) for there in found]
 
@@ -241,7 +242,7 @@ class MooncakeStore(KVStore):
             for key, replicas in found.items()
         }
 
-    def _decode(self, read: Read, sizes: dict[str, int], buffers: dict[str, Any]) -> bool | None:
+    def _decode(self, read: Read, sizes: dict[str, int], buffers: dict[str, Any], stop: Stop) -> bool | None:
         """Whether the block was there and verified; None: it is damaged. A buffer may change while it is read; None in
         `buffers`: the block disappeared."""
         key = self._key(read.block_hash)
@@ -254,12 +255,12 @@ class MooncakeStore(KVStore):
             if buffer is None:
                 raise CorruptBlock("it is longer than any block of this layout")
             with memoryview(buffer).cast("B") as record:
-                self.records.decode(record, read.block_hash, read.into)
+                found = stop.write(partial(self.records.decode, record, read.block_hash, read.into))
         except CorruptBlock:
             self.count(corrupt_blocks=1)
             return None
-        self.count(loaded_blocks=1, read_bytes=size)
-        return True
+        self.count(loaded_blocks=found, read_bytes=found * size)
+        return found
 
     def _encode(self, blocks: Sequence[Block], stop: Stop) -> list[tuple[BlockHash, bytes]]:
         return [

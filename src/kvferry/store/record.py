@@ -122,20 +122,16 @@ class RecordFormat:
             if len(span) != len(into):
                 raise CorruptBlock("it is too short")
             copy_bytes(into, span)
-            self.require(header, layer, into)
-        else:
-            self.finish_layer(header, layer, memoryview(bytes(span)), into)
-
-    def finish_layer(self, header: Header, layer: int, encoded: memoryview, into: memoryview) -> None:
-        """Verify and decode one layer's encoded span, which nobody else may change meanwhile. Raises `CorruptBlock`."""
-        self.require(header, layer, encoded)
+            self._require(header, layer, into)
+            return
+        encoded = memoryview(bytes(span))
+        self._require(header, layer, encoded)
         try:
             self.codec.decode(encoded, layer, into)
         except CodecError as error:
             raise CorruptBlock(str(error)) from error
 
-    def require(self, header: Header, layer: int, encoded: memoryview) -> None:
-        """Raise `CorruptBlock` unless these are the bytes of this layer that were written."""
+    def _require(self, header: Header, layer: int, encoded: memoryview) -> None:
         if len(encoded) != header.lengths[layer] or xxhash.xxh3_64_intdigest(encoded) != header.checksums[layer]:
             raise CorruptBlock(f"layer {layer} does not verify")
 

@@ -1,7 +1,7 @@
 """The threads of a store, for calls that block, such as those to a network file system whose server is gone.
 
-Owns the threads. `run` ends only when its thread has, for functions that use the caller's memory; `ask` abandons the
-thread on cancellation.
+Owns the threads. Nothing can end a call that does not return: whoever waits for it goes on without it, and its thread
+is left behind, for which another takes its place. The threads are daemons, so that a process ends without them.
 """
 
 from __future__ import annotations
@@ -9,16 +9,19 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import suppress
-from functools import partial
+from concurrent.futures import Future
 from typing import Any, TypeVar
+
+from kvferry.core.errors import StoreError
 
 log = logging.getLogger(__name__)
 
-CLOSE_S = 5.0
+CLOSE_S = 2.0
 """Most seconds that `close` waits for running calls."""
+MOST_LEFT = 16
+"""Threads that are left behind in calls; while there are so many, no other call is made."""
 Result = TypeVar("Result")
 
 
@@ -26,56 +29,122 @@ class Stop:
     """Tells a function on a thread that nobody waits for its result any more. Any thread."""
 
     def __init__(self) -> None:
-        self._event = threading.Event()
+        self._lock, self._requested = threading.Lock(), False
 
     def now(self) -> None:
-        """Ask the function to stop."""
-        self._event.set()
+        """Ask the function to stop. When this returns, `write` writes nothing any more."""
+        with self._lock:
+            self._requested = True
 
     @property
     def requested(self) -> bool:
         """Whether the function should stop."""
-        return self._event.is_set()
+        return self._requested
+
+    def write(self, function: Callable[[], object]) -> bool:
+        """Call what writes to the caller's memory, and does nothing that could block, unless nobody waits any more.
+        Returns whether it was called."""
+        with self._lock:
+            if not self._requested:
+                function()
+            return not self._requested
+
+
+class _Call:
+    """A function that is to be called, is being called, or was left behind."""
+
+    def __init__(self, function: Callable[[Stop], Any]) -> None:
+        self.function, self.stop = function, Stop()
+        self.future: Future[Any] = Future()
+        self.is_over = self.is_left = False
+
+    def make(self) -> None:
+        """Call it, unless nobody waits any more."""
+        if not self.future.set_running_or_notify_cancel():
+            return
+        try:
+            self.future.set_result(self.function(self.stop))
+        except BaseException as error:  # noqa: BLE001 - whatever it is, it is the caller's
+            self.future.set_exception(error)
 
 
 class Threads:
-    """At most `number` threads, started when they are needed; `name` begins their names."""
+    """At most `number` threads whose calls are waited for, started when they are needed; `name` begins their names."""
 
     def __init__(self, number: int, name: str) -> None:
-        self._pool = ThreadPoolExecutor(number, thread_name_prefix=name)
-        self._calls: set[Future[Any]] = set()
+        self._number, self._name = number, name
+        self._changed = threading.Condition()
+        self._calls: deque[_Call] = deque()
+        self._num_threads = self._num_idle = self._num_left = 0
+        self._is_closed = False
 
     async def run(self, function: Callable[[Stop], Result]) -> Result:
-        """Run a function on a thread. On cancellation it is asked to stop and then waited for, since it may use the
-        caller's memory."""
-        stop = Stop()
-        call = self._submit(partial(function, stop))
-        future = asyncio.wrap_future(call)
+        """Run a function on a thread. On cancellation it is asked to stop and left behind: it must write to the
+        caller's memory by `Stop.write` only, and may read it until it ends. Raises `StoreError` if too many calls do
+        not return, and what the function raises."""
+        call = _Call(function)
+        with self._changed:
+            if self._is_closed or self._num_left >= MOST_LEFT:
+                state = "is closed" if self._is_closed else f"has {self._num_left} calls that do not return"
+                raise StoreError(f"the store {state}")
+            self._calls.append(call)
+            self._wake()
         try:
-            return await asyncio.shield(future)
+            found: Result = await asyncio.wrap_future(call.future)
+            return found
         except asyncio.CancelledError:
-            stop.now()
-            call.cancel()  # has an effect only if it has not begun
-            while not future.done():
-                with suppress(asyncio.CancelledError, Exception):
-                    await asyncio.shield(future)
-            if not future.cancelled():
-                future.exception()  # retrieved, so that asyncio does not log it
+            self._leave(call)
             raise
 
-    async def ask(self, function: Callable[[], Result]) -> Result:
-        """Run a function that does not use the caller's memory. On cancellation its thread is abandoned."""
-        return await asyncio.wrap_future(self._submit(function))
-
     def close(self) -> None:
-        """Wait for running calls, `CLOSE_S` at most, and end the threads."""
-        _, hung = wait(set(self._calls), CLOSE_S)
-        if hung:
-            log.warning("%d calls of a store do not return; their threads are left behind", len(hung))
-        self._pool.shutdown(wait=not hung, cancel_futures=bool(hung))
+        """Take no other call, and end the threads when all calls are made, or in `CLOSE_S`."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._num_threads <= self._num_left, CLOSE_S)
+            while self._calls:
+                self._calls.popleft().future.cancel()
+            if self._num_threads:
+                log.warning("%d calls of a store do not return; their threads are left behind", self._num_threads)
 
-    def _submit(self, function: Callable[[], Result]) -> Future[Result]:
-        call = self._pool.submit(function)
-        self._calls.add(call)
-        call.add_done_callback(self._calls.discard)
-        return call
+    def _wake(self) -> None:
+        """Find a thread for the newest call."""
+        if len(self._calls) <= self._num_idle:
+            self._changed.notify()
+        elif self._num_threads - self._num_left < self._number:
+            self._num_threads += 1
+            threading.Thread(target=self._work, name=self._name, daemon=True).start()
+
+    def _leave(self, call: _Call) -> None:
+        call.stop.now()
+        with self._changed:
+            if call in self._calls:
+                self._calls.remove(call)
+            elif not call.is_over:
+                call.is_left = True
+                self._num_left += 1
+                if self._calls:
+                    self._wake()
+
+    def _work(self) -> None:
+        while (call := self._next()) is not None:
+            call.make()
+            with self._changed:
+                call.is_over = True
+                self._num_left -= call.is_left
+
+    def _next(self) -> _Call | None:
+        """The next call; None: this thread is not needed any more."""
+        with self._changed:
+            self._num_idle += 1
+            self._changed.wait_for(lambda: self._calls or self._is_closed or self._has_one_too_many)
+            self._num_idle -= 1
+            if self._calls and not self._has_one_too_many:
+                return self._calls.popleft()
+            self._num_threads -= 1
+            self._changed.notify_all()
+            return None
+
+    @property
+    def _has_one_too_many(self) -> bool:
+        return self._num_threads - self._num_left > self._number

@@ -150,13 +150,12 @@ class TierCopies:
 
     async def _flush(self) -> None:
         sizes = [self._layout.span_bytes(layer) for layer in range(self._layout.num_layers)]
-        scratch = [Read(b"", [memoryview(bytearray(size)) for size in sizes]) for _ in range(MOVE_BLOCKS)]
         while True:
             names = [await self._dirty.get()]
             while len(names) < MOVE_BLOCKS and not self._dirty.empty():
                 names.append(self._dirty.get_nowait())
             try:
-                await self._flush_batch([Read(name, read.into) for name, read in zip(names, scratch, strict=False)])
+                await self._flush_batch([Read(name, [memoryview(bytearray(size)) for size in sizes]) for name in names])
             except Exception:  # the task's outermost edge: the blocks behind these are still copied
                 log.exception("copying blocks to lower tiers failed unexpectedly")
                 self._count(unflushed_blocks=len(names))

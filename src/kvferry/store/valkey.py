@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, suppress
+from functools import partial
 from typing import Any
 
 from kvferry.core.block_hash import BlockHash
@@ -164,9 +165,7 @@ class ValkeyStore(KVStore):
                 pipeline.getrange(self._key(read.block_hash), 0, self.records.max_record_bytes)
             records = _readable(await pipeline.execute(raise_on_error=False))
         found = await self._threads.run(
-            lambda stop: [
-                not stop.requested and self._decode(read, record) for read, record in zip(reads, records, strict=True)
-            ]
+            lambda stop: [self._decode(read, record, stop) for read, record in zip(reads, records, strict=True)]
         )
         used = [read.block_hash for read, there in zip(reads, found, strict=True) if there]
         damaged = [
@@ -185,7 +184,7 @@ class ValkeyStore(KVStore):
             async with self._translated():
                 await self._client.zadd(self._keys[0], {name.hex(): SYSTEM_CLOCK.wall() for name in used}, xx=True)
 
-    def _decode(self, read: Read, record: bytes | None) -> bool:
+    def _decode(self, read: Read, record: bytes | None, stop: Stop) -> bool:
         if record == b"":
             self.count(missing_blocks=1)
             self.note_removed([read.block_hash])
@@ -193,12 +192,12 @@ class ValkeyStore(KVStore):
         try:
             if record is None:
                 raise CorruptBlock("a value of another type")
-            self.records.decode(memoryview(record), read.block_hash, read.into)
+            found = stop.write(partial(self.records.decode, memoryview(record), read.block_hash, read.into))
         except CorruptBlock:
             self.count(corrupt_blocks=1)
             return False
-        self.count(loaded_blocks=1, read_bytes=len(record))
-        return True
+        self.count(loaded_blocks=found, read_bytes=found * len(record))
+        return found
 
     async def _put(self, blocks: Sequence[Block]) -> set[BlockHash]:
         """Store new blocks; returns those for which there is no room. They enter the index of the eviction before they

@@ -5,20 +5,18 @@ python -m kvferry.engine.executor.rank_start DESCRIPTOR      the descriptor of i
 
 from __future__ import annotations
 
-import os
 import sys
+from typing import NoReturn
 
 from kvferry.core.names import resolve, without_collections
+from kvferry.core.process_end import leave
 
 
-def main(descriptor: int) -> None:
+def main(descriptor: int) -> NoReturn:
     """Serve rank 0 at the other end of the pipe, and exit."""
     with without_collections():
         serve = resolve("kvferry.engine.executor.rank_main:main")
-    code = serve(descriptor)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)  # threads that libraries leave behind must not delay the exit
+    leave(serve(descriptor))
 
 
 if __name__ == "__main__":
