@@ -76,7 +76,7 @@ class FolderSchedulerSide(SchedulerSide[FolderPlan]):
         if not isinstance(request.hand_off, Consume):
             return Miss()
         ticket = request.hand_off.ticket
-        if not ticket.is_of(request.prompt_token_ids):
+        if not ticket.is_of(request.prompt_token_ids, request.salt):
             return Miss(ProtocolError("the ticket is for another prompt"))
         if not path_of(self.context, ticket.transfer_id).exists():
             return Miss(PeerLost("the hand-off is not in the folder: it was fetched already, or never written"))
@@ -115,7 +115,7 @@ class FolderSchedulerSide(SchedulerSide[FolderPlan]):
         ticket = Ticket(
             transfer_id=request.hand_off.transfer_id,
             remote_num_tokens=len(tokens),
-            remote_prefixes=prefix_digests(tokens, [len(tokens)]),
+            remote_prefixes=prefix_digests(tokens, [len(tokens)], request.salt),
             prefill_result=request.prefill_result,
         )
         return Release(ticket.to_params())

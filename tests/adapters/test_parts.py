@@ -26,7 +26,7 @@ def partition(*windows: int | None) -> Any:
 
 def view_of(num_tokens: int, hand_off: Any) -> Any:
     tokens = list(range(100, 100 + num_tokens))
-    return SimpleNamespace(request_id="r", prompt_token_ids=tokens, hand_off=hand_off, prefill_result=None)
+    return SimpleNamespace(request_id="r", prompt_token_ids=tokens, salt="", hand_off=hand_off, prefill_result=None)
 
 
 def test_one_group_is_the_request_itself() -> None:

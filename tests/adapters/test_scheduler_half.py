@@ -69,11 +69,12 @@ def idle() -> Idle:
 def half(side: Side, idle: Idle) -> Any:
     from kvferry.adapters.vllm.parts import Partition
     from kvferry.adapters.vllm.pins import Pins
+    from kvferry.adapters.vllm.salts import Salts
     from kvferry.adapters.vllm.scheduler_half import SchedulerHalf
 
     settings: Any = SimpleNamespace(options=SimpleNamespace(hand_off=True))
     partition = Partition([None, 16], BLOCK_SIZE)
-    return SchedulerHalf(settings, side, LAYOUT, partition, Pins(None), idle=idle)  # type: ignore[arg-type]
+    return SchedulerHalf(settings, side, LAYOUT, partition, Pins(None), Salts(), idle=idle)  # type: ignore[arg-type]
 
 
 def step(num_tokens: int = 0) -> Any:
@@ -90,7 +91,9 @@ def add_request(half: Any, hit: Hit, block_ids: list[int]) -> Any:
     """One that `match` has answered with `hit`, of one part with these blocks."""
     from kvferry.adapters.vllm.scheduler_half import _Request
 
-    view = SimpleNamespace(request_id="r", refused=False, failed=False, complained=False, asked=(0, hit))
+    view = SimpleNamespace(
+        request_id="r", refused=False, failed=False, complained=False, asked=(0, hit), unnamed=None, look=lambda: None
+    )
     part = SimpleNamespace(blocks=lambda ids: block_ids, position=lambda tokens: tokens, shown="shown")
     half._requests["r"] = _Request(view, [part])
     return view
@@ -156,10 +159,19 @@ def test_a_request_waits_for_its_load_where_others_would_keep_what_is_computed_w
 ) -> None:
     from kvferry.adapters.vllm.parts import Partition
     from kvferry.adapters.vllm.pins import Pins
+    from kvferry.adapters.vllm.salts import Salts
     from kvferry.adapters.vllm.scheduler_half import SchedulerHalf
 
     settings: Any = SimpleNamespace(options=SimpleNamespace(hand_off=True))
-    half = SchedulerHalf(settings, side, LAYOUT, Partition(windows, BLOCK_SIZE), Pins(None), is_alone=is_alone)  # type: ignore[arg-type]
+    half = SchedulerHalf(
+        settings,
+        side,  # type: ignore[arg-type]
+        LAYOUT,
+        Partition(windows, BLOCK_SIZE),
+        Pins(None),
+        Salts(),
+        is_alone=is_alone,
+    )
     view = SimpleNamespace(request=SimpleNamespace(num_tokens=20))
     assert half._found(view, Hit(16, layerwise=True), 0) == (16, waits)  # type: ignore[arg-type]
     assert view.asked[1].layerwise is not waits

@@ -144,6 +144,10 @@ def test_a_ticket_says_whether_it_is_of_a_prompt() -> None:
     assert ticket.agrees_with([*tokens, 8])
     assert not ticket.agrees_with([8, *tokens])
     assert not ticket.agrees_with(tokens[:2])
+    assert not ticket.is_of(tokens, "salt")
+    salted = Ticket(transfer_id="t", remote_num_tokens=3, remote_prefixes=prefix_digests(tokens, [2, 3], "salt"))
+    assert salted.is_of(tokens, "salt")
+    assert [salted.common_prefix(tokens, salt) for salt in ("salt", "", "Salt")] == [3, 0, 0]
     unknown = Ticket(transfer_id="t")
     assert unknown.is_of(tokens)
     assert unknown.agrees_with(tokens)

@@ -99,11 +99,12 @@ class VllmProcess:
 
     # Requests.
 
-    def add(self, prompt: Sequence[int], max_tokens: int, params: dict[str, Any] | None = None) -> str:
-        """Begin a request; returns its name here."""
+    def add(self, prompt: Sequence[int], max_tokens: int, params: dict[str, Any] | None = None, **more: Any) -> str:
+        """Begin a request; returns its name here. `more`: `lora`, the fields of a `LoRARequest`; all else becomes part
+        of vLLM's prompt, such as `cache_salt` or `multi_modal_data`."""
         self._num_requests += 1
         name = f"r{self._num_requests}"
-        self.ask("add", name=name, prompt=list(prompt), max_tokens=max_tokens, params=params)
+        self.ask("add", name=name, prompt=list(prompt), max_tokens=max_tokens, params=params, **more)
         return name
 
     def wait(self, name: str) -> Answer:
@@ -115,13 +116,13 @@ class VllmProcess:
                 raise VllmFailed(f"request {name} has no answer after {WAIT_S:g} s: {self.state()}")
         return self.answers.pop(name)
 
-    def run(self, prompt: Sequence[int], max_tokens: int, params: dict[str, Any] | None = None) -> Answer:
+    def run(self, prompt: Sequence[int], max_tokens: int, params: dict[str, Any] | None = None, **more: Any) -> Answer:
         """One request, to its end."""
-        return self.wait(self.add(prompt, max_tokens, params))
+        return self.wait(self.add(prompt, max_tokens, params, **more))
 
-    def prefill(self, prompt: Sequence[int], transfer_id: str) -> dict[str, Any]:
+    def prefill(self, prompt: Sequence[int], transfer_id: str, **more: Any) -> dict[str, Any]:
         """Prefill for another instance; returns the ticket."""
-        answer = self.run(prompt, 1, {"do_remote_decode": True, "transfer_id": transfer_id})
+        answer = self.run(prompt, 1, {"do_remote_decode": True, "transfer_id": transfer_id}, **more)
         assert answer.kv_transfer_params is not None, answer
         return answer.kv_transfer_params
 
@@ -237,14 +238,30 @@ class _Server:
 
     # Commands.
 
-    def add(self, name: str, prompt: list[int], max_tokens: int, params: dict[str, Any] | None) -> None:
+    def add(
+        self,
+        name: str,
+        prompt: list[int],
+        max_tokens: int,
+        params: dict[str, Any] | None,
+        lora: dict[str, Any] | None = None,
+        **more: Any,
+    ) -> None:
         from vllm import SamplingParams
+        from vllm.lora.request import LoRARequest
 
         extra = {"kv_transfer_params": params} if params else None
         sampling = SamplingParams(
             temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False, extra_args=extra
         )
-        self._engine.add_request(name, {"prompt_token_ids": prompt}, sampling)
+        adapter = LoRARequest(**lora) if lora else None
+        self._engine.add_request(name, {"prompt_token_ids": prompt} | more, sampling, lora_request=adapter)
+
+    def load_adapter(self, **lora: Any) -> None:
+        """What vLLM's server does with `/v1/load_lora_adapter`, and with `--lora-modules` at its start."""
+        from vllm.lora.request import LoRARequest
+
+        assert self._engine.add_lora(LoRARequest(**lora))
 
     def take(self) -> dict[str, Answer]:
         answers, self._answers = self._answers, {}

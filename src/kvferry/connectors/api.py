@@ -36,12 +36,15 @@ from kvferry.transport.memory import BlockMemory
 
 
 class RequestView(Protocol):
-    """What a connector may see of a request. `block_hashes`: of the full blocks of the prompt, in order."""
+    """What a connector may see of a request. `block_hashes`: of the full blocks of the prompt, in order. `salt`: all
+    that the KV depends on besides model and tokens (cache salt, LoRA adapter, images), part of the block hashes."""
 
     @property
     def request_id(self) -> str: ...
     @property
     def prompt_token_ids(self) -> Sequence[int]: ...
+    @property
+    def salt(self) -> str: ...
     @property
     def block_hashes(self) -> Sequence[BlockHash]: ...
     @property

@@ -10,7 +10,7 @@ The keys are vLLM's (`do_remote_decode`, `do_remote_prefill`, `remote_engine_id`
 | `prefill_result` | P's first token, its seed and timeline |
 | `keep_for_next_turn` | true: D keeps its blocks and answers with a ticket for the next P; false: it must not |
 | `remote_transfer_id` | in that ticket: the transfer id under which D keeps them |
-| `remote_prefixes` | [number of tokens, digest of them] of the prefixes that there is KV for |
+| `remote_prefixes` | [number of tokens, digest of them and of the salt] of the prefixes that there is KV for |
 | `remote_address_seal` | authenticates the addresses (`core.ticket_seal`) |
 | `remote_seal` | authenticates everything else that D acts on |
 
@@ -37,6 +37,10 @@ MAX_TOP = 1024
 MAX_GROUPS = 64
 MAX_BLOCK_IDS = 2**20
 MAX_PREFIXES = 64
+OTHER_PROMPT = (
+    "the hand-off has other tokens than this request, or other images, another LoRA adapter or cache_salt: the prompt"
+    " must be the same on both instances"
+)
 
 Count = Annotated[int, Meta(ge=0, lt=2**31)]
 TransferId = Annotated[str, Meta(pattern=r"^[\x21-\x7e]{1,256}\Z")]
@@ -114,18 +118,19 @@ class Ticket(msgspec.Struct, kw_only=True, omit_defaults=True):
         """The address of each rank of P, in rank order."""
         return self.remote_ranks or [(self.remote_host, self.remote_port)]
 
-    def agrees_with(self, tokens: Sequence[int]) -> bool:
-        """Whether the ticket can be for these tokens, or for a prefix of them, as far as it contains digests."""
+    def agrees_with(self, tokens: Sequence[int], salt: str = "") -> bool:
+        """Whether the ticket can be for these tokens, or for a prefix of them, as far as it contains digests. `salt`:
+        what else their KV depends on."""
         num = self.remote_num_tokens
-        return num <= len(tokens) and (not self.remote_prefixes or self.common_prefix(tokens) >= num)
+        return num <= len(tokens) and (not self.remote_prefixes or self.common_prefix(tokens, salt) >= num)
 
-    def is_of(self, tokens: Sequence[int]) -> bool:
+    def is_of(self, tokens: Sequence[int], salt: str = "") -> bool:
         """Whether the ticket is for exactly these tokens, so that P's first token follows them."""
-        return self.remote_num_tokens in (0, len(tokens)) and self.agrees_with(tokens)
+        return self.remote_num_tokens in (0, len(tokens)) and self.agrees_with(tokens, salt)
 
-    def common_prefix(self, tokens: Sequence[int]) -> int:
+    def common_prefix(self, tokens: Sequence[int], salt: str = "") -> int:
         """For how many of the first `tokens` the other side has KV, according to the ticket's digests."""
-        return common_prefix(self.remote_prefixes or (), tokens)
+        return common_prefix(self.remote_prefixes or (), tokens, salt)
 
     def to_params(self) -> dict[str, Any]:
         """The ticket as a JSON-able dictionary for `kv_transfer_params`."""
@@ -133,11 +138,11 @@ class Ticket(msgspec.Struct, kw_only=True, omit_defaults=True):
         return {"do_remote_prefill": True, "do_remote_decode": False, "tp_size": self.tp_size, **params}
 
 
-def common_prefix(prefixes: Iterable[tuple[int, str]], tokens: Sequence[int]) -> int:
+def common_prefix(prefixes: Iterable[tuple[int, str]], tokens: Sequence[int], salt: str = "") -> int:
     """The length in tokens of the longest of these prefixes, each given as (length, digest), that `tokens` begin with;
     0 if there is none."""
     known = [(num, name) for num, name in prefixes if 0 < num <= len(tokens)]
-    digests = dict(prefix_digests(tokens, sorted({num for num, _ in known})))
+    digests = dict(prefix_digests(tokens, sorted({num for num, _ in known}), salt))
     return max((num for num, name in known if digests[num] == name), default=0)
 
 
@@ -166,9 +171,11 @@ HandOff = Produce | Consume | None
 """A request's part in a hand-off; None: it has none."""
 
 
-def prefix_digests(tokens: Sequence[int], lengths: Iterable[int]) -> list[tuple[int, str]]:
-    """(length, digest of the first `length` tokens), for ascending lengths."""
+def prefix_digests(tokens: Sequence[int], lengths: Iterable[int], salt: str = "") -> list[tuple[int, str]]:
+    """(length, digest of the salt and the first `length` tokens), for ascending lengths."""
     hasher, start, found = hashlib.sha256(), 0, []
+    if salt:
+        hasher.update(hashlib.sha256(salt.encode("utf-8", "surrogatepass")).digest())
     for length in lengths:
         hasher.update(array("q", tokens[start:length]).tobytes())
         found.append((length, hasher.hexdigest()[:32]))

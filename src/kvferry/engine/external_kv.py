@@ -76,7 +76,7 @@ class ExternalKV:
     def promised_result(self, sequence: Sequence) -> PrefillResult | None:
         """What the producer sampled, if the ticket is trusted and is for this prompt and not a prefix of it."""
         hand_off = sequence.hand_off
-        if not isinstance(hand_off, Consume) or not hand_off.ticket.is_of(sequence.prompt_token_ids):
+        if not isinstance(hand_off, Consume) or not hand_off.ticket.is_of(sequence.prompt_token_ids, sequence.salt):
             return None
         if self._connector is not None and self._connector.refusal(sequence) is not None:
             return None

@@ -83,6 +83,11 @@ class Sequence:
         return self.request.prompt_token_ids
 
     @property
+    def salt(self) -> str:
+        """The request's cache salt."""
+        return self.request.cache_salt
+
+    @property
     def hand_off(self) -> HandOff:
         """The request's part in a hand-off."""
         return self.request.hand_off
@@ -108,7 +113,7 @@ class Sequence:
         if self._hashed_as_long != self.is_long:
             self._hashes, self._hashed_as_long = [], self.is_long
         fingerprint = f"{self._model_fingerprint}/long" if self.is_long else self._model_fingerprint
-        root = root_hash(fingerprint, self.request.cache_salt)
+        root = root_hash(fingerprint, self.salt)
         extend_hashes(self._hashes, root, self.tokens, self._block_size)
         return self._hashes
 

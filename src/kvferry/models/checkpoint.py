@@ -81,7 +81,7 @@ def checkpoint_name(
 
 def _weights(model: str, revision: str | None, on_progress: ReadProgress) -> Any:
     place = checkpoint_place(model, revision)
-    digests = file_digests(place, on_progress) if place is not None else []
+    digests = digests_of(file_states(place), on_progress) if place is not None else []
     if any(name.endswith(WEIGHT_SUFFIXES) for name, _ in digests):
         return digests
     commit = getattr(revision, "resolved", revision)  # of `huggingface_hub.ResolvedRevision`
@@ -151,11 +151,14 @@ def plain(value: Any) -> Any:
 # The files.
 
 
-def file_digests(place: Path, on_progress: ReadProgress = ignore) -> list[tuple[str, str]]:
-    """The digest of each file of a checkpoint or adapter that is not known to be harmless, by its path within `place`;
-    known from before, or read now. Raises `OSError`."""
-    paths = dict(_files(place))
-    states = {name: FileState.of(path) for name, path in paths.items()}
+def file_states(place: Path) -> dict[str, FileState]:
+    """The files of a checkpoint or an adapter that are not known to be harmless, by their path within `place`. Raises
+    `OSError`."""
+    return {name: FileState.of(path) for name, path in _files(place)}
+
+
+def digests_of(states: Mapping[str, FileState], on_progress: ReadProgress = ignore) -> list[tuple[str, str]]:
+    """The digest of each of these files, known from before or read now. Raises `OSError`."""
     found = DigestCache().find_all(states.values())
     if any(state not in found for state in states.values()):
         with DigestCache.locked() as cache:  # the ranks of an instance come here together

@@ -74,6 +74,7 @@ class FakeRequest:
     asked_out: bool = False
     layerwise_base: int | None = None
     block_hashes: list[BlockHash] = field(default_factory=list)
+    salt: str = ""
 
     @property
     def tokens(self) -> list[int]:

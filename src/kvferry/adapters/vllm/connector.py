@@ -168,6 +168,7 @@ class KvferryConnector(KVConnectorBase_V1):
             facts[0].layout,
             partition,
             Pins(self._pool),
+            siblings.salts(self._settings, self._vllm_config.lora_config),
             with_events=with_events,
             idle=idle,
             is_alone=facts[0].is_alone,

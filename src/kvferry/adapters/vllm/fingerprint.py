@@ -55,6 +55,9 @@ HARMLESS = {
         flash_attn_max_num_splits_for_cuda_graph tokenspeed_mla_min_split_kv tq_max_kv_splits_for_cuda_graph
         use_trtllm_attention mla_prefill_backend sparse_mla_force_mqa sparse_mla_prefill_workspace_factor
         flex_attn_block_m flex_attn_block_n flex_attn_q_block_size flex_attn_kv_block_size""",
+    "LoRAConfig": """
+        max_lora_rank max_loras fully_sharded_loras max_cpu_loras default_mm_loras specialize_active_lora
+        max_lora_cls_labels""",
 }
 """By configuration class of vLLM's, the settings that the KV of given tokens does not depend on, or that count
 elsewhere: in the layout, in the packing, in the salt, or in the resolved configuration."""
@@ -96,13 +99,15 @@ def _settings(vllm_config: Any) -> dict[str, Any]:
         *(vllm_config, model, vllm_config.cache_config, vllm_config.load_config, vllm_config.attention_config),
         *([model.multimodal_config] if model.multimodal_config is not None else []),
     )
-    settings = {f"{type(part).__name__}.{name}": value for part in parts for name, value in _changed(part).items()}
+    settings = {
+        f"{type(part).__name__}.{name}": value for part in parts for name, value in changed_settings(part).items()
+    }
     # Some models choose the factors of their rotary embedding or of attention by it (longrope, Llama 4).
     settings["max_model_len"] = model.max_model_len
     return settings
 
 
-def _changed(config: Any) -> dict[str, Any]:
+def changed_settings(config: Any) -> dict[str, Any]:
     """The settings of one of vLLM's configuration objects that are not at their defaults and not known to be
     harmless."""
     harmless = HARMLESS[type(config).__name__].split()

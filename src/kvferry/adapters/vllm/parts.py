@@ -89,7 +89,7 @@ class _Shown:
     block_hashes: Sequence[BlockHash] = ()
 
     def __init__(self, view: RequestAdapter, first_token: int, request_id: str, group: int | None) -> None:
-        self.request_id = request_id
+        self.request_id, self.salt = request_id, view.salt
         self.prompt_token_ids = view.prompt_token_ids[first_token : _num_kept(view)]
         self.hand_off = _hand_off_of(view.hand_off, first_token, group)
         self._view = view

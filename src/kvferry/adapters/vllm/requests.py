@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from typing import Any
 
 from vllm.v1.request import RequestStatus
 
+from kvferry.adapters.vllm.salts import Salts
 from kvferry.connectors.api import Hit
 from kvferry.core.block_hash import BlockHash, extend_hashes, root_hash
 from kvferry.core.errors import InvalidRequest, KvferryError
@@ -20,9 +20,18 @@ _COMPLETE = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPE
 class RequestAdapter:
     """A `RequestView` (and `HasAnswer`) of vLLM's `Request`."""
 
-    def __init__(self, request: Any, block_size: int, model_fingerprint: str, *, hand_off: bool) -> None:
+    def __init__(self, request: Any, block_size: int, model_fingerprint: str, salts: Salts, *, hand_off: bool) -> None:
         self.request = request
         self.request_id: str = request.request_id
+        self.unnamed: InvalidRequest | None = None
+        """Why the KV has no name, and is therefore neither reused nor handed off, if so."""
+        self.salt, self._salts = "", salts
+        match salts.of(request):
+            case str() as salt:
+                self.salt = salt
+            case why:
+                self.unnamed = why
+        self._is_named = self.unnamed is None
         self.error: KvferryError | None = None
         """Why the requested hand-off is not possible, if so."""
         self.hand_off: HandOff = self._parse(request.kv_transfer_params) if hand_off else None
@@ -35,19 +44,20 @@ class RequestAdapter:
 
     def _parse(self, params: dict[str, Any] | None) -> HandOff:
         try:
-            hand_off = parse_hand_off(params, self.request_id)
+            return parse_hand_off(params, self.request_id)
         except InvalidRequest as error:
             self.error = error
             return None
-        if hand_off is not None and self.request.prompt_embeds is not None:
-            self.error = InvalidRequest("a prompt with embeddings cannot be handed off", param="kv_transfer_params")
-            return None
-        return hand_off
+
+    def look(self) -> None:
+        """Note it if the LoRA adapter is no longer known to be what it was when the request came."""
+        if self.unnamed is None and self.request.lora_request is not None:
+            self.unnamed = self._salts.doubt(self.request.lora_request)
 
     @property
     def prompt_token_ids(self) -> Sequence[int]:
-        """Empty for a prompt with embeddings, whose KV tokens do not identify."""
-        return () if self.request.prompt_embeds is not None else self.request.prompt_token_ids or ()
+        """Empty if they do not identify the KV."""
+        return self.request.prompt_token_ids or () if self._is_named else ()
 
     @property
     def block_hashes(self) -> Sequence[BlockHash]:
@@ -55,27 +65,20 @@ class RequestAdapter:
         process."""
         if self._hashes is None:
             self._hashes = []
-            root = root_hash(self._fingerprint, self._salt())
+            root = root_hash(self._fingerprint, self.salt)
             extend_hashes(self._hashes, root, self.prompt_token_ids, self._block_size)
         return self._hashes
-
-    def _salt(self) -> str:
-        """Everything but tokens that the KV depends on: the cache salt, the LoRA adapter, images and the like."""
-        request = self.request
-        parts = [request.cache_salt or ""]
-        if request.lora_request is not None:
-            parts += ["lora", request.lora_request.lora_name]
-        for feature in request.mm_features or ():
-            parts += ["item", str(feature.identifier), str(feature.mm_position.offset)]
-        if len(parts) == 1:
-            return parts[0]
-        return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
     @property
     def prefill_result(self) -> PrefillResult | None:
         """The producer's, after it ended well. None on a consumer: in vLLM it samples the first token itself."""
         request = self.request
-        if not isinstance(self.hand_off, Produce) or request.status not in _COMPLETE or not request.output_token_ids:
+        if (
+            self.unnamed is not None
+            or not isinstance(self.hand_off, Produce)
+            or request.status not in _COMPLETE
+            or not request.output_token_ids
+        ):
             return None
         return PrefillResult(
             first_token=request.output_token_ids[0],
@@ -88,7 +91,7 @@ class RequestAdapter:
     @property
     def tokens(self) -> Sequence[int]:
         """Prompt and answer."""
-        return () if self.request.prompt_embeds is not None else self.request.all_token_ids
+        return self.request.all_token_ids if self._is_named else ()
 
     @property
     def num_computed_tokens(self) -> int:
@@ -97,8 +100,8 @@ class RequestAdapter:
 
     @property
     def finish_reason(self) -> str | None:
-        """As in the API's answer; None while it runs."""
-        reason = self.request.get_finished_reason()
+        """As in the API's answer; None while it runs, and if nothing of it must be kept."""
+        reason = self.request.get_finished_reason() if self.unnamed is None else None
         return None if reason is None else str(reason)
 
     # For the adapter.

@@ -25,6 +25,7 @@ from kvferry.adapters.vllm.messages import StepMetadata, WorkerReports
 from kvferry.adapters.vllm.parts import BlocksOf, Part, Partition
 from kvferry.adapters.vllm.pins import Pins
 from kvferry.adapters.vllm.requests import RequestAdapter
+from kvferry.adapters.vllm.salts import Salts
 from kvferry.adapters.vllm.settings import AdapterSettings
 from kvferry.connectors.api import (
     Failed,
@@ -68,7 +69,8 @@ class _Request:
 class SchedulerHalf:
     """Calls a `SchedulerSide` as its contract says. Used from vLLM's scheduler thread only.
 
-    `pins`: holds blocks of sliding windows if there are several KV cache groups; `with_events`: vLLM publishes KV
+    `pins`: holds blocks of sliding windows if there are several KV cache groups; `salts`: says what the KV of a request
+    depends on besides its tokens; `with_events`: vLLM publishes KV
     events; `idle`: lets vLLM's loop sleep; `is_alone`: there is no other connector in this vLLM.
     """
 
@@ -79,6 +81,7 @@ class SchedulerHalf:
         layout: KVLayout,
         partition: Partition,
         pins: Pins,
+        salts: Salts,
         *,
         with_events: bool = False,
         idle: PauseUser | None = None,
@@ -89,9 +92,12 @@ class SchedulerHalf:
         self.events: VllmBlockEvents | None = None
         if with_events:
             self.events = VllmBlockEvents(layout.block_size, layout.tp_size)
-        self._settings, self._layout, self._partition, self._pins = settings, layout, partition, pins
+        self._settings, self._layout, self._partition = settings, layout, partition
+        self._pins, self._salts = pins, salts
         self._idle = idle or IdlePause().user("")
         self._requests: dict[str, _Request] = {}
+        self._reloading: dict[str, RequestAdapter] = {}
+        """Requests with which vLLM loads their LoRA adapter again in each step."""
         self._loading: set[str] = set()
         self._cancelling: set[str] = set()
         self._next = StepMetadata(None, computes=False)
@@ -102,12 +108,12 @@ class SchedulerHalf:
 
     def add(self, request: Any) -> None:
         """A new request: vLLM's `Request`."""
-        layout = self._layout
-        view = RequestAdapter(
-            request, layout.block_size, layout.model_fingerprint, hand_off=self._settings.options.hand_off
-        )
+        layout, hands_off = self._layout, self._settings.options.hand_off
+        view = RequestAdapter(request, layout.block_size, layout.model_fingerprint, self._salts, hand_off=hands_off)
         added = self._requests[view.request_id] = _Request(view, self._partition.parts(view))
-        if view.error is None:
+        if request.lora_request is not None and request.lora_request.load_inplace:
+            self._reloading[view.request_id] = view
+        if view.error is None and view.unnamed is None:
             for shown in added.shown:
                 self.side.arrived(shown)
 
@@ -117,7 +123,9 @@ class SchedulerHalf:
         if view.failed:
             return 0, False
         view.asked = None
-        answer = Miss(view.error) if view.error is not None else self.side.match(main.shown, num_computed_tokens)
+        view.look()
+        error = view.error or view.unnamed
+        answer = Miss(error) if error is not None else self.side.match(main.shown, num_computed_tokens)
         match answer:
             case Pending():
                 return None, False
@@ -128,7 +136,7 @@ class SchedulerHalf:
 
     def _missed(self, view: RequestAdapter, error: KvferryError | None, num_computed_tokens: int) -> tuple[int, bool]:
         """With the policy "fail", KV that was promised and cannot be loaded is reported as a load that fails."""
-        if error is None:
+        if error is None or (error is view.unnamed and not view.promised):
             return 0, False
         self._complain(view, error)
         must_fail = view.promised and self._settings.transfer.kv_load_failure_policy == "fail"
@@ -148,7 +156,8 @@ class SchedulerHalf:
         if not view.complained:
             view.complained = True
             self.num_failures[type(error).__name__] += 1
-            log.warning("request %s: its KV cannot be loaded: %s", view.request_id, error)
+            level = logging.WARNING if error is not view.unnamed else logging.DEBUG  # told once for all of them
+            log.log(level, "request %s: its KV cannot be loaded: %s", view.request_id, error)
 
     def allocated(self, request: Any, block_ids: Sequence[Sequence[int]], num_external_tokens: int) -> None:
         """vLLM has reserved blocks, by group, for what `match` found or for the rest of the request."""
@@ -197,6 +206,8 @@ class SchedulerHalf:
         found = self._requests.pop(request.request_id, None)
         if found is None:
             return False, None
+        self._reloading.pop(request.request_id, None)
+        found.view.look()
         name = found.view.request_id
         verdicts = [self.side.finish(part.shown, part.blocks(block_ids)) for part in found.parts]
         not_held = [
@@ -217,6 +228,8 @@ class SchedulerHalf:
 
     def plan(self, step: Any) -> StepMetadata:
         """What the workers do in this step. `step`: vLLM's `SchedulerOutput`."""
+        for reloading in self._reloading.values():
+            reloading.look()
         names = [name for name in step.preempted_req_ids or () if name in self._requests]
         preempted = [shown for name in names for shown in self._requests[name].shown]
         for name in names:
@@ -245,7 +258,7 @@ class SchedulerHalf:
         several = self._partition.num_groups > 1
         for name, num_tokens in step.num_scheduled_tokens.items():
             found = self._requests.get(name)
-            if found is None:
+            if found is None or found.view.unnamed is not None:
                 continue
             start = found.view.request.num_computed_tokens
             if several and start >= len(found.view.prompt_token_ids):

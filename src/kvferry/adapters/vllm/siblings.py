@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from kvferry.adapters.vllm.idle import IdlePause, PauseUser
 from kvferry.adapters.vllm.messages import WorkerFacts
+from kvferry.adapters.vllm.salts import Salts
 from kvferry.adapters.vllm.settings import AdapterSettings
 from kvferry.core.errors import ConfigError
 
@@ -14,6 +15,7 @@ _hand_offs: dict[str, object] = {}
 _allocations: dict[str, object] = {}
 _workers: dict[str, dict[str, WorkerFacts]] = {}
 _pauses: dict[str, IdlePause] = {}
+_salts: dict[str, Salts] = {}
 
 
 def claim_hand_offs(connector: object, settings: AdapterSettings) -> None:
@@ -49,6 +51,11 @@ def pause_user(settings: AdapterSettings, longest_s: float) -> PauseUser:
     return _pauses.setdefault(settings.transfer.engine_id, IdlePause(longest_s)).user(settings.key)
 
 
+def salts(settings: AdapterSettings, lora_config: object) -> Salts:
+    """The salts of this engine's requests."""
+    return _salts.setdefault(settings.transfer.engine_id, Salts(lora_config))
+
+
 def forget(connector: object, settings: AdapterSettings) -> None:
     """A connector was closed."""
     engine_id = settings.transfer.engine_id
@@ -57,3 +64,4 @@ def forget(connector: object, settings: AdapterSettings) -> None:
             del claims[engine_id]
     _workers.pop(engine_id, None)
     _pauses.pop(engine_id, None)
+    _salts.pop(engine_id, None)

@@ -18,7 +18,7 @@ import msgspec
 
 from kvferry.core.clock import SYSTEM_CLOCK, Clock
 from kvferry.core.errors import KvferryError, LayoutMismatch, LeaseEnded, ProtocolError, StoreError
-from kvferry.core.hand_off import PrefillResult, prefix_digests
+from kvferry.core.hand_off import OTHER_PROMPT, PrefillResult, prefix_digests
 from kvferry.core.layout import KVLayout
 from kvferry.store.base import KVStore
 
@@ -35,7 +35,8 @@ class BadMarker(StoreError):
 class Marker(msgspec.Struct, frozen=True, kw_only=True):
     """What the producer leaves for the consumer. No `prefill_result`: the prefill was given up.
 
-    `digest`: of the prompt's tokens. `expires_s`: since the epoch, of the producer's clock; set when it is written.
+    `digest`: of the prompt's tokens and salt. `expires_s`: since the epoch, of the producer's clock; set when it is
+    written.
     """
 
     transfer_id: str
@@ -46,7 +47,7 @@ class Marker(msgspec.Struct, frozen=True, kw_only=True):
     prefill_result: PrefillResult | None = None
 
 
-def refusal_of(marker: Marker | None, tokens: Sequence[int], layout: KVLayout) -> KvferryError | None:
+def refusal_of(marker: Marker | None, tokens: Sequence[int], salt: str, layout: KVLayout) -> KvferryError | None:
     """Why a marker does not stand for the KV of this prompt in this layout; None: it does, or there is no marker."""
     if marker is None:
         return None
@@ -54,10 +55,8 @@ def refusal_of(marker: Marker | None, tokens: Sequence[int], layout: KVLayout) -
         return LeaseEnded(f"the prefill of hand-off {marker.transfer_id!r} was aborted")
     if marker.num_tokens != len(tokens):
         return ProtocolError(f"the hand-off is of {marker.num_tokens} prompt tokens, this request has {len(tokens)}")
-    if prefix_digests(tokens, [len(tokens)])[0][1] != marker.digest:
-        return ProtocolError(
-            "the hand-off has other tokens than this request: the prompt must be the same on both instances"
-        )
+    if prefix_digests(tokens, [len(tokens)], salt)[0][1] != marker.digest:
+        return ProtocolError(OTHER_PROMPT)
     try:
         layout.require_same(marker.layout)
     except LayoutMismatch as error:

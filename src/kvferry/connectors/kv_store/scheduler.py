@@ -208,7 +208,7 @@ class KVStoreSchedulerSide(SchedulerSide[StorePlan]):
             self._note_marker(request.hand_off.ticket, answer)
         error = answer.error
         if error is None and answer.marker is not known.believed:
-            error = refusal_of(answer.marker, request.prompt_token_ids, self._layout)
+            error = refusal_of(answer.marker, request.prompt_token_ids, request.salt, self._layout)
         if error is not None:
             return Miss(error if promised else None)
         known.believed = answer.marker
@@ -361,7 +361,7 @@ class KVStoreSchedulerSide(SchedulerSide[StorePlan]):
     def _hand_off(self, request: RequestView, transfer_id: str) -> Finish:
         """Leave a marker: of the result, or that there will be none."""
         num_tokens, result = len(request.prompt_token_ids), request.prefill_result
-        prefixes = prefix_digests(request.prompt_token_ids, [num_tokens])
+        prefixes = prefix_digests(request.prompt_token_ids, [num_tokens], request.salt)
         self._work.marks.append(
             Marker(
                 transfer_id=transfer_id,

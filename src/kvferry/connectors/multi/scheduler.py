@@ -72,6 +72,10 @@ class _WithoutHandOff:
         return self._request.prompt_token_ids
 
     @property
+    def salt(self) -> str:
+        return self._request.salt
+
+    @property
     def block_hashes(self) -> Sequence[BlockHash]:
         return self._request.block_hashes
 

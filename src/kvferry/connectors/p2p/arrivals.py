@@ -17,7 +17,7 @@ from typing import Any
 from kvferry.connectors.api import Failed, Loaded, Prefilled, Released, TransferEvent, TransferReport
 from kvferry.connectors.p2p.plan import HandOffMeta, Load, P2pPlan, decode_meta
 from kvferry.core.errors import LeaseEnded, PeerLost, ProtocolError
-from kvferry.core.hand_off import PrefillResult, Ticket, common_prefix
+from kvferry.core.hand_off import OTHER_PROMPT, PrefillResult, Ticket, common_prefix
 from kvferry.core.layout import KVLayout
 from kvferry.core.sharding import orphans, sources
 from kvferry.transport.lookup_buffer.base import LookupBuffer, Source, Taken, Want, ignore
@@ -224,7 +224,7 @@ class Arrivals:
         """
         with suppress(ProtocolError):  # `_judge` raises it when everything has come
             meta = decode_meta(encoded)
-            result = _result_for(load, meta, common_prefix(meta.prefixes, load.tokens))
+            result = _result_for(load, meta, common_prefix(meta.prefixes, load.tokens, load.salt))
             if result is not None:
                 self._report(Prefilled(load.request_id, result))
 
@@ -249,11 +249,9 @@ def _judge(load: Load, taken: Sequence[Taken]) -> TransferReport:
     if meta.num_tokens > len(load.tokens) and not load.longer:
         raise ProtocolError(f"the hand-off is of {meta.num_tokens} prompt tokens, this request has {len(load.tokens)}")
     wanted = min(meta.num_tokens, load.num_tokens)
-    covered = common_prefix(meta.prefixes, load.tokens)
+    covered = common_prefix(meta.prefixes, load.tokens, load.salt)
     if covered < wanted:
-        raise ProtocolError(
-            "the hand-off has other tokens than this request: the prompt must be the same on both instances"
-        )
+        raise ProtocolError(OTHER_PROMPT)
     if any(one.num_tokens is not None and one.num_tokens < wanted for one in taken):
         raise ProtocolError(f"the hand-off was sealed with blocks of its {meta.num_tokens} tokens missing")
     shorter = wanted if wanted < load.num_tokens else None

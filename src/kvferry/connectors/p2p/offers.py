@@ -187,7 +187,8 @@ class Offers:
             self._work.drops[transfer_id] = request.request_id
             return Hold(None)
         num_tokens = len(request.prompt_token_ids)
-        meta = HandOffMeta(num_tokens, prefix_digests(request.prompt_token_ids, [num_tokens]), result)
+        digests = prefix_digests(request.prompt_token_ids, [num_tokens], request.salt)
+        meta = HandOffMeta(num_tokens, digests, result)
         ticket = self._ticket(transfer_id, request.request_id, block_ids[: offer.num_blocks], meta)
         params = self._sealer.seal(ticket, self._lease_s + QUEUED_S).to_params()
         self._forget_announced(offer)
@@ -225,7 +226,8 @@ class Offers:
         offer = _Offer(request.request_id, transfer_id, num_blocks, opened=True, kept=True)
         self._offers[request.request_id] = self._by_transfer[transfer_id] = offer
         ours = list(block_ids[:num_blocks])
-        prefixes = prefix_digests(request.tokens, _checkpoints(num_tokens, len(request.prompt_token_ids)))
+        lengths = _checkpoints(num_tokens, len(request.prompt_token_ids))
+        prefixes = prefix_digests(request.tokens, lengths, request.salt)
         meta = HandOffMeta(num_tokens, prefixes, None)
         self._work.seals.append(Seal(transfer_id, request.request_id, encode_meta(meta), ours, self._kept_lease_s))
         ticket = self._ticket(transfer_id, request.request_id, ours, meta)

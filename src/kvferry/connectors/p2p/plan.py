@@ -38,8 +38,8 @@ class Seal(msgspec.Struct, frozen=True, array_like=True):
 class Load(msgspec.Struct, frozen=True, array_like=True):
     """Fetch the first `num_tokens` tokens of a hand-off into `block_ids`, the first `skip_blocks` of which are filled.
 
-    `tokens` are the request's prompt. The hand-off is of all of them or of a prefix. With `longer`, it may have other
-    tokens behind the wanted ones.
+    `tokens` and `salt` are the request's prompt. The hand-off is of all of them or of a prefix. With `longer`, it may
+    have other tokens behind the wanted ones.
     """
 
     request_id: str
@@ -48,6 +48,7 @@ class Load(msgspec.Struct, frozen=True, array_like=True):
     skip_blocks: int
     num_tokens: int
     tokens: list[int]
+    salt: str = ""
     longer: bool = False
 
 
@@ -87,8 +88,9 @@ class P2pPlan(msgspec.Struct):
 
 
 class HandOffMeta(msgspec.Struct, frozen=True):
-    """What the producer says of its tokens when it seals. Both sides tokenize, so `prefixes` (digests of its tokens)
-    let the consumer notice other tokens. `prefill_result` is None for blocks that are kept for the next turn."""
+    """What the producer says of its tokens when it seals. Both sides tokenize, so `prefixes` (digests of its tokens
+    and their salt) let the consumer notice another prompt. `prefill_result` is None for blocks that are kept for the
+    next turn."""
 
     num_tokens: int
     prefixes: list[tuple[int, str]]

@@ -29,7 +29,7 @@ from kvferry.connectors.api import (
 from kvferry.connectors.p2p.offers import Offers
 from kvferry.connectors.p2p.plan import Load, P2pPlan
 from kvferry.core.errors import ConfigError, KvferryError, LayoutMismatch, LeakError, ProtocolError
-from kvferry.core.hand_off import Consume, Produce, Ticket
+from kvferry.core.hand_off import OTHER_PROMPT, Consume, Produce, Ticket
 from kvferry.core.instance_facts import TicketKinds
 from kvferry.core.ticket_seal import TicketSealer
 from kvferry.transport.options import options_of
@@ -159,6 +159,7 @@ class P2pSchedulerSide(SchedulerSide[P2pPlan]):
             num_computed_tokens // block_size,
             fetch.num_promised,
             list(request.prompt_token_ids),
+            request.salt,
             longer=isinstance(request.hand_off, Produce),
         )
         if isinstance(request.hand_off, Produce):
@@ -268,17 +269,19 @@ def _ticket_of(request: RequestView) -> Ticket | None:
 def _misfit(request: RequestView, ticket: Ticket) -> KvferryError | None:
     """Why this ticket does not fit this prompt, if so."""
     tokens = request.prompt_token_ids
-    if isinstance(request.hand_off, Consume) and not (ticket.remote_num_tokens >= 0 and ticket.agrees_with(tokens)):
-        return ProtocolError(
-            f"the ticket is for another prompt, of {ticket.remote_num_tokens} tokens, this one has {len(tokens)}:"
-            " the prompt must be the same on both instances"
-        )
-    return None
+    if not isinstance(request.hand_off, Consume) or ticket.agrees_with(tokens, request.salt):
+        return None
+    if ticket.remote_num_tokens == len(tokens):
+        return ProtocolError(OTHER_PROMPT)
+    return ProtocolError(
+        f"the ticket is for another prompt, of {ticket.remote_num_tokens} tokens, this one has {len(tokens)}:"
+        " the prompt must be the same on both instances"
+    )
 
 
 def _num_promised(request: RequestView, ticket: Ticket) -> int:
     """Number of prompt tokens that the other side has the KV of. A prefill computes its last token anyway."""
     tokens = request.prompt_token_ids
     if isinstance(request.hand_off, Produce):
-        return min(ticket.common_prefix(tokens), len(tokens) - 1)
+        return min(ticket.common_prefix(tokens, request.salt), len(tokens) - 1)
     return ticket.remote_num_tokens or len(tokens)

@@ -1,0 +1,191 @@
+"""What the KV of a request depends on besides the model and its tokens, as one text: the salt of its block hashes.
+
+It contains the client's `cache_salt`, the content of the LoRA adapter, and the content of images and the like. Names
+are not trusted for either: vLLM's own for an adapter stays when its files are replaced, and the one for an image may be
+the client's (`uuid`, or the `ImageID` of its EXIF data) or a counter's.
+
+Owns what is known of the adapters that this vLLM has loaded.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any
+from weakref import WeakSet
+
+from vllm.multimodal.hasher import MultiModalHasher
+
+from kvferry.adapters.vllm.fingerprint import changed_settings
+from kvferry.core.errors import InvalidRequest
+from kvferry.models.checkpoint import WEIGHT_SUFFIXES, checkpoint_place, digests_of, file_states
+from kvferry.models.digest_cache import FileState
+
+log = logging.getLogger(__name__)
+
+MAX_TOLD = 256
+"""Reasons that are logged; a client may think of many."""
+_NAMED = "\0"
+"""Begins the salt of a request with more than a `cache_salt`."""
+
+
+class Salts:
+    """The salts of one engine's requests. Used from vLLM's scheduler thread only.
+
+    `lora_config`: vLLM's; None: it has no adapters.
+    """
+
+    def __init__(self, lora_config: Any = None) -> None:
+        self._adapters = LoraAdapters()
+        self._lora_settings = changed_settings(lora_config) if lora_config is not None else {}
+        self._told: set[str] = set()
+        if lora_config is not None:
+            _watch_loads(self._adapters)
+
+    def of(self, request: Any) -> str | InvalidRequest:
+        """The salt of vLLM's `Request`, or, if its KV depends on something that has no name, why that is: it must be
+        neither reused nor handed off. Logs each reason once."""
+        try:
+            return self._of(request)
+        except InvalidRequest as why:
+            return self._tell(why)
+
+    def doubt(self, lora: Any) -> InvalidRequest | None:
+        """Why it is no longer certain with which content of its adapter vLLM computes a request, if so."""
+        try:
+            self._adapters.content(lora)
+        except InvalidRequest as why:
+            return self._tell(why)
+        return None
+
+    def _tell(self, why: InvalidRequest) -> InvalidRequest:
+        if (text := str(why)) not in self._told and len(self._told) < MAX_TOLD:
+            self._told.add(text)
+            log.warning("%s", text)
+        return why
+
+    def _of(self, request: Any) -> str:
+        if request.prompt_embeds is not None:
+            raise InvalidRequest("the KV of prompts with embeddings is neither reused nor handed off")
+        if request.resumable:
+            raise InvalidRequest("the KV of requests whose prompts grow is neither reused nor handed off")
+        facts: list[Any] = []
+        if request.lora_request is not None:
+            lora = request.lora_request
+            facts.append([self._adapters.content(lora), self._lora_settings, lora.is_3d_lora_weight])
+        facts += [_item(feature) for feature in request.mm_features or ()]
+        salt = request.cache_salt or ""
+        return _NAMED + json.dumps([salt, *facts]) if facts or salt.startswith(_NAMED) else salt
+
+
+def _item(feature: Any) -> list[Any]:
+    """What identifies one of a prompt's images, videos or sounds: the tensors that the model is given, and where."""
+    data = feature.data
+    if data is None or "address" in data:  # with the processor cache in shared memory, only a worker has them
+        raise InvalidRequest(
+            "the KV of prompts with images, videos or sounds is neither reused nor handed off, since vLLM does not"
+            " pass their content on; use --mm-processor-cache-type lru"
+        )
+    content = MultiModalHasher.hash_kwargs("blake3", item={name: data[name].data for name in sorted(data)})
+    return [feature.modality, feature.mm_position.offset, feature.mm_position.length, content]
+
+
+# LoRA adapters.
+
+
+@dataclass(frozen=True)
+class _Content:
+    """The files of an adapter, as they were when they were read."""
+
+    states: Mapping[str, FileState]
+    digest: str
+
+
+class LoraAdapters:
+    """The content of the adapters that vLLM has loaded.
+
+    vLLM loads an adapter under a number when it is asked to, or with the first request for it, and perhaps again
+    later, from a path whose files may have been replaced. Its prefix cache knows an adapter by its name and path. So
+    the content of a name and path is certain as long as its files do not change, and nothing else has its number; once
+    it is not, it never is again in this process.
+    """
+
+    def __init__(self) -> None:
+        self._contents: dict[tuple[str, str], _Content] = {}
+        self._numbers: dict[int, Any] = {}
+        self._uncertain: dict[tuple[str, str], str] = {}
+
+    def content(self, lora: Any) -> str:
+        """A digest of its files. `lora`: vLLM's `LoRARequest`. Raises `InvalidRequest` if it is not certain that vLLM
+        computes with these."""
+        key = (lora.lora_name, lora.lora_path)
+        before = self._numbers.setdefault(lora.lora_int_id, lora)
+        if (before.lora_name, before.lora_path) != key:
+            self._take_over(lora, before)
+        self._read(key)
+        if key in self._uncertain:
+            raise InvalidRequest(
+                f"the KV of LoRA adapter {lora.lora_name!r} ({lora.lora_path}) is neither reused nor handed off:"
+                f" {self._uncertain[key]}"
+            )
+        return self._contents[key].digest
+
+    def _take_over(self, lora: Any, before: Any) -> None:
+        """`lora` has the number of `before`."""
+        why = f"adapter {before.lora_name!r} of another path has the same lora_int_id {lora.lora_int_id}"
+        self._uncertain[before.lora_name, before.lora_path] = f"it was replaced by {lora.lora_path}"
+        if lora.load_inplace and not before.load_inplace:
+            self._numbers[lora.lora_int_id] = lora
+        else:  # either may be loaded when the other's requests run
+            self._uncertain[lora.lora_name, lora.lora_path] = why
+
+    def _read(self, key: tuple[str, str]) -> None:
+        """The files under this name and path, for the first time or again."""
+        try:
+            place = checkpoint_place(key[1])
+            states = file_states(place) if place is not None else {}
+            if not any(name.endswith(WEIGHT_SUFFIXES) for name in states):
+                self._uncertain[key] = "its files are not on this machine; give vLLM a local path"
+            elif key not in self._contents:
+                digests = json.dumps(digests_of(states))
+                self._contents[key] = _Content(states, hashlib.sha256(digests.encode()).hexdigest())
+            elif self._contents[key].states != states:
+                self._uncertain[key] = "its files have changed; load what is new from another path"
+        except OSError as error:
+            self._uncertain[key] = f"its files cannot be read: {error}"
+
+    def look(self, lora: Any) -> None:
+        """Note what vLLM is about to load, or has loaded."""
+        with suppress(InvalidRequest):  # told with its first request
+            self.content(lora)
+
+
+_watching: WeakSet[LoraAdapters] = WeakSet()
+
+
+def _watch_loads(adapters: LoraAdapters) -> None:
+    """Have `adapters` look at what vLLM loads, at the time when it does: its files may be others when the first request
+    comes. vLLM tells a connector of requests only."""
+    from vllm.v1.engine.core import EngineCore
+
+    _watching.add(adapters)
+    load = EngineCore.add_lora
+    if hasattr(load, "__wrapped__"):
+        return
+
+    @wraps(load)
+    def watched(self: Any, lora_request: Any) -> bool:
+        for one in _watching:
+            one.look(lora_request)
+        try:
+            return load(self, lora_request)
+        finally:
+            for one in _watching:
+                one.look(lora_request)
+
+    EngineCore.add_lora = watched
