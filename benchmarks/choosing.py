@@ -16,12 +16,13 @@ from typing import Any
 from kvferry.core.instance_facts import InstanceFacts
 from kvferry.router.app import build_router
 from kvferry.router.body import RequestBody
-from kvferry.router.candidates import Candidates
 from kvferry.router.config import RouterConfig
 from kvferry.router.exchange import Services
-from kvferry.router.legs import PrefillUsage
+from kvferry.router.leg_bodies import PrefillUsage
+from kvferry.router.placement import Placement
 from kvferry.router.plan import make_plan
 from kvferry.router.policies.table import POLICIES
+from kvferry.router.work import Work
 from report import save
 
 PATH = "/v1/completions"
@@ -43,15 +44,21 @@ def serve(services: Services, body: RequestBody, usage: PrefillUsage) -> None:
     chooser, now = services.chooser, services.clock.wall()
     asked = chooser.read(PATH, body, {})
     decision = chooser.record(PATH, asked, b"a request", now)
-    candidates = Candidates(chooser, services.pools, services.metrics, 1, asked, decision)
-    candidates.plan(make_plan(PATH, body, services.pools))
-    prefill = candidates.next_prefill()
-    decode = candidates.next_decode(prefill)
+    placement = Placement(chooser, services.pools, services.metrics, 1, asked, decision)
+    placement.plan(make_plan(PATH, body, services.pools))
+    prefill = placement.next_prefill()
+    decode = placement.next_decode(prefill)
     assert prefill is not None
     assert decode is not None
-    candidates.prefilled(prefill, usage)
-    candidates.answered(decode)
-    candidates.close(1000)
+    works = [
+        Work(one.load, asked.num_tokens, now, computes=one is prefill, decodes=one is decode)
+        for one in (prefill, decode)
+    ]
+    chooser.estimates.prefilled(prefill.name, usage.prompt_tokens, 0.01)
+    for one in works:
+        one.end()
+    decision.prefill_usage = usage
+    services.metrics.phases(decision.phases())
     services.metrics.request_done(PATH, 200, 0.1)
 
 

@@ -44,7 +44,7 @@ import uvloop
 import kvferry
 from kvferry.core.continuation import PROGRESS_HEADER
 from kvferry.core.errors import KvferryError
-from kvferry.http.client import Deadlines, HttpClient
+from kvferry.http.client import HttpClient
 from kvferry.http.config import HttpConfig
 from kvferry.http.keys import Access
 from kvferry.http.origin import Origin
@@ -54,7 +54,7 @@ from kvferry.http.routes import Route, Routes
 from kvferry.http.server import HttpServer
 from report import save
 
-ASK = Deadlines(connect_s=10, first_byte_s=60, between_s=60)
+ANSWER_S = 60.0
 HEADERS = [JSON]
 EVENT = (
     b'data: {"id":"cmpl-1","object":"text_completion","created":1,"model":"m",'
@@ -154,11 +154,13 @@ def started(*arguments: str) -> tuple[subprocess.Popen[str], str]:
 async def ask(client: HttpClient, router: Origin, body: dict[str, Any]) -> list[float]:
     """One request to its end; when its pieces came, in seconds from its beginning."""
     data, begun, came = json.dumps(body).encode(), time.perf_counter(), []
-    answer = await client.open(router, "POST", "/v1/completions", HEADERS, data, deadlines=ASK)
+    answer = client.start(router, "POST", "/v1/completions", HEADERS, data)
     try:
+        async with asyncio.timeout(ANSWER_S):
+            await answer.begun()
         if answer.status != 200:
             raise RuntimeError(f"status {answer.status}: {await answer.read(1000)!r}")
-        async for _ in answer.chunks():
+        async for _ in answer.pieces():
             came.append(time.perf_counter() - begun)
         return came
     finally:

@@ -26,13 +26,13 @@ from typing import Any
 from kvferry.core.clock import Clock, ManualClock
 from kvferry.engine.block_pool import BlockPool
 from kvferry.engine.cached_order import make_cached_order
-from kvferry.router.account import Account
 from kvferry.router.cost import Estimates
 from kvferry.router.disaggregation import Threshold
 from kvferry.router.policies.base import Asked, InstanceLoad, Options, PolicyContext
 from kvferry.router.policies.table import POLICIES, make_policy
 from kvferry.router.prefix_index import PrefixIndex
 from kvferry.router.prompt import Prefix
+from kvferry.router.work import Work
 from report import save
 
 BLOCK = 512
@@ -202,16 +202,25 @@ class Simulation:
         server = choice.decode
         self._index.served(server, asked.prefix)
         self._policy.placed(asked, choice)
-        account: Any = Account(self._estimates, self._clock, dict(cached), asked.num_tokens)
-        account.begin_decode(server, whole=True)
+        uncached, begun = max(0, asked.num_tokens - cached.get(server, 0)), self._clock.now
+        work = Work(server.load, uncached, begun, computes=True, decodes=True)
         hits, gone = server.cache.put(arrival.blocks)
         self.hits, self.total = self.hits + hits, self.total + len(arrival.blocks)
         first = server.compute(self._clock.now, len(arrival.blocks) - hits, self._settings.tokens_per_s)
         self._waits.append(first - self._clock.now)
         self._tell(server, arrival.blocks, hits, gone)
-        self._at(first, partial(account.answered, server, streams=True))
         end = first + arrival.num_answer * TOKEN_S
-        self._at(end, partial(account.close, arrival.num_answer * 240))
+
+        def answered() -> None:
+            work.answered()
+            self._estimates.prefilled(server.name, work.ahead + uncached, first - begun)
+
+        def ended() -> None:
+            work.end()
+            self._estimates.decoded(work.num_beside, arrival.num_answer, end - first)
+
+        self._at(first, answered)
+        self._at(end, ended)
         self._at(end, partial(server.cache.finished, arrival.blocks, arrival.num_answer))
 
     def _tell(self, server: Server, blocks: Sequence[int], first: int, gone: Sequence[int]) -> None:

@@ -11,6 +11,8 @@ from typing import Any
 
 import httptools
 
+from kvferry.http.call import Call
+from kvferry.http.client import HttpClient
 from kvferry.http.config import HttpConfig
 from kvferry.http.fast_path import Pattern
 from kvferry.http.keys import Access
@@ -132,6 +134,25 @@ class Handlers:
 
     async def unread(self, request: HttpRequest, response: Response) -> None:
         response.send(200, b"no, thank you")
+
+
+async def opened(
+    client: HttpClient,
+    origin: Origin,
+    method: str,
+    target: str,
+    headers: Any = b"",
+    body: bytes | None = None,
+    **more: Any,
+) -> Call:
+    """A call that has begun to be answered. Cut if it is cancelled or lost."""
+    call = client.start(origin, method, target, headers, body, **more)
+    try:
+        await call.begun()
+    except BaseException:
+        call.close()
+        raise
+    return call
 
 
 class Seen:

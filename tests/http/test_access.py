@@ -12,16 +12,15 @@ from typing import Any
 import pytest
 
 from kvferry.core.errors import ConfigError
-from kvferry.http.client import ClientConfig, Deadlines, HttpClient
+from kvferry.http.client import HttpClient
 from kvferry.http.config import HttpConfig
 from kvferry.http.errors import Unreachable
 from kvferry.http.keys import fleet_key
 from kvferry.http.origin import Origin
 from kvferry.http.tls import client_context
 
-from .running import limits, request, running, wire
+from .running import limits, opened, request, running, wire
 
-ASK = Deadlines(connect_s=5, first_byte_s=5, between_s=5)
 CA = "--instance-ca"
 
 
@@ -123,15 +122,15 @@ async def test_tls(certificates: Path) -> None:
     settings = {"tls_cert": certificates / "cert.pem", "tls_key": certificates / "key.pem"}
     async with running(**settings) as served:
         origin = Origin("127.0.0.1", served.port, tls=True)
-        async with HttpClient(ClientConfig(idle_s=60), tls=client_context(certificates / "ca.pem", CA)) as client:
+        async with HttpClient(client_context(certificates / "ca.pem", CA), idle_s=60) as client:
             body = bytes(300_000)
             for _ in range(2):
-                answer = await client.open(origin, "POST", "/echo", [], body, deadlines=ASK)
+                answer = await opened(client, origin, "POST", "/echo", [], body)
                 assert await answer.read(2**20) == body
             assert client.statistics() == {str(origin): 1}
         async with HttpClient(tls=client_context(None, CA)) as stranger:
             with pytest.raises(Unreachable, match="certificate"):
-                await stranger.open(origin, "GET", "/ok", [], deadlines=ASK)
+                await opened(stranger, origin, "GET", "/ok")
 
 
 async def test_handshakes_that_are_not_finished_are_counted_and_end(certificates: Path) -> None:
@@ -146,7 +145,7 @@ async def test_handshakes_that_are_not_finished_are_counted_and_end(certificates
         while served.server.statistics()["connections"]:
             await asyncio.sleep(0)
         origin = Origin("127.0.0.1", served.port, tls=True)
-        async with HttpClient(ClientConfig(idle_s=60), tls=client_context(certificates / "ca.pem", CA)) as client:
+        async with HttpClient(client_context(certificates / "ca.pem", CA), idle_s=60) as client:
             assert (await client.ask(origin, "GET", "/ok", timeout_s=20))[0] == 200
 
 

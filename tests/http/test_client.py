@@ -10,20 +10,19 @@ from contextlib import asynccontextmanager
 import pytest
 
 from kvferry.core.errors import ConfigError, PeerLost, ProtocolError, TransferError
-from kvferry.http.answer import UNCHANGED, Mask
-from kvferry.http.client import ClientConfig, Deadlines, HttpClient
+from kvferry.http.call import Call
+from kvferry.http.client import HttpClient
 from kvferry.http.errors import AnswerTimeout, Unreachable
 from kvferry.http.origin import Origin
 from kvferry.http.request import HttpRequest
 from kvferry.http.response import Response
 from kvferry.http.routes import Route, Routes
 
-from .running import Handlers, Seen, request, running, wire
+from .running import Handlers, Seen, opened, request, running, wire
 
-KEEPING = ClientConfig(idle_s=60)
+KEEPING = {"idle_s": 60.0}
 """Free connections are kept, however long the test stands still."""
 
-ASK = Deadlines(connect_s=5, first_byte_s=20, between_s=20)
 OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
 
 Script = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
@@ -90,9 +89,9 @@ def test_what_is_no_origin(url: str) -> None:
 
 
 async def test_connections_are_reused() -> None:
-    async with running() as served, HttpClient(KEEPING) as client:
+    async with running() as served, HttpClient(**KEEPING) as client:
         for path in ("/ok", "/stream", "/ok"):
-            answer = await client.open(served.origin, "GET", path, [], deadlines=ASK)
+            answer = await opened(client, served.origin, "GET", path, [])
             await answer.read(1000)
             answer.close()
         assert served.server.statistics()["connections"] == 1
@@ -102,7 +101,7 @@ async def test_connections_are_reused() -> None:
 async def test_headers_and_body_arrive_as_they_are() -> None:
     async with running() as served, HttpClient() as client:
         body = bytes(range(256)) * 1000
-        answer = await client.open(served.origin, "POST", "/echo?a=%20", [(b"x-a", b"1")], body, deadlines=ASK)
+        answer = await opened(client, served.origin, "POST", "/echo?a=%20", [(b"x-a", b"1")], body)
         assert (b"x-target", b"/echo?a=%20") in answer.headers
         assert await answer.read(10**6) == body
         assert (await client.ask(served.origin, "HEAD", "/ok", timeout_s=5))[2] == b""
@@ -112,7 +111,7 @@ async def test_what_cannot_be_sent() -> None:
     async with HttpClient() as client:
         for target, headers in (("/a b", []), ("/", [(b"x", b"a\r\nb: c")])):
             with pytest.raises(ValueError):
-                await client.open(Origin("127.0.0.1", 9), "GET", target, headers, deadlines=ASK)
+                await opened(client, Origin("127.0.0.1", 9), "GET", target, headers)
 
 
 def test_names_beyond_ascii_go_over_the_wire_in_ascii() -> None:
@@ -125,15 +124,14 @@ def test_names_beyond_ascii_go_over_the_wire_in_ascii() -> None:
 async def test_an_instance_that_cannot_be_reached(host: str) -> None:
     async with HttpClient() as client:
         with pytest.raises(Unreachable, match="cannot be reached"):
-            await client.open(Origin(host, 9), "GET", "/", [], deadlines=ASK)
+            await opened(client, Origin(host, 9), "GET", "/", [])
         client.check()
 
 
 async def test_an_answer_closed_early_ends_the_instances_work() -> None:
     handlers = Handlers()
     async with running(handlers) as served, HttpClient() as client:
-        answer = await client.open(served.origin, "GET", "/wait-stream", [], deadlines=ASK)
-        await answer.ready()
+        answer = await opened(client, served.origin, "GET", "/wait-stream", [])
         answer.close()
         await handlers.cancelled.wait()
         client.check()
@@ -142,7 +140,7 @@ async def test_an_answer_closed_early_ends_the_instances_work() -> None:
 async def test_cancelling_ends_the_instances_work() -> None:
     handlers = Handlers()
     async with running(handlers) as served, HttpClient() as client:
-        asking = asyncio.create_task(client.open(served.origin, "GET", "/wait", [], deadlines=ASK))
+        asking = asyncio.create_task(opened(client, served.origin, "GET", "/wait", []))
         await handlers.running.wait()
         asking.cancel()
         await handlers.cancelled.wait()
@@ -150,28 +148,22 @@ async def test_cancelling_ends_the_instances_work() -> None:
         client.check()
 
 
-async def test_deadlines() -> None:
+async def test_asking_has_a_deadline() -> None:
     handlers = Handlers()
     async with running(handlers) as served, HttpClient() as client:
-        short = Deadlines(connect_s=5, first_byte_s=0.2, between_s=0.2)
-        with pytest.raises(AnswerTimeout, match="did not answer") as found:
-            await client.open(served.origin, "GET", "/wait", [], deadlines=short)
-        assert found.value.phase == "first byte"
-        answer = await client.open(served.origin, "GET", "/wait-stream", [], deadlines=short)
-        with pytest.raises(AnswerTimeout, match="in the middle") as found:
-            await answer.read(1000)
-        assert found.value.phase == "next byte"
-        with pytest.raises(AnswerTimeout, match="within"):
-            await client.ask(served.origin, "GET", "/wait", timeout_s=0.2)
+        for path in ("/wait", "/wait-stream"):
+            with pytest.raises(AnswerTimeout, match="within"):
+                await client.ask(served.origin, "GET", path, timeout_s=0.2)
+            await handlers.cancelled.wait()
         client.check()
 
 
 async def test_a_pool_is_bounded_and_waiting_for_it_too() -> None:
     handlers = Handlers()
-    async with running(handlers) as served, HttpClient(ClientConfig(connections_per_instance=2)) as client:
-        held = [await client.open(served.origin, "GET", "/wait-stream", [], deadlines=ASK) for _ in range(2)]
+    async with running(handlers) as served, HttpClient(connections_per_instance=2) as client:
+        held = [await opened(client, served.origin, "GET", "/wait-stream", []) for _ in range(2)]
         with pytest.raises(AnswerTimeout, match="no connection"):
-            await client.open(served.origin, "GET", "/ok", [], deadlines=Deadlines(connect_s=0.2))
+            await opened(client, served.origin, "GET", "/ok", [], connect_s=0.2)
         late = [asyncio.create_task(client.ask(served.origin, "GET", "/ok", timeout_s=20)) for _ in range(5)]
         await asyncio.sleep(0)
         late.pop().cancel()
@@ -184,7 +176,7 @@ async def test_a_pool_is_bounded_and_waiting_for_it_too() -> None:
 
 async def test_nothing_is_kept_of_an_origin_without_connections() -> None:
     """Instances come and go, each with an address of its own, and may still be asked when they were forgotten."""
-    async with running() as served, HttpClient(ClientConfig(idle_s=0.01)) as client, asyncio.timeout(60):
+    async with running() as served, HttpClient(idle_s=0.01) as client, asyncio.timeout(60):
         assert (await client.ask(served.origin, "GET", "/ok", timeout_s=20))[0] == 200
         client.forget(served.origin)
         assert (await client.ask(served.origin, "GET", "/ok", timeout_s=20))[0] == 200
@@ -221,7 +213,7 @@ async def test_a_connection_closed_at_the_very_moment(method: str, repeatable: b
 
     async with peer(script) as origin, HttpClient() as client:
         await client.ask(origin, "GET", "/", timeout_s=5)
-        asking = client.open(origin, method, "/", [], deadlines=ASK, repeatable=repeatable)
+        asking = opened(client, origin, method, "/", repeatable=repeatable)
         if repeated:
             answer = await asking
             assert await answer.read(10) == b"ok"
@@ -277,13 +269,14 @@ def proxy(client: HttpClient, origin: Origin, seen: list[bytes] | None = None) -
         headers = [one for one in request.headers if one[0] not in (b"host", b"content-length", b"transfer-encoding")]
         body = await request.body.read()
         try:
-            answer = await client.open(origin, request.method, request.target, headers, body, deadlines=ASK)
+            answer = await opened(client, origin, request.method, request.target, headers, body)
         except TransferError:
             response.send(502, b"")
             return
         try:
             response.start(answer.status, [one for one in answer.headers if one[0] not in _HOP])
-            await answer.relay(response, UNCHANGED if seen is None else Mask(b"", see))
+            await answer.relay(response, Seen(see if seen is not None else bytes))
+            response.end()
         except TransferError:
             response.cut()
         finally:
@@ -312,7 +305,7 @@ async def test_every_form_of_body_is_read_and_passed_on(name: str, step: int) ->
     data = FORMS[name]
     pieces = [data[place : place + step] for place in range(0, len(data), step)]
     async with peer(answering(*pieces)) as origin, HttpClient() as client:
-        answer = await client.open(origin, "GET", "/", [], deadlines=ASK)
+        answer = await opened(client, origin, "GET", "/", [])
         assert await answer.read(100) == b"0123456789"
         answer.close()
         client.check()
@@ -338,7 +331,7 @@ async def test_no_body_where_none_can_be() -> None:
     for status in (b"204 No Content", b"304 Not Modified"):
         ended = asyncio.Event()
         async with peer(answering(b"HTTP/1.1 %b\r\n\r\n" % status, then=ended)) as origin, HttpClient() as client:
-            answer = await client.open(origin, "GET", "/", [], deadlines=ASK)
+            answer = await opened(client, origin, "GET", "/", [])
             assert await answer.read(0) == b""
             ended.set()
 
@@ -382,7 +375,7 @@ async def test_a_slow_client_has_the_instance_wait() -> None:
 
 async def test_a_stream_passes_on_event_by_event_and_ends_with_its_client() -> None:
     handlers = Handlers()
-    async with running(handlers) as instance, HttpClient(KEEPING) as client:
+    async with running(handlers) as instance, HttpClient(**KEEPING) as client:
         async with running(routes=proxy(client, instance.origin)) as front, wire(front.port) as caller:
             caller.send(request("/wait-stream"))
             assert b"data: first\n\n" in await caller.reader.readuntil(b"first\n\n\r\n")
@@ -409,23 +402,22 @@ async def test_a_connection_that_the_end_of_an_answer_paused_is_read_again() -> 
         await reader.read()
 
     async def whole(request: HttpRequest, response: Response) -> None:
-        answer = await client.open(origin, "GET", "/", [], deadlines=ASK)
-        while not answer._connection.complete:
-            await answer._connection.wait()
+        answer = await opened(client, origin, "GET", "/", [])
+        while answer.num_buffered < NUM_BYTES:
+            await answer.changed()
         (caller,) = front.server._connections
         caller._transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         response.start(200, [(b"content-length", b"%d" % NUM_BYTES)])
-        await answer.relay(response)  # in one piece, which the client does not read
+        await answer.relay(response, Seen(bytes))  # in one piece, which the client does not read
+        response.end()
         ended_slow.set_result(response.slow)
 
-    async with peer(script) as origin, HttpClient(KEEPING) as client:
+    async with peer(script) as origin, HttpClient(**KEEPING) as client:
         routes = Routes([], Route("*", "*", whole))
         async with running(routes=routes) as front, wire(front.port, sock=small_socket(front.port)) as caller:
             caller.reader._transport.pause_reading()  # type: ignore[attr-defined]
             caller.send(request("/"))
             assert await ended_slow
-            (connection,) = client._pools[origin]._open
-            assert not connection.paused
             assert (await client.ask(origin, "GET", "/", timeout_s=20))[2] == b"ok"
             caller.reader._transport.resume_reading()  # type: ignore[attr-defined]
             assert len((await caller.reply()).body) == NUM_BYTES
@@ -442,9 +434,8 @@ def small_socket(port: int) -> socket.socket:
     return found
 
 
-@pytest.mark.parametrize("payload", [False, True])
-async def test_who_was_slow_already_has_the_next_answers_instance_wait(payload: bool) -> None:
-    handlers, passed_on = Handlers(), 0
+async def test_who_was_slow_already_has_the_next_answers_instance_wait() -> None:
+    handlers, passed_on, calls = Handlers(), 0, list[Call]()
 
     async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         nonlocal passed_on
@@ -455,8 +446,7 @@ async def test_who_was_slow_already_has_the_next_answers_instance_wait(payload: 
             await writer.drain()
 
     async def more(request: HttpRequest, response: Response) -> None:
-        answer = await client.open(origin, "GET", "/", [], deadlines=ASK)
-        await answer.ready()
+        answer = await opened(client, origin, "GET", "/", [])
         response.start(200, [])
         response.write(b"x" * 2**24)  # of an answer that this one continues
         assert response.slow
@@ -470,7 +460,8 @@ async def test_who_was_slow_already_has_the_next_answers_instance_wait(payload: 
             return data
 
         try:
-            await answer.relay(response, Seen(see), ends=not payload)
+            calls.append(answer)
+            await answer.relay(response, Seen(see))
         finally:
             handlers.cancelled.set()
             answer.close()
@@ -481,13 +472,12 @@ async def test_who_was_slow_already_has_the_next_answers_instance_wait(payload: 
             caller.reader._transport.pause_reading()  # type: ignore[attr-defined]
             caller.send(request("/more"))
             await handlers.running.wait()
-            (connection,) = client._pools[origin]._open
             seen = -1
             while seen != passed_on:
                 seen = passed_on
                 await asyncio.sleep(0.05)
-            assert connection.paused
-            assert connection.lost is None
+            assert calls[0].paused
+            assert not calls[0].is_over
             assert passed_on < 2**20
             caller.reset()
             await handlers.cancelled.wait()

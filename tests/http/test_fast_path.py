@@ -18,9 +18,8 @@ import pytest
 
 from kvferry.core.continuation import LAST_MARK, MARK
 from kvferry.core.errors import TransferError
-from kvferry.http.answer import UNCHANGED, Mask
-from kvferry.http.client import ClientConfig, Deadlines, HttpClient
-from kvferry.http.client_connection import ClientConnection
+from kvferry.http.call import Call, Reader
+from kvferry.http.client import HttpClient
 from kvferry.http.connection import ServerConnection
 from kvferry.http.fast_path import FastPath, FastStream, Pattern, library
 from kvferry.http.origin import Origin
@@ -28,10 +27,9 @@ from kvferry.http.request import HttpRequest
 from kvferry.http.response import Response
 from kvferry.http.routes import Route, Routes
 
-from .running import Seen, parsed, request, running, wire
+from .running import Seen, opened, request, running, wire
 from .test_client import CHUNKED, Script, peer, small_socket
 
-ASK = Deadlines(connect_s=20)
 MARKS = Pattern(MARK, "first line", (LAST_MARK,))
 EVENTS = Pattern(b"data: ", "all", (b"[DONE]", b'"finish_reason":"'))
 END = b"0\r\n\r\n"
@@ -41,7 +39,7 @@ pytestmark = pytest.mark.skipif(library() is None, reason="there is no C++ compi
 
 @asynccontextmanager
 async def client_with_fast_path() -> AsyncIterator[HttpClient]:
-    async with HttpClient(ClientConfig(idle_s=60, fast_path=True)) as client:
+    async with HttpClient(idle_s=60, fast_path=True) as client:
         assert client._opening is not None
         await client._opening
         yield client
@@ -50,10 +48,6 @@ async def client_with_fast_path() -> AsyncIterator[HttpClient]:
 def path_of(client: HttpClient) -> FastPath:
     assert client._fast_path is not None
     return client._fast_path
-
-
-def connections(client: HttpClient) -> list[ClientConnection]:
-    return [one for pool in client._pools.values() for one in pool._open]
 
 
 class Unmarked:
@@ -81,23 +75,31 @@ class Unmarked:
         self.marks += lines
 
 
-How = Mask | Unmarked | Seen | None
+ANY = Pattern()
 
 
-def front_of(client: HttpClient, origin: Origin, how: Callable[[], How], left: asyncio.Event | None = None) -> Routes:
-    """Forwards all to `origin`: by `relay`, or with a passage by `relay_payload`."""
+def unread() -> Reader:
+    """Nothing need be read."""
+    return Seen(bytes, ANY)
+
+
+def front_of(
+    client: HttpClient,
+    origin: Origin,
+    how: Callable[[], Reader],
+    left: asyncio.Event | None = None,
+    calls: list[Call] | None = None,
+) -> Routes:
+    """Forwards all to `origin`."""
 
     async def handle(request: HttpRequest, response: Response) -> None:
-        answer = await client.open(origin, "GET", request.target, [], deadlines=ASK)
+        answer = await opened(client, origin, "GET", request.target)
+        if calls is not None:
+            calls.append(answer)
         try:
-            await answer.ready()
             response.start(200, [])
-            match how():
-                case Unmarked() | Seen() as passage:
-                    await answer.relay(response, passage, ends=False)
-                    response.end()
-                case mask:
-                    await answer.relay(response, mask or UNCHANGED)
+            await answer.relay(response, how())
+            response.end()
         except TransferError:
             response.cut()
         finally:
@@ -192,7 +194,7 @@ async def test_what_is_masked_is_seen_and_all_else_passes(seed: int) -> None:
         events[place] = b'data: {"error":"SECRET"}\n\n'
     body = b"".join(b"%x\r\n%b\r\n" % (len(event), event) for event in events)
     async with peer(sending([body[:100], body[100:], END])) as origin, client_with_fast_path() as client:
-        routes = front_of(client, origin, lambda: Mask(b'"error"', see))
+        routes = front_of(client, origin, lambda: Seen(see, Pattern(stops=(b'"error"',))))
         async with running(routes=routes) as front, wire(front.port) as caller:
             caller.send(request("/"))
             reply = await caller.reply()
@@ -242,21 +244,21 @@ async def test_a_client_that_does_not_read_makes_the_instance_wait_and_then_gets
         writer.write(END)
         await asyncio.Event().wait()
 
-    def how() -> How:
-        return Unmarked() if marked else None
+    calls: list[Call] = []
 
     async with peer(script) as origin, client_with_fast_path() as client:
-        async with running(routes=front_of(client, origin, how)) as front:
+        how = Unmarked if marked else unread
+        async with running(routes=front_of(client, origin, how, calls=calls)) as front:
             async with wire(front.port, sock=small_socket(front.port)) as caller:
                 caller.reader._transport.pause_reading()  # type: ignore[attr-defined]
-                caller.send(request("/", "GET", "Connection: close"))
+                caller.send(request("/"))
                 async with asyncio.timeout(60):
-                    while not any(one.paused for one in connections(client)):
+                    while not any(one.paused for one in calls):
                         await asyncio.sleep(0.01)
                 assert num_sent * len(event) < 2**26
                 stopped.set()
                 caller.reader._transport.resume_reading()  # type: ignore[attr-defined]
-                body = parsed(await caller.to_end()).body
+                body = (await caller.reply()).body
                 assert (len(body), body) == (num_sent * len(event), event * num_sent)
         client.check()
 
@@ -387,7 +389,7 @@ async def test_what_cannot_be_told_to_the_reader_ends_that_stream_and_leaves_not
                 over.set()
                 assert not (await caller.to_end()).endswith(END)
             async with asyncio.timeout(30):
-                while path_of(client).num_streams or connections(client):
+                while path_of(client).num_streams or client.statistics()[str(origin)]:
                     await asyncio.sleep(0.01)
             over.set()
             if not leaves:
@@ -426,7 +428,7 @@ async def test_a_stream_that_never_pauses_keeps_the_loop_from_nothing(monkeypatc
         thread.start()
         origin = Origin("127.0.0.1", listener.getsockname()[1])
         async with client_with_fast_path() as client:
-            async with running(routes=front_of(client, origin, lambda: None)) as front, wire(front.port) as caller:
+            async with running(routes=front_of(client, origin, unread)) as front, wire(front.port) as caller:
                 tick()
                 caller.send(request("/"))
                 received = 0
@@ -457,7 +459,7 @@ async def test_without_a_compiler_all_is_read(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("kvferry.http.client.library", lambda: None)
     body = [b"9\r\ndata: x\n\n\r\n"] * 20
     async with peer(sending([*body, END])) as origin, client_with_fast_path() as client:
-        async with running(routes=front_of(client, origin, lambda: None)) as front, wire(front.port) as caller:
+        async with running(routes=front_of(client, origin, unread)) as front, wire(front.port) as caller:
             caller.send(request("/"))
             assert (await caller.reply()).body == b"data: x\n\n" * 20
         client.check()

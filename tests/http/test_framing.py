@@ -19,14 +19,13 @@ import h11
 import pytest
 
 from kvferry.core.errors import TransferError
-from kvferry.http.answer import UNCHANGED
-from kvferry.http.client import ClientConfig, Deadlines, HttpClient
+from kvferry.http.client import HttpClient
 from kvferry.http.fast_path import Pattern, library
 from kvferry.http.request import HttpRequest
 from kvferry.http.response import Response
 from kvferry.http.routes import Route, Routes
 
-from .running import Seen, request, running, wire
+from .running import Seen, opened, request, running, wire
 from .test_client import answering, peer
 
 NUM_CASES = 1500
@@ -158,19 +157,20 @@ async def forwarding(cases: Cases, how: Callable[[], Any], *, fast_path: bool) -
 
     async def handle(request: HttpRequest, response: Response) -> None:
         try:
-            answer = await client.open(origin, "GET", "/", [], deadlines=Deadlines())
+            answer = await opened(client, origin, "GET", "/")
         except TransferError:
             response.cut()
             return
         try:
             response.start(answer.status, [one for one in answer.headers if one[0] == b"content-length"])
             await answer.relay(response, how())
+            response.end()
         except TransferError:
             response.cut()
         finally:
             answer.close()
 
-    async with peer(cases) as origin, HttpClient(ClientConfig(fast_path=fast_path)) as client:
+    async with peer(cases) as origin, HttpClient(fast_path=fast_path) as client:
         if client._opening is not None:
             await client._opening
         async with running(routes=Routes([], Route("*", "*", handle))) as front:
@@ -188,7 +188,9 @@ def cut(data: bytes, dice: random.Random) -> list[bytes]:
 async def test_an_answer_arrives_whole_only_if_it_is_one(fast_path: bool) -> None:
     dice, cases, passages = random.Random(17), Cases(), [Seen(lambda payload: payload, EVENTS)]
     num_whole, differing = 0, []
-    async with forwarding(cases, lambda: dice.choice((UNCHANGED, passages[0])), fast_path=fast_path) as port:
+    async with forwarding(
+        cases, lambda: dice.choice((Seen(bytes, Pattern()), passages[0])), fast_path=fast_path
+    ) as port:
         for number in range(NUM_CASES):
             data = dice.choice(ANSWERS)
             data = damaged(data, dice) if number >= len(ANSWERS) else ANSWERS[number]
@@ -238,14 +240,14 @@ async def test_a_head_that_is_none_is_refused_when_it_comes(head: bytes) -> None
     hanging = asyncio.Event()
     async with peer(answering(head, then=hanging)) as origin, HttpClient() as client, asyncio.timeout(20):
         with pytest.raises(TransferError, match=r"does not answer in HTTP/1\.1"):
-            await client.open(origin, "GET", "/", [], deadlines=Deadlines())
+            await opened(client, origin, "GET", "/")
         hanging.set()
 
 
 @pytest.mark.parametrize("version", [b"1.1", b"1.0"])
 async def test_trailers_and_extensions_of_an_instance_end_at_the_router(version: bytes) -> None:
     cases = Cases()
-    async with forwarding(cases, lambda: UNCHANGED, fast_path=False) as port:
+    async with forwarding(cases, lambda: Seen(bytes), fast_path=False) as port:
         cases.pieces = [ANSWERS[1]]
         async with wire(port) as caller:
             caller.send(b"GET / HTTP/%b\r\nHost: a\r\nConnection: close\r\n\r\n" % version)

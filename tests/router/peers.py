@@ -85,6 +85,8 @@ class Peer:
     called: asyncio.Event = field(default_factory=asyncio.Event)
     disconnected: asyncio.Event = field(default_factory=asyncio.Event)
     go: asyncio.Event = field(default_factory=asyncio.Event)
+    leaves: asyncio.Event = field(default_factory=asyncio.Event)
+    gone: asyncio.Event = field(default_factory=asyncio.Event)
     looked_at: asyncio.Queue[None] = field(default_factory=asyncio.Queue)
     released: asyncio.Queue[str] = field(default_factory=asyncio.Queue)
 
@@ -105,6 +107,11 @@ class Peer:
                 Route("/{path:path}", self._other, methods=["GET", "POST", "DELETE"]),
             ]
         )
+
+    async def close(self) -> None:
+        """Stop serving: connections are refused from now on."""
+        self.leaves.set()
+        await self.gone.wait()
 
     async def _complete(self, request: Request) -> Response:
         raw = await request.body()
@@ -307,25 +314,26 @@ async def instances(
     *peers: Peer, tls: tuple[Path, Path] | None = None, client_ca: Path | None = None
 ) -> AsyncIterator[None]:
     """Serve all of them, as `serving` does, and set their URLs."""
-    done = asyncio.Event()
     async with asyncio.TaskGroup() as group:
         ready = [asyncio.Event() for _ in peers]
+        for peer in peers:
+            peer.leaves, peer.gone = asyncio.Event(), asyncio.Event()
         for peer, event_of_peer in zip(peers, ready, strict=True):
-            group.create_task(_serve_peer(peer, event_of_peer, done, tls, client_ca))
+            group.create_task(_serve_peer(peer, event_of_peer, tls, client_ca))
         for event_of_peer in ready:
             await event_of_peer.wait()
         try:
             yield
         finally:
-            done.set()
+            for peer in peers:
+                peer.leaves.set()
 
 
-async def _serve_peer(
-    peer: Peer, ready: asyncio.Event, done: asyncio.Event, tls: tuple[Path, Path] | None, client_ca: Path | None
-) -> None:
+async def _serve_peer(peer: Peer, ready: asyncio.Event, tls: tuple[Path, Path] | None, client_ca: Path | None) -> None:
     async with serving(peer.app(), tls, client_ca) as peer.url:
         ready.set()
-        await done.wait()
+        await peer.leaves.wait()
+    peer.gone.set()
 
 
 @asynccontextmanager
@@ -356,7 +364,7 @@ async def routing(
             server.stop()
             await running
         server.check()
-        assert router.services.upstream.num_waits == 0
+        assert router.services.legs.num_open == 0
     router.admission.check()
     router.turns.check()
     for instance in router.services.pools:

@@ -38,7 +38,7 @@ SETTINGS: dict[str, Any] = {"hand_off": "concurrent", "busy_wait_s": 20.0, "disa
 
 @pytest.fixture(autouse=True)
 def connections_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvferry.router.upstream._IDLE_CONNECTION_S", 60.0)
+    monkeypatch.setattr("kvferry.router.legs._IDLE_CONNECTION_S", 60.0)
 
 
 async def post(url: str, **more: Any) -> tuple[int, bytes]:
@@ -105,7 +105,7 @@ async def test_whatever_prefill_does_the_client_has_its_answer(fault: Answering,
             status, text = await post(url, stream=stream)
             assert status == 200
             assert b"two" in text if stream else b"done" in text
-        await holds(lambda: not router.services.upstream.num_waits)
+        await holds(lambda: not router.services.legs.num_open)
     assert len(p.calls) >= 2
 
 
@@ -137,7 +137,7 @@ async def test_another_decode_instance_takes_over(fault: Answering, stream: bool
             status, text = await post(url, stream=stream)
             assert status == 200
             assert b"two" in text if stream else b"done" in text
-        await holds(lambda: not router.services.upstream.num_waits)
+        await holds(lambda: not router.services.legs.num_open)
     assert len(broken.calls) >= 2
 
 
@@ -176,7 +176,7 @@ async def test_a_client_that_leaves_ends_both_legs(answered: bool) -> None:
         assert await p.released.get() == p.calls[-1].body["kv_transfer_params"]["transfer_id"]
         if not answered:
             await p.disconnected.wait()
-        await holds(lambda: not router.services.upstream.num_waits)
+        await holds(lambda: not router.services.legs.num_open)
         assert (await post(url))[0] == 200
 
 
@@ -212,7 +212,7 @@ async def test_whatever_prefill_says_after_decode_has_begun_the_stream_goes_on(w
             await holds(lambda: not prefill.in_flight)
             d.go.set()
             assert b"two" in await response.read()
-        await holds(lambda: not (router.services.upstream.num_waits or prefill.num_tickets))
+        await holds(lambda: not (router.services.legs.num_open or prefill.num_tickets))
         assert (await post(url))[0] == 200
 
 
@@ -226,7 +226,7 @@ async def test_prefill_may_be_done_after_the_client_has_all_of_the_answer(what: 
         prefill = router.services.pools.prefill.instances[0]
         assert prefill.in_flight
         p.go.set()
-        await holds(lambda: not (prefill.in_flight or router.services.upstream.num_waits or prefill.num_tickets))
+        await holds(lambda: not (prefill.in_flight or router.services.legs.num_open or prefill.num_tickets))
         assert (await post(url))[0] == 200
     assert p.released.empty()
 
@@ -258,6 +258,4 @@ async def test_a_client_that_leaves_its_stream_ends_a_prefill_leg_that_still_run
             response.close()
         await p.disconnected.wait()
         await d.disconnected.wait()
-        await holds(
-            lambda: not (router.services.upstream.num_waits or router.services.pools.prefill.instances[0].in_flight)
-        )
+        await holds(lambda: not (router.services.legs.num_open or router.services.pools.prefill.instances[0].in_flight))

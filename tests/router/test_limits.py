@@ -353,7 +353,7 @@ async def test_answers_for_others_are_signs_of_work_until_the_last_limit() -> No
             begun = asyncio.get_running_loop().time()
             assert (await post(url))[0] == 504
             assert asyncio.get_running_loop().time() - begun >= 1.0
-    assert router.services.upstream.num_waits == 0
+    assert router.services.legs.num_open == 0
 
 
 async def endless_events(peer: Peer, request: Any, body: Any) -> Any:
@@ -446,33 +446,26 @@ async def test_who_answers_for_its_health_and_nothing_else_is_not_asked() -> Non
 @pytest.mark.parametrize(
     "point",
     [
-        "endpoints.make_plan",
         "endpoints.Endpoints.read",
+        "exchange.make_plan",
         "exchange.choose_form",
         "exchange.prefill_body",
         "exchange.decode_body",
-        "exchange.ticket_origin",
         "exchange.LegHeaders.with_own",
-        "exchange.verdict",
-        "exchange.Exchange._prefill, without a free connection",
-        "exchange.Exchange._concurrent",
-        "exchange.Exchange._send_both",
-        "exchange.Exchange._both_well",
-        "exchange.Exchange._prefilled",
-        "exchange.Exchange._decode_beside, without a free connection",
+        "exchange.Exchange._hand_off",
+        "exchange.Exchange._note",
+        "exchange.Exchange._deliver",
+        "exchange.prefill_usage",
         "chooser.Chooser.choose",
-        "candidates.Candidates.next_prefill",
-        "tickets.Tickets.open",
-        "tickets.Tickets.give",
+        "placement.Placement.next_prefill",
+        "hand_off.HandOff.look",
+        "hand_off.ticket_origin",
         "relay.for_client",
         "relay.Relay.send",
-        "upstream.Upstream.wait_for",
-        "upstream.Upstream.send",
-        "upstream.Upstream.finish_now",
-        "upstream.Upstream._send, without a free connection",
-        "upstream.UpstreamAnswer.relay",
-        "watchdog.Watchdog.begin",
-        "watchdog.Watchdog.within, without a free connection",
+        "leg.verdict",
+        "leg.Leg._begin",
+        "leg.Leg.relay",
+        "legs.Legs.send",
     ],
 )
 async def test_an_exception_in_one_request_is_that_requests_error(
@@ -481,8 +474,7 @@ async def test_an_exception_in_one_request_is_that_requests_error(
     async def hold_some(peer: Peer, request: Any, body: Any) -> Any:
         return await (answer_when_told if body.get("hold") else answer)(peer, request, body)
 
-    monkeypatch.setattr("kvferry.router.upstream._IDLE_CONNECTION_S", 60.0)
-    point, _, without = point.partition(", ")
+    monkeypatch.setattr("kvferry.router.legs._IDLE_CONNECTION_S", 60.0)
     p, d = a_prefill(), a_decode(hold_some)
     async with (
         instances(p, d),
@@ -493,8 +485,6 @@ async def test_an_exception_in_one_request_is_that_requests_error(
         assert await running.content.readany() == event("one")
         assert (await post(url))[0] == 200  # over connections that are free from now on
         with monkeypatch.context() as patched:
-            if without:
-                patched.setattr("kvferry.router.upstream.Upstream.send", lambda *arguments: None)
             patched.setattr(f"kvferry.router.{point}", fail_for(point))
             status, body, _ = await post(url, {**BODY, "stream": stream})
         if status == 200:  # the hand-off was given up, or the stream had begun
@@ -505,7 +495,7 @@ async def test_an_exception_in_one_request_is_that_requests_error(
         assert (await post(url))[0] == 200
         d.go.set()
         assert (await running.content.read()).endswith(b"data: [DONE]\n\n")
-        await holds(lambda: router.services.upstream.num_waits == 0)
+        await holds(lambda: router.services.legs.num_open == 0)
 
 
 def fail_for(point: str) -> Callable[..., Any]:
@@ -527,7 +517,7 @@ async def test_an_exception_in_a_look_or_a_release_leaves_the_router_running(mon
 
     async with instances(p, d), routing([p.url], [d.url], health_interval_s=0.02) as (router, url):
         with monkeypatch.context() as patched:
-            patched.setattr("kvferry.router.upstream.Upstream.ask", fail)
+            patched.setattr("kvferry.router.legs.Legs.ask", fail)
             await raised.wait()
             router.services.releases.start(router.services.pools.prefill.instances[0], "x")
             await holds(lambda: 'releases_total{outcome="failed"} 1.0' in router.services.metrics.expose([]).decode())

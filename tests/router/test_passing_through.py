@@ -16,11 +16,11 @@ from starlette.responses import Response
 from yarl import URL
 
 from kvferry.core.timeline import Timeline
-from kvferry.http.answer import Answer as HttpAnswer
+from kvferry.http.call import Call
 from kvferry.router.body import RequestBody
-from kvferry.router.candidates import Candidates
 from kvferry.router.exchange import Exchange
-from kvferry.router.upstream import UpstreamAnswer
+from kvferry.router.hand_off import HandOff
+from kvferry.router.leg import Leg
 from router.peers import (
     CONCURRENT,
     DECODE,
@@ -596,7 +596,7 @@ async def test_the_openai_client_sees_what_happens() -> None:
 async def test_a_request_leaves_nothing_that_only_the_garbage_collector_finds(hand_off: str, stream: bool) -> None:
     """What refers to itself stays until it is looked for, and looking costs more than anything else of a request."""
     p, d = Peer("prefill", ticket, facts=CONCURRENT), Peer("decode", answer, facts=DECODE)
-    kinds = Exchange, Candidates, UpstreamAnswer, HttpAnswer, RequestBody
+    kinds = Exchange, Leg, HandOff, Call, RequestBody
     async with instances(p, d), routing([p.url], [d.url], hand_off=hand_off) as (_, url):
         async with aiohttp.ClientSession() as session:
             gc.collect()

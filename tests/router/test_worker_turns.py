@@ -10,7 +10,7 @@ import pytest
 from kvferry.core.clock import ManualClock
 from kvferry.core.errors import InvalidRequest, Unavailable
 from kvferry.core.instance_facts import InstanceFacts
-from kvferry.router.candidates import Candidates
+from kvferry.router.exchange import conversation
 from kvferry.router.instance import Instance
 from kvferry.router.next_turn import Kept, KeptTickets
 from kvferry.router.policies.base import Asked
@@ -126,9 +126,7 @@ async def test_one_message_that_cannot_be_said_stands_in_the_way_of_no_other(her
 async def test_whatever_a_client_calls_the_model_the_keeper_can_be_told(
     model: str, there: Worker, elsewhere: KeeperElsewhere
 ) -> None:
-    candidates = Candidates.__new__(Candidates)
-    candidates._asked = Asked(model=model, session="\x01" * 256)
-    session = candidates.session
+    session = conversation(Asked(model=model, session="\x01" * 256))
     assert session is not None
     await elsewhere.keep(session, there.kept(remote_prefixes=["\\" * 60_000]))
     assert len(there.own) == 1

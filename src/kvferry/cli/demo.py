@@ -31,8 +31,8 @@ from kvferry.fleet.process import ProcessSpec
 from kvferry.fleet.ready import InstanceReady
 from kvferry.fleet.spec import FleetSpec, InstanceSpec, Listen
 from kvferry.fleet.supervisor import FleetPlan, LocalSupervisor
-from kvferry.http.answer import Answer
-from kvferry.http.client import Deadlines, HttpClient
+from kvferry.http.call import Call
+from kvferry.http.client import HttpClient
 from kvferry.http.origin import Origin
 from kvferry.models.digest_cache import DigestCache
 from kvferry.observe.logs import LogConfig, set_up_logging
@@ -44,7 +44,8 @@ PIECES = (("heapq.py", 200), ("textwrap.py", 500), ("inspect.py", 900), ("argpar
 NUM_TOKENS = 48
 SHOWN_LINES = 4
 BAR_WIDTH = 13
-DEADLINES = Deadlines(first_byte_s=60.0, between_s=60.0)
+ANSWER_S = 60.0
+"""To the first byte of an answer."""
 _LONGEST_ANSWER = 16 * 2**20
 _MOST_WAITING = 1000
 """Lines that wait for an answer's end; of more, the last."""
@@ -219,12 +220,14 @@ class Endpoint:
             return msgspec.json.decode(await answer.read(_LONGEST_ANSWER))
 
     @asynccontextmanager
-    async def posting(self, path: str, body: dict[str, Any]) -> AsyncIterator[Answer]:
+    async def posting(self, path: str, body: dict[str, Any]) -> AsyncIterator[Call]:
         """An answer as it comes. Raises as `post`."""
         origin = Origin.parse(self.url)
         encoded, headers = msgspec.json.encode(body), [(b"content-type", b"application/json")]
-        answer = await self.client.open(origin, "POST", path, headers, encoded, deadlines=DEADLINES)
+        answer = self.client.start(origin, "POST", path, headers, encoded)
         try:
+            async with asyncio.timeout(ANSWER_S):
+                await answer.begun()
             if answer.status != 200:
                 told = (await answer.read(_LONGEST_ANSWER)).decode(errors="replace")
                 raise Unavailable(f"{self.url} answered {answer.status}: {told[:300]}")
@@ -265,7 +268,7 @@ async def _ask(endpoint: Endpoint, piece: Piece, on_text: Any = lambda text: Non
     }
     answer, rest = DemoAnswer([], "", Timeline()), b""
     async with endpoint.posting("/v1/completions", body) as coming:
-        async for chunk in coming.chunks():
+        async for chunk in coming.pieces():
             *lines, rest = (rest + chunk).split(b"\n")
             for line in lines:
                 if line.startswith(b"data: {"):

@@ -15,12 +15,13 @@ import ctypes
 import logging
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from kvferry.core.compiled import NotCompiled, compiled
 from kvferry.core.errors import ProtocolError
 
 if TYPE_CHECKING:
+    from kvferry.http.call import Call, Reader
     from kvferry.http.client_connection import ClientConnection
     from kvferry.http.response import Response
 
@@ -40,17 +41,6 @@ class Pattern(NamedTuple):
     prefix: bytes = b""
     keep: Literal["nothing", "first line", "all"] = "nothing"
     stops: tuple[bytes, ...] = ()
-
-
-class Reader(Protocol):
-    """Reads a stream, unless it need not."""
-
-    def pattern(self) -> Pattern | None:
-        """Which chunks may be forwarded unread now; None: all that comes next must be read. Asked after each piece that
-        was read."""
-
-    def passed(self, kept: bytes) -> None:
-        """What was kept of the chunks that were forwarded since. Called before the next piece is read."""
 
 
 def plain_fd(transport: asyncio.Transport) -> int:
@@ -154,19 +144,21 @@ class FastPath:
         """How many streams are on it."""
         return len(self._streams)
 
-    def forward(self, connection: ClientConnection, response: Response, reader: Reader) -> None:
-        """Forward what `connection` receives from now on to `response`, both in chunks, wherever `reader` does not want
-        to see it; until the connection's sink is cleared. Does nothing if this cannot be done."""
-        source, target = connection.plain_fd(), response.plain_fd()
+    def forward(self, connection: ClientConnection, call: Call, response: Response, reader: Reader) -> None:
+        """Forward what `connection` receives from now on for `call` to `response`, both in chunks, wherever `reader`
+        does not want to see it; until the stream is stopped. Does nothing if this cannot be done."""
+        if connection.transport is None or call.paused:
+            return
+        source, target = plain_fd(connection.transport), response.plain_fd()
         if self._path is None or self._library is None or min(source, target) < 0:
             return
         counters = ctypes.c_void_p()
         name = self._library.fast_path_add(self._path, source, target, ctypes.byref(counters))
         if name < 0 or counters.value is None:
             return
-        stream = FastStream(self, name, _Counters.from_address(counters.value), connection, response, reader)
+        stream = FastStream(self, name, _Counters.from_address(counters.value), connection, call, response, reader)
         self._streams[name] = stream
-        connection.take_over(stream)
+        call.take_over(stream)
         response.take_over(stream)
         self.soon(stream)
 
@@ -219,7 +211,7 @@ class FastPath:
 class FastStream:
     """One stream on it; the instance's connection uses it in place of the paused transport."""
 
-    __slots__ = ("_connection", "_counters", "_name", "_path", "_reader", "_response", "_stopped", "_synced")
+    __slots__ = ("_call", "_connection", "_counters", "_name", "_path", "_reader", "_response", "_stopped", "_synced")
 
     def __init__(
         self,
@@ -227,14 +219,16 @@ class FastStream:
         name: int,
         counters: _Counters,
         connection: ClientConnection,
+        call: Call,
         response: Response,
         reader: Reader,
     ) -> None:
         self._path, self._name, self._counters = path, name, counters
-        self._connection, self._response, self._reader = connection, response, reader
+        self._connection, self._call, self._response, self._reader = connection, call, response, reader
         self._stopped = False
         self._synced = (0, 0)
         """What was received and sent when that was last noted."""
+        assert connection.transport is not None
         connection.transport.pause_reading()
 
     def pause_reading(self) -> None:
@@ -255,7 +249,7 @@ class FastStream:
         """Forward what need not be read, if that is possible now: the pieces before are in the client's socket."""
         if self._stopped or self._response.num_unsent:
             return
-        self._path.quick(self._name, self._reader.pattern())
+        self._path.quick(self._name, self._reader.pattern() if self._connection.between_chunks else None)
 
     def heed(self, unsent: bytes, unread: bytes, *, ended: bool) -> None:
         """What is not forwarded there. `unsent` comes before `unread`."""
@@ -284,7 +278,7 @@ class FastStream:
         if received == before[0]:
             return b""
         self._synced = received, sent
-        self._connection.num_received += received - before[0]
+        self._call.num_received += received - before[0]
         self._response.forwarded(sent - before[1], bytes(self._counters)[16:20])
         return self._path.kept(self._name)
 
@@ -298,7 +292,7 @@ class FastStream:
 
     def _fail(self, error: Exception) -> None:
         """As a transport does it: a fault in reading one stream ends that stream, and nothing else."""
-        self._connection.fail(ProtocolError(f"a stream cannot be read: {error}"))
+        self._connection.close(ProtocolError(f"a stream cannot be read: {error}"))
 
     def stop(self) -> None:
         """Take the stream off; the transport reads again. May be called repeatedly, and raises nothing: a socket may be
@@ -309,5 +303,8 @@ class FastStream:
         kept = self._sync()
         self._path.remove(self._name)
         self._response.take_over(None)
+        self._call.take_over(None)
         self._pass(kept)
-        self._connection.take_over(None)
+        transport = self._connection.transport
+        if transport is not None and not (self._call.paused or transport.is_closing()):
+            transport.resume_reading()

@@ -1,7 +1,7 @@
 """The connections to one instance: how many there are, which are free, and how long free ones are kept.
 
 Owns all of them. A free connection that the instance closes is dropped when that is noticed, not when it is next used;
-for the moment between the two see `HttpClient.open`.
+for the moment between the two see `Call.lose`.
 """
 
 from __future__ import annotations
@@ -18,18 +18,12 @@ from kvferry.http.origin import Origin
 
 
 class Pool:
-    """At most `most` connections; requests that need one more wait in turn."""
+    """At most `most` connections; calls that need one more wait in turn."""
 
     def __init__(
-        self,
-        origin: Origin,
-        name: str,
-        most: int,
-        idle_s: float,
-        context: ssl.SSLContext | None,
-        fast_path: FastPath | None = None,
+        self, origin: Origin, most: int, idle_s: float, context: ssl.SSLContext | None, fast_path: FastPath | None
     ) -> None:
-        self._origin, self._name, self._most, self._idle_s = origin, name, most, idle_s
+        self._origin, self._most, self._idle_s = origin, most, idle_s
         self._context, self.fast_path = context, fast_path
         self.authority = origin.authority.encode()
         self._loop = asyncio.get_running_loop()
@@ -45,9 +39,9 @@ class Pool:
         """A free connection, the most recently used first."""
         while self._free:
             connection = self._free.pop()
-            if connection.lost is None and not connection.transport.is_closing():
+            if connection.is_usable:
                 return connection
-            self.discard(connection)
+            connection.close()
         return None
 
     async def take(self, connect_s: float, *, fresh: bool = False) -> ClientConnection:
@@ -57,19 +51,13 @@ class Pool:
                 while True:
                     if not fresh and (connection := self.take_free()) is not None:
                         return connection
-                    if self._make_room():
+                    if len(self._open) + self._num_connecting >= self._most and self._free:
+                        self._free.popleft().close()
+                    if len(self._open) + self._num_connecting < self._most:
                         return await self._connect()
                     await self._turn()
         except TimeoutError as error:
-            raise AnswerTimeout(f"{self._name} took no connection within {connect_s:g} s", "connection") from error
-
-    def _make_room(self) -> bool:
-        """Whether one more may be opened; a free one that is not needed is closed first."""
-        if len(self._open) + self._num_connecting >= self._most and self._free:
-            oldest = self._free.popleft()
-            oldest.close()
-            self.discard(oldest)
-        return len(self._open) + self._num_connecting < self._most
+            raise AnswerTimeout(f"{self._origin} took no connection within {connect_s:g} s", "connection") from error
 
     async def _turn(self) -> None:
         waiter: asyncio.Future[None] = self._loop.create_future()
@@ -85,38 +73,37 @@ class Pool:
                 self._waiting.remove(waiter)
 
     async def _connect(self) -> ClientConnection:
-        connection = ClientConnection(self._loop, self._name)
-        host, port = self._origin.host, self._origin.port
+        connection = ClientConnection(self._loop, str(self._origin))
         self._num_connecting += 1
         try:
-            await self._loop.create_connection(lambda: connection, host, port, ssl=self._context)
+            await self._loop.create_connection(
+                lambda: connection, self._origin.host, self._origin.port, ssl=self._context
+            )
         except (OSError, UnicodeError) as error:
-            raise Unreachable(f"{self._name} cannot be reached: {error}") from error
+            raise Unreachable(f"{self._origin} cannot be reached: {error}") from error
         except BaseException:
-            connection.drop()  # it may have been made at the very moment that the wait for it ended
+            connection.close()  # it may have been made at the very moment that the wait for it ended
             raise
         finally:
             self._num_connecting -= 1
             self._used_at = self._loop.time()
             self._next()
-        connection.on_lost = self.discard
-        if self._closed:
+        if self._closed or not connection.is_usable:
             connection.close()
+            raise Unreachable(f"{self._origin} closed the connection at once")
+        connection.on_closed = self._forget
         self._open.add(connection)
         return connection
 
     def give_back(self, connection: ClientConnection) -> None:
-        """The answer on this connection has been read to its end."""
-        if self._closed or not connection.reusable():
+        """The call on this connection is over."""
+        if connection.release() and not self._closed:
+            self._free.append(connection)
+        else:
             connection.close()
-            self.discard(connection)
-            return
-        connection.rest()
-        self._free.append(connection)
         self._next()
 
-    def discard(self, connection: ClientConnection) -> None:
-        """The connection is gone, or cannot be used again."""
+    def _forget(self, connection: ClientConnection) -> None:
         self._open.discard(connection)
         self._used_at = self._loop.time()
         if connection in self._free:
@@ -131,13 +118,9 @@ class Pool:
                 return
 
     def tick(self, now: float) -> None:
-        """Enforce deadlines, and close connections that have been free for too long."""
-        for connection in tuple(self._open):
-            connection.check(now)
-        while self._free and now - self._free[0].idle_since > self._idle_s:
-            oldest = self._free.popleft()
-            oldest.close()
-            self.discard(oldest)
+        """Close connections that have been free for too long."""
+        while self._free and now - self._free[0].free_since > self._idle_s:
+            self._free.popleft().close()
 
     def is_unused(self, now: float) -> bool:
         """Whether it has had no connection for as long as free ones are kept, and nobody waits for one."""
@@ -148,7 +131,6 @@ class Pool:
         self._closed = True
         for connection in tuple(self._open):
             connection.close()
-            self.discard(connection)
 
     @property
     def num_open(self) -> int:
@@ -158,4 +140,4 @@ class Pool:
     def check(self) -> None:
         """Raise `LeakError` when a connection is in use though no answer is being read."""
         if len(self._open) != len(self._free) or self._waiting or self._num_connecting:
-            raise LeakError(f"{len(self._open) - len(self._free)} connections to {self._name} were never given back")
+            raise LeakError(f"{len(self._open) - len(self._free)} connections to {self._origin} were never given back")

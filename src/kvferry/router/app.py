@@ -35,15 +35,16 @@ from kvferry.router.exchange import Services
 from kvferry.router.fleet_metrics import fleet_metrics
 from kvferry.router.health import Health
 from kvferry.router.instance import Instance, SglangFacts, VllmFacts
+from kvferry.router.legs import Legs
 from kvferry.router.membership import Membership
 from kvferry.router.metrics import CONTENT_TYPE, Metrics
 from kvferry.router.next_turn import KeptTickets, NextTurns
 from kvferry.router.pools import Pools
 from kvferry.router.registrations import Registrations
+from kvferry.router.relay import Relay
 from kvferry.router.releases import Releases
 from kvferry.router.tenants import Charge, Tenant, Tenants, count_tokens, priority_of
 from kvferry.router.turns import Turns
-from kvferry.router.upstream import Upstream
 
 logger = logging.getLogger(__name__)
 
@@ -103,7 +104,7 @@ class Router:
         services = self.services
         if parse_qs(request.query, max_num_fields=16).get("instances") != ["all"]:
             return b""
-        return await fleet_metrics(services.pools, services.upstream, services.config.health_timeout_s)
+        return await fleet_metrics(services.pools, services.legs, services.config.health_timeout_s)
 
     async def show_instances(self, request: HttpRequest, response: Response) -> None:
         """GET /kvferry/instances: all instances. Operators also see their addresses and what they report about
@@ -229,11 +230,11 @@ class Router:
         """Run the connections to instances, the health checks, releases, and everything else that is started in the
         task group. If it does not `lead`, another process decides which instances there are."""
         try:
-            async with self.services.upstream, asyncio.TaskGroup() as group:
+            async with self.services.legs, asyncio.TaskGroup() as group:
                 self.services.releases.open(group)
                 services = self.services
                 members = (self.membership, self.registrations) if leads else ()
-                watching = (self.health, services.upstream, self.feeds, *members)
+                watching = (self.health, services.legs, self.feeds, *members)
                 watchers = [group.create_task(one.watch()) for one in watching]
                 if services.next_turns is not None:
                     watchers.append(group.create_task(services.next_turns.own.watch()))
@@ -266,13 +267,14 @@ def build_router(
     http, access = http or HttpConfig(), access or InstanceAccess()
     clock = clock or SystemClock()
     pools = Pools.from_config(config, clock) if file_text is None else Pools.empty(clock)
-    upstream, metrics = Upstream(config, clock, access, http.fleet_keys), Metrics()
-    releases = Releases(upstream, metrics, config.release_timeout_s)
+    legs, metrics = Legs(config, clock, access, http.fleet_keys), Metrics()
+    releases = Releases(legs, metrics, config.release_timeout_s)
     services = Services(
         config=config,
         clock=clock,
         pools=pools,
-        upstream=upstream,
+        legs=legs,
+        relay=Relay(pools, clock),
         releases=releases,
         next_turns=NextTurns(KeptTickets(pools, clock, releases)) if config.keep_for_next_turn else None,
         metrics=metrics,
@@ -281,9 +283,9 @@ def build_router(
     admission = Admission(config.max_buffered_bytes, least_unfinished_bytes=config.max_body_bytes)
     turns = Turns(config.max_in_flight, config.max_waiting, config.waiting_timeout_s)
     tenants = Tenants.from_config(config, clock)
-    health = Health(pools, upstream, config, clock)
-    membership = Membership(config, pools, upstream, file_text)
-    registrations = Registrations(config, http.registration_key, pools, upstream, clock, membership)
+    health = Health(pools, legs, config, clock)
+    membership = Membership(config, pools, legs, file_text)
+    registrations = Registrations(config, http.registration_key, pools, legs, clock, membership)
     feeds = EventFeeds(pools, services.chooser.index, metrics, config.instance_kv_events)
     clients = Guard(http.api_keys(), http.admin_keys(), http.fleet_keys)
     endpoints, operators = Endpoints(services), _operators(http)

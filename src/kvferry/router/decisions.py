@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from kvferry.core.timeline import Timeline
-from kvferry.router.legs import PrefillUsage
+from kvferry.router.leg_bodies import PrefillUsage
 from kvferry.router.policies.base import Choice
 
 logger = logging.getLogger(__name__)

@@ -6,25 +6,21 @@ clients.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 
 from kvferry.api.decoding import require_json
-from kvferry.core.errors import InvalidRequest, PeerLost, RequestError
-from kvferry.http.errors import Unreachable
+from kvferry.core.errors import InvalidRequest, PeerLost
 from kvferry.http.headers import RawHeaders, header_lines
 from kvferry.http.response import Response
-from kvferry.observe.tracing import Span
 from kvferry.router.body import RequestBody
-from kvferry.router.candidates import Candidates
 from kvferry.router.client_request import ClientRequest
 from kvferry.router.errors import failure, unanswered
 from kvferry.router.exchange import Exchange, Services
-from kvferry.router.headers import JSON, REQUEST_ID, SERVER_TIMING, TIMING_WANTED, content_type, for_instance
+from kvferry.router.headers import JSON, REQUEST_ID, content_type, for_instance
 from kvferry.router.instance import Instance
+from kvferry.router.leg import LegState
 from kvferry.router.paths import PROMPT_FIELDS, PublicPath, PublicPaths
-from kvferry.router.plan import Plan, make_plan
-from kvferry.router.relay import Relay
-from kvferry.router.upstream import UpstreamAnswer
 
 _READS = frozenset({"GET", "HEAD"})
 
@@ -35,7 +31,6 @@ class Endpoints:
     def __init__(self, services: Services) -> None:
         self._services = services
         self._paths = PublicPaths(services.config.forward_path)
-        self._relay = Relay(services.pools, services.clock)
 
     def admit(self, method: str, path: str, query: str) -> PublicPath:
         """The public path that a request is for, before its body is read. Raises `RequestError`."""
@@ -46,7 +41,7 @@ class Endpoints:
     async def handle(self, request: ClientRequest, body: RequestBody | bytes | None, response: Response) -> None:
         """Answer a request that has been read. Raises `RequestError` before anything was answered."""
         if request.path in PROMPT_FIELDS and isinstance(body, RequestBody):
-            await self._complete(request, body, response)
+            await Exchange(self._services, request, body, response).run()
         else:
             await self._forward(request, body, response)
 
@@ -61,62 +56,31 @@ class Endpoints:
             require_json(_text(request, b"content-type"), _text(request, b"content-encoding"))
         return RequestBody.parse(request.body, trust_tickets=self._services.config.trust_client_tickets)
 
-    async def _complete(self, request: ClientRequest, body: RequestBody, response: Response) -> None:
-        """POST /v1/completions and /v1/chat/completions: plan the legs, call them, relay the answer."""
-        candidates, plan = self._choose(request, body)
-        delivered = False
-        exchange = Exchange(self._services, request, body, candidates)
-        try:
-            answer = await exchange.serve(plan)
-            candidates.answered(answer.instance)
-            if TIMING_WANTED in request.first:
-                response.add_header(SERVER_TIMING, candidates.decision.server_timing())
-            delivered = await self._relay.send(answer, response, exchange) and answer.status < 400
-            if delivered:
-                await exchange.delivered()
-        except RequestError as error:
-            response.fail(error)
-        finally:
-            candidates.close(response.num_bytes if delivered else 0)
-            await exchange.close()
-
-    def _choose(self, request: ClientRequest, body: RequestBody) -> tuple[Candidates, Plan]:
-        services, chooser, path = self._services, self._services.chooser, request.path
-        asked = chooser.read(path, body, request.first)
-        decision = chooser.record(path, asked, request.request_id, request.arrived)
-        span: Span | None = None
-        if chooser.tracer is not None:
-            about = {"kvferry.request_id": request.request_id.decode(errors="replace")}
-            span = chooser.tracer.request(f"POST {path}", request.headers, request.arrived, about)
-        retries = services.config.retries
-        candidates = Candidates(chooser, services.pools, services.metrics, retries, asked, decision, span)
-        return candidates, candidates.plan(make_plan(path, body, services.pools))
-
     async def _forward(self, request: ClientRequest, body: RequestBody | bytes | None, response: Response) -> None:
-        """One instance answers the request as it is."""
+        """One instance answers the request as it is. A request that may have been started is repeated only if it
+        changes nothing, or if the instance hangs."""
+        services, news = self._services, asyncio.Event()
         own: RawHeaders = [(REQUEST_ID, request.request_id)]
         if isinstance(body, RequestBody):
             body, own = body.encode(), [*own, JSON]
-        answer = await self._ask_around(request, body, own)
-        try:
-            await self._relay.send(answer, response)
-        finally:
-            answer.close()
-
-    async def _ask_around(self, request: ClientRequest, body: bytes | None, own: RawHeaders) -> UpstreamAnswer:
-        """The first answer of an instance. A request that may have been started is repeated only if it changes nothing,
-        or if the instance hangs."""
-        headers = header_lines(for_instance(request.headers, own + self._services.upstream.authorization))
+        headers = header_lines(for_instance(request.headers, own + services.legs.authorization))
         lost: PeerLost | None = None
         for instance in self._candidates(request):
-            wait = self._services.upstream.wait_for(instance, body)
+            leg = services.legs.send(instance, request.method, request.target, headers, body, lambda _: news.set())
             try:
-                return await self._services.upstream.open(instance, request.method, request.target, headers, body, wait)
-            except PeerLost as error:
-                lost = error
-                self._services.metrics.leg_failed(instance, failure(error))
-                if not isinstance(error, Unreachable) and request.method not in _READS:
-                    break
+                while leg.state is LegState.SENT:
+                    await news.wait()
+                    news.clear()
+                if leg.state is not LegState.LOST or leg.first_byte_at:
+                    await services.relay.send(leg, response)
+                    return
+            finally:
+                leg.close()
+            lost = leg.error
+            assert lost is not None
+            services.metrics.leg_failed(instance, failure(lost))
+            if not leg.was_unreachable and request.method not in _READS:
+                break
         raise unanswered(lost)
 
     def _candidates(self, request: ClientRequest) -> Iterator[Instance]:

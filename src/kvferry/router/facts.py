@@ -12,8 +12,8 @@ from kvferry.core.errors import TransferError
 from kvferry.core.instance_facts import InstanceFacts
 from kvferry.router.config import ProtocolName
 from kvferry.router.instance import Absent, Bootstrap, Facts, Instance, SglangFacts, Unasked, VllmFacts
+from kvferry.router.legs import Legs
 from kvferry.router.protocols.mooncake import read_bootstrap
-from kvferry.router.upstream import Upstream
 
 ABOUT_PATH = "/kvferry/instance"
 
@@ -45,7 +45,7 @@ class _Models(msgspec.Struct):
     data: list[_Model]
 
 
-async def ask_about(instance: Instance, upstream: Upstream, protocol: ProtocolName, timeout_s: float) -> Facts:
+async def ask_about(instance: Instance, legs: Legs, protocol: ProtocolName, timeout_s: float) -> Facts:
     """What the instance is; `Unasked` if it cannot answer now, `Absent` if it never will. Each question may take
     `timeout_s`.
 
@@ -53,26 +53,26 @@ async def ask_about(instance: Instance, upstream: Upstream, protocol: ProtocolNa
     """
     match protocol:
         case "kvferry":
-            return await _ask(instance, upstream, ABOUT_PATH, InstanceFacts, timeout_s)
+            return await _ask(instance, legs, ABOUT_PATH, InstanceFacts, timeout_s)
         case "sglang":
-            found = await _about_sglang(instance, upstream, timeout_s)
+            found = await _about_sglang(instance, legs, timeout_s)
             return SglangFacts() if isinstance(found, Absent) else found
         case "nixl":
             return VllmFacts()
         case "mooncake":
-            bootstrap = await _bootstrap(instance, upstream, timeout_s)
+            bootstrap = await _bootstrap(instance, legs, timeout_s)
             return VllmFacts(bootstrap=bootstrap) if bootstrap or instance.role == "decode" else Unasked()
-    facts = await _ask(instance, upstream, ABOUT_PATH, InstanceFacts, timeout_s)
+    facts = await _ask(instance, legs, ABOUT_PATH, InstanceFacts, timeout_s)
     if not isinstance(facts, Absent):
         return facts
-    about_vllm = await _about_vllm(instance, upstream, timeout_s)
-    return await _about_sglang(instance, upstream, timeout_s) if isinstance(about_vllm, Absent) else about_vllm
+    about_vllm = await _about_vllm(instance, legs, timeout_s)
+    return await _about_sglang(instance, legs, timeout_s) if isinstance(about_vllm, Absent) else about_vllm
 
 
-async def _about_sglang(instance: Instance, upstream: Upstream, timeout_s: float) -> Facts:
-    about = await _ask(instance, upstream, SGLANG_PATH, _SglangServer, timeout_s)
+async def _about_sglang(instance: Instance, legs: Legs, timeout_s: float) -> Facts:
+    about = await _ask(instance, legs, SGLANG_PATH, _SglangServer, timeout_s)
     if isinstance(about, Absent):
-        about = await _ask(instance, upstream, OLDER_SGLANG_PATH, _SglangServer, timeout_s)
+        about = await _ask(instance, legs, OLDER_SGLANG_PATH, _SglangServer, timeout_s)
     if not isinstance(about, _SglangServer):
         return about
     return SglangFacts(
@@ -83,28 +83,28 @@ async def _about_sglang(instance: Instance, upstream: Upstream, timeout_s: float
     )
 
 
-async def _about_vllm(instance: Instance, upstream: Upstream, timeout_s: float) -> Facts:
-    version = await _ask(instance, upstream, "/version", _Version, timeout_s)
+async def _about_vllm(instance: Instance, legs: Legs, timeout_s: float) -> Facts:
+    version = await _ask(instance, legs, "/version", _Version, timeout_s)
     if not isinstance(version, _Version):
         return version
-    models = await _ask(instance, upstream, "/v1/models", _Models, timeout_s)
+    models = await _ask(instance, legs, "/v1/models", _Models, timeout_s)
     cards = models.data if isinstance(models, _Models) else []  # a server with an API key does not tell
     if any(card.owned_by != "vllm" for card in cards):
         return Absent()
-    num_kv_tokens, cache_dtype = await _cache_config(instance, upstream, timeout_s)
+    num_kv_tokens, cache_dtype = await _cache_config(instance, legs, timeout_s)
     return VllmFacts(
         version=version.version,
         model_names=[card.id for card in cards],
         num_kv_tokens=num_kv_tokens,
         cache_dtype=cache_dtype,
-        bootstrap=await _bootstrap(instance, upstream, timeout_s),
+        bootstrap=await _bootstrap(instance, legs, timeout_s),
     )
 
 
-async def _cache_config(instance: Instance, upstream: Upstream, timeout_s: float) -> tuple[int, str]:
+async def _cache_config(instance: Instance, legs: Legs, timeout_s: float) -> tuple[int, str]:
     """How many tokens vLLM's KV cache holds, and its type; 0 and empty if its metrics do not show them."""
     try:
-        status, text = await upstream.ask(instance, "GET", "/metrics", timeout_s)
+        status, text = await legs.ask(instance, "GET", "/metrics", timeout_s)
     except TransferError:
         return 0, ""
     line = _CACHE_CONFIG.search(text) if status == 200 else None
@@ -114,24 +114,22 @@ async def _cache_config(instance: Instance, upstream: Upstream, timeout_s: float
     return num_tokens, labels.get(b"cache_dtype", b"").decode(errors="replace")
 
 
-async def _bootstrap(instance: Instance, upstream: Upstream, timeout_s: float) -> Bootstrap | None:
+async def _bootstrap(instance: Instance, legs: Legs, timeout_s: float) -> Bootstrap | None:
     """The answer of the bootstrap server of a prefill instance, if there is one."""
     if instance.role != "prefill":
         return None
     host = f"[{instance.host}]" if ":" in instance.host else instance.host
     server = Instance("prefill", f"http://{host}:{instance.bootstrap_port}")
     try:
-        status, body = await upstream.ask(server, "GET", "/query", timeout_s)
+        status, body = await legs.ask(server, "GET", "/query", timeout_s)
     except TransferError:
         return None
     return read_bootstrap(server.url, body) if status == 200 else None
 
 
-async def _ask(
-    instance: Instance, upstream: Upstream, path: str, kind: type[T], timeout_s: float
-) -> T | Unasked | Absent:
+async def _ask(instance: Instance, legs: Legs, path: str, kind: type[T], timeout_s: float) -> T | Unasked | Absent:
     try:
-        status, body = await upstream.ask(instance, "GET", path, timeout_s)
+        status, body = await legs.ask(instance, "GET", path, timeout_s)
     except TransferError:
         return Unasked()
     if status >= 500 or status == 429:

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 
 from kvferry.core.errors import TransferError
 from kvferry.router.instance import Instance
-from kvferry.router.upstream import Upstream
+from kvferry.router.legs import Legs
 
 _COMMENT = re.compile(rb"# (HELP|TYPE) ([a-zA-Z_:][\w:]*)(?: .*)?\Z")
 _SAMPLE = re.compile(rb'([a-zA-Z_:][\w:]*)(?:\{((?:[a-zA-Z_]\w*="(?:[^"\\]|\\.)*",?)*)\})? +(\S+)(?: +-?\d+)?\Z')
@@ -20,17 +20,17 @@ _OWN = re.compile(rb'(?:\A|(?<=,))(?:role|instance)="(?:[^"\\]|\\.)*",?')
 _PARTS = (b"_total", b"_created", b"_bucket", b"_sum", b"_count", b"_info")
 
 
-async def fleet_metrics(instances: Iterable[Instance], upstream: Upstream, timeout_s: float) -> bytes:
+async def fleet_metrics(instances: Iterable[Instance], legs: Legs, timeout_s: float) -> bytes:
     """The metrics of those instances that answer in time; `kvferry_router_instance_scraped` shows which did."""
     asked = list(instances)
-    texts = await asyncio.gather(*(_scrape(one, upstream, timeout_s) for one in asked))
+    texts = await asyncio.gather(*(_scrape(one, legs, timeout_s) for one in asked))
     found = list(zip(asked, texts, strict=True))
     return await asyncio.to_thread(merge, [(one.role, one.name, text) for one, text in found])
 
 
-async def _scrape(instance: Instance, upstream: Upstream, timeout_s: float) -> bytes | None:
+async def _scrape(instance: Instance, legs: Legs, timeout_s: float) -> bytes | None:
     try:
-        status, text = await upstream.ask(instance, "GET", "/metrics", timeout_s)
+        status, text = await legs.ask(instance, "GET", "/metrics", timeout_s)
     except TransferError:
         return None
     return text if status == 200 else None

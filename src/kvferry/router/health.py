@@ -16,9 +16,9 @@ from kvferry.core.instance_facts import InstanceFacts
 from kvferry.router.config import RouterConfig
 from kvferry.router.facts import ask_about
 from kvferry.router.instance import Instance, SglangFacts, Unasked, VllmFacts
+from kvferry.router.leg import LATE_BEFORE_DEAD
+from kvferry.router.legs import Legs
 from kvferry.router.pools import Pools
-from kvferry.router.upstream import Upstream
-from kvferry.router.watchdog import LATE_BEFORE_DEAD
 
 logger = logging.getLogger(__name__)
 
@@ -34,8 +34,8 @@ class Health:
     itself, so that no request has to wait for that. One that left a request without an answer gets a request of the
     router's own."""
 
-    def __init__(self, pools: Pools, upstream: Upstream, config: RouterConfig, clock: Clock) -> None:
-        self._pools, self._upstream, self._config, self._clock = pools, upstream, config, clock
+    def __init__(self, pools: Pools, legs: Legs, config: RouterConfig, clock: Clock) -> None:
+        self._pools, self._legs, self._config, self._clock = pools, legs, config, clock
         self._warned: WeakKeyDictionary[Instance, str] = WeakKeyDictionary()
         """Of what, last."""
 
@@ -93,14 +93,14 @@ class Health:
         """Why it does not count as alive; empty if it does."""
         timeout_s = self._config.health_timeout_s
         try:
-            status, _ = await self._upstream.ask(instance, "GET", "/health", timeout_s)
+            status, _ = await self._legs.ask(instance, "GET", "/health", timeout_s)
         except TransferTimeout:
             return self._late(instance)
         except TransferError as error:  # also where this process is out of descriptors, which is then told here
             instance.num_late = 0
             return str(error)
         if status == 200 and isinstance(instance.facts, Unasked):
-            instance.learn(await ask_about(instance, self._upstream, self._config.protocol, timeout_s))
+            instance.learn(await ask_about(instance, self._legs, self._config.protocol, timeout_s))
             self._warn_of_role(instance)
             if isinstance(instance.facts, Unasked) and self._config.protocol != "mooncake":
                 # Its health is all that it answers.
@@ -123,9 +123,7 @@ class Health:
         body = {"model": (names or [_PROBED_MODEL])[0], "prompt": [1], "max_tokens": 1}
         limit_s = self._config.first_byte_timeout_s
         try:
-            status, _ = await self._upstream.ask(
-                instance, "POST", "/v1/completions", limit_s, msgspec.json.encode(body)
-            )
+            status, _ = await self._legs.ask(instance, "POST", "/v1/completions", limit_s, msgspec.json.encode(body))
         except TransferError as error:
             logger.info("%s still does not answer requests: %s", instance, error)
             return

@@ -1,207 +1,206 @@
-"""The two legs of a request: what each instance is sent, and what its answer means."""
+"""All legs that are under way, and the router's own requests to instances.
+
+Sends legs, and gives up those that have waited too long. A long prefill, or a long queue before it, is no reason to
+give a request up: an instance that makes progress is waited for, one that hangs is not. Progress is shown by bytes of
+any answer, and by the instance's step counter, which is read when there have been no bytes for a while.
+"""
 
 from __future__ import annotations
 
-from random import getrandbits
-from typing import Any, Literal
+import asyncio
+import logging
+import re
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Self
 
-import msgspec
+from kvferry.core.clock import Clock
+from kvferry.core.errors import InvalidRequest, TransferError, TransferTimeout
+from kvferry.http.client import HttpClient
+from kvferry.http.config import InstanceAccess
+from kvferry.http.errors import AnswerTimeout
+from kvferry.http.headers import RawHeaders
+from kvferry.http.keys import bearer
+from kvferry.router.config import RouterConfig
+from kvferry.router.headers import JSON
+from kvferry.router.instance import Instance
+from kvferry.router.leg import Leg, Patience
+from kvferry.router.work import Work
 
-from kvferry.core.hand_off import RankAddress
-from kvferry.core.instance_facts import KVSource
-from kvferry.core.timeline import Timeline
-from kvferry.router.body import RequestBody
-from kvferry.router.plan import is_batch
-from kvferry.router.protocols.form import Form
-from kvferry.router.upstream import UpstreamAnswer
+logger = logging.getLogger(__name__)
 
-HAND_OFF_FIELD = "kv_transfer_params"
+_IDLE_CONNECTION_S = 1.0
+"""Far less than the 5 s after which uvicorn, and so vLLM, closes an idle connection: on a busy machine the two ends
+disagree by seconds about when it became idle."""
 
-_ONE = (None, 1)
-"""Numbers of choices that make one."""
+_LONGEST_OWN_ANSWER = 2**20
+"""Bytes of an answer to a question of the router's own."""
 
-MAX_PREFILL_ANSWER_BYTES = 16 * 2**20
+OPEN = InstanceAccess()
 
+_SLOWEST_PREFILL = 1000
+"""Bytes of a request's body for which an instance has one second more to begin its answer: not every engine computes a
+prompt in steps that can be counted."""
 
-Verdict = Literal["served", "busy", "fault"]
-"""Who is at fault, according to an answer's status. `served`: the request was done, or is the client's fault, and the
-answer is the client's; `busy`: load, and another instance may have room; `fault`: the instance failed, another may
-not."""
-
-
-def verdict(status: int) -> Verdict:
-    """The meaning of an answer's status. A redirect is a fault, because it leads around the router."""
-    if 200 <= status < 300:
-        return "served"
-    if status in (429, 503):
-        return "busy"
-    return "fault" if status >= 500 or 300 <= status < 400 else "served"
-
-
-# What comes of a prefill leg.
-
-
-class PrefillDone(msgspec.Struct, frozen=True):
-    """P has the KV ready. `params` is the ticket as P wrote it; None: P keeps nothing for another instance. `origin`:
-    where that came from, if it says so."""
-
-    form: Form
-    params: msgspec.Raw | None
-    origin: KVSource | None
+_LONGEST_SWEEP_S = 1.0
+_STEPS = re.compile(rb"^(?:kvferry:engine_steps_total|vllm:iteration_tokens_total_count)(?:\{[^\n]*\})? (\S+)$", re.M)
+"""How many steps an engine has made, in the metrics of kvferry and of vLLM."""
 
 
-class PrefillRefused(msgspec.Struct, frozen=True):
-    """P found an error in the request; its answer goes to the client."""
+class Legs:
+    """An asynchronous context manager. Its errors are `TransferError`s that name the instance, not its address."""
 
-    answer: UpstreamAnswer
+    def __init__(
+        self, config: RouterConfig, clock: Clock, access: InstanceAccess = OPEN, fleet_keys: Sequence[str] = ()
+    ) -> None:
+        self.now = clock.monotonic
+        self._first_byte_s, self._total_s = config.first_byte_timeout_s, config.answer_timeout_s
+        self._connect_s = config.connect_timeout_s
+        silence_s = config.between_bytes_timeout_s
+        self.between_bytes = Patience(silence_s, max(self._total_s, silence_s), movable=False)
+        """Of an answer that has begun."""
+        self._silence_s = min(config.first_byte_timeout_s, silence_s)
+        self.authorization: RawHeaders = [] if access.instance_api_key is None else [bearer(access.instance_api_key)]
+        """For the legs of clients, in place of the client's own; empty: the client's own goes on."""
+        self._http = HttpClient(access.tls_context(), idle_s=_IDLE_CONNECTION_S, fast_path=True)
+        self._own_headers = [bearer(key) for key in (access.instance_api_key, *fleet_keys) if key][:1]
+        self._open: set[Leg] = set()
+        self._steps: dict[Instance, bytes] = {}
+        self._asking: set[Instance] = set()
 
+    async def __aenter__(self) -> Self:
+        await self._http.__aenter__()
+        return self
 
-class PrefillFailed(msgspec.Struct, frozen=True):
-    """P failed, and the request is not at fault. `by_decode`: P failed because D did."""
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._http.__aexit__(kind, error, trace)
 
-    reason: str
-    by_decode: bool = False
-    reached: bool = True
+    @property
+    def num_open(self) -> int:
+        """How many legs wait for bytes."""
+        return len(self._open)
 
-
-PrefillOutcome = PrefillDone | PrefillRefused | PrefillFailed
-
-
-class PrefillUsage(msgspec.Struct, frozen=True):
-    """What P reports about its leg: tokens, cached tokens, and its own timestamps; each may be missing."""
-
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    timeline: Timeline | None = None
-
-
-class _Details(msgspec.Struct):
-    cached_tokens: int = 0
-
-
-class _Usage(msgspec.Struct):
-    prompt_tokens: int = 0
-    prompt_tokens_details: _Details | None = None
-
-
-class _Result(msgspec.Struct):
-    timeline: Timeline | None = None
-
-
-class _Params(msgspec.Struct):
-    prefill_result: _Result | None = None
-
-
-class _PrefillAnswer(msgspec.Struct):
-    usage: _Usage | None = None
-    kv_transfer_params: _Params | None = None
-
-
-_ANSWER = msgspec.json.Decoder(_PrefillAnswer)
-
-
-def prefill_usage(answer: bytes) -> PrefillUsage:
-    """Read it from P's answer, whatever else is in it."""
-    try:
-        found = _ANSWER.decode(answer)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return PrefillUsage()
-    usage, params = found.usage or _Usage(), found.kv_transfer_params
-    result, details = params.prefill_result if params else None, usage.prompt_tokens_details
-    num_cached = min(max(0, details.cached_tokens if details else 0), max(0, usage.prompt_tokens))
-    return PrefillUsage(max(0, usage.prompt_tokens), num_cached, result.timeline if result else None)
-
-
-def shared_seed(body: RequestBody) -> dict[str, int]:
-    """The seed field that both legs get if the client gave none, so that D continues with P's random numbers; empty if
-    it did."""
-    return {} if body.values.get("seed") is not None else {"seed": getrandbits(63)}
-
-
-def is_stream_of_one(path: str, body: RequestBody) -> bool:
-    """Whether the answer is a stream of one choice."""
-    return body.values.get("stream") is True and is_of_one(path, body)
-
-
-def is_of_one(path: str, body: RequestBody) -> bool:
-    """Whether the answer has one choice."""
-    values = body.values
-    if values.get("n") not in _ONE or values.get("best_of") not in _ONE or body.get("use_beam_search"):
-        return False
-    return path != "/v1/completions" or not is_batch(body.raw("prompt"))
-
-
-def repeats_itself(body: RequestBody) -> bool:
-    """Whether a second answer from another instance would be the same: greedy, or with a seed from the client."""
-    return body.values.get("temperature") == 0 or body.values.get("seed") is not None
-
-
-def prefill_body(body: RequestBody, form: Form, seed: dict[str, int], kept: dict[str, Any] | None = None) -> bytes:
-    """The body of the prefill leg: one token, not streamed, and the KV kept for another instance. `kept`: where P
-    fetches the KV of earlier turns.
-
-    SGLang's P generates one token whatever the request says, and expects the same request as D.
-    """
-    if form.meets_in_a_room:
-        return body.encode(without=("stream_options",), **{**form.prefill_fields, "stream": False})
-    fields: dict[str, Any] = {"max_tokens": 1, "n": 1, "stream": False, **seed, **form.prefill_fields}
-    if "max_completion_tokens" in body:
-        fields["max_completion_tokens"] = 1
-    min_tokens = body.values.get("min_tokens")
-    if isinstance(min_tokens, int):
-        fields["min_tokens"] = min(min_tokens, 1)
-    fields[HAND_OFF_FIELD] = {**form.produce, **kept, "transfer_id": form.transfer_id} if kept else form.produce
-    return body.encode(without=("stream_options", "best_of", *form.prefill_without), **fields)
-
-
-def decode_body(
-    body: RequestBody, params: Any, seed: dict[str, int], form: Form, *, returns_ticket: bool, keeps: bool = False
-) -> bytes:
-    """The body of the decode leg, with a ticket: the client's own, with the seed that P's token was sampled with.
-
-    Unless `returns_ticket`, D keeps KV for another turn only if the router removes its ticket from the answer
-    (`keeps`), since the ticket has addresses that clients must not see.
-    """
-    if form.meets_in_a_room and form.early is not None:
-        return body.encode(**{**form.early, **seed})
-    return body.encode(**{HAND_OFF_FIELD: params if returns_ticket else _with_keeping(params, keeps), **seed})
-
-
-def _with_keeping(params: Any, keeps: bool) -> Any:
-    if isinstance(params, msgspec.Raw):
+    def send(
+        self,
+        instance: Instance,
+        method: str,
+        target: str,
+        headers: bytes,
+        body: bytes | None,
+        on_change: Callable[[Leg], None],
+        *,
+        uncached: int = 0,
+        computes: bool = False,
+        decodes: bool = False,
+        beside: Instance | None = None,
+    ) -> Leg:
+        """Send a leg, with these lines of headers. `uncached`, `computes`, `decodes`: as in `Work`; `beside`: as in
+        `Patience`. `on_change` is called in the event loop
+        whenever the leg's state changes. Raises `InvalidRequest` for what cannot be sent."""
+        silence_s = self._first_byte_s + (0 if body is None else len(body) / _SLOWEST_PREFILL)
+        patience = Patience(silence_s, max(self._total_s, silence_s), beside=beside)
         try:
-            params = msgspec.json.decode(params, type=dict[str, msgspec.Raw])
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):  # D will say what is wrong with it
-            return params
-    return {**params, "keep_for_next_turn": keeps}
+            call = self._http.start(
+                instance.origin,
+                method,
+                instance.base_path + target,
+                headers,
+                body,
+                connect_s=self._connect_s,
+                repeatable=True,  # nothing had come of it
+            )
+        except ValueError as error:
+            raise InvalidRequest(f"the request cannot be sent on: {error}") from error
+        work = Work(instance.load, uncached, self.now(), computes=computes, decodes=decodes)
+        leg = Leg(self, instance, call, patience, work, on_change)
+        self._open.add(leg)
+        return leg
 
+    def forget(self, leg: Leg) -> None:
+        """The leg is over."""
+        self._open.discard(leg)
 
-def whole_body(body: RequestBody) -> bytes:
-    """The body for one instance that does both phases."""
-    return body.encode()
+    def close_connections(self, instance: Instance) -> None:
+        """The instance is gone for good."""
+        self._http.forget(instance.origin)
 
+    async def ask(
+        self,
+        instance: Instance,
+        method: str,
+        target: str,
+        timeout_s: float,
+        body: bytes | None = None,
+        headers: RawHeaders | None = None,
+    ) -> tuple[int, bytes]:
+        """A request of the router's own: status and body. Raises `TransferError`, of which `TransferTimeout` is one."""
+        sent = [*(headers or []), *self._own_headers, *([] if body is None else [JSON])]
+        try:
+            status, _, answer = await self._http.ask(
+                instance.origin,
+                method,
+                instance.base_path + target,
+                timeout_s=timeout_s,
+                headers=sent,
+                body=body,
+                max_bytes=_LONGEST_OWN_ANSWER,
+            )
+        except AnswerTimeout as error:
+            raise TransferTimeout(f"{instance} did not answer {target} within {timeout_s:g} s") from error
+        return status, answer
 
-class _Ticket(msgspec.Struct):
-    remote_engine_id: str
-    remote_host: str | None = None
-    remote_port: int | None = None
-    remote_ranks: list[RankAddress] | None = None
-    remote_address_seal: str = ""
-    remote_prefixes: Any = None
-    """A key of kvferry's P2P connectors only."""
+    # Legs that wait too long.
 
+    async def watch(self) -> None:
+        """Give up legs that have waited too long; runs until it is cancelled."""
+        sweep_s = min(_LONGEST_SWEEP_S, self._silence_s / 4)
+        async with asyncio.TaskGroup() as group:
+            before = self.now()
+            while True:
+                await asyncio.sleep(sweep_s)
+                late_s = self.now() - before - sweep_s
+                self.look(missed_s=late_s if late_s > sweep_s else 0.0)
+                before = self.now()
+                for instance in self._quiet() - self._asking:
+                    self._asking.add(instance)
+                    group.create_task(self._look_for_steps(instance))
 
-_TICKET = msgspec.json.Decoder(_Ticket)
+    def look(self, missed_s: float = 0.0) -> None:
+        """Give up what has waited too long. `missed_s`: how long this process itself stood still, and could not see any
+        progress: what came meanwhile has not been read yet."""
+        now = self.now()
+        if missed_s:
+            for leg in self._open:
+                leg.progress_at = min(now, leg.progress_at + missed_s)
+            for instance in self._waited_for():
+                instance.last_sign = min(now, instance.last_sign + missed_s)
+        for leg in tuple(self._open):
+            leg.look(now)
 
+    def _waited_for(self) -> set[Instance]:
+        return {one for leg in self._open for one in (leg.instance, leg.patience.beside) if one is not None}
 
-def ticket_origin(params: msgspec.Raw) -> KVSource | None:
-    """Where a ticket comes from, None if it does not say; without a port if D cannot ask there before P has
-    answered."""
-    try:
-        ticket = _TICKET.decode(params)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return None
-    port = (ticket.remote_port or 0) if ticket.remote_prefixes is not None else 0
-    host, ranks = ticket.remote_host or "", ticket.remote_ranks
-    seal = ticket.remote_address_seal
-    return KVSource(engine_id=ticket.remote_engine_id, host=host, port=port, ranks=ranks, seal=seal)
+    def _quiet(self) -> set[Instance]:
+        """The instances whose step counter to read: those that have shown no progress for a while."""
+        now, waited_for = self.now(), self._waited_for()
+        quiet = [leg for leg in self._open if leg.silent_for(now) > self._silence_s / 4]
+        self._steps = {one: steps for one, steps in self._steps.items() if one in waited_for}
+        return {one for leg in quiet for one in (leg.instance, leg.patience.beside) if one is not None}
+
+    async def _look_for_steps(self, instance: Instance) -> None:
+        try:
+            status, text = await self.ask(instance, "GET", "/metrics", self._silence_s / 2)
+        except TransferError:
+            return
+        except Exception:
+            # The edge of this room: the router goes on, whatever an instance calls its metrics.
+            logger.exception("%s: its metrics could not be read", instance)
+            return
+        finally:
+            self._asking.discard(instance)
+        steps = b" ".join(_STEPS.findall(text)) if status == 200 else b""
+        if self._steps.get(instance, steps) != steps:
+            instance.last_sign = self.now()
+        self._steps[instance] = steps

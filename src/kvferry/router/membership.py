@@ -19,8 +19,8 @@ from kvferry.http.errors import Unreachable
 from kvferry.router.config import RouterConfig
 from kvferry.router.errors import InstanceConflict, UnknownInstance
 from kvferry.router.instance import BOOTSTRAP_PORT, Instance, LegRole, normalise_url
+from kvferry.router.legs import Legs
 from kvferry.router.pools import Pools
-from kvferry.router.upstream import Upstream
 
 logger = logging.getLogger(__name__)
 
@@ -41,10 +41,10 @@ Wanted = dict[str, tuple[LegRole, int]]
 class Membership:
     """Changes `Pools`."""
 
-    def __init__(self, config: RouterConfig, pools: Pools, upstream: Upstream, file_text: str | None = None) -> None:
+    def __init__(self, config: RouterConfig, pools: Pools, legs: Legs, file_text: str | None = None) -> None:
         """`file_text`: what a predecessor, whose instances are taken over, last read in the instances file. Raises
         `ConfigError` if there is such a file and it cannot be used."""
-        self._config, self._pools, self._upstream = config, pools, upstream
+        self._config, self._pools, self._legs = config, pools, legs
         self._wanted: Wanted = {}
         self._last_text = self._applied_text = ""
         self._last_error = ""
@@ -178,7 +178,7 @@ class Membership:
         if any(one.is_held for one in same):
             return False
         try:
-            status, text = await self._upstream.ask(instance, "GET", "/metrics", self._config.health_timeout_s)
+            status, text = await self._legs.ask(instance, "GET", "/metrics", self._config.health_timeout_s)
         except Unreachable:
             return True
         except TransferError:
@@ -189,7 +189,7 @@ class Membership:
         """An instance that was retired is gone."""
         self._pools.forget(instance)
         if not any(one.origin == instance.origin for one in self._pools):
-            self._upstream.forget(instance)
+            self._legs.close_connections(instance)
         logger.warning("%s (%s) was removed", instance, instance.url)
 
     # The file.

@@ -19,7 +19,7 @@ import msgspec
 from kvferry.core.clock import Clock
 from kvferry.core.instance_facts import InstanceFacts
 from kvferry.router.instance import Instance, Unasked
-from kvferry.router.legs import HAND_OFF_FIELD
+from kvferry.router.leg_bodies import HAND_OFF_FIELD
 from kvferry.router.releases import Releases
 
 logger = logging.getLogger(__name__)

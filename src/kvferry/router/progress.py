@@ -18,7 +18,7 @@ from kvferry.core.instance_facts import InstanceFacts
 from kvferry.http.fast_path import Pattern
 from kvferry.router.errors import UnreadableStream
 from kvferry.router.instance import Facts
-from kvferry.router.legs import HAND_OFF_FIELD
+from kvferry.router.leg_bodies import HAND_OFF_FIELD
 
 _END = b"\n\n"
 _DONE = b"data: [DONE]"

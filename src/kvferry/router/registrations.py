@@ -38,9 +38,9 @@ from kvferry.router.config import RouterConfig
 from kvferry.router.errors import InstanceConflict, RegistrationRefused
 from kvferry.router.facts import ask_about
 from kvferry.router.instance import BOOTSTRAP_PORT, Absent, Facts, Instance, SglangFacts, Unasked
+from kvferry.router.legs import Legs
 from kvferry.router.membership import Membership
 from kvferry.router.pools import Pools
-from kvferry.router.upstream import Upstream
 
 logger = logging.getLogger(__name__)
 
@@ -69,11 +69,11 @@ class Registrations:
         config: RouterConfig,
         key: bytes,
         pools: Pools,
-        upstream: Upstream,
+        legs: Legs,
         clock: Clock,
         membership: Membership,
     ) -> None:
-        self._config, self._key, self._pools, self._upstream, self._clock = config, key, pools, upstream, clock
+        self._config, self._key, self._pools, self._legs, self._clock = config, key, pools, legs, clock
         self._membership = membership
         self.router = secrets.token_hex(16)
         """This router process, as messages name it; another name from the moment on at which its clock is set back."""
@@ -245,8 +245,8 @@ class Registrations:
         instance = Instance(said.role, url, said.bootstrap_port or BOOTSTRAP_PORT, name=f"the instance at {url}")
         timeout_s = self._config.health_timeout_s
         try:
-            status, _ = await self._upstream.ask(instance, "GET", "/health", timeout_s)
-            facts = await ask_about(instance, self._upstream, self._config.protocol, timeout_s)
+            status, _ = await self._legs.ask(instance, "GET", "/health", timeout_s)
+            facts = await ask_about(instance, self._legs, self._config.protocol, timeout_s)
         except TransferError as error:
             raise InstanceConflict(
                 f"{error}; if it has another address, set --advertise-url on the instance"
@@ -254,7 +254,7 @@ class Registrations:
         finally:
             self._asking.discard(url)
             if not any(one.origin == instance.origin for one in self._pools):
-                self._upstream.forget(instance)
+                self._legs.close_connections(instance)
         if status != 200 or isinstance(facts, Unasked):
             raise InstanceConflict(f"{instance} does not serve yet (GET /health: {status})")
         complaint = _mismatch(facts, said)

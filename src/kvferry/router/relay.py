@@ -9,21 +9,18 @@ import logging
 import re
 from collections.abc import Iterator
 from operator import is_
-from typing import Protocol
 
 from kvferry.core.clock import Clock
 from kvferry.core.errors import PeerLost
 from kvferry.core.instance_facts import InstanceFacts
-from kvferry.core.openai import SSE_DONE
-from kvferry.http.answer import UNCHANGED, Mask
+from kvferry.http.fast_path import Pattern
 from kvferry.http.headers import RawHeaders
 from kvferry.http.response import Response
 from kvferry.router.errors import BadAnswer, InstanceLost, InstanceSilent, Silent
 from kvferry.router.headers import for_client
 from kvferry.router.instance import Instance, VllmFacts
+from kvferry.router.leg import Leg
 from kvferry.router.pools import Pools
-from kvferry.router.progress import EventPassage
-from kvferry.router.upstream import UpstreamAnswer
 
 logger = logging.getLogger(__name__)
 
@@ -31,30 +28,9 @@ _REMEMBERED_S = 600.0
 """How long a host is made unreadable after no instance is there any more: another may still tell of it."""
 
 _NOTHING = re.compile(rb"(?!)")
-
 _LONGEST_ERROR = 256 * 1024
 """Bytes of an error's body; it is read whole, to be looked through."""
-
-
-_LONGEST_READ = 64 * 2**20
-"""Of a whole answer that is read for the ticket in it."""
-
-
-class Elsewhere(Protocol):
-    """Knows other instances that can continue an answer."""
-
-    def passage_of(self, answer: UpstreamAnswer) -> EventPassage | None:
-        """What another instance would need to continue this answer; None: no instance could."""
-
-    async def continued(self, passage: EventPassage, lost: UpstreamAnswer) -> UpstreamAnswer | None:
-        """The rest of an answer whose instance was lost; None: no instance can give it."""
-
-    @property
-    def brings_ticket(self) -> bool:
-        """Whether an answer's end may contain a ticket for the next turn, which is not for the client."""
-
-    async def take_ticket(self, answer: UpstreamAnswer, content: bytes, *, events: bool) -> bytes:
-        """A whole answer, or the last `events` of a stream, without the ticket."""
+_ERROR = b'"error"'
 
 
 class Relay:
@@ -62,92 +38,76 @@ class Relay:
 
     def __init__(self, pools: Pools, clock: Clock) -> None:
         self._addresses = _Addresses(pools, clock)
-        self._mask = Mask(b'"error"', self._hide)
 
-    async def send(self, answer: UpstreamAnswer, response: Response, elsewhere: Elsewhere | None = None) -> bool:
-        """Send an instance's answer as it comes. False if the connection broke before the end, and `elsewhere` found no
-        other instance to continue.
+    async def send(self, leg: Leg, response: Response) -> bool:
+        """Send an answer that no other instance can continue. False if the connection to the instance broke before the
+        end.
 
         The client then gets an error event if the answer is an event stream; otherwise its connection is cut too: what
         has been sent cannot become an error any more, and must not look complete. Raises `RequestError` if nothing can
         be sent of the answer.
         """
-        if 300 <= answer.status < 400:
-            raise BadAnswer(f"{answer.instance} answered with a redirect, which is not forwarded to clients")
-        if answer.status >= 400 and not answer.is_event_stream:
-            await self._send_error(answer, response)
+        if 300 <= leg.status < 400:
+            raise BadAnswer(f"{leg.instance} answered with a redirect, which is not forwarded to clients")
+        if leg.status >= 400 and not leg.is_event_stream:
+            content = await self.read(leg, _LONGEST_ERROR)
+            response.send(leg.status, self.hide(content), self.headers(leg, with_length=False))
             return True
-        passage = None if elsewhere is None else elsewhere.passage_of(answer)
-        if elsewhere is not None and passage is not None:
-            return await self._send_events(answer, response, passage, elsewhere)
-        if elsewhere is not None and elsewhere.brings_ticket and answer.status == 200 and not answer.is_event_stream:
-            await self._send_read(answer, response, elsewhere)
-            return True
-        response.start(answer.status, self._headers(answer))
+        response.start(leg.status, self.headers(leg))
         try:
-            await answer.relay(response, self._mask if answer.is_event_stream else UNCHANGED)
+            await leg.relay(response, _Masking(self) if leg.is_event_stream else _UNREAD)
         except PeerLost as error:
             logger.warning("request %s: %s", response.request.id, error)
-            response.fail(_told(error))
+            response.fail(lost_within(error))
             return False
+        response.end()
         return True
 
-    async def _send_events(
-        self, answer: UpstreamAnswer, response: Response, passage: EventPassage, elsewhere: Elsewhere
-    ) -> bool:
-        """A stream that another instance can continue."""
-        response.start(answer.status, [one for one in self._headers(answer) if one[0] != b"content-length"])
-        now = answer
-        while True:
-            try:
-                await now.relay_payload(response, passage)
-                lost = PeerLost(f"{now.instance} ended an answer early")
-            except PeerLost as error:
-                lost = error
-            if (closing := passage.closing) is not None:
-                if elsewhere.brings_ticket:
-                    closing = await elsewhere.take_ticket(now, closing, events=True)
-                response.end(closing)
-                return True
-            logger.warning("request %s: %s", response.request.id, lost)
-            told, before = passage.error, now
-            following = await elsewhere.continued(passage, before)
-            if following is None:
-                self._end_broken(response, told, lost)
-                return False
-            now = following
-
-    def _end_broken(self, response: Response, told: bytes, lost: PeerLost) -> None:
-        """End with the error that the instance reported, or with one of the router's own."""
-        if told:
-            response.end(self._hide(told) + SSE_DONE)
-        else:
-            response.fail(_told(lost))
-
-    async def _send_read(self, answer: UpstreamAnswer, response: Response, elsewhere: Elsewhere) -> None:
-        """A whole answer that is read first."""
+    async def read(self, leg: Leg, max_bytes: int) -> bytes:
+        """All of an answer of which nothing has been sent. Raises `InstanceLost`."""
         try:
-            body = await answer.read(_LONGEST_READ)
+            return await leg.read(max_bytes)
         except PeerLost as error:
-            raise InstanceLost(f"{answer.instance} closed the connection within its answer") from error
-        headers = [header for header in self._headers(answer) if header[0] != b"content-length"]
-        response.send(answer.status, await elsewhere.take_ticket(answer, body, events=False), headers)
+            raise InstanceLost(f"{leg.instance} closed the connection within its answer") from error
 
-    async def _send_error(self, answer: UpstreamAnswer, response: Response) -> None:
-        try:
-            body = await answer.read(_LONGEST_ERROR)
-        except PeerLost as error:
-            raise InstanceLost(f"{answer.instance} closed the connection within an error") from error
-        headers = [header for header in self._headers(answer) if header[0] != b"content-length"]
-        response.send(answer.status, self._hide(body), headers)
-
-    def _headers(self, answer: UpstreamAnswer) -> RawHeaders:
+    def headers(self, leg: Leg, *, with_length: bool = True) -> RawHeaders:
+        """The answer's headers as the client gets them."""
         names_one = self._addresses.pattern().search
-        return [one for one in for_client(answer.headers) if not names_one(one[1])]
+        left_out = () if with_length else (b"content-length",)
+        return [one for one in for_client(leg.headers) if one[0] not in left_out and not names_one(one[1])]
 
-    def _hide(self, text: bytes) -> bytes:
-        """Replaced by text of the same length, so that no framing has to change."""
+    def hide(self, text: bytes) -> bytes:
+        """Without addresses of instances, in the same length."""
         return self._addresses.pattern().sub(lambda found: b"*" * len(found[0]), text)
+
+
+class _Unread:
+    """All of a body goes to the client as it is."""
+
+    def take(self, payload: bytes) -> bytes:
+        return payload
+
+    def pattern(self) -> Pattern | None:
+        return Pattern()
+
+    def passed(self, kept: bytes) -> None:
+        pass
+
+
+_UNREAD = _Unread()
+
+
+class _Masking(_Unread):
+    """Addresses are made unreadable where an error is told."""
+
+    def __init__(self, relay: Relay) -> None:
+        self._relay = relay
+
+    def take(self, payload: bytes) -> bytes:
+        return self._relay.hide(payload) if _ERROR in payload else payload
+
+    def pattern(self) -> Pattern | None:
+        return Pattern(stops=(_ERROR,))
 
 
 class _Addresses:
@@ -193,7 +153,8 @@ def _hosts(instance: Instance) -> Iterator[str]:
             yield from (origin.host for origin in origins if origin.host)
 
 
-def _told(error: PeerLost) -> InstanceLost | InstanceSilent:
+def lost_within(error: PeerLost) -> InstanceLost | InstanceSilent:
+    """What a client is told whose answer has begun and cannot be continued."""
     if isinstance(error, Silent):
         return InstanceSilent("the instance stopped sending in the middle of its answer, which is incomplete")
     return InstanceLost("the instance broke off; the answer is incomplete")

@@ -15,8 +15,8 @@ import msgspec
 from kvferry.core.errors import TransferError
 from kvferry.http.headers import RawHeaders
 from kvferry.router.instance import Instance
+from kvferry.router.legs import Legs
 from kvferry.router.metrics import Metrics
-from kvferry.router.upstream import Upstream
 
 logger = logging.getLogger(__name__)
 
@@ -31,11 +31,11 @@ _FEW = 32
 class Releases:
     """Sends releases in the background, within a task group that the app owns."""
 
-    def __init__(self, upstream: Upstream, metrics: Metrics, timeout_s: float) -> None:
-        self._upstream, self._metrics, self._timeout_s = upstream, metrics, timeout_s
+    def __init__(self, legs: Legs, metrics: Metrics, timeout_s: float) -> None:
+        self._legs, self._metrics, self._timeout_s = legs, metrics, timeout_s
         self._group: asyncio.TaskGroup | None = None
         self._many: set[asyncio.Task[None]] = set()
-        self._num_running = 0
+        self.num_running = 0
 
     def open(self, group: asyncio.TaskGroup) -> None:
         """Run in `group` from now on."""
@@ -68,7 +68,7 @@ class Releases:
         for begin in range(0, len(held), _FEW):
             few = held[begin : begin + _FEW]
             sent = [self._send(one, RELEASE_PATH, _released(name), [], expected=200) for one, name in few]
-            self._num_running += len(sent)
+            self.num_running += len(sent)
             await asyncio.gather(*sent)
 
     def refuse(self, decode: Instance, ticket: msgspec.Raw, client_headers: RawHeaders) -> None:
@@ -83,15 +83,15 @@ class Releases:
         self._begin(decode, "/v1/completions", msgspec.json.encode(body), allowed, expected=404)
 
     def _begin(self, instance: Instance, path: str, body: bytes, headers: RawHeaders, expected: int) -> None:
-        if self._group is None or self._num_running >= _MOST_AT_ONCE:
+        if self._group is None or self.num_running >= _MOST_AT_ONCE:
             self._metrics.released("dropped")
             return
-        self._num_running += 1
+        self.num_running += 1
         self._group.create_task(self._send(instance, path, body, headers, expected))
 
     async def _send(self, instance: Instance, path: str, body: bytes, headers: RawHeaders, expected: int) -> None:
         try:
-            status, _ = await self._upstream.ask(instance, "POST", path, self._timeout_s, body, headers)
+            status, _ = await self._legs.ask(instance, "POST", path, self._timeout_s, body, headers)
             self._metrics.released("done" if status == expected else "failed")
         except TransferError as error:
             logger.info("a hand-off is left to its lease: %s", error)
@@ -101,7 +101,7 @@ class Releases:
             logger.exception("a hand-off is left to its lease")
             self._metrics.released("failed")
         finally:
-            self._num_running -= 1
+            self.num_running -= 1
 
 
 def _released(transfer_id: str) -> bytes:

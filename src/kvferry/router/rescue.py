@@ -15,18 +15,17 @@ from collections.abc import Awaitable, Callable
 import msgspec
 
 from kvferry.core.clock import Clock
-from kvferry.core.errors import PeerLost, ProtocolError
+from kvferry.core.errors import ProtocolError
 from kvferry.core.instance_facts import InstanceFacts
 from kvferry.router.body import RequestBody
 from kvferry.router.chooser import with_model
 from kvferry.router.config import RouterConfig
 from kvferry.router.instance import Facts, Instance, Unasked
-from kvferry.router.legs import verdict
+from kvferry.router.leg import Leg, LegState
 from kvferry.router.metrics import Metrics
 from kvferry.router.pools import Pools
 from kvferry.router.progress import EventPassage
 from kvferry.router.protocols.choose import alike
-from kvferry.router.upstream import UpstreamAnswer
 
 logger = logging.getLogger(__name__)
 
@@ -36,8 +35,8 @@ _LOOK_AGAIN_S = 0.1
 _SPREAD_S = 0.5
 """Over which those who waited for the same instance come to it."""
 
-Call = Callable[[Instance, bytes], Awaitable[UpstreamAnswer]]
-"""Sends a leg with this body. Raises `PeerLost`."""
+Ask = Callable[[Instance, bytes], Awaitable[Leg]]
+"""Sends a leg with this body, and waits until it has begun or failed."""
 
 
 class Rescue:
@@ -55,7 +54,7 @@ class Rescue:
         """This instance's answer is being forwarded; only an instance of the same kind can continue it."""
         self._like = instance.facts
 
-    async def elsewhere(self, passage: EventPassage, lost: Instance, call: Call) -> UpstreamAnswer | None:
+    async def elsewhere(self, passage: EventPassage, lost: Instance, ask: Ask) -> Leg | None:
         """The rest of a stream whose instance was lost; None if no instance can give it."""
         if not self._num_left or not passage.can_go_elsewhere:
             return None
@@ -69,25 +68,23 @@ class Rescue:
             return None
         if passage.hopeless:
             return None
-        answer = await self._first_that_serves(call, body, passage.kind, self._config.continuation_timeout_s)
+        answer = await self._first_that_serves(ask, body, passage.kind, self._config.continuation_timeout_s)
         self._metrics.continued("done" if answer is not None else "failed")
         return answer
 
-    async def from_the_beginning(self, body: bytes, call: Call) -> UpstreamAnswer | None:
+    async def from_the_beginning(self, body: bytes, ask: Ask) -> Leg | None:
         """A whole answer of which the client has nothing yet, from any instance that can give it now."""
-        return await self._first_that_serves(call, body, InstanceFacts, 0.0) if self._config.continuations else None
+        return await self._first_that_serves(ask, body, InstanceFacts, 0.0) if self._config.continuations else None
 
     def failed(self, instance: Instance) -> None:
         """This instance is not asked again, unless something new is known about it."""
         self._lost[instance] = instance.facts
 
-    async def _first_that_serves(
-        self, call: Call, body: bytes, kind: type[Facts], timeout_s: float
-    ) -> UpstreamAnswer | None:
+    async def _first_that_serves(self, ask: Ask, body: bytes, kind: type[Facts], timeout_s: float) -> Leg | None:
         deadline = self._clock.monotonic() + timeout_s
         while True:
             while (instance := self._pick(kind)) is not None:
-                answer = await self._ask(call, instance, body)
+                answer = await self._ask(ask, instance, body)
                 if answer is not None:
                     return answer
             if self._clock.monotonic() >= deadline:
@@ -95,18 +92,14 @@ class Rescue:
             self._spread_s = random.uniform(0.0, _SPREAD_S)
             await asyncio.sleep(_LOOK_AGAIN_S)  # until one is back, or has room
 
-    async def _ask(self, call: Call, instance: Instance, body: bytes) -> UpstreamAnswer | None:
-        """The instance's answer, unless it failed or refused, which is noted here, or is busy, which `call` notes."""
-        try:
-            answer = await call(instance, body)
-        except PeerLost:
+    async def _ask(self, ask: Ask, instance: Instance, body: bytes) -> Leg | None:
+        """The instance's answer, unless it failed or refused, which is noted here, or is busy."""
+        leg = await ask(instance, body)
+        if leg.state is not LegState.LOST and leg.status < 300:
+            return leg
+        if leg.state is LegState.LOST or leg.verdict != "busy":
             self.failed(instance)
-            return None
-        if answer.status < 300:
-            return answer
-        if verdict(answer.status) != "busy":
-            self.failed(instance)
-        answer.close()
+        leg.close()
         return None
 
     def _pick(self, kind: type[Facts]) -> Instance | None:

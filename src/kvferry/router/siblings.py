@@ -22,7 +22,7 @@ from msgspec.structs import replace as replace_fields
 from kvferry.core.errors import InvalidRequest, TransferError, Unavailable
 from kvferry.core.openai import UnknownRoute
 from kvferry.http.body import AtMost
-from kvferry.http.client import Deadlines, HttpClient
+from kvferry.http.client import HttpClient
 from kvferry.http.headers import find_header
 from kvferry.http.keys import Access
 from kvferry.http.origin import Origin
@@ -331,15 +331,16 @@ class Siblings:
         self, number: int, method: str, target: str, headers: list[tuple[bytes, bytes]], body: bytes | None = None
     ) -> tuple[int, list[tuple[bytes, bytes]], bytes]:
         """Raises `Unavailable`."""
-        deadlines = Deadlines(connect_s=_TIMEOUT_S, first_byte_s=_TIMEOUT_S, between_s=_TIMEOUT_S)
         try:
-            answer = await self._client.open(
-                self._origin(number), method, target, headers, body or None, deadlines=deadlines
+            return await self._client.ask(
+                self._origin(number),
+                method,
+                target,
+                timeout_s=_TIMEOUT_S,
+                headers=headers,
+                body=body or None,
+                max_bytes=_LONGEST,
             )
-            try:
-                return answer.status, answer.headers, await answer.read(_LONGEST)
-            finally:
-                answer.close()
         except TransferError as error:
             raise Unavailable("a worker of the router does not answer; try again") from error
 

@@ -10,7 +10,7 @@ from functools import lru_cache
 from kvferry.core.errors import LayoutMismatch
 from kvferry.core.instance_facts import InstanceFacts, KVSource, TicketKinds
 from kvferry.router.config import HandOffMode, RouterConfig
-from kvferry.router.instance import Facts, Instance, LegRole, SglangFacts, VllmFacts
+from kvferry.router.instance import Absent, Facts, Instance, LegRole, SglangFacts, VllmFacts
 from kvferry.router.protocols import kvferry
 from kvferry.router.protocols.form import Form
 from kvferry.router.protocols.mooncake import mooncake
@@ -40,7 +40,9 @@ def choose_form(config: RouterConfig, transfer_id: str, prefill: Instance, decod
     origin = early_origin(prefill, decodes, config.hand_off)
     if origin is not None:
         return kvferry.concurrent(transfer_id, origin, takes_first_token=not speaks_nixl)
-    return nixl(transfer_id) if speaks_nixl else kvferry.sequential(transfer_id)
+    if speaks_nixl:
+        return nixl(transfer_id)
+    return kvferry.sequential(transfer_id, is_known=not isinstance(facts, Absent))
 
 
 def early_origin(prefill: Instance, decodes: Sequence[Facts], mode: HandOffMode) -> KVSource | None:

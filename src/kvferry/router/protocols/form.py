@@ -5,7 +5,7 @@ One file beside this one makes the form of each protocol.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -29,6 +29,9 @@ class Form(msgspec.Struct, frozen=True, kw_only=True):
     """The ticket is fields at the top of D's body, and good for one P and one D: it is void when either fails."""
     shares_seed: bool = False
     """P's token is the client's first, so both legs must draw with one seed. Otherwise D draws it."""
+    released_by: Literal["p", "d", "nobody"] = "p"
+    """How P hears that nobody fetches: from the router; through a decode instance, which gives the ticket up (vLLM's
+    only way); or by the end of its connection."""
     prefill_fields: dict[str, Any] = msgspec.field(default_factory=dict)
     prefill_without: tuple[str, ...] = ()
     prefill_headers: RawHeaders = msgspec.field(default_factory=list)

@@ -8,9 +8,16 @@ from kvferry.router.protocols.form import Form
 from kvferry.router.protocols.nixl import produce_params
 
 
-def sequential(transfer_id: str) -> Form:
-    """P answers with the ticket, then D is called with it. Also used for engines that the router does not know."""
-    return Form(protocol="kvferry", transfer_id=transfer_id, produce=produce_params(transfer_id), shares_seed=True)
+def sequential(transfer_id: str, *, is_known: bool = True) -> Form:
+    """P answers with the ticket, then D is called with it. Also used for engines that the router does not know, which
+    cannot be told to release anything."""
+    return Form(
+        protocol="kvferry",
+        transfer_id=transfer_id,
+        produce=produce_params(transfer_id),
+        shares_seed=True,
+        released_by="p" if is_known else "nobody",
+    )
 
 
 def concurrent(transfer_id: str, origin: KVSource, *, takes_first_token: bool = True) -> Form:
@@ -32,4 +39,5 @@ def concurrent(transfer_id: str, origin: KVSource, *, takes_first_token: bool = 
         early=ticket.to_params() | ({} if takes_first_token else {"remote_prefill_cached_tokens": 0}),
         concurrent=True,
         shares_seed=takes_first_token,
+        released_by="p" if takes_first_token else "d",
     )

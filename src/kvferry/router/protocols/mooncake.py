@@ -37,6 +37,7 @@ def mooncake(transfer_id: str, bootstrap: Bootstrap, *, at_once: bool) -> Form:
             "remote_bootstrap_addr": bootstrap.url,
         },
         early_is_all=True,
+        released_by="d",
         concurrent=at_once,
         prefill_fields={"ignore_eos": True},
         prefill_without=("stop_token_ids",),

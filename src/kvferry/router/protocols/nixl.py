@@ -13,7 +13,7 @@ from kvferry.router.protocols.form import Form
 
 def nixl(transfer_id: str) -> Form:
     """P's first token is dropped and D samples it again, because P's answer does not contain its logprobs."""
-    return Form(protocol="nixl", transfer_id=transfer_id, produce=produce_params(transfer_id))
+    return Form(protocol="nixl", transfer_id=transfer_id, produce=produce_params(transfer_id), released_by="d")
 
 
 def produce_params(transfer_id: str) -> dict[str, Any]:

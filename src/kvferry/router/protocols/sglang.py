@@ -26,4 +26,5 @@ def sglang(transfer_id: str, host: str, bootstrap_port: int) -> Form:
         concurrent=True,
         prefill_fields=meeting,
         meets_in_a_room=True,
+        released_by="nobody",
     )
