@@ -95,7 +95,7 @@ class Leg:
         self.state = LegState.SENT
         self.error: PeerLost | None = None
         self.span: Span | None = None
-        self.begun_at = self.progress_at = now = legs.now()
+        self.begun_at = self.progress_at = legs.now()
         self.first_byte_at = self.ended_at = 0.0
         """On the router's monotonic clock; 0 before that."""
         self.seen_bytes = 0
