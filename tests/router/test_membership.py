@@ -431,14 +431,14 @@ def test_addresses_are_hidden_until_long_after_the_instance_has_left() -> None:
     clock, pools = ManualClock(), Pools(RolePool("prefill", []), RolePool("decode", []))
     relay = Relay(pools, clock)
     plain = b"see http:// or x:80 or [1]"
-    assert relay._hide(plain) == plain
+    assert relay.hide(plain) == plain
     gone = pools.decode.add("http://instance-7.example:8000")
-    assert b"instance-7" not in relay._hide(b"from http://instance-7.example:8000/x")
+    assert b"instance-7" not in relay.hide(b"from http://instance-7.example:8000/x")
     pools.retire(gone)
     pools.forget(gone)
     for _ in range(2):
-        assert b"instance-7" not in relay._hide(b"from http://instance-7.example:8000/x")
+        assert b"instance-7" not in relay.hide(b"from http://instance-7.example:8000/x")
     clock.advance(3600)
     pools.decode.add("http://other.example:8000")
-    assert b"instance-7" in relay._hide(b"from http://instance-7.example:8000/x")
-    assert relay._hide(plain) == plain
+    assert b"instance-7" in relay.hide(b"from http://instance-7.example:8000/x")
+    assert relay.hide(plain) == plain
