@@ -47,7 +47,7 @@ _DECODER = {"is_decoder": True}
 _LOCAL_THEN_FULL = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
 FAMILY: dict[str, dict[str, Any]] = {
     **dict.fromkeys(["axk1", "axk2", "deepseek_v2", "deepseek_v3", "deepseek_v32"], _LATENT),
-    **dict.fromkeys(["glm4_moe_lite", "glm_moe_dsa", "youtu", "dots3_note_text", "longcat_flash"], _LATENT),
+    **dict.fromkeys(["glm4_moe_lite", "glm_moe_dsa", "youtu", "dots3_note_text"], _LATENT),
     **dict.fromkeys(["bert", "bert-generation", "camembert", "data2vec-text", "electra", "ernie", "roberta"], _DECODER),
     **dict.fromkeys(["roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "reformer"], _DECODER),
     "minicpm3": _LATENT | {"dim_model_base": 64, "scale_emb": 1},
@@ -58,6 +58,8 @@ FAMILY: dict[str, dict[str, Any]] = {
     "gpt_neo": {"attention_types": [[["global", "local"], 2]], "window_size": WINDOW},
     "gemma2": {"layer_types": _LOCAL_THEN_FULL, "query_pre_attn_scalar": 16},
     "gemma3_text": {"layer_types": _LOCAL_THEN_FULL, "query_pre_attn_scalar": 16},
+    "longcat_flash": _LATENT
+    | {"head_dim": 8, "ffn_hidden_size": 96, "expert_ffn_hidden_size": 48, "zero_expert_num": 2, "moe_topk": 2},
     "zaya": {"num_experts_per_tok": 1},
 }
 

@@ -13,8 +13,9 @@ from support.sweep import Outcome, try_case
 
 # One of each kind of thing a family may do; the others are part of the full matrix.
 SHORT_RUN = {
-    "apertus", "bert", "bloom", "cohere2", "ctrl", "falcon", "gemma3_text", "gpt2", "gpt_neox", "llama4_text", "mamba",
-    "minicpm3", "moshi", "opt norms after", "phimoe", "qwen2_moe window", "smollm3 some layers unrotated", "zaya",
+    "apertus", "bert", "bloom", "cohere2", "ctrl", "falcon", "gemma3_text", "gpt2", "gpt_neox", "llama4_text",
+    "longcat_flash", "mamba", "minicpm3", "moshi", "opt norms after", "phimoe", "qwen2_moe window",
+    "smollm3 some layers unrotated", "zaya",
 }  # fmt: skip
 
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -119,3 +120,58 @@ def test_only_ordinary_layers_are_packed() -> None:
 def test_rows_of_another_length_are_refused() -> None:
     with pytest.raises(ValueError, match="rows of 8, got 4"):
         PackedLinear(make_linear(8, 8, torch.float32).weight)(torch.zeros(4, 4))
+
+
+READINGS: dict[str, Callable[[Tensor], Tensor]] = {
+    "transposed": lambda weight: torch.ones(3, len(weight), dtype=weight.dtype) @ weight,
+    "a row": lambda weight: weight[1],
+    "a slice": lambda weight: weight[:, 3:9] * 2,
+    "copied": lambda weight: weight.detach().clone(),
+    "its data": lambda weight: weight.data,
+    "with others": lambda weight: torch.cat([weight, weight.new_ones(1, weight.shape[1])]),
+    "normed": lambda weight: nn.functional.normalize(weight.float(), dim=0),
+    "wider": lambda weight: weight.to(torch.float64),
+    "as an embedding": lambda weight: nn.functional.embedding(torch.tensor([1, 0]), weight),
+}
+
+
+@both_dtypes
+@pytest.mark.parametrize("reading", READINGS)
+def test_a_weight_that_is_read_is_what_it_was(reading: str, dtype: torch.dtype) -> None:
+    """Some modelling code reads `layer.weight` instead of calling the layer."""
+    for linear in (make_linear(77, 33, dtype), make_linear(64, 96, dtype), make_linear(1030, 2, dtype)):
+        weight: Any = PackedLinear(linear.weight).weight
+        assert (weight.shape, weight.dtype, weight.device) == (linear.weight.shape, dtype, linear.weight.device)
+        found, expected = READINGS[reading](weight), READINGS[reading](linear.weight.data)
+        assert found.device == expected.device
+        assert torch.equal(found, expected)
+
+
+@both_dtypes
+@pytest.mark.parametrize("wide", [False, True])
+def test_a_product_with_a_weight_that_is_read_is_the_layers(wide: bool, dtype: torch.dtype) -> None:
+    linear = make_linear(768, 100, dtype, bias=True)
+    packed, x = PackedLinear(linear.weight, linear.bias), torch.randn(40, 768).to(dtype)
+    layers: tuple[Any, Any] = (packed, linear)
+    casts: tuple[Callable[[Tensor], Tensor], ...] = (
+        (torch.Tensor.float, lambda value: value.type(torch.float32), lambda value: value.to(torch.float32))
+        if wide
+        else (lambda value: value,)
+    )
+    for cast in casts:
+        found, expected = (nn.functional.linear(cast(x), cast(one.weight), cast(one.bias)) for one in layers)
+        assert found.dtype == expected.dtype
+        torch.testing.assert_close(found, expected, **TOLERANCE[dtype])
+        alone = nn.functional.linear(cast(x[7:8]), weight=cast(packed.weight), bias=cast(packed.bias))
+        assert torch.equal(alone, found[7:8])
+    if not wide:
+        assert torch.equal(found, packed(x))
+
+
+def test_a_packed_weight_cannot_be_changed() -> None:
+    packed = PackedLinear(make_linear(8, 8, torch.float32).weight)
+    before = packed.unpacked().clone()
+    for change in (lambda weight: weight.mul_(2), lambda weight: weight.copy_(before), lambda weight: weight.zero_()):
+        with pytest.raises(RuntimeError, match="would change a weight that is packed"):
+            change(packed.weight)
+    assert torch.equal(packed.unpacked(), before)

@@ -32,11 +32,12 @@ class FusedGatedMLP:
                 yield fused
 
     def install(self, module: nn.Module) -> None:
-        """Become the module's forward method, and free its own weights."""
-        for name in ("gate_proj", "up_proj", "gate_up_proj", "down_proj"):
+        """Become the module's forward method, and free its own weights. No name of the original is left for another
+        product than it was."""
+        for name in ("gate_proj", "up_proj", "gate_up_proj"):
             if hasattr(module, name):
                 delattr(module, name)
-        module.gate_up_proj, module.down_proj = self.gate_up, self.down
+        module.gate_times_up, module.down_proj = self.gate_up, self.down
         module.forward = self
 
     def __call__(self, hidden_states: Tensor) -> Tensor:

@@ -7,9 +7,12 @@ fast when limited by computation (float32 on AMD), and up to 4 times when limite
 from __future__ import annotations
 
 from ctypes import byref
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils._pytree import tree_map_only
 
 from kvferry.engine.ops.memory import weights
 from kvferry.engine.ops.native import LinearCall, library
@@ -23,6 +26,8 @@ ACTIVATIONS = tuple(gate for gate in GATES if gate not in (None, "swiglu"))
 class PackedLinear(nn.Module):
     """`x @ weight.T + bias`, or with a gate `f(x @ gate.T) * (x @ value.T)`; replaces `nn.Linear`."""
 
+    packed: Tensor
+    """int32, in the order in which the kernels read it."""
     bias: Tensor | None
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None, *, gate: str | None = None) -> None:
@@ -33,7 +38,7 @@ class PackedLinear(nn.Module):
         super().__init__()
         columns, self.in_features = weight.shape
         self.out_features = columns if gate is None else columns // 2
-        self.gate, self._columns, self._dtype = gate, columns, weight.dtype
+        self.gate, self._columns, self.dtype = gate, columns, weight.dtype
         self._is_half = weight.dtype == torch.bfloat16
         native = library()
         assert native is not None, "pack only where can_pack() said so"
@@ -43,22 +48,30 @@ class PackedLinear(nn.Module):
         source = weight.detach().contiguous()
         native.pack_weight(source.data_ptr(), columns, self.in_features, packed.data_ptr(), self._is_half)
         self.register_buffer("packed", packed, persistent=False)
-        self.register_buffer("bias", None if bias is None else bias.detach().float().contiguous(), persistent=False)
-        # only for modelling code that reads a linear layer's weight's dtype or shape
-        self.weight = torch.empty(columns, self.in_features, dtype=weight.dtype, device="meta")
+        self.register_buffer("bias", None if bias is None else bias.detach(), persistent=False)
+        self._wide_bias = _widened(bias)
         self._address = packed.data_ptr()
-        self._bias_address = None if self.bias is None else self.bias.data_ptr()
+        self._bias_address = None if self._wide_bias is None else self._wide_bias.data_ptr()
+        self._wide: PackedLinear | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in_features] → [..., out_features], contiguous, in the layer's dtype."""
+        return self._multiply(x, self._bias_address)
+
+    def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """`forward` with another bias, or none."""
+        wide = _widened(bias)
+        return self._multiply(x, None if wide is None else wide.data_ptr())
+
+    def _multiply(self, x: Tensor, bias: int | None) -> Tensor:
         if x.shape[-1] != self.in_features:
             raise ValueError(f"this layer takes rows of {self.in_features}, got {x.shape[-1]}")
         rows = x.reshape(-1, self.in_features)
-        if rows.dtype != self._dtype or rows.stride(1) != 1:
-            rows = rows.to(self._dtype).contiguous()
+        if rows.dtype != self.dtype or rows.stride(1) != 1:
+            rows = rows.to(self.dtype).contiguous()
         out = rows.new_empty((*x.shape[:-1], self.out_features))
         call = LinearCall(
-            rows.data_ptr(), self._address, self._bias_address, None, out.data_ptr(), rows.shape[0],
+            rows.data_ptr(), self._address, bias, None, out.data_ptr(), rows.shape[0],
             self.in_features, self._columns, rows.stride(0), self.out_features, GATES.index(self.gate),
         )  # fmt: skip
         self._native.linear(byref(call), self._is_half)
@@ -72,9 +85,86 @@ class PackedLinear(nn.Module):
             self.in_features, self._columns, x_stride or self.in_features, self.out_features, GATES.index(self.gate),
         )  # fmt: skip
 
+    @property
+    def weight(self) -> PackedWeight:
+        """What modelling code gets that reads the weight by itself."""
+        assert self.gate is None, "rows of gate and value are interleaved"
+        return PackedWeight.of(self)
+
+    def unpacked(self) -> Tensor:
+        """The weight [out_features, in_features] as an ordinary tensor."""
+        width = 2 * vector_length()
+        panels = self.packed.view(self.dtype).view(-(-self._columns // width), -1, width, 4 // self.dtype.itemsize)
+        rows = panels.transpose(1, 2).reshape(len(panels) * width, -1)
+        return rows[: self._columns, : self.in_features].contiguous()
+
+    def in_float32(self) -> PackedLinear:
+        """The same weight in float32, without bias; packed at the first call."""
+        if self.dtype == torch.float32:
+            return self
+        if self._wide is None:
+            object.__setattr__(self, "_wide", PackedLinear(self.unpacked().float()))  # not a module of the model
+        assert self._wide is not None
+        return self._wide
+
     def extra_repr(self) -> str:
         gate = "" if self.gate is None else f", gate={self.gate}"
-        return f"in_features={self.in_features}, out_features={self.out_features}, dtype={self._dtype}{gate}"
+        return f"in_features={self.in_features}, out_features={self.out_features}, dtype={self.dtype}{gate}"
+
+
+class PackedWeight(Tensor):
+    """The weight of a `PackedLinear` as a tensor, for modelling code that reads it instead of calling the layer, as MoE
+    routers do; made by `of`.
+
+    `F.linear` and casts to float32 use the packed form, so that a row's bits do not depend on the rows beside it. Every
+    other operation gets the weight unpacked, which is slow and right. What would change it raises `RuntimeError`.
+    """
+
+    _layer: PackedLinear
+
+    @classmethod
+    def of(cls, layer: PackedLinear) -> PackedWeight:
+        """The weight of a layer without a gate."""
+        shape = (layer.out_features, layer.in_features)
+        made: PackedWeight = Tensor._make_wrapper_subclass(cls, shape, dtype=layer.dtype)
+        made._layer = layer
+        return made
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Called by torch for every function that gets such a tensor."""
+        kwargs = kwargs or {}
+        if function is functional.linear:
+            x, weight, bias = factors_of(*args, **kwargs)
+            if type(weight) is cls and x.dtype == weight.dtype:
+                return weight._layer.multiply(x, bias)
+        if args and type(args[0]) is cls and not kwargs and _is_cast_to_float32(function, args[1:]):
+            return cls.of(args[0]._layer.in_float32())
+        with torch._C.DisableTorchFunctionSubclass():
+            return function(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        """Called by torch for what such a function computes."""
+        if function._schema.is_mutable:
+            raise RuntimeError(f"{function} would change a weight that is packed for this CPU")
+        args, kwargs = tree_map_only(cls, lambda weight: weight._layer.unpacked(), (args, kwargs or {}))
+        return function(*args, **kwargs)
+
+
+def factors_of(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The arguments of a call of `F.linear`."""
+    return input, weight, bias
+
+
+def _widened(bias: Tensor | None) -> Tensor | None:
+    return None if bias is None else bias.detach().float().contiguous()
+
+
+def _is_cast_to_float32(function: Any, others: tuple[Any, ...]) -> bool:
+    return (function is Tensor.float and not others) or (
+        function in (Tensor.to, Tensor.type) and others == (torch.float32,)
+    )
 
 
 def can_pack(*linears: nn.Module | None) -> bool:

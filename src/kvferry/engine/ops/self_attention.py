@@ -51,7 +51,7 @@ class FusedSelfAttention:
         """Become the module's forward method, and free its own weights."""
         for name in ("q_proj", "k_proj", "v_proj"):
             delattr(module, name)
-        module.qkv_proj, module.o_proj = self.qkv, self.out
+        module.packed_qkv, module.o_proj = self.qkv, self.out
         module.forward = self
 
     def __call__(
