@@ -58,6 +58,9 @@ FAMILY: dict[str, dict[str, Any]] = {
     "gpt_neo": {"attention_types": [[["global", "local"], 2]], "window_size": WINDOW},
     "gemma2": {"layer_types": _LOCAL_THEN_FULL, "query_pre_attn_scalar": 16},
     "gemma3_text": {"layer_types": _LOCAL_THEN_FULL, "query_pre_attn_scalar": 16},
+    "gemma3n_text": {
+        "layer_types": _LOCAL_THEN_FULL, "num_kv_shared_layers": 2, "laurel_rank": 8, "hidden_size_per_layer_input": 16},
+    "gemma4_text": {"layer_types": _LOCAL_THEN_FULL},
     "longcat_flash": _LATENT
     | {"head_dim": 8, "ffn_hidden_size": 96, "expert_ffn_hidden_size": 48, "zero_expert_num": 2, "moe_topk": 2},
     "zaya": {"num_experts_per_tok": 1},
@@ -142,9 +145,12 @@ OPTIONS: list[Case] = [
     Case("gemma3_text", "scaled rope", {"rope_parameters": {
         "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
         "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}}),
-    Case("gemma3n_text", "no shared KV", {
-        "num_kv_shared_layers": 0, "laurel_rank": 8, "hidden_size_per_layer_input": 16}),
-    Case("gemma4_text", "no shared KV", {"num_kv_shared_layers": 0}),
+    Case("gemma3n_text", "no shared KV", {"num_kv_shared_layers": 0}),
+    Case("gemma4_text", "shared KV", {"num_kv_shared_layers": 2}),
+    Case("gemma4_text", "shared KV, wide layers", {"num_kv_shared_layers": 2, "use_double_wide_mlp": True}),
+    Case("gemma4_text", "values are keys", {"attention_k_eq_v": True}),
+    Case("gemma4_text", "experts", {
+        "enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 48}),
     Case("gpt2", "untied", {"tie_word_embeddings": False}),
     Case("gpt2", "scaled by layer", {"scale_attn_by_inverse_layer_idx": True}),
     Case("gpt2", "unscaled", {"scale_attn_weights": False}),

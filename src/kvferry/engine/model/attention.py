@@ -128,6 +128,8 @@ def attention(
     context = _current.context
     if isinstance(context, ProbeContext):
         return _probe(context, module, query, key, value, attention_mask, others), None
+    if attention_mask is not None:
+        raise UnsupportedModel(f"{type(module).__name__} brings an attention mask of its own in some steps only")
     layer: int = module.layer_idx  # type: ignore[assignment]
     if context.hooks is not None:
         context.hooks.wait_layer(layer)

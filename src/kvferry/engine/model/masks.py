@@ -37,8 +37,13 @@ class SeenMasks:
         return stand_in
 
     def function_of(self, mask: Tensor) -> MaskFunction | None:
-        """The function of a placeholder; None if `mask` is something that the model has made itself."""
-        return next((function for stand_in, function in self.made if stand_in is mask), None)
+        """The function of a placeholder, or of a slice that is the whole of it; None if `mask` is something that the model
+        has made itself."""
+        return next((function for stand_in, function in self.made if _is_whole(mask, stand_in)), None)
+
+
+def _is_whole(mask: Tensor, stand_in: Tensor) -> bool:
+    return mask.data_ptr() == stand_in.data_ptr() and mask.shape == stand_in.shape
 
 
 def window_of(function: MaskFunction, num_positions: int, device: torch.device, who: str) -> int | None:
