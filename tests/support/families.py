@@ -44,6 +44,7 @@ SMALL: dict[str, Any] = {
 
 _LATENT = {"num_key_value_heads": 4}
 _DECODER = {"is_decoder": True}
+_CONVOLUTIONS = {"layer_types": ["conv", "full_attention", "conv", "full_attention"]}
 _LOCAL_THEN_FULL = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
 FAMILY: dict[str, dict[str, Any]] = {
     **dict.fromkeys(["axk1", "axk2", "deepseek_v2", "deepseek_v3", "deepseek_v32"], _LATENT),
@@ -59,8 +60,24 @@ FAMILY: dict[str, dict[str, Any]] = {
     "gemma2": {"layer_types": _LOCAL_THEN_FULL, "query_pre_attn_scalar": 16},
     "gemma3_text": {"layer_types": _LOCAL_THEN_FULL, "query_pre_attn_scalar": 16},
     "gemma3n_text": {
-        "layer_types": _LOCAL_THEN_FULL, "num_kv_shared_layers": 2, "laurel_rank": 8, "hidden_size_per_layer_input": 16},
+        "layer_types": _LOCAL_THEN_FULL,
+        "num_kv_shared_layers": 2,
+        "laurel_rank": 8,
+        "hidden_size_per_layer_input": 16,
+    },
     "gemma4_text": {"layer_types": _LOCAL_THEN_FULL},
+    "lfm2": _CONVOLUTIONS,
+    "lfm2_moe": _CONVOLUTIONS | {"num_dense_layers": 1},
+    "cohere_compass_text": {
+        "rope_parameters": {
+            "full_attention": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
+        }
+    },
+    "dbrx": {
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
+        "ffn_config": {"hidden_size": 64, "ffn_hidden_size": 96, "moe_num_experts": 4, "moe_top_k": 2},
+    },
+    "mamba2": {"num_heads": 8, "head_dim": 16},
     "longcat_flash": _LATENT
     | {"head_dim": 8, "ffn_hidden_size": 96, "expert_ffn_hidden_size": 48, "zero_expert_num": 2, "moe_topk": 2},
     "zaya": {"num_experts_per_tok": 1},
@@ -111,6 +128,11 @@ OPTIONS: list[Case] = [
         "llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64)),
     Case("llama", "longrope", longrope(8), by_forward=True),
     Case("mistral", "without a window", {"sliding_window": None}),
+    Case("mistral", "window beyond the prompts", {"sliding_window": 100}),
+    Case("moshi", "window beyond the prompts", {"sliding_window": 100}),
+    Case("moshi", "window of the longest sequence", {"sliding_window": 512}),
+    Case("lfm2", "without convolutions", {"layer_types": ["full_attention"] * 4}),
+    Case("lfm2_moe", "without convolutions", {"layer_types": ["full_attention"] * 4}),
     Case("mistral", "yarn", rope("yarn", factor=4.0, original_max_position_embeddings=64)),
     Case("mixtral", "without a window", {"sliding_window": None}),
     Case("mixtral", "one expert a token", {"num_experts_per_tok": 1}),

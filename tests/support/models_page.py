@@ -36,9 +36,10 @@ compares it with this page.
   a layer attends to: some families define a sliding window in the mask only.
 - Logits: short sequences in one batch, in chunks, over a shared prefix and token by token are compared with the model's
   own attention on each sequence alone. This is repeated at every length that the configuration names (trained context,
-  last position), and with sliding windows made small, so that the sequences are longer than the windows.
-- That the model's own cache does not change its logits. Where it does, there is no reference to compare with, and the
-  model is refused.
+  last position), and with windows made small, so that the sequences are longer than the windows.
+- That the model's own cache does not change its logits, in all of these cases but across the limit of `longrope` (see
+  below). Where it does, there is no reference to compare with, and the model is refused: Moshi's cache drops what is
+  behind its window, and its mask does not.
 
 ## Sequences beyond the trained context
 
@@ -52,6 +53,12 @@ the result of the forward pass. KV with short and with long factors has differen
 and in stores. If P and D are on different sides of that length, D computes the prompt again.
 
 Dynamic NTK scaling would begin beyond `max_position_embeddings`, which is the longest sequence that kvferry accepts.
+
+## KV that layers share
+
+The last layers of Gemma 3n and Gemma 4 may attend with the keys and values of an earlier layer
+(`num_kv_shared_layers`). kvferry keeps them for each of these layers, so that the cache of such a model is as large as
+that of one without sharing.
 """
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 import pytest
 import transformers
 
-from support.families import Case, cases
+from support.families import CannotBuildSmall, Case, cases, make_config
 from support.models_page import PAGE, read, render, version_of
 from support.sweep import Outcome, try_case
 
@@ -45,6 +46,11 @@ def test_the_page_is_of_these_cases_and_as_it_was_made(told: dict[str, Outcome])
     assert sum(outcome.kind == "exact" for outcome in told.values()) >= 100
 
 
-def test_names_of_cases_are_unique() -> None:
+def test_cases_are_not_the_same_by_another_name() -> None:
     names = [case.name for case in cases()]
     assert len(names) == len(set(names))
+    configurations: dict[str, str] = {}
+    for case in cases():
+        with contextlib.suppress(CannotBuildSmall):
+            configuration = repr((case.family, make_config(case).to_dict()))
+            assert configurations.setdefault(configuration, case.name) == case.name

@@ -48,7 +48,7 @@ def test_what_depends_on_company_is_refused(change: Any, model_maker: Any, monke
     folder = model_maker("llama")
     load(folder)
     spoil(monkeypatch, change)
-    with pytest.raises(UnsupportedModel, match="does not give the same logits"):
+    with pytest.raises(UnsupportedModel, match=r"does not give the same logits|other logits with its own cache"):
         load(folder)
 
 
@@ -77,3 +77,37 @@ def test_every_length_that_a_configuration_names_is_passed(model_maker: Any) -> 
     assert self_check.thresholds(text) == [100, 3000]
     examples = self_check._examples(text, torch.device("cpu"))
     assert [example.first for example in examples] == [0, 0, 76, 88, 2976]
+
+
+def test_lengths_may_be_in_lists_and_written_as_fractions(model_maker: Any) -> None:
+    text = load(model_maker("llama", max_position_embeddings=3000)).module.config
+    text.layer_windows, text.rope_parameters["original_max_position_embeddings"] = [128, 700], 900.0
+    assert self_check.thresholds(text) == [128, 700, 900, 3000]
+
+
+def of_cached_tokens(attention: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """As a cache that forgets what the mask still shows would: only the values of the last 20 tokens are kept."""
+    cache = kwargs.get("past_key_values")
+    for layer in [] if cache is None else cache.layers:
+        if layer.is_initialized:
+            layer.values[:, :, :-20] = 0
+    return args, kwargs
+
+
+def test_a_cache_that_forgets_is_refused(model_maker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then `generate()` has other answers than a forward pass, and neither is the right one."""
+    spoil(monkeypatch, of_cached_tokens)
+    with pytest.raises(UnsupportedModel, match="other logits with its own cache than without"):
+        load(model_maker("llama"))
+
+
+def test_a_mask_that_comes_only_in_long_steps_is_refused(model_maker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The probe of two tokens does not see it."""
+
+    def mask(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        length = args[0].shape[1]
+        return args, kwargs | ({"attention_mask": torch.zeros(1, 1, length, length)} if length > 2 else {})
+
+    spoil(monkeypatch, mask)
+    with pytest.raises(UnsupportedModel, match="an attention mask of its own in some steps only"):
+        load(model_maker("llama"))

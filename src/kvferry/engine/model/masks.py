@@ -37,8 +37,8 @@ class SeenMasks:
         return stand_in
 
     def function_of(self, mask: Tensor) -> MaskFunction | None:
-        """The function of a placeholder, or of a slice that is the whole of it; None if `mask` is something that the model
-        has made itself."""
+        """The function of a placeholder, also as a slice that is the whole of it; None if `mask` is something that the
+        model has made itself."""
         return next((function for stand_in, function in self.made if _is_whole(mask, stand_in)), None)
 
 
