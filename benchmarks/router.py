@@ -81,8 +81,8 @@ class Mock:
         return Routes(
             [
                 Route("GET", "/health", self.health, Access.OPEN),
-                Route("GET", "/kvferry/instance", self.instance, Access.ADMIN),
-                Route("POST", "/kvferry/release", self.health, Access.ADMIN),
+                Route("GET", "/kvferry/instance", self.instance, Access.PROBE),
+                Route("POST", "/kvferry/release", self.health, Access.RELEASE),
                 Route("GET", "/v1/models", self.models),
                 Route("POST", "/v1/completions", self.prefill if self._role == "prefill" else self.decode),
             ]

@@ -254,7 +254,7 @@ CACHE = {"kv_connector": "OffloadingConnector", "kv_role": "kv_producer"}
 def test_what_an_instance_registers_for_it_can_do(
     role: str, fits: bool, within: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("KVFERRY_AUTH_TOKEN", "fleet")
+    monkeypatch.setenv("KVFERRY_AUTH_TOKEN", "the token of tests")
     monkeypatch.setattr(common, "RUN_INSTANCE", "nowhere:run")
     one = {"kv_connector": "P2pConnector", "kv_role": role}
     several = {"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": [CACHE, one]}}

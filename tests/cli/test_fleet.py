@@ -7,11 +7,10 @@ import asyncio
 import pytest
 
 from kvferry.cli.main import main
-from kvferry.core.registration import registration_key
 from kvferry.http.config import HttpConfig
-from router.peers import routing
+from router.peers import SECRET, routing
 
-HTTP = HttpConfig(shutdown_grace_s=1, registration_key=registration_key("fleet"))
+HTTP = HttpConfig(shutdown_grace_s=1, secret=SECRET)
 
 
 @pytest.fixture(autouse=True)
@@ -25,7 +24,7 @@ async def test_without_instances_and_without_a_key(capsys: pytest.CaptureFixture
         assert capsys.readouterr() == ("", "kvferry: the router has no instances\n")
         assert await asyncio.to_thread(main, ["fleet", "drain", "decode-0", "--router", url]) == 2
         (line,) = capsys.readouterr().err.splitlines()
-        assert "needs an operator's key: set KVFERRY_AUTH_TOKEN to that of the router, or give --admin-key" in line
+        assert "needs an operator: set KVFERRY_AUTH_TOKEN to that of the router, or give --admin-key" in line
 
 
 def test_a_router_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,7 +14,6 @@ import httpx
 import pytest
 
 from kvferry.cli import fleet as commands
-from kvferry.http.keys import fleet_key
 from support.members import Member
 from support.processes import AUTH_TOKEN, KvferryProcess, kvferry, until
 
@@ -128,8 +127,9 @@ def test_what_prefill_refuses_is_the_clients(fleet: Fleet) -> None:
     fleet.until_all_are_back()
 
 
-def test_an_instance_is_drained_under_load_and_comes_back(fleet: Fleet) -> None:
-    where = commands.Where(router=fleet.router.url, admin_key=fleet_key(AUTH_TOKEN))
+def test_an_instance_is_drained_under_load_and_comes_back(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVFERRY_AUTH_TOKEN", AUTH_TOKEN)
+    where = commands.Where(router=fleet.router.url)
     with ThreadPoolExecutor(8) as pool:
         asked = [pool.submit(fleet.ask, f"drain {number}") for number in range(16)]
         for name in ("decode-1", "prefill-1"):

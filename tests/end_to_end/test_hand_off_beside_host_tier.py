@@ -11,13 +11,11 @@ import httpx
 import pytest
 
 from conftest import ModelMaker
-from kvferry.http.keys import fleet_key
-from support.processes import AUTH_TOKEN, KvferryProcess, kvferry, sum_of, until
+from support.processes import OPERATOR, KvferryProcess, kvferry, sum_of, until
 
 # `make test` has what it shows in one process: `engine/test_cache_beside_hand_off.py`.
 pytestmark = [pytest.mark.processes, pytest.mark.full(in_every_part=True)]
 
-AUTHORIZED = {"Authorization": f"Bearer {fleet_key(AUTH_TOKEN)}"}
 DOCS = Path(__file__).parents[2] / "docs" / "stores.md"
 SMALL = (
     *("--served-model-name=m", "--dtype=float32", "--kv-cache-memory=16MiB", "--block-size=16", "--no-prefix-caching"),
@@ -51,14 +49,14 @@ def test_it_answers_and_keeps(model_maker: ModelMaker, tmp_path: Path) -> None:
 
 def instances(front: KvferryProcess) -> list[str]:
     """Addresses of the prefill and the decode instance."""
-    found = httpx.get(front.url + "/kvferry/instances", headers=AUTHORIZED, timeout=30).json()["instances"]
+    found = httpx.get(front.url + "/kvferry/instances", auth=OPERATOR, timeout=30).json()["instances"]
     by_role = {one["role"]: one["url"] for one in found}
     return [by_role["prefill"], by_role["decode"]]
 
 
 def figure(instance: str, name: str) -> float:
     """One of its connector's figures."""
-    return sum_of(httpx.get(instance + "/metrics", headers=AUTHORIZED, timeout=30).text, f"kvferry:{name}")
+    return sum_of(httpx.get(instance + "/metrics", auth=OPERATOR, timeout=30).text, f"kvferry:{name}")
 
 
 def tokens(server: KvferryProcess, prompt: str) -> list[int]:

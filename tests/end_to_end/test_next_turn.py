@@ -10,8 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from kvferry.http.keys import fleet_key
-from support.processes import AUTH_TOKEN, Cluster, KvferryProcess, cluster, kvferry, until
+from support.processes import OPERATOR, Cluster, KvferryProcess, cluster, kvferry, until
 
 pytestmark = [pytest.mark.processes, pytest.mark.full(in_every_part=True)]
 
@@ -44,9 +43,8 @@ def alone(plain: KvferryProcess, prompt: list[int]) -> list[int]:
 
 
 def operate(fleet: Cluster, what: str, **about: Any) -> int:
-    headers = {"Authorization": f"Bearer {fleet_key(AUTH_TOKEN)}"}
     url = f"{fleet.router.url}/kvferry/instances/{what}"
-    return httpx.post(url, json=about, headers=headers, timeout=30).status_code
+    return httpx.post(url, json=about, auth=OPERATOR, timeout=30).status_code
 
 
 @pytest.mark.parametrize("num_workers", [1, 3])

@@ -23,11 +23,10 @@ from typing import Any
 import httpx
 import pytest
 
-from kvferry.http.keys import fleet_key
 from support.flaky_link import FlakyLink, flaky_link
 from support.members import Member
 from support.ports import free_port
-from support.processes import AUTH_TOKEN, KvferryProcess, kvferry, until
+from support.processes import OPERATOR, KvferryProcess, kvferry, until
 from support.valkey_server import BINARIES, ValkeyServer, server_binary
 
 pytestmark = pytest.mark.processes
@@ -276,8 +275,7 @@ class Chaos:
 
     def _in_flight(self) -> int:
         """Legs that the router has open."""
-        headers = {"Authorization": f"Bearer {fleet_key(AUTH_TOKEN)}"}
-        told = httpx.get(self.router.url + "/kvferry/instances", headers=headers, timeout=30).json()
+        told = httpx.get(self.router.url + "/kvferry/instances", auth=OPERATOR, timeout=30).json()
         return sum(one["in_flight"] for one in told["instances"])
 
 

@@ -9,10 +9,9 @@ from typing import Any
 import httpx
 import pytest
 
-from kvferry.http.keys import fleet_key
 from support.members import Member
 from support.ports import free_port
-from support.processes import AUTH_TOKEN, KvferryProcess, kvferry, until
+from support.processes import OPERATOR, KvferryProcess, kvferry, until
 
 pytestmark = pytest.mark.processes
 
@@ -21,8 +20,7 @@ ROUTER = ("router", "--registration", "--registration-lease-s=3", "--health-inte
 
 def instances(router: KvferryProcess) -> list[tuple[str, bool]]:
     """Role and whether it is drained, of all that the router knows."""
-    headers = {"Authorization": f"Bearer {fleet_key(AUTH_TOKEN)}"}
-    found = httpx.get(router.url + "/kvferry/instances", headers=headers, timeout=30).json()["instances"]
+    found = httpx.get(router.url + "/kvferry/instances", auth=OPERATOR, timeout=30).json()["instances"]
     return sorted((one["role"], one["draining"]) for one in found)
 
 

@@ -16,8 +16,7 @@ from typing import Any
 import httpx
 import pytest
 
-from kvferry.http.keys import fleet_key
-from support.processes import AUTH_TOKEN, Cluster, KvferryProcess, cluster, kvferry, until
+from support.processes import OPERATOR, Cluster, KvferryProcess, cluster, kvferry, until
 
 pytestmark = [pytest.mark.processes, pytest.mark.full(in_every_part=True)]
 
@@ -58,8 +57,7 @@ def tokens(server: KvferryProcess, prompt: list[int], salt: str, stream: bool = 
 
 def in_flight(router: KvferryProcess) -> int:
     """Legs that it counts."""
-    headers = {"Authorization": f"Bearer {fleet_key(AUTH_TOKEN)}"}
-    told = httpx.get(router.url + "/kvferry/instances", headers=headers, timeout=30).json()["instances"]
+    told = httpx.get(router.url + "/kvferry/instances", auth=OPERATOR, timeout=30).json()["instances"]
     return sum(one["in_flight"] for one in told)
 
 

@@ -53,13 +53,13 @@ def test_the_secret_is_shared_and_not_an_argument() -> None:
     first, second = fleet().plan(), fleet().plan()
     tokens = {spec.environment["KVFERRY_AUTH_TOKEN"] for spec in first.instances}
     assert len(tokens) == 1
-    assert tokens != {second.instances[0].environment["KVFERRY_AUTH_TOKEN"]}
+    assert tokens == {second.instances[0].environment["KVFERRY_AUTH_TOKEN"]}  # this user's, which `kvferry fleet` has
     assert not any(token in argument for token in tokens for spec in first.instances for argument in spec.command)
 
 
 def test_a_secret_in_the_environment_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KVFERRY_AUTH_TOKEN", "mine")
-    assert fleet().plan().instances[0].environment["KVFERRY_AUTH_TOKEN"] == "mine"
+    monkeypatch.setenv("KVFERRY_AUTH_TOKEN", "mine, and not too short")
+    assert fleet().plan().instances[0].environment["KVFERRY_AUTH_TOKEN"] == "mine, and not too short"
 
 
 @pytest.mark.parametrize(

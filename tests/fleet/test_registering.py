@@ -14,7 +14,6 @@ import pytest
 from fleet.recording import RecordingDisplay
 from fleet.test_foreign import foreign, up
 from kvferry.core.errors import ConfigError
-from kvferry.core.registration import registration_key
 from kvferry.engine.config import EngineConfig
 from kvferry.fleet.local import TOKEN_VARIABLE, LocalFleet
 from kvferry.fleet.restart import RestartPolicy
@@ -22,19 +21,24 @@ from kvferry.fleet.spec import FleetSpec, InstanceSpec, Listen
 from kvferry.http.config import HttpConfig
 from kvferry.http.registrar import make_registrar
 from kvferry.router.config import RouterConfig
-from router.peers import routing
+from router.peers import SECRET, routing
 from router.test_membership import holds
 
-TOKEN = "fleet"
-HTTP = HttpConfig(shutdown_grace_s=1, registration_key=registration_key(TOKEN))
+TOKEN = SECRET
+HTTP = HttpConfig(shutdown_grace_s=1, secret=TOKEN)
 SETTINGS: dict[str, Any] = {"registration": True, "protocol": "nixl", "health_interval_s": 0.05}
 """The program answers anything: with this protocol it is not asked what it is."""
+
+
+@pytest.fixture(autouse=True)
+def _token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(TOKEN_VARIABLE, TOKEN)
 
 
 async def test_it_is_there_while_it_serves_and_takes_its_leave() -> None:
     display, spec = RecordingDisplay(), foreign()
     async with routing([], [], HTTP, registration_lease_s=1.0, **SETTINGS) as (router, url):
-        registrar = make_registrar((url,), "prefill", TOKEN, host="127.0.0.1", bootstrap_port=7)
+        registrar = make_registrar((url,), "prefill", host="127.0.0.1", bootstrap_port=7)
         task = await up(display, replace(spec, registrar=registrar), RestartPolicy(max_restarts=3))
         await holds(lambda: [one.role for one in router.services.pools] == ["prefill"])
         (instance,) = router.services.pools
@@ -55,7 +59,7 @@ async def test_it_is_there_while_it_serves_and_takes_its_leave() -> None:
 
 async def test_a_router_that_is_not_there_keeps_nothing_from_ending() -> None:
     display = RecordingDisplay()
-    registrar = make_registrar(("http://127.0.0.1:9",), "decode", TOKEN, host="127.0.0.1")
+    registrar = make_registrar(("http://127.0.0.1:9",), "decode", host="127.0.0.1")
     task = await up(display, replace(foreign(), registrar=registrar))
     os.kill(os.getpid(), signal.SIGTERM)
     async with asyncio.timeout(30):

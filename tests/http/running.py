@@ -39,7 +39,7 @@ class Handlers:
         return Routes(
             [
                 Route("GET", "/health", self.ok, Access.OPEN),
-                Route("GET", "/metrics", self.ok, Access.ADMIN),
+                Route("GET", "/metrics", self.ok, Access.PROBE),
                 Route("GET", "/ok", self.ok),
                 Route("POST", "/echo", self.echo),
                 Route("POST", "/pieces", self.pieces),

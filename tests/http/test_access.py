@@ -15,7 +15,6 @@ from kvferry.core.errors import ConfigError
 from kvferry.http.client import HttpClient
 from kvferry.http.config import HttpConfig
 from kvferry.http.errors import Unreachable
-from kvferry.http.keys import fleet_key
 from kvferry.http.origin import Origin
 from kvferry.http.tls import client_context
 
@@ -59,18 +58,10 @@ async def test_what_a_client_without_a_key_is_told() -> None:
 
 
 async def test_an_admin_key_keeps_clients_out() -> None:
-    async with running(api_key=("client",), admin_key=("admin",), fleet_keys=("fleet",)) as served:
+    async with running(api_key=("client",), admin_key=("admin",)) as served:
         assert await status_of(served.port, "/metrics", "client") == 401
         assert await status_of(served.port, "/metrics", "admin") == 200
-        assert await status_of(served.port, "/metrics", "fleet") == 200
         assert await status_of(served.port, "/ok", "admin") == 200
-
-
-async def test_a_fleet_key_shuts_nobody_out() -> None:
-    async with running(fleet_keys=(fleet_key("token"),)) as served:
-        assert await status_of(served.port, "/metrics") == 200
-    assert fleet_key("token") != fleet_key("other")
-    assert "token" not in fleet_key("token")
 
 
 async def test_an_admin_listener_has_the_admin_paths_alone() -> None:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
@@ -23,6 +24,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from kvferry.core.keys import CHALLENGE_PATH, Purpose, Signer
 from kvferry.http.config import HttpConfig, InstanceAccess
 from kvferry.http.lifecycle import Lifecycle
 from kvferry.http.listen import listen
@@ -372,6 +374,20 @@ async def routing(
         assert instance.in_flight == load.num_prefills == load.num_decodes == 0
         assert abs(load.prefill_tokens) < 1e-6
     router.services.chooser.index.check()
+
+
+SECRET = "the token of tests"
+
+
+async def met(url: str, secret: str = SECRET) -> Signer:
+    """What is known of a server that holds the secret. Raises `AuthenticationFailed` for another."""
+    async with aiohttp.ClientSession() as client, client.get(f"{url}{CHALLENGE_PATH}?nonce=n") as answer:
+        return Signer(secret, "n", await answer.read())
+
+
+async def signed(url: str, purpose: Purpose, method: str, path: str, body: bytes = b"") -> dict[str, str]:
+    """The header of a request that kvferry's own process would send."""
+    return {"Authorization": (await met(url)).sign(purpose, method, path, body)}
 
 
 @asynccontextmanager

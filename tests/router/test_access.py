@@ -8,13 +8,13 @@ import aiohttp
 
 from kvferry.http.config import HttpConfig
 from kvferry.router.turns import Turns
-from router.peers import CONCURRENT, DECODE, Peer, answer, instances, routing, ticket
+from router.peers import CONCURRENT, DECODE, SECRET, Peer, answer, instances, routing, signed, ticket
 from router.test_hand_off import BODY
 
 
 async def test_clients_show_a_key_and_operators_see_addresses() -> None:
     p, d = Peer("prefill", ticket, facts=CONCURRENT), Peer("decode", answer, facts=DECODE)
-    http = HttpConfig(api_key=("client",), admin_key=("operator",), fleet_keys=("fleet",), shutdown_grace_s=1)
+    http = HttpConfig(api_key=("client",), admin_key=("operator",), secret=SECRET, shutdown_grace_s=1)
     async with (
         instances(p, d),
         routing([p.url], [d.url], http) as (_, url),
@@ -29,10 +29,12 @@ async def test_clients_show_a_key_and_operators_see_addresses() -> None:
             ("client", "/kvferry/instances", 401),
             ("operator", "/metrics", 200),
             ("operator", "/kvferry/instances", 200),
-            ("fleet", "/kvferry/instances", 200),
+            ("signed", "/kvferry/instances", 200),
         ):
             headers = {} if key is None else {"Authorization": f"Bearer {key}"}
             method = "POST" if path == "/v1/completions" else "GET"
+            if key == "signed":
+                headers = await signed(url, "operate", method, path)
             body = BODY if method == "POST" else None
             async with session.request(method, url + path, json=body, headers=headers) as response:
                 assert response.status == status, (key, path)

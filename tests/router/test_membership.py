@@ -16,8 +16,8 @@ from kvferry.cli import fleet
 from kvferry.core.clock import ManualClock
 from kvferry.core.errors import ConfigError
 from kvferry.http.config import HttpConfig
-from kvferry.http.keys import bearer
 from kvferry.http.listen import listen
+from kvferry.http.signed_client import bearer
 from kvferry.router.app import Router
 from kvferry.router.legs import Legs
 from kvferry.router.pools import Pools, RolePool
@@ -150,10 +150,10 @@ async def test_what_an_instance_answers_keeps_no_other_from_being_drained(monkey
     async with instances(strange, other), routing([], [strange.url, other.url], HTTP, **SOON) as (router, url):
         ask = Legs.ask
 
-        async def asked(legs: Legs, instance: Any, *arguments: Any) -> Any:
+        async def asked(legs: Legs, instance: Any, *arguments: Any, **more: Any) -> Any:
             if instance.url == strange.url and "/metrics" in arguments:
                 raise ValueError("nobody thought of this")
-            return await ask(legs, instance, *arguments)
+            return await ask(legs, instance, *arguments, **more)
 
         monkeypatch.setattr(Legs, "ask", asked)
         for name in ("decode-0", "decode-1"):
@@ -180,7 +180,7 @@ async def test_only_what_says_so_is_drained(status: int, text: bytes, drained: b
     async with instances(d), routing([], [d.url]) as (router, _):
         leaving = router.membership.drain("decode-0")
 
-        async def asked(*arguments: Any) -> tuple[int, bytes]:
+        async def asked(*arguments: Any, **more: Any) -> tuple[int, bytes]:
             return status, text
 
         monkeypatch.setattr(Legs, "ask", asked)

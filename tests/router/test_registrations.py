@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -17,7 +16,8 @@ import msgspec
 import pytest
 
 from kvferry.core.errors import ConfigError, Unavailable
-from kvferry.core.registration import REGISTER_PATH, Announcement, Registered, registration_key, seal
+from kvferry.core.keys import CHALLENGE_PATH, Signer, Verifier
+from kvferry.core.registration import REGISTER_PATH, Registered
 from kvferry.http import registrar as registrar_module
 from kvferry.http.config import HttpConfig
 from kvferry.http.origin import Origin
@@ -29,19 +29,19 @@ from kvferry.router.pools import Pools
 from router.peers import (
     CONCURRENT,
     DECODE,
+    SECRET,
     Peer,
     answer,
     answer_when_told,
     instances,
     routing,
+    signed,
     ticket,
     unused_address,
 )
 from router.test_membership import KEY, change, follow, holds, post
 
-TOKEN = "fleet"
-SEALING = registration_key(TOKEN)
-HTTP = HttpConfig(shutdown_grace_s=1, admin_key=(KEY,), registration_key=SEALING)
+HTTP = HttpConfig(shutdown_grace_s=1, admin_key=(KEY,), secret=SECRET)
 SOON = {"health_interval_s": 0.05, "registration": True, "registration_lease_s": 60.0}
 
 
@@ -55,7 +55,7 @@ def a_prefill() -> Peer:
 
 def registrar(router: str, peer: Peer, **more: Any) -> Registrar:
     role = "prefill" if peer.role == "prefill" else "decode"
-    config = RegistrarConfig(routers=tuple(router.split(",")), role=role, key=SEALING, url=peer.url)
+    config = RegistrarConfig(routers=tuple(router.split(",")), role=role, secret=SECRET, url=peer.url)
     return Registrar(replace(config, **more), "127.0.0.1", 1)
 
 
@@ -70,26 +70,28 @@ async def registering(*registrars: Registrar) -> AsyncIterator[list[asyncio.Task
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
+encoded = msgspec.json.encode
+
+
 def urls(router: Router) -> list[str]:
     return [one.url for one in router.services.pools if not one.draining]
 
 
 class Sender:
-    """Says to a router what it is told to, sealed or not."""
+    """Says to a router what it is told to, signed or not."""
 
-    def __init__(self, router: Router, url: str) -> None:
-        self.router, self.url, self.number = router, url, time.time_ns()
+    def __init__(self, url: str) -> None:
+        self.url = url
 
-    def message(self, peer: Peer, key: bytes = SEALING, **more: Any) -> bytes:
-        self.number += 1
-        fields = {"router": self.router.registrations.router, "process": "a", "number": self.number}
-        fields |= {"url": peer.url, "role": peer.role, **more}
-        return seal(key, msgspec.convert(fields, Announcement))
+    def message(self, peer: Peer, **more: Any) -> bytes:
+        return msgspec.json.encode({"process": "a", "url": peer.url, "role": peer.role, **more})
 
-    async def send(self, message: bytes) -> tuple[int, dict[str, Any]]:
+    async def send(self, message: bytes, headers: dict[str, str] | None = None) -> tuple[int, dict[str, Any]]:
+        if headers is None:
+            headers = await signed(self.url, "register", "POST", REGISTER_PATH, message)
         async with (
             aiohttp.ClientSession() as session,
-            session.post(self.url + REGISTER_PATH, data=message) as response,
+            session.post(self.url + REGISTER_PATH, data=message, headers=headers) as response,
         ):
             return response.status, await response.json()
 
@@ -100,7 +102,7 @@ class Sender:
 @asynccontextmanager
 async def a_router(*peers: Peer, http: HttpConfig = HTTP, **settings: Any) -> AsyncIterator[tuple[Router, Sender]]:
     async with instances(*peers), routing([], [], http, **{**SOON, **settings}) as (router, url):
-        yield router, Sender(router, url)
+        yield router, Sender(url)
 
 
 async def test_instances_come_by_themselves_serve_and_take_their_leave() -> None:
@@ -252,95 +254,48 @@ async def test_a_leave_does_not_wait_for_ever() -> None:
 async def test_forged_messages_are_refused() -> None:
     d = a_decode()
     async with a_router(d) as (router, sender):
-        for key in (registration_key("other"), b"guess"):
-            status, told = await sender.send(sender.message(d, key))
-            assert (status, told["error"]["code"]) == (401, "invalid_api_key")
         message = sender.message(d)
-        assert (await sender.send(message.replace(b'"decode"', b'"prefill"')))[0] == 401
+        forged = Signer("another token", "n", encoded(Verifier("another token", HTTP.name).answer("n")))
+        for headers in (
+            {},
+            {"Authorization": f"Bearer {KEY}"},
+            {"Authorization": forged.sign("register", "POST", REGISTER_PATH, message)},
+            await signed(sender.url, "register", "POST", "/elsewhere", message),
+            await signed(sender.url, "register", "POST", REGISTER_PATH, message.replace(b"decode", b"prefill")),
+            await signed(sender.url, "operate", "POST", REGISTER_PATH, message),
+        ):
+            status, told = await sender.send(message, headers)
+            assert (status, told["error"]["code"]) == (401, "invalid_api_key")
         assert (await sender.send(b"{}"))[0] == 400
         assert (await sender.send(b"x" * 20_000))[0] == 413
         assert not list(router.services.pools)
         assert not d.num_asked  # nor is anybody asked on a stranger's word
 
 
-async def test_a_message_is_good_for_once() -> None:
+async def test_a_message_is_good_for_once_and_at_one_router() -> None:
     d = a_decode()
-    async with a_router(d) as (router, sender):
+    async with a_router(d) as (router, sender), routing([], [], replace(HTTP, name="b"), **SOON) as (_, other):
         first = sender.message(d)
-        assert (await sender.send(first))[0] == 200
-        assert (await sender.send(first))[0] == 401
+        headers = await signed(sender.url, "register", "POST", REGISTER_PATH, first)
+        assert (await Sender(other).send(first, headers))[0] == 401
+        assert (await sender.send(first, headers))[0] == 200
+        assert (await sender.send(first, headers))[0] == 401
         assert (await sender.say(d, state="gone"))[1]["state"] == "gone"
-        assert (await sender.send(first))[0] == 401
+        assert (await sender.send(first, headers))[0] == 401
         await holds(lambda: not list(router.services.pools))
 
 
-async def test_a_message_is_for_one_router_process_only() -> None:
-    d = a_decode()
-    async with a_router(d) as (router, sender):
-        status, told = await sender.say(d, router="the one before")
-        assert (status, told["unknown_router"], told["router"]) == (409, True, router.registrations.router)
+async def test_nothing_is_said_to_a_router_that_does_not_hold_the_token(caplog: pytest.LogCaptureFixture) -> None:
+    d, fake = a_decode(), Peer("decode", answer, facts=DECODE)
+    async with (
+        instances(d, fake),
+        routing([], [], replace(HTTP, secret="another token"), **SOON) as (router, url),
+        registering(registrar(f"{url},{fake.url}", d)),
+    ):
+        await holds(lambda: caplog.text.count("nothing is said to it") == 2)
+        assert "start all processes of the deployment with the same KVFERRY_AUTH_TOKEN" in caplog.text
         assert not list(router.services.pools)
-
-
-async def test_an_old_message_is_refused() -> None:
-    d = a_decode()
-    async with a_router(d) as (_, sender):
-        status, told = await sender.say(d, number=time.time_ns() - 120 * 10**9)
-        assert status == 401
-        assert "clocks" in told["error"]["message"]
-
-
-class SetClock:
-    """The machine's, set forward or back."""
-
-    def __init__(self) -> None:
-        self.by_s = 0.0
-
-    def monotonic(self) -> float:
-        return time.monotonic()
-
-    def wall(self) -> float:
-        return time.time() + self.by_s
-
-
-@pytest.mark.parametrize("by_s", [-3600.0, -90.0, -5.0, 5.0, 3600.0])
-async def test_a_clock_that_is_set_loses_no_instance_and_lets_no_message_in_twice(
-    by_s: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of a machine that both are on."""
-    d, clock = a_decode(), SetClock()
-    monkeypatch.setattr(registrar_module, "SYSTEM_CLOCK", clock)
-    monkeypatch.setattr(registrar_module, "_MOST_RENEWAL_S", 0.05)
-    async with a_router(d) as (router, sender):
-        router.registrations._clock = clock
-        async with registering(registrar(sender.url, d)):
-            await holds(lambda: urls(router) == [d.url])
-            (one,) = router.services.pools
-            sender.number = int(clock.wall() * 1e9)
-            overheard = sender.message(d, process="someone else")
-            clock.by_s = by_s
-            lease = router.registrations.leases[d.url]
-            until = lease.until
-            await holds(lambda: lease.until > until + 0.2)  # it goes on being renewed
-            assert list(router.services.pools) == [one]
-            assert router.registrations.leases[d.url] is lease
-            assert (await sender.send(overheard))[0] in (401, 409)
-            assert router.registrations.leases[d.url] is lease
-
-
-async def test_an_instance_whose_clock_was_ahead_and_is_set_back_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a machine of its own."""
-    d, clock = a_decode(), SetClock()
-    clock.by_s = 50.0
-    monkeypatch.setattr(registrar_module, "SYSTEM_CLOCK", clock)
-    monkeypatch.setattr(registrar_module, "_MOST_RENEWAL_S", 0.05)
-    async with a_router(d) as (router, sender), registering(registrar(sender.url, d)):
-        await holds(lambda: urls(router) == [d.url])
-        clock.by_s = -15.0
-        lease = router.registrations.leases[d.url]
-        until = lease.until
-        await holds(lambda: lease.until > until + 0.2)
-        assert router.registrations.leases[d.url] is lease
+        assert {one.path.partition("?")[0] for one in fake.others} == {CHALLENGE_PATH}
 
 
 async def test_what_registers_must_be_there_and_be_what_it_says() -> None:
@@ -370,15 +325,11 @@ async def test_a_vllm_server_may_register_for_either_role() -> None:
         assert [peer.role for peer in router.services.pools] == ["prefill", "decode"]
 
 
-async def test_registration_is_off_unless_asked_for_and_needs_the_token() -> None:
+async def test_registration_is_off_unless_asked_for() -> None:
     d = a_decode()
-    for http, more in ((HTTP, {"registration": False}), (replace(HTTP, registration_key=b""), {})):
-        async with (
-            instances(d),
-            routing([], [d.url], http, **{**SOON, **more}) as (router, url),
-        ):
-            status, told = await Sender(router, url).say(d)
-            assert (status, told["error"]["code"]) == (403, "registration_refused")
+    async with instances(d), routing([], [d.url], HTTP, **{**SOON, "registration": False}) as (_, url):
+        status, told = await Sender(url).say(d)
+        assert (status, told["error"]["code"]) == (403, "registration_refused")
     with pytest.raises(ConfigError, match="--registration"):
         Pools.from_config(RouterConfig())
 
@@ -442,7 +393,7 @@ async def test_another_role_is_kept() -> None:
 async def test_who_was_named_by_flags_needs_no_lease() -> None:
     d = a_decode()
     async with instances(d), routing([], [d.url], HTTP, **SOON) as (router, url):
-        sender = Sender(router, url)
+        sender = Sender(url)
         assert (await sender.say(d))[0] == 200
         assert (await sender.say(d, state="gone"))[0] == 200
         router.registrations.look(router.services.clock.monotonic() + 1000)
@@ -465,25 +416,29 @@ async def test_who_the_file_names_later_is_kept_when_its_lease_ends(tmp_path: Pa
 # The instance's side.
 
 
-def test_settings_of_the_instance() -> None:
-    assert make_registrar((), "decode", "") is None
-    with pytest.raises(ConfigError, match="KVFERRY_AUTH_TOKEN"):
-        make_registrar(("http://127.0.0.1:1",), "decode", "")
+def test_settings_of_the_instance(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert make_registrar((), "decode") is None
+    for token in ("", "x", "15 characters.."):
+        monkeypatch.setenv("KVFERRY_AUTH_TOKEN", token)
+        with pytest.raises(ConfigError, match="KVFERRY_AUTH_TOKEN"):
+            make_registrar(("http://127.0.0.1:1",), "decode")
+    monkeypatch.setenv("KVFERRY_AUTH_TOKEN", SECRET)
     with pytest.raises(ConfigError, match="--register"):
-        make_registrar(("127.0.0.1",), "decode", TOKEN)
-    config = make_registrar(("http://a:1,http://b:2", "http://c:3"), "both", TOKEN)
+        make_registrar(("127.0.0.1",), "decode")
+    config = make_registrar(("http://a:1,http://b:2", "http://c:3"), "both")
     assert config is not None
     assert config.routers == ("http://a:1", "http://b:2", "http://c:3")
     assert config.role == "decode"
     assert config.tls is None
 
 
-def test_the_routers_authority_is_read_before_anything_is_loaded(tmp_path: Path) -> None:
+def test_the_routers_authority_is_read_before_anything_is_loaded(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setenv("KVFERRY_AUTH_TOKEN", SECRET)
     broken = tmp_path / "ca.pem"
     broken.write_text("no certificate")
     for ca in (tmp_path / "missing.pem", broken, tmp_path):
         with pytest.raises(ConfigError, match="--register-ca"):
-            make_registrar(("https://127.0.0.1:1",), "decode", TOKEN, ca=ca)
+            make_registrar(("https://127.0.0.1:1",), "decode", ca=ca)
 
 
 async def test_a_fault_is_logged_and_ends_no_registration(caplog: pytest.LogCaptureFixture) -> None:
@@ -501,7 +456,7 @@ async def test_a_fault_is_logged_and_ends_no_registration(caplog: pytest.LogCapt
         routing([], [], HTTP, **SOON) as (first, first_url),
         routing([], [], HTTP, **SOON) as (second, second_url),
     ):
-        config = RegistrarConfig(routers=(first_url, second_url), role="decode", key=SEALING, url=d.url)
+        config = RegistrarConfig(routers=(first_url, second_url), role="decode", secret=SECRET, url=d.url)
         async with registering(Registrar(config, "", 0, answers)):
             await holds(lambda: urls(first) == urls(second) == [d.url])
     assert "nobody thought of this" in caplog.text
@@ -522,7 +477,7 @@ async def test_the_address_towards_a_router_is_looked_up_beside_the_loop_and_onc
 
     monkeypatch.setattr(socket, "getaddrinfo", looking_up)
     async with instances(d), routing([], [], HTTP, **{**SOON, "registration_lease_s": 0.3}) as (router, url):
-        config = RegistrarConfig(routers=(url,), role="decode", key=SEALING)
+        config = RegistrarConfig(routers=(url,), role="decode", secret=SECRET)
         async with registering(Registrar(config, "0.0.0.0", int(d.url.rpartition(":")[2]), answers)):
             await holds(lambda: urls(router) == [d.url] and num_asked > 5)
     assert len(threads) == 1
@@ -532,7 +487,7 @@ async def test_the_address_towards_a_router_is_looked_up_beside_the_loop_and_onc
 async def test_a_router_whose_name_is_none_keeps_no_other_waiting(caplog: pytest.LogCaptureFixture) -> None:
     d = a_decode()
     async with instances(d), routing([], [], HTTP, **SOON) as (router, url):
-        config = RegistrarConfig(routers=("http://nowhere.invalid:1", url), role="decode", key=SEALING)
+        config = RegistrarConfig(routers=("http://nowhere.invalid:1", url), role="decode", secret=SECRET)
         async with registering(Registrar(config, "0.0.0.0", int(d.url.rpartition(":")[2]))):
             await holds(lambda: urls(router) == [d.url] and "nowhere.invalid" in caplog.text)
     assert "--advertise-url" in caplog.text
@@ -542,7 +497,7 @@ async def test_one_that_listens_everywhere_names_the_address_towards_the_router(
     d = a_decode()
     async with instances(d), routing([], [], HTTP, **SOON) as (router, url):
         port = int(d.url.rpartition(":")[2])
-        config = RegistrarConfig(routers=(url,), role="decode", key=SEALING)
+        config = RegistrarConfig(routers=(url,), role="decode", secret=SECRET)
         async with registering(Registrar(config, "0.0.0.0", port)):
             await holds(lambda: urls(router) == [d.url])
 
@@ -554,7 +509,7 @@ async def test_while_it_does_not_answer_its_lease_is_not_renewed() -> None:
         return serves
 
     async with instances(d), routing([], [], HTTP, **{**SOON, "registration_lease_s": 0.2}) as (router, url):
-        config = RegistrarConfig(routers=(url,), role="decode", key=SEALING, url=d.url)
+        config = RegistrarConfig(routers=(url,), role="decode", secret=SECRET, url=d.url)
         async with registering(Registrar(config, "", 0, answers)):
             await holds(lambda: urls(router) == [d.url])
             serves = False
@@ -565,6 +520,6 @@ async def test_while_it_does_not_answer_its_lease_is_not_renewed() -> None:
 
 @pytest.mark.parametrize("lease_s", [0.0, -5.0, 1e-300, 1e300])
 async def test_whatever_lease_a_router_gives_it_is_told_again_in_good_time(lease_s: float) -> None:
-    told = Registered(router="r", lease_s=lease_s)
+    told = Registered(lease_s=lease_s)
     pause_s = registrar_module._Router(Origin.parse("http://r:1")).heard(told, "decode")
     assert 0.05 <= pause_s <= 60

@@ -30,7 +30,6 @@ from support.certificates import Authority
 SERVE = """
 import json, sys
 from pathlib import Path
-from kvferry.core.registration import registration_key
 from kvferry.http.config import HttpConfig
 from kvferry.http.limits import HttpLimits
 from kvferry.router.config import RouterConfig
@@ -48,7 +47,7 @@ of_http = ("port", "api_key_file", "tls_cert", "tls_key")
 http = {"port": 0} | {name: settings.pop(name) for name in of_http if name in settings}
 http["limits"] = HttpLimits(**{name: settings.pop(name) for name in [*settings] if name.startswith("http_")})
 config = RouterConfig(prefill_url=tuple(prefill), decode_url=tuple(decode), **settings)
-access = HttpConfig(**http, admin_key=("operator",), registration_key=registration_key("fleet"))
+access = HttpConfig(**http, admin_key=("operator",), secret="the token of tests")
 sys.exit(run_router(config, access, on_ready=tell))
 """
 

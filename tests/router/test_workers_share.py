@@ -10,12 +10,13 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+import aiohttp
 import pytest
 
 from kvferry.router.worker_turns import keeper_number
-from router.peers import CONCURRENT, DECODE, Peer, answer, instances, ticket
+from router.peers import CONCURRENT, DECODE, Peer, answer, instances, signed, ticket
 from router.test_next_turn import keeping, told
-from router.test_registrations import a_decode, registering, registrar
+from router.test_registrations import Sender, a_decode, registering, registrar
 from router.test_workers import Workers, complete, until, workers
 
 LEASE_S = 1.0
@@ -96,10 +97,24 @@ async def test_what_an_operator_removed_stays_out_though_the_first_worker_is_rep
 async def test_a_message_that_is_too_long_is_refused_by_all_workers() -> None:
     async with registered() as router:
         for _ in range(6):
-            status, _ = await router.ask("POST", "/kvferry/instances/register", "x" * 200_000)
-            assert status == 413
+            assert (await Sender(router.url).send(b"x" * 200_000))[0] == 413
             status, _ = await router.ask("POST", "/kvferry/instances/add", "x" * 200_000)
             assert status in (400, 413)
+
+
+async def test_a_signed_request_is_taken_once_by_all_workers_together() -> None:
+    d = a_decode()
+    async with registered(d) as router:
+        body = json.dumps({"role": "decode", "url": "http://127.0.0.1:9"}).encode()
+        headers = await signed(router.url, "operate", "POST", "/kvferry/instances/add", body)
+        found = []
+        for _ in range(12):  # each over a connection of its own, and so at any of them
+            async with aiohttp.ClientSession() as session:
+                url = f"{router.url}/kvferry/instances/add"
+                async with session.post(url, data=body, headers=headers) as response:
+                    found.append(response.status)
+        assert found.count(200) == 1
+        assert {*found} == {200, 401}
 
 
 # Next turns.

@@ -10,13 +10,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
 
+from kvferry.core.keys import CHALLENGE_PATH, Purpose, Signer
 from support.warm import Child, Program, run_command
 
 START_S = 120.0
@@ -26,7 +27,28 @@ from kvferry.cli.main import main
 sys.stdin = open({stdin!r})
 sys.exit(main({arguments!r}))
 """
-AUTH_TOKEN = "test-token"
+AUTH_TOKEN = "the token of tests"
+
+
+class Signed(httpx.Auth):
+    """Signs requests for one purpose, as kvferry's own processes do."""
+
+    requires_request_body = requires_response_body = True
+
+    def __init__(self, purpose: Purpose, secret: str = AUTH_TOKEN) -> None:
+        self._purpose, self._secret = purpose, secret
+
+    def auth_flow(self, request: httpx.Request) -> Generator[httpx.Request, httpx.Response, None]:
+        nonce = "of a test"
+        challenge = request.url.copy_with(path=CHALLENGE_PATH, query=f"nonce={nonce.replace(' ', '+')}".encode())
+        answer = yield httpx.Request("GET", challenge)
+        session = Signer(self._secret, nonce, answer.content)
+        target = request.url.raw_path.decode()
+        request.headers["Authorization"] = session.sign(self._purpose, request.method, target, request.content)
+        yield request
+
+
+OPERATOR = Signed("operate")
 
 
 class KvferryProcess:

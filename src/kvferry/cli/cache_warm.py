@@ -4,7 +4,6 @@ once."""
 from __future__ import annotations
 
 import asyncio
-import os
 import sys
 from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass, field
@@ -25,14 +24,15 @@ from kvferry.cli.serve import flag_variables
 from kvferry.cli.warming import NotWarmed, Outcome, Server, find_instances, warm_all
 from kvferry.core.bounds import SECONDS
 from kvferry.core.errors import ConfigError, KvferryError
+from kvferry.core.keys import http_secret
 from kvferry.engine.config import EngineConfig
 from kvferry.fleet.display import Display, make_display
-from kvferry.fleet.local import TOKEN_VARIABLE, LocalFleet, plain_instance
+from kvferry.fleet.local import LocalFleet, plain_instance
 from kvferry.fleet.spec import FleetSpec, InstanceSpec, Listen
 from kvferry.fleet.supervisor import FleetPlan, LocalSupervisor
 from kvferry.fleet.transfer import check_transfer
 from kvferry.http.client import HttpClient
-from kvferry.http.keys import fleet_key
+from kvferry.http.signed_client import SignedClient
 from kvferry.http.tls import client_context
 from kvferry.models.digest_cache import DigestCache
 from kvferry.observe.logs import LogConfig, set_up_logging
@@ -65,7 +65,7 @@ class Warm:
     """The cache_salt of the prompts that are to find the KV; a line's own `cache_salt` takes precedence."""
 
     admin_key: str | None = None
-    """Admin key of the instance or router. Default: the key derived from KVFERRY_AUTH_TOKEN."""
+    """Admin key of the instance or router. Default: as of `kvferry fleet`."""
 
     ca: Path | None = None
     """Certificate authority (PEM) of https:// URLs. Default: the system's authorities."""
@@ -140,11 +140,11 @@ Visit = Callable[[str], Coroutine[Any, Any, None]]
 
 def _visitor(documents: Iterator[Document], what: Warm, report: _Report) -> Visit:
     async def visit(url: str) -> None:
-        token = os.environ.get(TOKEN_VARIABLE, "")
-        key = what.admin_key or (fleet_key(token) if token else None)
-        async with HttpClient(tls=client_context(what.ca, "--ca") if url.startswith("https") else None) as client:
+        key = what.admin_key
+        async with HttpClient(tls=client_context(what.ca, "--ca") if url.startswith("https") else None) as http:
+            client = SignedClient(http, http_secret([key] if key else []), key)
             await warm_all(
-                await find_instances(Server(client, url, key)),
+                await find_instances(Server(client, url)),
                 documents,
                 pin=None if what.unpin else what.pin,
                 cache_salt=what.cache_salt,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any, Protocol
@@ -11,20 +10,18 @@ from typing import TYPE_CHECKING, Annotated, Any, Protocol
 from cyclopts import Group, Parameter
 
 from kvferry.cli.flags import field_help, flags_of, nothing_said
+from kvferry.core.keys import http_secret, shared_token
 from kvferry.core.names import resolve, without_collections
-from kvferry.core.registration import registration_key
 from kvferry.core.transfer_config import KVTransferConfig
 from kvferry.engine.config import EngineConfig
 from kvferry.engine.server.config import ServerConfig
 from kvferry.fleet.display import ReportingDisplay, make_display
-from kvferry.fleet.local import TOKEN_VARIABLE
 from kvferry.fleet.ready import ReadyWriter
 from kvferry.fleet.restart import RestartPolicy
 from kvferry.fleet.spec import EngineChoice, FleetSpec, InstanceSpec, Listen
 from kvferry.fleet.supervisor import DEFAULT_POLICY, FleetPlan, LocalSupervisor
 from kvferry.fleet.transfer import InstanceRole, require_registrable
 from kvferry.http.config import HttpAccess, InstanceAccess
-from kvferry.http.keys import fleet_key
 from kvferry.http.limits import HttpLimits
 from kvferry.http.registrar import make_registrar
 from kvferry.models.digest_cache import DigestCache
@@ -144,15 +141,13 @@ def run_fleet(
 
 def http_settings(listen: Listen, access: HttpAccess, limits: HttpLimits) -> dict[str, Any]:
     """What a command's flags say about its HTTP server, as fields of an `HttpConfig`."""
-    token = os.environ.get(TOKEN_VARIABLE, "")
     return {
         **vars(access),
         "host": listen.host,
         "port": listen.port,
         "limits": limits,
         "shutdown_grace_s": listen.grace_s,
-        "fleet_keys": (fleet_key(token),) if token else (),
-        "registration_key": registration_key(token),
+        "secret": http_secret(access.admin_keys()),
     }
 
 
@@ -168,11 +163,10 @@ def run_engine(
     ready_fd: int | None = None,
 ) -> int:
     """Run one instance in this process, until SIGINT or SIGTERM; returns the exit code."""
-    token = os.environ.get(TOKEN_VARIABLE, "")
+    token = shared_token()
     registrar = make_registrar(
         instance.register,
         role,
-        token,
         scheme="http" if access.tls_cert is None else "https",
         url=instance.advertise_url,
         ca=instance.register_ca,

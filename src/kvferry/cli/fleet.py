@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import sys
 import time
 from dataclasses import dataclass
@@ -16,11 +15,10 @@ from cyclopts import App, Parameter
 from kvferry.core.bounds import PORT, SECONDS_OR_ZERO
 from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.core.errors import ConfigError, KvferryError
-from kvferry.fleet.local import TOKEN_VARIABLE
+from kvferry.core.keys import http_secret
 from kvferry.http.client import HttpClient
-from kvferry.http.headers import RawHeaders
-from kvferry.http.keys import bearer, fleet_key
 from kvferry.http.origin import Origin
+from kvferry.http.signed_client import SignedClient
 from kvferry.http.tls import client_context
 
 Role = Literal["prefill", "decode"]
@@ -29,8 +27,8 @@ _PATH = "/kvferry/instances"
 _ASK_S = 10.0
 _LOOK_AGAIN_S = 0.5
 _KEY = (
-    "this needs an operator's key: set KVFERRY_AUTH_TOKEN to that of the router, or give --admin-key (a router has"
-    " neither unless it was started with it)"
+    "this needs an operator: set KVFERRY_AUTH_TOKEN to that of the router, or give --admin-key; without either, the"
+    " user who started the router is its operator, on that machine"
 )
 
 
@@ -82,7 +80,8 @@ class Where:
     """URL of the router; with --admin-port, of its admin listener."""
 
     admin_key: str | None = None
-    """Admin key of the router. Default: the key derived from KVFERRY_AUTH_TOKEN."""
+    """Admin key of the router. Default: requests are signed with KVFERRY_AUTH_TOKEN, or with the token that kvferry
+    keeps for this user on this machine."""
 
     router_ca: Path | None = None
     """Certificate authority (PEM) of a router at an https:// URL. Default: the system's authorities."""
@@ -191,12 +190,13 @@ def _message(content: bytes) -> str:
 
 
 async def _exchange(where: Where, method: str, path: str, body: object) -> tuple[int, bytes]:
-    token = os.environ.get(TOKEN_VARIABLE, "")
-    key = where.admin_key or (fleet_key(token) if token else None)
-    headers: RawHeaders = [] if key is None else [bearer(key)]
     sent = None if body is None else msgspec.json.encode(body)
     tls = client_context(where.router_ca, "--router-ca") if where.router.startswith("https") else None
-    async with HttpClient(tls=tls) as client:
-        origin = Origin.parse(where.router.rstrip("/"))
-        status, _, content = await client.ask(origin, method, path, timeout_s=_ASK_S, headers=headers, body=sent)
+    key = where.admin_key
+    async with HttpClient(tls=tls) as http:
+        client, origin = (
+            SignedClient(http, http_secret([key] if key else []), key),
+            Origin.parse(where.router.rstrip("/")),
+        )
+        status, _, content = await client.ask(origin, method, path, purpose="operate", timeout_s=_ASK_S, body=sent)
     return status, content

@@ -20,6 +20,7 @@ from kvferry.cli.common import (
     reporting,
 )
 from kvferry.cli.flags import complete
+from kvferry.core.keys import shared_token
 from kvferry.fleet.spec import Listen
 from kvferry.http.config import HttpAccess, HttpConfig, InstanceAccess
 from kvferry.http.limits import HttpLimits
@@ -48,5 +49,7 @@ def router(
     where = complete(Listen, listen)
     http = HttpConfig(**http_settings(where, complete(HttpAccess, access), complete(HttpLimits, limits)))
     config, instances = complete(RouterConfig, router), complete(InstanceAccess, instance_access)
+    if config.registration:
+        shared_token("--registration")
     with reporting("router", ready_fd, complete(LogConfig, log)) as reporter:
         return run_router(config, http, instances, on_ready=reporter.ready)

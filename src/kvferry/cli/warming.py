@@ -17,10 +17,9 @@ from kvferry.cli.documents import Document
 from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.core.errors import KvferryError
 from kvferry.core.kept import KeptBlocks, TierShare
-from kvferry.http.client import HttpClient
-from kvferry.http.headers import RawHeaders
-from kvferry.http.keys import bearer
 from kvferry.http.origin import Origin
+from kvferry.http.response import JSON
+from kvferry.http.signed_client import SignedClient
 
 LOOK_EVERY_S = 0.25
 STALLED_S = 10.0
@@ -61,25 +60,23 @@ Answer = TypeVar("Answer")
 
 @dataclass(frozen=True)
 class Server:
-    """One instance, or a router. `key`: API or admin key."""
+    """One instance, or a router."""
 
-    client: HttpClient
+    client: SignedClient
     url: str
-    key: str | None = None
 
     async def ask(
         self, method: str, path: str, body: object, answer_type: type[Answer], timeout_s: float = ASK_S
     ) -> Answer:
         """The answer. Raises `NotWarmed` with the server's error, and `TransferError` if it does not answer."""
-        headers: RawHeaders = [(b"content-type", b"application/json")]
-        headers += [] if self.key is None else [bearer(self.key)]
         sent = None if body is None else msgspec.json.encode(body)
         status, _, content = await self.client.ask(
             Origin.parse(self.url.rstrip("/")),
             method,
             path,
+            purpose="operate",
             timeout_s=timeout_s,
-            headers=headers,
+            headers=[JSON],
             body=sent,
             max_bytes=LONGEST_ANSWER,
         )
@@ -118,7 +115,7 @@ async def find_instances(server: Server) -> list[Server]:
             f"the router at {server.url} shows its instances' addresses to operators only: give --admin-key, or, if the"
             " router was started without one, the --url of a prefill instance"
         )
-    return [Server(server.client, one["url"], server.key) for one in ready]
+    return [Server(server.client, one["url"]) for one in ready]
 
 
 # The work.

@@ -1,12 +1,14 @@
 """What an instance of kvferry's tells about itself at GET /kvferry/instance: the engine's server writes it, routers
-read it."""
+read it. Both are of the same release: what is not understood is not believed."""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
+from msgspec import Meta
 
+from kvferry.core.errors import ProtocolError
 from kvferry.core.hand_off import RankAddress
 from kvferry.core.layout import KVLayout
 
@@ -23,7 +25,11 @@ class KVSource(msgspec.Struct, frozen=True, kw_only=True):
     """The engine's own, of all this: D connects to no address without it."""
 
 
-class EventsAddress(msgspec.Struct, frozen=True, kw_only=True):
+Port = Annotated[int, Meta(ge=0, le=65535)]
+Number = Annotated[int, Meta(ge=0, le=2**53)]
+
+
+class EventsAddress(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Where an instance publishes its KV events, and where it replays them."""
 
     endpoint: str
@@ -42,7 +48,7 @@ def _at_host(endpoint: str, host: str) -> str:
     return endpoint.replace("//0.0.0.0:", f"//{name}:").replace("//[::]:", f"//{name}:")
 
 
-class TicketKinds(msgspec.Struct, frozen=True, kw_only=True):
+class TicketKinds(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The kinds of tickets that a connector writes for D, and those with which it finds KV as D. None: it does not say,
     as connectors of other packages may not."""
 
@@ -58,28 +64,28 @@ class TicketKinds(msgspec.Struct, frozen=True, kw_only=True):
         return self.writes is None or theirs.reads is None or not set(self.writes).isdisjoint(theirs.reads)
 
 
-class InstanceFacts(msgspec.Struct, frozen=True, kw_only=True):
+class InstanceFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`kv_host`, `kv_port`: the control address of rank 0, empty and 0 if it has none; `kv_ranks`: the addresses of all
     its ranks, if there are several; `kv_seal`: for tickets that a router makes of these addresses."""
 
-    role: str = "both"
+    role: Literal["prefill", "decode", "both"] = "both"
     engine_id: str = ""
     connector: str | None = None
     """None: it can neither hand off nor fetch."""
     tickets: TicketKinds = TicketKinds()
     kv_host: str = ""
-    kv_port: int = 0
+    kv_port: Port = 0
     kv_ranks: list[RankAddress] | None = None
     kv_seal: str = ""
-    tp_size: int = 1
+    tp_size: Annotated[int, Meta(ge=1, le=2**20)] = 1
     layout: str | None = None
     kv_layout: KVLayout | None = None
     """What `layout` is the fingerprint of."""
-    num_kv_tokens: int = 0
+    num_kv_tokens: Number = 0
     """How many tokens its KV cache takes; 0: it does not say."""
-    block_size: int = 0
+    block_size: Number = 0
     kv_events: EventsAddress | None = None
-    max_model_len: int = 0
+    max_model_len: Number = 0
     model_names: list[str] = []
 
     def has_part(self, part: Literal["prefill", "decode"]) -> bool:
@@ -100,3 +106,16 @@ class InstanceFacts(msgspec.Struct, frozen=True, kw_only=True):
             ranks=self.kv_ranks,
             seal=self.kv_seal,
         )
+
+
+def read_facts(content: bytes) -> InstanceFacts:
+    """What an instance answers. Raises `ProtocolError` for anything that no instance of this release says."""
+    try:
+        facts = msgspec.json.decode(content, type=InstanceFacts)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise ProtocolError(
+            f"what it says about itself is not understood: {error}; run the same release everywhere"
+        ) from error
+    if not facts.engine_id or not facts.model_names:
+        raise ProtocolError("it says of itself neither which engine nor which model it is")
+    return facts

@@ -24,6 +24,7 @@ import msgspec
 from kvferry.core.clock import SYSTEM_CLOCK, Clock
 from kvferry.core.errors import AuthenticationFailed, KvferryError, LeaseEnded, ProtocolError
 from kvferry.core.hand_off import Ticket
+from kvferry.core.keys import derive
 
 SKEW_S = 60.0
 """How much the clocks of two machines may differ."""
@@ -34,7 +35,7 @@ class TicketSealer:
     """Seals and verifies tickets with one token."""
 
     def __init__(self, token: str, clock: Clock = SYSTEM_CLOCK) -> None:
-        self._key = hmac.digest(token.encode(), b"kvferry tickets", "sha256") if token else b""
+        self._key = derive(token, "tickets")
         self._clock = clock
 
     def address_seal(self, ticket: Ticket) -> str:

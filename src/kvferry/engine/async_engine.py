@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from kvferry.core.errors import KvferryError, StoreError, Unavailable
 from kvferry.core.instance_facts import EventsAddress, InstanceFacts, TicketKinds
@@ -31,7 +31,11 @@ POLL_S = 0.005
 CALL_DEADLINE_S = 30.0
 JOIN_S = 10.0
 """Most seconds that `close` waits for a step to end."""
-_ROLES = {"kv_producer": "prefill", "kv_consumer": "decode", "kv_both": "both"}
+_ROLES: dict[str, Literal["prefill", "decode", "both"]] = {
+    "kv_producer": "prefill",
+    "kv_consumer": "decode",
+    "kv_both": "both",
+}
 ON_ITS_WAY = ("writer_waiting_bytes", "dirty_blocks")
 """Gauges of connectors, of what is not in all tiers of a store yet."""
 

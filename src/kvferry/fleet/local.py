@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields, replace
 
 from kvferry.core import environment
 from kvferry.core.errors import ConfigError
+from kvferry.core.keys import shared_token, users_token
 from kvferry.engine.config import EngineConfig
 from kvferry.fleet.arguments import flag_name, to_arguments
 from kvferry.fleet.cpu import CorePlan, Cores, available_cores, parse_cores, plan_cores, thread_variables
@@ -56,7 +57,7 @@ class LocalFleet:
         """The processes to run. Raises `ConfigError` if settings are wrong, before anything is started."""
         self._require_heeded()
         cores = self._cores()
-        token = os.environ.get(TOKEN_VARIABLE) or secrets.token_urlsafe(32)
+        token = shared_token() or users_token() or secrets.token_urlsafe(32)
         if self.choice.engine == "vllm":
             return self._plan_vllm(cores, token)
         instances = tuple(self._instance(index, cores.instances[index], token) for index in range(self._num_instances))
@@ -67,7 +68,9 @@ class LocalFleet:
         if not self.spec.is_split:
             require_nothing_said(self.access, self.limits)
             return
-        make_registrar(self.instance.register, "both", os.environ.get(TOKEN_VARIABLE, ""), ca=self.instance.register_ca)
+        if self.router.registration:
+            shared_token("--registration")
+        make_registrar(self.instance.register, "both", ca=self.instance.register_ca)
         if self.instance.advertise_url is not None:
             raise ConfigError("--advertise-url is for one instance alone, not for a fleet of several")
 
@@ -201,7 +204,6 @@ def _registered(
     registrar = make_registrar(
         instance.register,
         place.role,
-        os.environ.get(TOKEN_VARIABLE, ""),
         url=instance.advertise_url,
         host=place.host,
         ca=instance.register_ca,

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 
 from kvferry.core.openai import BodyTooLarge
+from kvferry.http.errors import Unauthorized
 
 BUFFERED_BYTES = 256 * 1024
 """What is kept for a handler that does not read, before the client is made to wait."""
@@ -18,8 +20,8 @@ SMALL_BYTES, JOINED_BYTES = 1024, 64 * 1024
 class Body:
     """Filled by the connection, read once by the handler: as a whole with `read`, or piece by piece.
 
-    Both raise `BodyTooLarge`, `RequestTimeout` or `BadHttp`, which handlers do not catch, since they are the answer to
-    the request. If the client disconnects, the handler's task is cancelled instead.
+    Both raise `BodyTooLarge`, `RequestTimeout`, `BadHttp` or `Unauthorized`, which handlers do not catch, since they
+    are the answer to the request. If the client disconnects, the handler's task is cancelled instead.
     """
 
     def __init__(self, max_bytes: int, on_read: Callable[[], None]) -> None:
@@ -32,7 +34,12 @@ class Body:
         self._error: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._whole = False
+        self._signed_sha256 = ""
         self._on_bytes: Callable[[int], None] | None = None
+
+    def require(self, sha256: str) -> None:
+        """The request is signed with this digest of its body, which is then read as a whole."""
+        self._signed_sha256 = sha256
 
     # The handler's side.
 
@@ -49,13 +56,19 @@ class Body:
         if self._error is not None:
             raise self._error
         pieces, self._pieces, self._buffered = self._pieces, deque(), 0
-        return bytes(pieces[0]) if len(pieces) == 1 else b"".join(pieces)
+        whole = bytes(pieces[0]) if len(pieces) == 1 else b"".join(pieces)
+        if self._signed_sha256 and hashlib.sha256(whole).hexdigest() != self._signed_sha256:
+            raise Unauthorized("the body is not the one that was signed")
+        return whole
 
     def __aiter__(self) -> AsyncIterator[bytes]:
-        """The body as it comes. A slow reader makes the client wait; at most `BUFFERED_BYTES` are kept."""
+        """The body as it comes, unless it is signed. A slow reader makes the client wait; at most `BUFFERED_BYTES` are
+        kept."""
         return self
 
     async def __anext__(self) -> bytes:
+        if self._signed_sha256:
+            raise Unauthorized("a signed body is not accepted here")
         while True:
             if self._pieces:
                 piece = self._pieces.popleft()

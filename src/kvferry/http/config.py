@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import secrets
 import ssl
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from kvferry.core.bounds import Bytes, Count, PortOrAny, SecondsOrZero, check_bounds
@@ -94,11 +96,11 @@ class HttpConfig(HttpAccess):
     shutdown_grace_s: SecondsOrZero = 30.0
     """Seconds that running requests are given to end before they are aborted."""
 
-    fleet_keys: tuple[str, ...] = ()
-    """Admin keys of the fleet's own processes. Unlike `admin_key`, they do not make keys mandatory for others."""
+    secret: str = field(default="", repr=False)
+    """What the keys of kvferry's own processes are derived from (`core.keys`); empty: they are clients like others."""
 
-    registration_key: bytes = field(default=b"", repr=False)
-    """Seals instances' registrations at routers (`core.registration`); empty without a fleet's token."""
+    name: str = field(default_factory=partial(secrets.token_hex, 16))
+    """Of this server in signed requests: all processes on one address have the same."""
 
     reuse_port: bool = False
     """Whether several processes listen on this port."""

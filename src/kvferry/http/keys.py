@@ -1,14 +1,15 @@
-"""Who may use which path: API keys for clients, admin keys for operators and for the fleet's own processes.
+"""Who may use which path of a server.
 
-    open    /health, /version, …: everyone
-    key     everything that uses or shows a model: an API key or an admin key, if any API key is set
-    admin   /metrics, /kvferry/*: an admin key if one is set; otherwise an API key if one is set
+    open      /health, /version, …: everyone
+    key       everything that uses or shows a model: an API key or an admin key, if any API key is set
+    probe     GET /metrics, /kvferry/*: an admin key if one is set; otherwise an API key if one is set
+    release   POST /kvferry/release: likewise
+    operate   what changes something: likewise; a router changes its instances for operators only (`Caller`)
+    register  instances that register themselves
 
-With an admin listener (`--admin-port`), the admin paths are served there only, and the clients' listener answers them
-with 404. Keys are compared by their SHA-256, all of them, in constant time.
-
-Processes of one fleet authenticate each other with `fleet_key`, which is derived from the token that authenticates
-their KV connections. The token itself is never sent, so that nobody who reads an HTTP request can fetch KV.
+A request that is signed for a purpose (`core.keys`) opens the paths of that name; one of an operator also those of
+`key` and `probe`. With an admin listener (`--admin-port`), `probe`, `release` and `operate` are served there only, and
+the clients' listener answers them with 404. Keys are compared by their SHA-256, all of them, in constant time.
 """
 
 from __future__ import annotations
@@ -18,83 +19,109 @@ import hmac
 from collections.abc import Iterable
 from enum import Enum
 from typing import Literal
+from urllib.parse import parse_qs
 
-from kvferry.core.errors import ConfigError
+import msgspec
+
+from kvferry.core.errors import AuthenticationFailed
+from kvferry.core.keys import SCHEME, Verifier
 from kvferry.core.openai import UnknownRoute
+from kvferry.http.config import HttpConfig
 from kvferry.http.errors import Unauthorized
-
-_PURPOSE = b"kvferry admin over HTTP"
+from kvferry.http.request import Caller, HttpRequest
+from kvferry.http.response import Response
 
 
 class Access(Enum):
-    """Which key a route requires."""
+    """What a route requires."""
 
     OPEN = "open"
     KEY = "key"
-    ADMIN = "admin"
+    PROBE = "probe"
+    RELEASE = "release"
+    OPERATE = "operate"
+    REGISTER = "register"
 
 
 Side = Literal["public", "admin", "all"]
 """Which listener a request came in by: the clients', the admin's, or the only one there is."""
 
-
-def fleet_key(auth_token: str) -> str:
-    """The admin key that all processes with the same `auth_token` share."""
-    return hmac.new(auth_token.encode(), _PURPOSE, hashlib.sha256).hexdigest()
-
-
-def bearer(key: str) -> tuple[bytes, bytes]:
-    """The header that presents a key. Raises `ConfigError` if no header can contain it; the message does not show the
-    key."""
-    try:
-        value = key.encode()
-    except UnicodeEncodeError as error:
-        raise ConfigError("a key is not UTF-8 text") from error
-    if any(byte < 0x20 or byte == 0x7F for byte in value):
-        raise ConfigError("a key contains a line break or another control character; remove it")
-    return b"authorization", b"Bearer " + value
+_ON_BOTH = (Access.OPEN, Access.REGISTER)
+_OPENED_BY_OPERATORS = (Access.KEY, Access.PROBE, Access.OPERATE)
+_LONGEST_NONCE = 128
 
 
 class Guard:
-    """Decides whether a request may be served. `fleet_keys` are accepted on admin paths, but do not make keys
-    mandatory."""
+    """Decides whether a request may be served."""
 
     def __init__(
-        self, api_keys: Iterable[str] = (), admin_keys: Iterable[str] = (), fleet_keys: Iterable[str] = ()
+        self, api_keys: Iterable[str] = (), admin_keys: Iterable[str] = (), verifier: Verifier | None = None
     ) -> None:
-        api, admin, fleet = _digests(api_keys), _digests(admin_keys), _digests(fleet_keys)
-        self._accepted: dict[Access, list[bytes] | None] = {
-            Access.OPEN: None,
-            Access.KEY: [*api, *admin, *fleet] if api else None,
-            Access.ADMIN: [*(admin or api), *fleet] if admin or api else None,
-        }
+        self._api, self._admin = _digests(api_keys), _digests(admin_keys)
+        self._verifier = verifier
 
-    def check(self, access: Access, side: Side, authorization: bytes | None, where: str) -> None:
-        """Raise `Unauthorized`, or `UnknownRoute` for a path of the other listener."""
-        if access is not Access.OPEN and side == ("public" if access is Access.ADMIN else "admin"):
-            raise UnknownRoute(f"Invalid URL ({where})")
-        accepted = self._accepted[access]
-        if accepted is None:
-            return
-        digest = _presented(authorization)
-        if digest is None:
-            raise Unauthorized("This server needs a key: send the header Authorization: Bearer KEY")
-        if not sum(hmac.compare_digest(digest, one) for one in accepted):
-            raise Unauthorized("The key in the Authorization header is not valid")
+    @classmethod
+    def from_config(cls, config: HttpConfig) -> Guard:
+        """The guard of one server, or of several that are reached by the same name. Raises `ConfigError`."""
+        verifier = Verifier(config.secret, config.name) if config.secret else None
+        return cls(config.api_keys(), config.admin_keys(), verifier)
 
-    def caller(self, authorization: bytes | None, address: str) -> bytes:
-        """Identifies the caller of a path with `Access.KEY` after `check`: by the digest of its key, however the header
-        was written; by the client's address if no keys are required."""
-        digest = _presented(authorization)
-        is_known = digest is not None and any(digest == one for one in self._accepted[Access.KEY] or ())
-        return digest if is_known and digest is not None else address.encode()
+    def admit(self, access: Access, side: Side, request: HttpRequest) -> Caller:
+        """Who sends this request, which may be served. Raises `Unauthorized`, or `UnknownRoute` for a path of the other
+        listener."""
+        if access not in _ON_BOTH and side == ("admin" if access is Access.KEY else "public"):
+            raise UnknownRoute(f"Invalid URL ({request.method} {request.path})")
+        header = request.first.get(b"authorization", b"")
+        if header.startswith(SCHEME.encode() + b" ") and self._verifier is not None:
+            return self._signed(access, header.decode("latin-1"), request, self._verifier)
+        digest = _presented(header)
+        is_operator, is_client = _has(self._admin, digest), _has(self._api, digest)
+        if access is Access.REGISTER:
+            raise Unauthorized("A registration must be signed: give all processes the same KVFERRY_AUTH_TOKEN")
+        if self._needs_key(access):
+            if digest is None:
+                raise Unauthorized("This server needs a key: send the header Authorization: Bearer KEY")
+            if not (is_operator or (is_client and (access is Access.KEY or not self._admin))):
+                raise Unauthorized("The key in the Authorization header is not valid")
+        if digest is None or not (is_client or is_operator):
+            return request.caller
+        return Caller(digest, is_known=True, is_operator=is_operator)
+
+    def _needs_key(self, access: Access) -> bool:
+        if access in (Access.OPEN, Access.KEY):
+            return access is Access.KEY and bool(self._api)
+        return bool(self._admin or self._api)
+
+    def _signed(self, access: Access, header: str, request: HttpRequest, verifier: Verifier) -> Caller:
+        """A signature that does not hold is refused also where none is needed: who signs wants to be known."""
+        try:
+            purpose, body_sha256 = verifier.check(header, request.method, request.target)
+        except AuthenticationFailed as error:
+            raise Unauthorized(str(error)) from error
+        is_operator = purpose == "operate"
+        opens = purpose == access.value or (is_operator and access in _OPENED_BY_OPERATORS)
+        if not opens and (access is Access.REGISTER or self._needs_key(access)):
+            raise Unauthorized(f"The request is signed for another purpose ({purpose})")
+        request.body.require(body_sha256)
+        return Caller(request.client.encode(), is_known=True, is_operator=is_operator)
+
+    async def challenge(self, request: HttpRequest, response: Response) -> None:
+        """GET /kvferry/challenge?nonce=…: proves that this server holds the deployment's secret."""
+        nonce = parse_qs(request.query, max_num_fields=4).get("nonce", [""])[0]
+        if self._verifier is None or not 0 < len(nonce) <= _LONGEST_NONCE:
+            raise UnknownRoute(f"Invalid URL ({request.method} {request.path})")
+        response.send_json(msgspec.json.encode(self._verifier.answer(nonce)))
 
 
-def _presented(authorization: bytes | None) -> bytes | None:
+def _presented(header: bytes) -> bytes | None:
     """The digest of the key in a header, None when there is none."""
-    scheme, _, key = (authorization or b"").partition(b" ")
+    scheme, _, key = header.partition(b" ")
     return hashlib.sha256(key.strip()).digest() if scheme.lower() == b"bearer" and key.strip() else None
 
 
 def _digests(keys: Iterable[str]) -> list[bytes]:
     return [hashlib.sha256(key.encode()).digest() for key in keys]
+
+
+def _has(digests: list[bytes], digest: bytes | None) -> bool:
+    return digest is not None and bool(sum(hmac.compare_digest(digest, one) for one in digests))

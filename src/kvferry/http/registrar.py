@@ -13,29 +13,27 @@ import socket
 import ssl
 from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 
-from kvferry.core.clock import SYSTEM_CLOCK
-from kvferry.core.errors import ConfigError, KvferryError, ProtocolError, Unavailable
+from kvferry.core.errors import AuthenticationFailed, ConfigError, KvferryError, ProtocolError, Unavailable
+from kvferry.core.keys import shared_token
 from kvferry.core.registration import (
     REGISTER_PATH,
     Announcement,
     Registered,
     Role,
     State,
-    registration_key,
-    seal,
 )
 from kvferry.http.client import HttpClient
-from kvferry.http.errors import Unauthorized
 from kvferry.http.listen import authority
 from kvferry.http.origin import Origin
 from kvferry.http.server import HttpServer, OnListening
+from kvferry.http.signed_client import SignedClient
 from kvferry.http.tls import client_context
 
 logger = logging.getLogger(__name__)
@@ -62,7 +60,7 @@ class RegistrarConfig:
 
     routers: tuple[str, ...]
     role: Role
-    key: bytes
+    secret: str = field(repr=False)
     scheme: str = "http"
     url: str | None = None
     ca: Path | None = None
@@ -73,11 +71,6 @@ class RegistrarConfig:
     def __post_init__(self) -> None:
         for router in self.routers:
             Origin.parse(router.rstrip("/"), "--register")
-        if not self.key:
-            raise ConfigError(
-                "--register needs KVFERRY_AUTH_TOKEN in the environment, the same as the routers': it authenticates"
-                " registrations"
-            )
         _ = self.tls  # so that a file that cannot be used is found now, not when a model has been loaded
 
     @cached_property
@@ -91,7 +84,6 @@ class RegistrarConfig:
 def make_registrar(
     routers: Iterable[str],
     role: Literal["prefill", "decode", "both"],
-    token: str,
     *,
     scheme: str = "http",
     url: str | None = None,
@@ -108,7 +100,7 @@ def make_registrar(
     return RegistrarConfig(
         routers=named,
         role="prefill" if role == "prefill" else "decode",
-        key=registration_key(token),
+        secret=shared_token("--register"),
         scheme=scheme,
         url=url,
         host=host,
@@ -133,7 +125,8 @@ class Registrar:
     async def run(self) -> None:
         """Report to all routers, until `leave` has been called and is done."""
         try:
-            async with HttpClient(tls=self._config.tls) as client, asyncio.TaskGroup() as group:
+            async with HttpClient(tls=self._config.tls) as http, asyncio.TaskGroup() as group:
+                client = SignedClient(http, self._config.secret)
                 for router in self._config.routers:
                     group.create_task(self._keep(client, Origin.parse(router.rstrip("/"))))
         finally:
@@ -160,7 +153,7 @@ class Registrar:
                 await self._done.wait()
         return self._done.is_set()
 
-    async def _keep(self, client: HttpClient, origin: Origin) -> None:
+    async def _keep(self, client: SignedClient, origin: Origin) -> None:
         """Report to one router periodically."""
         router = _Router(origin)
         while True:
@@ -174,26 +167,22 @@ class Registrar:
                     async with asyncio.timeout(pause_s if state == "up" else _LOOK_S):
                         await changed.wait()
 
-    async def _tell(self, client: HttpClient, router: _Router, state: State) -> float:
+    async def _tell(self, client: SignedClient, router: _Router, state: State) -> float:
         """Report to it once; returns the seconds until the next report."""
         try:
             if state == "up" and self._serves is not None and not await self._serves():
                 raise ProtocolError("the instance does not answer at the moment")
-            answer = await self._ask(client, router, state)
-            if answer.unknown_router:  # it was started anew, or this is the first word
-                answer = await self._ask(client, router, state)
-            return router.heard(answer, self._config.role)
+            return router.heard(await self._ask(client, router, state), self._config.role)
         except Exception as error:  # noqa: BLE001 - a fault of our own must not end the registration unheard
             return router.failed(error)
 
-    async def _ask(self, client: HttpClient, router: _Router, state: State) -> Registered:
+    async def _ask(self, client: SignedClient, router: _Router, state: State) -> Registered:
         config = self._config
         url = config.url or await self._url_for(router)
-        router.number = _next_number(router.number, refused=router.refused)
+        if why := await client.why_stranger(router.origin, _ASK_S):
+            raise AuthenticationFailed(f"nothing is said to it: {why}")
         announcement = Announcement(
-            router=router.name,
             process=self._process,
-            number=router.number,
             url=url,
             role=config.role,
             state=state,
@@ -204,22 +193,20 @@ class Registrar:
             router.origin,
             "POST",
             REGISTER_PATH,
+            purpose="register",
             timeout_s=_ASK_S,
             headers=[_JSON],
-            body=seal(config.key, announcement),
+            body=msgspec.json.encode(announcement),
             max_bytes=_LONGEST_ANSWER,
         )
-        router.refused = status == Unauthorized.status
         if status == Unavailable.status:
             raise Unavailable(f"it answered {status}: {_complaint(content)}")
-        if status not in (200, 409):
+        if status != 200:
             raise ProtocolError(f"it answered {status}: {_complaint(content)}")
         try:
-            answer = msgspec.json.decode(content, type=Registered)
+            return msgspec.json.decode(content, type=Registered)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise ProtocolError(f"it answered {status}: {_complaint(content)}") from error
-        router.name = answer.router
-        return answer
 
     async def _url_for(self, router: _Router) -> str:
         """The URL at which that router can reach this process, which may listen on all of the machine's addresses."""
@@ -281,26 +268,13 @@ class RegisteredServer:
         (self._server.stop if drained else self._server.abort)()
 
 
-def _next_number(before: int, *, refused: bool) -> int:
-    """Of a message to a router: the time, and more than before. Where the clock was set back, and the router refuses
-    numbers from what is now the future, it begins again from the time."""
-    now = int(SYSTEM_CLOCK.wall() * 1e9)
-    return now if refused else max(before + 1, now)
-
-
 class _Router:
     """One router, and its last answer."""
 
     def __init__(self, origin: Origin) -> None:
         self.origin = origin
-        self.name = ""
-        """What the router calls itself; empty until it has answered."""
         self.address: _Address | None = None
         """Where it is, looked up once while it answers."""
-        self.number = 0
-        """Of the last message to it."""
-        self.refused = False
-        """Whether it took that message for forged, old or used."""
         self.drained = False
         self.lost = False
         """Whether it did not answer, or refused, when it was last told; one that only cannot be told yet is there."""

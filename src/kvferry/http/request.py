@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
 from urllib.parse import unquote
 
 from kvferry.core.openai import REQUEST_ID_HEADER, sane_request_id
@@ -11,13 +12,23 @@ from kvferry.http.headers import RawHeaders, first_values
 _REQUEST_ID = REQUEST_ID_HEADER.lower().encode()
 
 
+class Caller(NamedTuple):
+    """Who sent a request. `name`: the digest of the key that was presented, if it is one of this server's; otherwise
+    the address. `is_known`: whether the `Authorization` header is for this server, and goes no further. `is_operator`:
+    whether it is an admin key, or the signature of an operator's process."""
+
+    name: bytes
+    is_known: bool = False
+    is_operator: bool = False
+
+
 class HttpRequest:
     """`target` is path and query as they came, in origin form; `path` is decoded; `rest` is what follows the
     prefix of a prefix route. `id` names the request in logs and in the answer, and a handler may set it. `arrived` is
     in seconds of the event loop's clock, when the header was complete. `client` is an address without a port; `first`
-    has the first value of each header."""
+    has the first value of each header. `caller` is set before the handler is called."""
 
-    __slots__ = ("arrived", "body", "client", "first", "headers", "id", "method", "path", "rest", "target")
+    __slots__ = ("arrived", "body", "caller", "client", "first", "headers", "id", "method", "path", "rest", "target")
 
     def __init__(self, method: str, target: str, headers: RawHeaders, body: Body, client: str, arrived: float) -> None:
         self.method = method
@@ -27,6 +38,7 @@ class HttpRequest:
         self.body = body
         self.client = client
         self.arrived = arrived
+        self.caller = Caller(client.encode())
         path = target.partition("?")[0]
         self.path = unquote(path) if "%" in path else path
         self.rest = ""

@@ -22,6 +22,7 @@ from contextlib import contextmanager, suppress
 from typing import Any, Protocol
 
 from kvferry.core.errors import LeakError, Unavailable
+from kvferry.core.keys import CHALLENGE_PATH
 from kvferry.http.config import HttpConfig
 from kvferry.http.connection import ServerConnection
 from kvferry.http.errors import Unauthorized
@@ -50,7 +51,9 @@ _SPARE_FILES = 256
 class HttpServer:
     """Serves `routes` as `config` says. Call `run` once, on the event loop that it was made for."""
 
-    def __init__(self, routes: Routes, config: HttpConfig, lifecycle: Lifecycle | None = None) -> None:
+    def __init__(
+        self, routes: Routes, config: HttpConfig, lifecycle: Lifecycle | None = None, guard: Guard | None = None
+    ) -> None:
         self.config = config
         self.limits = config.limits
         self.max_body_bytes = config.max_body_bytes
@@ -62,7 +65,7 @@ class HttpServer:
         self.ports: tuple[int, ...] = ()
         """The real ports while it serves: the clients', then the admin's if there is one."""
         self._routes = routes
-        self._guard = Guard(config.api_keys(), config.admin_keys(), config.fleet_keys)
+        self._guard = guard or Guard.from_config(config)
         self._connections: set[ServerConnection] = set()
         self._per_client: Counter[str] = Counter()
         self._most, self._spare = config.limits.http_connections, _SPARE_FILES
@@ -191,11 +194,12 @@ class HttpServer:
     def handler_of(self, request: HttpRequest, side: Side, *, certified: bool) -> Handler:
         self._num_served += 1
         self.lifecycle.require_accepting()
+        if request.path == CHALLENGE_PATH and request.method == "GET":
+            return self._guard.challenge
         route = self._routes.find(request)
-        authorization = request.first.get(b"authorization")
         if self.config.tls_client_ca is not None and not certified and route.access is not Access.OPEN:
             raise Unauthorized("This server needs a client certificate")
-        self._guard.check(route.access, side, authorization, f"{request.method} {request.path}")
+        request.caller = self._guard.admit(route.access, side, request)
         return route.handler
 
     # The end.

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from urllib.parse import parse_qs
 
@@ -18,8 +17,7 @@ from kvferry.core.errors import InvalidRequest, QueueFull, RequestError
 from kvferry.core.instance_facts import InstanceFacts
 from kvferry.core.openai import internal_error
 from kvferry.http.config import HttpConfig, InstanceAccess
-from kvferry.http.headers import find_header
-from kvferry.http.keys import Access, Guard
+from kvferry.http.keys import Access
 from kvferry.http.request import HttpRequest
 from kvferry.http.response import Response
 from kvferry.http.routes import Route, Routes
@@ -76,8 +74,6 @@ class Router:
     health: Health
     endpoints: Endpoints
     feeds: EventFeeds
-    clients: Guard
-    operators: Guard
     membership: Membership
     registrations: Registrations
 
@@ -109,11 +105,7 @@ class Router:
     async def show_instances(self, request: HttpRequest, response: Response) -> None:
         """GET /kvferry/instances: all instances. Operators also see their addresses and what they report about
         themselves."""
-        view = _view
-        with suppress(RequestError):
-            key = find_header(request.headers, b"authorization")
-            self.operators.check(Access.ADMIN, "all", key, request.path)
-            view = _view_with_addresses
+        view = _view_with_addresses if request.caller.is_operator else _view
         response.send_json(msgspec.json.encode({"instances": [view(one) for one in self.services.pools]}))
 
     async def show_decisions(self, request: HttpRequest, response: Response) -> None:
@@ -150,19 +142,21 @@ class Router:
         slot = self.admission.hold(request.client)
         try:
             body = await self._read(request, slot)
+            headers = request.headers
+            if request.caller.is_known:  # a key of the router's opens no instance, and none is told it
+                headers = [one for one in headers if one[0] != b"authorization"]
             client_request = ClientRequest(
                 method=request.method,
                 path=path,
                 query=query,
-                headers=request.headers,
+                headers=headers,
                 first=request.first,
                 body=body,
                 request_id=request.id.encode(),
                 arrived=arrived,
             )
             parsed = self.endpoints.read(client_request, public)
-            caller = self.clients.caller(request.first.get(b"authorization"), request.client)
-            tenant = self.tenants.find(caller, request.headers, parsed)
+            tenant = self.tenants.find(request.caller.name, request.headers, parsed)
             charge = self._charge(tenant, path, parsed) if tenant.is_limited else None
             if not self.turns.begin(tenant):
                 await self._wait_for_turn(tenant, priority_of(parsed), charge)
@@ -204,10 +198,10 @@ class Router:
         return [
             Route("GET", "/health", self.show_health, Access.OPEN),
             Route("GET", OPENAPI_PATH, self.show_api, Access.OPEN),
-            Route("GET", "/metrics", self.show_metrics, Access.ADMIN),
-            Route("GET", INSTANCES_PATH, self.show_instances, Access.ADMIN),
-            Route("GET", DECISIONS_PATH, self.show_decisions, Access.ADMIN),
-            *Admin(self.membership, self.operators).routes(),
+            Route("GET", "/metrics", self.show_metrics, Access.PROBE),
+            Route("GET", INSTANCES_PATH, self.show_instances, Access.PROBE),
+            Route("GET", DECISIONS_PATH, self.show_decisions, Access.PROBE),
+            *Admin(self.membership).routes(),
             *self.registrations.routes(),
         ]
 
@@ -267,7 +261,7 @@ def build_router(
     http, access = http or HttpConfig(), access or InstanceAccess()
     clock = clock or SystemClock()
     pools = Pools.from_config(config, clock) if file_text is None else Pools.empty(clock)
-    legs, metrics = Legs(config, clock, access, http.fleet_keys), Metrics()
+    legs, metrics = Legs(config, clock, access, http.secret), Metrics()
     releases = Releases(legs, metrics, config.release_timeout_s)
     services = Services(
         config=config,
@@ -285,10 +279,9 @@ def build_router(
     tenants = Tenants.from_config(config, clock)
     health = Health(pools, legs, config, clock)
     membership = Membership(config, pools, legs, file_text)
-    registrations = Registrations(config, http.registration_key, pools, legs, clock, membership)
+    registrations = Registrations(config, pools, legs, clock, membership)
     feeds = EventFeeds(pools, services.chooser.index, metrics, config.instance_kv_events)
-    clients = Guard(http.api_keys(), http.admin_keys(), http.fleet_keys)
-    endpoints, operators = Endpoints(services), _operators(http)
+    endpoints = Endpoints(services)
     return Router(
         services=services,
         admission=admission,
@@ -297,17 +290,9 @@ def build_router(
         health=health,
         endpoints=endpoints,
         feeds=feeds,
-        clients=clients,
-        operators=operators,
         membership=membership,
         registrations=registrations,
     )
-
-
-def _operators(http: HttpConfig) -> Guard:
-    """Guards what shows addresses: only an admin key or the fleet's own key is accepted. Nobody has access if there is
-    neither."""
-    return Guard(admin_keys=[*http.admin_keys(), *http.fleet_keys] or [secrets.token_hex()])
 
 
 _ENGINES: dict[type, str] = {InstanceFacts: "kvferry", VllmFacts: "vllm", SglangFacts: "sglang"}

@@ -9,7 +9,7 @@ from typing import TypeVar
 import msgspec
 
 from kvferry.core.errors import TransferError
-from kvferry.core.instance_facts import InstanceFacts
+from kvferry.core.instance_facts import read_facts
 from kvferry.router.config import ProtocolName
 from kvferry.router.instance import Absent, Bootstrap, Facts, Instance, SglangFacts, Unasked, VllmFacts
 from kvferry.router.legs import Legs
@@ -47,13 +47,13 @@ class _Models(msgspec.Struct):
 
 async def ask_about(instance: Instance, legs: Legs, protocol: ProtocolName, timeout_s: float) -> Facts:
     """What the instance is; `Unasked` if it cannot answer now, `Absent` if it never will. Each question may take
-    `timeout_s`.
+    `timeout_s`. Raises `ProtocolError` for one that says of itself what no instance of kvferry's does.
 
     If the protocol was set explicitly, only the questions of that protocol are asked.
     """
     match protocol:
         case "kvferry":
-            return await _ask(instance, legs, ABOUT_PATH, InstanceFacts, timeout_s)
+            return await _about_kvferry(instance, legs, timeout_s)
         case "sglang":
             found = await _about_sglang(instance, legs, timeout_s)
             return SglangFacts() if isinstance(found, Absent) else found
@@ -62,11 +62,27 @@ async def ask_about(instance: Instance, legs: Legs, protocol: ProtocolName, time
         case "mooncake":
             bootstrap = await _bootstrap(instance, legs, timeout_s)
             return VllmFacts(bootstrap=bootstrap) if bootstrap or instance.role == "decode" else Unasked()
-    facts = await _ask(instance, legs, ABOUT_PATH, InstanceFacts, timeout_s)
+    facts = await _about_kvferry(instance, legs, timeout_s)
     if not isinstance(facts, Absent):
         return facts
-    about_vllm = await _about_vllm(instance, legs, timeout_s)
-    return await _about_sglang(instance, legs, timeout_s) if isinstance(about_vllm, Absent) else about_vllm
+    other: Facts = facts
+    if not facts.refused:  # vLLM's servers guard no such path
+        other = await _about_vllm(instance, legs, timeout_s)
+    if isinstance(other, Absent):
+        other = await _about_sglang(instance, legs, timeout_s)
+    return facts if isinstance(other, Absent) else other
+
+
+async def _about_kvferry(instance: Instance, legs: Legs, timeout_s: float) -> Facts:
+    try:
+        status, content = await legs.ask(instance, "GET", ABOUT_PATH, timeout_s, purpose="probe")
+    except TransferError:
+        return Unasked()
+    if status >= 500 or status == 429:
+        return Unasked()
+    if status == 200 and content.lstrip().startswith(b"{"):
+        return read_facts(content)
+    return Absent(refused=status in (401, 403))
 
 
 async def _about_sglang(instance: Instance, legs: Legs, timeout_s: float) -> Facts:
@@ -104,7 +120,7 @@ async def _about_vllm(instance: Instance, legs: Legs, timeout_s: float) -> Facts
 async def _cache_config(instance: Instance, legs: Legs, timeout_s: float) -> tuple[int, str]:
     """How many tokens vLLM's KV cache holds, and its type; 0 and empty if its metrics do not show them."""
     try:
-        status, text = await legs.ask(instance, "GET", "/metrics", timeout_s)
+        status, text = await legs.metrics(instance, timeout_s)
     except TransferError:
         return 0, ""
     line = _CACHE_CONFIG.search(text) if status == 200 else None

@@ -30,7 +30,7 @@ async def fleet_metrics(instances: Iterable[Instance], legs: Legs, timeout_s: fl
 
 async def _scrape(instance: Instance, legs: Legs, timeout_s: float) -> bytes | None:
     try:
-        status, text = await legs.ask(instance, "GET", "/metrics", timeout_s)
+        status, text = await legs.metrics(instance, timeout_s)
     except TransferError:
         return None
     return text if status == 200 else None

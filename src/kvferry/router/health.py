@@ -11,11 +11,11 @@ from weakref import WeakKeyDictionary
 import msgspec
 
 from kvferry.core.clock import Clock
-from kvferry.core.errors import TransferError, TransferTimeout
+from kvferry.core.errors import ProtocolError, TransferError, TransferTimeout
 from kvferry.core.instance_facts import InstanceFacts
 from kvferry.router.config import RouterConfig
 from kvferry.router.facts import ask_about
-from kvferry.router.instance import Instance, SglangFacts, Unasked, VllmFacts
+from kvferry.router.instance import Absent, Instance, SglangFacts, Unasked, VllmFacts
 from kvferry.router.leg import LATE_BEFORE_DEAD
 from kvferry.router.legs import Legs
 from kvferry.router.pools import Pools
@@ -100,7 +100,10 @@ class Health:
             instance.num_late = 0
             return str(error)
         if status == 200 and isinstance(instance.facts, Unasked):
-            instance.learn(await ask_about(instance, self._legs, self._config.protocol, timeout_s))
+            try:
+                instance.learn(await ask_about(instance, self._legs, self._config.protocol, timeout_s))
+            except ProtocolError as error:
+                return str(error)
             self._warn_of_role(instance)
             if isinstance(instance.facts, Unasked) and self._config.protocol != "mooncake":
                 # Its health is all that it answers.
@@ -134,7 +137,12 @@ class Health:
     def _warn_of_role(self, instance: Instance) -> None:
         """A list of instances may have confused their URLs; without this, all that shows it is the reason `no_pair`."""
         facts, why = instance.facts, ""
-        if isinstance(facts, InstanceFacts) and facts.role not in ("both", instance.role):
+        if isinstance(facts, Absent) and facts.refused:
+            why = (
+                "it does not tell this router what it is (401): start both with the same KVFERRY_AUTH_TOKEN, or give"
+                " the router its key (--instance-api-key)"
+            )
+        elif isinstance(facts, InstanceFacts) and facts.role not in ("both", instance.role):
             why = f"it was started for {facts.role}"
         elif isinstance(facts, InstanceFacts) and facts.connector is None and self._pools.prefill.instances:
             why = "it has no connector"

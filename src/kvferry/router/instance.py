@@ -60,7 +60,9 @@ class SglangFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Absent(msgspec.Struct, frozen=True):
-    """Another engine, about which nothing is known."""
+    """Another engine, about which nothing is known. `refused`: it wants a key that this router does not have."""
+
+    refused: bool = False
 
 
 Facts = InstanceFacts | VllmFacts | SglangFacts | Unasked | Absent

@@ -10,17 +10,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from kvferry.core.clock import Clock
 from kvferry.core.errors import InvalidRequest, TransferError, TransferTimeout
+from kvferry.core.keys import Purpose
 from kvferry.http.client import HttpClient
 from kvferry.http.config import InstanceAccess
 from kvferry.http.errors import AnswerTimeout
 from kvferry.http.headers import RawHeaders
-from kvferry.http.keys import bearer
+from kvferry.http.signed_client import SignedClient, bearer
 from kvferry.router.config import RouterConfig
 from kvferry.router.headers import JSON
 from kvferry.router.instance import Instance
@@ -38,6 +39,9 @@ _LONGEST_OWN_ANSWER = 2**20
 
 OPEN = InstanceAccess()
 
+_KEYLESS = frozenset({"/health", "/version", "/query"})
+"""Open to all at every engine, and so asked without any key."""
+
 _SLOWEST_PREFILL = 1000
 """Bytes of a request's body for which an instance has one second more to begin its answer: not every engine computes a
 prompt in steps that can be counted."""
@@ -50,9 +54,7 @@ _STEPS = re.compile(rb"^(?:kvferry:engine_steps_total|vllm:iteration_tokens_tota
 class Legs:
     """An asynchronous context manager. Its errors are `TransferError`s that name the instance, not its address."""
 
-    def __init__(
-        self, config: RouterConfig, clock: Clock, access: InstanceAccess = OPEN, fleet_keys: Sequence[str] = ()
-    ) -> None:
+    def __init__(self, config: RouterConfig, clock: Clock, access: InstanceAccess = OPEN, secret: str = "") -> None:
         self.now = clock.monotonic
         self._first_byte_s, self._total_s = config.first_byte_timeout_s, config.answer_timeout_s
         self._connect_s = config.connect_timeout_s
@@ -60,10 +62,11 @@ class Legs:
         self.between_bytes = Patience(silence_s, max(self._total_s, silence_s), movable=False)
         """Of an answer that has begun."""
         self._silence_s = min(config.first_byte_timeout_s, silence_s)
-        self.authorization: RawHeaders = [] if access.instance_api_key is None else [bearer(access.instance_api_key)]
+        key = access.instance_api_key
+        self.authorization: RawHeaders = [] if key is None else [bearer(key)]
         """For the legs of clients, in place of the client's own; empty: the client's own goes on."""
         self._http = HttpClient(access.tls_context(), idle_s=_IDLE_CONNECTION_S, fast_path=True)
-        self._own_headers = [bearer(key) for key in (access.instance_api_key, *fleet_keys) if key][:1]
+        self._signed = SignedClient(self._http, secret, key)
         self._open: set[Leg] = set()
         self._steps: dict[Instance, bytes] = {}
         self._asking: set[Instance] = set()
@@ -125,6 +128,7 @@ class Legs:
     def close_connections(self, instance: Instance) -> None:
         """The instance is gone for good."""
         self._http.forget(instance.origin)
+        self._signed.forget(instance.origin)
 
     async def ask(
         self,
@@ -134,22 +138,30 @@ class Legs:
         timeout_s: float,
         body: bytes | None = None,
         headers: RawHeaders | None = None,
+        purpose: Purpose | None = None,
     ) -> tuple[int, bytes]:
-        """A request of the router's own: status and body. Raises `TransferError`, of which `TransferTimeout` is one."""
-        sent = [*(headers or []), *self._own_headers, *([] if body is None else [JSON])]
+        """A request of the router's own: status and body. `headers`: a client's authorization, for where the router was
+        given none for the instances. With a `purpose` it is signed, if the instance is of this deployment. Raises
+        `TransferError`, of which `TransferTimeout` is one."""
+        sent: RawHeaders = [] if body is None else [JSON]
+        origin, path = instance.origin, instance.base_path
+        limits: dict[str, Any] = {"timeout_s": timeout_s, "body": body, "max_bytes": _LONGEST_OWN_ANSWER}
         try:
-            status, _, answer = await self._http.ask(
-                instance.origin,
-                method,
-                instance.base_path + target,
-                timeout_s=timeout_s,
-                headers=sent,
-                body=body,
-                max_bytes=_LONGEST_OWN_ANSWER,
-            )
+            if purpose is not None:
+                asked = self._signed.ask(
+                    origin, method, target, purpose=purpose, headers=sent, base_path=path, **limits
+                )
+            else:
+                sent += [] if target in _KEYLESS else self.authorization or headers or []
+                asked = self._http.ask(origin, method, path + target, headers=sent, **limits)
+            status, _, answer = await asked
         except AnswerTimeout as error:
             raise TransferTimeout(f"{instance} did not answer {target} within {timeout_s:g} s") from error
         return status, answer
+
+    async def metrics(self, instance: Instance, timeout_s: float) -> tuple[int, bytes]:
+        """Its answer to GET /metrics."""
+        return await self.ask(instance, "GET", "/metrics", timeout_s, purpose="probe")
 
     # Legs that wait too long.
 
@@ -191,7 +203,7 @@ class Legs:
 
     async def _look_for_steps(self, instance: Instance) -> None:
         try:
-            status, text = await self.ask(instance, "GET", "/metrics", self._silence_s / 2)
+            status, text = await self.metrics(instance, self._silence_s / 2)
         except TransferError:
             return
         except Exception:

@@ -178,7 +178,7 @@ class Membership:
         if any(one.is_held for one in same):
             return False
         try:
-            status, text = await self._legs.ask(instance, "GET", "/metrics", self._config.health_timeout_s)
+            status, text = await self._legs.metrics(instance, self._config.health_timeout_s)
         except Unreachable:
             return True
         except TransferError:

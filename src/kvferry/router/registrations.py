@@ -1,7 +1,7 @@
 """Instances that register themselves and stay for as long as they renew their lease.
 
-Owns the leases, and which messages were used. Only instances that know the fleet's token can register, and an instance
-is asked about itself before it gets requests. If another instance, or none, answers at the address that a message
+Owns the leases. Only instances that hold the deployment's token can register, and each is asked about itself before it
+gets requests. If another instance, or none, answers at the address that a message
 names, the registration is refused.
 """
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -18,18 +17,14 @@ import msgspec
 
 from kvferry.core.clock import Clock
 from kvferry.core.errors import (
-    AuthenticationFailed,
     ConfigError,
     InvalidRequest,
-    LeaseEnded,
-    ProtocolError,
     QueueFull,
     TransferError,
 )
 from kvferry.core.instance_facts import InstanceFacts
-from kvferry.core.registration import LONGEST_MESSAGE, REGISTER_PATH, SKEW_S, Announcement, Registered, unseal
+from kvferry.core.registration import LONGEST_MESSAGE, REGISTER_PATH, Announcement, Registered
 from kvferry.http.body import AtMost
-from kvferry.http.errors import Unauthorized
 from kvferry.http.keys import Access
 from kvferry.http.request import HttpRequest
 from kvferry.http.response import Response
@@ -48,7 +43,6 @@ _Doing = Literal["serving", "draining", "drained", "gone"]
 
 MAX_REGISTERED = 4096
 _LOOK_S = 0.5
-_SET_BACK_S = 1.0
 _STOOD_STILL_S = 2.0
 """When this process itself stood still for so long, instances could not be heard: it is not their leases that end."""
 
@@ -64,39 +58,26 @@ class Lease:
 class Registrations:
     """The route for instances, and the end of their leases. Changes `Pools`."""
 
-    def __init__(
-        self,
-        config: RouterConfig,
-        key: bytes,
-        pools: Pools,
-        legs: Legs,
-        clock: Clock,
-        membership: Membership,
-    ) -> None:
-        self._config, self._key, self._pools, self._legs, self._clock = config, key, pools, legs, clock
+    def __init__(self, config: RouterConfig, pools: Pools, legs: Legs, clock: Clock, membership: Membership) -> None:
+        self._config, self._pools, self._legs, self._clock = config, pools, legs, clock
         self._membership = membership
-        self.router = secrets.token_hex(16)
-        """This router process, as messages name it; another name from the moment on at which its clock is set back."""
-        self._clock_gap_s = self._measured_gap_s()
         self.leases: dict[str, Lease] = {}
-        self._used: dict[str, tuple[int, float]] = {}
-        """By URL, the last message's number, and when it came."""
         self._asking: set[str] = set()
 
     def routes(self) -> list[Route]:
-        """Served beside the router's other routes. The seal of a message authenticates it, so no key is required."""
-        return [Route("POST", REGISTER_PATH, self.register, Access.OPEN)]
+        """Served beside the router's other routes."""
+        return [Route("POST", REGISTER_PATH, self.register, Access.REGISTER)]
 
     async def register(self, request: HttpRequest, response: Response) -> None:
         """POST /kvferry/instances/register: an instance is there, will be gone soon, or is gone."""
-        self._require_wanted()
-        self._heed_clock()
-        announcement = self._open(await request.body.read(AtMost(LONGEST_MESSAGE, "a registration")))
+        if not self._config.registration:
+            raise RegistrationRefused("this router does not accept registrations; start it with --registration")
+        message = await request.body.read(AtMost(LONGEST_MESSAGE, "a registration"))
+        try:
+            announcement = msgspec.json.decode(message, type=Announcement)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            raise InvalidRequest(f"the registration cannot be read: {error}") from error
         url = _url(announcement)
-        if announcement.router != self.router:
-            self._answer(response, Registered(router=self.router, lease_s=self._lease_s, unknown_router=True), 409)
-            return
-        self._use(url, announcement.number)
         lease = self.leases.get(url)
         changes = announcement.state != "up" or lease is None or lease.process != announcement.process
         match announcement.state:
@@ -108,21 +89,7 @@ class Registrations:
                 state = self._gone(url, announcement)
         if changes:
             await self._membership.stored()
-        self._answer(response, Registered(router=self.router, lease_s=self._lease_s, state=state))
-
-    def _heed_clock(self) -> None:
-        """Where the wall clock was set back, numbers of the time before are in the future, and messages of that time
-        would be taken for new ones: none of them holds for the new name, and instances are told of it."""
-        before, self._clock_gap_s = self._clock_gap_s, self._measured_gap_s()
-        if before - self._clock_gap_s > _SET_BACK_S:
-            logger.warning(
-                "the clock was set back by %.0f s; instances are asked to register again", before - self._clock_gap_s
-            )
-            self.router = secrets.token_hex(16)
-            self._used.clear()
-
-    def _measured_gap_s(self) -> float:
-        return self._clock.wall() - self._clock.monotonic()
+        response.send_json(msgspec.json.encode(Registered(lease_s=self._lease_s, state=state)))
 
     def take_over(self, leases: Mapping[str, str]) -> None:
         """From a process of this router that is gone: by URL, who has registered. All leases begin anew."""
@@ -141,42 +108,13 @@ class Registrations:
     def look(self, now: float, missed_s: float = 0.0) -> None:
         """Drain and then forget instances whose lease is over at `now`. `missed_s`: how long this process could not
         receive renewals."""
-        self._heed_clock()
         for url, lease in list(self.leases.items()):
             lease.until += missed_s
             if lease.until <= now:
                 del self.leases[url]
                 self._retire(url, "has not renewed its lease")
-        for url, (_, came) in list(self._used.items()):
-            if url not in self.leases and now - came > 2 * SKEW_S:  # older messages are refused for their age
-                del self._used[url]
 
     # A message.
-
-    def _require_wanted(self) -> None:
-        if not self._config.registration:
-            raise RegistrationRefused("this router does not accept registrations; start it with --registration")
-        if not self._key:
-            raise RegistrationRefused(
-                "this router has no KVFERRY_AUTH_TOKEN, which authenticates registrations; set the same one as on the"
-                " instances"
-            )
-
-    def _open(self, message: bytes) -> Announcement:
-        try:
-            return unseal(self._key, message, self._clock.wall())
-        except (AuthenticationFailed, LeaseEnded) as error:
-            raise Unauthorized(str(error)) from error
-        except ProtocolError as error:
-            raise InvalidRequest(str(error)) from error
-
-    def _use(self, url: str, number: int) -> None:
-        last, _ = self._used.get(url, (0, 0.0))
-        if number <= last:
-            raise Unauthorized("the registration was used before, or is older than one that has already arrived")
-        if url not in self._used and len(self._used) >= MAX_REGISTERED:
-            raise QueueFull(f"{MAX_REGISTERED} instances are registered here, which is the limit")
-        self._used[url] = number, self._clock.monotonic()
 
     async def _up(self, url: str, said: Announcement) -> _Doing:
         lease, here = self.leases.get(url), self._here(url)
@@ -189,6 +127,8 @@ class Registrations:
             return _doing(here)
         if here is not None and lease is None:
             return _doing(here)  # named by flags, a file or an operator: it needs no lease
+        if url not in self.leases and len(self.leases) >= MAX_REGISTERED:
+            raise QueueFull(f"{MAX_REGISTERED} instances are registered here, which is the limit")
         facts = await self._ask(url, said)
         self.leases[url] = Lease(said.process, self._clock.monotonic() + self._lease_s)
         return self._admit(url, said, facts)
@@ -265,9 +205,6 @@ class Registrations:
     @property
     def _lease_s(self) -> float:
         return self._config.registration_lease_s
-
-    def _answer(self, response: Response, answer: Registered, status: int = 200) -> None:
-        response.send_json(msgspec.json.encode(answer), status)
 
 
 def _doing(instance: Instance) -> _Doing:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import msgspec
 
 from kvferry.core.errors import TransferError
+from kvferry.core.keys import Purpose
 from kvferry.http.headers import RawHeaders
 from kvferry.router.instance import Instance
 from kvferry.router.legs import Legs
@@ -91,7 +92,8 @@ class Releases:
 
     async def _send(self, instance: Instance, path: str, body: bytes, headers: RawHeaders, expected: int) -> None:
         try:
-            status, _ = await self._legs.ask(instance, "POST", path, self._timeout_s, body, headers)
+            purpose: Purpose | None = "release" if path == RELEASE_PATH else None
+            status, _ = await self._legs.ask(instance, "POST", path, self._timeout_s, body, headers, purpose)
             self._metrics.released("done" if status == expected else "failed")
         except TransferError as error:
             logger.info("a hand-off is left to its lease: %s", error)

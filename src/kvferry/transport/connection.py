@@ -27,7 +27,7 @@ from kvferry.core.layout import KVLayout
 if TYPE_CHECKING:
     from kvferry.transport.memory_vector import MemoryVector
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 HEADER_BYTES = 4
 SEAL_BYTES = 16
 MAX_FRAME_BYTES = 16 * 2**20

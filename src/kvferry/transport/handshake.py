@@ -5,10 +5,10 @@
                   ── Proof(identity, code) ─────────►   the dialling side proves itself first, so that a stranger
                   ◄────────── Proof(identity, code) ──  learns nothing about the listener
 
-A code is an HMAC-SHA256 with the shared token as its key, over the side's name, all messages so far and the identity
-that it comes with. So neither side's code can be replayed to it, and no identity can be exchanged. From then on each
-frame is sealed with a key for its direction, derived in the same way. Both sides then compare layouts, and each raises
-`LayoutMismatch` with the field if blocks cannot be converted.
+A code is an HMAC-SHA256 with a key derived from the shared token (`core.keys`), over the side's name, all messages so
+far and the identity that it comes with. So neither side's code can be replayed to it, and no identity can be exchanged.
+From then on each frame is sealed with a key for its direction, derived in the same way. Both sides then compare
+layouts, and each raises `LayoutMismatch` with the field if blocks cannot be converted.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from typing import TypeVar
 import msgspec
 
 from kvferry.core.errors import AuthenticationFailed, PeerLost, ProtocolError
+from kvferry.core.keys import derive
 from kvferry.transport.connection import PROTOCOL_VERSION, Connection, Identity, Message
 
 NONCE_BYTES = 32
@@ -105,7 +106,7 @@ def _code(token: str, side: str, said: list[Message]) -> bytes:
     for message in said:
         body = msgspec.msgpack.encode(message)
         digest.update(len(body).to_bytes(8, "big") + body)
-    return hmac.digest(token.encode(), side.encode() + digest.digest(), "sha256")
+    return hmac.digest(derive(token, "kv"), side.encode() + digest.digest(), "sha256")
 
 
 async def _receive(connection: Connection, kind: type[Greeting]) -> Greeting:

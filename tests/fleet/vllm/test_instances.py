@@ -256,7 +256,7 @@ def test_vllms_log_tells_how_far_its_start_is() -> None:
 )
 def test_what_a_server_registers_for_it_can_do(connector: str, extra: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that is alone registers for decode."""
-    monkeypatch.setenv("KVFERRY_AUTH_TOKEN", "fleet")
+    monkeypatch.setenv("KVFERRY_AUTH_TOKEN", "the token of tests")
 
     def alone(kv_role: str, *register: str) -> ProcessSpec:
         transfer: dict[str, Any] = {"kv_connector": connector, "kv_role": kv_role}

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
 
-from kvferry.core import environment
 from kvferry.core.bounds import MOST_BYTES
+from kvferry.core.keys import shared_token
 from kvferry.core.options import read_options
 from kvferry.core.transfer_config import KVTransferConfig
 
@@ -72,7 +71,7 @@ def read_settings(theirs: Any, connector_name: str, rank: int = 0) -> AdapterSet
         kv_load_failure_policy=theirs.kv_load_failure_policy,
         kv_connector_extra_config={key: value for key, value in extra.items() if key not in names},
     )
-    return AdapterSettings(transfer, os.environ.get(environment.AUTH_TOKEN, ""), options)
+    return AdapterSettings(transfer, shared_token(), options)
 
 
 def publishes_events(vllm_config: Any) -> bool:

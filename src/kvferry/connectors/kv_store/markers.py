@@ -19,6 +19,7 @@ import msgspec
 from kvferry.core.clock import SYSTEM_CLOCK, Clock
 from kvferry.core.errors import KvferryError, LayoutMismatch, LeaseEnded, ProtocolError, StoreError
 from kvferry.core.hand_off import OTHER_PROMPT, PrefillResult, prefix_digests
+from kvferry.core.keys import derive
 from kvferry.core.layout import KVLayout
 from kvferry.store.base import KVStore
 
@@ -68,7 +69,7 @@ class Markers:
     """Writes and reads them. Every method raises `StoreError` when the store cannot be asked."""
 
     def __init__(self, token: str, clock: Clock = SYSTEM_CLOCK) -> None:
-        self._key, self._clock = token.encode(), clock
+        self._key, self._clock = derive(token, "markers"), clock
 
     async def write(self, store: KVStore, marker: Marker) -> None:
         """Leave a marker, instead of one that may be there."""

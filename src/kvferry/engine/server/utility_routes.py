@@ -54,11 +54,11 @@ class UtilityRoutes:
             Route("GET", "/health", self.health, Access.OPEN),
             Route("GET", "/version", self.version, Access.OPEN),
             Route("GET", OPENAPI_PATH, self.openapi, Access.OPEN),
-            Route("GET", "/metrics", self.metrics, Access.ADMIN),
-            Route("POST", "/kvferry/release", self.release, Access.ADMIN),
-            Route("POST", "/kvferry/kept", self.kept, Access.ADMIN),
-            Route("GET", "/kvferry/instance", self.instance, Access.ADMIN),
-            Route("GET", "/kvferry/check", self.check, Access.ADMIN),
+            Route("GET", "/metrics", self.metrics, Access.PROBE),
+            Route("POST", "/kvferry/release", self.release, Access.RELEASE),
+            Route("POST", "/kvferry/kept", self.kept, Access.OPERATE),
+            Route("GET", "/kvferry/instance", self.instance, Access.PROBE),
+            Route("GET", "/kvferry/check", self.check, Access.PROBE),
         ]
 
     async def models(self, request: HttpRequest, response: Response) -> None:

@@ -1,0 +1,199 @@
+"""Authentication between kvferry's processes: one secret, the keys that are derived from it, and signed requests.
+
+The secret is `KVFERRY_AUTH_TOKEN`, which the processes of a deployment share. It is never sent. Each key is derived
+from it for one purpose in one direction (HKDF-SHA256, RFC 5869), and is good for nothing else:
+
+    kv         between D and P              connections on which KV moves (`transport.handshake`)
+    tickets    P → D                        through routers and clients (`core.ticket_seal`)
+    markers    P → D                        in a store that they share (`connectors.kv_store.markers`)
+    proof      server → client              that it holds the secret
+    probe      router → instance            what it is, its metrics
+    release    router → instance            a hand-off that nobody will fetch
+    operate    operator → router, instance  everything that needs an admin key
+    register   instance → router            it is there, or will be gone
+
+A client first sends a `challenge`, and nothing else, to a server (GET /kvferry/challenge). The answer proves that the
+server holds the secret, and has its name, which it draws at its start, and its time. Each request is then signed for
+that server, purpose, method, target and body, for half a minute, and for once. So nothing that one server receives
+opens another, and nothing that was overheard is of use again; SECURITY.md says what is left to TLS. The time is the
+server's own: no clocks are compared.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import secrets
+import stat
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import Literal, cast, get_args
+
+import msgspec
+
+from kvferry.core.cache_places import lasting_places
+from kvferry.core.clock import SYSTEM_CLOCK, Clock
+from kvferry.core.environment import AUTH_TOKEN
+from kvferry.core.errors import AuthenticationFailed, ConfigError
+
+Purpose = Literal["probe", "release", "operate", "register"]
+
+CHALLENGE_PATH = "/kvferry/challenge"
+SCHEME = "Kvferry"
+"""Of the `Authorization` header."""
+
+LIFETIME_S = 30.0
+"""How long a signed request may be on its way."""
+
+LEAST_CHARACTERS = 16
+"""Of a secret. A server's proof lets anybody who can reach it try out guesses, so a secret must not be guessable."""
+
+_EARLY_NS = 10**9
+_MOST_REMEMBERED = 2**16
+_HINT = f"start all processes of the deployment with the same {AUTH_TOKEN}"
+
+
+def derive(secret: str, purpose: str) -> bytes:
+    """The key for one purpose; empty without a secret."""
+    if not secret:
+        return b""
+    extracted = hmac.digest(b"kvferry", secret.encode(), "sha256")
+    return hmac.digest(extracted, purpose.encode() + b"\1", "sha256")
+
+
+# The client's side.
+
+
+class Challenge(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A server's answer to a nonce: its name, its time in nanoseconds, and the proof that it holds the secret."""
+
+    server: str
+    now_ns: int
+    proof: str
+
+
+class Signer:
+    """Signs requests to one server, which has proved that it holds the secret."""
+
+    def __init__(self, secret: str, nonce: str, answer: bytes, clock: Clock = SYSTEM_CLOCK) -> None:
+        """`answer`: what the server says to `nonce`. Raises `AuthenticationFailed`, and nothing must be sent then."""
+        try:
+            found = msgspec.json.decode(answer, type=Challenge)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            raise AuthenticationFailed("it is no server of kvferry's with a token") from error
+        if not hmac.compare_digest(found.proof.encode(), _proof(secret, nonce, found.server, found.now_ns).encode()):
+            raise AuthenticationFailed(f"it does not hold the same token; {_HINT}")
+        self._secret, self._server, self._clock = secret, found.server, clock
+        self._ahead_ns = found.now_ns - int(clock.monotonic() * 1e9)
+
+    def sign(self, purpose: Purpose, method: str, target: str, body: bytes = b"") -> str:
+        """The `Authorization` header of one request."""
+        at = str(int(self._clock.monotonic() * 1e9) + self._ahead_ns)
+        said = [purpose, self._server, at, secrets.token_hex(16), hashlib.sha256(body).hexdigest()]
+        return f"{SCHEME} {'.'.join([*said, _code(derive(self._secret, purpose), said, method, target)])}"
+
+
+# The server's side.
+
+
+class Verifier:
+    """Proves the server's own knowledge, and checks signatures. Owns which ones were used. `server`: the name of this
+    server, the same in all processes that serve one address."""
+
+    def __init__(self, secret: str, server: str, clock: Clock = SYSTEM_CLOCK) -> None:
+        self._secret, self._server, self._clock = secret, server, clock
+        self._keys = {purpose: derive(secret, purpose) for purpose in get_args(Purpose)}
+        self._since_ns = self._now_ns()
+        self._used: dict[str, int] = {}
+        """By nonce, when it was signed; the oldest first, but for those that overtook."""
+
+    def answer(self, nonce: str) -> Challenge:
+        """The answer to a challenge."""
+        now_ns = self._now_ns()
+        return Challenge(self._server, now_ns, _proof(self._secret, nonce, self._server, now_ns))
+
+    def check(self, header: str, method: str, target: str) -> tuple[Purpose, str]:
+        """The purpose of a request, and its body's SHA-256, for whoever reads the body to compare. Raises
+        `AuthenticationFailed`."""
+        parts = header.removeprefix(f"{SCHEME} ").split(".")
+        if len(parts) != 6 or parts[0] not in self._keys or not parts[2].isdecimal():
+            raise AuthenticationFailed("the signature of the request cannot be read")
+        purpose, server, at, nonce, digest, code = parts
+        right = _code(self._keys[purpose], parts[:5], method, target)
+        if not hmac.compare_digest(code.encode(), right.encode()):
+            raise AuthenticationFailed(f"the request was not signed with this server's token; {_HINT}")
+        if server != self._server:
+            raise AuthenticationFailed("the request was signed for another server, or before this one was started")
+        now_ns, at_ns = self._now_ns(), int(at)
+        oldest_ns = now_ns - int(LIFETIME_S * 1e9)
+        if not max(oldest_ns, self._since_ns) <= at_ns <= now_ns + _EARLY_NS:
+            raise AuthenticationFailed(f"the request was signed more than {LIFETIME_S:g} s ago, or before a restart")
+        while self._used and next(iter(self._used.values())) < oldest_ns:
+            del self._used[next(iter(self._used))]
+        if nonce in self._used or len(self._used) >= _MOST_REMEMBERED:
+            raise AuthenticationFailed("the request was used before, or there are too many at once")
+        self._used[nonce] = at_ns
+        return cast(Purpose, purpose), digest
+
+    def _now_ns(self) -> int:
+        return int(self._clock.monotonic() * 1e9)
+
+
+def _proof(secret: str, nonce: str, server: str, now_ns: int) -> str:
+    return _code(derive(secret, "proof"), [nonce, server, str(now_ns)])
+
+
+def _code(key: bytes, *said: str | list[str]) -> str:
+    return hmac.new(key, msgspec.msgpack.encode(said), hashlib.sha256).hexdigest()
+
+
+# Secrets.
+
+
+def shared_token(needed_by: str = "") -> str:
+    """`KVFERRY_AUTH_TOKEN`, empty if it is not set. Raises `ConfigError` for one that is too short, and for none where
+    a flag needs one."""
+    token = os.environ.get(AUTH_TOKEN, "").strip()
+    if needed_by and not token:
+        raise ConfigError(f"{needed_by} needs {AUTH_TOKEN}: {_HINT}, for instance of openssl rand -hex 32")
+    if 0 < len(token) < LEAST_CHARACTERS:
+        raise ConfigError(
+            f"{AUTH_TOKEN} has {len(token)} characters; it needs {LEAST_CHARACTERS}: openssl rand -hex 32"
+        )
+    return token
+
+
+def http_secret(admin_keys: Iterable[str] = ()) -> str:
+    """What a process's HTTP keys are derived from: the shared token, else an admin key that is long enough, else this
+    user's own token. Empty if there is none."""
+    long = (key for key in admin_keys if len(key) >= LEAST_CHARACTERS)
+    return shared_token() or next(long, "") or users_token()
+
+
+def users_token() -> str:
+    """The token in a file that only this user can read, drawn when it is first asked for; empty where no file can be
+    kept. So processes of one user on one machine know each other without any setting."""
+    for folder in lasting_places():
+        path = folder / "token"
+        with suppress(OSError, UnicodeDecodeError):
+            if not path.exists():
+                _write_once(path, secrets.token_hex(32))
+            info = path.stat()
+            if info.st_uid == os.getuid() and not stat.S_IMODE(info.st_mode) & 0o077:
+                return path.read_text(encoding="utf-8").strip()
+    return ""
+
+
+def _write_once(path: Path, text: str) -> None:
+    """Never seen half written, and never replaced."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    draft = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
+    try:
+        draft.touch(mode=0o600)
+        draft.write_text(text, encoding="utf-8")
+        with suppress(FileExistsError):
+            os.link(draft, path)
+    finally:
+        draft.unlink(missing_ok=True)
