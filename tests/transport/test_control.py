@@ -153,16 +153,32 @@ async def test_hostile_frames_after_the_handshake_end_the_connection() -> None:
         await connection.close()
 
 
-async def test_a_bit_that_turned_on_the_way_ends_the_connection() -> None:
+@pytest.mark.parametrize("what", ["changed", "repeated", "left out", "of another connection", "sent back"])
+async def test_a_frame_that_is_not_the_next_one_ends_the_connection(what: str) -> None:
     async with echo_listener() as listener:
-        connection = await dial(listener.host, listener.port, "echo", HERE, "secret", soon())
-        frame = connection.encode(Hello(1, "ping", b"nonce"))
-        frame[-20] ^= 1
+        connection, other = [await dial(listener.host, listener.port, "echo", HERE, "secret", soon()) for _ in range(2)]
+        frame, following = (connection.encode(Hello(1, "ping", b"nonce")) for _ in range(2))
+        match what:
+            case "changed":
+                frame[-20] ^= 1
+            case "repeated":
+                frame = frame + frame
+            case "left out":
+                frame = following
+            case "of another connection":
+                frame = other.encode(Hello(1, "ping", b"nonce"))
+            case "sent back":
+                await asyncio.get_running_loop().sock_sendall(connection.socket, frame)
+                header = await asyncio.get_running_loop().sock_recv(connection.socket, 4)
+                frame = header + await asyncio.get_running_loop().sock_recv(connection.socket, 1000)
         await asyncio.get_running_loop().sock_sendall(connection.socket, frame)
+        if what == "repeated":
+            assert await connection.receive(Hello) == Hello(1, "ping", b"nonce")
         with pytest.raises(PeerLost):
             await connection.receive(Hello)
         await until_rejected(listener, "ProtocolError")
-        await connection.close()
+        for one in (connection, other):
+            await one.close()
 
 
 async def test_who_says_nothing_is_not_waited_for() -> None:

@@ -10,6 +10,7 @@ from kvferry.transport.connection import (
     decode_frame,
     encode_frame,
     frame_length,
+    seal_frame,
 )
 from kvferry.transport.handshake import Hello, Proof
 from kvferry.transport.lookup_buffer.messages import FromConsumer, News, Offer, Part, Select
@@ -63,17 +64,19 @@ def test_deep_nesting_where_anything_is_taken_is_a_protocol_error() -> None:
 
 def test_a_sealed_frame_that_was_changed_is_refused() -> None:
     key = b"k" * 32
-    body = bytes(encode_frame(Select(1, "key"), key)[HEADER_BYTES:])
-    assert decode_frame(body, FromConsumer, key) == Select(1, "key")
+    body = bytes(seal_frame(encode_frame(Select(1, "key")), key, 7)[HEADER_BYTES:])
+    assert decode_frame(body, FromConsumer, key, 7) == Select(1, "key")
     for place in range(len(body)):
         changed = body[:place] + bytes([body[place] ^ 1]) + body[place + 1 :]
         with pytest.raises(ProtocolError, match="modified"):
-            decode_frame(changed, FromConsumer, key)
+            decode_frame(changed, FromConsumer, key, 7)
     for cut in (body[:-1], body[:5], b"x", body + b"x"):
         with pytest.raises(ProtocolError, match="modified"):
-            decode_frame(cut, FromConsumer, key)
+            decode_frame(cut, FromConsumer, key, 7)
     with pytest.raises(ProtocolError, match="modified"):
-        decode_frame(body, FromConsumer, b"another" * 4)
+        decode_frame(body, FromConsumer, b"another" * 4, 7)
+    with pytest.raises(ProtocolError, match="repeated"):
+        decode_frame(body, FromConsumer, key, 8)
 
 
 def test_too_long_a_message_is_not_sent() -> None:

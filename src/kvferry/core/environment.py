@@ -13,9 +13,10 @@ ALLOW_UNTESTED_VLLM = "KVFERRY_ALLOW_UNTESTED_VLLM"
 INSTANCE_NAME = "KVFERRY_INSTANCE_NAME"
 
 VARIABLES = {
-    AUTH_TOKEN: "Secret that all instances and routers of a deployment share. It authenticates the connections on which"
-    " KV travels and seals tickets. Without it, connectors listen on loopback addresses only, and accept only tickets"
-    " with such addresses. `kvferry serve` draws one if none is set.",
+    AUTH_TOKEN: "Secret of at least 16 characters that all instances and routers of a deployment share, and that is"
+    " never sent. The keys of their connections, tickets and requests to each other are derived from it. Without it,"
+    " connectors listen on loopback addresses only, and accept only tickets with such addresses; `kvferry serve`, and"
+    " routers before operators on the same machine, use a token that is kept for each user in kvferry's cache folder.",
     CACHE_DIR: "Folder for compiled kernels and for the digests of checkpoint files. Default:"
     " `$XDG_CACHE_HOME/kvferry`, else `~/.cache/kvferry`; a private temporary folder where neither can be written.",
     NATIVE: "`0`: compile no kernels and use plain PyTorch on CPUs, which is slower.",

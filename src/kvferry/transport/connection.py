@@ -55,15 +55,20 @@ class Identity(Message, frozen=True):
 _encoder = msgspec.msgpack.Encoder()
 
 
-def encode_frame(message: Message, key: bytes = b"") -> bytearray:
-    """The message as one frame, sealed with `key` if there is one. Raises `ProtocolError` when it is too long."""
+def encode_frame(message: Message) -> bytearray:
+    """The message as one frame. Raises `ProtocolError` when it is too long."""
     frame = bytearray(HEADER_BYTES)
     _encoder.encode_into(message, frame, HEADER_BYTES)
     num_bytes = len(frame) - HEADER_BYTES
     if num_bytes > MAX_FRAME_BYTES:
         raise ProtocolError(f"{type(message).__name__} of {num_bytes} bytes is longer than a frame may be")
-    if key:
-        frame += _seal(memoryview(frame)[HEADER_BYTES:].tobytes(), key)
+    frame[:HEADER_BYTES] = num_bytes.to_bytes(HEADER_BYTES, "big")
+    return frame
+
+
+def seal_frame(frame: bytearray, key: bytes, number: int) -> bytearray:
+    """The same frame, sealed as number `number` of its connection's direction."""
+    frame += _seal(memoryview(frame)[HEADER_BYTES:].tobytes(), key, number)
     frame[:HEADER_BYTES] = (len(frame) - HEADER_BYTES).to_bytes(HEADER_BYTES, "big")
     return frame
 
@@ -76,21 +81,21 @@ def frame_length(header: bytes | bytearray, limit: int) -> int:
     return num_bytes
 
 
-def decode_frame(body: bytes | bytearray | memoryview, kinds: Any, key: bytes = b"") -> Any:
+def decode_frame(body: bytes | bytearray | memoryview, kinds: Any, key: bytes = b"", number: int = 0) -> Any:
     """The message in a frame's body, one of `kinds` (a struct or a union), whose seal is checked if there is a `key`.
     Raises `ProtocolError`."""
     if key:
         body, seal = body[:-SEAL_BYTES], body[-SEAL_BYTES:]
-        if not hmac.compare_digest(_seal(body, key), bytes(seal)):
-            raise ProtocolError("a frame that was modified in transit")
+        if not hmac.compare_digest(_seal(body, key, number), bytes(seal)):
+            raise ProtocolError("a frame that was modified, left out or repeated in transit")
     try:
         return _decoder(kinds).decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:  # text, depth and shape are the peer's
         raise ProtocolError(f"a frame that cannot be read: {error}") from error
 
 
-def _seal(body: bytes | bytearray | memoryview, key: bytes) -> bytes:
-    return hashlib.blake2b(body, key=key, digest_size=SEAL_BYTES).digest()
+def _seal(body: bytes | bytearray | memoryview, key: bytes, number: int) -> bytes:
+    return hashlib.blake2b(body, key=key, salt=number.to_bytes(8, "big"), digest_size=SEAL_BYTES).digest()
 
 
 @cache
@@ -162,6 +167,8 @@ class Connection:
         self.io = PlainSocket(sock)
         self._frame_limit = MAX_GREETING_BYTES
         self._send_key = self._receive_key = b""
+        self._num_sent = self._num_received = 0
+        """Frames since the handshake."""
         self._sending = asyncio.Lock()
         self._cut_off = False
         self._closed = asyncio.Event()
@@ -169,8 +176,8 @@ class Connection:
     # Frames.
 
     def trust(self, peer: Identity, send_key: bytes, receive_key: bytes) -> None:
-        """The other end has proved who it is. From now on frames may have their full length, and carry a keyed digest,
-        so that a changed one is a `ProtocolError` and not another message."""
+        """The other end has proved who it is. From now on frames may have their full length, and carry a keyed digest
+        of their content and number, so that a changed, missing or repeated one is a `ProtocolError`."""
         self.peer, self._frame_limit = peer, MAX_FRAME_BYTES
         self._send_key, self._receive_key = send_key, receive_key
 
@@ -179,20 +186,29 @@ class Connection:
         self._frame_limit = num_bytes
 
     def encode(self, message: Message) -> bytearray:
-        """One frame for this connection, to be sent together with other bytes."""
-        return encode_frame(message, self._send_key)
+        """The next frame of this connection, to be sent within `sending`."""
+        return self._sealed(encode_frame(message))
+
+    def _sealed(self, frame: bytearray) -> bytearray:
+        if not self._send_key:
+            return frame
+        self._num_sent += 1
+        return seal_frame(frame, self._send_key, self._num_sent)
 
     def decode(self, body: bytes | bytearray | memoryview, kinds: Any) -> Any:
-        """The message in the body of a frame that came on this connection. Raises `ProtocolError`."""
-        return decode_frame(body, kinds, self._receive_key)
+        """The message in the body of the next frame that came on this connection. Raises `ProtocolError`."""
+        self._num_received += bool(self._receive_key)
+        return decode_frame(body, kinds, self._receive_key, self._num_received)
 
     def length_in(self, header: bytes | bytearray) -> int:
         """The length of the body that a frame's header announces. Raises `ProtocolError` if it is too long."""
         return frame_length(header, self._frame_limit + SEAL_BYTES * bool(self._receive_key))
 
     async def send(self, message: Message) -> None:
-        """Send one frame."""
-        await self.send_bytes([self.encode(message)])
+        """Send one frame. Raises `ProtocolError` for one that is too long."""
+        frame = encode_frame(message)
+        async with self.sending():
+            await self.send_all([self._sealed(frame)])
 
     async def receive(self, kinds: Any) -> Any:
         """The next frame, one of `kinds`. Raises `ProtocolError` on anything else."""
