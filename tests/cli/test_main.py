@@ -263,6 +263,23 @@ def test_the_environment_alone(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     assert "KVFERRY_PORT" in complaint(capsys, "serve")
 
 
+def test_a_misspelt_variable_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    right = ("KVFERRY_MAX_NUM_SEQS=8", "KVFERRY_WAIT_S=1", "KVFERRY_CACHE_DIR=/tmp", "KVFERRY_XYZZY=1")
+    of_kubernetes = ("KVFERRY_ROUTER_SERVICE_HOST=10.0.0.1", "KVFERRY_ROUTER_PORT=tcp://10.0.0.1:8000")
+    wrong = {"KVFERRY_ADMINKEY": "KVFERRY_ADMIN_KEY", "KVFERRY_AUTHTOKEN": "KVFERRY_AUTH_TOKEN"}
+    for name in [name for name in os.environ if name.startswith("KVFERRY_")]:
+        monkeypatch.delenv(name)
+    for variable in (*right, *of_kubernetes, *(f"{name}=x" for name in wrong)):
+        monkeypatch.setenv(*variable.split("="))
+    assert main(["cache", "ls", "/nowhere"]) == 2
+    lines = [line for line in capsys.readouterr().err.splitlines() if "warning" in line]
+    told = "kvferry: warning: nothing reads the variable {}; did you mean {}?"
+    assert lines == [told.format(name, near) for name, near in sorted(wrong.items())]
+    monkeypatch.setenv("KVFERRY_INSTANCE_NAME", "prefill-0")
+    assert main(["cache", "ls", "/nowhere"]) == 2
+    assert "warning" not in capsys.readouterr().err
+
+
 def test_the_file_may_be_named_by_the_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -355,7 +355,7 @@ async def routing(
     config = RouterConfig(prefill_url=tuple(prefill), decode_url=tuple(decode), **settings)
     http = replace(http or HttpConfig(shutdown_grace_s=1), port=0, max_body_bytes=config.max_body_bytes)
     router = build_router(config, http, access)
-    server, ready = HttpServer(router.routes(), http, Lifecycle("router")), asyncio.Event()
+    server, ready = HttpServer(router.routes(), http, Lifecycle("router"), router.guard), asyncio.Event()
     async with router.running(), asyncio.TaskGroup() as group:
         running = group.create_task(server.run(lambda host, port: ready.set()))
         await ready.wait()

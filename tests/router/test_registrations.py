@@ -150,7 +150,7 @@ async def test_after_a_router_was_started_anew_its_instances_are_back() -> None:
         from kvferry.router.app import build_router
 
         again = build_router(RouterConfig(registration=True, health_interval_s=3600), replace(HTTP, port=port))
-        server = HttpServer(again.routes(), replace(HTTP, port=port), Lifecycle("router"))
+        server = HttpServer(again.routes(), replace(HTTP, port=port), Lifecycle("router"), again.guard)
         async with again.running():
             serving = asyncio.create_task(server.run())
             await holds(lambda: urls(again) == [d.url])

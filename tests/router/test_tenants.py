@@ -248,6 +248,17 @@ async def test_who_asks_too_often_is_told_when_to_come_back() -> None:
         assert len(d.calls) == 3
 
 
+async def test_a_tenants_key_is_a_key(tmp_path: Path) -> None:
+    d, file = Peer("decode", answer, facts=DECODE), tmp_path / "tenants.toml"
+    file.write_text('[acme]\napi_key = ["one", "two"]\nrequests_per_minute = 2\n')
+    async with instances(d), routing([], [d.url], tenants_file=file) as (_, url):
+        statuses = [(await post(url, {"Authorization": f"Bearer {key}"}))[0] for key in ("one", "one", "one", "three")]
+        assert [(await post(url, {}))[0], *statuses] == [401, 200, 200, 429, 401]
+    file.write_text('[acme]\napi_key = ["a b"]\n')
+    with pytest.raises(ConfigError, match=r"--tenants-file .*\[acme\]: a key must be printable"):
+        read_tenants(file, Limits())
+
+
 async def test_a_limit_of_tokens_counts_what_is_asked_for() -> None:
     d = Peer("decode", answer, facts=DECODE)
     async with instances(d), routing([], [d.url], tenant_tokens_per_minute=100) as (_, url):

@@ -3,7 +3,10 @@ for another reason, one line and exit code 1."""
 
 from __future__ import annotations
 
+import os
 import sys
+from collections.abc import Iterator
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated
 
@@ -18,14 +21,17 @@ from kvferry.cli.fleet import app as fleet
 from kvferry.cli.instance import decode, prefill
 from kvferry.cli.router import router
 from kvferry.cli.serve import serve
+from kvferry.core.environment import INSTANCE_NAME, VARIABLES
 from kvferry.core.errors import ConfigError, KvferryError, UnsupportedModel
 from kvferry.core.process_end import leave
 from kvferry.fleet.arguments import flag_name
 from kvferry.fleet.supervisor import ERROR_PREFIX, EXIT_USER_ERROR
 from kvferry.observe.logs import LogConfig, set_up_logging
 
+_PREFIX, CONFIG_VARIABLE = "KVFERRY_", "KVFERRY_CONFIG"
+
 COMMANDS = ("serve", "prefill", "decode", "router", "demo")
-ENVIRONMENT = Env("KVFERRY_", command=False)
+ENVIRONMENT = Env(_PREFIX, command=False)
 
 HELP = """
 Serve large language models with **prefill and decode on different instances**.
@@ -70,7 +76,7 @@ def launch(
     config: Annotated[
         Path | None,
         Parameter(
-            help="Read flags from a TOML file; also KVFERRY_CONFIG.", env_var="KVFERRY_CONFIG", show_env_var=False
+            help="Read flags from a TOML file; also KVFERRY_CONFIG.", env_var=CONFIG_VARIABLE, show_env_var=False
         ),
     ] = None,
 ) -> int | None:
@@ -83,6 +89,7 @@ def launch(
 def main(arguments: list[str] | None = None) -> int:
     """Run one command line (`sys.argv` if none is given); returns the exit code."""
     set_up_logging(LogConfig())
+    _warn_of_unknown_variables()
     try:
         said = for_engine(sys.argv[1:] if arguments is None else arguments)
         code = app.meta(said, exit_on_error=False, print_error=False, result_action="return_value")
@@ -95,6 +102,33 @@ def main(arguments: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     return code or 0
+
+
+def _warn_of_unknown_variables() -> None:
+    """Those that are nearly one of kvferry's are misspelt. The processes of a supervisor have the same ones, and are
+    silent. (Kubernetes sets others, beside a service of that name.)"""
+    without_flag = {name.removeprefix(_PREFIX) for name in (*VARIABLES, CONFIG_VARIABLE)}
+    found = {name.removeprefix(_PREFIX) for name in os.environ if name.startswith(_PREFIX)} - without_flag
+    if not found or INSTANCE_NAME in os.environ:
+        return
+    known = sorted({*without_flag, *_flag_variables(app)})
+    for name in sorted(found.difference(known)):
+        if near := get_close_matches(name, known, n=1, cutoff=0.8):
+            told = f"nothing reads the variable {_PREFIX}{name}; did you mean {_PREFIX}{near[0]}?"
+            sys.stderr.write(f"kvferry: warning: {told}\n")
+
+
+def _flag_variables(group: App) -> Iterator[str]:
+    """Those of all commands, without the prefix."""
+    for name in group:
+        if name.startswith("-"):
+            continue
+        if group[name].default_command is None:
+            yield from _flag_variables(group[name])
+            continue
+        for flag in group[name].assemble_argument_collection(parse_docstring=False):
+            for one in flag.names:
+                yield one.lstrip("-").replace("-", "_").upper()
 
 
 def for_engine(arguments: list[str]) -> list[str]:

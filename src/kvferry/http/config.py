@@ -57,7 +57,7 @@ class HttpAccess:
             raise ConfigError("--tls-key and --tls-client-ca need --tls-cert")
         for name in ("api_key", "admin_key"):
             for key in getattr(self, name):
-                _require_key(key, f"--{name.replace('_', '-')}")
+                require_key(key, f"--{name.replace('_', '-')}")
 
     def api_keys(self) -> tuple[str, ...]:
         """The clients' keys, from flags and file. Raises `ConfigError` if the file cannot be read or is empty."""
@@ -131,7 +131,7 @@ class InstanceAccess:
 
     def __post_init__(self) -> None:
         if self.instance_api_key is not None:
-            _require_key(self.instance_api_key, "--instance-api-key")
+            require_key(self.instance_api_key, "--instance-api-key")
 
     def tls_context(self) -> ssl.SSLContext:
         """For connections to https:// URLs. Raises `ConfigError` if a file cannot be used."""
@@ -146,10 +146,11 @@ def _keys_in(path: Path) -> tuple[str, ...]:
     if not keys:
         raise ConfigError(f"--api-key-file {path} contains no key")
     for key in keys:
-        _require_key(key, f"--api-key-file {path}")
+        require_key(key, f"--api-key-file {path}")
     return keys
 
 
-def _require_key(key: str, flag: str) -> None:
+def require_key(key: str, flag: str) -> None:
+    """Raise `ConfigError` that names the flag for what no client can send."""
     if not key or not key.isascii() or not key.isprintable() or " " in key:
         raise ConfigError(f"{flag}: a key must be printable ASCII without spaces, and not empty")

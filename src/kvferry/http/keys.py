@@ -61,10 +61,10 @@ class Guard:
         self._verifier = verifier
 
     @classmethod
-    def from_config(cls, config: HttpConfig) -> Guard:
+    def from_config(cls, config: HttpConfig, more_api_keys: Iterable[str] = ()) -> Guard:
         """The guard of one server, or of several that are reached by the same name. Raises `ConfigError`."""
         verifier = Verifier(config.secret, config.name) if config.secret else None
-        return cls(config.api_keys(), config.admin_keys(), verifier)
+        return cls([*config.api_keys(), *more_api_keys], config.admin_keys(), verifier)
 
     def admit(self, access: Access, side: Side, request: HttpRequest) -> Caller:
         """Who sends this request, which may be served. Raises `Unauthorized`, or `UnknownRoute` for a path of the other

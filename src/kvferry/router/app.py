@@ -17,7 +17,7 @@ from kvferry.core.errors import InvalidRequest, QueueFull, RequestError
 from kvferry.core.instance_facts import InstanceFacts
 from kvferry.core.openai import internal_error
 from kvferry.http.config import HttpConfig, InstanceAccess
-from kvferry.http.keys import Access
+from kvferry.http.keys import Access, Guard
 from kvferry.http.request import HttpRequest
 from kvferry.http.response import Response
 from kvferry.http.routes import Route, Routes
@@ -76,6 +76,8 @@ class Router:
     feeds: EventFeeds
     membership: Membership
     registrations: Registrations
+    guard: Guard
+    """For the servers of this router. Tenants' keys are API keys."""
 
     async def show_health(self, request: HttpRequest, response: Response) -> None:
         """GET /health: 200 if a decode instance was alive at the last check, 503 otherwise."""
@@ -292,6 +294,7 @@ def build_router(
         feeds=feeds,
         membership=membership,
         registrations=registrations,
+        guard=Guard.from_config(http, tenants.api_keys()),
     )
 
 

@@ -59,7 +59,7 @@ async def _serve(
 ) -> int:
     router = build_router(config, http, access)
     spare_the_collector()
-    server = HttpServer(router.routes(), http, Lifecycle("router"))
+    server = HttpServer(router.routes(), http, Lifecycle("router"), router.guard)
 
     async def announce(port: int) -> None:
         await router.health.first_look()

@@ -20,6 +20,7 @@ import msgspec
 
 from kvferry.core.clock import Clock
 from kvferry.core.errors import ConfigError, InvalidRequest
+from kvferry.http.config import require_key
 from kvferry.http.headers import RawHeaders, find_header
 from kvferry.router.body import RequestBody
 from kvferry.router.config import RouterConfig
@@ -70,7 +71,8 @@ Rate = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Of one tenant; 0: no limit. `weight`: its share of turns while requests wait. `api_key`: keys of this tenant."""
+    """Of one tenant; 0: no limit. `weight`: its share of turns while requests wait. `api_key`: keys of this
+    tenant, like those of --api-key."""
 
     weight: Annotated[float, msgspec.Meta(gt=0, le=1e6)] = 1.0
     requests_per_minute: Rate = 0.0
@@ -153,6 +155,10 @@ class Tenants:
         named = {} if config.tenants_file is None else read_tenants(config.tenants_file, limits)
         shares = {key: _share(one, config.workers) for key, one in named.items()}
         return cls(clock, _share(limits, config.workers), shares, config.tenant_by)
+
+    def api_keys(self) -> set[str]:
+        """All that belong to a tenant."""
+        return {key for limits in self.named.values() for key in limits.api_key}
 
     def find(self, caller: bytes, headers: RawHeaders, body: RequestBody | bytes | None) -> Tenant:
         """The tenant of a request. `caller`: the digest of an accepted key, or an address."""
@@ -301,9 +307,12 @@ def _share(limits: Limits, num_workers: int) -> Limits:
 def _read_table(path: Path, name: str, table: Any, limits: Limits) -> Limits:
     try:
         given = msgspec.convert(table, dict[str, Any])
-        return msgspec.convert({**msgspec.structs.asdict(limits), **given}, Limits)
+        found = msgspec.convert({**msgspec.structs.asdict(limits), **given}, Limits)
     except msgspec.ValidationError as error:
         raise ConfigError(f"--tenants-file {path}, [{name}]: {error}") from error
+    for key in found.api_key:
+        require_key(key, f"--tenants-file {path}, [{name}]")
+    return found
 
 
 def _name(name: str) -> bytes:

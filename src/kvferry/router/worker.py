@@ -15,7 +15,6 @@ import uvloop
 
 from kvferry.core.errors import ConfigError
 from kvferry.http.config import HttpConfig
-from kvferry.http.keys import Guard
 from kvferry.http.lifecycle import Lifecycle
 from kvferry.http.server import HttpServer
 from kvferry.observe.logs import LogConfig, log_format_of_parent, set_up_logging
@@ -79,7 +78,7 @@ class RouterWorker:
             self._siblings.follow(members)
         self._siblings.on_change = self._tell_news
         self._siblings.on_kept = lambda news: self._writer.write(to_line(news))
-        guard = Guard.from_config(begin.http)  # of both, so that no signed request is taken twice
+        guard = self._router.guard  # of both, so that no signed request is taken twice
         self._server = HttpServer(self._siblings.routes(), begin.http, Lifecycle("router"), guard)
         own = HttpConfig(port=0, max_body_bytes=LONGEST_MESSAGE)  # limits of clients are not the workers'
         self._own = HttpServer(self._siblings.own_routes(), own, Lifecycle("router"), guard)
