@@ -51,7 +51,7 @@ def serve(services: Services, body: RequestBody, usage: PrefillUsage) -> None:
     assert prefill is not None
     assert decode is not None
     works = [
-        Work(one.load, asked.num_tokens, now, computes=one is prefill, decodes=one is decode)
+        Work(one.load, asked.num_tokens, services.clock.monotonic(), computes=one is prefill, decodes=one is decode)
         for one in (prefill, decode)
     ]
     chooser.estimates.prefilled(prefill.name, usage.prompt_tokens, 0.01)

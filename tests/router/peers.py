@@ -318,8 +318,12 @@ async def instances(
     """Serve all of them, as `serving` does, and set their URLs."""
     async with asyncio.TaskGroup() as group:
         ready = [asyncio.Event() for _ in peers]
-        for peer in peers:
+        engine_ids: set[str] = set()
+        for number, peer in enumerate(peers):
             peer.leaves, peer.gone = asyncio.Event(), asyncio.Event()
+            if peer.facts and peer.facts.get("engine_id") in engine_ids:  # two processes have two
+                peer.facts = {**peer.facts, "engine_id": f"{peer.facts['engine_id']}-{number}"}
+            engine_ids.add((peer.facts or {}).get("engine_id", ""))
         for peer, event_of_peer in zip(peers, ready, strict=True):
             group.create_task(_serve_peer(peer, event_of_peer, tls, client_ca))
         for event_of_peer in ready:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 from pathlib import Path
 
@@ -92,15 +91,15 @@ def test_who_is_asked_again_and_says_the_same_or_fails_again_changes_nothing() -
     pools = parts(1)[1]
     (prefill,) = pools.prefill.instances
     before = pools.revision
-    prefill.failed(reachable=False)
-    prefill.failed(reachable=False)
+    prefill.is_down("it is off")
+    prefill.is_down("it is off")
     assert pools.revision == before
     for _ in range(3):
         facts = InstanceFacts(engine_id="one", model_names=["m"])
         prefill.learn(facts)
         assert prefill.facts is facts, "by which it is known that it was asked again"
     assert pools.revision == before + 1
-    prefill.failed(reachable=True)
+    prefill.lost_request()
     assert (pools.revision, prefill.model_names) == (before + 2, [])
 
 
@@ -153,9 +152,14 @@ def test_facts_are_learned_and_never_set_behind_the_routers_back() -> None:
     assert writers == ["instance.py"]
 
 
-def test_what_may_be_chosen_follows_from_each_part_of_an_instances_state() -> None:
-    (one,) = parts(1)[1].decode.instances
-    for alive, mute, draining, num_late in itertools.product((True, False), (True, False), (True, False), (0, 2)):
-        one.alive, one.mute, one.draining, one.num_late = alive, mute, draining, num_late
-        assert one.usable is (alive and not mute and not draining)
-        assert one.trusted is (one.usable and num_late == 0)
+async def test_a_policy_that_raises_costs_no_request_its_answer(caplog: pytest.LogCaptureFixture) -> None:
+    chooser, pools = parts(2)
+
+    def fail(*arguments: object) -> None:
+        raise ZeroDivisionError("boom")
+
+    chooser.policy.choose = chooser.policy.placed = fail  # type: ignore[assignment,method-assign]
+    asked = Asked(model="m")
+    for _ in range(2):
+        assert chooser.choose(asked, pools.prefill.instances, pools.decode.instances).decode in pools.decode.instances
+    assert caplog.text.count("failed; the least loaded instances are chosen") == 1

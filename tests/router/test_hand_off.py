@@ -330,7 +330,7 @@ async def test_a_prefill_that_cannot_be_reached_is_left_out_until_it_is_back() -
         instance = router.services.pools.prefill.instances[0]
         address, instance.origin = instance.origin, Origin.parse(nowhere)
         assert (await post(url))[0] == 200
-        assert not instance.alive
+        assert not instance.usable
         instance.origin = address
         assert (await post(url))[0] == 200
         assert p.calls == []

@@ -34,16 +34,16 @@ async def test_who_cannot_be_reached_is_not_alive_and_is_asked_anew_when_back() 
     async with unused_address() as nowhere, instances(p), looking(a_config(p.url, nowhere)) as (health, pools):
         await health.look(pools)
         (prefill,), (decode,) = pools.prefill.instances, pools.decode.instances
-        assert (prefill.alive, decode.alive) == (True, False)
+        assert (prefill.usable, decode.usable) == (True, False)
         assert isinstance(prefill.facts, InstanceFacts)
         assert isinstance(decode.facts, Unasked)
         p.healthy = False
         await health.look(pools)
-        assert not prefill.alive
+        assert not prefill.usable
         assert isinstance(prefill.facts, Unasked)
         p.healthy, p.facts = True, None
         await health.look(pools)
-        assert prefill.alive
+        assert prefill.usable
         assert isinstance(prefill.facts, Absent)
 
 
@@ -54,14 +54,14 @@ async def test_who_is_late_is_busy_until_it_is_late_again_and_again() -> None:
         seen = []
         for _ in range(4):
             await health.look([prefill])
-            seen.append(prefill.alive)
+            seen.append(prefill.usable)
         assert seen == [True, True, False, False]
         p.hangs = False
         await health.look([prefill])
-        assert prefill.alive
+        assert prefill.usable
         p.hangs = True
         await health.look([prefill])
-        assert prefill.alive
+        assert prefill.usable
 
 
 async def test_the_router_looks_again_and_again() -> None:

@@ -197,7 +197,7 @@ async def test_a_prefill_that_gave_no_answer_is_left_out_until_it_answers_again(
     ):
         (prefill,) = router.services.pools.prefill.instances
         assert (await post(url))[0] == 200
-        assert prefill.alive
+        assert prefill.usable
         assert prefill.mute
         begun = bad.num_completions
         assert (await post(url))[0] == 200
@@ -399,10 +399,10 @@ async def test_an_instance_that_does_not_answer_for_its_health_is_avoided_and_ta
         num_before = len(bad.calls)
         for _ in range(4):
             assert (await post(url))[0] == 200
-        await holds(lambda: not first.alive)
+        await holds(lambda: not first.usable)
         assert len(bad.calls) == num_before
         bad.hangs = False
-        await holds(lambda: first.alive)
+        await holds(lambda: first.usable)
         for _ in range(2):
             assert (await post(url))[0] == 200
         assert len(bad.calls) > num_before
@@ -434,7 +434,7 @@ async def test_who_answers_for_its_health_and_nothing_else_is_not_asked() -> Non
     settings = {"health_interval_s": 0.02, "health_timeout_s": 0.5}
     async with mute.serving(), instances(d), routing([mute.url], [d.url], **settings) as (router, url):
         (prefill,) = router.services.pools.prefill.instances
-        await holds(lambda: not prefill.alive)
+        await holds(lambda: not prefill.usable)
         assert (await post(url))[0] == 200
     assert mute.num_completions == 0
 

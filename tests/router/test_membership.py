@@ -19,6 +19,7 @@ from kvferry.http.config import HttpConfig
 from kvferry.http.listen import listen
 from kvferry.http.signed_client import bearer
 from kvferry.router.app import Router
+from kvferry.router.instance import State
 from kvferry.router.legs import Legs
 from kvferry.router.pools import Pools, RolePool
 from kvferry.router.relay import Relay
@@ -198,9 +199,10 @@ async def test_one_that_changed_its_role_and_is_drained_works_until_it_says_othe
     d = a_decode()
     async with instances(both, d), routing([], [both.url, d.url]) as (router, _):
         membership, before = router.membership, router.membership.find("decode-0")
-        before.num_late, before.busy_until, before.mute = 1, 5.0, True
+        before.busy_until = 5.0
+        before.is_silent()
         after = membership.change_role("decode-0", "prefill")
-        assert (after.num_late, after.busy_until, after.mute, after.alive) == (1, 5.0, True, True)
+        assert (after.busy_until, after.state) == (5.0, State.MUTE)
         membership.drain("prefill-0")
         await membership._look_at(after)
         assert not after.drained
@@ -407,7 +409,8 @@ async def test_metrics_are_of_the_instances_that_are_here_and_may_be_given_reque
         first, second = pools.decode.instances
         metrics.leg_failed(first, "lost")
         metrics.events_heard(first, 3)
-        first.alive = second.alive = second.mute = True
+        first.is_well()
+        second.is_silent()
         text = metrics.expose(pools).decode()
         assert 'kvferry_router_instance_up{instance="decode-0",role="decode"} 1.0' in text
         assert 'kvferry_router_instance_up{instance="decode-1",role="decode"} 0.0' in text
@@ -442,3 +445,30 @@ def test_addresses_are_hidden_until_long_after_the_instance_has_left() -> None:
     pools.decode.add("http://other.example:8000")
     assert b"instance-7" in relay.hide(b"from http://instance-7.example:8000/x")
     assert relay.hide(plain) == plain
+
+
+async def test_one_process_under_two_addresses_gets_requests_under_one(caplog: pytest.LogCaptureFixture) -> None:
+    d = a_decode()
+    async with instances(d):
+        again = d.url.replace("127.0.0.1", "localhost")
+        async with routing([], [d.url, again], health_interval_s=0.02) as (router, _):
+            _, second = router.services.pools.decode.instances
+            await holds(lambda: second.state is State.TWIN)
+            assert f"decode-1 ({again}) is the same process as decode-0 ({d.url})" in caplog.text
+            router.membership.remove("decode-0", force=True)
+            await holds(lambda: second.state is State.UP)
+
+
+async def test_draining_the_last_decode_instance_says_what_that_means(caplog: pytest.LogCaptureFixture) -> None:
+    d = a_decode()
+    async with instances(d), routing([], [d.url]) as (router, _):
+        router.membership.drain("decode-0")
+    assert "no decode instance is left" in caplog.text
+
+
+async def test_an_instance_that_comes_back_has_its_name_again() -> None:
+    async with routing([], ["http://127.0.0.1:9/one", "http://127.0.0.1:9/two"]) as (router, _):
+        for _ in range(2):
+            router.membership.remove("decode-0", force=True)
+            assert router.membership.add("decode", "http://127.0.0.1:9/one").name == "decode-0"
+        assert router.membership.add("decode", "http://127.0.0.1:9/three").name == "decode-2"

@@ -123,7 +123,8 @@ async def test_what_cannot_be_taken_off_again_is_not_asked_for(fields: dict[str,
 async def test_an_instance_that_is_gone_keeps_no_other_from_keeping(alive: bool) -> None:
     async with fleet() as (router, url, _ps, d), unused_address() as nobody:
         other = router.services.pools.decode.add(nobody)  # nobody knows what it is
-        other.alive = alive
+        if not alive:
+            other.is_down("it is off")
         await post(url)
         await post(url)
         assert told(d)["keep_for_next_turn"] is not alive
@@ -261,7 +262,7 @@ async def test_what_an_instance_keeps_that_failed_once_is_not_forgotten() -> Non
         for session in ("a", "b"):
             await post(url, session)
         facts = instance.facts
-        instance.failed(reachable=True)
+        instance.lost_request()
         turns.own.look()
         assert len(turns.own) == 2
         assert await turns.own.take(f"{BODY['model']} a") is None
@@ -277,7 +278,7 @@ async def test_what_another_process_kept_is_forgotten() -> None:
         await post(url)
         d.facts = {**DECODE, "engine_id": "another"}
         (instance,) = router.services.pools.decode.instances
-        instance.failed(reachable=True)
+        instance.lost_request()
         await router.health.look([instance])
         await post(url)
         assert "remote_transfer_id" not in told(p)

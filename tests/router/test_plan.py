@@ -64,5 +64,5 @@ def test_whole(body: dict[str, Any], reason: str) -> None:
 def test_without_prefill_instances_all_is_whole() -> None:
     assert plan({"prompt": "text"}, among=pools(0)) == Whole("no_prefill")
     down = pools()
-    down.prefill.instances[0].alive = False
+    down.prefill.instances[0].is_down("it is off")
     assert plan({"prompt": "text"}, among=down) == Whole("no_prefill")

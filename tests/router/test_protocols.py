@@ -6,6 +6,8 @@ import asyncio
 from typing import Any, Literal
 
 import pytest
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
 
 from kvferry.core.instance_facts import InstanceFacts
 from kvferry.router.config import RouterConfig
@@ -13,6 +15,7 @@ from kvferry.router.instance import Absent, Bootstrap, Unasked, VllmFacts
 from kvferry.router.protocols.choose import can_pair, choose_form
 from kvferry.router.protocols.mooncake import mooncake, read_bootstrap
 from router.peers import CONCURRENT, DECODE, Peer, answer, failing, instances, routing, ticket, unused_address
+from router.test_failures import holds
 from router.test_hand_off import BODY, get, leave_after, post
 from router.vllm_peers import VERSION, KvferryPair, MooncakePrefill, NixlPair
 
@@ -184,7 +187,7 @@ async def test_a_restarted_server_tells_anew(hand_off: Literal["auto", "sequenti
     ):
         assert (await post(url))[0] == 200
         pair.engine_ids = ["engine-after-restart"]
-        router.services.pools.prefill.instances[0].failed(reachable=True)
+        router.services.pools.prefill.instances[0].lost_request()
         await router.health.look(router.services.pools)
         assert [(await post(url))[0] for _ in range(2)] == [200] * 2
     assert pair.early == (["engine-after-restart"] if hand_off == "concurrent" else [])
@@ -277,3 +280,28 @@ def test_pairs() -> None:
         assert can_pair(facts, facts)
         assert can_pair(facts, Unasked())
         assert can_pair(Absent(), facts)
+
+
+@pytest.mark.parametrize(("asked", "kind", "reason"), [(0.0, "whole", "no_ticket"), (64.0, "sequential", "")])
+async def test_a_server_without_a_connector_computes_no_prompts_for_others(
+    asked: float, kind: str, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One whose connector leaves the KV in a store has asked that for each prompt."""
+
+    async def computed(peer: Peer, request: Request, body: Any) -> Response:
+        return JSONResponse({"choices": [{"text": "x"}]})
+
+    async def metrics(peer: Peer) -> str:
+        return f'vllm:external_prefix_cache_queries_total{{engine="0"}} {asked}\n'
+
+    p, d = Peer("prefill", computed, vllm="0.32.0", metrics=metrics), Peer("decode", answer, vllm="0.32.0")
+    async with instances(p, d), routing([p.url], [d.url], health_interval_s=0.02) as (router, url):
+        prefill = router.services.pools.prefill.instances[0]
+        for _ in range(3):
+            assert (await post(url))[0] == 200
+            await holds(lambda: not prefill.gave_no_ticket)
+            await holds(lambda: bool(asked) or prefill in router.services.pools.prefill.without_tickets)
+        text = (await get(url, "/metrics"))[1]
+    assert f'hand_offs_total{{kind="{kind}",reason="{reason}"}} {2.0 if kind == "whole" else 3.0}' in text
+    assert len(p.calls) == (1 if kind == "whole" else 3)
+    assert caplog.text.count("has no KV connector") == (kind == "whole")

@@ -306,6 +306,7 @@ def _view(instance: Instance) -> dict[str, object]:
         "name": instance.name,
         "role": instance.role,
         "alive": instance.usable,
+        "state": instance.state.value,
         "in_flight": instance.in_flight + instance.in_flight_elsewhere,
         **view_of_state(instance),
         "engine": _ENGINES.get(type(instance.facts)),

@@ -5,6 +5,8 @@ Owns what all requests share: the policy, the prefix index, the estimates, the t
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from random import Random
 
@@ -25,6 +27,9 @@ from kvferry.router.prefix_index import PrefixIndex
 from kvferry.router.prompt import Prefix, is_token_ids, read_token_ids, text_prefix
 from kvferry.router.protocols.choose import can_pair
 
+logger = logging.getLogger(__name__)
+
+_TELL_AGAIN_S = 60.0
 _LONGEST_SESSION = 256
 _BEFORE_THE_PROMPT = ("cache_salt", "tools", "chat_template", "chat_template_kwargs", "documents", "functions")
 """Fields that decide, beside the model, about the KV of a prompt's first token."""
@@ -41,6 +46,8 @@ class Chooser:
         self.threshold = Threshold(self.estimates, self.index, config.fixed_threshold)
         context = PolicyContext(clock, Random(), self.index, self.estimates, self.threshold)
         self.policy = make_policy(config.policy, context, config.policy_option)
+        self._fallback = make_policy("least_loaded", context, ())
+        self._tell_of_policy_at = -math.inf
         self.decisions = Decisions(config.max_decisions)
         self._known: dict[Instance, Facts] = {}
         self._revision = -1
@@ -107,14 +114,35 @@ class Chooser:
             prefills, decodes = with_model(asked.model, prefills), with_model(asked.model, decodes)
         # What is known of all pairs is not known of those with an instance that is leaving.
         can_pair = _can_pair if any(one.draining for one in prefills) else self._can_pair
-        choice = self.policy.choose(asked, Options(prefills, decodes, may_stay_whole, can_pair))
+        choice = self._ask_policy(asked, Options(prefills, decodes, may_stay_whole, can_pair))
         if choice.prefill is not None:
             self.index.served(choice.prefill, asked.prefix)
         self.index.served(choice.decode, asked.prefix)
-        self.policy.placed(asked, choice)
+        self._tell_policy(asked, choice)
         if self.on_placed is not None:
             self.on_placed(asked, choice)
         return choice
+
+    def _ask_policy(self, asked: Asked, options: Options[Instance]) -> Choice[Instance]:
+        """The policy's choice, or that of the least loaded instances if it raises."""
+        try:
+            return self.policy.choose(asked, options)
+        except Exception:
+            # The edge to other people's code: a fault in it must not cost a request its answer.
+            self._policy_failed()
+            return self._fallback.choose(asked, options)
+
+    def _tell_policy(self, asked: Asked, choice: Choice[Instance]) -> None:
+        try:
+            self.policy.placed(asked, choice)
+        except Exception:
+            self._policy_failed()  # likewise
+
+    def _policy_failed(self) -> None:
+        now = self.clock.monotonic()
+        if now >= self._tell_of_policy_at:
+            self._tell_of_policy_at = now + _TELL_AGAIN_S
+            logger.exception("the policy %s failed; the least loaded instances are chosen", self._config.policy)
 
     def placed_elsewhere(self, prefix: Prefix, session: str | None, prefill: Instance | None, decode: Instance) -> None:
         """Another worker process of this router has placed a request."""

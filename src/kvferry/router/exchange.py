@@ -226,6 +226,7 @@ class Exchange:
                     placement.forgive_decodes()
                     return None
                 case Prefilled.NOTHING:
+                    prefill.gave_no_ticket = not isinstance(prefill.facts, InstanceFacts)
                     return await self._whole()
             if d is not None and not d.has_failed:
                 if hand_off.is_as_promised():

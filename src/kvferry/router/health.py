@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from collections.abc import Iterable
 from contextlib import suppress
 from weakref import WeakKeyDictionary
@@ -15,24 +16,26 @@ from kvferry.core.errors import ProtocolError, TransferError, TransferTimeout
 from kvferry.core.instance_facts import InstanceFacts
 from kvferry.router.config import RouterConfig
 from kvferry.router.facts import ask_about
-from kvferry.router.instance import Absent, Instance, SglangFacts, Unasked, VllmFacts
-from kvferry.router.leg import LATE_BEFORE_DEAD
+from kvferry.router.instance import LATE_BEFORE_DOWN, Absent, Instance, SglangFacts, State, Unasked, VllmFacts
 from kvferry.router.legs import Legs
-from kvferry.router.pools import Pools
+from kvferry.router.pools import NO_TICKETS_S, Pools
 
 logger = logging.getLogger(__name__)
 
 _NEW_ONES_S = 0.25
 """How soon an instance that was added is looked at."""
 
+_CONNECTOR_ASKED = re.compile(rb"^vllm:external_prefix_cache_queries_total(?:\{[^\n]*\})? ([0-9.e+]+)$", re.M)
+"""Tokens for which vLLM's scheduler has asked its connector; 0 without one."""
+
 _PROBED_MODEL = "kvferry-probe"
 """Asked of an instance whose models nobody knows: its refusal is an answer too."""
 
 
 class Health:
-    """Writes `Instance.alive`, `num_late` and `mute`. An instance that is alive and not known yet is asked about
-    itself, so that no request has to wait for that. One that left a request without an answer gets a request of the
-    router's own."""
+    """Tells instances how they are. One that is well and not known yet is asked about itself, so that no request has to
+    wait for that. One that left a request without an answer gets a request of the router's own, and one that answered
+    without a ticket is looked at for a connector."""
 
     def __init__(self, pools: Pools, legs: Legs, config: RouterConfig, clock: Clock) -> None:
         self._pools, self._legs, self._config, self._clock = pools, legs, config, clock
@@ -67,11 +70,13 @@ class Health:
         if at_once:
             await self._look_safely(instance)
         while True:
-            if not 0 < instance.num_late < LATE_BEFORE_DEAD:  # Whether it is slow or gone is worth knowing soon.
+            if not 0 < instance.num_late < LATE_BEFORE_DOWN:  # Whether it is slow or gone is worth knowing soon.
                 await asyncio.sleep(self._config.health_interval_s)
             await self._look_safely(instance)
-            if instance.alive and instance.mute:
+            if instance.state is State.MUTE:
                 await self._listen_to(instance)
+            if instance.gave_no_ticket:
+                await self._look_for_connector(instance)
 
     async def _look_safely(self, instance: Instance) -> None:
         try:
@@ -81,43 +86,66 @@ class Health:
             logger.exception("%s could not be checked", instance)
 
     async def _look_at(self, instance: Instance) -> None:
-        was_alive, trouble = instance.alive, await self._trouble_with(instance)
-        instance.alive = not trouble
-        if instance.alive != was_alive:
-            told = "back" if instance.alive else f"not alive: {trouble}"
-            logger.warning("%s (%s) is %s", instance, instance.url, told)
-        if not instance.alive:
-            instance.learn(Unasked())
-
-    async def _trouble_with(self, instance: Instance) -> str:
-        """Why it does not count as alive; empty if it does."""
         timeout_s = self._config.health_timeout_s
         try:
             status, _ = await self._legs.ask(instance, "GET", "/health", timeout_s)
         except TransferTimeout:
-            return self._late(instance)
+            self._is_late(instance)
+            return
         except TransferError as error:  # also where this process is out of descriptors, which is then told here
-            instance.num_late = 0
-            return str(error)
-        if status == 200 and isinstance(instance.facts, Unasked):
+            instance.is_down(str(error))
+            return
+        if status != 200:
+            instance.is_down(f"it answers GET /health with {status}")
+            return
+        if isinstance(instance.facts, Unasked):
             try:
                 instance.learn(await ask_about(instance, self._legs, self._config.protocol, timeout_s))
             except ProtocolError as error:
-                return str(error)
+                instance.is_down(str(error))
+                return
             self._warn_of_role(instance)
             if isinstance(instance.facts, Unasked) and self._config.protocol != "mooncake":
-                # Its health is all that it answers.
-                return self._late(instance)
-        instance.num_late = 0
-        return "" if status == 200 else f"it answers GET /health with {status}"
+                self._is_late(instance)  # its health is all that it answers
+                return
+        instance.is_well()
+        instance.is_twin_of(self._twin(instance))
 
-    def _late(self, instance: Instance) -> str:
-        """Why it does not count as alive any more, after it was too late once more; empty if it still does."""
+    def _is_late(self, instance: Instance) -> None:
         if self._clock.monotonic() - instance.last_sign >= self._config.health_timeout_s:  # Else only busy.
-            instance.num_late += 1
-        if instance.alive and instance.num_late < LATE_BEFORE_DEAD:
-            return ""
-        return f"it does not answer for its health within {self._config.health_timeout_s:g} s"
+            instance.is_late(f"it does not answer for its health within {self._config.health_timeout_s:g} s")
+
+    def _twin(self, instance: Instance) -> Instance | None:
+        """Another instance of the same role that is the same process, and was here before."""
+        facts = instance.facts
+        if not isinstance(facts, InstanceFacts) or instance.draining:
+            return None
+        for other in self._pools.pool(instance.role).instances:
+            if other is instance:
+                return None
+            if isinstance(other.facts, InstanceFacts) and other.facts.engine_id == facts.engine_id and other.usable:
+                return other
+        return None
+
+    async def _look_for_connector(self, instance: Instance) -> None:
+        """A vLLM server without one computes prompts that D computes again; one with a connector that leaves the KV in
+        a store answers without a ticket as well, and asks its connector for each prompt."""
+        instance.gave_no_ticket = False
+        try:
+            status, text = await self._legs.ask(instance, "GET", "/metrics", self._config.health_timeout_s)
+        except TransferError:
+            return
+        asked = _CONNECTOR_ASKED.findall(text)
+        if status != 200 or any(float(value) for value in asked):
+            return
+        pool = self._pools.prefill
+        if instance not in pool.without_tickets:
+            logger.warning(
+                "%s (%s) answers without a ticket%s: D would compute its prompts again, so requests are not split over"
+                " it; start it with --kv-transfer-config, or leave it out. It is tried again every %d s",
+                instance, instance.url, " and has no KV connector" if asked else "", NO_TICKETS_S,
+            )  # fmt: skip
+        pool.without_tickets[instance] = self._clock.monotonic() + NO_TICKETS_S
 
     async def _listen_to(self, instance: Instance) -> None:
         """Request one token; any answer but a server fault shows that the instance answers requests again."""
@@ -131,8 +159,7 @@ class Health:
             logger.info("%s still does not answer requests: %s", instance, error)
             return
         if status < 500 or status == 503:
-            instance.mute = False
-            logger.warning("%s (%s) answers requests again", instance, instance.url)
+            instance.speaks_again()
 
     def _warn_of_role(self, instance: Instance) -> None:
         """A list of instances may have confused their URLs; without this, all that shows it is the reason `no_pair`."""

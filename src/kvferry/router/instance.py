@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from enum import Enum
 from typing import Literal
 from urllib.parse import urlsplit
 
@@ -11,6 +13,8 @@ from kvferry.core.errors import ConfigError
 from kvferry.core.instance_facts import InstanceFacts, KVSource
 from kvferry.http.origin import Origin
 from kvferry.router.policies.base import InstanceLoad
+
+logger = logging.getLogger(__name__)
 
 LegRole = Literal["prefill", "decode"]
 
@@ -78,13 +82,34 @@ class Revision:
         self.number = 0
 
 
-class Instance:
-    """An instance's address, and its state as far as the router knows it.
+class State(Enum):
+    """What the router makes of an instance. `NEW`, `UP` and `LATE` may be given requests."""
 
-    `alive`, `num_late`, `mute` and `facts` are written by `Health` and by legs that fail, `in_flight` and `last_sign`
-    by those that wait for the instance; all in one thread. Requests look at what follows from them, so that is worked
-    out when they change.
-    """
+    NEW = "new"
+    """Nothing is known yet."""
+    UP = "up"
+    LATE = "late"
+    """Its health came too late, or not, in the last looks: it is chosen only if there is no better one."""
+    MUTE = "mute"
+    """It answers for its health, but gave a request no answer and no sign of work."""
+    DOWN = "down"
+    TWIN = "twin"
+    """The same process is here under another URL."""
+    DRAINING = "draining"
+    """It gets no new requests."""
+    DRAINED = "drained"
+    """Nothing is left of its requests."""
+
+
+_USABLE = frozenset({State.NEW, State.UP, State.LATE})
+_LEAVING = frozenset({State.DRAINING, State.DRAINED})
+LATE_BEFORE_DOWN = 3
+"""How often in a row an instance may be too late with its health: one that computes hard is busy, not dead."""
+
+
+class Instance:
+    """An instance's address, and its state as far as the router knows it. The methods under "what happens to it" alone
+    write `state`, and log what operators want to know of it; all in one thread."""
 
     def __init__(
         self,
@@ -100,15 +125,17 @@ class Instance:
         parts = urlsplit(self.url)
         self.origin = Origin.parse(f"{parts.scheme}://{parts.netloc}")
         self.base_path = parts.path
-        self._host = parts.hostname or ""
+        self.host = parts.hostname or ""
         self.name = name or f"{role} instance"
         """What clients, metrics and logs call it; says no address."""
         self.bootstrap_port = bootstrap_port
-        self._alive, self._num_late, self._mute, self._draining = True, 0, False, False
+        self.state = State.NEW
         self.usable = self.trusted = True
-        """Whether it may be chosen if there is no better one; and whether nothing at all is known against it."""
-        self.drained = False
-        """It is draining, and nothing is left of its requests."""
+        """Whether it may be chosen if there is no better one; and whether nothing at all is known against it. They
+        follow from the state."""
+        self.num_late = 0
+        self.trouble = ""
+        """What was wrong at the last look at its health; empty: nothing."""
         self.leaves_by_itself = False
         """Whether it is forgotten once it is drained."""
         self.num_tickets = 0
@@ -118,6 +145,8 @@ class Instance:
         """The same of the router's other worker processes, as they said last."""
         self.last_sign = 0.0
         """When it last showed that it works, on the router's monotonic clock: bytes of an answer, or steps made."""
+        self.gave_no_ticket = False
+        """Whether, as a prefill instance, it has answered without a ticket, and nobody has looked why."""
         self.busy_until = 0.0
         """Until when it has asked to be left alone (`Retry-After`), on the same clock."""
         self._revision = revision or Revision()
@@ -128,49 +157,83 @@ class Instance:
         self.load = InstanceLoad()
         """What the router has given it to do."""
 
-    @property
-    def alive(self) -> bool:
-        """Whether it was reached when that was last tried."""
-        return self._alive
+    # What happens to it.
 
-    @alive.setter
-    def alive(self, alive: bool) -> None:
-        self._alive = alive
-        self._judge()
+    def is_well(self) -> None:
+        """It has answered for its health."""
+        before, self.num_late, self.trouble = self.state, 0, ""
+        if before in (State.NEW, State.LATE, State.DOWN):
+            self._enter(State.UP)
+            if before is State.DOWN:
+                logger.warning("%s (%s) is back", self, self.url)
+            elif before is State.NEW:
+                logger.info("%s (%s) is up", self, self.url)
 
-    @property
-    def num_late(self) -> int:
-        """How many looks at its health in a row had no answer in time."""
-        return self._num_late
+    def is_late(self, trouble: str) -> None:
+        """It has not answered for its health in time."""
+        self.num_late += 1
+        if self.num_late >= LATE_BEFORE_DOWN or self.state is State.DOWN:
+            self.is_down(trouble)
+        elif self.state in _USABLE:
+            self._enter(State.LATE)
 
-    @num_late.setter
-    def num_late(self, num_late: int) -> None:
-        self._num_late = num_late
-        self._judge()
+    def is_down(self, trouble: str) -> None:
+        """It refuses connections, says that it is not well, or was late too often. What was known may be about a
+        process that is gone."""
+        self.trouble = trouble
+        self.learn(Unasked())
+        if self.state in _USABLE or self.state in (State.MUTE, State.TWIN):
+            self._enter(State.DOWN)
+            logger.warning("%s (%s) is not alive: %s", self, self.url, trouble)
 
-    @property
-    def mute(self) -> bool:
-        """It answers for its health, but gave a request no answer and no sign of work."""
-        return self._mute
+    def lost_request(self) -> None:
+        """A request broke off there: another process may be at its address when it is asked next."""
+        self.learn(Unasked())
 
-    @mute.setter
-    def mute(self, mute: bool) -> None:
-        self._mute = mute
-        self._judge()
+    def is_silent(self) -> None:
+        """It gave a request no answer, and no sign of work."""
+        self.learn(Unasked())
+        if self.state in _USABLE:
+            self._enter(State.MUTE)
+            logger.warning("%s (%s) does not answer requests", self, self.url)
 
-    @property
-    def draining(self) -> bool:
-        """It gets no new requests."""
-        return self._draining
+    def speaks_again(self) -> None:
+        """It has answered a request of the router's own."""
+        if self.state is State.MUTE:
+            self._enter(State.UP)
+            logger.warning("%s (%s) answers requests again", self, self.url)
 
-    @draining.setter
-    def draining(self, draining: bool) -> None:
-        self._draining = draining
-        self._judge()
+    def is_twin_of(self, other: Instance | None) -> None:
+        """The same process is here as `other`; None: no longer."""
+        if other is None and self.state is State.TWIN:
+            self._enter(State.UP)
+        elif other is not None and self.state in _USABLE:
+            self._enter(State.TWIN)
+            logger.warning(
+                "%s (%s) is the same process as %s (%s), and gets no requests; remove one of the two",
+                self, self.url, other, other.url,
+            )  # fmt: skip
 
-    def _judge(self) -> None:
-        self.usable = self._alive and not self._mute and not self._draining
-        self.trusted = self.usable and not self._num_late
+    def drain(self) -> None:
+        """It gets no new requests from now on."""
+        if self.state not in _LEAVING:
+            self._enter(State.DRAINING)
+
+    def is_drained(self, drained: bool) -> None:
+        """Whether anything was left of its requests at the last look, while it is being drained."""
+        self._enter(State.DRAINED if drained else State.DRAINING)
+
+    def takes_after(self, before: Instance) -> None:
+        """It is the process of `before`, in another role."""
+        self.learn(before.facts)
+        self.num_late, self.last_sign, self.busy_until = before.num_late, before.last_sign, before.busy_until
+        if not before.draining:
+            self._enter(before.state)
+
+    def _enter(self, state: State) -> None:
+        self.state = state
+        self.usable = state in _USABLE
+        self.trusted = state is State.UP or state is State.NEW
 
     def learn(self, facts: Facts) -> None:
         """This is what is known about it from now on."""
@@ -179,20 +242,22 @@ class Instance:
             self.model_names = facts.model_names if isinstance(facts, InstanceFacts | VllmFacts | SglangFacts) else []
             self._revision.number += 1
 
+    # What is asked.
+
+    @property
+    def draining(self) -> bool:
+        """Whether it is leaving."""
+        return self.state in _LEAVING
+
+    @property
+    def drained(self) -> bool:
+        """Whether it is leaving, and nothing is left of its requests."""
+        return self.state is State.DRAINED
+
     @property
     def is_held(self) -> bool:
         """Whether one of the router's requests runs there, or may still fetch from it."""
         return bool(self.in_flight or self.num_tickets or self.in_flight_elsewhere or self.tickets_elsewhere)
-
-    @property
-    def host(self) -> str:
-        """The host of its address."""
-        return self._host
-
-    def failed(self, *, reachable: bool) -> None:
-        """A leg failed: what was known about the instance may be about a process that is gone."""
-        self.learn(Unasked())
-        self.alive = self.alive and reachable
 
     def __repr__(self) -> str:
         return self.name

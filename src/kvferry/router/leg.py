@@ -27,16 +27,13 @@ from kvferry.http.response import Response
 from kvferry.observe.tracing import Span
 from kvferry.router.errors import Silent, UnreadableStream
 from kvferry.router.headers import PROGRESS, content_type
-from kvferry.router.instance import Instance
+from kvferry.router.instance import LATE_BEFORE_DOWN, Instance
 from kvferry.router.work import Work
 
 if TYPE_CHECKING:
     from kvferry.router.legs import Legs
 
 logger = logging.getLogger(__name__)
-
-LATE_BEFORE_DEAD = 3
-"""How often in a row an instance may be too late with its health: one that computes hard is busy, not dead."""
 
 Verdict = Literal["served", "busy", "fault"]
 """Who is at fault, according to an answer's status. `served`: the request was done, or is the client's fault, and the
@@ -194,15 +191,15 @@ class Leg:
         instance = self.instance
         match error:
             case Silent():
-                instance.mute = True
                 self.error = error
+                instance.is_silent()
             case Unreachable() | AnswerTimeout():  # only connecting has a deadline of the client's own
                 self.error = Unreachable(f"{instance} cannot be reached: {error}")
+                instance.is_down(str(error))
             case _:
                 self.error = PeerLost(f"the answer of {instance} is incomplete: {error}")
-        if not isinstance(error, UnreadableStream):
-            # What was known may be about a process that is gone.
-            instance.failed(reachable=not isinstance(self.error, Unreachable))
+                if not isinstance(error, UnreadableStream):
+                    instance.lost_request()
         self._end(LegState.LOST)
 
     def _end(self, state: LegState) -> None:
@@ -261,7 +258,7 @@ class Leg:
         elif self._call.paused:
             self.progress_at = now  # it is the client who does not read
         patience, waited_s = self.patience, now - self.progress_at
-        stands_still = patience.movable and self.instance.num_late >= LATE_BEFORE_DEAD
+        stands_still = patience.movable and self.instance.num_late >= LATE_BEFORE_DOWN
         if stands_still or waited_s > patience.total_s or self.silent_for(now) > patience.silence_s:
             self._call.fail(Silent(f"{self.instance} was given up after {waited_s:.1f} s without an answer"))
 

@@ -81,6 +81,8 @@ class Membership:
         if not instance.draining:
             self._pools.retire(instance)
             logger.warning("%s (%s) is drained", instance, instance.url)
+            if not self._pools.decode.any_alive:
+                logger.warning("no decode instance is left: requests are answered with 503 until one is added")
         return instance
 
     def supersede(self, url: str) -> None:
@@ -114,11 +116,9 @@ class Membership:
             raise InstanceConflict(f"{before} was started as a {facts.role} instance, which cannot {role}")
         if isinstance(facts, InstanceFacts) and role == "prefill" and facts.connector is None:
             raise InstanceConflict(f"{before} was started without a connector, and cannot hand off")
-        self._pools.retire(before)
         after = self._pools.pool(role).add(before.url, before.bootstrap_port)
-        after.learn(facts)
-        after.alive, after.mute = before.alive, before.mute
-        after.num_late, after.last_sign, after.busy_until = before.num_late, before.last_sign, before.busy_until
+        after.takes_after(before)
+        self._pools.retire(before)
         before.leaves_by_itself = True
         logger.warning("%s (%s) is now %s", before, before.url, after)
         return after
@@ -162,7 +162,7 @@ class Membership:
             logger.warning(
                 "%s (%s) is drained: nothing runs there, and it holds no KV for others", instance, instance.url
             )
-        instance.drained = drained
+        instance.is_drained(drained)
         if drained and instance.leaves_by_itself:
             self.forget(instance)
 
@@ -182,7 +182,7 @@ class Membership:
         except Unreachable:
             return True
         except TransferError:
-            return not instance.alive
+            return bool(instance.trouble)
         return status == 404 or (status == 200 and not any(map(_is_some, _BUSY.findall(text))))
 
     def forget(self, instance: Instance) -> None:

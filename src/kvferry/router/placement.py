@@ -35,8 +35,11 @@ class Placement:
         decision, decodes = self.decision, self._decodes()
         choice: Choice[Instance] | None = None
         if decodes:
-            prefills = self._pools.prefill.alive() if isinstance(wanted, Split) else ()
+            alive = self._pools.prefill.alive() if isinstance(wanted, Split) else ()
+            prefills = self._pools.prefill.hand_off(alive)
             choice = self._choose(prefills, decodes)
+            if alive and not prefills:
+                wanted = Whole("no_ticket")
         if isinstance(wanted, Whole):
             decision.reason = wanted.reason
         elif choice is None:
@@ -51,7 +54,8 @@ class Placement:
         choice: Choice[Instance] | None = self.decision.choice
         instance = choice.prefill if choice is not None else None
         if instance is None or instance in self._failed:
-            prefills, decodes = self._pools.prefill.alive(self._failed), self._decodes()
+            prefills = self._pools.prefill.hand_off(self._pools.prefill.alive(self._failed))
+            decodes = self._decodes()
             if not (prefills and decodes):
                 return None
             instance = self._choose(prefills, decodes, may_stay_whole=False).prefill

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -9,6 +10,11 @@ from kvferry.core.clock import Clock, SystemClock
 from kvferry.core.errors import ConfigError
 from kvferry.router.config import RouterConfig
 from kvferry.router.instance import BOOTSTRAP_PORT, Instance, LegRole, Revision, normalise_url
+
+_MOST_NAMES = 4096
+"""Of instances that have left."""
+NO_TICKETS_S = 60.0
+"""How long requests are not split over a prefill instance that answers without tickets."""
 
 
 class RolePool:
@@ -22,21 +28,41 @@ class RolePool:
         self.revision = Revision()
         self._turn, self._last_turn = 0, dict[Instance, int]()
         self._num_named = 0
+        self._former_names: OrderedDict[str, str] = OrderedDict()
+        self.without_tickets: dict[Instance, float] = {}
+        """Until when requests are not split over a prefill instance that answers without tickets, on the router's
+        monotonic clock."""
         for index, url in enumerate(urls):
             if normalise_url(url) in {one.url for one in self.instances}:
                 raise ConfigError(f"--{role}-url {normalise_url(url)} is given twice")
             self.add(url, *bootstrap_ports[index : index + 1])
 
     def add(self, url: str, bootstrap_port: int = BOOTSTRAP_PORT, *, name: str = "") -> Instance:
-        """Add an instance, with a name that none had before, or with the name that another worker process gave it.
-        Raises `ConfigError`."""
-        name = name or f"{self.role}-{self._num_named}"
+        """Add an instance: with the name that another worker process gave it, or that it had when it was here before,
+        or with a new one. Raises `ConfigError`."""
+        url = normalise_url(url)
+        name = name or self._former_names.pop(url, "") or f"{self.role}-{self._num_named}"
         instance = Instance(self.role, url, bootstrap_port, name=name, revision=self.revision)
         number = name.rpartition("-")[2]
-        self._num_named = max(self._num_named, int(number) if number.isdecimal() else 0) + 1
+        self._num_named = max(self._num_named, int(number) + 1 if number.isdecimal() else 0)
         self.instances.append(instance)
         self.revision.number += 1
         return instance
+
+    def forget(self, instance: Instance) -> None:
+        """It is gone; if it comes back, metrics go on under its name."""
+        self.without_tickets.pop(instance, None)
+        self._former_names[instance.url] = instance.name
+        if len(self._former_names) > _MOST_NAMES:
+            self._former_names.popitem(last=False)
+
+    def hand_off(self, instances: Sequence[Instance]) -> Sequence[Instance]:
+        """`instances` without those that answer without tickets."""
+        if not self.without_tickets:
+            return instances
+        now = self._clock.monotonic()
+        self.without_tickets = {one: until for one, until in self.without_tickets.items() if until > now}
+        return [one for one in instances if one not in self.without_tickets]
 
     def drop(self, instance: Instance) -> None:
         """Remove an instance from the choice."""
@@ -131,10 +157,11 @@ class Pools:
     def retire(self, instance: Instance) -> None:
         """Send it no new requests. May be called repeatedly."""
         if not instance.draining:
-            instance.draining = True
+            instance.drain()
             self.pool(instance.role).drop(instance)
             self.leaving.append(instance)
 
     def forget(self, instance: Instance) -> None:
         """It has been drained, and is removed."""
         self.leaving.remove(instance)
+        self.pool(instance.role).forget(instance)

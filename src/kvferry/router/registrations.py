@@ -145,7 +145,7 @@ class Registrations:
             here = self._pools.pool(said.role).add(url, said.bootstrap_port or BOOTSTRAP_PORT)
             logger.warning("%s (%s) has registered", here, here.url)
         here.learn(facts)
-        here.alive = True
+        here.is_well()
         return _doing(here)
 
     def _draining(self, url: str, said: Announcement) -> _Doing:

@@ -221,7 +221,9 @@ class Siblings:
                 instance = self._pools.pool(member.role).add(member.url, member.bootstrap_port, name=member.name)
             if member.draining:
                 self._pools.retire(instance)
-            instance.drained, instance.leaves_by_itself = member.drained, member.leaves_by_itself
+            if member.drained:
+                instance.is_drained(True)
+            instance.leaves_by_itself = member.leaves_by_itself
         for gone in known.values():
             self._pools.retire(gone)
             self._router.membership.forget(gone)

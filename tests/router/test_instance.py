@@ -1,0 +1,90 @@
+"""What becomes of an instance's state, event by event, and what operators are told of it."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from kvferry.core.instance_facts import InstanceFacts
+from kvferry.router.instance import Instance, State
+
+OTHER = Instance("decode", "http://other:1", name="decode-1")
+EVENTS = {
+    "well": lambda one: one.is_well(),
+    "late": lambda one: one.is_late("it is late"),
+    "down": lambda one: one.is_down("it is off"),
+    "silent": lambda one: one.is_silent(),
+    "speaks": lambda one: one.speaks_again(),
+    "twin": lambda one: one.is_twin_of(OTHER),
+    "alone": lambda one: one.is_twin_of(None),
+    "drain": lambda one: one.drain(),
+}
+TABLE = """
+          well  late  down  silent  speaks  twin  alone  drain
+new       up    late  down  mute    -       twin  -      draining
+up        -     late  down  mute    -       twin  -      draining
+late      up    -     down  mute    -       twin  -      draining
+mute      -     -     down  -       up      -     -      draining
+down      up    -     -     -       -       -     -      draining
+twin      -     -     down  -       -       -     up     draining
+draining  -     -     -     -       -       -     -      -
+drained   -     -     -     -       -       -     -      -
+"""
+"""From a state, by an event, to a state; -: it stays."""
+
+ROADS = {
+    State.NEW: "", State.UP: "well", State.LATE: "late", State.MUTE: "silent", State.DOWN: "down", State.TWIN: "twin",
+    State.DRAINING: "drain", State.DRAINED: "drain",
+}  # fmt: skip
+
+
+def rows() -> list[tuple[State, str, State]]:
+    names, *lines = (re.split(r" +", line.strip()) for line in TABLE.strip().splitlines())
+    found = []
+    for before, *after in lines:
+        found += [
+            (State(before), event, State(before if to == "-" else to)) for event, to in zip(names, after, strict=True)
+        ]
+    return found
+
+
+def in_state(state: State) -> Instance:
+    one = Instance("decode", "http://here:1", name="decode-0")
+    one.learn(InstanceFacts(engine_id="e"))
+    if ROADS[state]:
+        EVENTS[ROADS[state]](one)
+    if state is State.DRAINED:
+        one.is_drained(True)
+    assert one.state is state
+    return one
+
+
+@pytest.mark.parametrize(("before", "event", "after"), rows(), ids=lambda one: getattr(one, "value", one))
+def test_the_next_state(before: State, event: str, after: State) -> None:
+    one = in_state(before)
+    EVENTS[event](one)
+    assert one.state is after
+    assert one.usable is (after in (State.NEW, State.UP, State.LATE))
+    assert one.trusted is (after in (State.NEW, State.UP))
+
+
+def test_one_that_is_late_three_times_in_a_row_is_down() -> None:
+    one = in_state(State.UP)
+    for expected in (State.LATE, State.LATE, State.DOWN):
+        one.is_late("it is late")
+        assert one.state is expected
+
+
+def test_a_start_is_no_return_and_a_death_is_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    one = in_state(State.NEW)
+    one.is_well()
+    assert "is back" not in caplog.text
+    one.is_down("connection refused")  # met by a request
+    one.is_down("connection refused")  # and by the next look at its health
+    one.is_well()
+    told = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert told == [
+        "decode-0 (http://here:1) is not alive: connection refused",
+        "decode-0 (http://here:1) is back",
+    ]
