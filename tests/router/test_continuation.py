@@ -43,11 +43,11 @@ class Failing(DeterministicEngine):
         self.role = "decode"
 
     def describe(self) -> InstanceFacts:
-        return msgspec.structs.replace(super().describe(), engine_id="engine", role=self.role)
+        return msgspec.structs.replace(super().describe(), engine_id=f"engine-{id(self)}", role=self.role)
 
     def ticket(self, request: Request, first_token: int) -> dict[str, Any] | None:
         ticket = super().ticket(request, first_token)
-        return ticket and {**ticket, "remote_engine_id": "engine"}
+        return ticket and {**ticket, "remote_engine_id": f"engine-{id(self)}"}
 
     async def outputs(self, request: Request) -> AsyncIterator[EngineOutput]:
         number = len(request.answer_token_ids)

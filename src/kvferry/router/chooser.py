@@ -127,7 +127,7 @@ class Chooser:
         """The policy's choice, or that of the least loaded instances if it raises."""
         try:
             return self.policy.choose(asked, options)
-        except Exception:
+        except Exception:  # noqa: BLE001 - it is logged there
             # The edge to other people's code: a fault in it must not cost a request its answer.
             self._policy_failed()
             return self._fallback.choose(asked, options)
@@ -135,7 +135,7 @@ class Chooser:
     def _tell_policy(self, asked: Asked, choice: Choice[Instance]) -> None:
         try:
             self.policy.placed(asked, choice)
-        except Exception:
+        except Exception:  # noqa: BLE001 - it is logged there
             self._policy_failed()  # likewise
 
     def _policy_failed(self) -> None:

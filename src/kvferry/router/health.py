@@ -118,12 +118,12 @@ class Health:
     def _twin(self, instance: Instance) -> Instance | None:
         """Another instance of the same role that is the same process, and was here before."""
         facts = instance.facts
-        if not isinstance(facts, InstanceFacts) or instance.draining:
+        if not isinstance(facts, InstanceFacts) or not facts.engine_id or instance.draining:
             return None
         for other in self._pools.pool(instance.role).instances:
             if other is instance:
                 return None
-            if isinstance(other.facts, InstanceFacts) and other.facts.engine_id == facts.engine_id and other.usable:
+            if isinstance(other.facts, InstanceFacts) and other.usable and other.facts.engine_id == facts.engine_id:
                 return other
         return None
 
