@@ -92,7 +92,7 @@ async def test_one_is_added_and_serves_and_another_is_drained_and_removed() -> N
         await holds(lambda: router.services.pools.leaving[0].drained)
         assert (await change(url, "remove", instance=first.url))[0] == 200
         assert [one.name for one in router.services.pools] == ["decode-1"]
-        assert (await change(url, "add", role="decode", url=first.url))[1]["name"] == "decode-2"
+        assert (await change(url, "add", role="decode", url=first.url))[1]["name"] == "decode-0"
 
 
 async def test_drained_means_that_nothing_runs_there() -> None:

@@ -211,7 +211,7 @@ async def test_what_is_of_no_use_is_released() -> None:
         turns = router.services.next_turns
         await post(url, "a")
         await post(url, "b")
-        router.services.pools.prefill.instances[0].draining = True  # the next turn is D's alone
+        router.services.pools.prefill.instances[0].drain()  # the next turn is D's alone
         await post(url, "a")
         assert len(p.calls) == 2
         async with asyncio.timeout(30):

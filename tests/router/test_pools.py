@@ -24,9 +24,9 @@ def test_everyone_in_turn() -> None:
 def test_who_was_away_comes_first_and_nobody_is_skipped() -> None:
     pool = a_pool()
     first, second, third = pool.instances
-    second.alive = False
+    second.is_down("it is off")
     assert [pool.pick() for _ in range(3)] == [first, third, first]
-    second.alive = True
+    second.is_well()
     assert [pool.pick() for _ in range(4)] == [second, third, first, second]
 
 
@@ -55,7 +55,7 @@ def test_who_asked_to_be_left_alone_is_passed_over_while_others_are_there() -> N
 def test_when_all_seem_dead_one_is_tried_all_the_same() -> None:
     pool = a_pool(2)
     for instance in pool.instances:
-        instance.alive = False
+        instance.is_down("it is off")
     assert pool.alive() == []
     assert pool.pick() in pool.instances
     assert pool.num_alive == 0

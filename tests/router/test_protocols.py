@@ -85,7 +85,7 @@ async def test_a_ticket_that_no_decode_instance_got_is_given_up_through_another(
         instances(pair.prefill, pair.decode),
         routing([pair.prefill.url], [nowhere, pair.decode.url], protocol="nixl", retries=0) as (router, url),
     ):
-        router.services.pools.decode.instances[0].alive = True  # as far as the router knows
+        router.services.pools.decode.instances[0].is_well()  # as far as the router knows
         assert (await post(url, Authorization="Bearer key"))[0] == 503
         assert await pair.given_up.get()
         assert not pair.held

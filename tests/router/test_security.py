@@ -21,6 +21,7 @@ from kvferry.http.request import HttpRequest
 from kvferry.http.response import Response
 from kvferry.http.routes import Route, Routes
 from kvferry.http.server import HttpServer
+from kvferry.router.instance import State
 from router.peers import DECODE, SECRET, Peer, answer, instances, routing, signed
 from router.test_membership import holds
 
@@ -115,7 +116,7 @@ async def test_a_backend_without_the_token_is_sent_no_key(key: str | None) -> No
     listener = Listener()
     settings: dict[str, Any] = {"access": InstanceAccess(instance_api_key=key), "health_interval_s": 0.02}
     async with listener.listening(), routing([], [listener.url], HTTP, **settings) as (router, front):
-        await holds(lambda: router.services.pools.decode.instances[0].alive)
+        await holds(lambda: router.services.pools.decode.instances[0].state is State.UP)
         assert await ask(front, "POST", "/v1/completions", {"Authorization": "Bearer key-of-a-client"}, BODY) == 200
         await ask(front, "GET", "/metrics?instances=all", {"Authorization": "Bearer key-of-an-operator"})
         await ask(
@@ -164,7 +165,7 @@ async def test_what_an_instance_is_sent_opens_nothing() -> None:
     ours, other = Instance(), Instance()
     async with serving(ours, other), routing([], [ours.url], HTTP, health_interval_s=0.02) as (router, front):
         (instance,) = router.services.pools.decode.instances
-        await holds(lambda: instance.alive)
+        await holds(lambda: instance.state is State.UP)
         router.services.releases.start(instance, "a hand-off")
         await ask(front, "GET", "/metrics?instances=all", {"Authorization": "Bearer key-of-an-operator"})
         await holds(lambda: {"/kvferry/release", "/metrics", "/kvferry/instance"} <= {one.path for one in ours.taken})
@@ -232,7 +233,7 @@ WRONG = {
 async def test_what_an_instance_says_is_believed_only_if_it_is_understood(name: str, caplog: Any) -> None:
     listener, d = Listener(WRONG[name]), Peer("decode", answer, facts=DECODE)
     async with listener.listening(), instances(d), routing([], [listener.url, d.url]) as (router, front):
-        assert [one.alive for one in router.services.pools.decode.instances] == [False, True]
+        assert [one.usable for one in router.services.pools.decode.instances] == [False, True]
         assert [await ask(front, "POST", "/v1/completions", {}, BODY) for _ in range(3)] == [200] * 3
         assert len(d.calls) == 3
     assert "what it says" in caplog.text or "it says of itself" in caplog.text
