@@ -20,8 +20,6 @@ from kvferry.http.tls import client_context
 
 from .running import limits, opened, request, running, wire
 
-CA = "--instance-ca"
-
 
 async def status_of(port: int, path: str, key: str | None = None) -> int:
     headers = [] if key is None else [f"Authorization: Bearer {key}"]
@@ -113,13 +111,13 @@ async def test_tls(certificates: Path) -> None:
     settings = {"tls_cert": certificates / "cert.pem", "tls_key": certificates / "key.pem"}
     async with running(**settings) as served:
         origin = Origin("127.0.0.1", served.port, tls=True)
-        async with HttpClient(client_context(certificates / "ca.pem", CA), idle_s=60) as client:
+        async with HttpClient(client_context(certificates / "ca.pem"), idle_s=60) as client:
             body = bytes(300_000)
             for _ in range(2):
                 answer = await opened(client, origin, "POST", "/echo", [], body)
                 assert await answer.read(2**20) == body
             assert client.statistics() == {str(origin): 1}
-        async with HttpClient(tls=client_context(None, CA)) as stranger:
+        async with HttpClient(tls=client_context(None)) as stranger:
             with pytest.raises(Unreachable, match="certificate"):
                 await opened(stranger, origin, "GET", "/ok")
 
@@ -136,17 +134,18 @@ async def test_handshakes_that_are_not_finished_are_counted_and_end(certificates
         while served.server.statistics()["connections"]:
             await asyncio.sleep(0)
         origin = Origin("127.0.0.1", served.port, tls=True)
-        async with HttpClient(client_context(certificates / "ca.pem", CA), idle_s=60) as client:
+        async with HttpClient(client_context(certificates / "ca.pem"), idle_s=60) as client:
             assert (await client.ask(origin, "GET", "/ok", timeout_s=20))[0] == 200
 
 
 async def test_clients_with_a_certificate_only(certificates: Path) -> None:
     cert, key, ca = (certificates / name for name in ("cert.pem", "key.pem", "ca.pem"))
-    async with running(tls_cert=cert, tls_key=key, tls_client_ca=ca) as served:
+    (joined := certificates / "joined.pem").write_text(cert.read_text() + key.read_text())
+    async with running(tls_cert=cert, tls_key=key, tls_ca=ca, tls_verify_clients=True) as served:
         origin = Origin("localhost", served.port, tls=True)
-        async with HttpClient(tls=client_context(ca, CA, cert, key)) as known:
+        async with HttpClient(tls=client_context(ca, joined)) as known:
             assert (await known.ask(origin, "GET", "/ok", timeout_s=5))[0] == 200
-        async with HttpClient(tls=client_context(ca, CA)) as unknown:
+        async with HttpClient(tls=client_context(ca)) as unknown:
             assert (await unknown.ask(origin, "GET", "/ok", timeout_s=5))[0] == 401
             assert (await unknown.ask(origin, "GET", "/health", timeout_s=5))[0] == 200
 
@@ -158,7 +157,7 @@ async def test_plain_http_to_a_tls_port_and_tls_to_a_plain_one(certificates: Pat
         assert not (await client.to_end()).startswith(b"HTTP/")
     async with running() as served:
         with pytest.raises((ssl.SSLError, ConnectionError)):
-            await asyncio.open_connection("127.0.0.1", served.port, ssl=client_context(None, CA))
+            await asyncio.open_connection("127.0.0.1", served.port, ssl=client_context(None))
         async with wire(served.port) as client:
             client.send(request("/ok"))
             assert (await client.reply()).status == 200

@@ -437,7 +437,7 @@ def test_the_routers_authority_is_read_before_anything_is_loaded(tmp_path: Path,
     broken = tmp_path / "ca.pem"
     broken.write_text("no certificate")
     for ca in (tmp_path / "missing.pem", broken, tmp_path):
-        with pytest.raises(ConfigError, match="--register-ca"):
+        with pytest.raises(ConfigError, match="--tls-ca"):
             make_registrar(("https://127.0.0.1:1",), "decode", ca=ca)
 
 

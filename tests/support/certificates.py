@@ -24,10 +24,12 @@ class Authority:
         self._authority = trustme.CA()
         self._authority.cert_pem.write_to_path(str(self.ca))
 
-    def issue(self, name: str = "member", *, valid_until: datetime | None = None) -> tuple[Path, Path]:
-        """A certificate for this machine's addresses, and its key."""
+    def issue(self, name: str = "member", *names: str, valid_until: datetime | None = None) -> tuple[Path, Path]:
+        """A certificate for this machine's addresses or for `names`, and its key."""
         begin = min(datetime.now(UTC), valid_until or datetime.max.replace(tzinfo=UTC)) - timedelta(days=1)
-        issued = self._authority.issue_cert("127.0.0.1", "localhost", not_before=begin, not_after=valid_until)
+        issued = self._authority.issue_cert(
+            *(names or ("127.0.0.1", "localhost")), not_before=begin, not_after=valid_until
+        )
         cert, key = self.folder / f"{name}.pem", self.folder / f"{name}.key"
         issued.private_key_pem.write_to_path(str(key))
         for number, part in enumerate(issued.cert_chain_pems):

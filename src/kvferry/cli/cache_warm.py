@@ -67,8 +67,8 @@ class Warm:
     admin_key: str | None = None
     """Admin key of the instance or router. Default: as of `kvferry fleet`."""
 
-    ca: Path | None = None
-    """Certificate authority (PEM) of https:// URLs. Default: the system's authorities."""
+    tls_ca: Path | None = None
+    """Certificate authorities (PEM) of https:// URLs. Default: the system's authorities."""
 
     timeout_s: float = 3600.0
     """Most seconds for one document."""
@@ -141,7 +141,7 @@ Visit = Callable[[str], Coroutine[Any, Any, None]]
 def _visitor(documents: Iterator[Document], what: Warm, report: _Report) -> Visit:
     async def visit(url: str) -> None:
         key = what.admin_key
-        async with HttpClient(tls=client_context(what.ca, "--ca") if url.startswith("https") else None) as http:
+        async with HttpClient(tls=client_context(what.tls_ca) if url.startswith("https") else None) as http:
             client = SignedClient(http, http_secret([key] if key else []), key)
             await warm_all(
                 await find_instances(Server(client, url)),

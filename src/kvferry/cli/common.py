@@ -169,7 +169,7 @@ def run_engine(
         role,
         scheme="http" if access.tls_cert is None else "https",
         url=instance.advertise_url,
-        ca=instance.register_ca,
+        ca=access.tls_ca,
     )
     if registrar is not None and transfer is not None:
         require_registrable(transfer, registrar.role)

@@ -83,8 +83,8 @@ class Where:
     """Admin key of the router. Default: requests are signed with KVFERRY_AUTH_TOKEN, or with the token that kvferry
     keeps for this user on this machine."""
 
-    router_ca: Path | None = None
-    """Certificate authority (PEM) of a router at an https:// URL. Default: the system's authorities."""
+    tls_ca: Path | None = None
+    """Certificate authorities (PEM) of a router at an https:// URL. Default: the system's authorities."""
 
 
 WhereFlags = Annotated[Where, Parameter(name="*")]
@@ -191,9 +191,9 @@ def _message(content: bytes) -> str:
 
 async def _exchange(where: Where, method: str, path: str, body: object) -> tuple[int, bytes]:
     sent = None if body is None else msgspec.json.encode(body)
-    tls = client_context(where.router_ca, "--router-ca") if where.router.startswith("https") else None
+    tls = client_context(where.tls_ca) if where.router.startswith("https") else None
     key = where.admin_key
-    async with HttpClient(tls=tls) as http:
+    async with HttpClient(tls=tls, who="this command") as http:
         client, origin = (
             SignedClient(http, http_secret([key] if key else []), key),
             Origin.parse(where.router.rstrip("/")),

@@ -101,7 +101,7 @@ def _run(
     accesses, bounds = complete(HttpAccess, access), complete(HttpLimits, limits)
     if chosen.engine == "vllm":
         require_nothing_said(accesses, bounds)
-        plan = vllm_instance(role, settings, chosen, spec, where)
+        plan = vllm_instance(role, settings, chosen, spec, where, accesses.tls_ca)
         check_before_start(settings, chosen, where, accesses)
         return run_fleet(plan, where, ready_fd, logs)
     transfer = parse_transfer_config(transfer_for(spec.kv_transfer_config or DEFAULT, role))

@@ -7,6 +7,9 @@ from pathlib import Path
 
 from kvferry.core.errors import ConfigError
 
+NOT_TLS = frozenset({"WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "PACKET_LENGTH_TOO_LONG", "UNEXPECTED_MESSAGE"})
+"""OpenSSL's reasons, in several versions of it, for an answer that is not TLS."""
+
 
 def load_certificate(context: ssl.SSLContext, cert: Path, key: Path | None, cert_name: str, key_name: str) -> None:
     """Load this side's certificate; its key may be in the same file. Raises `ConfigError` that names the file, also for

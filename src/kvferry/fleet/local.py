@@ -6,6 +6,7 @@ import os
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 
 from kvferry.core import environment
 from kvferry.core.errors import ConfigError
@@ -70,7 +71,7 @@ class LocalFleet:
             return
         if self.router.registration:
             shared_token("--registration")
-        make_registrar(self.instance.register, "both", ca=self.instance.register_ca)
+        make_registrar(self.instance.register, "both", ca=self.access.tls_ca)
         if self.instance.advertise_url is not None:
             raise ConfigError("--advertise-url is for one instance alone, not for a fleet of several")
 
@@ -95,7 +96,7 @@ class LocalFleet:
                 hidden=self.hidden,
             )
             port = bootstrap[index] if index < len(bootstrap) else None
-            specs.append(_registered(servers, place, self.instance, port))
+            specs.append(_registered(servers, place, self.instance, self.access.tls_ca, port))
         if not split:
             return FleetPlan(tuple(specs))
         return FleetPlan(tuple(specs), lambda ready: self._front(ready, cores.router, token, bootstrap))
@@ -127,6 +128,7 @@ class LocalFleet:
                 *to_arguments(self.engine, without=("model",)),
                 *to_arguments(replace(self.instance, kv_transfer_config=transfer)),
                 *to_arguments(replace(self.listen, host=LOOPBACK, port=self.spec.instance_port(index))),
+                *to_arguments(HttpAccess(tls_ca=self.access.tls_ca)),
             ],
             cores,
             token,
@@ -163,7 +165,7 @@ def require_nothing_said(access: HttpAccess, limits: HttpLimits) -> None:
     """Raise `ConfigError` for HTTP settings that the processes would ignore."""
     for given, default in ((access, OPEN), (limits, LIMITS)):
         for one in fields(given):
-            if getattr(given, one.name) != getattr(default, one.name):
+            if one.name != "tls_ca" and getattr(given, one.name) != getattr(default, one.name):
                 raise ConfigError(f"{flag_name(one.name)} is for kvferry's own servers, not for this command yet")
 
 
@@ -189,16 +191,25 @@ def plain_instance(fleet: LocalFleet, name: str) -> ProcessSpec:
 
 
 def vllm_instance(
-    role: InstanceRole, engine: EngineConfig, choice: EngineChoice, instance: InstanceSpec, listen: Listen
+    role: InstanceRole,
+    engine: EngineConfig,
+    choice: EngineChoice,
+    instance: InstanceSpec,
+    listen: Listen,
+    tls_ca: Path | None = None,
 ) -> FleetPlan:
     """One vLLM server of a role, alone. Raises `ConfigError`."""
     servers = VllmInstances.from_settings(engine, choice, instance, splits=True)
     place = InstancePlace(role, role, 0, listen.host, listen.port, available_cores(), {})
-    return FleetPlan((_registered(servers, place, instance),))
+    return FleetPlan((_registered(servers, place, instance, tls_ca),))
 
 
 def _registered(
-    servers: VllmInstances, place: InstancePlace, instance: InstanceSpec, bootstrap_port: int | None = None
+    servers: VllmInstances,
+    place: InstancePlace,
+    instance: InstanceSpec,
+    tls_ca: Path | None,
+    bootstrap_port: int | None = None,
 ) -> ProcessSpec:
     """A vLLM server, which the supervisor registers at the routers of `--register`. Raises `ConfigError`."""
     registrar = make_registrar(
@@ -206,7 +217,7 @@ def _registered(
         place.role,
         url=instance.advertise_url,
         host=place.host,
-        ca=instance.register_ca,
+        ca=tls_ca,
         bootstrap_port=bootstrap_port,
     )
     if registrar is not None:

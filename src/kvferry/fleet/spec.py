@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 from kvferry.core.bounds import CountOrZero, Port, PortOrAny, SecondsOrZero, check_bounds
@@ -68,9 +67,6 @@ class InstanceSpec:
     advertise_url: str | None = None
     """URL at which those routers reach the instance. Default: the address that it listens on; if it listens on all
     addresses of the machine, the one that is used to reach the router."""
-
-    register_ca: Path | None = None
-    """Certificate authority (PEM) of routers at https:// URLs. Default: the system's authorities."""
 
 
 MOST_INSTANCES = 256

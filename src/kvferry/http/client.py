@@ -36,6 +36,7 @@ class HttpClient:
 
     `idle_s`: how long a free connection is kept, less than the 5 s after which uvicorn, and so vLLM, closes it.
     `fast_path`: whether streamed answers are passed on in compiled code, compiled in the background if it must be.
+    `who`: whose client it is, for errors.
     """
 
     def __init__(
@@ -45,7 +46,9 @@ class HttpClient:
         idle_s: float = 2.0,
         fast_path: bool = False,
         connections_per_instance: int = _CONNECTIONS_PER_INSTANCE,
+        who: str = "this process",
     ) -> None:
+        self._who = who
         self._tls, self._idle_s, self._most = tls, idle_s, connections_per_instance
         self._wants_fast_path = fast_path
         self._pools: dict[Origin, Pool] = {}
@@ -127,7 +130,7 @@ class HttpClient:
             if origin.tls and self._tls is None:
                 raise ConfigError(f"{origin} needs TLS, and this client was given none")
             context = self._tls if origin.tls else None
-            pool = self._pools[origin] = Pool(origin, self._most, self._idle_s, context, self._fast_path)
+            pool = self._pools[origin] = Pool(origin, self._most, self._idle_s, context, self._fast_path, self._who)
         return pool
 
     def forget(self, origin: Origin) -> None:

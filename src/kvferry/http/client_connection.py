@@ -22,6 +22,7 @@ import httptools
 
 from kvferry.core.errors import PeerLost, ProtocolError, TransferError
 from kvferry.http.headers import RawHeaders, first_values
+from kvferry.http.tls import advice, closed_at_once
 
 if TYPE_CHECKING:
     from kvferry.http.call import Call
@@ -42,10 +43,11 @@ class Phase(Enum):
 
 
 class ClientConnection(asyncio.Protocol):
-    """Made by a pool, used by one call at a time. `name`: of the instance, for errors."""
+    """Made by a pool, used by one call at a time. `name`: of the instance, for errors; `who`: whose connection it
+    is."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, name: str) -> None:
-        self._loop, self._name = loop, name
+    def __init__(self, loop: asyncio.AbstractEventLoop, name: str, who: str) -> None:
+        self._loop, self._name, self._who = loop, name, who
         self.transport: asyncio.Transport | None = None
         self.phase = Phase.FREE
         self.error: TransferError | None = None
@@ -141,7 +143,10 @@ class ClientConnection(asyncio.Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         """The connection is gone."""
-        self.close(PeerLost(f"{self._name} broke off: {error or 'the connection was closed'}"))
+        why = "the connection was closed" if error is None else advice(error, self._name, self._who)
+        if error is None and self.num_calls == 1 and self.phase is Phase.SENT:
+            why += f" ({closed_at_once(self._name, self._who)})"
+        self.close(PeerLost(f"{self._name} broke off: {why}"))
 
     # The parser's calls.
 

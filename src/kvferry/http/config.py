@@ -44,17 +44,24 @@ class HttpAccess:
     tls_key: Path | None = None
     """Private key of --tls-cert (PEM), if it is not in the same file."""
 
-    tls_client_ca: Path | None = None
-    """Certificate authority (PEM). Clients must then present a certificate that it has signed, except for /health and
-    /version."""
+    tls_ca: Path | None = None
+    """Certificate authorities (PEM) that this process trusts: to have signed the certificates of the instances or
+    routers that it connects to at https:// URLs (default: the system's authorities), and with --tls-verify-clients
+    those of clients."""
+
+    tls_verify_clients: bool = False
+    """Serve only clients that present a certificate of an authority in --tls-ca, except for /health and /version, and
+    for processes of the deployment, which sign their requests."""
 
     access_log: bool = False
     """Log one line for every request."""
 
     def __post_init__(self) -> None:
         check_bounds(self)
-        if self.tls_cert is None and (self.tls_key is not None or self.tls_client_ca is not None):
-            raise ConfigError("--tls-key and --tls-client-ca need --tls-cert")
+        if self.tls_cert is None and (self.tls_key is not None or self.tls_verify_clients):
+            raise ConfigError("--tls-key and --tls-verify-clients need --tls-cert")
+        if self.tls_verify_clients and self.tls_ca is None:
+            raise ConfigError("--tls-verify-clients needs --tls-ca, the authority that signs the clients' certificates")
         for name in ("api_key", "admin_key"):
             for key in getattr(self, name):
                 require_key(key, f"--{name.replace('_', '-')}")
@@ -69,12 +76,16 @@ class HttpAccess:
 
     def tls_context(self) -> ssl.SSLContext | None:
         """The listeners' TLS context; None for plain HTTP. Raises `ConfigError`."""
-        return None if self.tls_cert is None else server_context(self.tls_cert, self.tls_key, self.tls_client_ca)
+        if self.tls_cert is None:
+            return None
+        return server_context(self.tls_cert, self.tls_key, self.tls_ca if self.tls_verify_clients else None)
 
     def check_files(self) -> None:
         """Raise `ConfigError` if a file cannot be used; the server reads them again later."""
         self.api_keys()
         self.tls_context()
+        if self.tls_ca is not None:
+            client_context(self.tls_ca)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,14 +127,11 @@ class HttpConfig(HttpAccess):
 
 @dataclass(frozen=True, kw_only=True)
 class InstanceAccess:
-    """How a router authenticates itself to its instances, and verifies them."""
+    """How a router authenticates itself to its instances."""
 
     instance_api_key: str | None = None
     """API key that the router sends to the instances, instead of the Authorization header of clients. Without it, the
     clients' own Authorization header is forwarded."""
-
-    instance_ca: Path | None = None
-    """Certificate authority (PEM) of instances at https:// URLs. Default: the system's authorities."""
 
     instance_cert: Path | None = None
     """Certificate chain (PEM), with its key in the same file, that the router presents to instances that ask for
@@ -133,9 +141,9 @@ class InstanceAccess:
         if self.instance_api_key is not None:
             require_key(self.instance_api_key, "--instance-api-key")
 
-    def tls_context(self) -> ssl.SSLContext:
+    def tls_context(self, tls_ca: Path | None = None) -> ssl.SSLContext:
         """For connections to https:// URLs. Raises `ConfigError` if a file cannot be used."""
-        return client_context(self.instance_ca, "--instance-ca", self.instance_cert)
+        return client_context(tls_ca, self.instance_cert)
 
 
 def _keys_in(path: Path) -> tuple[str, ...]:

@@ -103,7 +103,7 @@ class Guard:
         if not opens and (access is Access.REGISTER or self._needs_key(access)):
             raise Unauthorized(f"The request is signed for another purpose ({purpose})")
         request.body.require(body_sha256)
-        return Caller(request.client.encode(), is_known=True, is_operator=is_operator)
+        return Caller(request.client.encode(), is_known=True, is_signed=True, is_operator=is_operator)
 
     async def challenge(self, request: HttpRequest, response: Response) -> None:
         """GET /kvferry/challenge?nonce=…: proves that this server holds the deployment's secret."""

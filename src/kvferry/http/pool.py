@@ -15,15 +15,22 @@ from kvferry.http.client_connection import ClientConnection
 from kvferry.http.errors import AnswerTimeout, Unreachable
 from kvferry.http.fast_path import FastPath
 from kvferry.http.origin import Origin
+from kvferry.http.tls import advice
 
 
 class Pool:
     """At most `most` connections; calls that need one more wait in turn."""
 
     def __init__(
-        self, origin: Origin, most: int, idle_s: float, context: ssl.SSLContext | None, fast_path: FastPath | None
+        self,
+        origin: Origin,
+        most: int,
+        idle_s: float,
+        context: ssl.SSLContext | None,
+        fast_path: FastPath | None,
+        who: str,
     ) -> None:
-        self._origin, self._most, self._idle_s = origin, most, idle_s
+        self._origin, self._most, self._idle_s, self._who = origin, most, idle_s, who
         self._context, self.fast_path = context, fast_path
         self.authority = origin.authority.encode()
         self._loop = asyncio.get_running_loop()
@@ -73,14 +80,15 @@ class Pool:
                 self._waiting.remove(waiter)
 
     async def _connect(self) -> ClientConnection:
-        connection = ClientConnection(self._loop, str(self._origin))
+        connection = ClientConnection(self._loop, str(self._origin), self._who)
         self._num_connecting += 1
         try:
             await self._loop.create_connection(
                 lambda: connection, self._origin.host, self._origin.port, ssl=self._context
             )
         except (OSError, UnicodeError) as error:
-            raise Unreachable(f"{self._origin} cannot be reached: {error}") from error
+            why = advice(error, str(self._origin), self._who)
+            raise Unreachable(f"{self._origin} cannot be reached: {why}") from error
         except BaseException:
             connection.close()  # it may have been made at the very moment that the wait for it ended
             raise

@@ -78,7 +78,7 @@ class RegistrarConfig:
         """The TLS context for routers at https:// URLs. Its file is read once."""
         if self.ca is None and not any(Origin.parse(one.rstrip("/")).tls for one in self.routers):
             return None
-        return client_context(self.ca, "--register-ca")
+        return client_context(self.ca)
 
 
 def make_registrar(
@@ -125,7 +125,7 @@ class Registrar:
     async def run(self) -> None:
         """Report to all routers, until `leave` has been called and is done."""
         try:
-            async with HttpClient(tls=self._config.tls) as http, asyncio.TaskGroup() as group:
+            async with HttpClient(tls=self._config.tls, who="the instance") as http, asyncio.TaskGroup() as group:
                 client = SignedClient(http, self._config.secret)
                 for router in self._config.routers:
                     group.create_task(self._keep(client, Origin.parse(router.rstrip("/"))))

@@ -14,11 +14,13 @@ _REQUEST_ID = REQUEST_ID_HEADER.lower().encode()
 
 class Caller(NamedTuple):
     """Who sent a request. `name`: the digest of the key that was presented, if it is one of this server's; otherwise
-    the address. `is_known`: whether the `Authorization` header is for this server, and goes no further. `is_operator`:
-    whether it is an admin key, or the signature of an operator's process."""
+    the address. `is_known`: whether the `Authorization` header is for this server, and goes no further; `is_signed`:
+    whether it is the signature of a process of the deployment; `is_operator`: whether it is an admin key, or an
+    operator's signature."""
 
     name: bytes
     is_known: bool = False
+    is_signed: bool = False
     is_operator: bool = False
 
 

@@ -197,9 +197,10 @@ class HttpServer:
         if request.path == CHALLENGE_PATH and request.method == "GET":
             return self._guard.challenge
         route = self._routes.find(request)
-        if self.config.tls_client_ca is not None and not certified and route.access is not Access.OPEN:
-            raise Unauthorized("This server needs a client certificate")
         request.caller = self._guard.admit(route.access, side, request)
+        is_known = certified or request.caller.is_signed
+        if self.config.tls_verify_clients and not is_known and route.access is not Access.OPEN:
+            raise Unauthorized("This server needs a client certificate of an authority in its --tls-ca")
         return route.handler
 
     # The end.

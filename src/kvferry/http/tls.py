@@ -1,11 +1,12 @@
-"""TLS contexts from files. Raises `ConfigError` that names the file."""
+"""TLS contexts from files, and what to do about an error of TLS: which side must change, and by which flag. Contexts
+raise `ConfigError` that names the file."""
 
 from __future__ import annotations
 
 import ssl
 from pathlib import Path
 
-from kvferry.core.tls_files import load_authority, load_certificate
+from kvferry.core.tls_files import NOT_TLS, load_authority, load_certificate
 
 
 def server_context(cert: Path, key: Path | None, client_ca: Path | None) -> ssl.SSLContext:
@@ -16,19 +17,55 @@ def server_context(cert: Path, key: Path | None, client_ca: Path | None) -> ssl.
     context.set_alpn_protocols(["http/1.1"])
     load_certificate(context, cert, key, "--tls-cert", "--tls-key")
     if client_ca is not None:
-        load_authority(context, client_ca, "--tls-client-ca")
+        load_authority(context, client_ca, "--tls-ca")
         context.verify_mode = ssl.CERT_OPTIONAL
     return context
 
 
-def client_context(ca: Path | None, ca_name: str, cert: Path | None = None, key: Path | None = None) -> ssl.SSLContext:
-    """For connections to servers, which `ca` verifies (None: the system's authorities); `cert` is our own certificate.
-    `ca_name` is the flag that names `ca`."""
+def client_context(ca: Path | None, cert: Path | None = None) -> ssl.SSLContext:
+    """For connections to servers, which `ca` verifies (None: the system's authorities); `cert` is our own certificate,
+    with its key."""
     context = ssl.create_default_context()
     if ca is not None:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-        load_authority(context, ca, ca_name)
+        load_authority(context, ca, "--tls-ca")
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     if cert is not None:
-        load_certificate(context, cert, key, "--instance-cert", "--instance-cert")
+        load_certificate(context, cert, None, "--instance-cert", "--instance-cert")
     return context
+
+
+def advice(error: Exception, server: str, who: str) -> str:
+    """Of an error of TLS between `who` and a server that it called: what is wrong, and which side changes which flag.
+    Of another error, what it says."""
+    if isinstance(error, ssl.SSLCertVerificationError):
+        said = error.verify_message
+        if error.verify_code in _WRONG_NAME:
+            return (
+                f"its certificate is for another name ({said}): give {server} a --tls-cert for this one, or call it by"
+                " one that it has"
+            )
+        if error.verify_code in _WRONG_TIME:
+            return f"{said}: renew --tls-cert of {server}, or set the clock of {who}"
+        return f"{who} trusts no authority that has signed its certificate ({said}): name one with --tls-ca of {who}"
+    if not isinstance(error, ssl.SSLError):
+        return str(error)
+    reason = (error.reason or str(error)).upper()
+    if reason in NOT_TLS:
+        return f"it does not speak TLS: start {server} with --tls-cert, or call it http://"
+    if "UNKNOWN_CA" in reason or "CERTIFICATE" in reason or "HANDSHAKE_FAILURE" in reason:
+        return f"{_wants_certificate(server, who)}: {reason.lower().replace('_', ' ')}"
+    return str(error)
+
+
+def closed_at_once(server: str, who: str) -> str:
+    """What may be wrong with a server that closes a new connection without a word: not all say so by an alert."""
+    return "if it speaks TLS, call it https://" if server.startswith("http:") else _wants_certificate(server, who)
+
+
+def _wants_certificate(server: str, who: str) -> str:
+    return f"{server} may want a certificate of {who} (--instance-cert of a router) of an authority in its --tls-ca"
+
+
+_WRONG_TIME, _WRONG_NAME = (9, 10), (62, 64)
+"""OpenSSL's numbers: not yet valid, expired; another host, another address."""

@@ -263,7 +263,7 @@ def build_router(
     http, access = http or HttpConfig(), access or InstanceAccess()
     clock = clock or SystemClock()
     pools = Pools.from_config(config, clock) if file_text is None else Pools.empty(clock)
-    legs, metrics = Legs(config, clock, access, http.secret), Metrics()
+    legs, metrics = Legs(config, clock, access, http), Metrics()
     releases = Releases(legs, metrics, config.release_timeout_s)
     services = Services(
         config=config,

@@ -39,9 +39,9 @@ class FileCopies:
                 http,
                 tls_cert=self._copy(http.tls_cert),
                 tls_key=self._copy(http.tls_key),
-                tls_client_ca=self._copy(http.tls_client_ca),
+                tls_ca=self._copy(http.tls_ca),
             ),
-            replace(access, instance_ca=self._copy(access.instance_ca), instance_cert=self._copy(access.instance_cert)),
+            replace(access, instance_cert=self._copy(access.instance_cert)),
         )
 
     def _copy(self, path: Path | None) -> Path | None:

@@ -18,7 +18,7 @@ from kvferry.core.clock import Clock
 from kvferry.core.errors import InvalidRequest, TransferError, TransferTimeout
 from kvferry.core.keys import Purpose
 from kvferry.http.client import HttpClient
-from kvferry.http.config import InstanceAccess
+from kvferry.http.config import HttpConfig, InstanceAccess
 from kvferry.http.errors import AnswerTimeout
 from kvferry.http.headers import RawHeaders
 from kvferry.http.signed_client import SignedClient, bearer
@@ -37,7 +37,7 @@ disagree by seconds about when it became idle."""
 _LONGEST_OWN_ANSWER = 2**20
 """Bytes of an answer to a question of the router's own."""
 
-OPEN = InstanceAccess()
+OPEN, ALONE = InstanceAccess(), HttpConfig()
 
 _KEYLESS = frozenset({"/health", "/version", "/query"})
 """Open to all at every engine, and so asked without any key."""
@@ -54,7 +54,9 @@ _STEPS = re.compile(rb"^(?:kvferry:engine_steps_total|vllm:iteration_tokens_tota
 class Legs:
     """An asynchronous context manager. Its errors are `TransferError`s that name the instance, not its address."""
 
-    def __init__(self, config: RouterConfig, clock: Clock, access: InstanceAccess = OPEN, secret: str = "") -> None:
+    def __init__(
+        self, config: RouterConfig, clock: Clock, access: InstanceAccess = OPEN, http: HttpConfig = ALONE
+    ) -> None:
         self.now = clock.monotonic
         self._first_byte_s, self._total_s = config.first_byte_timeout_s, config.answer_timeout_s
         self._connect_s = config.connect_timeout_s
@@ -65,8 +67,10 @@ class Legs:
         key = access.instance_api_key
         self.authorization: RawHeaders = [] if key is None else [bearer(key)]
         """For the legs of clients, in place of the client's own; empty: the client's own goes on."""
-        self._http = HttpClient(access.tls_context(), idle_s=_IDLE_CONNECTION_S, fast_path=True)
-        self._signed = SignedClient(self._http, secret, key)
+        self._http = HttpClient(
+            access.tls_context(http.tls_ca), idle_s=_IDLE_CONNECTION_S, fast_path=True, who="the router"
+        )
+        self._signed = SignedClient(self._http, http.secret, key)
         self._open: set[Leg] = set()
         self._steps: dict[Instance, bytes] = {}
         self._asking: set[Instance] = set()

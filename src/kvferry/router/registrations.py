@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import ssl
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -188,9 +189,9 @@ class Registrations:
             status, _ = await self._legs.ask(instance, "GET", "/health", timeout_s)
             facts = await ask_about(instance, self._legs, self._config.protocol, timeout_s)
         except TransferError as error:
-            raise InstanceConflict(
-                f"{error}; if it has another address, set --advertise-url on the instance"
-            ) from error
+            is_tls = isinstance(error.__cause__, ssl.SSLError)
+            hint = "" if is_tls else "; if it has another address, set --advertise-url on the instance"
+            raise InstanceConflict(f"{error}{hint}") from error
         finally:
             self._asking.discard(url)
             if not any(one.origin == instance.origin for one in self._pools):

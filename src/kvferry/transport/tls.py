@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvferry.core.errors import AuthenticationFailed, ConfigError, KvferryError, PeerLost, ProtocolError
-from kvferry.core.tls_files import load_authority, load_certificate
+from kvferry.core.tls_files import NOT_TLS, load_authority, load_certificate
 from kvferry.transport.connection import (
     CALL_BYTES,
     MAX_GREETING_BYTES,
@@ -33,8 +33,6 @@ if TYPE_CHECKING:
 _EXTRA = "kv_connector_extra_config."
 _HANDSHAKE_FLIGHTS = 4
 """Number of flights in the longest handshake, that of TLS 1.2; TLS 1.3 has one less."""
-_NOT_TLS = frozenset({"WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "PACKET_LENGTH_TOO_LONG", "UNEXPECTED_MESSAGE"})
-"""OpenSSL's reasons, in several versions of it, for an answer that is not TLS."""
 _ALL_OR_NONE = "set tls_cert, tls_key and tls_ca in the kv_connector_extra_config of all instances, or of none"
 RECORD_BYTES = 2**14
 """The largest payload of a TLS record."""
@@ -56,7 +54,7 @@ class ChannelTls:
         try:
             await encrypt(connection, self.client, server_side=False)
         except (AuthenticationFailed, ProtocolError) as error:
-            if isinstance(error.__cause__, ssl.SSLError) and error.__cause__.reason in _NOT_TLS:
+            if isinstance(error.__cause__, ssl.SSLError) and error.__cause__.reason in NOT_TLS:
                 raise ProtocolError(f"{where} does not use TLS, but this instance does: {_ALL_OR_NONE}") from error
             raise type(error)(f"{where}: {error}") from error
 
@@ -161,11 +159,17 @@ def translated_tls(error: ssl.SSLError) -> BlockingIOError | KvferryError:
     if isinstance(error, ssl.SSLEOFError | ssl.SSLZeroReturnError | ssl.SSLSyscallError):
         return PeerLost(f"the connection broke: {reason}")
     if isinstance(error, ssl.SSLCertVerificationError):
-        return AuthenticationFailed(f"the peer's certificate is refused: {reason}")
+        return AuthenticationFailed(
+            f"the peer's certificate is refused: {reason}; its tls_cert must be of an authority in this instance's"
+            " tls_ca"
+        )
     if "alert" in reason and ("certificate" in reason or "unknown ca" in reason):
-        return AuthenticationFailed(f"the peer refuses the certificate of this instance (tls_cert): {reason}")
+        return AuthenticationFailed(
+            f"the peer refuses the certificate of this instance: {reason}; its tls_cert must be of an authority in the"
+            " peer's tls_ca"
+        )
     if "did not return a certificate" in reason:
-        return AuthenticationFailed("the peer has not sent a certificate")
+        return AuthenticationFailed("the peer has not sent a certificate; set its tls_cert")
     return ProtocolError(f"TLS failed: {reason}")
 
 
