@@ -27,7 +27,8 @@ FOREIGN = {
     "--enable-sleep-mode",
     "--hf-overrides",
     "--enable-prompt-tokens-details", "--disable-access-log-for-endpoints", "--kv-cache-memory-bytes",
-    "--load-format", "--mm-processor-cache-type", "--gpu-memory-utilization", "--pipeline-parallel-size", "--data-parallel-size",
+    "--load-format", "--mm-processor-cache-type",
+    "--gpu-memory-utilization", "--pipeline-parallel-size", "--data-parallel-size",
     # of pip, docker, git, compilers and Python's own tools
     "--no-deps", "--shm-size", "--editable", "--index-url", "--version", "--cacert",
     # of programs of this repository with a parser of their own (`python -m …`, scripts, benchmarks)
