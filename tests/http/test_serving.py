@@ -9,6 +9,8 @@ import struct
 
 import pytest
 
+from kvferry.observe.logs import JsonFormatter
+
 from .running import Handlers, request, running, wire
 
 NO_LINGER = struct.pack("ii", 1, 0)
@@ -111,8 +113,20 @@ async def test_bodies_by_length_and_in_chunks(path: str) -> None:
 
 async def test_pipelined_requests_are_answered_in_order() -> None:
     async with running() as served, wire(served.port) as client:
-        client.send(b"".join(request("/echo", "POST", body=b"%d" % number) for number in range(60)))
-        assert [(await client.reply()).body for _ in range(60)] == [b"%d" % number for number in range(60)]
+        for num in (60, 2000):  # in one segment, and in many
+            client.send(b"".join(request("/echo", "POST", body=b"%d" % number) for number in range(num)))
+            assert [(await client.reply()).body for _ in range(num)] == [b"%d" % number for number in range(num)]
+
+
+@pytest.mark.parametrize("num_bytes", [4000, 4096, 5000, 70_000, 300_000])
+async def test_a_body_of_any_length_arrives_between_others(num_bytes: int) -> None:
+    body = bytes(range(256)) * (num_bytes // 256)
+    async with running() as served, wire(served.port) as client:
+        client.send(request("/ok") + request("/echo", "POST", body=body) * 3 + request("/ok"))
+        assert (await client.reply()).json() == {"ok": True}
+        for _ in range(3):
+            assert (await client.reply()).body == body
+        assert (await client.reply()).json() == {"ok": True}
 
 
 async def test_a_header_may_come_byte_by_byte() -> None:
@@ -224,3 +238,18 @@ async def test_nagles_algorithm_is_off() -> None:
 async def test_two_servers_may_share_a_port() -> None:
     async with running(reuse_port=True) as one, running(reuse_port=True, port=one.port) as other:
         assert one.port == other.port
+
+
+async def test_the_access_log_has_fields_for_collectors(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "kvferry.access")
+    async with running(access_log=True) as served, wire(served.port) as client:
+        client.send(request("/ok?a=1", "GET", "X-Request-Id: one"))
+        await client.reply()
+    (record,) = (one for one in caplog.records if one.name == "kvferry.access")
+    told = json.loads(JsonFormatter("router").format(record))
+    assert told.pop("duration_ms") >= 0
+    del told["time"], told["message"]
+    assert told == {
+        "level": "info", "instance": "router", "logger": "kvferry.access", "client": "127.0.0.1", "method": "GET",
+        "target": "/ok?a=1", "status": 200, "bytes": 11, "left": False, "request_id": "one",
+    }  # fmt: skip

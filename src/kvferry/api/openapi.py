@@ -160,7 +160,7 @@ _ERRORS = {
     400: "The request is wrong; `param` names the field.",
     401: "The server has keys, and the request brings none of them.",
     404: "There is no such model or path.",
-    408: "The request's own deadline has passed, or its body did not come in time.",
+    408: "The body did not come in time.",
     413: "The body is too long.",
     429: "The queue is full: come back later.",
     500: "An unexpected error; the log has it under the request id.",

@@ -166,7 +166,7 @@ class GenerationRequest(UnsupportedFields, kw_only=True):
     kv_transfer_params: dict[str, Any] | None = None
 
     timeout: Seconds | None = None
-    """Seconds after which the request ends with 408."""
+    """Seconds after which the request ends with 400 and the code `deadline_exceeded`."""
 
     return_timeline: bool | None = None
     """Send the stamps of the request's phases with the end of the answer."""

@@ -10,7 +10,7 @@
     ├── RequestError             the answer to a client, with an HTTP status
     │   ├── InvalidRequest       400: a value is wrong; names the field
     │   ├── UnknownModel         404
-    │   ├── DeadlineExceeded     408: the request's own deadline passed
+    │   ├── DeadlineExceeded     400: the request's own deadline passed
     │   ├── QueueFull            429: the queue is full; try again later
     │   ├── RequestFailed        500: an internal error in this request; others are not affected
     │   │   └── LogitsNotFinite  500: the model computed NaN or infinity for it
@@ -104,9 +104,9 @@ class UnknownModel(RequestError):
 
 
 class DeadlineExceeded(RequestError):
-    """The request's deadline passed before its answer was complete."""
+    """The request's deadline passed before its answer was complete. Not 408 or 504, after which clients try again."""
 
-    status = 408
+    status = 400
     kind = "timeout_error"
 
 

@@ -42,8 +42,8 @@ logger = logging.getLogger(__name__)
 access_logger = logging.getLogger("kvferry.access")
 
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
-_MOST_WAITING = 64
-"""Requests sent ahead of their turn; a client that sends more is refused."""
+_PARSED_AT_ONCE, _BODY_AT_ONCE = 4096, 65536
+"""Bytes after which it is seen how many requests wait: a client may send hundreds ahead of their turn."""
 _PAUSE_WAITING = 8
 _HIGH_WATER, _LOW_WATER = 64 * 1024, 16 * 1024
 _LINGER_S = 2.0
@@ -110,6 +110,7 @@ class ServerConnection(asyncio.Protocol):
         self._reading = True
         # What the parser is at.
         self._url, self._headers = b"", cast(RawHeaders, [])
+        self._unfed = b""  # bytes that have come and are not parsed yet
         self._unparsed = 0  # bytes since the parser last had something to show for them
         self._longest_head = 0  # a header that ends in the present bytes is no longer
         self._body: Body | None = None
@@ -159,18 +160,28 @@ class ServerConnection(asyncio.Protocol):
         if self._phase == "closing":
             self._linger(len(data))
             return
-        if self._phase == "idle":
+        self._unfed += data
+        self._feed_unfed()
+
+    def _feed_unfed(self) -> None:
+        """Parse what has come, as long as few requests wait; the rest is left for later, and no more is read."""
+        data, place = self._unfed, 0
+        if data and self._phase == "idle":
             self._phase, self._deadline = "head", self._loop.time() + self._limits.http_header_s
-        if self._broken is None:
-            self._unparsed += len(data)
-            self._longest_head = len(data) + (self._longest_head if self._in_head else 0)
-            self._feed(data)
+        while place < len(data) and self._broken is None and len(self._waiting) < _PAUSE_WAITING:
+            most = _PARSED_AT_ONCE if self._body is None else _BODY_AT_ONCE
+            part = data[place : place + most]
+            place += len(part)
+            self._unparsed += len(part)
+            self._longest_head = len(part) + (self._longest_head if self._in_head else 0)
+            self._feed(part)
             if self._unparsed > self._limits.http_header_bytes and self._broken is None:
                 self._break(
                     self._too_large()
                     if self._in_head
                     else BadHttp("the framing of the body is larger than the body; send it in larger chunks")
                 )
+        self._unfed = data[place:] if self._broken is None else b""
         self._after_feed()
 
     def eof_received(self) -> None:
@@ -185,6 +196,7 @@ class ServerConnection(asyncio.Protocol):
         self._lost = True
         self._owner.forget(self)
         self._waiting.clear()
+        self._unfed = b""
         self._producer = None
         self._wake_drained()
         turn, self._turn = self._turn, None
@@ -216,9 +228,6 @@ class ServerConnection(asyncio.Protocol):
         """A request line begins."""
         if self._replaying:
             return
-        if len(self._waiting) >= _MOST_WAITING:
-            self._broken = BadHttp(f"more than {_MOST_WAITING} requests are waiting on this connection")
-            raise self._broken
         self._in_head = True
         self._url, self._headers = b"", []
 
@@ -316,13 +325,15 @@ class ServerConnection(asyncio.Protocol):
         body = self._body
         if self._phase == "body":
             self._deadline = min(self._loop.time() + self._limits.http_body_gap_s, self._body_deadline)
-        full = len(self._waiting) >= _PAUSE_WAITING or (body is not None and (body.full or body.failed))
+        full = self._unfed or len(self._waiting) >= _PAUSE_WAITING or (body is not None and (body.full or body.failed))
         if full and self._reading and not self._lost:
             self._reading = False
             self._transport.pause_reading()
 
     def _resume(self) -> None:
-        if not self._reading and not self._lost:
+        if self._unfed:
+            self._feed_unfed()
+        if not (self._reading or self._lost or self._unfed):
             self._reading = True
             self._transport.resume_reading()
 
@@ -531,6 +542,7 @@ class ServerConnection(asyncio.Protocol):
         self._phase = "closing"
         self._deadline = self._loop.time() + self._limits.http_stall_s
         self._waiting.clear()
+        self._unfed = b""
         self._transport.close()
 
     def _close_lingering(self) -> None:
@@ -540,7 +552,7 @@ class ServerConnection(asyncio.Protocol):
         self._phase = "closing"
         self._deadline = self._loop.time() + _LINGER_S
         self._waiting.clear()
-        self._body = None
+        self._body, self._unfed = None, b""
         self._resume()
         if self._transport.can_write_eof():
             self._transport.write_eof()
@@ -581,10 +593,16 @@ class ServerConnection(asyncio.Protocol):
     def _log(self, turn: _Turn, *, gone: bool = False) -> None:
         if self._owner.access_log:
             request, response = turn.request, turn.response
+            milliseconds = (self._loop.time() - request.arrived) * 1000
+            fields = {
+                "client": self.client, "method": request.method, "target": request.target, "status": response.status,
+                "bytes": response.num_bytes, "duration_ms": round(milliseconds, 1), "left": gone,
+            }  # fmt: skip
             access_logger.info(
                 '%s "%s %s" %s %d %.1f ms %s',
                 self.client, request.method, request.target, response.status or "-", response.num_bytes,
-                (self._loop.time() - request.arrived) * 1000, request.id + (" left" if gone else ""),
+                milliseconds, request.id + (" left" if gone else ""),
+                extra={"fields": fields, "request_id": request.id},
             )  # fmt: skip
 
 

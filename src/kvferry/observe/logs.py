@@ -115,14 +115,14 @@ class TextFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object for each record, with its traceback."""
+    """One JSON object for each record, with its traceback, and with what it has in `fields` (`extra`)."""
 
     def __init__(self, instance: str) -> None:
         super().__init__()
         self._instance = instance
 
     def format(self, record: logging.LogRecord) -> str:
-        more = {"logger": record.name}
+        more: dict[str, Any] = {"logger": record.name, **getattr(record, "fields", {})}
         if request := _request_of(record):
             more["request_id"] = request
         if record.exc_info:

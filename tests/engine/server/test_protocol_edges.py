@@ -62,7 +62,7 @@ async def events_of(response: aiohttp.ClientResponse) -> list[Any]:
     [
         (QueueFull("the queue is full"), 429, "queue_full"),
         (Unavailable("no more"), 503, "unavailable"),
-        (DeadlineExceeded("too late"), 408, "deadline_exceeded"),
+        (DeadlineExceeded("too late"), 400, "deadline_exceeded"),
         (HandOffFailed("the KV is lost"), 502, "hand_off_failed"),
         (ValueError("secret"), 500, None),
     ],

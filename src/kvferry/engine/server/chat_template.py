@@ -109,11 +109,20 @@ def _opens_answer(body: ChatCompletionRequest) -> bool:
     return not body.continue_final_message if body.add_generation_prompt is None else body.add_generation_prompt
 
 
+_SAYS_OTHERWISE = frozenset({"tool_calls", "function_call", "reasoning_content", "refusal", "audio"})
+"""What an assistant's message may have in place of content."""
+
+
 def _plain_message(message: dict[str, Any], index: int) -> dict[str, Any]:
     """The message as templates expect it: content as a string, arguments of tool calls as objects."""
     where = f"messages[{index}]"
     if not isinstance(message.get("role"), str) or not message["role"]:
         raise InvalidRequest(f"{where}.role is required, and a string", param=f"{where}.role")
+    if message.get("content") is None and not (message["role"] == "assistant" and _SAYS_OTHERWISE & message.keys()):
+        raise InvalidRequest(
+            f"{where}.content is required: only an assistant's message with tool_calls may be without",
+            param=f"{where}.content",
+        )
     plain = dict(message)
     if "content" in plain:
         plain["content"] = _plain_content(plain["content"], f"{where}.content")
