@@ -13,7 +13,7 @@ import aiohttp
 import pytest
 from starlette.responses import StreamingResponse
 
-from kvferry.router.instance import State
+from kvferry.router.instance import InstanceState
 from router.peers import (
     CONCURRENT,
     DECODE,
@@ -198,12 +198,12 @@ async def test_a_prefill_that_gave_no_answer_is_left_out_until_it_answers_again(
     ):
         (prefill,) = router.services.pools.prefill.instances
         assert (await post(url))[0] == 200
-        assert prefill.state is State.MUTE
+        assert prefill.state is InstanceState.MUTE
         begun = bad.num_completions
         assert (await post(url))[0] == 200
         assert 'reason="no_prefill"} 1.0' in (await get(url, "/metrics"))[1]
         answers.set()
-        await holds(lambda: prefill.state is State.UP)
+        await holds(lambda: prefill.state is InstanceState.UP)
         assert bad.num_completions > begun
 
 

@@ -19,7 +19,7 @@ from kvferry.http.config import HttpConfig
 from kvferry.http.listen import listen
 from kvferry.http.signed_client import bearer
 from kvferry.router.app import Router
-from kvferry.router.instance import State
+from kvferry.router.instance import InstanceState
 from kvferry.router.legs import Legs
 from kvferry.router.pools import Pools, RolePool
 from kvferry.router.relay import Relay
@@ -202,7 +202,7 @@ async def test_one_that_changed_its_role_and_is_drained_works_until_it_says_othe
         before.busy_until = 5.0
         before.is_silent()
         after = membership.change_role("decode-0", "prefill")
-        assert (after.busy_until, after.state) == (5.0, State.MUTE)
+        assert (after.busy_until, after.state) == (5.0, InstanceState.MUTE)
         membership.drain("prefill-0")
         await membership._look_at(after)
         assert not after.drained
@@ -453,10 +453,10 @@ async def test_one_process_under_two_addresses_gets_requests_under_one(caplog: p
         again = d.url.replace("127.0.0.1", "localhost")
         async with routing([], [d.url, again], health_interval_s=0.02) as (router, _):
             _, second = router.services.pools.decode.instances
-            await holds(lambda: second.state is State.TWIN)
+            await holds(lambda: second.state is InstanceState.TWIN)
             assert f"decode-1 ({again}) is the same process as decode-0 ({d.url})" in caplog.text
             router.membership.remove("decode-0", force=True)
-            await holds(lambda: second.state is State.UP)
+            await holds(lambda: second.state is InstanceState.UP)
 
 
 async def test_draining_the_last_decode_instance_says_what_that_means(caplog: pytest.LogCaptureFixture) -> None:

@@ -21,7 +21,7 @@ from kvferry.http.request import HttpRequest
 from kvferry.http.response import Response
 from kvferry.http.routes import Route, Routes
 from kvferry.http.server import HttpServer
-from kvferry.router.instance import State
+from kvferry.router.instance import InstanceState
 from router.peers import DECODE, SECRET, Peer, answer, instances, routing, signed
 from router.test_membership import holds
 
@@ -116,7 +116,7 @@ async def test_a_backend_without_the_token_is_sent_no_key(key: str | None) -> No
     listener = Listener()
     settings: dict[str, Any] = {"access": InstanceAccess(instance_api_key=key), "health_interval_s": 0.02}
     async with listener.listening(), routing([], [listener.url], HTTP, **settings) as (router, front):
-        await holds(lambda: router.services.pools.decode.instances[0].state is State.UP)
+        await holds(lambda: router.services.pools.decode.instances[0].state is InstanceState.UP)
         assert await ask(front, "POST", "/v1/completions", {"Authorization": "Bearer key-of-a-client"}, BODY) == 200
         await ask(front, "GET", "/metrics?instances=all", {"Authorization": "Bearer key-of-an-operator"})
         await ask(
@@ -165,7 +165,7 @@ async def test_what_an_instance_is_sent_opens_nothing() -> None:
     ours, other = Instance(), Instance()
     async with serving(ours, other), routing([], [ours.url], HTTP, health_interval_s=0.02) as (router, front):
         (instance,) = router.services.pools.decode.instances
-        await holds(lambda: instance.state is State.UP)
+        await holds(lambda: instance.state is InstanceState.UP)
         router.services.releases.start(instance, "a hand-off")
         await ask(front, "GET", "/metrics?instances=all", {"Authorization": "Bearer key-of-an-operator"})
         await holds(lambda: {"/kvferry/release", "/metrics", "/kvferry/instance"} <= {one.path for one in ours.taken})

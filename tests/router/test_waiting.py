@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 from kvferry.core.clock import Clock, ManualClock, SystemClock
 from kvferry.router.config import RouterConfig
 from kvferry.router.errors import Silent
-from kvferry.router.instance import Instance, State
+from kvferry.router.instance import Instance, InstanceState
 from kvferry.router.leg import Leg
 from kvferry.router.legs import Legs
 from router.peers import Peer, answer_late, instances
@@ -46,7 +46,7 @@ async def test_who_is_silent_for_too_long_is_given_up() -> None:
         clock.advance(2.0)
         legs.look()
         assert isinstance(leg.error, Silent)
-        assert leg.instance.state is State.MUTE
+        assert leg.instance.state is InstanceState.MUTE
         await peer.disconnected.wait()
 
 

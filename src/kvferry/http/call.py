@@ -28,7 +28,7 @@ _BUFFERED_BYTES = 256 * 1024
 """Of a body that nobody reads yet; the instance then waits."""
 
 
-class State(Enum):
+class CallState(Enum):
     """How far a call is; see the module."""
 
     CONNECTING = auto()
@@ -74,7 +74,7 @@ class Call:
         self._pool, self._data, self._connect_s = pool, data, connect_s
         self._repeatable, self.bodiless = repeatable, bodiless
         self._on_change: Callable[[], None] | None = None
-        self.state = State.CONNECTING
+        self.state = CallState.CONNECTING
         self.error: TransferError | None = None
         self.status = 0
         """0 until it is here."""
@@ -100,19 +100,19 @@ class Call:
             self._connect(fresh=False)
 
     def _connect(self, *, fresh: bool) -> None:
-        self.state = State.CONNECTING
+        self.state = CallState.CONNECTING
         self._task = asyncio.get_running_loop().create_task(self._wait_for_connection(fresh=fresh))
 
     async def _wait_for_connection(self, *, fresh: bool) -> None:
         try:
             connection = await self._pool.take(self._connect_s, fresh=fresh)
         except TransferError as error:
-            self._end(State.LOST, error)
+            self._end(CallState.LOST, error)
             return
         self._send(connection, reused=connection.num_calls > 0)
 
     def _send(self, connection: ClientConnection, *, reused: bool) -> None:
-        self._connection, self._reused, self.state = connection, reused, State.SENT
+        self._connection, self._reused, self.state = connection, reused, CallState.SENT
         connection.begin(self, self._data)
 
     # What the connection tells.
@@ -146,24 +146,24 @@ class Call:
                     return
                 if not self._most_kept and self._buffered > _BUFFERED_BYTES:
                     self.pause_reading()
-            if self.state is State.SENT:
-                self.state = State.ANSWERING
+            if self.state is CallState.SENT:
+                self.state = CallState.ANSWERING
         if connection.is_complete:
-            self._end(State.COMPLETE, None)
+            self._end(CallState.COMPLETE, None)
         elif self._sink is None:
             self._changed()
 
     def lose(self, error: TransferError) -> None:
         """The connection is closed. A request may be sent once more on a new one if the connection had been idle: the
         instance may have closed it at the very moment at which it was used again, and has seen nothing."""
-        untouched = self.state is State.SENT and self._reused and not self.num_received
+        untouched = self.state is CallState.SENT and self._reused and not self.num_received
         if untouched and self._repeatable and isinstance(error, PeerLost):
             self._connection = None
             self._connect(fresh=True)
             return
-        self._end(State.LOST, error)
+        self._end(CallState.LOST, error)
 
-    def _end(self, state: State, error: TransferError | None) -> None:
+    def _end(self, state: CallState, error: TransferError | None) -> None:
         if self.state in _OVER:
             return
         connection, self._connection = self._connection, None
@@ -171,7 +171,7 @@ class Call:
         if self._fast is not None:
             self._fast.stop()
         if connection is not None:
-            if self._paused and state is State.COMPLETE and connection.transport is not None:
+            if self._paused and state is CallState.COMPLETE and connection.transport is not None:
                 connection.transport.resume_reading()
             self._pool.give_back(connection)
         self._changed()
@@ -245,7 +245,7 @@ class Call:
         while True:
             if piece := self.take():
                 yield piece
-            elif self.state is State.COMPLETE:
+            elif self.state is CallState.COMPLETE:
                 return
             elif self.error is not None:
                 raise self.error
@@ -283,7 +283,7 @@ class Call:
             except TransferError as error:
                 self.fail(error)
                 raise
-        if self.state is State.COMPLETE:
+        if self.state is CallState.COMPLETE:
             return
         self._sink = write
         response.pauses(self)
@@ -327,7 +327,7 @@ class Call:
             self._task.cancel()
         if self._connection is not None:
             self._connection.close(error)
-        self._end(State.LOST, error)
+        self._end(CallState.LOST, error)
 
     def close(self) -> None:
         """Nobody wants it any more. May be called several times."""
@@ -336,12 +336,12 @@ class Call:
             return
         if self._task is not None:
             self._task.cancel()
-        connection, self._connection, self.state = self._connection, None, State.CLOSED
+        connection, self._connection, self.state = self._connection, None, CallState.CLOSED
         if self._fast is not None:
             self._fast.stop()
         if connection is not None:
             connection.close()
 
 
-_OVER = frozenset({State.COMPLETE, State.LOST, State.CLOSED})
-_BEGUN = frozenset({State.ANSWERING, State.COMPLETE})
+_OVER = frozenset({CallState.COMPLETE, CallState.LOST, CallState.CLOSED})
+_BEGUN = frozenset({CallState.ANSWERING, CallState.COMPLETE})

@@ -31,7 +31,7 @@ from kvferry.router.chooser import Chooser
 from kvferry.router.client_request import ClientRequest
 from kvferry.router.config import RouterConfig
 from kvferry.router.errors import failure, unanswered
-from kvferry.router.hand_off import HandOff, Prefilled
+from kvferry.router.hand_off import HandOff, PrefillOutcome
 from kvferry.router.headers import JSON, PROGRESS, REQUEST_ID, SERVER_TIMING, TIMELINE, TIMING_WANTED, LegHeaders
 from kvferry.router.instance import Absent, Instance, SglangFacts, Unasked, VllmFacts
 from kvferry.router.leg import Leg, LegState
@@ -209,23 +209,23 @@ class Exchange:
                     hand_off.abandon()
                     return None
             match hand_off.outcome:
-                case Prefilled.WAITING:
+                case PrefillOutcome.WAITING:
                     await self._change()
                     continue
-                case Prefilled.REFUSED:
+                case PrefillOutcome.REFUSED:
                     await self._give_up(d, hand_off)
                     return hand_off.leg
-                case Prefilled.FAILED:
+                case PrefillOutcome.FAILED:
                     await self._give_up(d, hand_off)
                     hand_off.leg.close()
                     placement.forgive_decodes()
                     return None
-                case Prefilled.NOTHING if at_once:
+                case PrefillOutcome.NOTHING if at_once:
                     await self._give_up(d, hand_off)
                     self._leg_failed(prefill, "no_ticket")
                     placement.forgive_decodes()
                     return None
-                case Prefilled.NOTHING:
+                case PrefillOutcome.NOTHING:
                     prefill.gave_no_ticket = not isinstance(prefill.facts, InstanceFacts)
                     return await self._whole()
             if d is not None and not d.has_failed:
@@ -379,7 +379,7 @@ class Exchange:
         deadline = self._clock.monotonic() + _LATE_PREFILL_S
         try:
             async with asyncio.timeout(deadline - self._clock.monotonic()):
-                while any(one.outcome is Prefilled.WAITING for one in self._hand_offs):
+                while any(one.outcome is PrefillOutcome.WAITING for one in self._hand_offs):
                     await self._change()
         except TimeoutError:
             return
@@ -563,7 +563,7 @@ class Exchange:
             estimates.decoded(last.work.num_beside, num_bytes / _EVENT_BYTES, last.ended_at - last.first_byte_at)
         self._release_all()
         for one in self._hand_offs:
-            if one.kept is not None and one.outcome is Prefilled.WAITING and self._services.next_turns is not None:
+            if one.kept is not None and one.outcome is PrefillOutcome.WAITING and self._services.next_turns is not None:
                 self._services.next_turns.release(one.kept)
         decision.done = now = self._clock.wall()
         self._metrics.phases(decision.phases())

@@ -18,7 +18,7 @@ from kvferry.router.protocols.form import Form
 from kvferry.router.releases import Releases
 
 
-class Prefilled(Enum):
+class PrefillOutcome(Enum):
     """What P's leg has come to. `NOTHING`: P has computed, and keeps nothing for another instance; `REFUSED`: it found
     an error in the request, and its answer is the client's."""
 
@@ -37,7 +37,7 @@ class HandOff:
 
     def __init__(self, prefill: Instance, form: Form, leg: Leg, kept: Kept | None) -> None:
         self.prefill, self.form, self.leg, self.kept = prefill, form, leg, kept
-        self.outcome = Prefilled.WAITING
+        self.outcome = PrefillOutcome.WAITING
         self.ticket: msgspec.Raw | None = None
         self.failure = ""
         """Why it failed, as a label for metrics, if its answer could not be used."""
@@ -47,17 +47,17 @@ class HandOff:
     def look(self) -> bytes | None:
         """Take in what has become of P's leg; returns P's answer when it is a good one."""
         leg = self.leg
-        if self.outcome is not Prefilled.WAITING:
+        if self.outcome is not PrefillOutcome.WAITING:
             return None
         if leg.state is LegState.LOST or (leg.state is not LegState.SENT and leg.verdict != "served"):
-            self.outcome = Prefilled.FAILED
+            self.outcome = PrefillOutcome.FAILED
             if leg.was_unreachable:
                 self.settle()
             return None
         if leg.state is not LegState.ENDED:
             return None
         if leg.status >= 400:
-            self.outcome = Prefilled.REFUSED
+            self.outcome = PrefillOutcome.REFUSED
             self.settle()
             return None
         return self._read(leg.take())
@@ -67,16 +67,16 @@ class HandOff:
         try:
             ticket = self.form.read_ticket(answer, from_kvferry=isinstance(prefill.facts, InstanceFacts))
         except ProtocolError:
-            self.outcome, self.failure = Prefilled.FAILED, "wrong_ticket"
+            self.outcome, self.failure = PrefillOutcome.FAILED, "wrong_ticket"
             return None
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-            self.outcome, self.failure = Prefilled.FAILED, "broken_answer"
+            self.outcome, self.failure = PrefillOutcome.FAILED, "broken_answer"
             return None
         if ticket is None:
-            self.outcome = Prefilled.NOTHING
+            self.outcome = PrefillOutcome.NOTHING
             self.settle()
             return answer
-        self.outcome, self.ticket = Prefilled.TICKET, ticket
+        self.outcome, self.ticket = PrefillOutcome.TICKET, ticket
         origin = self.origin
         if isinstance(prefill.facts, InstanceFacts) and (origin is None or origin.engine_id != prefill.facts.engine_id):
             prefill.learn(Unasked())  # Another process is at this address now; `Health` asks it.
@@ -87,7 +87,7 @@ class HandOff:
     def abandon(self) -> None:
         """P's leg is of no use any more, and P holds nothing."""
         self.leg.close()
-        self.outcome = Prefilled.FAILED
+        self.outcome = PrefillOutcome.FAILED
         self.settle()
 
     @property

@@ -16,7 +16,7 @@ from kvferry.core.errors import ProtocolError, TransferError, TransferTimeout
 from kvferry.core.instance_facts import InstanceFacts
 from kvferry.router.config import RouterConfig
 from kvferry.router.facts import ask_about
-from kvferry.router.instance import LATE_BEFORE_DOWN, Absent, Instance, SglangFacts, State, Unasked, VllmFacts
+from kvferry.router.instance import LATE_BEFORE_DOWN, Absent, Instance, InstanceState, SglangFacts, Unasked, VllmFacts
 from kvferry.router.legs import Legs
 from kvferry.router.pools import NO_TICKETS_S, Pools
 
@@ -73,7 +73,7 @@ class Health:
             if not 0 < instance.num_late < LATE_BEFORE_DOWN:  # Whether it is slow or gone is worth knowing soon.
                 await asyncio.sleep(self._config.health_interval_s)
             await self._look_safely(instance)
-            if instance.state is State.MUTE:
+            if instance.state is InstanceState.MUTE:
                 await self._listen_to(instance)
             if instance.gave_no_ticket:
                 await self._look_for_connector(instance)

@@ -82,7 +82,7 @@ class Revision:
         self.number = 0
 
 
-class State(Enum):
+class InstanceState(Enum):
     """What the router makes of an instance. `NEW`, `UP` and `LATE` may be given requests."""
 
     NEW = "new"
@@ -101,8 +101,8 @@ class State(Enum):
     """Nothing is left of its requests."""
 
 
-_USABLE = frozenset({State.NEW, State.UP, State.LATE})
-_LEAVING = frozenset({State.DRAINING, State.DRAINED})
+_USABLE = frozenset({InstanceState.NEW, InstanceState.UP, InstanceState.LATE})
+_LEAVING = frozenset({InstanceState.DRAINING, InstanceState.DRAINED})
 LATE_BEFORE_DOWN = 3
 """How often in a row an instance may be too late with its health: one that computes hard is busy, not dead."""
 
@@ -129,7 +129,7 @@ class Instance:
         self.name = name or f"{role} instance"
         """What clients, metrics and logs call it; says no address."""
         self.bootstrap_port = bootstrap_port
-        self.state = State.NEW
+        self.state = InstanceState.NEW
         self.usable = self.trusted = True
         """Whether it may be chosen if there is no better one; and whether nothing at all is known against it. They
         follow from the state."""
@@ -162,28 +162,28 @@ class Instance:
     def is_well(self) -> None:
         """It has answered for its health."""
         before, self.num_late, self.trouble = self.state, 0, ""
-        if before in (State.NEW, State.LATE, State.DOWN):
-            self._enter(State.UP)
-            if before is State.DOWN:
+        if before in (InstanceState.NEW, InstanceState.LATE, InstanceState.DOWN):
+            self._enter(InstanceState.UP)
+            if before is InstanceState.DOWN:
                 logger.warning("%s (%s) is back", self, self.url)
-            elif before is State.NEW:
+            elif before is InstanceState.NEW:
                 logger.info("%s (%s) is up", self, self.url)
 
     def is_late(self, trouble: str) -> None:
         """It has not answered for its health in time."""
         self.num_late += 1
-        if self.num_late >= LATE_BEFORE_DOWN or self.state is State.DOWN:
+        if self.num_late >= LATE_BEFORE_DOWN or self.state is InstanceState.DOWN:
             self.is_down(trouble)
         elif self.state in _USABLE:
-            self._enter(State.LATE)
+            self._enter(InstanceState.LATE)
 
     def is_down(self, trouble: str) -> None:
         """It refuses connections, says that it is not well, or was late too often. What was known may be about a
         process that is gone."""
         self.trouble = trouble
         self.learn(Unasked())
-        if self.state in _USABLE or self.state in (State.MUTE, State.TWIN):
-            self._enter(State.DOWN)
+        if self.state in _USABLE or self.state in (InstanceState.MUTE, InstanceState.TWIN):
+            self._enter(InstanceState.DOWN)
             logger.warning("%s (%s) is not alive: %s", self, self.url, trouble)
 
     def lost_request(self) -> None:
@@ -194,21 +194,21 @@ class Instance:
         """It gave a request no answer, and no sign of work."""
         self.learn(Unasked())
         if self.state in _USABLE:
-            self._enter(State.MUTE)
+            self._enter(InstanceState.MUTE)
             logger.warning("%s (%s) does not answer requests", self, self.url)
 
     def speaks_again(self) -> None:
         """It has answered a request of the router's own."""
-        if self.state is State.MUTE:
-            self._enter(State.UP)
+        if self.state is InstanceState.MUTE:
+            self._enter(InstanceState.UP)
             logger.warning("%s (%s) answers requests again", self, self.url)
 
     def is_twin_of(self, other: Instance | None) -> None:
         """The same process is here as `other`; None: no longer."""
-        if other is None and self.state is State.TWIN:
-            self._enter(State.UP)
+        if other is None and self.state is InstanceState.TWIN:
+            self._enter(InstanceState.UP)
         elif other is not None and self.state in _USABLE:
-            self._enter(State.TWIN)
+            self._enter(InstanceState.TWIN)
             logger.warning(
                 "%s (%s) is the same process as %s (%s), and gets no requests; remove one of the two",
                 self, self.url, other, other.url,
@@ -217,11 +217,11 @@ class Instance:
     def drain(self) -> None:
         """It gets no new requests from now on."""
         if self.state not in _LEAVING:
-            self._enter(State.DRAINING)
+            self._enter(InstanceState.DRAINING)
 
     def is_drained(self, drained: bool) -> None:
         """Whether anything was left of its requests at the last look, while it is being drained."""
-        self._enter(State.DRAINED if drained else State.DRAINING)
+        self._enter(InstanceState.DRAINED if drained else InstanceState.DRAINING)
 
     def takes_after(self, before: Instance) -> None:
         """It is the process of `before`, in another role."""
@@ -230,10 +230,10 @@ class Instance:
         if not before.draining:
             self._enter(before.state)
 
-    def _enter(self, state: State) -> None:
+    def _enter(self, state: InstanceState) -> None:
         self.state = state
         self.usable = state in _USABLE
-        self.trusted = state is State.UP or state is State.NEW
+        self.trusted = state is InstanceState.UP or state is InstanceState.NEW
 
     def learn(self, facts: Facts) -> None:
         """This is what is known about it from now on."""
@@ -252,7 +252,7 @@ class Instance:
     @property
     def drained(self) -> bool:
         """Whether it is leaving, and nothing is left of its requests."""
-        return self.state is State.DRAINED
+        return self.state is InstanceState.DRAINED
 
     @property
     def is_held(self) -> bool:

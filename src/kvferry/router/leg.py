@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Literal
 import msgspec
 
 from kvferry.core.errors import PeerLost, TransferError
-from kvferry.http.call import Call, Reader, State
+from kvferry.http.call import Call, CallState, Reader
 from kvferry.http.errors import AnswerTimeout, Unreachable
 from kvferry.http.headers import RawHeaders
 from kvferry.http.response import Response
@@ -167,16 +167,16 @@ class Leg:
     def _advance(self) -> None:
         call = self._call
         match call.state:
-            case State.ANSWERING if self.state is LegState.SENT:
+            case CallState.ANSWERING if self.state is LegState.SENT:
                 self._begin()
-            case State.COMPLETE:
+            case CallState.COMPLETE:
                 if self.state is LegState.SENT:
                     self._begin()
                 self._end(LegState.ENDED)
-            case State.LOST if not self.is_over:
+            case CallState.LOST if not self.is_over:
                 assert call.error is not None
                 self._lose(call.error)
-            case State.ANSWERING if call.is_event_stream or self.state is LegState.LOST:
+            case CallState.ANSWERING if call.is_event_stream or self.state is LegState.LOST:
                 return  # nobody waits for single pieces of a stream
         self._on_change(self)
 

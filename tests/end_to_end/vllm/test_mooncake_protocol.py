@@ -12,7 +12,7 @@ import pytest
 
 from kvferry.router.body import RequestBody
 from kvferry.router.instance import Bootstrap
-from kvferry.router.legs import prefill_body
+from kvferry.router.leg_bodies import prefill_body
 from kvferry.router.protocols.form import Form
 from kvferry.router.protocols.mooncake import mooncake, read_bootstrap
 
