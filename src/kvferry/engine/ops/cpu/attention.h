@@ -31,7 +31,7 @@ constexpr int SHARE_ROWS = 192;  // query rows of a share
 constexpr int FEW_ROWS = 12;     // up to so many, packing costs more than it saves
 constexpr int FIRST_KEY = 32;    // a share's first key is a multiple of it: what a tile register takes in one step
 
-static_assert(KEYS <= LDA);  // a row of weights; Python lets no longer key through than KC units
+static_assert(KEYS <= LDA);  // a row of weights; Python lets no longer key through than WORDS
 
 // exchanges the lanes with bit S of `a` for those without it of `b`
 template <int S, class V> inline void exchange(V& a, V& b) {
@@ -89,11 +89,15 @@ template <class Element> struct Round {
 
 template <class T> struct Attention {
     using Element = typename T::Element;
+    using Operand = typename T::Operand;
+    using Packed = std::conditional_t<T::PARTS == 1, T, Float32>;  // the format of packed KV: its parts are words of their own
     using Round = ::Round<Element>;
+    static constexpr int EACH = T::PER_UNIT / T::PARTS;  // elements of a word of A
     const AttentionCall& call;
     const Share* const last;  // behind all shares
     const int64_t heads_each = call.heads / call.kv_heads;  // of a KV head
-    const int64_t key_units = ceil_div(call.key_dim, T::PER_UNIT), value_width = ceil_div(call.value_dim, NR) * NR;
+    const int64_t key_units = ceil_div(call.key_dim, T::PER_UNIT), key_words = key_units * T::PARTS;
+    const int64_t value_width = ceil_div(call.value_dim, NR) * NR;
     const int block_shift = __builtin_ctzll(call.block_size);
     const float to_log2 = LOG2E * (call.softcap > 0 ? 1 : call.scale);
     // of the share that has its turn: [rows][LDA], a round's packed KV, and [rows][value_width], [rows], [rows]
@@ -155,11 +159,11 @@ template <class T> struct Attention {
         static thread_local std::vector<int32_t> units;
         static thread_local std::vector<float> floats;
         const int64_t padded = amx ? ceil_div(rows, MOST_ROWS) * MOST_ROWS : rows;  // tile registers go on to there
-        const int64_t in_units = padded * LDA + KEYS * key_units + KEYS * value_width + 2 * NR * VL;
+        const int64_t in_units = padded * LDA + KEYS * key_words + KEYS * value_width + 2 * NR * VL;
         const int64_t in_floats = padded * value_width + ceil_div(2 * rows, VL) * VL;
         share = one;
         queries = scratch(units, in_units * (group.end - group.begin)) + in_units * (one - group.begin);
-        keys = queries + padded * LDA, values = keys + KEYS * key_units;
+        keys = queries + padded * LDA, values = keys + KEYS * key_words;
         sums = scratch(floats, in_floats * (group.end - group.begin)) + in_floats * (one - group.begin);
         maxima = sums + padded * value_width, totals = maxima + rows;
     }
@@ -192,7 +196,7 @@ template <class T> struct Attention {
                 transpose(units);
                 for (int i = 0; i < VL; ++i)
                     for (int r = 0; r < ROWS; ++r)
-                        sum[r] = T::mul_add(sum[r], ivec{} + queries[(top + r) * LDA + unit + i], units[i]);
+                        sum[r] = mul_add_unit<T>(sum[r], queries + (top + r) * LDA + (unit + i) * T::PARTS, units[i]);
             }
             for (int r = 0; r < ROWS; ++r) store(scores + r * KEYS + key, sum[r]);
         }
@@ -211,7 +215,7 @@ template <class T> struct Attention {
                 for (int i = 0; i < T::PER_UNIT; ++i) fetch(next.values[key + i] + column, NR);
                 for (int r = 0; r < ROWS; ++r)
                     for (int h = 0; h < 2; ++h)
-                        sum[r][h] = T::mul_add(sum[r][h], ivec{} + weights[r * LDA + key / T::PER_UNIT], v[h]);
+                        sum[r][h] = mul_add_unit<T>(sum[r][h], weights + r * LDA + key / EACH, v[h]);
             }
             for (int r = 0; r < ROWS; ++r)
                 for (int h = 0; h < 2; ++h) store(sums + (top + r) * value_width + column + h * VL, sum[r][h]);
@@ -221,7 +225,7 @@ template <class T> struct Attention {
     template <int ROWS> void attend_directly(int64_t top, const Round& round, const Round& next) {
         score<ROWS>(top, round, next);
         for (int r = 0; r < ROWS; ++r)
-            soften(top + r, round.first, ceil_div(round.count, NR) * NR, scores + r * KEYS, reinterpret_cast<Element*>(weights + r * LDA));
+            soften(top + r, round.first, ceil_div(round.count, NR) * NR, scores + r * KEYS, reinterpret_cast<Operand*>(weights + r * LDA));
         add_values<ROWS>(top, round, next);
     }
 
@@ -265,7 +269,7 @@ template <class T> struct Attention {
         for (int64_t row = 0; row < rows; ++row) {
             for (int64_t key = 0; key < width; key += VL)
                 store(scores + key, (vec)_mm512_i32gather_ps((__m512i)line, turned + key * AMX_ROWS + row, 4));
-            soften(row, round.first, width, scores, reinterpret_cast<Element*>(weights + row * LDA));
+            soften(row, round.first, width, scores, reinterpret_cast<Operand*>(weights + row * LDA));
         }
         add_packed_values(0, rows, width, round);
     }
@@ -280,17 +284,19 @@ template <class T> struct Attention {
 
     // ---- many rows: KV is packed for the register tile ----
 
-    // keys of a round -> [panels][key_units][NR]
+    // keys of a round -> [panels][key_words][NR]
     void pack_keys(const Round& round, const Round& next) {
         for (int64_t key = 0; key < ceil_div(round.count, NR) * NR; key += VL) {
-            int32_t* target = keys + key / NR * NR * key_units + key % NR;
+            int32_t* target = keys + key / NR * NR * key_words + key % NR;
             for (int i = 0; i < VL; ++i) fetch(next.keys[key + i], call.key_dim);
             for (int64_t unit = 0; unit < key_units; unit += VL) {
                 ivec rows[VL];
                 for (int i = 0; i < VL; ++i) rows[i] = units_of(round.keys[key + i], unit);
                 transpose(rows);
                 const int64_t left = std::min<int64_t>(VL, key_units - unit);
-                for (int i = 0; i < left; ++i) store(target + (unit + i) * NR, rows[i]);
+                for (int i = 0; i < left; ++i)
+                    for (int part = 0; part < T::PARTS; ++part)
+                        store(target + ((unit + i) * T::PARTS + part) * NR, T::part(rows[i], part));
             }
         }
     }
@@ -302,17 +308,17 @@ template <class T> struct Attention {
         return all;
     }
 
-    // values of a round -> [value panels][units][NR]
+    // values of a round -> [value panels][words][NR]
     void pack_values(const Round& round, const Round& next) {
-        const int64_t units = ceil_div(round.count, NR) * NR / T::PER_UNIT;
-        for (int64_t unit = 0; unit < units; ++unit) {
-            const Element* const* rows = round.values + unit * T::PER_UNIT;
-            for (int i = 0; i < T::PER_UNIT; ++i) fetch(next.values[unit * T::PER_UNIT + i], call.value_dim);
+        const int64_t words = ceil_div(round.count, NR) * NR / EACH;
+        for (int64_t word = 0; word < words; ++word) {
+            const Element* const* rows = round.values + word * EACH;
+            for (int i = 0; i < EACH; ++i) fetch(next.values[word * EACH + i], call.value_dim);
             for (int64_t column = 0; column < call.value_dim; column += VL) {
                 ivec v = (ivec)read_part<T>(rows[0] + column, call.value_dim - column);
-                if constexpr (T::PER_UNIT == 2)
+                if constexpr (EACH == 2)
                     v = ((v >> 16) & 0xffff) | (ivec)read_part<T>(rows[1] + column, call.value_dim - column);
-                store(values + (column / NR * units + unit) * NR + column % NR, v);
+                store(values + (column / NR * words + word) * NR + column % NR, v);
             }
         }
     }
@@ -335,14 +341,14 @@ template <class T> struct Attention {
     }
 
     // one row's scores -> weights of the values, while what was summed so far is scaled to the new maximum
-    void soften(int64_t row, int64_t first, int64_t width, float* score, Element* weight) {
+    void soften(int64_t row, int64_t first, int64_t width, float* score, Operand* weight) {
         const float before = maxima[row], now = std::max(before, to_logits(row, first, width, score));
         const float base = now == -INF ? 0 : now, fade = now == before ? 1 : std::exp2(before - base);
         vec total{};
         for (int64_t j = 0; j < width; j += VL) {
             const vec p = exp2v(load<vec>(score + j) - base);
             total += p;
-            T::write(weight + j, p);
+            T::write_operand(weight + j, p);
         }
         maxima[row] = now;
         totals[row] = totals[row] * fade + sum_of(total);
@@ -357,18 +363,18 @@ template <class T> struct Attention {
         if (seen <= 0 || lowest(top) >= round.first + round.count) return;
         const int64_t width = std::min(ceil_div(seen, NR), ceil_div(round.count, NR)) * NR;
         for (int64_t key = 0; key < width; key += NR)
-            multiply_rows<T>(height, {queries + top * LDA, keys + key * key_units, key_units, scores + key, KEYS, false}, amx);
+            multiply_rows<Packed>(height, {queries + top * LDA, keys + key * key_words, key_words, scores + key, KEYS, false}, amx);
         for (int64_t i = 0; i < height; ++i)
-            soften(top + i, round.first, width, scores + i * KEYS, reinterpret_cast<Element*>(weights + i * LDA));
+            soften(top + i, round.first, width, scores + i * KEYS, reinterpret_cast<Operand*>(weights + i * LDA));
         add_packed_values(top, height, width, round);
     }
 
     // adds the values of the first `width` keys of a round, by `weights`, to the sums of rows `top` to `top + height`
     void add_packed_values(int64_t top, int64_t height, int64_t width, const Round& round) {
-        const int64_t units = ceil_div(round.count, NR) * NR / T::PER_UNIT;
+        const int64_t words = ceil_div(round.count, NR) * NR / EACH;
         for (int64_t column = 0; column < value_width; column += NR)
-            multiply_rows<T>(height, {weights, values + column * units, width / T::PER_UNIT, sums + top * value_width + column,
-                                      value_width, true}, amx);
+            multiply_rows<Packed>(height, {weights, values + column * words, width / EACH, sums + top * value_width + column,
+                                           value_width, true}, amx);
     }
 
     void attend_many(const Tiles& tiles, const Round& round, const Round& next) {

@@ -36,7 +36,7 @@ template <class T> struct Experts {
     const Weight<T> leave{static_cast<const int32_t*>(call.leave), call.middle, call.hidden};
     std::vector<int64_t> order;  // pairs (token * top_k + place), by expert
     std::vector<Visit> visits;
-    static constexpr int64_t PER_PASS = KC * T::PER_UNIT;  // elements
+    static constexpr int64_t PER_PASS = T::KC * T::PER_UNIT;  // elements
 
     Weight<T> of(const Weight<T>& all, int64_t expert) const {
         return {all.packed + expert * all.panels * all.units * NR, all.depth, all.columns};
@@ -70,8 +70,8 @@ template <class T> struct Experts {
     // sums of one row and panel -> its place in the rows that `leave` takes
     void finish_entering(const Visit& visit, int64_t row, int64_t panel, const float* sums, int32_t* a) const {
         const auto write = [&](int64_t column, vec v) {
-            auto* target = reinterpret_cast<Element*>(a + (column / PER_PASS * visit.rows + row) * LDA);
-            T::write(target + column % PER_PASS, v);
+            auto* target = reinterpret_cast<typename T::Operand*>(a + (column / PER_PASS * visit.rows + row) * LDA);
+            T::write_operand(target + column % PER_PASS, v);
         };
         vec v[2];
         for (int h = 0; h < 2; ++h) {

@@ -31,6 +31,9 @@ inline vec activated(int64_t gate, vec x) {
 
 constexpr int BLOCK_ROWS = 192;          // most rows of A that are packed at a time: a multiple of MR and MOST_ROWS
 constexpr int BLOCK_BYTES = 512 << 10;   // and their bytes: half of a common L2 cache
+// From so many tiles on, a pass of B is widened once for all of them. With vectors of 8 floats, widening in registers is
+// never what a tile waits for.
+constexpr int MANY_TILES = VL == 8 ? BLOCK_ROWS : 3;
 
 // weight [columns][depth] -> [panels][units][NR] with zeros behind the last column and the last element
 template <class T> void pack_weight(const typename T::Element* weight, int64_t columns, int64_t depth, int32_t* packed) {
@@ -50,17 +53,17 @@ template <class T> struct Weight {
     using Element = typename T::Element;
     const int32_t* packed;
     int64_t depth, columns;
-    const int64_t units = ceil_div(depth, T::PER_UNIT), passes = ceil_div(units, KC), panels = ceil_div(columns, NR);
+    const int64_t units = ceil_div(depth, T::PER_UNIT), passes = ceil_div(units, T::KC), panels = ceil_div(columns, NR);
     const bool amx = uses_amx<T>();  // however few rows: a row's sums must not depend on how many there are
     const int64_t step = amx ? MOST_ROWS : MR;
-    const int64_t block = std::clamp<int64_t>(BLOCK_BYTES / (passes * KC * 4) / step, 1, BLOCK_ROWS / step) * step;
+    const int64_t block = std::clamp<int64_t>(BLOCK_BYTES / (passes * WORDS * 4) / step, 1, BLOCK_ROWS / step) * step;
 
-    int64_t depth_of(int64_t pass) const { return std::min<int64_t>(KC, units - pass * KC); }
+    int64_t depth_of(int64_t pass) const { return std::min<int64_t>(T::KC, units - pass * T::KC); }
 
     // one row of x -> its part in each pass, as number `row` of a[passes][rows][LDA]
     void pack(const Element* x, int64_t row, int64_t rows, int32_t* a) const {
         for (int64_t pass = 0; pass < passes; ++pass)
-            pack_row<T>(x, depth, pass * KC, depth_of(pass), a + (pass * rows + row) * LDA);
+            pack_row<T>(x, depth, pass * T::KC, depth_of(pass), a + (pass * rows + row) * LDA);
     }
 
     // all rows of `a` times one panel of the weight -> sums[rows][NR]
@@ -69,12 +72,20 @@ template <class T> struct Weight {
         for (int64_t pass = 0; pass < passes; ++pass) {
             const int64_t depth = depth_of(pass), share = depth * NR;
             const int64_t ahead = tiles.count > 1 ? share : std::min<int64_t>(share, amx ? AHEAD_OF_TILES : AHEAD);
+            alignas(64) int32_t wide[T::PARTS > 1 ? WORDS * NR : 1];
+            const bool widens = T::PARTS > 1 && tiles.count >= MANY_TILES;
+            if (widens) widen<T>(b, depth, wide);
             for (int64_t tile = 0; tile < tiles.count; ++tile) {
                 const int64_t top = tiles.start(tile);
                 // several tiles share out the fetching of the next pass, which follows this one in memory
-                const Product product{a + (pass * tiles.rows + top) * LDA, b, depth, sums + top * NR, NR, pass > 0,
-                                      b + ahead + share * tile / tiles.count, NR / tiles.count};
-                multiply_rows<T>(tiles.height(tile), product, amx);
+                Product product{a + (pass * tiles.rows + top) * LDA, b, depth, sums + top * NR, NR, pass > 0,
+                                b + ahead + share * tile / tiles.count, NR / tiles.count};
+                if (widens) {
+                    product.b = wide, product.units *= T::PARTS, product.next_step /= T::PARTS;
+                    multiply_rows<Float32>(tiles.height(tile), product, false);
+                } else {
+                    multiply_rows<T>(tiles.height(tile), product, amx);
+                }
             }
             b += share;
         }

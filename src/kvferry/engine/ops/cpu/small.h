@@ -32,12 +32,6 @@ namespace {
 
 constexpr int64_t SMALL = 32768;  // elements below which threads cost more than they save
 
-template <class T> vec rounded(vec v) {
-    typename T::Element element[VL];
-    T::write(element, v);
-    return T::read(element);
-}
-
 template <class T> void rms_norm_row(const NormCall& call, const typename T::Element* x, typename T::Element* out) {
     const int64_t size = call.size;
     vec squares{};
@@ -48,7 +42,7 @@ template <class T> void rms_norm_row(const NormCall& call, const typename T::Ele
     const float factor = 1 / std::sqrt(sum_of(squares) / size + call.epsilon);
     for (int64_t i = 0; i < size; i += VL) {
         vec v = read_part<T>(x + i, size - i) * factor;
-        if (call.round_first) v = rounded<T>(v);
+        if (call.round_first) v = T::rounded(v);
         write_part<T>(out + i, v * read_part<Float32>(call.weight + i, size - i), size - i);
     }
 }

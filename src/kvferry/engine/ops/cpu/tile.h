@@ -2,6 +2,9 @@
 // "units" of 32 bits. A unit is one float32 or two bfloat16 that are neighbours along the summed dimension, so that both
 // formats share all code but the multiply-add. Sums are float32 throughout.
 //
+// Where the processor has no instruction for pairs of bfloat16, a unit of A is two "parts", widened to float32 when A is
+// packed, and B is widened in registers, for all rows at once. So it costs what float32 costs, and half the memory.
+//
 // Where the processor has tile registers (AMX), bfloat16 goes through them, up to MOST_ROWS rows at once: a unit is what
 // they call a pair, and a panel is two of their tiles wide, so both sides lie in memory as they want them.
 //
@@ -12,6 +15,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 #include <utility>
 #include <vector>
 #if defined(__AVX512F__)
@@ -38,14 +42,14 @@ constexpr int VL = 8, MR = 6;  // 12 of 16 registers
 constexpr int VL = 4, MR = 6;
 #endif
 constexpr int NR = 2 * VL;    // columns of a panel
-constexpr int KC = 256;       // units of the summed dimension in one pass: a panel's share stays in the L1 cache
-constexpr int LDA = KC + 16;  // row stride of A in units: no power of two, or all rows fall into one cache set
+constexpr int WORDS = 256;       // of 32 bits, of a row of A in one pass: what they multiply of a panel stays in the L1 cache
+constexpr int LDA = WORDS + 16;  // row stride of A in words: no power of two, or all rows fall into one cache set
 constexpr int AMX_ROWS = 16, AMX_UNITS = 16;  // of a tile register
 constexpr int MOST_ROWS = HAS_AMX ? 2 * AMX_ROWS : MR;
 // How far ahead a tile that has its panel for itself fetches it, in units: AHEAD, or with tile registers AHEAD_OF_TILES
 // into the L2 cache and NEAR into the L1. On an Intel Xeon (Sapphire Rapids), tile registers get up to a half more bytes
 // a second so than with a whole pass, other products a tenth more; on an AMD EPYC only a whole pass was measured.
-constexpr int AHEAD = HAS_AMX ? 2048 : KC * NR, AHEAD_OF_TILES = 1024, NEAR = 512;
+constexpr int AHEAD = HAS_AMX ? 2048 : WORDS * NR, AHEAD_OF_TILES = 1024, NEAR = 512;
 constexpr float INF = INFINITY, LOG2E = 1.44269504f;
 
 int threads = 1;
@@ -112,23 +116,38 @@ inline vec gelu(vec x) {  // by erfc, to a relative 1.2e-7 (Numerical Recipes, C
 }
 inline vec relu(vec x) { return x < 0.0f ? vec{} : x; }
 
+// What a number format defines: PER_UNIT elements and PARTS words of A for a unit, KC units in a pass; `part` of a unit
+// of B, and `mul_add` of it and a word of A; `Operand`, an element as A has it; `rounded`, what `write` would keep.
 struct Float32 {
     using Element = float;
-    static constexpr int PER_UNIT = 1;
+    using Operand = float;
+    static constexpr int PER_UNIT = 1, PARTS = 1, KC = WORDS;
+    static ivec part(ivec b, int) { return b; }
     static vec mul_add(vec sum, ivec a, ivec b) { return (vec)a * (vec)b + sum; }
     static vec read(const float* p) { return load<vec>(p); }
     static void write(float* p, vec v) { store(p, v); }
+    static void write_operand(float* p, vec v) { store(p, v); }
+    static vec rounded(vec v) { return v; }
 };
+
+#if defined(__AVX512BF16__) || HAS_AMX
+#define HAS_PAIRS 1
+#else
+#define HAS_PAIRS 0
+#endif
 
 struct BFloat16 {
     using Element = uint16_t;
-    static constexpr int PER_UNIT = 2;
+    using Operand = std::conditional_t<HAS_PAIRS, uint16_t, float>;
+    static constexpr int PER_UNIT = 2, PARTS = HAS_PAIRS ? 1 : 2, KC = WORDS / PARTS, HIGH = int32_t(0xffff0000);
+    static ivec part(ivec b, int number) { return HAS_PAIRS ? b : number ? b & HIGH : b << 16; }
     static vec mul_add(vec sum, ivec a, ivec b) {
 #if defined(__AVX512BF16__)
         return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b);
+#elif HAS_PAIRS  // what tile registers, emulated, leave over
+        return (vec)(b & HIGH) * (vec)(a & HIGH) + ((vec)(b << 16) * (vec)(a << 16) + sum);
 #else
-        const int32_t high = int32_t(0xffff0000);
-        return (vec)(b & high) * (vec)(a & high) + ((vec)(b << 16) * (vec)(a << 16) + sum);
+        return (vec)a * (vec)b + sum;
 #endif
     }
     static vec read(const uint16_t* p) { return (vec)(__builtin_convertvector(load<hvec>(p), ivec) << 16); }
@@ -136,13 +155,28 @@ struct BFloat16 {
 #if defined(__AVX512BF16__)
         store(p, _mm512_cvtneps_pbh(v));
 #else
-        ivec bits = (ivec)v;
+        store(p, __builtin_convertvector((ivec)rounded(v) >> 16, hvec));
+#endif
+    }
+    static void write_operand(uint16_t* p, vec v) { write(p, v); }
+    static void write_operand(float* p, vec v) { store(p, rounded(v)); }
+    static vec rounded(vec v) {
+#if defined(__AVX512BF16__)
+        return (vec)(_mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(v)) << 16);
+#else
+        const ivec bits = (ivec)v;
         // To nearest, ties to even; of what is no number rounding could make one.
-        bits = v == v ? bits + (0x7fff + ((bits >> 16) & 1)) : bits | 0x400000;
-        store(p, __builtin_convertvector(bits >> 16, hvec));
+        return (vec)((v == v ? bits + (0x7fff + ((bits >> 16) & 1)) : bits | 0x400000) & HIGH);
 #endif
     }
 };
+
+// adds the product of a unit of A and one of B
+template <class T> inline vec mul_add_unit(vec sum, const int32_t* a, ivec b) {
+#pragma GCC unroll 2
+    for (int part = 0; part < T::PARTS; ++part) sum = T::mul_add(sum, ivec{} + a[part], T::part(b, part));
+    return sum;
+}
 
 // the first `count` (at most VL) elements; the others read as 0 and are not written
 template <class T> inline vec read_part(const typename T::Element* p, int64_t count) {
@@ -158,8 +192,16 @@ template <class T> inline void write_part(typename T::Element* p, vec v, int64_t
     std::memcpy(p, all, count * sizeof *p);
 }
 
+// `units` units of a panel of B, a row for each of their parts
+template <class T> inline void widen(const int32_t* b, int64_t units, int32_t* wide) {
+    for (int64_t k = 0; k < units; ++k)
+        for (int part = 0; part < T::PARTS; ++part)
+            for (int h = 0; h < 2; ++h)
+                store(wide + (k * T::PARTS + part) * NR + h * VL, T::part(load<ivec>(b + k * NR + h * VL), part));
+}
+
 struct Product {
-    const int32_t* a;  // [ROWS][units], rows LDA apart
+    const int32_t* a;  // [ROWS][units][PARTS], rows LDA apart
     const int32_t* b;  // [units][NR]
     int64_t units;
     float* c;  // [ROWS][NR], rows c_stride apart
@@ -182,11 +224,15 @@ template <class T, int ROWS> void multiply(Product p) {
         const ivec b0 = load<ivec>(p.b + k * NR), b1 = load<ivec>(p.b + k * NR + VL);
         fetch_weight(p.next + k * p.next_step);
         fetch_weight(p.next + k * p.next_step + p.next_step / 2);
+#pragma GCC unroll 2
+        for (int part = 0; part < T::PARTS; ++part) {
+            const ivec c0 = T::part(b0, part), c1 = T::part(b1, part);
 #pragma GCC unroll 12
-        for (int r = 0; r < ROWS; ++r) {
-            const ivec a = ivec{} + p.a[r * LDA + k];
-            sum[r][0] = T::mul_add(sum[r][0], a, b0);
-            sum[r][1] = T::mul_add(sum[r][1], a, b1);
+            for (int r = 0; r < ROWS; ++r) {
+                const ivec a = ivec{} + p.a[r * LDA + k * T::PARTS + part];
+                sum[r][0] = T::mul_add(sum[r][0], a, c0);
+                sum[r][1] = T::mul_add(sum[r][1], a, c1);
+            }
         }
     }
     for (int r = 0; r < ROWS; ++r)
@@ -313,11 +359,16 @@ struct Tiles {
     int64_t height(int64_t tile) const { return start(tile + 1) - start(tile); }
 };
 
-// one row of `count` elements, from unit `first` on, as `units` units
+// one row of `count` elements, from unit `first` on, as `units` units of A
 template <class T> void pack_row(const typename T::Element* row, int64_t count, int64_t first, int64_t units, int32_t* target) {
     const int64_t left = std::min(count - first * T::PER_UNIT, units * T::PER_UNIT);
-    target[units - 1] = 0;  // its second half may lie behind the end
-    std::memcpy(target, row + first * T::PER_UNIT, left * sizeof *row);
+    target[units * T::PARTS - 1] = 0;  // its second half may lie behind the end
+    row += first * T::PER_UNIT;
+    if constexpr (T::PARTS == 1)
+        std::memcpy(target, row, left * sizeof *row);
+    else
+        for (int64_t i = 0; i < left; i += VL)
+            write_part<Float32>(reinterpret_cast<float*>(target) + i, read_part<T>(row + i, left - i), left - i);
 }
 
 // scratch memory that a thread keeps, from the beginning of a cache line
