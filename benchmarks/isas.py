@@ -19,11 +19,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from engine import FEW, MODELS, Cell, name_of, run_side
-from models import make_named_model
-from report import earlier, print_machine, save
-
+from engine import FEW, Cell, name_of, run_side
 from kvferry.core import environment
+from models import MODELS, make_named_model
+from report import earlier, print_machine, save
 
 ISAS = ("native", "avx512", "avx2", "sse")
 DTYPES = ("float32", "bfloat16")
@@ -48,7 +47,9 @@ def measure(isa: str, model: str, options: argparse.Namespace) -> dict[str, dict
     turns = []
     for _ in range(options.turns):
         sides = {dtype: run_side("kvferry", sys.executable, model, dtype, CELLS, options) for dtype in DTYPES}
-        turns.append({dtype: {cell: line["tokens_per_s"] for cell, line in side.items()} for dtype, side in sides.items()})
+        turns.append(
+            {dtype: {cell: line["tokens_per_s"] for cell, line in side.items()} for dtype, side in sides.items()}
+        )
     found = {}
     for cell in CELLS:
         figures = {dtype: statistics.median(turn[dtype][cell] for turn in turns) for dtype in DTYPES}

@@ -105,9 +105,28 @@ def test_a_mask_that_comes_only_in_long_steps_is_refused(model_maker: Any, monke
     """The probe of two tokens does not see it."""
 
     def mask(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        length = args[0].shape[1]
-        return args, kwargs | ({"attention_mask": torch.zeros(1, 1, length, length)} if length > 2 else {})
+        length, own = args[0].shape[1], kwargs["attention_mask"] is None
+        return args, kwargs | ({"attention_mask": torch.zeros(1, 1, length, length)} if own and length > 2 else {})
 
     spoil(monkeypatch, mask)
     with pytest.raises(UnsupportedModel, match="an attention mask of its own in some steps only"):
+        load(model_maker("llama"))
+
+
+def rarely(module: nn.Module) -> Any:
+    """A replacement that is right for the tokens that it is tried with, and not for all."""
+    forward = module.forward
+    return lambda x: forward(x) * (1 + (x[..., :1] > 2.5))
+
+
+def test_a_replacement_that_fits_few_tokens_only_is_refused(model_maker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last check is not made with the tokens with which replacements are tried."""
+    real = loader.apply_patches
+
+    def apply(module: Any, names: Any) -> None:
+        real(module, names)
+        module.model.norm.forward = rarely(module.model.norm)
+
+    monkeypatch.setattr(loader, "apply_patches", apply)
+    with pytest.raises(UnsupportedModel, match="does not give the same logits when it is patched"):
         load(model_maker("llama"))

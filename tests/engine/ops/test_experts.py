@@ -14,8 +14,10 @@ from transformers import Qwen3MoeConfig
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssConfig, GptOssExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
+from kvferry.engine.ops.decoder_layer import Workspace
 from kvferry.engine.ops.experts import FusedExperts, holds_experts
 from kvferry.engine.ops.native import library
+from kvferry.engine.ops.transform import Record, replace
 
 pytestmark = pytest.mark.skipif(library() is None, reason="no compiler here")
 both_dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -158,3 +160,30 @@ def test_routes_of_another_shape_are_refused() -> None:
     chosen, shares = route(4, 2, 8)
     with pytest.raises(ValueError, match="cannot route"):
         fused(torch.zeros(3, 64), chosen, shares)
+
+
+class PassingOn(Qwen3MoeExperts):
+    """Has numbers of experts without weights, which pass on their input, as LongcatFlash has."""
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        passes = top_k_index >= self.num_experts
+        found = super().forward(hidden_states, top_k_index.clamp(max=self.num_experts - 1), top_k_weights * ~passes)
+        return found + hidden_states * (top_k_weights * passes).sum(dim=-1, keepdim=True)
+
+
+class OneOfThemOdd(Qwen3MoeExperts):
+    """Its last expert computes something else."""
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        is_last = top_k_index == self.num_experts - 1
+        return super().forward(hidden_states, top_k_index, torch.where(is_last, -top_k_weights, top_k_weights))
+
+
+@pytest.mark.parametrize(("kind", "fits"), [(Qwen3MoeExperts, True), (PassingOn, False), (OneOfThemOdd, False)])
+def test_every_expert_is_tried_before_they_are_replaced(kind: type[nn.Module], fits: bool) -> None:
+    module = qwen_experts()
+    module.__class__ = kind
+    x, (chosen, shares) = torch.randn(5, 64), route(5, 2, 7)  # none of them goes to the last one
+    found = Record((x, chosen, shares), {}, module(x, chosen, shares))
+    assert replace(module, found, Workspace()) is fits
+    assert isinstance(module.forward, FusedExperts) is fits

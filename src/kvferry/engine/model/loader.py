@@ -27,7 +27,7 @@ from kvferry.engine.model.patch_names import DEFAULT_PATCHES
 from kvferry.engine.model.patching import apply_patches
 from kvferry.engine.model.place import Place
 from kvferry.engine.model.rope import install_rope, trained_context
-from kvferry.engine.model.self_check import self_check
+from kvferry.engine.model.self_check import SelfCheck
 from kvferry.engine.model.stored import SAMPLING_DEFAULTS, require_sound
 from kvferry.engine.model.support import require_divisible, require_supported
 from kvferry.models.catalog import resolve
@@ -137,10 +137,12 @@ def load_model(
     with _running(module):
         install_rope(module, border)
         probed = probe_layers(module, device, place)
-        self_check(module, probed, device, border)
+        check = SelfCheck(module, probed, device, border)
+        check.run()
     on_progress("patching the model", 1.0)
     apply_patches(module, config.model_patch or DEFAULT_PATCHES)
     with _running(module):
+        check.run_again()
         dependence = batch_dependence(module, probed, device)
     _log_batch_dependence(dependence, config.batch_invariant)
     dtype_name = str(next(module.parameters()).dtype).removeprefix("torch.")

@@ -56,8 +56,10 @@ def paged_attention(
 
     `write_kv` must have stored this step's tokens before. `window`: sliding window in tokens, the token itself
     included, as in Hugging Face's `sliding_window`; `softcap`: of the logits; `sinks`: one extra softmax logit for each
-    head, [heads].
+    head, [heads]. Raises `ValueError` if the query heads are no multiple of the KV heads.
     """
+    if query.shape[1] % cache.shape[1]:
+        raise ValueError(f"{query.shape[1]} query heads cannot share {cache.shape[1]} KV heads evenly")
     value_dim = cache.shape[2] // batch.block_size - query.shape[2]
     attend = _native_attention if _fits_native(query, cache, batch, causal, window) else reference.paged_attention
     return attend(

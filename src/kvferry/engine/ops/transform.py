@@ -229,8 +229,10 @@ def _reproduces(fused: Fused, module: nn.Module, found: Record) -> bool:
     try:
         if found.attention is None:
             scales = SCALES[kind_of(module) or ""]
-            return _same(fused(*found.args, **found.kwargs), found.output) and all(
-                _same_scaled(fused, module, found, scale) for scale in scales
+            return (
+                _same(fused(*found.args, **found.kwargs), found.output)
+                and all(_same_scaled(fused, module, found, scale) for scale in scales)
+                and (not isinstance(fused, FusedExperts) or _same_of_every_expert(fused, module, found))
             )
         return _attends_alike(fused, attending_part(module), found, found.attention)
     except (TypeError, ValueError, RuntimeError, AttributeError, LookupError):
@@ -240,6 +242,28 @@ def _reproduces(fused: Fused, module: nn.Module, found: Record) -> bool:
 def _same_scaled(fused: Fused, module: nn.Module, found: Record, scale: float) -> bool:
     args = (found.args[0] * scale, *found.args[1:])
     return _same(fused(*args, **found.kwargs), module(*args, **found.kwargs))
+
+
+def _same_of_every_expert(fused: FusedExperts, module: Any, found: Record) -> bool:
+    """The recorded tokens went to few of the experts. Also whether the module does something with a number behind those
+    of its experts: some have experts without weights, which pass on their input."""
+    hidden, chosen, shares = found.args
+    rows, count = torch.arange(fused.num_experts) % len(hidden), fused.num_experts
+    everyone = (torch.arange(count)[:, None] + torch.arange(chosen.shape[1])) % count
+    routed = (hidden[rows], everyone.to(chosen.dtype), shares[rows])
+    if not _same(fused(*routed), module(*routed)):
+        return False
+    config: Any = getattr(module, "config", None)
+    before = getattr(config, "_experts_implementation", None)
+    try:
+        if before is not None:  # the others take such a number for an address
+            config._experts_implementation = "eager"
+        return not bool(module(hidden, torch.full_like(chosen, count), shares).any())
+    except (IndexError, RuntimeError):
+        return True
+    finally:
+        if before is not None:
+            config._experts_implementation = before
 
 
 def _attends_alike(fused: Fused, attending: Any, found: Record, original: AttentionRecord) -> bool:
