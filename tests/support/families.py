@@ -193,6 +193,7 @@ OPTIONS: list[Case] = [
     Case("olmoe", "clipped, normed experts", {"clip_qkv": 0.5, "norm_topk_prob": True}),
     Case("deepseek_v2", "whole queries", {"q_lora_rank": None}),
     Case("deepseek_v3", "whole queries", {"q_lora_rank": None}),
+    Case("deepseek_v3", "no shared experts", {"n_shared_experts": 0}),
     Case("deepseek_v3", "yarn", rope(
         "yarn", factor=4.0, mscale=1.0, mscale_all_dim=1.0, original_max_position_embeddings=64)),
     Case("deepseek_v3", "all dense", {"first_k_dense_replace": 4}),
@@ -206,6 +207,8 @@ OPTIONS: list[Case] = [
     Case("exaone4", "mixed", {"layer_types": _LOCAL_THEN_FULL}),
     Case("nemotron", "full rotation", {"partial_rotary_factor": 1.0}),
     Case("persimmon", "plain queries", {"qk_layernorm": False}),
+    Case("longcat_flash", "tied", _TIED),
+    Case("minimax_m3_vl_text", "sparse", {"layer_types": ["full_attention", "minimax_m3_sparse"] * 2}),
     Case("glm", "full rotation", {"partial_rotary_factor": 1.0}),
     Case("glm4_moe", "normed queries", {"use_qk_norm": True}),
     Case("ernie4_5", "bias", {"use_bias": True}),

@@ -25,7 +25,7 @@ from kvferry.store.arena import Arena, meeting_id
 from kvferry.store.base import Block, KVStore, Put, Read, StoreOptions, StoreThreads, require_short_note
 from kvferry.store.copying import copy_bytes
 from kvferry.store.memory_index import ArenaSlot, MemoryIndex, table_bytes
-from kvferry.store.memory_notes import NOTE_BYTES, NOTES_BYTES, MemoryNotes
+from kvferry.store.memory_notes import LEAST_NOTES, NOTE_BYTES, SHARE, MemoryNotes, notes_bytes, num_notes
 from kvferry.store.record import CorruptBlock
 from kvferry.store.threads import Stop, Threads
 
@@ -54,12 +54,18 @@ class MemoryStore(KVStore):
     def __init__(self, location: str, options: MemoryOptions, layout: KVLayout) -> None:
         super().__init__(location, options, layout)
         self._slot_bytes = -(-self.records.max_record_bytes // _ALIGNMENT) * _ALIGNMENT
-        self._num_slots = options.num_blocks or self._slots_in(_size_of(location))
+        size = None if options.num_blocks else _size_of(location)
+        self._num_notes = num_notes(size)
+        self._num_slots = options.num_blocks or self._slots_in(size or 0)
         if self._num_slots < 1:
-            least = NOTES_BYTES + table_bytes(1) + self._slot_bytes
-            raise ConfigError(f"store memory:{location} is too small: one block of this model needs {least} bytes")
+            least = table_bytes(0) + self._bytes_of_slot()
+            least = max(least + notes_bytes(LEAST_NOTES), -(-least * SHARE // (SHARE - 1)))
+            raise ConfigError(
+                f"store memory:{location} is too small: one block of this model takes {format_bytes(self._slot_bytes)},"
+                f" and with index and notes the store needs at least {least} bytes"
+            )
         self._notes_at = table_bytes(self._num_slots)
-        self._slots_at = -(-(self._notes_at + NOTES_BYTES) // _ALIGNMENT) * _ALIGNMENT
+        self._slots_at = -(-(self._notes_at + notes_bytes(self._num_notes)) // _ALIGNMENT) * _ALIGNMENT
         self._threads = Threads(max(1, options.threads), "kvferry-memory-store")
         self._joining = threading.Lock()
         self._arena: Arena | None = None
@@ -93,8 +99,11 @@ class MemoryStore(KVStore):
         return self._num_slots
 
     def _slots_in(self, num_bytes: int) -> int:
-        each = self._slot_bytes + table_bytes(2**20) // 2**20 + 1
-        return (num_bytes - NOTES_BYTES - table_bytes(0)) // each
+        return (num_bytes - notes_bytes(self._num_notes) - table_bytes(0)) // self._bytes_of_slot()
+
+    def _bytes_of_slot(self) -> int:
+        """A slot, and what the index takes for it."""
+        return self._slot_bytes + table_bytes(2**20) // 2**20 + 1
 
     async def open(self) -> None:
         """Attach to the arena, or create it. Raises `ConfigError`. May be called twice, and cancelled."""
@@ -112,7 +121,7 @@ class MemoryStore(KVStore):
         total = self._slots_at + self._num_slots * self._slot_bytes
         arena = Arena(name, total)
         self._index = MemoryIndex(arena, self._num_slots, options.eviction)
-        self._notes = MemoryNotes(arena, self._notes_at)
+        self._notes = MemoryNotes(arena, self._notes_at, self._num_notes)
         self._arena = arena
 
     async def close(self) -> None:

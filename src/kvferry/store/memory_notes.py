@@ -1,4 +1,4 @@
-"""The notes of a memory store: a table of fixed size in the arena that instances share.
+"""The notes of a memory store: a table in the arena that instances share.
 
 All methods but `forget` only while the arena's lock is held (`MemoryIndex.locked`). Does not know what notes say.
 """
@@ -12,21 +12,33 @@ import numpy as np
 from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.store.arena import Arena
 
-NUM_NOTES = 256
+MOST_NOTES, LEAST_NOTES = 256, 8
+SHARE = 8
+"""The notes of a store of a given size take an eighth of it at most, unless that is less than `LEAST_NOTES`."""
 NOTE_BYTES = 2**14
 """The longest content of a note."""
 _NOTE = np.dtype(
     [("name", "V32"), ("over_s", "<f8"), ("length", "<u4"), ("padding", "<u4"), ("content", f"V{NOTE_BYTES}")]
 )
-NOTES_BYTES = NUM_NOTES * _NOTE.itemsize
-"""How much of the arena the table takes."""
+
+
+def num_notes(store_bytes: int | None) -> int:
+    """How many notes a store has places for. `store_bytes`: its size; None: its size is given in blocks."""
+    if store_bytes is None:
+        return MOST_NOTES
+    return min(MOST_NOTES, max(LEAST_NOTES, store_bytes // SHARE // _NOTE.itemsize))
+
+
+def notes_bytes(num_notes: int) -> int:
+    """How much of the arena the table takes."""
+    return num_notes * _NOTE.itemsize
 
 
 class MemoryNotes:
     """The table at `offset` of an arena. If all places are taken, a new note replaces the one that expires first."""
 
-    def __init__(self, arena: Arena, offset: int) -> None:
-        self._notes = np.frombuffer(arena.buffer, _NOTE, NUM_NOTES, offset)
+    def __init__(self, arena: Arena, offset: int, num_notes: int) -> None:
+        self._notes = np.frombuffer(arena.buffer, _NOTE, num_notes, offset)
 
     def forget(self) -> None:
         """Release the arena's memory, so that it can be unmapped. Nothing may be called afterwards."""

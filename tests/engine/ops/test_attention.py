@@ -223,6 +223,14 @@ def test_kv_lands_in_its_slots(dtype: torch.dtype, block_size: int) -> None:
         assert torch.equal(values[slot // block_size, :, slot % block_size], value[token])
 
 
+@pytest.mark.parametrize("heads", [1, 3, 5])
+def test_heads_that_cannot_share_kv_are_an_error(heads: int) -> None:
+    """A division by zero in the kernel would end the process."""
+    case = make_case([(3, 9)], heads=heads)
+    with pytest.raises(ValueError, match=f"{heads} query heads cannot share 2 KV heads evenly"):
+        attention.paged_attention(case.query, case.cache, case.batch, scale=0.1)
+
+
 def test_what_the_kernel_does_not_take_goes_the_plain_way() -> None:
     for options in ({"dtype": torch.float16}, {"key_dim": 320, "value_dim": 320}, {"block_size": 12}):
         case = make_case([(3, 30), (1, 9)], **options)

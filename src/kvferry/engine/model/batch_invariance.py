@@ -51,15 +51,16 @@ class _Products(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = function.overloadpacket.__name__
-        if any(name.endswith(product) for product in _PRODUCTS) and not _is_outer(args):
+        if any(name.endswith(product) for product in _PRODUCTS) and not _adds_nothing(args):
             self.names.add(name)
         return function(*args, **(kwargs or {}))
 
 
-def _is_outer(args: Any) -> bool:
-    """Whether this multiplies columns by rows, as rotary embeddings do with positions: then nothing is added."""
+def _adds_nothing(args: Any) -> bool:
+    """Whether this multiplies columns by rows, as rotary embeddings do with positions, or is empty, as the product of
+    shared experts where there are none."""
     tensors = [arg for arg in args if isinstance(arg, Tensor)]
-    return len(tensors) == 2 and tensors[0].shape[-1] == 1
+    return any(tensor.numel() == 0 for tensor in tensors) or (len(tensors) == 2 and tensors[0].shape[-1] == 1)
 
 
 class _Paged:

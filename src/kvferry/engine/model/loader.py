@@ -214,7 +214,7 @@ def _running(module: nn.Module) -> Iterator[None]:
         raise
     except Exception as error:
         raise UnsupportedModel(
-            f"{type(module).__name__} does not run through kvferry's attention: {_first_line(error)}"
+            f"{type(module).__name__} fails when it computes a few tokens: {_first_line(error)}"
         ) from error
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from kvferry.engine.ops.linear import PACKABLE, PackedLinear, factors_of
+from kvferry.engine.ops.linear import PackedLinear, factors_of, is_plain_weight
 
 _CASTS = (Tensor.float, Tensor.type, Tensor.to)
 
@@ -44,18 +44,9 @@ def pack_bare_weights(model: nn.Module, run: Any) -> int:
     count = 0
     for module in model.modules():
         for name, value in list(module._parameters.items()):
-            if value is not None and id(value) in products.multiplied and _is_plain(module, value):
+            is_own = type(module) not in (nn.Linear, nn.Embedding) and id(value) in products.multiplied
+            if value is not None and is_own and is_plain_weight(value):
                 delattr(module, name)
                 setattr(module, name, PackedLinear(value).weight)
                 count += 1
     return count
-
-
-def _is_plain(module: nn.Module, weight: Any) -> bool:
-    return (
-        type(weight) is nn.Parameter
-        and type(module) not in (nn.Linear, nn.Embedding)
-        and weight.ndim == 2
-        and weight.device.type == "cpu"
-        and weight.dtype in PACKABLE
-    )

@@ -173,11 +173,21 @@ def can_pack(*linears: nn.Module | None) -> bool:
 
 
 def _is_plain(linear: nn.Module | None) -> bool:
-    """Exactly `nn.Linear` with ordinary weights: not tensor-parallel (DTensor, hooks), not quantized."""
+    """Exactly `nn.Linear` with ordinary weights: not tensor-parallel (DTensor, hooks), not quantized, not empty."""
     if type(linear) is not nn.Linear or linear._forward_hooks or linear._forward_pre_hooks:
         return False
-    weight = linear.weight
-    return type(weight) is nn.Parameter and weight.device.type == "cpu" and weight.dtype in PACKABLE
+    return is_plain_weight(linear.weight)
+
+
+def is_plain_weight(weight: Any) -> bool:
+    """Whether the kernels can pack this parameter."""
+    return (
+        type(weight) is nn.Parameter
+        and weight.ndim == 2
+        and weight.numel() > 0
+        and weight.device.type == "cpu"
+        and weight.dtype in PACKABLE
+    )
 
 
 def pack_together(*linears: nn.Linear) -> PackedLinear:

@@ -26,7 +26,7 @@ from kvferry.engine.ops.bare_weight import pack_bare_weights
 from kvferry.engine.ops.decoder_layer import FusedDecoderLayer, Workspace
 from kvferry.engine.ops.experts import FusedExperts, holds_experts
 from kvferry.engine.ops.gated_mlp import FusedGatedMLP
-from kvferry.engine.ops.linear import PACKABLE, PackedLinear, can_pack
+from kvferry.engine.ops.linear import PACKABLE, PackedLinear, can_pack, vector_length
 from kvferry.engine.ops.native import library
 from kvferry.engine.ops.norm import FusedRMSNorm
 from kvferry.engine.ops.self_attention import FusedSelfAttention
@@ -38,6 +38,8 @@ RECORDER = "kvferry_recorder"
 NUM_TOKENS = 5
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
 """Largest difference that counts as rounding, relative to the whole output. A wrong formula differs by far more."""
+SHORT_VECTOR = 4
+"""Length of a vector of SSE, with which widening bfloat16 shows."""
 FINAL_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.8}
 """The same for the logits of the whole model: rounding in bfloat16 may send a token to another expert."""
 
@@ -90,6 +92,8 @@ def optimize(model: nn.Module) -> Counter[str]:
         done["sharded Linear"] += localize(model)
         if done["sharded Linear"]:
             _, records = record(model)
+        if vector_length() == SHORT_VECTOR and logits.dtype == torch.bfloat16:
+            logger.warning("decoding in bfloat16 is up to a seventh slower than in float32 on this processor (no AVX2)")
         workspace = Workspace()
         for module, found in records.items():
             done[type(module).__name__] += replace(module, found, workspace)

@@ -31,9 +31,9 @@ inline vec activated(int64_t gate, vec x) {
 
 constexpr int BLOCK_ROWS = 192;          // most rows of A that are packed at a time: a multiple of MR and MOST_ROWS
 constexpr int BLOCK_BYTES = 512 << 10;   // and their bytes: half of a common L2 cache
-// From so many tiles on, a pass of B is widened once for all of them. With vectors of 8 floats, widening in registers is
-// never what a tile waits for.
-constexpr int MANY_TILES = VL == 8 ? BLOCK_ROWS : 3;
+// From so many tiles on, a pass of B is widened once for all of them. Fewer, and all with vectors of 8 floats, lose less
+// by widening it in registers, each for itself.
+constexpr int MANY_TILES = VL == 8 ? BLOCK_ROWS : VL == 4 ? 2 : 4;
 
 // weight [columns][depth] -> [panels][units][NR] with zeros behind the last column and the last element
 template <class T> void pack_weight(const typename T::Element* weight, int64_t columns, int64_t depth, int32_t* packed) {
@@ -81,7 +81,7 @@ template <class T> struct Weight {
                 Product product{a + (pass * tiles.rows + top) * LDA, b, depth, sums + top * NR, NR, pass > 0,
                                 b + ahead + share * tile / tiles.count, NR / tiles.count};
                 if (widens) {
-                    product.b = wide, product.units *= T::PARTS, product.next_step /= T::PARTS;
+                    product.b = wide, product.units *= T::PARTS, product.next_step = ceil_div(NR, tiles.count * T::PARTS);
                     multiply_rows<Float32>(tiles.height(tile), product, false);
                 } else {
                     multiply_rows<T>(tiles.height(tile), product, amx);
