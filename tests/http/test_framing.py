@@ -9,6 +9,7 @@ reads the same one.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 import re
 from collections.abc import AsyncIterator, Callable
@@ -242,6 +243,32 @@ async def test_a_head_that_is_none_is_refused_when_it_comes(head: bytes) -> None
         with pytest.raises(TransferError, match=r"does not answer in HTTP/1\.1"):
             await opened(client, origin, "GET", "/")
         hanging.set()
+
+
+DOUBTFUL = {
+    "two codings": OK + 2 * CHUNKED + b"\r\n1\r\nx\r\n0\r\n\r\n",
+    "a coding in HTTP/1.0": b"HTTP/1.0 200 OK\r\n" + CHUNKED + b"\r\n1\r\nx\r\n0\r\n\r\n",
+    "a coding and a length": OK + CHUNKED + b"Content-Length: 1\r\n\r\n1\r\nx\r\n0\r\n\r\n",
+    "a length as a trailer": OK + CHUNKED + b"\r\n1\r\nx\r\n0\r\nContent-Length: 1\r\n\r\n",
+    "a coding of an interim answer": b"HTTP/1.1 100 Continue\r\nTransfer-Encoding: gzip\r\n\r\n" + ANSWERS[2],
+    "another protocol": b"HTTP/1.1 101 Switching Protocols\r\nUpgrade: x\r\nConnection: upgrade\r\n\r\n",
+    "status 000": b"HTTP/1.1 000 OK\r\nContent-Length: 1\r\n\r\nx",
+}
+
+
+@pytest.mark.parametrize("name", DOUBTFUL)
+async def test_an_answer_that_could_be_read_in_two_ways_is_none(name: str) -> None:
+    async with peer(answering(DOUBTFUL[name])) as origin, HttpClient() as client:
+        with pytest.raises(TransferError):
+            await client.ask(origin, "GET", "/", timeout_s=20)
+        client.check()
+
+
+async def test_a_body_where_there_is_none_is_refused() -> None:
+    async with peer(answering(ANSWERS[2])) as origin, HttpClient() as client:
+        with contextlib.suppress(TransferError):
+            assert (await client.ask(origin, "HEAD", "/", timeout_s=20))[2] == b""
+        client.check()
 
 
 @pytest.mark.parametrize("version", [b"1.1", b"1.0"])

@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,18 @@ import aiohttp
 import msgspec
 import pytest
 
+from kvferry.core.errors import PeerLost
 from kvferry.core.instance_facts import InstanceFacts
+from kvferry.http.client import HttpClient
 from kvferry.http.config import HttpConfig, InstanceAccess
-from kvferry.http.keys import Access
+from kvferry.http.errors import AnswerTimeout
+from kvferry.http.keys import Access, Guard
+from kvferry.http.origin import Origin
 from kvferry.http.request import HttpRequest
 from kvferry.http.response import Response
 from kvferry.http.routes import Route, Routes
 from kvferry.http.server import HttpServer
+from kvferry.http.signed_client import SignedClient
 from kvferry.router.instance import InstanceState
 from router.peers import DECODE, SECRET, Peer, answer, instances, routing, signed
 from router.test_membership import holds
@@ -244,3 +250,45 @@ async def test_one_that_does_not_say_what_it_is_is_named(caplog: pytest.LogCaptu
     closed = Instance(secret="")
     async with serving(closed), routing([], [closed.url], health_interval_s=0.02):
         await holds(lambda: "KVFERRY_AUTH_TOKEN" in caplog.text and "--instance-api-key" in caplog.text)
+
+
+async def test_a_server_that_hangs_costs_each_who_asks_it_no_more_than_their_time() -> None:
+    """However many ask at the same time."""
+    begun = asyncio.Event()
+
+    async def hang(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        begun.set()
+        with suppress(ConnectionError, asyncio.CancelledError):
+            await reader.read()
+            await reader.read()
+        writer.close()
+
+    async with await asyncio.start_server(hang, "127.0.0.1", 0) as server, HttpClient() as http:
+        origin = Origin("127.0.0.1", server.sockets[0].getsockname()[1])
+        client = SignedClient(http, SECRET)
+        since = asyncio.get_running_loop().time()
+        asking = [client.ask(origin, "GET", "/metrics", purpose="probe", timeout_s=0.3) for _ in range(20)]
+        found = await asyncio.gather(*asking, return_exceptions=True)
+        assert all(isinstance(one, AnswerTimeout) for one in found)
+        assert asyncio.get_running_loop().time() - since < 3
+        http.check()
+
+
+async def test_who_is_restarted_is_met_again_and_what_is_busy_is_no_stranger() -> None:
+    one = Instance()
+    async with serving(one), HttpClient() as http:
+        client = SignedClient(http, SECRET)
+        origin = Origin("127.0.0.1", one.server.ports[0])
+
+        async def status() -> int:
+            return (await client.ask(origin, "GET", "/metrics", purpose="probe", timeout_s=20))[0]
+
+        one.server.lifecycle.drain()
+        with pytest.raises(PeerLost, match="503"):
+            await status()
+        one.server.lifecycle._draining = False
+        assert await status() == 200
+        one.server._guard = Guard.from_config(replace(one.server.config, name="after a restart"))
+        assert await status() == 200
+        one.server._guard = Guard.from_config(replace(one.server.config, secret="another token"))
+        assert await status() == 401

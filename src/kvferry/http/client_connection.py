@@ -160,25 +160,31 @@ class ClientConnection(asyncio.Protocol):
         """A header, or a trailer, which nobody reads."""
         if self.phase is Phase.HEAD:
             self._headers.append((name.lower(), value))
+        elif name.lower() in (b"content-length", b"transfer-encoding"):
+            raise ProtocolError("it says behind its body how long that was")
 
     def on_headers_complete(self) -> None:
         """Status and headers are here."""
         status, call = self._parser.get_status_code(), self._call
+        if status < 100 or status == 101:
+            raise ProtocolError(f"its status is {status}")
+        codings = [value.strip().lower() for name, value in self._headers if name == b"transfer-encoding"]
+        if codings and (codings != [b"chunked"] or self._parser.get_http_version() != "1.1"):
+            raise ProtocolError(f"its transfer coding is {b', '.join(codings)[:40]!r}")
         if status < 200 or call is None:
             return  # of an interim answer
         first = first_values(self._headers)
-        coding = first.get(b"transfer-encoding")
-        if coding is not None and coding.strip().lower() != b"chunked":
-            raise ProtocolError(f"its transfer coding is {coding[:40]!r}")
         self._reusable = bool(self._parser.should_keep_alive())
         self._num_overhead, self._in_chunk = 0, False
         self.phase = Phase.BODY
-        call.begin(status, self._headers, first, chunked=coding is not None)
+        call.begin(status, self._headers, first, chunked=bool(codings))
         if call.bodiless:
             self.phase, self._reusable = Phase.COMPLETE, False  # the parser would wait for a body
 
     def on_body(self, piece: bytes) -> None:
         """A part of the body."""
+        if self.phase is Phase.COMPLETE:
+            raise ProtocolError("a body came where there is none")
         self._pieces.append(piece)
 
     def on_chunk_header(self) -> None:

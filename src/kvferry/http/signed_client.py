@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+from typing import Any
 
 from kvferry.core.clock import SYSTEM_CLOCK
-from kvferry.core.errors import AuthenticationFailed, ConfigError
+from kvferry.core.errors import AuthenticationFailed, ConfigError, PeerLost, QueueFull
 from kvferry.core.keys import CHALLENGE_PATH, Purpose, Signer
 from kvferry.http.client import HttpClient
-from kvferry.http.errors import Unauthorized
+from kvferry.http.errors import AnswerTimeout, Unauthorized
 from kvferry.http.headers import RawHeaders
 from kvferry.http.origin import Origin
 
@@ -54,30 +55,25 @@ class SignedClient:
         max_bytes: int = 2**20,
         base_path: str = "",
     ) -> tuple[int, RawHeaders, bytes]:
-        """As `HttpClient.ask`, for a purpose. `base_path` is before `target` on the way to the server, and is not what
-        the server sees. Raises `TransferError`."""
-
-        async def send(authorization: RawHeaders) -> tuple[int, RawHeaders, bytes]:
-            return await self.client.ask(
-                origin,
-                method,
-                base_path + target,
-                timeout_s=timeout_s,
-                headers=[*(headers or []), *authorization],
-                body=body,
-                max_bytes=max_bytes,
-            )
-
-        for _ in range(2):
-            signer = await self._signer(origin, base_path, timeout_s)
-            if signer is None:
-                break
-            signature = signer.sign(purpose, method, target, body or b"").encode()
-            answer = await send([(b"authorization", signature)])
-            if answer[0] != Unauthorized.status:
-                break
-            self._signers.pop(origin, None)  # it was started anew, or the request was late
-        return answer if signer is not None else await send(self._bearer)
+        """As `HttpClient.ask`, for a purpose; `timeout_s` is for all of it. `base_path` is before `target` on the way
+        to the server, and is not what the server sees. Raises `TransferError`."""
+        settings: dict[str, Any] = {"timeout_s": timeout_s, "body": body, "max_bytes": max_bytes}
+        try:
+            async with asyncio.timeout(timeout_s):
+                for _ in range(2):
+                    signer = await self._signer(origin, base_path, timeout_s)
+                    authorization = self._bearer
+                    if signer is not None:
+                        signature = signer.sign(purpose, method, target, body or b"").encode()
+                        authorization = [(b"authorization", signature)]
+                    sent = [*(headers or []), *authorization]
+                    answer = await self.client.ask(origin, method, base_path + target, headers=sent, **settings)
+                    if signer is None or answer[0] != Unauthorized.status:
+                        break
+                    self._signers.pop(origin, None)  # it was started anew, or the request was late
+                return answer
+        except TimeoutError as error:
+            raise AnswerTimeout(f"{origin} did not answer {target} within {timeout_s:g} s", "next byte") from error
 
     async def why_stranger(self, origin: Origin, timeout_s: float) -> str:
         """Why a server does not count as one of the deployment; empty if it does. Raises `TransferError`."""
@@ -85,6 +81,7 @@ class SignedClient:
         return "" if known is not None else self._strangers[origin][1]
 
     async def _signer(self, origin: Origin, base_path: str, timeout_s: float) -> Signer | None:
+        """For a server of the deployment. The first of those who ask at the same time asks it."""
         async with self._meeting.setdefault(origin, asyncio.Lock()):
             stranger = self._strangers.get(origin)
             if origin in self._signers or (stranger is not None and stranger[0] > SYSTEM_CLOCK.monotonic()):
@@ -101,6 +98,8 @@ class SignedClient:
         nonce = secrets.token_hex(16)
         target = f"{base_path}{CHALLENGE_PATH}?nonce={nonce}"
         status, _, answer = await self.client.ask(origin, "GET", target, timeout_s=timeout_s)
+        if status >= 500 or status == QueueFull.status:
+            raise PeerLost(f"{origin} answers {status}")
         if status != 200:
             raise AuthenticationFailed("it is no server of kvferry's with a token")
         return Signer(self._secret, nonce, answer)
