@@ -16,6 +16,7 @@ PAGES = {
     "index.md": ROOT / "README.md",
     "contributing.md": ROOT / "CONTRIBUTING.md",
     "changelog.md": ROOT / "CHANGELOG.md",
+    "security.md": ROOT / "SECURITY.md",
     "benchmarks.md": ROOT / "benchmarks/README.md",
 }
 """Place in the site → file."""
