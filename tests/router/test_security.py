@@ -17,6 +17,7 @@ import pytest
 
 from kvferry.core.errors import PeerLost
 from kvferry.core.instance_facts import InstanceFacts
+from kvferry.core.keys import http_secret
 from kvferry.http.client import HttpClient
 from kvferry.http.config import HttpConfig, InstanceAccess
 from kvferry.http.errors import AnswerTimeout
@@ -292,3 +293,20 @@ async def test_who_is_restarted_is_met_again_and_what_is_busy_is_no_stranger() -
         assert await status() == 200
         one.server._guard = Guard.from_config(replace(one.server.config, secret="another token"))
         assert await status() == 401
+
+
+@pytest.mark.parametrize("key", ["a-long-key-of-operators", "short"])
+async def test_an_admin_key_that_all_have_blinds_no_router(
+    key: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Exported where a router and an instance are started by one user, or long enough to stand in for the token."""
+    monkeypatch.delenv("KVFERRY_AUTH_TOKEN", raising=False)
+    monkeypatch.setenv("KVFERRY_CACHE_DIR", str(tmp_path))
+    one = Instance(api_key=(), admin_key=(key,), secret=http_secret([key]))
+    async with (
+        serving(one),
+        routing([], [one.url], HttpConfig(admin_key=(key,), secret=http_secret([key]))) as (router, _),
+    ):
+        (instance,) = router.services.pools.decode.instances
+        assert isinstance(instance.facts, InstanceFacts)
+    assert b"Bearer" not in b"".join(value for request in one.taken for _, value in request.headers)

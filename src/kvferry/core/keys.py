@@ -180,9 +180,10 @@ def users_token() -> str:
         with suppress(OSError, UnicodeDecodeError):
             if not path.exists():
                 _write_once(path, secrets.token_hex(32))
-            info = path.stat()
-            if info.st_uid == os.getuid() and not stat.S_IMODE(info.st_mode) & 0o077:
-                return path.read_text(encoding="utf-8").strip()
+            with path.open(encoding="utf-8") as file:
+                info = os.fstat(file.fileno())
+                if info.st_uid == os.getuid() and not stat.S_IMODE(info.st_mode) & 0o077:
+                    return file.read().strip()
     return ""
 
 
