@@ -82,7 +82,10 @@ def test_every_length_that_a_configuration_names_is_passed(model_maker: Any) -> 
 def test_lengths_may_be_in_lists_and_written_as_fractions(model_maker: Any) -> None:
     text = load(model_maker("llama", max_position_embeddings=3000)).module.config
     text.layer_windows, text.rope_parameters["original_max_position_embeddings"] = [128, 700], 900.0
+    text.position_scale, text.context_share = float("inf"), [float("nan"), 0.5]
     assert self_check.thresholds(text) == [128, 700, 900, 3000]
+    text.layer_windows = list(range(2999))
+    assert self_check.thresholds(text) == [*range(25, 25 + self_check.MOST_LENGTHS), 3000]
 
 
 def of_cached_tokens(attention: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

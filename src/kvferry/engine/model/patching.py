@@ -13,9 +13,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from kvferry.core import environment
 from kvferry.core.errors import KvferryError, UnsupportedModel
 from kvferry.engine.model.patch import make_patch
-from kvferry.engine.model.patch_names import FLAG
+from kvferry.engine.model.patch_names import DEFAULT_PATCHES, FLAG
 from kvferry.engine.ops.transform import FINAL_TOLERANCE, AttentionRecord, recorded_attention, run
 
 log = logging.getLogger(__name__)
@@ -47,8 +48,9 @@ def apply_patches(model: nn.Module, names: Sequence[str]) -> None:
             except KvferryError:
                 raise
             except Exception as error:
+                without = f"with {environment.NATIVE}=0" if name in DEFAULT_PATCHES else "without it"
                 raise UnsupportedModel(
-                    f"{FLAG} {name} failed on {type(model).__name__}: {error!r}; start without it"
+                    f"{FLAG} {name} failed on {type(model).__name__}: {error!r}; start {without}"
                 ) from error
             if before is not None:
                 _require_same(name, before, _trace(model))

@@ -19,8 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvferry.core import environment
 from kvferry.core.errors import UnsupportedModel
 from kvferry.engine.model.attention import PagedContext, ProbedLayers, attention_context, implementation, probe_layers
+from kvferry.engine.model.patch_names import FLAG
 from kvferry.engine.model.place import Place
 from kvferry.engine.ops.batch import AttentionBatch
 
@@ -38,6 +40,7 @@ ROUNDING_MARGIN = 3.0
 MOST_TOKENS = 0.7
 PATCHED_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.5, torch.float16: 0.1}
 """The same between the model as it was loaded and as it was patched; more where paged attention differed by more."""
+MOST_LENGTHS = 32
 _LENGTHS = ("position", "window", "context", "chunk", "floor_scale", "max_seq", "max_length")
 """Parts of the names of settings that are lengths beyond which a model may compute differently."""
 
@@ -91,19 +94,20 @@ class SelfCheck:
                 raise UnsupportedModel(
                     f"{type(self._model).__name__} does not give the same logits when it is patched, at positions"
                     f" {example.first} to {example.end - 1} (they are {distance:.2g} of their spread apart,"
-                    f" {allowed:.2g} could be rounding); start with KVFERRY_NATIVE=0, or without a --model-patch"
+                    f" {allowed:.2g} could be rounding); start with {environment.NATIVE}=0, or without a {FLAG}"
                 )
 
 
 def thresholds(text: Any) -> list[int]:
-    """The lengths that a configuration names, at which a model may begin to compute differently, ascending."""
+    """The lengths that a configuration names, at which a model may begin to compute differently, ascending: the last
+    position and the smallest MOST_LENGTHS others."""
     last = text.max_position_embeddings
     named = {
         value
         for name, value in _numbers(text.to_dict())
         if any(part in name for part in _LENGTHS) and NUM_TOKENS < value <= last
     }
-    return sorted(named | {last})
+    return sorted({*sorted(named)[:MOST_LENGTHS], last})
 
 
 def _numbers(settings: dict[str, Any]) -> Iterator[tuple[str, int]]:
@@ -111,7 +115,7 @@ def _numbers(settings: dict[str, Any]) -> Iterator[tuple[str, int]]:
         if isinstance(value, dict):
             yield from _numbers(value)
         for one in value if isinstance(value, list | tuple) else [value]:
-            if isinstance(one, int | float) and not isinstance(one, bool) and one == int(one):
+            if isinstance(one, int | float) and not isinstance(one, bool) and float(one).is_integer():
                 yield str(name), int(one)
 
 
