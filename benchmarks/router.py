@@ -262,15 +262,8 @@ def spent(process: psutil.Process | None) -> float:
     return float(sum(one.user + one.system for one in times))
 
 
-ROUTER = """
-import sys
-from kvferry.http.config import HttpConfig
-from kvferry.router.config import RouterConfig
-from kvferry.router.server import run_router
-urls = {"prefill_url": (sys.argv[1],), "decode_url": (sys.argv[2],)}
-config = RouterConfig(**urls, hand_off=sys.argv[3], disaggregate_from="0")
-run_router(config, HttpConfig(port=int(sys.argv[4])), on_ready=lambda about: None)
-"""
+OURS = ["-m", "kvferry.cli.main", "router", "--disaggregate-from", "0"]
+"""kvferry's router, as users start it."""
 
 NGINX = """
 worker_processes 1; daemon off; pid {folder}/pid; error_log {folder}/error.log;
@@ -287,22 +280,12 @@ http {{
 
 def commands(said: argparse.Namespace, prefill: str, decode: str, folder: Path) -> dict[str, list[str]]:
     """How each router is started; PORT stands for its port."""
-    ours = [sys.executable, "-c", ROUTER, prefill, decode]
-    if said.profile:
-        ours = [
-            sys.executable,
-            "-m",
-            "cProfile",
-            "-o",
-            said.profile,
-            *write(folder / "ours.py", ROUTER),
-            prefill,
-            decode,
-        ]
-    found = {"kvferry": [*ours, "auto", "PORT"], "kvferry, sequential": [*ours, "sequential", "PORT"]}
+    profiled = ["-m", "cProfile", "-o", said.profile] if said.profile else []
+    ours = [sys.executable, *profiled, *OURS, "--port", "PORT", "--prefill-url", prefill, "--decode-url", decode]
+    found = {"kvferry": ours, "kvferry, sequential": [*ours, "--hand-off", "sequential"]}
     if said.python:
         packages = f"{Path(kvferry.__file__).parents[1]}{os.pathsep}{sysconfig.get_path('purelib')}"
-        found["kvferry, other Python"] = ["env", f"PYTHONPATH={packages}", said.python, *ours[1:], "auto", "PORT"]
+        found["kvferry, other Python"] = ["env", f"PYTHONPATH={packages}", said.python, *ours[1:]]
     if said.floor:
         floor = str(Path(__file__).with_name("router_floor.py"))
         found["uvloop and httptools alone"] = [sys.executable, floor, prefill, decode, "PORT"]
@@ -314,12 +297,6 @@ def commands(said: argparse.Namespace, prefill: str, decode: str, folder: Path) 
     if said.nginx:
         found["nginx, D alone"] = [said.nginx, "-e", str(folder / "start.log"), "-c", str(folder / "nginx.conf")]
     return {name: command for name, command in found.items() if not said.only or said.only == name}
-
-
-def write(path: Path, text: str) -> list[str]:
-    """A script of its own."""
-    path.write_text(text)
-    return [str(path)]
 
 
 def free_port() -> int:

@@ -24,7 +24,7 @@ import uvloop
 from kvferry.core.errors import KvferryError
 from kvferry.http.client import HttpClient
 from kvferry.http.origin import Origin
-from router import ROUTER, ask, free_port, started
+from router import OURS, ask, free_port, started
 
 _TOTAL = re.compile(r"^(?:totals|summary): (\d+)", re.MULTILINE)
 _START_S = 240.0
@@ -88,15 +88,15 @@ def main() -> None:
     processes: list[subprocess.Popen[Any]] = []
     try:
         with tempfile.TemporaryDirectory() as folder:
-            program, out, port = Path(folder) / "serve.py", Path(folder) / "out", free_port()
-            program.write_text(ROUTER)
+            out, port = Path(folder) / "out", free_port()
             urls = []
             for role in ("prefill", "decode"):
                 process, line = started(str(Path(__file__).with_name("router.py")), "--be", role)
                 processes.append(process)
                 urls.append(f"http://127.0.0.1:{line.strip()}")
             valgrind = ["valgrind", "--quiet", "--tool=callgrind", "--instr-atstart=no", f"--callgrind-out-file={out}"]
-            router = subprocess.Popen([*valgrind, sys.executable, str(program), *urls, "auto", str(port)])
+            flags = ["--port", str(port), "--prefill-url", urls[0], "--decode-url", urls[1]]
+            router = subprocess.Popen([*valgrind, sys.executable, *OURS, *flags])
             processes.append(router)
             uvloop.run(measure(said, router, port, out))
     finally:

@@ -4,7 +4,7 @@
 a `P2pConnector` are built and registered with `transport` "shm". `transport` is the whole folder, every medium. Lines
 are all lines, with comments and docstrings; empty files do not count.
 
-Prints a table, and with `--label` writes it into results/size.json, beside those of other labels.
+Prints a table.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from pathlib import Path
 
 from code_lines import count_text
 
-RESULTS = Path(__file__).parent / "results" / "size.json"
 ROOMS = ("kvferry.transport", "kvferry.connectors")
 PROGRAM = """
 import json, sys
@@ -63,9 +62,8 @@ def measure(files: Iterable[Path]) -> dict[str, int]:
 
 
 def main() -> None:
-    """Measure, print, and with a label keep."""
+    """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--label", help="keep the figures in results/size.json under this name")
     parser.add_argument("--each", action="store_true", help="a line for each file that a hand-off loads")
     options = parser.parse_args()
     modules = loaded()
@@ -76,9 +74,6 @@ def main() -> None:
             print(f"{measure([file])['lines']:6} {name}")
     for what, figures in found.items():
         print(f"{what:24s}" + "".join(f"{number:8} {name}" for name, number in figures.items()))
-    if options.label:
-        kept = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-        RESULTS.write_text(json.dumps(kept | {options.label: found}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -34,6 +34,7 @@ PAIRS = [
     ("kvferry tcp, 2 streams", "socket, 2 streams"),
     ("kvferry nixl", "NIXL's API"),
     ("kvferry mooncake", "Mooncake's API"),
+    ("kvferry gloo", "gloo"),
 ]
 
 

@@ -471,6 +471,7 @@ MEDIA: dict[str, type[Medium]] = {
     "kvferry mooncake": _ours("mooncake"),
     "Mooncake's API": MooncakeApi,
     "ZeroMQ": ZeroMq,
+    "kvferry gloo": _ours("gloo"),
     "gloo": Gloo,
 }
 

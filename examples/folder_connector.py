@@ -20,6 +20,8 @@ from kvferry.connectors.api import (
     ConnectorContext,
     Failed,
     Finish,
+    HandsOff,
+    HasStatistics,
     Hit,
     Loaded,
     Match,
@@ -34,6 +36,7 @@ from kvferry.connectors.api import (
 from kvferry.connectors.registry import ConnectorSpec
 from kvferry.core.errors import LeakError, PeerLost, ProtocolError, StoreError
 from kvferry.core.hand_off import Consume, Produce, Ticket, prefix_digests
+from kvferry.core.instance_facts import TicketKinds
 from kvferry.core.options import read_options
 from kvferry.transport.memory import BlockMemory
 
@@ -62,14 +65,18 @@ class FolderPlan(msgspec.Struct):
     loads: list[Blocks] = []
 
 
-class FolderSchedulerSide(SchedulerSide[FolderPlan]):
+class FolderSchedulerSide(SchedulerSide[FolderPlan], HandsOff, HasStatistics):
     """Beside the scheduler."""
-
-    hands_off = True
 
     def __init__(self, context: ConnectorContext) -> None:
         super().__init__(context)
         self._plan = FolderPlan()
+        self._num_loads = 0
+
+    def tickets(self) -> TicketKinds:
+        """Those of this connector only."""
+        config, kinds = self.context.config, TicketKinds(writes=("folder",), reads=("folder",))
+        return kinds.within(produces=config.produces, consumes=config.consumes)
 
     def match(self, request: RequestView, num_computed_tokens: int) -> Match:
         """P has written the file before its answer had the ticket, so it is there, or never will be."""
@@ -88,6 +95,7 @@ class FolderSchedulerSide(SchedulerSide[FolderPlan]):
         num_skipped = num_computed_tokens // self.context.layout.block_size
         load = Blocks(request.request_id, request.hand_off.ticket.transfer_id, list(block_ids), num_skipped)
         self._plan.loads.append(load)
+        self._num_loads += 1
 
     def plan(self, step: StepView) -> FolderPlan | None:
         """Write what is complete with this step."""
@@ -120,6 +128,10 @@ class FolderSchedulerSide(SchedulerSide[FolderPlan]):
         )
         return Release(ticket.to_params())
 
+    def statistics(self) -> dict[str, float]:
+        """A counter."""
+        return {"loads": float(self._num_loads)}
+
     def check(self) -> None:
         """Raise `LeakError` when a load is left."""
         if self._plan.loads:
@@ -129,7 +141,6 @@ class FolderSchedulerSide(SchedulerSide[FolderPlan]):
 class FolderWorkerSide(WorkerSide[FolderPlan]):
     """Beside the KV cache of each rank."""
 
-    hands_off = True
     plan_type = FolderPlan
 
     def __init__(self, context: ConnectorContext) -> None:
@@ -205,5 +216,6 @@ def path_of(context: ConnectorContext, transfer_id: str) -> Path:
 FolderConnector = ConnectorSpec(
     "folder_connector:FolderSchedulerSide",
     "folder_connector:FolderWorkerSide",
+    api_version=2,
     options="folder_connector:FolderOptions",
 )

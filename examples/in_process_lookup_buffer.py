@@ -16,6 +16,7 @@ from typing import Any
 
 from kvferry.core.errors import PeerLost
 from kvferry.core.layout import KVLayout
+from kvferry.transport.connection import limited_to
 from kvferry.transport.fabric.shm import copy_one_by_one
 from kvferry.transport.lookup_buffer.base import LookupBuffer, LookupBufferContext, Source, Taken, Want
 from kvferry.transport.lookup_buffer.entries import Cursor
@@ -40,7 +41,8 @@ class InProcessLookupBuffer(LookupBuffer):
         """There is nothing here that could be missing."""
         return cls(context)
 
-    async def _take(self, want: Want) -> Taken:
+    async def drop_select(self, want: Want) -> Taken:
+        """Copy what P announces, until all of it is here."""
         producer = _find(want.source)
         selection = Selection(want, producer.memory.geometry, self.memory.geometry)
 
@@ -66,7 +68,8 @@ class InProcessLookupBuffer(LookupBuffer):
         producer.table.listen(on_change)
         try:
             tell()
-            return await selection.load(read, take, "memory")
+            async with limited_to(want.deadline, f"hand-off {want.key!r}"):
+                return await selection.load(read, take, "memory")
         finally:
             producer.table.unlisten(on_change)
 

@@ -3,10 +3,10 @@
 from pathlib import Path
 from typing import Any
 
-from kvferry.testing.connector import ConnectorContract
+from kvferry.testing.connector import HandOffContract
 
 
-class TestFolderConnector(ConnectorContract):
+class TestFolderConnector(HandOffContract):
     connector = "folder_connector:FolderConnector"
 
     def extra(self, folder: Path) -> dict[str, Any]:

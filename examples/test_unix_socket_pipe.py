@@ -6,5 +6,5 @@ from kvferry.testing.pipe import PipeContract
 
 
 class TestUnixSocketPipe(PipeContract):
-    kind = "unix_socket_pipe:UnixSocketPipe"
+    transport = "unix_socket_pipe:UnixSocketFabric"
     path = str(Path(__file__).parent)

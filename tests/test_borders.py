@@ -17,7 +17,6 @@ TORCH_FREE = [
     "kvferry.connectors.p2p.scheduler",
     "kvferry.connectors.kv_store.scheduler",
     "kvferry.transport.lookup_buffer.base",
-    "kvferry.transport.pipe.meeting",
     "kvferry.transport.fabric.base",
     "kvferry.store.eviction.reuse",
     "kvferry.store.trace.comparison",
@@ -74,5 +73,5 @@ def test_a_hand_off_over_shared_memory_loads_no_other_medium() -> None:
     done = subprocess.run([sys.executable, "-c", SHARED_MEMORY_HAND_OFF], check=True, capture_output=True, text=True)
     loaded = {name.removeprefix("kvferry.transport").removeprefix(".") for name in done.stdout.split()}
     assert {"fabric.shm", "lookup_buffer.fabric"} <= loaded
-    others = {"tls", "checksum", "memory_vector", "pipe", "fabric.tcp", "fabric.nixl", "fabric.mooncake"}
+    others = {"tls", "checksum", "memory_vector", "fabric.pipe", "fabric.tcp", "fabric.nixl", "fabric.mooncake"}
     assert not loaded & others

@@ -15,7 +15,7 @@ PAGES = {
         "What moves KV between processes: fabrics, pipes, and the lookup buffer.",
         (
             "kvferry.transport.fabric.base",
-            "kvferry.transport.pipe.base",
+            "kvferry.transport.fabric.pipe",
             "kvferry.transport.lookup_buffer.base",
             "kvferry.transport.options",
         ),
@@ -41,6 +41,8 @@ PAGES = {
             "kvferry.testing.model_patch",
             "kvferry.testing.policy",
             "kvferry.testing.stores",
+            "kvferry.testing.eviction",
+            "kvferry.testing.codecs",
         ),
     ),
     "router": ("Router policies", "How one instance is chosen among several.", ("kvferry.router.policies.base",)),

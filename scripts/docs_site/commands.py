@@ -57,15 +57,17 @@ def _command(name: str, command: App) -> str:
     about = inspect.getdoc(command.default_command) or ""
     parts = [f"\n## kvferry {name}\n\n{about}\n"]
     for (_, title), group in groupby(flags(command), _group):
-        parts.append(f"\n### {title} {{: #{name.replace(' ', '-')}-{title.lower().replace(' ', '-')} }}\n\n")
+        parts.append(
+            f"\n### {title} {{: #{name.replace(' ', '-')}-{title.lower().replace(':', '').replace(' ', '-')} }}\n\n"
+        )
         parts.append(table(("flag", "type", "default", "meaning"), map(_row, group)))
     return "".join(parts)
 
 
-def _group(flag: Argument) -> tuple[int, str]:
+def _group(flag: Argument) -> tuple[float, str]:
     [group] = flag.parameter.group or ()  # type: ignore[misc]
     assert isinstance(group, Group)
-    order = group._sort_key if isinstance(group._sort_key, int) else 0
+    order = group._sort_key if isinstance(group._sort_key, int | float) else 0
     return order, group.name
 
 

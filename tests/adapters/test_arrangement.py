@@ -84,7 +84,7 @@ def test_other_bytes_have_another_name(write: Write) -> None:
     assert page(write) != page(rows)
 
 
-def test_elements_far_apart_are_told_apart() -> None:
+def test_elements_far_apart_are_distinguished() -> None:
     """Also those whose numbers end alike."""
 
     def size(write: Write) -> str | None:
@@ -132,7 +132,7 @@ def test_a_cache_with_scales_between_its_values_is_not_asked(dtype: str) -> None
     assert written_page(SimpleNamespace(impl=impl, kv_cache_dtype=dtype), cache, cache[0].nbytes) is None
 
 
-def test_another_block_size_is_told_by_that_name() -> None:
+def test_another_block_size_is_reported_by_that_name() -> None:
     """And not as a packing that differs too."""
     here = KVLayout(
         model_fingerprint="m", dtype="float32", block_size=8, packing="a", layers=(LayerLayout(2, 4, 4, 64),)

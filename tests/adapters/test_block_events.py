@@ -126,7 +126,7 @@ def test_a_block_is_told_of_each_medium(events: Any, view: Any) -> None:
     ]
 
 
-def test_blocks_of_which_nothing_is_heard_are_given_up_in_time(events: Any, view: Any) -> None:
+def test_blocks_of_which_nothing_is_reported_are_given_up_in_time(events: Any, view: Any) -> None:
     """Of several connectors one may be lost, and with it the word of what it was to keep."""
     events.saving(view, OURS[:2])
     CLOCK.advance(40.0)

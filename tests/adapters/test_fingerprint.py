@@ -138,7 +138,7 @@ def _another_norm(config: Any) -> Any:
     return config
 
 
-def test_whatever_else_vllm_was_told_counts(name_of: Callable[..., str], config_elsewhere: Path) -> None:
+def test_all_other_settings_of_vllm_count(name_of: Callable[..., str], config_elsewhere: Path) -> None:
     others = [
         name_of(),
         name_of(dtype="bfloat16"),

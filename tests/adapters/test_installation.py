@@ -11,6 +11,8 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from kvferry.fleet.vllm.environment import find_vllm
+
 pytestmark = pytest.mark.vllm
 
 ROOT = Path(__file__).parents[2]
@@ -42,3 +44,11 @@ def test_the_documented_command_installs_what_vllm_does_not_bring() -> None:
     assert not unfit
     [command] = re.findall(r"^pip install --no-deps \. && pip install (.+)$", (ROOT / "docs/vllm.md").read_text(), re.M)
     assert set(command.split()) == lacking
+
+
+def test_its_connectors_are_known_without_starting_it() -> None:
+    """Another name is refused at once, and not by vLLM after a minute."""
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    found = find_vllm(None)
+    assert set(found.connectors) == {name for name in KVConnectorFactory._registry if not name.startswith("Kvferry")}

@@ -89,7 +89,7 @@ def test_a_ticket_of_a_prefix_has_its_window_there() -> None:
     assert (windowed.position(8), windowed.position(21)) == (0, 5)
 
 
-def test_reports_are_told_apart() -> None:
+def test_reports_are_distinguished() -> None:
     from kvferry.adapters.vllm.parts import by_group
 
     error = PeerLost("gone")

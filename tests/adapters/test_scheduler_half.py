@@ -92,7 +92,7 @@ def add_request(half: Any, hit: Hit, block_ids: list[int]) -> Any:
     from kvferry.adapters.vllm.scheduler_half import _Request
 
     view = SimpleNamespace(
-        request_id="r", refused=False, failed=False, complained=False, asked=(0, hit), unnamed=None, look=lambda: None
+        request_id="r", refused=False, failed=False, is_logged=False, asked=(0, hit), unnamed=None, look=lambda: None
     )
     part = SimpleNamespace(blocks=lambda ids: block_ids, position=lambda tokens: tokens, shown="shown")
     half._requests["r"] = _Request(view, [part])
@@ -137,7 +137,7 @@ def test_a_load_goes_into_the_blocks_that_vllm_has_reserved(half: Any, side: Sid
     assert half.plan(step()).loads == {"r": [4, 5]}
 
 
-def test_a_load_without_a_block_is_refused_and_nobody_is_told_to_write(half: Any, side: Side) -> None:
+def test_a_load_without_a_block_is_refused_and_nobody_writes(half: Any, side: Side) -> None:
     """Block 0 is vLLM's null block, which all requests share."""
     view = add_request(half, Hit(16), [0, 5])
     half.allocated(SimpleNamespace(request_id="r"), [[0, 5]], 16)

@@ -38,6 +38,19 @@ def mamba() -> Any:
     return MambaSpec(block_size=32, shapes=((4, 4),), dtypes=(torch.float32,))
 
 
+def uniform(*specs: Any) -> Any:
+    from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
+
+    return UniformTypeKVCacheSpecs(
+        block_size=32, kv_cache_specs=dict(zip(("layer.0.a", "layer.0.b"), specs, strict=True))
+    )
+
+
+def model_of(layers: dict[str, Any] | None = None, **changes: Any) -> Any:
+    fields = {"is_attention_free": False, "is_hybrid": False, "hf_config": SimpleNamespace()}
+    return SimpleNamespace(**fields | {"hf_text_config": SimpleNamespace(**layers or {})} | changes)
+
+
 def shape_of(*specs: Any, several: bool = True, sleep_mode: bool = False, **group: Any) -> Any:
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 
@@ -46,7 +59,7 @@ def shape_of(*specs: Any, several: bool = True, sleep_mode: bool = False, **grou
     groups = [
         KVCacheGroupSpec([f"layer.{index}.a", f"layer.{index}.b"], spec, **group) for index, spec in enumerate(specs)
     ]
-    model_config = SimpleNamespace(max_model_len=MAX_MODEL_LEN, enable_sleep_mode=sleep_mode)
+    model_config = model_of(max_model_len=MAX_MODEL_LEN, enable_sleep_mode=sleep_mode)
     vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(), model_config=model_config)
     return cache_shape(vllm_config, KVCacheConfig(10, [], groups), several=several)
 
@@ -69,18 +82,61 @@ def test_several_groups() -> None:
 @pytest.mark.parametrize(
     "specs",
     [
-        lambda: [full(), mamba()],
         lambda: [window(), window(sliding_window=81)],
         lambda: [full(), window(block_size=64, head_size=16)],
         lambda: [full(), window(head_size=64)],
         lambda: [full(), window(sliding_window=1)],
         lambda: [full(), window(extra_retained_tokens=2)],
     ],
-    ids=["recurrent", "no full attention", "block sizes", "page sizes", "window of one", "retained"],
+    ids=["no full attention", "block sizes", "page sizes", "window of one", "retained"],
 )
 def test_what_cannot_be_moved_names_the_way_out(specs: Any) -> None:
     with pytest.raises(ConfigError, match=FLAG):
         shape_of(*specs())
+
+
+@pytest.mark.parametrize(
+    "specs", [lambda: [full(), mamba()], lambda: [mamba()], lambda: [uniform(full(), mamba())], lambda: []]
+)
+@pytest.mark.parametrize("several", [True, False])
+def test_recurrent_layers_are_refused_by_their_cache(specs: Any, *, several: bool) -> None:
+    with pytest.raises(ConfigError, match="neither hand it off nor keep it"):
+        shape_of(*specs(), several=several)
+
+
+@pytest.mark.parametrize(
+    ("model", "told"),
+    [
+        (lambda: model_of(is_attention_free=True), "no attention"),
+        (lambda: model_of(is_hybrid=True), "recurrent layers beside attention"),
+        (lambda: model_of({"layer_types": ["full_attention", "linear_attention"]}), "of the kind linear_attention:"),
+        (lambda: model_of({"layer_types": ["full_attention", "conv"]}), "of the kind conv:"),
+        (lambda: model_of({"layers_block_type": ["attention", "mamba", "hybrid"]}), "of the kind hybrid, mamba:"),
+        (lambda: model_of({"block_types": ["recurrent", "attention"]}), "of the kind recurrent:"),
+        (lambda: model_of({"hybrid_override_pattern": "M-M*-"}), "of the kind M:"),
+        (lambda: model_of(hf_config=SimpleNamespace(layer_types=["linear_attention"])), "linear_attention"),
+    ],
+)
+def test_recurrent_layers_are_refused_by_the_models_configuration(model: Any, told: str) -> None:
+    """By vLLM's first call that shows it."""
+    from kvferry.adapters.vllm import KvferryP2pConnector, KvferrySharedStorageConnector
+
+    for kind in (KvferryP2pConnector, KvferrySharedStorageConnector):
+        with pytest.raises(ConfigError, match=told):
+            kind.get_required_kvcache_layout(SimpleNamespace(model_config=model()))
+    attention_only = model_of({"layer_types": ["full_attention", "sliding_attention"]})
+    assert kind.get_required_kvcache_layout(SimpleNamespace(model_config=attention_only)) is None
+
+
+def test_attention_that_keeps_something_else_is_refused() -> None:
+    from vllm.v1.kv_cache_interface import SinkFullAttentionSpec
+
+    plain = full()
+    sink = SinkFullAttentionSpec(
+        block_size=32, num_kv_heads=2, head_size=32, head_size_v=32, dtype=plain.dtype, sink_len=4
+    )
+    with pytest.raises(ConfigError, match="SinkFullAttentionSpec"):
+        shape_of(sink)
 
 
 def test_groups_for_speculative_decoding() -> None:
@@ -105,3 +161,18 @@ def test_only_what_hands_off_declares_it() -> None:
     assert supports_hma(connector_class("KvferryP2pConnector"))
     assert supports_hma(connector_class("KvferryNixlConnector"))
     assert not supports_hma(connector_class("KvferrySharedStorageConnector"))
+
+
+def test_beside_a_connector_of_vllms_that_hands_off_a_cache_is_a_cache_only() -> None:
+    """vLLM's MultiConnector cannot join two tickets."""
+    from vllm.config import KVTransferConfig
+
+    from kvferry.adapters.vllm.settings import read_settings
+    from kvferry.adapters.vllm.siblings import hands_off
+
+    nixl, other, config = type("NixlPullConnector", (), {})(), object(), KVTransferConfig(kv_role="kv_both")
+    cache = read_settings(config, "OffloadingConnector")
+    assert hands_off(other, cache, [other])
+    assert not hands_off(other, cache, [nixl])
+    with pytest.raises(ConfigError, match="NixlPullConnector and object would both hand requests off"):
+        hands_off(other, read_settings(config, "P2pConnector"), [nixl])

@@ -12,7 +12,16 @@ from typing import Any
 
 import pytest
 
-from kvferry.connectors.api import Failed, Loaded, Prefilled, Released, TransferReport, failures
+from kvferry.connectors.api import (
+    ByLayers,
+    Failed,
+    Loaded,
+    Prefilled,
+    Released,
+    ServesPeers,
+    TransferReport,
+    failures,
+)
 from kvferry.connectors.report_codec import decode_report
 from kvferry.core.errors import PeerLost
 from kvferry.core.hand_off import PrefillResult
@@ -20,7 +29,7 @@ from kvferry.core.hand_off import PrefillResult
 pytestmark = pytest.mark.vllm
 
 
-class Recorder:
+class Recorder(ServesPeers[Any], ByLayers):
     """A worker side that writes down what it is told."""
 
     def __init__(self) -> None:
@@ -30,6 +39,18 @@ class Recorder:
     def poll(self) -> TransferReport:
         report, self.report = self.report, []
         return report
+
+    def address(self) -> None:
+        return None
+
+    def withdraw(self, plan: Any) -> None:
+        self.calls.append(f"withdraw {plan}")
+
+    def wait_layer(self, layer: int) -> None:
+        self.calls.append(f"wait_layer {layer}")
+
+    def save_layer(self, layer: int) -> None:
+        self.calls.append(f"save_layer {layer}")
 
     def __getattr__(self, name: str) -> Any:
         return lambda *arguments: self.calls.append(" ".join(map(str, [name, *arguments])))
@@ -193,7 +214,7 @@ def test_a_gpu_is_not_waited_for_when_there_is_nothing_to_do(side: Recorder) -> 
     assert not [call for call in side.calls if call.startswith("stream")]
 
 
-def test_the_end_of_a_load_is_told_once(side: Recorder) -> None:
+def test_the_end_of_a_load_is_reported_once(side: Recorder) -> None:
     half = make_half(side)
     run(half, step(loads={"r": [5, 6]}))
     side.report.append(Loaded("r"))
@@ -205,13 +226,26 @@ def test_the_end_of_a_load_is_told_once(side: Recorder) -> None:
     half.check()
 
 
-def test_an_aborted_load_is_told_as_a_load(side: Recorder) -> None:
+def test_an_aborted_load_is_reported_as_a_load(side: Recorder) -> None:
     half = make_half(side)
     run(half, step(loads={"r": [5, 6]}))
     side.report.append(Released("r"))
     results = run(half, step())
     assert results.finished_recving == {"r"}
     assert not results.finished_sending
+    half.check()
+
+
+def test_a_load_whose_blocks_may_still_be_written_to_has_not_failed_yet(side: Recorder) -> None:
+    half = make_half(side)
+    run(half, step(loads={"r": [5, 6], "s": [7]}))
+    side.report += [Failed("r", PeerLost("gone"), "r's blocks"), Failed("s", PeerLost("gone"), "s's blocks")]
+    assert not run(half, step()).finished_recving
+    side.report += [Released("r's blocks"), Released("s")]  # the other was aborted
+    results = run(half, step())
+    assert results.finished_recving == {"r", "s"}
+    assert results.failed_recving == {"r"}
+    run(half, step(forgotten={"r"}))
     half.check()
 
 
@@ -247,7 +281,7 @@ def test_a_step_does_not_last_longer_than_it_may(side: Recorder) -> None:
     assert not run(make_half(side), step(loads={"r": [5]}, computes=False, wait_s=0.001)).finished_recving
 
 
-def test_what_is_held_after_a_load_is_told_as_sent(side: Recorder) -> None:
+def test_what_is_held_after_a_load_is_reported_as_sent(side: Recorder) -> None:
     """Even if it is released in the very step that says that the load is over."""
     half = make_half(side)
     run(half, step(loads={"r": [5, 6]}))

@@ -9,6 +9,7 @@ import tempfile
 from pathlib import Path
 from typing import Any, get_type_hints
 
+import psutil
 import pytest
 
 from cli.torch_blocked import TorchBlocked
@@ -23,6 +24,7 @@ from kvferry.fleet.spec import EngineChoice, FleetSpec, InstanceSpec, Listen
 from kvferry.fleet.transfer import check_transfer
 from kvferry.http.config import HttpAccess
 from kvferry.router.config import RouterConfig
+from support.ports import free_port
 
 TINY = "kvferry/tiny-python"
 
@@ -57,10 +59,11 @@ def test_a_port_in_use(taken: int) -> None:
         check_before_start(EngineConfig(model=TINY), EngineChoice(), Listen(port=0), HttpAccess(), fleet)
 
 
-def test_instances_and_the_router_do_not_get_one_port(taken: int) -> None:
-    fleet = FleetSpec(prefill=1, decode=2, instance_ports=taken - 2)
-    with pytest.raises(ConfigError, match=f"gives an instance port {taken - 1}, which is the --port of all"):
-        check_before_start(EngineConfig(model=TINY), EngineChoice(), Listen(port=taken - 1), HttpAccess(), fleet)
+def test_instances_and_the_router_do_not_get_one_port() -> None:
+    port = free_port()
+    fleet = FleetSpec(prefill=1, decode=2, instance_ports=port - 1)
+    with pytest.raises(ConfigError, match=f"gives an instance port {port}, which is the --port of all"):
+        check_before_start(EngineConfig(model=TINY), EngineChoice(), Listen(port=port), HttpAccess(), fleet)
 
 
 def test_a_machine_that_is_read_only(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,6 +86,15 @@ def test_libraries_that_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
         check_before_start(
             *said, transfer=json.dumps({"kv_connector": "KVStoreConnector", "kv_connector_extra_config": store})
         )
+
+
+def test_more_memory_than_the_machine_has() -> None:
+    """Of all instances together."""
+    there = psutil.virtual_memory().total + psutil.swap_memory().total
+    engine, fleet = EngineConfig(model=TINY, device="cpu", kv_cache_memory=str(there * 2 // 3)), FleetSpec(prefill=1)
+    check_before_start(engine, EngineChoice(), Listen(port=0), HttpAccess())
+    with pytest.raises(ConfigError, match=r"--kv-cache-memory \d+ for each of 2 instances: this machine has"):
+        check_before_start(engine, EngineChoice(), Listen(port=0), HttpAccess(), fleet)
 
 
 def test_more_instances_than_a_machine_runs() -> None:
@@ -244,6 +256,27 @@ def test_a_library_that_is_not_installed(name: str, monkeypatch: pytest.MonkeyPa
 )
 def test_nothing_is_loaded_first(more: list[str], told: str, blocked: TorchBlocked) -> None:
     require_told(blocked, ["serve", TINY, "--port", "0", *more], told)
+
+
+@pytest.mark.parametrize("command", [["serve"], ["serve", "--prefill", "1"], ["prefill"], ["decode"]])
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        (["--device", "cpu", "--kv-cache-memory", "900TiB"], "--kv-cache-memory 900TiB"),
+        (
+            [
+                "--kv-transfer-config",
+                '{"kv_connector":"KVStoreConnector","kv_connector_extra_config":{"store":"file:/proc/x"}}',
+            ],
+            "--kv-transfer-config: cannot keep KV blocks in /proc/x: No such file",
+        ),
+    ],
+    ids=["memory", "folder"],
+)
+def test_what_the_machine_lacks_is_told_before_anything_is_loaded(
+    command: list[str], more: list[str], told: str, blocked: TorchBlocked
+) -> None:
+    require_told(blocked, [command[0], TINY, *command[1:], "--port", "0", *more], told)
 
 
 CACHE = {"kv_connector": "OffloadingConnector", "kv_role": "kv_producer"}

@@ -1,20 +1,24 @@
 """kvferry's own connectors do what is asked of everybody's."""
 
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvferry.testing.connector import ConnectorContract
+from kvferry.connectors.registry import find_connector
+from kvferry.core.errors import ConfigError
+from kvferry.core.transfer_config import KVTransferConfig
+from kvferry.testing.connector import CacheContract, HandOffContract
 
 
-class TestP2p(ConnectorContract):
+class TestP2p(HandOffContract):
     connector = "P2pConnector"
     takes_early = True
 
 
 @pytest.mark.full
-class TestP2pOverTcp(ConnectorContract):
+class TestP2pOverTcp(HandOffContract):
     connector = "P2pConnector"
     takes_early = True
 
@@ -22,7 +26,7 @@ class TestP2pOverTcp(ConnectorContract):
         return {"transport": "tcp"}
 
 
-class TestSharedStorage(ConnectorContract):
+class TestSharedStorage(HandOffContract):
     connector = "SharedStorageConnector"
     takes_early = True
 
@@ -31,7 +35,23 @@ class TestSharedStorage(ConnectorContract):
         return {"shared_storage_path": str(folder), "timeout_s": 3}
 
 
-class TestMulti(ConnectorContract):
+class TestSharedStorageAsACache(CacheContract):
+    connector = "SharedStorageConnector"
+
+    def extra(self, folder: Path) -> dict[str, Any]:
+        return {"shared_storage_path": str(folder)}
+
+
+class TestOffloading(CacheContract):
+    """Of this instance alone: it cannot hand off at all."""
+
+    connector = "OffloadingConnector"
+
+    def extra(self, folder: Path) -> dict[str, Any]:
+        return {"cpu_bytes_to_use": "8MiB"}
+
+
+class TestMulti(HandOffContract):
     connector = "MultiConnector"
     takes_early = True
 
@@ -40,5 +60,26 @@ class TestMulti(ConnectorContract):
         store["kv_connector_extra_config"] = {"shared_storage_path": str(folder)}  # type: ignore[assignment]
         return {"connectors": [{"kv_connector": "P2pConnector"}, store]}
 
-    def test_it_says_that_it_hands_off_or_that_it_is_a_cache(self) -> None:
-        """It is what its connectors are."""
+
+class TestMultiAsACache(CacheContract):
+    connector = "MultiConnector"
+
+    def extra(self, folder: Path) -> dict[str, Any]:
+        store = {"kv_connector": "SharedStorageConnector"}
+        store["kv_connector_extra_config"] = {"shared_storage_path": str(folder)}  # type: ignore[assignment]
+        return {"connectors": [{"kv_connector": "P2pConnector"}, store]}
+
+
+YESTERDAY = """
+from kvferry.connectors.registry import ConnectorSpec
+
+Old = ConnectorSpec("old:OldScheduler", "old:OldWorker")
+"""
+
+
+def test_a_connector_of_yesterday_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "yesterday.py").write_text(YESTERDAY)
+    monkeypatch.delitem(sys.modules, "yesterday", raising=False)
+    with pytest.raises(ConfigError, match="written for version 1 of the connector API, this kvferry has version 2"):
+        find_connector(KVTransferConfig(kv_connector="yesterday:Old"))

@@ -7,6 +7,7 @@ import pytest
 
 from kvferry.connectors.api import (
     Failed,
+    Fetchable,
     Loaded,
     Prefilled,
     Released,
@@ -113,10 +114,10 @@ def test_a_cancelled_load_that_had_ended_on_one_rank() -> None:
     assert not ranks.take(), "nothing is left of the request that had this name"
 
 
-def test_the_first_rank_s_prefill_result_is_told_at_once() -> None:
+def test_what_the_first_rank_hears_of_the_prefill_is_told_at_once() -> None:
     ranks = RankReports(2)
-    ranks.add(1, [Prefilled("a", RESULT), Loaded("a")])
-    assert ranks.take() == [Prefilled("a", RESULT)]
+    ranks.add(1, [Fetchable("a"), Prefilled("a", RESULT), Loaded("a")])
+    assert ranks.take() == [Fetchable("a"), Prefilled("a", RESULT)]
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -17,6 +17,7 @@ from kvferry.core.keys import (
     AUTH_TOKEN,
     LIFETIME_S,
     Signer,
+    UsedHere,
     Verifier,
     derive,
     http_secret,
@@ -92,12 +93,13 @@ def test_it_is_good_for_nothing_else(what: str, why: str) -> None:
 
 def test_used_ones_are_remembered_for_as_long_as_they_hold_and_no_longer() -> None:
     clock = ManualClock(100.0)
-    verifier = Verifier(SECRET, "a", clock)
+    used = UsedHere()
+    verifier = Verifier(SECRET, "a", clock, used)
     signer = met(verifier, clock)
     for _ in range(1000):
         verifier.check(signer.sign("release", "POST", "/x"), "POST", "/x")
         clock.advance(LIFETIME_S / 100)
-    assert len(verifier._used) < 110
+    assert len(used._used) < 110
 
 
 @pytest.mark.parametrize(

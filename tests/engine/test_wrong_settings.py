@@ -88,6 +88,7 @@ def test_of_the_engine(settings: dict[str, Any], told: str) -> None:
         (p2p(kv_ip="no host"), "cannot listen on kv_ip no host"),
         (p2p(kv_ip="0.0.0.0"), "set KVFERRY_AUTH_TOKEN"),
         (store(store="file:/proc/nowhere"), "cannot keep KV blocks in /proc/nowhere"),
+        (store(store="file:/proc"), "cannot keep KV blocks in /proc: "),
         (store(store=["memory:1MiB", "memory:900TiB"]), "store memory:900TiB: this machine has"),
     ],
     ids=str,

@@ -15,6 +15,7 @@ import pytest
 
 from fleet.recording import RecordingDisplay
 from kvferry.fleet.asking import serves
+from kvferry.fleet.launcher import launching
 from kvferry.fleet.process import Foreign, ProcessSpec
 from kvferry.fleet.ready import StartProgress
 from kvferry.fleet.restart import RestartPolicy
@@ -120,3 +121,20 @@ def test_when_the_supervisor_is_killed_nothing_of_it_is_left() -> None:
 @pytest.mark.parametrize("url", ["http://127.0.0.1:9", "http://nowhere.invalid:80"])
 async def test_who_cannot_be_reached_does_not_serve(url: str) -> None:
     assert not await serves(url)
+
+
+ENDS_AS_ITS_GUARD_IS_TOLD = """
+import os, signal
+guard = os.getppid()
+os.sched_setscheduler(guard, os.SCHED_IDLE, os.sched_param(0))  # it is told, and runs when this has ended
+os.kill(guard, signal.SIGTERM)
+os._exit(3)
+"""
+
+
+def test_sigterm_meets_a_program_that_has_ended() -> None:
+    core = min(os.sched_getaffinity(0))
+    command = launching((sys.executable, "-I", "-S", "-c", ENDS_AS_ITS_GUARD_IS_TOLD), (core,), "group")
+    for _ in range(10):
+        done = subprocess.run(command, capture_output=True, text=True, start_new_session=True, timeout=30, check=False)
+        assert (done.returncode, done.stderr) == (3, "")

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
 from kvferry.core.errors import ConfigError, UnknownName
 from kvferry.engine.config import EngineConfig
-from kvferry.fleet.arguments import to_arguments
-from kvferry.fleet.local import LocalFleet, variable_name
+from kvferry.fleet.arguments import to_arguments, variable_name
+from kvferry.fleet.local import LocalFleet
 from kvferry.fleet.process import ProcessSpec
 from kvferry.fleet.ready import InstanceReady
 from kvferry.fleet.spec import FleetSpec, InstanceSpec, Listen
+from kvferry.fleet.supervisor import RouterGroup
 from kvferry.router.config import RouterConfig
 
 
@@ -32,7 +34,7 @@ def transfer_of(spec: ProcessSpec) -> dict[str, object]:
     return json.loads(flag.partition("=")[2])  # type: ignore[no-any-return]
 
 
-def test_instances_are_on_loopback_with_ports_of_their_own_and_the_router_where_it_was_said() -> None:
+def test_instances_are_on_loopback_with_ports_of_their_own_and_the_router_where_it_was_said(tmp_path: Path) -> None:
     plan = fleet(prefill=2).plan()
     assert [spec.name for spec in plan.instances] == ["prefill-0", "prefill-1", "decode-0"]
     for spec in plan.instances:
@@ -40,7 +42,10 @@ def test_instances_are_on_loopback_with_ports_of_their_own_and_the_router_where_
         assert {"--host=127.0.0.1", "--port=0", "--grace-s=2.0", "--block-size=16"} <= set(spec.command)
         assert [one for one in spec.command if "served" in one] == ["--served-model-name=a", "--served-model-name=b"]
     assert plan.front is not None
-    router = plan.front({spec.name: InstanceReady(f"http://{spec.name}:1") for spec in plan.instances})
+    (router,) = plan.front.processes(
+        {spec.name: InstanceReady(f"http://{spec.name}:1") for spec in plan.instances}, RouterGroup(tmp_path, (7,))
+    )
+    assert router.descriptors == (7,)
     assert {"--host=0.0.0.0", "--port=9000", "--hand-off=sequential"} <= set(router.command)
     assert [one for one in router.command if "url" in one] == [
         "--prefill-url=http://prefill-0:1",

@@ -6,6 +6,7 @@ import asyncio
 import os
 import re
 import signal
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -16,8 +17,9 @@ from kvferry.core.errors import ConfigError
 from kvferry.fleet import restart
 from kvferry.fleet.asking import serves
 from kvferry.fleet.process import ProcessSpec
+from kvferry.fleet.ready import InstanceReady
 from kvferry.fleet.restart import MOST_WAIT_S, SETTLED_S, Again, GiveUp, RestartPolicy, Restarts
-from kvferry.fleet.supervisor import FleetPlan, LocalSupervisor
+from kvferry.fleet.supervisor import FleetPlan, LocalSupervisor, RouterGroup
 from support.certificates import Authority
 
 
@@ -64,8 +66,17 @@ def urls(display: RecordingDisplay, name: str) -> list[str]:
     return [url for who, url in display.of("ready") if who == name]
 
 
+class OneRouter:
+    """A front of one process, which opens its own port."""
+
+    addresses = ()
+
+    def processes(self, ready: Mapping[str, InstanceReady], group: RouterGroup) -> list[ProcessSpec]:
+        return [healthy("router")]
+
+
 async def up(display: RecordingDisplay, *specs: ProcessSpec, policy: RestartPolicy) -> asyncio.Task[int]:
-    plan = FleetPlan(specs, lambda ready: healthy("router"))
+    plan = FleetPlan(specs, OneRouter())
     task = asyncio.create_task(LocalSupervisor(display, policy=policy).run(plan))
     await display.until(lambda seen: bool(seen.of("up")))
     return task
@@ -94,7 +105,7 @@ async def test_who_hangs_is_killed_and_comes_back(caplog: pytest.LogCaptureFixtu
     display = RecordingDisplay()
     cert, key = Authority(tmp_path).issue()
     files = (str(cert), str(key)) if tls else ()
-    spec = child("decode-0", HEALTHY, "--port=0", *files, tls_cert=cert if tls else None)
+    spec = child("decode-0", HEALTHY, "--port=0", *files)
     task = await up(display, spec, policy=RestartPolicy(hang_timeout_s=1.0))
     await _is_asked(caplog)
     os.kill(pids(display, "decode-0")[0], signal.SIGSTOP)

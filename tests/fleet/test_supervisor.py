@@ -32,7 +32,7 @@ from fleet.recording import RecordingDisplay
 from kvferry.fleet.process import ProcessSpec
 from kvferry.fleet.ready import InstanceReady
 from kvferry.fleet.restart import RestartPolicy
-from kvferry.fleet.supervisor import FleetPlan, LocalSupervisor
+from kvferry.fleet.supervisor import FleetPlan, LocalSupervisor, RouterGroup
 
 TESTS = Path(__file__).parents[1]
 
@@ -41,12 +41,18 @@ async def run(plan: FleetPlan, display: RecordingDisplay, grace_s: float = 10.0)
     return await LocalSupervisor(display, grace_s).run(plan)
 
 
-def two(front: bool = True) -> FleetPlan:
-    def make_front(ready: Mapping[str, InstanceReady]) -> ProcessSpec:
-        return child("router", GOOD, "router", ",".join(about.url for about in ready.values()))
+class OneRouter:
+    """Says the instances' addresses for its own."""
 
+    addresses = (("127.0.0.1", 0),)
+
+    def processes(self, ready: Mapping[str, InstanceReady], group: RouterGroup) -> list[ProcessSpec]:
+        return [child("router", GOOD, "router", ",".join(about.url for about in ready.values()))]
+
+
+def two(front: bool = True) -> FleetPlan:
     instances = (child("prefill-0", GOOD, "P", "http://p:1"), child("decode-0", GOOD, "D", "http://d:1"))
-    return FleetPlan(instances, make_front if front else None)
+    return FleetPlan(instances, OneRouter() if front else None)
 
 
 async def end_by(number: int, task: asyncio.Task[int]) -> int:
@@ -222,7 +228,7 @@ SUPERVISE = """
 import asyncio, sys
 from fleet.children import GOOD, STUBBORN, CRASHING_WHEN_TOLD, child
 from kvferry.fleet.display import PlainDisplay
-from kvferry.fleet.supervisor import FleetPlan, LocalSupervisor
+from kvferry.fleet.supervisor import FleetPlan, LocalSupervisor, RouterGroup
 plan = FleetPlan((child("prefill-0", CRASHING_WHEN_TOLD), child("decode-0", STUBBORN)))
 sys.exit(asyncio.run(LocalSupervisor(PlainDisplay(), grace_s=0.2).run(plan)))
 """

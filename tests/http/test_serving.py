@@ -6,9 +6,11 @@ import asyncio
 import json
 import socket
 import struct
+from contextlib import closing
 
 import pytest
 
+from kvferry.http.listen import listen
 from kvferry.observe.logs import JsonFormatter
 
 from .running import Handlers, request, running, wire
@@ -235,9 +237,22 @@ async def test_nagles_algorithm_is_off() -> None:
         assert of_server.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) == 1
 
 
-async def test_two_servers_may_share_a_port() -> None:
-    async with running(reuse_port=True) as one, running(reuse_port=True, port=one.port) as other:
-        assert one.port == other.port
+async def test_servers_that_share_a_socket_serve_while_one_of_them_lives() -> None:
+    with closing(listen("127.0.0.1", 0)) as shared:
+        async with running(listeners=(shared.fileno(),)) as one, running(listeners=(shared.fileno(),)) as other:
+            assert one.port == other.port == shared.getsockname()[1]
+            for server in (None, one.server, other.server):
+                if server is not None:
+                    server.stop()
+                    while not server.draining:
+                        await asyncio.sleep(0)
+                async with wire(one.port) as client:
+                    client.send(request("/ok"))
+                    if server is not other.server:
+                        assert (await client.reply()).status == 200
+                    else:  # it waits for one that is to come
+                        shared.settimeout(30)
+                        assert shared.accept()[0].recv(4) == b"GET "
 
 
 async def test_the_access_log_has_fields_for_collectors(caplog: pytest.LogCaptureFixture) -> None:

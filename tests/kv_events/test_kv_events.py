@@ -23,8 +23,8 @@ from kvferry.kv_events.messages import (
     encode_batch,
 )
 from kvferry.kv_events.publisher import KVEventPublisher
-from kvferry.kv_events.replays import MOST_CALLERS, STALL_S
-from kvferry.kv_events.subscriber import Missed, Restarted, Told, follow
+from kvferry.kv_events.replays import MOST_REPLAYS, STALL_S
+from kvferry.kv_events.subscriber import FeedUpdate, Missed, Restarted, follow
 
 
 def stored(number: int) -> list[Event]:
@@ -38,13 +38,13 @@ def publisher() -> Iterator[KVEventPublisher]:
     publisher.close()
 
 
-def at(publisher: KVEventPublisher) -> AsyncIterator[Told]:
+def at(publisher: KVEventPublisher) -> AsyncIterator[FeedUpdate]:
     return follow(publisher.addresses.endpoint, publisher.addresses.replay_endpoint)
 
 
-async def take(told: AsyncIterator[Told], count: int) -> list[Told]:
+async def take(updates: AsyncIterator[FeedUpdate], count: int) -> list[FeedUpdate]:
     async with asyncio.timeout(60):
-        return [await anext(told) for _ in range(count)]
+        return [await anext(updates) for _ in range(count)]
 
 
 async def test_events_are_read_as_they_were_published() -> None:
@@ -73,11 +73,11 @@ def test_events_of_unknown_kind_or_shape_are_left_out() -> None:
     assert decode_batch(payload) == stored(3)
 
 
-async def test_what_was_told_before_is_told_to_who_comes_later(publisher: KVEventPublisher) -> None:
+async def test_a_late_follower_gets_earlier_events(publisher: KVEventPublisher) -> None:
     for number in range(3):
         publisher.publish(stored(number))
-    async with aclosing(at(publisher)) as told:
-        assert await take(told, 3) == [stored(0), stored(1), stored(2)]
+    async with aclosing(at(publisher)) as updates:
+        assert await take(updates, 3) == [stored(0), stored(1), stored(2)]
 
 
 def ask_again(context: zmq.Context[zmq.Socket[bytes]], where: str, first: int) -> zmq.Socket[bytes]:
@@ -90,7 +90,7 @@ def ask_again(context: zmq.Context[zmq.Socket[bytes]], where: str, first: int) -
     return caller
 
 
-def test_all_that_is_kept_is_told_to_who_reads_slowly() -> None:
+def test_a_slow_follower_gets_all_that_is_kept() -> None:
     """However far it is beyond what ZeroMQ lets wait by default, and what lies in the sockets of the system."""
     publisher = KVEventPublisher("tcp://127.0.0.1:*", None, ManualClock(5.0), most_kept=4000)
     context = zmq.Context()
@@ -117,7 +117,7 @@ def test_callers_that_never_read_keep_nobody_waiting_and_are_given_up() -> None:
         event = BlockStored(block_hashes=[b"x" * 12_000], parent_block_hash=None, token_ids=[], block_size=2)
         for _ in range(2000):
             publisher.publish([event])
-        silent = [ask_again(context, publisher.addresses.replay_endpoint, 0) for _ in range(MOST_CALLERS)]
+        silent = [ask_again(context, publisher.addresses.replay_endpoint, 0) for _ in range(MOST_REPLAYS)]
         for one in silent:
             one.poll(60_000)
         late = ask_again(context, publisher.addresses.replay_endpoint, 1999)
@@ -145,9 +145,9 @@ def stranger(where: str, kind: bytes) -> socket.socket:
 def test_who_would_say_too_much_is_cut_off(publisher: KVEventPublisher, kind: bytes) -> None:
     where = publisher.addresses.endpoint if kind == b"SUB" else publisher.addresses.replay_endpoint
     with stranger(where, kind) as loud:
-        heard = b""
-        while b"Socket-Type" not in heard:
-            heard += loud.recv(1)
+        received = b""
+        while b"Socket-Type" not in received:
+            received += loud.recv(1)
         loud.sendall(b"\x02" + (2**28).to_bytes(8, "big") + bytes(100))
         with suppress(ConnectionResetError):
             while loud.recv(65536):
@@ -169,14 +169,14 @@ async def test_who_asks_for_endless_topics_is_sent_away_and_others_miss_nothing(
     greedy.connect(publisher.addresses.endpoint)
     for topic in range(2000):
         greedy.send(b"\x01" + topic.to_bytes(200, "big"))
-    heard: list[Told] = []
+    received: list[FeedUpdate] = []
 
     async def hear(number: int) -> None:
-        while stored(number) not in heard:
-            heard.extend(await take(told, 1))
+        while stored(number) not in received:
+            received.extend(await take(updates, 1))
 
     try:
-        async with aclosing(at(publisher)) as told:
+        async with aclosing(at(publisher)) as updates:
             count = 0
             while "too many topics" not in caplog.text:
                 publisher.publish(stored(count))
@@ -193,42 +193,42 @@ async def test_who_asks_for_endless_topics_is_sent_away_and_others_miss_nothing(
     finally:
         publisher.close()
         context.destroy(linger=0)
-    assert heard == [stored(number) for number in range(len(heard))]
+    assert received == [stored(number) for number in range(len(received))]
 
 
-async def test_a_gap_is_filled_and_one_that_cannot_be_is_told(publisher: KVEventPublisher) -> None:
+async def test_a_gap_is_filled_or_reported(publisher: KVEventPublisher) -> None:
     published = publisher._pub.send_multipart
     publisher.publish(stored(0))
-    async with aclosing(at(publisher)) as told:
-        assert await take(told, 1) == [stored(0)]
-        await _heard(publisher, told)
+    async with aclosing(at(publisher)) as updates:
+        assert await take(updates, 1) == [stored(0)]
+        await _wait_for_event(publisher, updates)
         begun = publisher._next
         publisher._pub.send_multipart = lambda frames: None  # lost on the way
         for number in range(2):
             publisher.publish(stored(100 + number))
         publisher._pub.send_multipart = published
         publisher.publish(stored(102))
-        assert await take(told, 3) == [stored(100), stored(101), stored(102)]
+        assert await take(updates, 3) == [stored(100), stored(101), stored(102)]
         publisher._pub.send_multipart = lambda frames: None
         for number in range(7):  # more than are kept
             publisher.publish(stored(200 + number))
         publisher._pub.send_multipart = published
         publisher.publish(stored(300))
-        assert await take(told, 2) == [Missed(7), stored(300)]
+        assert await take(updates, 2) == [Missed(7), stored(300)]
         assert publisher._next == begun + 11
 
 
-async def _heard(publisher: KVEventPublisher, told: AsyncIterator[Told]) -> None:
+async def _wait_for_event(publisher: KVEventPublisher, updates: AsyncIterator[FeedUpdate]) -> None:
     """Publish until one came by itself: a subscription takes its time to arrive."""
     publisher._kept.clear()
-    waiting = asyncio.ensure_future(anext(told))
+    waiting = asyncio.ensure_future(anext(updates))
     while not waiting.done():
         publisher.publish([])
         publisher._kept.clear()
         await asyncio.wait({waiting}, timeout=0.01)
     last = publisher._next
     publisher.publish(stored(10**6))
-    while (await anext(told)) != stored(10**6):
+    while (await anext(updates)) != stored(10**6):
         pass
     assert publisher._next == last + 1
 
@@ -236,21 +236,21 @@ async def _heard(publisher: KVEventPublisher, told: AsyncIterator[Told]) -> None
 async def test_another_process_at_the_address_is_noticed() -> None:
     first = KVEventPublisher("tcp://127.0.0.1:*", None, ManualClock())
     where = first.addresses
-    async with aclosing(follow(where.endpoint, where.replay_endpoint)) as told:
+    async with aclosing(follow(where.endpoint, where.replay_endpoint)) as updates:
         first.publish(stored(0))
-        assert await take(told, 1) == [stored(0)]
-        await _heard(first, told)
+        assert await take(updates, 1) == [stored(0)]
+        await _wait_for_event(first, updates)
         first.close()
         second = KVEventPublisher(where.endpoint, where.replay_endpoint, ManualClock(9.0))
         try:
-            seen: list[Told] = []
-            waiting = asyncio.ensure_future(anext(told))
+            seen: list[FeedUpdate] = []
+            waiting = asyncio.ensure_future(anext(updates))
             while Restarted() not in seen:
                 second.publish(stored(7))
                 await asyncio.wait({waiting}, timeout=0.01)
                 if waiting.done():
                     seen.append(waiting.result())
-                    waiting = asyncio.ensure_future(anext(told))
+                    waiting = asyncio.ensure_future(anext(updates))
             while not waiting.done():
                 second.publish(stored(7))
                 await asyncio.wait({waiting}, timeout=0.01)
@@ -266,8 +266,8 @@ async def test_strange_messages_and_requests_harm_nobody(publisher: KVEventPubli
     for frames in ([b""], [b"", b"short"], [b"", b"1", b"2", b"3"], [b"", b"\xff" * 9]):
         socket.send_multipart(frames)
     publisher.publish(stored(1))
-    async with aclosing(at(publisher)) as told:
-        assert await take(told, 1) == [stored(1)]
+    async with aclosing(at(publisher)) as updates:
+        assert await take(updates, 1) == [stored(1)]
     context.destroy(linger=0)
 
 

@@ -213,10 +213,44 @@ async def test_an_error_that_is_the_requests_own_is_not_tried_elsewhere() -> Non
     assert not good.requests
 
 
-async def test_several_choices_end_with_an_error_as_before() -> None:
+def by_choice(events: list[bytes]) -> Any:
+    """What each choice says and how it ends, and all usage."""
+    choices: dict[int, list[Any]] = {}
+    usage = []
+    for event in (json.loads(one) for one in events if one != b"data: [DONE]"):
+        usage += [event["usage"]] if event.get("usage") else []
+        for choice in event.get("choices", ["an error"]):
+            text = choice.get("text", "") + choice.get("delta", {}).get("content", "")
+            end = [choice["finish_reason"]] if choice.get("finish_reason") else []
+            said = choices.setdefault(choice["index"], ["", []])
+            choices[choice["index"]] = [said[0] + text, said[1] + end]
+    return choices, usage, events[-1]
+
+
+@pytest.mark.parametrize("how", WAYS, ids=["cut", "hang", "error"])
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {**TEXT, "n": 2, "stream_options": {"include_usage": True}}),
+        ("/v1/completions", {**TEXT, "prompt": ["one", "two"], "temperature": 0}),
+        ("/v1/chat/completions", {**CHAT, "n": 3, "seed": 9}),
+    ],
+)
+async def test_several_choices_that_repeat_themselves_go_on_elsewhere(
+    path: str, body: dict[str, Any], how: Any
+) -> None:
+    whole = by_choice(await expected(body, path))
+    for after in (1, 13, 29):
+        bad, good = Failing(after, 2, how), Failing()
+        async with fleet(bad, good, **SOON) as (_, url):
+            assert by_choice(await stream(url, body, path)) == whole
+        assert good.requests
+
+
+async def test_several_choices_that_are_sampled_without_a_seed_end_with_an_error() -> None:
     bad, good = Failing(7, 2, "cut"), Failing()
     async with fleet(bad, good) as (_, url):
-        assert b"instance_lost" in (await stream(url, {**TEXT, "n": 2}))[-2]
+        assert b"instance_lost" in (await stream(url, {**TEXT, "n": 2, "seed": None}))[-2]
     assert not good.requests
 
 

@@ -124,6 +124,26 @@ async def test_decode_is_told_of_all_ranks_of_a_prefill_instance() -> None:
     assert (early["tp_size"], early["remote_ranks"]) == (2, [["127.0.0.1", 4711], ["127.0.0.1", 4712]])
 
 
+async def test_a_prefill_instance_whose_store_takes_nothing_is_left_out_for_a_while() -> None:
+    """D would compute each prompt once more. The request that tells is served with P's first token."""
+
+    async def full(peer: Peer, request: Request, body: Any) -> Response:
+        return JSONResponse({"choices": [], "kv_transfer_params": {**ticket_for(peer, body), "remote_stores": stores}})
+
+    stores: list[str] = []
+    p, d = Peer("prefill", full, facts={**CONCURRENT, "connector": "KVStoreConnector"}), a_decode()
+    async with instances(p, d), routing([p.url], [d.url]) as (router, url):
+        for _ in range(2):
+            assert (await post(url))[0] == 200
+        assert len(p.calls) == 1
+        stores.append("valkey")
+        router.services.pools.prefill.without_tickets.clear()  # as when their time is over
+        for _ in range(2):
+            assert (await post(url))[0] == 200
+    told = [one.body.get("kv_transfer_params", {}).get("remote_stores") for one in d.calls]
+    assert told == [[], None, ["valkey"], ["valkey"]]
+
+
 async def _with_go_once_both_are_called(p: Peer, d: Peer, request: Any) -> Any:
     async with asyncio.TaskGroup() as group:
         asked = group.create_task(request)

@@ -77,10 +77,16 @@ def test_one_that_is_late_three_times_in_a_row_is_down() -> None:
         assert one.state is expected
 
 
-def test_a_start_is_no_return_and_a_death_is_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("began_before_it", [False, True])
+def test_a_start_is_no_return_and_a_death_is_told_of_once(
+    began_before_it: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     one = in_state(State.NEW)
+    if began_before_it:  # the router
+        one.is_down("connection refused")
     one.is_well()
     assert "is back" not in caplog.text
+    caplog.clear()
     one.is_down("connection refused")  # met by a request
     one.is_down("connection refused")  # and by the next look at its health
     one.is_well()

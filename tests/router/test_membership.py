@@ -21,7 +21,7 @@ from kvferry.http.signed_client import bearer
 from kvferry.router.app import Router
 from kvferry.router.instance import InstanceState
 from kvferry.router.legs import Legs
-from kvferry.router.pools import Pools, RolePool
+from kvferry.router.pools import Pools
 from kvferry.router.relay import Relay
 from router.peers import (
     CONCURRENT,
@@ -431,7 +431,7 @@ async def test_what_was_counted_of_an_instance_goes_with_it_though_nobody_asks_f
 
 
 def test_addresses_are_hidden_until_long_after_the_instance_has_left() -> None:
-    clock, pools = ManualClock(), Pools(RolePool("prefill", []), RolePool("decode", []))
+    clock, pools = ManualClock(), Pools.empty()
     relay = Relay(pools, clock)
     plain = b"see http:// or x:80 or [1]"
     assert relay.hide(plain) == plain

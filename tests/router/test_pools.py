@@ -12,7 +12,10 @@ from kvferry.router.pools import Pools, RolePool
 
 
 def a_pool(num: int = 3) -> RolePool:
-    return RolePool("decode", [f"http://d{index}:1" for index in range(num)])
+    pool = RolePool("decode")
+    for index in range(num):
+        pool.add(f"http://d{index}:1")
+    return pool
 
 
 def test_everyone_in_turn() -> None:
@@ -39,7 +42,9 @@ def test_excluded_are_never_picked() -> None:
 
 def test_who_asked_to_be_left_alone_is_passed_over_while_others_are_there() -> None:
     clock = ManualClock(100.0)
-    pool = RolePool("decode", ["http://d0:1", "http://d1:1"], clock=clock)
+    pool = RolePool("decode", clock)
+    pool.add("http://d0:1")
+    pool.add("http://d1:1")
     first, second = pool.instances
     first.busy_until = 107.0
     assert pool.alive() == [second]
@@ -100,7 +105,7 @@ def test_the_url_that_clients_have_is_not_a_base_url(url: str) -> None:
     [
         ({"max_in_flight": 0}, "--max-in-flight"),
         ({"retries": -1}, "--retries"),
-        ({"connect_timeout_s": 0}, "--connect-timeout-s"),
+        ({"health_timeout_s": 0}, "--health-timeout-s"),
         ({"max_body": "2GiB"}, "--max-buffered"),
         ({"max_body": "much"}, "--max-body"),
     ],

@@ -243,7 +243,7 @@ async def test_a_leave_does_not_wait_for_ever() -> None:
             running = asyncio.create_task(post(sender.url, stream=True))
             await d.called.wait()
             assert not await telling.leave(within_s=0.05)
-            assert not router.registrations.leases
+            assert not router.state.num_leases()
             d.go.set()
             assert await running == 200
 
@@ -410,7 +410,7 @@ async def test_who_the_file_names_later_is_kept_when_its_lease_ends(tmp_path: Pa
         follow(router)
         router.registrations.look(router.services.clock.monotonic() + 1000)
         assert urls(router) == [d.url]
-        assert not router.registrations.leases
+        assert not router.state.num_leases()
 
 
 # The instance's side.

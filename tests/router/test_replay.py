@@ -109,6 +109,46 @@ async def test_wherever_it_broke_off_and_however_the_events_are_cut(body: dict[s
         assert good.calls[0].body == bad.calls[0].body == body
 
 
+def of_three(sizes: list[int], created: int, cut_after: int | None = None) -> Any:
+    """Three choices, of different words and lengths, whose events take turns."""
+
+    async def answer(peer: Peer, request: Request, body: Any) -> Response:
+        texts = [WORDS, WORDS[::-1], WORDS[:4]]
+        streams = [chunks(body, sizes[number:] + sizes[:number], created, words) for number, words in enumerate(texts)]
+        found = []
+        for number, events in enumerate(streams):
+            found += [(at, event.replace(b'"index":0', b'"index":%d' % number)) for at, event in enumerate(events[:-2])]
+        events = [event for _, event in sorted(found, key=lambda one: one[0])] + streams[0][-2:]
+        return Cut(events[:cut_after]) if cut_after else StreamingResponse(each(events), media_type="text/event-stream")
+
+    return answer
+
+
+def by_choice(events: list[Any]) -> Any:
+    assert not [event for event in events if "error" in event]
+    numbers = {choice["index"] for event in events for choice in event["choices"]}
+    return {
+        number: whole([
+            {**event, "choices": [choice for choice in event["choices"] if choice["index"] == number]}
+            for event in events
+        ])
+        for number in numbers
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("body", [{**BODY, "n": 3}, {**CHAT, "n": 3}])
+@pytest.mark.parametrize("sizes", [[1], [3, 1, 2]])
+async def test_several_choices(body: dict[str, Any], sizes: list[int]) -> None:
+    async with instances(one := a_vllm(of_three([1], 7))), routing([], [one.url]) as (_, url):
+        expected = by_choice(await ask(url, body))
+    assert [expected[number]["finish"] for number in range(3)] == [["stop"]] * 3
+    for after in range(1, 26, 3):
+        bad, good = a_vllm(of_three([1], 7, after)), a_vllm(of_three(sizes, 8))
+        async with instances(bad, good), routing([], [bad.url, good.url]) as (_, url):
+            assert by_choice(await ask(url, body)) == expected, after
+        assert good.calls
+
+
 @pytest.mark.parametrize(
     "words", [["The", " slow"], [*WORDS[:3], " red", *WORDS[4:]], ["The"], [], ["The", " quick", " brown"]]
 )
@@ -156,7 +196,7 @@ def whole_text(events: list[Any]) -> str:
 
 
 @pytest.mark.parametrize(
-    "fields", [{"temperature": 1.0}, {"temperature": None}, {"n": 2}, {"use_beam_search": True}, {"prompt": ["a", "b"]}]
+    "fields", [{"temperature": 1.0}, {"temperature": None}, {"n": 2, "temperature": 1.0}, {"use_beam_search": True}]
 )
 async def test_what_does_not_repeat_itself_ends_with_an_error(fields: dict[str, Any]) -> None:
     bad, good = a_vllm(answering([1], 7, cut_after=4)), a_vllm(answering([1], 7))

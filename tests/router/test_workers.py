@@ -6,8 +6,6 @@ import asyncio
 import json
 import os
 import signal
-import socket
-import subprocess
 import sys
 from asyncio.subprocess import PIPE, Process
 from collections import Counter
@@ -20,39 +18,43 @@ import aiohttp
 import psutil
 import pytest
 
-from kvferry.http.config import HttpConfig, InstanceAccess
-from kvferry.router.config import RouterConfig
-from kvferry.router.workers import Workers as Parent
-from kvferry.router.workers import _Worker
 from router.peers import CONCURRENT, DECODE, Peer, answer, answer_when_told, event, instances, routing, ticket
 from support.certificates import Authority
 
 SERVE = """
-import json, sys
+import asyncio, json, sys
 from pathlib import Path
-from kvferry.http.config import HttpConfig
+from kvferry.core.errors import ConfigError
+from kvferry.fleet.display import ReportingDisplay
+from kvferry.fleet.ready import ReadyWriter
+from kvferry.fleet.restart import RestartPolicy
+from kvferry.fleet.routers import RouterPlan
+from kvferry.fleet.spec import Listen
+from kvferry.fleet.supervisor import FleetPlan, LocalSupervisor
+from kvferry.http.config import HttpAccess, InstanceAccess
 from kvferry.http.limits import HttpLimits
 from kvferry.router.config import RouterConfig
-from kvferry.router.server import run_router
-from kvferry.router.workers import Workers
-
-def tell(about):
-    print(json.dumps(about), flush=True)
 
 prefill, decode, settings = json.loads(sys.argv[1])
-Workers.silent_s = settings.pop("silent_s", Workers.silent_s)
+policy = RestartPolicy(hang_timeout_s=settings.pop("hang_timeout_s", 60.0))
 paths = ("_file", "_cert", "_key")
 settings = {name: Path(value) if name.endswith(paths) else value for name, value in settings.items()}
-of_http = ("port", "api_key_file", "tls_cert", "tls_key")
-http = {"port": 0} | {name: settings.pop(name) for name in of_http if name in settings}
-http["limits"] = HttpLimits(**{name: settings.pop(name) for name in [*settings] if name.startswith("http_")})
-config = RouterConfig(prefill_url=tuple(prefill), decode_url=tuple(decode), **settings)
-access = HttpConfig(**http, admin_key=("operator",), secret="the token of tests")
-sys.exit(run_router(config, access, on_ready=tell))
+access = {name: settings.pop(name) for name in ("api_key_file", "tls_cert", "tls_key") if name in settings}
+limits = HttpLimits(**{name: settings.pop(name) for name in [*settings] if name.startswith("http_")})
+plan = RouterPlan(
+    listen=Listen(port=settings.pop("port", 0)),
+    access=HttpAccess(admin_key=("operator",), **access),
+    limits=limits,
+    instance_access=InstanceAccess(),
+    router=RouterConfig(prefill_url=tuple(prefill), decode_url=tuple(decode), **settings),
+)
+supervisor = LocalSupervisor(ReportingDisplay(ReadyWriter(1)), 30.0, policy)
+sys.exit(asyncio.run(supervisor.run(FleetPlan((), plan))))
 """
 
 BODY: dict[str, Any] = {"model": "m", "prompt": "Hello"}
 OPERATOR = {"Authorization": "Bearer operator"}
+TOKEN = "the token of tests"
 
 
 class Workers:
@@ -79,9 +81,8 @@ class Workers:
         for pid in self.now():
             with suppress(psutil.NoSuchProcess):
                 found = psutil.Process(pid).net_connections("tcp")
-                num += any(
-                    one.status == psutil.CONN_LISTEN and self.url.endswith(f":{one.laddr.port}") for one in found
-                )
+                # The one that all inherit, and its own for the others, which it opens once it is about to serve.
+                num += sum(one.status == psutil.CONN_LISTEN for one in found) == 2
         return num
 
     async def ask(self, method: str, path: str, body: Any = None) -> tuple[int, bytes]:
@@ -103,15 +104,33 @@ async def workers(
     """Their parent writes its errors to `log`."""
     said = json.dumps([prefill, decode, {"workers": num, **settings}], default=str)
     with log.open("wb") if log is not None else nullcontext() as errors:
-        process = await asyncio.create_subprocess_exec(sys.executable, "-c", SERVE, said, stdout=PIPE, stderr=errors)
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-c",
+            SERVE,
+            said,
+            stdout=PIPE,
+            stderr=errors,
+            env={**os.environ, "KVFERRY_AUTH_TOKEN": TOKEN},
+        )
     assert process.stdout is not None
     try:
-        about = json.loads(await process.stdout.readline())
-        yield Workers(process, about["url"], about.get("workers", []))
+        router = Workers(process, await url_of(process), [])
+        router.pids = router.now()
+        yield router
     finally:
         if process.returncode is None:
             process.terminate()
         assert await process.wait() in (0, -signal.SIGKILL)
+
+
+async def url_of(process: Process) -> str:
+    """Where they serve, once they do."""
+    assert process.stdout is not None
+    async for line in process.stdout:
+        if b'"url"' in line:
+            return str(json.loads(line)["url"])
+    raise AssertionError("the routers did not start")
 
 
 async def until(done: Callable[[], Any]) -> None:
@@ -144,7 +163,7 @@ async def test_figures_and_decisions_are_those_of_all_workers() -> None:
         assert (await router.ask("GET", "/kvferry/decisions?limit=x"))[0] == 400
 
 
-async def test_operators_reach_all_workers_and_a_new_first_worker_knows_what_they_did() -> None:
+async def test_operators_reach_all_workers_and_a_new_one_knows_what_they_did() -> None:
     p, d = Peer("prefill", ticket, facts=CONCURRENT), Peer("decode", answer, facts=DECODE)
     more = Peer("decode", answer, facts=DECODE)
     async with instances(p, d, more), workers([p.url], [d.url], 3) as router:
@@ -156,9 +175,9 @@ async def test_operators_reach_all_workers_and_a_new_first_worker_knows_what_the
         assert (await router.ask("POST", "/kvferry/instances/remove", {"instance": d.url, "force": True}))[0] == 200
         await until(lambda: _nobody_serves(router, d))
 
-        first = router.pids[0]
-        os.kill(first, signal.SIGKILL)
-        await until(lambda: len(router.now()) == 3 and first not in router.now())
+        lost = router.pids[0]
+        os.kill(lost, signal.SIGKILL)
+        await until(lambda: len(router.now()) == 3 and lost not in router.now())
         await until(lambda: _names_are(router, ["decode-1", "prefill-0"]))
         d.calls.clear()
         assert {await complete(router) for _ in range(12)} == {200}
@@ -236,7 +255,7 @@ async def test_a_signal_has_all_workers_finish_what_they_do() -> None:
 
 async def test_a_worker_that_stands_still_is_replaced_and_keeps_nobody_from_ending() -> None:
     d = Peer("decode", answer, facts=DECODE)
-    async with instances(d), workers([], [d.url], silent_s=4.0) as router:
+    async with instances(d), workers([], [d.url], hang_timeout_s=4.0) as router:
         still = router.pids[0]
         os.kill(still, signal.SIGSTOP)
         await until(lambda: len(router.now()) == 2 and still not in router.now())
@@ -282,7 +301,7 @@ async def test_a_worker_that_is_started_later_goes_by_the_same_files_as_the_othe
         assert await complete(router, user="another") == 200
 
 
-async def test_a_new_first_worker_follows_the_file_from_where_the_last_one_was(tmp_path: Path) -> None:
+async def test_a_new_worker_follows_the_file_from_where_the_others_are(tmp_path: Path) -> None:
     path, (a, b, c) = tmp_path / "instances", [Peer("decode", answer, facts=DECODE) for _ in range(3)]
     async with instances(a, b, c):
         path.write_text(f"decode {a.url}\ndecode {b.url}\n")
@@ -312,25 +331,6 @@ async def test_keys_are_those_of_the_start_at_each_worker(tmp_path: Path) -> Non
                 assert response.status == 200
 
 
-async def test_a_worker_that_says_nonsense_is_the_only_one_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    parent = Parent(RouterConfig(decode_url=("http://d:1",)), HttpConfig(), InstanceAccess(), lambda about: None)
-    parent._told_ready = True
-    for said in (b"nonsense\n", b"x" * 200):
-        process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"])  # noqa: ASYNC220
-        ours, theirs = socket.socketpair()
-        reader, writer = await asyncio.open_connection(sock=ours, limit=64)
-        worker = _Worker(0, process, reader, writer, 0.0, 0.0)
-        with theirs:
-            theirs.send(said)
-
-            async def start(number: int, worker: _Worker = worker) -> _Worker:
-                return worker
-
-            monkeypatch.setattr(parent, "_start", start)
-            await parent._live(0)
-        assert process.returncode == -signal.SIGKILL
-
-
 async def test_workers_end_with_their_parent() -> None:
     d = Peer("decode", answer, facts=DECODE)
     async with instances(d), workers([], [d.url]) as router:
@@ -356,7 +356,7 @@ async def test_a_mistake_in_the_settings_ends_all_of_it(mistake: str, tmp_path: 
     process = await asyncio.create_subprocess_exec(sys.executable, "-c", SERVE, said, stdout=PIPE, stderr=PIPE)
     _, told = await process.communicate()
     assert process.returncode != 0
-    assert b"ConfigError" in told
+    assert b"error: " in told
     assert not file or b"missing" in told
 
 

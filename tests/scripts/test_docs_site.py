@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from dataclasses import fields
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from kvferry.core.environment import VARIABLES
 from kvferry.core.errors import ConfigError
 from kvferry.core.names import resolve
 from kvferry.core.transfer_config import KVTransferConfig
+from kvferry.router.config import RouterConfig
 
 ROOT = Path(__file__).parents[2]
 INTERNAL = {"KVFERRY_HELPER_NAME", "KVFERRY_HELPER_LOG_FORMAT"}
@@ -37,6 +39,16 @@ def test_every_flag_is_in_the_reference_with_its_meaning(command: str, reference
     names = {name for flag in commands.flags(COMMANDS[command]) for name in flag.names if not name.startswith("--no-")}
     assert {name for cell in rows for name in re.findall(r"`(.+?)`", cell)} == names
     assert all(len(row.rsplit("|", 2)[1].strip()) > 8 for row in rows.values())
+
+
+@pytest.mark.parametrize("command", ["router", "serve"])
+def test_settings_of_the_router_are_in_groups_in_the_order_of_their_class(command: str) -> None:
+    groups = {flag.name: commands._group(flag)[1] for flag in commands.flags(COMMANDS[command])}
+    headings = list(dict.fromkeys(group for group in groups.values() if group.startswith("Router")))
+    assert headings == [one.metadata["heading"] for one in fields(RouterConfig) if "heading" in one.metadata]
+    assert groups["--tenants-file"] == "Router: tenants"
+    assert groups["--registration"] == "Router: instances"
+    assert groups["--host"] == "Listening"
 
 
 def test_every_environment_variable_is_a_flags_or_explained() -> None:

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from kvferry.store.eviction.reuse import UNKNOWN_OUTPUT, Reuse
-from kvferry.store.memory_index import MAX_TOLD
+from kvferry.store.eviction.learned import UNKNOWN_OUTPUT, Learned
+from kvferry.store.eviction.reuse import Reuse
+from kvferry.store.memory_index import MAX_ANSWER_TOKENS
 from kvferry.store.table import find_store, find_stores
 from kvferry.store.tiers import TieredStore
 from kvferry.testing.stores import LAYOUT, block_of, fetch, name_of, names_of
@@ -21,7 +22,9 @@ def outputs(policy: Any) -> list[int]:
     """What is known of the answers of blocks 0, 1, …; by name, or by a path with the name in it."""
     policy = policy.policy
     assert isinstance(policy, Reuse)
-    known = {(Path(key).stem if isinstance(key, str) else key.hex()): group for key, group in policy._kept.items()}
+    learned = policy.learned.policy
+    assert isinstance(learned, Learned)
+    known = {(Path(key).stem if isinstance(key, str) else key.hex()): group for key, group in learned._kept.items()}
     return [known[name_of(index).hex()].run.output for index in range(NUM_BLOCKS)]
 
 
@@ -29,7 +32,7 @@ def memory(name: str, eviction: str = "reuse") -> Any:
     return find_store(f"memory:?num_blocks=32&name={name}&eviction={eviction}").make(LAYOUT)
 
 
-@pytest.mark.parametrize("num_output_tokens", [0, 1, 300, MAX_TOLD, 2**40])
+@pytest.mark.parametrize("num_output_tokens", [0, 1, 300, MAX_ANSWER_TOKENS, 2**40])
 def test_all_who_share_an_arena_hear_of_it(tmp_path: Path, num_output_tokens: int) -> None:
     async def use() -> None:
         first, second = memory(tmp_path.name), memory(tmp_path.name)

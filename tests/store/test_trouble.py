@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +23,9 @@ from valkey import exceptions
 
 from kvferry.core.errors import StoreError
 from kvferry.core.layout import KVLayout, LayerLayout
-from kvferry.store import health
-from kvferry.store.base import Put
+from kvferry.store import breaker, tiers
+from kvferry.store import tier as tier_module
+from kvferry.store.base import Block, KVStore, Put, Read
 from kvferry.store.eviction.fifo import Fifo
 from kvferry.store.table import find_store, find_stores
 from kvferry.store.tier import Tier
@@ -75,17 +76,16 @@ async def until(condition: Callable[[], Awaitable[bool]]) -> None:
 
 @pytest.fixture(autouse=True)
 def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(health, "FIRST_PAUSE_S", 0.01)
-    monkeypatch.setattr(health, "LONGEST_PAUSE_S", 0.05)
+    monkeypatch.setattr(breaker, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(breaker, "LONGEST_PAUSE_S", 0.05)
 
 
 # One that does not open.
 
 
 def test_a_tier_that_hangs_while_it_opens_is_waited_for_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever looks opens first, before each look: only the first is held up, and only one attempt hangs."""
-    monkeypatch.setattr(health, "FIRST_PAUSE_S", 3600.0)
-    monkeypatch.setattr(health, "LONGEST_PAUSE_S", 3600.0)
+    """Only the first call is held up, and only one attempt hangs."""
+    monkeypatch.setattr(tiers, "OPEN_S", 0.05)
     attempts = []
 
     async def main() -> None:
@@ -103,15 +103,10 @@ def test_a_tier_that_hangs_while_it_opens_is_waited_for_once(tmp_path: Path, mon
         for _ in range(3):
             await store.open()
             assert await store.runs(names_of(2)) == []
-        assert tier.num_late + tier.health.num_failures == 1, "asked once"
-        tier.health.answered()  # as when the pause is over
-        await store.open()
-        assert not tier.health.may_be_asked
-        tier.health.answered()
-        tier.deadline_s = 60.0
+            assert not tier.is_up
+        assert tier.breaker.num_failures == 1, "asked once"
         may_open.set()
-        await until(lambda: is_true(asyncio.sleep(0, tier.is_open), True))
-        await store.open()
+        await until(lambda: is_ready(tier))
         assert await store.put([block_of(0)]) == [Put.STORED]
         assert await tier.store.match(names_of(1)) == 1
         await store.close()
@@ -224,7 +219,7 @@ def test_a_process_that_stops_with_the_lock_is_not_waited_for_without_end(
         await second.open()
         with second._arena.locked():  # type: ignore[attr-defined]
             assert await store.match(names_of(1)) == 0
-            assert not store.tiers[0].health.is_good
+            assert not store.tiers[0].is_up
         await until(lambda: is_true(store.match(names_of(1)), 1))
         await second.close()
 
@@ -275,10 +270,10 @@ def test_a_directory_that_is_lost_and_comes_back(tmp_path: Path) -> None:
         shutil.rmtree(root)
         root.write_text("something else is there now")
         assert await store.put([block_of(1)]) == [Put.DROPPED]
-        assert not store.tiers[0].health.is_good
+        assert store.tiers[0].takes is False
         root.unlink()
         await until(lambda: is_true(store.put([block_of(2)]), [Put.STORED]))
-        assert store.tiers[0].health.is_good
+        assert store.tiers[0].takes
         assert await fetch(store, [0, 2]) == [False, True]
 
     run([f"file:{root}"], use)
@@ -333,7 +328,7 @@ def test_a_server_that_hangs_dies_and_comes_back_empty(tmp_path: Path) -> None:
         stop(server)
         reads = [read_of(0)]
         assert await store.get(reads) == [False], "a tier that is late has nothing"
-        assert second.num_late == 1
+        assert second.num_late
         kept = [bytes(view) for view in reads[0].into]
         assert await store.put([block_of(2)]) == [Put.STORED], "the others go on"
         assert await store.match(names_of(3)[2:]) == 1
@@ -545,8 +540,7 @@ def test_a_look_that_never_returns_is_left_at_the_deadline(tmp_path: Path) -> No
         async with asyncio.timeout(30):
             for _ in range(6):  # more than it has threads
                 assert await store.match(names_of(1)) == 1
-                await until(lambda: is_ready(first))
-        assert first.num_late >= 6
+        assert first.breaker.num_failures == 1
         stuck.release()
         await until(lambda: is_true(store.put([block_of(1)]), [Put.STORED]))
 
@@ -554,7 +548,7 @@ def test_a_look_that_never_returns_is_left_at_the_deadline(tmp_path: Path) -> No
 
 
 async def is_ready(tier: Tier) -> bool:
-    return tier.health.may_be_asked
+    return tier.is_up
 
 
 def test_a_read_that_never_returns_is_left_at_the_deadline_and_writes_nothing_afterwards(tmp_path: Path) -> None:
@@ -563,8 +557,8 @@ def test_a_read_that_never_returns_is_left_at_the_deadline_and_writes_nothing_af
         stuck, read = StuckFiles(store.tiers[0]), read_of(0)
         before = [bytes(view) for view in read.into]
         assert await store.get([read]) == [False]
-        assert store.tiers[0].num_late == 1
-        assert not store.tiers[0].health.is_good
+        assert store.tiers[0].num_late
+        assert not store.tiers[0].is_up
         stuck.release()
         await until(lambda: is_true(fetch(store, [0]), [True]))
         assert [bytes(view) for view in read.into] == before
@@ -572,15 +566,178 @@ def test_a_read_that_never_returns_is_left_at_the_deadline_and_writes_nothing_af
     run([f"file:{tmp_path}?deadline_s=0.05"], use)
 
 
-def test_calls_that_fail_together_are_one_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(health, "FIRST_PAUSE_S", 1.0)
-    monkeypatch.setattr(health, "LONGEST_PAUSE_S", 1000.0)
+def test_calls_that_wait_together_are_cut_off_together(tmp_path: Path) -> None:
+    async def use(store: TieredStore) -> None:
+        [tier] = store.tiers
+        stuck = StuckFiles(tier)
+        assert await asyncio.gather(*(store.match(names_of(1)) for _ in range(20))) == [0] * 20
+        assert tier.breaker.num_failures == 1
+        with pytest.raises(StoreError, match="no tier of the store can be asked now: 0"):
+            await store.match(names_of(1))
+        stuck.release()
+        await until(lambda: is_ready(tier))
+
+    run([f"file:{tmp_path}?deadline_s=0.05"], use)
+
+
+def test_a_store_that_moves_blocks_too_slowly_is_left_alone_until_it_is_faster(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It answers what moves no block: only blocks tell whether it is fast again."""
 
     async def use(store: TieredStore) -> None:
         [tier] = store.tiers
-        for _ in range(20):
-            tier.failed("it is gone")
+        await store.put([block_of(0)])
+        get, pause = tier.store.get, [0.2]
+
+        async def slow(reads: Any) -> Any:
+            found = await get(reads)
+            await asyncio.sleep(pause[0])
+            looked.set()
+            return found
+
+        looked = asyncio.Event()
+        monkeypatch.setattr(tier.store, "get", slow)
+        assert await store.get([read_of(0)]) == [False]
+        await looked.wait()
+        assert not tier.is_up
+        pause[0] = 0
         await until(lambda: is_ready(tier))
+        assert await fetch(store, [0]) == [True]
+
+    run([f"file:{tmp_path}?deadline_s=0.05"], use)
+
+
+def test_a_store_that_hangs_within_a_long_put_is_not_given_all_of_its_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def use(store: TieredStore) -> None:
+        [tier] = store.tiers
+        tier.deadline_s = 0.1
+        stuck = StuckFiles(tier)
+        async with asyncio.timeout(2.5):
+            assert await store.put([block_of(0)]) == [Put.DROPPED]
+        assert not tier.is_up
+        stuck.release()
+        await until(lambda: is_ready(tier))
+
+    run([f"file:{tmp_path}"], use)
+
+
+class Endless(KVStore):
+    """Does what it is told to, or else never returns, and holds up the whole loop that it is called on."""
+
+    stuck = ""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.blocks: dict[bytes, list[bytes]] = {}
+        self.gate = threading.Event()
+
+    def _pass(self, name: str) -> None:
+        if self.stuck == name:
+            assert self.gate.wait(60)
+
+    async def open(self) -> None:
+        self._pass("open")
+
+    async def match(self, hashes: Sequence[bytes]) -> int:
+        self._pass("match")
+        return next((index for index, name in enumerate(hashes) if name not in self.blocks), len(hashes))
+
+    async def get(self, reads: Sequence[Read]) -> list[bool]:
+        self._pass("get")
+        for read in reads:
+            for view, content in zip(read.into, self.blocks.get(read.block_hash, []), strict=False):
+                view[:] = content
+        return [read.block_hash in self.blocks for read in reads]
+
+    async def put(self, blocks: Sequence[Block]) -> list[Put]:
+        self._pass("put")
+        self.blocks |= {block.block_hash: [bytes(view) for view in block.layers] for block in blocks}
+        return [Put.STORED] * len(blocks)
+
+    async def write_note(self, name: str, content: bytes, ttl_s: float) -> None:
+        self._pass("write_note")
+
+    async def read_note(self, name: str) -> bytes | None:
+        self._pass("read_note")
+        return b"there"
+
+    async def pin(self, hashes: Sequence[bytes]) -> int:
+        return 0
+
+    async def unpin(self, hashes: Sequence[bytes]) -> int:
+        return 0
+
+    async def delete(self, hashes: Sequence[bytes]) -> int:
+        return 0
+
+    async def close(self) -> None:
+        self._pass("close")
+
+
+@pytest.mark.parametrize("stuck", ["open", "match", "get", "put", "write_note", "read_note", "close"])
+def test_a_store_of_another_package_that_never_returns(
+    stuck: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It does not even let others have its loop."""
+    monkeypatch.setattr(tier_module, "PUT_S", 0.1)
+    monkeypatch.setattr(tiers, "OPEN_S", 0.1)
+    monkeypatch.setattr(tiers, "CLOSE_S", 0.1)
+
+    async def use(store: TieredStore) -> None:
+        first = store.tiers[0].store
+        assert isinstance(first, Endless)
+        if stuck != "open":
+            assert await store.put([block_of(0)]) == [Put.STORED]
+            assert await fetch(store, [0]) == [True]
+        first.stuck = stuck
+        read = read_of(0)
+        before = [bytes(view) for view in read.into]
+        async with asyncio.timeout(20):
+            await store.match(names_of(1))
+            await store.write_note("n", b"there", 60)
+            assert await store.read_note("n") == b"there"
+            assert await store.put([block_of(0)]) != [Put.DROPPED], "the other tier has it"
+            assert await store.get([read]) == [True]
+            if stuck != "close":
+                assert not store.tiers[0].is_up
+                first.gate.set()
+                await until(lambda: is_ready(store.tiers[0]))
+        assert [bytes(view) for view in read.into] != before
+
+    monkeypatch.setattr(Endless, "stuck", "open" if stuck == "open" else "")
+    gates: list[threading.Event] = []
+    make = Endless.__init__
+
+    def noted(store: Endless, *arguments: Any) -> None:
+        make(store, *arguments)
+        gates.append(store.gate)
+
+    monkeypatch.setattr(Endless, "__init__", noted)
+    monkeypatch.setattr(tier_module, "APART_S", 0.1)
+    try:
+        run([f"{__name__}:Endless?deadline_s=0.1", f"file:{tmp_path}"], use)
+    finally:
+        for gate in gates:
+            gate.set()
+        for thread in threading.enumerate():
+            if thread.name == "kvferry-store-apart":
+                thread.join(20)
+
+
+def test_a_store_that_takes_nothing_is_still_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def refuse(*_: object) -> None:
+        raise StoreError("it is read-only")
+
+    async def use(store: TieredStore) -> None:
+        [tier] = store.tiers
+        await store.put([block_of(0)])
+        monkeypatch.setattr(tier.store, "put", refuse)
+        assert await store.put([block_of(1)]) == [Put.DROPPED]
+        assert (tier.is_up, tier.takes) == (True, False)
+        assert await fetch(store, [0, 1]) == [True, False]
 
     run([f"file:{tmp_path}"], use)
 
@@ -593,7 +750,7 @@ def test_a_mistake_in_one_tier_s_code_is_that_tier_s_failure(tmp_path: Path, mon
         await store.put([block_of(0)])
         monkeypatch.setattr(store.tiers[0].store, "match", broken)
         assert await store.match(names_of(1)) == 1
-        assert not store.tiers[0].health.is_good
+        assert not store.tiers[0].is_up
 
     run([f"memory:?num_blocks=8&name={tmp_path.name}", f"file:{tmp_path}"], use)
 
@@ -614,7 +771,7 @@ def test_a_mistake_of_the_eviction_policy_costs_its_order_alone(
             if index % 5 == 4:
                 assert await store.delete([name_of(index)]) == 1
         assert store.statistics()["evicted_blocks"] > 0
-        assert store.tiers[0].health.num_failures == 0
+        assert store.tiers[0].breaker.num_failures == 0
 
     monkeypatch.setattr(Fifo, mistake, raises)
     run([url.format(name=tmp_path.name, folder=tmp_path) + "&eviction=fifo"], use)
@@ -688,7 +845,7 @@ def test_many_looks_at_once_wait_for_a_connection(tmp_path: Path) -> None:
     async def use(store: TieredStore) -> None:
         await store.put([block_of(0)])
         assert await asyncio.gather(*(store.match(names_of(1)) for _ in range(200))) == [1] * 200
-        assert store.tiers[0].health.num_failures == 0
+        assert store.tiers[0].breaker.num_failures == 0
 
     try:
         run([f"valkey:{socket}?deadline_s=60"], use)
@@ -708,7 +865,7 @@ def test_a_value_of_another_type_is_a_miss_of_that_block_only(tmp_path: Path) ->
         assert await fetch(store, range(3)) == [True, False, True]
         assert await store.put([block_of(1)]) == [Put.STORED]
         assert await fetch(store, range(3)) == [True] * 3
-        assert store.tiers[0].health.num_failures == 0
+        assert store.tiers[0].breaker.num_failures == 0
 
     try:
         run([f"valkey:{socket}"], use)
@@ -775,7 +932,7 @@ def test_a_file_that_cannot_be_read_is_a_miss_of_that_block_only(
         await store.put([block_of(index) for index in range(3)])
         monkeypatch.setattr("kvferry.store.file.os.open", refuse)
         assert await fetch(store, range(3)) == [True, False, True]
-        assert store.tiers[0].health.num_failures == 0
+        assert store.tiers[0].breaker.num_failures == 0
 
     run([f"file:{tmp_path}"], use)
 
@@ -793,10 +950,10 @@ def test_permissions_that_are_lost_and_come_back(tmp_path: Path, monkeypatch: py
         with monkeypatch.context() as lost:
             lost.setattr(os, "open", refuse)
             assert await store.put([block_of(1)]) == [Put.DROPPED]
-            assert not store.tiers[0].health.is_good
+            assert store.tiers[0].takes is False
             await until(lambda: is_true(fetch(store, [0]), [False]))
         await until(lambda: is_true(store.put([block_of(1)]), [Put.STORED]))
-        assert store.tiers[0].health.is_good
+        assert store.tiers[0].takes
         assert await fetch(store, [0, 1]) == [True, True], "what could not be read was not taken for damaged"
 
     run([f"file:{tmp_path}"], use)

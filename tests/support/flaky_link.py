@@ -16,6 +16,8 @@ class FlakyLink:
 
     def __init__(self, upstream_port: int) -> None:
         self.upstream_port = upstream_port
+        self.delay_s = 0.0
+        """For how long each piece is on its way; both ways alike."""
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="flaky-link")
         self._thread.start()
@@ -82,6 +84,8 @@ class FlakyLink:
     async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while piece := await reader.read(PIECE):
             await self._flowing.wait()
+            if self.delay_s:
+                await asyncio.sleep(self.delay_s)
             if self._corrupt:
                 self._corrupt -= 1
                 piece = piece[:-1] + bytes([piece[-1] ^ 1])

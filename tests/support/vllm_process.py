@@ -210,6 +210,8 @@ class _Server:
         self._core = self._engine.engine_core.engine_core
         self._answers: dict[str, Answer] = {}
         self._frozen = False
+        while self._core.scheduler.has_requests():  # as a server's loop does: the connector hears from its workers
+            self._step()
 
     def serve(self) -> None:
         pause = 0.05

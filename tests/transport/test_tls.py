@@ -21,13 +21,12 @@ from kvferry.core.errors import AuthenticationFailed, ConfigError, KvferryError,
 from kvferry.core.transfer_config import KVTransferConfig
 from kvferry.transport.connection import PROTOCOL_VERSION, Connection, Identity
 from kvferry.transport.control import Listener, dial
-from kvferry.transport.fabric.base import FABRICS, FabricContext, build_fabrics, transport_class
+from kvferry.transport.fabric.base import FABRICS, FabricContext, build_fabrics, fabric_class
 from kvferry.transport.fabric.tcp import send_with
 from kvferry.transport.handshake import Hello
 from kvferry.transport.lookup_buffer.base import check as check_config
 from kvferry.transport.memory_vector import MemoryVector
 from kvferry.transport.options import TransportOptions
-from kvferry.transport.pipe.base import PIPES, pipe_class
 from kvferry.transport.tls import ChannelTls, channel_tls, encrypt
 from support.certificates import Authority
 from support.libraries import require_library
@@ -354,8 +353,7 @@ def test_a_medium_with_channels_of_its_own_is_refused(options: dict[str, str], t
 
 
 def test_which_media_tls_covers() -> None:
-    assert {name for name in FABRICS.table if transport_class(name).under_tls} == {"shm", "tcp", "cuda_ipc"}
-    assert {name for name in PIPES.table if pipe_class(name).under_tls} == set()
+    assert {name for name in FABRICS.table if fabric_class(name).under_tls} == {"shm", "tcp", "cuda_ipc"}
 
 
 async def test_a_fabric_that_is_not_covered_is_not_built(

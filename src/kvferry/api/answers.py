@@ -8,7 +8,7 @@ import msgspec
 
 
 class PromptTokensDetails(msgspec.Struct, frozen=True):
-    """Of the prompt's tokens, how many needed no computing."""
+    """How many of the prompt's tokens did not have to be computed."""
 
     cached_tokens: int
 

@@ -1,4 +1,4 @@
-"""From the bytes of a body to a request struct: strict, bounded, and with errors that people can read.
+"""Decodes the bytes of a body into a request struct: strictly, within limits, and with errors that people can read.
 
 Everything that is refused here is refused before anything is built of it: other encodings, names that are there twice,
 too many values, too many levels, fields of a size that nobody needs. `decode_body` takes up to about 50 ms of the
@@ -183,7 +183,8 @@ def _require_utf8(raw: bytes) -> None:
 
 
 def _require_countable(raw: bytes) -> None:
-    """By counting bytes: nothing is built yet. What stands within strings counts too, escaped quotes do not."""
+    """Raise `InvalidRequest` for a body with too many values, before anything is built of it. They are counted by their
+    bytes: commas and brackets within strings count too, escaped quotes do not."""
     if raw.count(b",") > MAX_VALUES:
         raise InvalidRequest(f"the body has more than {MAX_VALUES} values, the most accepted")
     num_strings = (raw.count(b'"') - raw.count(b'\\"')) // 2

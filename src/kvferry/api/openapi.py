@@ -284,7 +284,10 @@ def _headers() -> Schema:
             "schema": {"type": "string"},
         },
         "RetryAfter": {"description": "Seconds to wait.", "schema": {"type": "string"}},
-        "Warning": {"description": "Fields of the request that had no effect.", "schema": {"type": "string"}},
+        "Warning": {
+            "description": "Fields of the request that had no effect, and tools that cannot be called.",
+            "schema": {"type": "string"},
+        },
     }
 
 

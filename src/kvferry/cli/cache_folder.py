@@ -94,7 +94,7 @@ def remove(
     ] = False,
     pinned: Annotated[bool, Parameter(help="Pinned ones too.", negative=())] = False,
 ) -> None:
-    """Remove blocks."""
+    """Remove blocks of a directory, named by the beginning of their hash, and say how many."""
     if not prefix and not all_blocks:
         raise ConfigError("kvferry cache rm: name the blocks by the beginning of their hash, or use --all")
     root, prefix = upkeep.require_root(store), _checked(prefix)

@@ -95,7 +95,8 @@ def _tokens(text: str) -> int:
 
 @contextmanager
 def _progress(trace: Path) -> Iterator[Callable[[int], None]]:
-    """A bar on standard error, where that is a terminal; it hears of the bytes read in both passes."""
+    """A bar on standard error, where that is a terminal; what it yields is called with the bytes read in both
+    passes."""
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
     total = 2 * trace.stat().st_size if trace.is_file() else None
     with make_bars(*columns) as bars:

@@ -17,10 +17,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.table import Table
 
 from kvferry.cli.bars import make_bars
-from kvferry.cli.common import END_MARGIN_S, ENGINE, LOG, EngineFlags, LogFlags
+from kvferry.cli.common import END_MARGIN_S, ENGINE, LOG, EngineFlags, LogFlags, flag_variables
 from kvferry.cli.documents import Document, read_documents
 from kvferry.cli.flags import complete
-from kvferry.cli.serve import flag_variables
 from kvferry.cli.warming import NotWarmed, Outcome, Server, find_instances, warm_all
 from kvferry.core.bounds import SECONDS
 from kvferry.core.errors import ConfigError, KvferryError
@@ -113,13 +112,13 @@ def warm(
     logs = complete(LogConfig, log)
     set_up_logging(logs, "warm")
     report = _Report(json)
-    visit = _visitor(read_documents(documents), what, report)
+    warm_up = _warming(read_documents(documents), what, report)
     try:
         if what.url is not None:
             _require_alone(what)
-            asyncio.run(visit(what.url))
+            asyncio.run(warm_up(what.url))
         else:
-            asyncio.run(_with_engine(_fleet(what, engine, logs), visit))
+            asyncio.run(_with_engine(_fleet(what, engine, logs), warm_up))
     except ConfigError:
         raise
     except KvferryError as error:
@@ -135,11 +134,11 @@ def _require_alone(what: Warm) -> None:
             raise ConfigError(f"--{name} is for an engine that is started here; leave it out, or leave out --url")
 
 
-Visit = Callable[[str], Coroutine[Any, Any, None]]
+WarmUp = Callable[[str], Coroutine[Any, Any, None]]
 
 
-def _visitor(documents: Iterator[Document], what: Warm, report: _Report) -> Visit:
-    async def visit(url: str) -> None:
+def _warming(documents: Iterator[Document], what: Warm, report: _Report) -> WarmUp:
+    async def warm_up(url: str) -> None:
         key = what.admin_key
         async with HttpClient(tls=client_context(what.tls_ca) if url.startswith("https") else None) as http:
             client = SignedClient(http, http_secret([key] if key else []), key)
@@ -153,7 +152,7 @@ def _visitor(documents: Iterator[Document], what: Warm, report: _Report) -> Visi
                 on_outcome=report.on_outcome,
             )
 
-    return visit
+    return warm_up
 
 
 # An engine of its own.
@@ -183,32 +182,32 @@ def _fleet(what: Warm, engine: Any, log: LogConfig) -> LocalFleet:
     )
 
 
-async def _with_engine(fleet: LocalFleet, visit: Visit) -> None:
-    """The engine and the visitor, side by side; whichever is done ends the other."""
-    DigestCache()  # says what is wrong with it, if anything
+async def _with_engine(fleet: LocalFleet, warm_up: WarmUp) -> None:
+    """Run the engine and the requests to it side by side; whichever is done ends the other."""
+    DigestCache()  # logs what is wrong with it, if anything
     up: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     supervisor = LocalSupervisor(_Quiet(make_display(fleet.log), up), fleet.listen.grace_s + END_MARGIN_S)
     serving = asyncio.create_task(supervisor.run(FleetPlan((plain_instance(fleet, "engine"),))))
-    visiting = asyncio.create_task(_visit_when_up(up, visit))
+    warming = asyncio.create_task(_warm_up_when_up(up, warm_up))
     try:
-        await asyncio.wait([serving, visiting], return_when=asyncio.FIRST_COMPLETED)
-        if not visiting.done():
+        await asyncio.wait([serving, warming], return_when=asyncio.FIRST_COMPLETED)
+        if not warming.done():
             if await serving in (0, 130):
                 raise KeyboardInterrupt
             raise NotWarmed("the engine exited; its last log lines give the reason")
-        visiting.result()
+        warming.result()
     finally:
-        visiting.cancel()
+        warming.cancel()
         supervisor.stop()
-        await asyncio.wait([serving, visiting])
+        await asyncio.wait([serving, warming])
 
 
-async def _visit_when_up(up: asyncio.Future[str], visit: Visit) -> None:
-    await visit(await up)
+async def _warm_up_when_up(up: asyncio.Future[str], warm_up: WarmUp) -> None:
+    await warm_up(await up)
 
 
 class _Quiet:
-    """A display that tells nobody that requests are answered, but the visitor."""
+    """A display that does not show that requests are answered; it sets `up` instead."""
 
     def __init__(self, inner: Display, up: asyncio.Future[str]) -> None:
         self._inner, self._up = inner, up
@@ -235,7 +234,7 @@ class _Report:
     _bars: Progress | None = None
 
     def on_progress(self, document: str, num_kept: int, num_blocks: int) -> None:
-        """A document's blocks."""
+        """Show how many of a document's blocks are kept."""
         bars = self._started()
         if document not in self._tasks:
             self._tasks[document] = bars.add_task(document, total=num_blocks)

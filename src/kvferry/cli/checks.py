@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import tempfile
+from pathlib import Path
 
 from kvferry.connectors.registry import find_connector
 from kvferry.core.errors import ConfigError
+from kvferry.core.keys import shared_token
+from kvferry.core.machine import require_memory
 from kvferry.core.transfer_config import parse_transfer_config
+from kvferry.core.units import parse_bytes
 from kvferry.engine.config import EngineConfig
 from kvferry.fleet.listening import require_free
 from kvferry.fleet.local import LOOPBACK
@@ -45,18 +49,37 @@ def check_before_start(
                 f"--kv-events {engine.kv_events}: several instances cannot share one address; give port *"
             )
         zmq()
-    if transfer is not None:
-        config = parse_transfer_config(transfer)
-        find_connector(config).check_here(config, known=True)  # whoever starts several draws a token for them
     if choice.engine == "kvferry":
+        _require_room(engine, fleet)
+        if transfer is not None:
+            _check_connector(transfer, fleet)
         source = resolve(engine.model)
         if isinstance(source, str):
             require_on_hub(source)
 
 
+def _require_room(engine: EngineConfig, fleet: FleetSpec | None) -> None:
+    """For the KV caches in host memory. With `--device auto` and a GPU, they are in the GPU's."""
+    has_gpu = engine.device == "auto" and Path("/dev/nvidiactl").exists()
+    if engine.kv_cache_memory is None or engine.device == "cuda" or has_gpu:
+        return
+    count = 1 if fleet is None else fleet.num_prefill + fleet.num_decode
+    asker = f"--kv-cache-memory {engine.kv_cache_memory}" + (f" for each of {count} instances" if count > 1 else "")
+    require_memory(count * parse_bytes(engine.kv_cache_memory, "--kv-cache-memory"), asker)
+
+
+def _check_connector(transfer: str, fleet: FleetSpec | None) -> None:
+    config = parse_transfer_config(transfer)
+    draws_token = fleet is not None and fleet.is_split  # whoever starts several draws one for them
+    try:
+        find_connector(config).check_here(config, known=draws_token or bool(shared_token()))
+    except ConfigError as error:
+        raise ConfigError(f"--kv-transfer-config: {error}") from error
+
+
 def _require_temporary_folder() -> None:
-    """PyTorch looks for one when it is imported, and ends with a traceback without: as in a container that is read-only
-    from top to bottom."""
+    """PyTorch searches for one when it is imported, and ends with a traceback without: as in a container that is
+    read-only from top to bottom."""
     try:
         tempfile.gettempdir()
     except FileNotFoundError as error:

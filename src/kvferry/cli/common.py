@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import fields
 from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 from cyclopts import Group, Parameter
@@ -15,6 +16,7 @@ from kvferry.core.names import resolve, without_collections
 from kvferry.core.transfer_config import KVTransferConfig
 from kvferry.engine.config import EngineConfig
 from kvferry.engine.server.config import ServerConfig
+from kvferry.fleet.arguments import variable_name
 from kvferry.fleet.display import ReportingDisplay, make_display
 from kvferry.fleet.ready import ReadyWriter
 from kvferry.fleet.restart import RestartPolicy
@@ -53,8 +55,8 @@ else:
     LimitFields = flags_of(HttpLimits)
     LogFields = flags_of(LogConfig)
     RestartFields = flags_of(RestartPolicy)
-    RouterFields = flags_of(RouterConfig)
-    RouterOptionFields = flags_of(RouterConfig, without=("prefill_url", "decode_url", "bootstrap_port"))
+    RouterFields = flags_of(RouterConfig, sort_key=4)
+    RouterOptionFields = flags_of(RouterConfig, without=("prefill_url", "decode_url", "bootstrap_port"), sort_key=4)
 
 Model = Annotated[str, Parameter(help=field_help(EngineConfig)["model"])]
 FleetFlags = Annotated[FleetFields, Parameter(name="*", group=Group("Fleet", sort_key=1))]
@@ -81,7 +83,7 @@ END_MARGIN_S = 5.0
 """How much longer than its own grace a process may take to end before it is killed."""
 
 RUN_INSTANCE = "kvferry.engine.launch:run_instance"
-"""By name, as it brings torch along, which the command line does without until a model is to be run."""
+"""Resolved when it is called, because it imports torch, which the command line does without until a model is to run."""
 
 
 class Reporter(Protocol):
@@ -129,12 +131,19 @@ def reporting(name: str, ready_fd: int | None, log: LogConfig) -> Iterator[Repor
         reporter.close()
 
 
+def flag_variables() -> frozenset[str]:
+    """The environment variables that set flags."""
+    engine = (EngineConfig, EngineChoice, InstanceSpec, FleetSpec, RouterConfig, RestartPolicy, LogConfig)
+    configs: tuple[Any, ...] = (*engine, Listen, HttpAccess, HttpLimits, InstanceAccess)
+    return frozenset({"KVFERRY_CONFIG", *(variable_name(one.name) for config in configs for one in fields(config))})
+
+
 def run_fleet(
     plan: FleetPlan, listen: Listen, ready_fd: int | None, log: LogConfig, policy: RestartPolicy = DEFAULT_POLICY
 ) -> int:
     """Run processes until SIGINT or SIGTERM, and stop them all; returns the exit code."""
     set_up_logging(log, "supervisor")
-    DigestCache()  # says what is wrong with it, if anything, once for all that is started
+    DigestCache()  # logs what is wrong with it, if anything, once for all that is started
     display = make_display(log) if ready_fd is None else ReportingDisplay(ReadyWriter(ready_fd))
     return asyncio.run(LocalSupervisor(display, listen.grace_s + END_MARGIN_S, policy).run(plan))
 

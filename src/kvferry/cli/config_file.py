@@ -1,4 +1,4 @@
-"""`--config FILE.toml`: flags from a file. What the command line or the environment says goes first.
+"""`--config FILE.toml`: flags from a file. The command line and the environment come first.
 
 [engine]    the model and its engine: for serve, prefill and decode
 [router]    the router: for router and serve
@@ -53,7 +53,7 @@ class ConfigFile:
             Dict(entries, source=f"{self._path} [{table}]")(app, commands, arguments)
 
     def _entries(self, table: str, flags: set[str], *, is_own: bool) -> Table:
-        """What a table says that this command has flags for. Keys that no command has are refused."""
+        """The entries of a table that are flags of this command. Keys that no command has are refused."""
         known = flags if is_own else {one.name for config in SHARED[table] for one in fields(config)}
         entries = {}
         for key, value in self._tables.get(table, {}).items():

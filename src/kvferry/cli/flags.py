@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import MISSING, Field, asdict, field, fields, make_dataclass
 from typing import Annotated, Any, TypeVar, get_type_hints
 
-from cyclopts import Parameter
+from cyclopts import Group, Parameter
 
 from kvferry.core.errors import ConfigError
 
@@ -37,18 +37,22 @@ def _own_field_help(config: type) -> dict[str, str]:
     return found
 
 
-def flags_of(config: type, without: Iterable[str] = ()) -> type[Any]:
-    """A dataclass with the fields of `config` that are flags, annotated for cyclopts.
+def flags_of(config: type, without: Iterable[str] = (), sort_key: int = 0) -> type[Any]:
+    """A dataclass with the fields of `config` that are flags, annotated for cyclopts. A field whose metadata has a
+    `heading` begins a group of flags; the groups of `config` come in its order, at `sort_key` among all others.
 
     It is a class of its own because cyclopts makes the object, and an error in a setting is to be raised where it can
-    be told to the user in one line: by `complete`.
+    be shown to the user in one line: by `complete`.
     """
     helps, hints, skipped = field_help(config), get_type_hints(config), set(without)
-    views = [
-        (one.name, Annotated[hints[one.name], _parameter(one, helps[one.name])], _default(one))
-        for one in fields(config)
-        if one.name not in skipped
-    ]
+    views: list[tuple[str, Any, Any]] = []
+    group: Group | None = None
+    for number, one in enumerate(fields(config)):
+        if "heading" in one.metadata:
+            group = Group(one.metadata["heading"], sort_key=sort_key + number / 1000)
+        if one.name not in skipped:
+            parameter = _parameter(one, helps[one.name], group)
+            views.append((one.name, Annotated[hints[one.name], parameter], _default(one)))
     # Of the module of `config`, not of this one: cyclopts takes a class of the standard library for a leaf.
     namespace = {"__module__": config.__module__}
     return make_dataclass(f"{config.__name__}Flags", views, frozen=True, kw_only=True, namespace=namespace)
@@ -61,22 +65,24 @@ def nothing_said(flags: type[T]) -> T:
 
 def complete(config: type[T], flags: Any, **more: Any) -> T:
     """The settings that the flags say, with the fields that were left out. Raises `ConfigError`."""
-    said = asdict(flags)
-    for name, value in (said | more).items():
+    given = asdict(flags)
+    for name, value in (given | more).items():
         flag = f"--{name.replace('_', '-')}"
         if value == "" or (isinstance(value, tuple | list) and "" in value):  # often a variable that was not set
             raise ConfigError(f"{flag} must not be empty; leave it out to have its default")
-    return config(**said, **more)
+    return config(**given, **more)
 
 
-def _parameter(one: Field[Any], text: str) -> Parameter:
+def _parameter(one: Field[Any], text: str, group: Group | None) -> Parameter:
     # No --empty-… for lists. No "default: ()" and "default: None": they are what not giving the flag means.
     alias = one.metadata.get("alias")
+    grouped: dict[str, Any] = {} if group is None else {"group": group}  # None would hide its command's group
     return Parameter(
         help=text,
         alias=None if alias is None else f"--{alias}",
         negative_iterable=(),
         show_default=one.default not in ((), None),
+        **grouped,
     )
 
 

@@ -55,7 +55,7 @@ class _Listed(msgspec.Struct):
 
 
 class _Changed(msgspec.Struct):
-    """What a router says of an instance that it has changed."""
+    """A router's answer about an instance that it has changed."""
 
     name: str
     url: str
@@ -182,7 +182,7 @@ def ask(where: Where, method: str, path: str, wanted: type[Answer], body: object
 
 
 def _message(content: bytes) -> str:
-    """What an error says."""
+    """The message of an error."""
     try:
         return msgspec.json.decode(content, type=_Error).error.message
     except (msgspec.MsgspecError, ValueError, RecursionError):

@@ -4,7 +4,7 @@ python -m kvferry.cli.fork_main DESCRIPTOR      the descriptor of its end of the
 
 It has one thread and runs no operation of torch, so that a child begins as a new process does: with a session, an
 environment, cores, standard streams and signals of its own, and no other descriptor. The supervisor's side, and what
-is said between them, is `fleet.fork_server`.
+goes between them, is `fleet.fork_server`.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class _Forks:
         self._selector = selectors.DefaultSelector()
         self._selector.register(supervisor, selectors.EVENT_READ)
         self._children: dict[int, int] = {}
-        """By the descriptor that tells of its end."""
+        """The process id of each child, by the descriptor that becomes readable when it ends."""
 
     def run(self) -> _Child | None:
         """Returns in a child, which has nothing of this then; and here, with None, when the supervisor is done."""

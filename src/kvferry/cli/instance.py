@@ -26,7 +26,7 @@ from kvferry.cli.common import (
 from kvferry.cli.flags import complete
 from kvferry.core.transfer_config import parse_transfer_config
 from kvferry.engine.config import EngineConfig
-from kvferry.fleet.local import require_nothing_said, vllm_instance
+from kvferry.fleet.local import require_defaults, vllm_instance
 from kvferry.fleet.spec import EngineChoice, InstanceSpec, Listen
 from kvferry.fleet.transfer import DEFAULT, InstanceRole, transfer_for
 from kvferry.http.config import HttpAccess
@@ -100,11 +100,11 @@ def _run(
     settings, chosen = complete(EngineConfig, engine, model=model), complete(EngineChoice, choice)
     accesses, bounds = complete(HttpAccess, access), complete(HttpLimits, limits)
     if chosen.engine == "vllm":
-        require_nothing_said(accesses, bounds)
+        require_defaults(accesses, bounds)
         plan = vllm_instance(role, settings, chosen, spec, where, accesses.tls_ca)
         check_before_start(settings, chosen, where, accesses)
         return run_fleet(plan, where, ready_fd, logs)
-    transfer = parse_transfer_config(transfer_for(spec.kv_transfer_config or DEFAULT, role))
+    transfer = transfer_for(spec.kv_transfer_config or DEFAULT, role)
     if ready_fd is None:
-        check_before_start(settings, chosen, where, accesses)
-    return run_engine(role, settings, spec, where, transfer, logs, accesses, bounds, ready_fd)
+        check_before_start(settings, chosen, where, accesses, transfer=transfer)
+    return run_engine(role, settings, spec, where, parse_transfer_config(transfer), logs, accesses, bounds, ready_fd)

@@ -16,7 +16,7 @@ from cyclopts.config import Env
 from kvferry import __version__
 from kvferry.cli.cache import cache
 from kvferry.cli.config_file import ConfigFile
-from kvferry.cli.demo import demo
+from kvferry.cli.demo.command import demo
 from kvferry.cli.fleet import app as fleet
 from kvferry.cli.instance import decode, prefill
 from kvferry.cli.router import router
@@ -91,8 +91,8 @@ def main(arguments: list[str] | None = None) -> int:
     set_up_logging(LogConfig())
     _warn_of_unknown_variables()
     try:
-        said = for_engine(sys.argv[1:] if arguments is None else arguments)
-        code = app.meta(said, exit_on_error=False, print_error=False, result_action="return_value")
+        given = for_engine(sys.argv[1:] if arguments is None else arguments)
+        code = app.meta(given, exit_on_error=False, print_error=False, result_action="return_value")
     except CycloptsError as error:
         return _complain(_misuse(error), EXIT_USER_ERROR)
     except (ConfigError, UnsupportedModel) as error:
@@ -105,8 +105,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _warn_of_unknown_variables() -> None:
-    """Those that are nearly one of kvferry's are misspelt. The processes of a supervisor have the same ones, and are
-    silent. (Kubernetes sets others, beside a service of that name.)"""
+    """Name variables that are nearly one of kvferry's, as they are misspelt. The processes of a supervisor inherit its
+    variables, and warn of none. (Kubernetes sets other `KVFERRY_…` variables, beside a service of that name.)"""
     without_flag = {name.removeprefix(_PREFIX) for name in (*VARIABLES, CONFIG_VARIABLE)}
     found = {name.removeprefix(_PREFIX) for name in os.environ if name.startswith(_PREFIX)} - without_flag
     if not found or INSTANCE_NAME in os.environ:
@@ -114,12 +114,12 @@ def _warn_of_unknown_variables() -> None:
     known = sorted({*without_flag, *_flag_variables(app)})
     for name in sorted(found.difference(known)):
         if near := get_close_matches(name, known, n=1, cutoff=0.8):
-            told = f"nothing reads the variable {_PREFIX}{name}; did you mean {_PREFIX}{near[0]}?"
-            sys.stderr.write(f"kvferry: warning: {told}\n")
+            warning = f"nothing reads the variable {_PREFIX}{name}; did you mean {_PREFIX}{near[0]}?"
+            sys.stderr.write(f"kvferry: warning: {warning}\n")
 
 
 def _flag_variables(group: App) -> Iterator[str]:
-    """Those of all commands, without the prefix."""
+    """The variables of all commands' flags, without the prefix."""
     for name in group:
         if name.startswith("-"):
             continue

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
 from kvferry.cli.common import (
     ACCESS,
     INSTANCE_ACCESS,
@@ -16,16 +21,21 @@ from kvferry.cli.common import (
     LogFlags,
     ReadyFd,
     RouterFlags,
+    flag_variables,
     http_settings,
     reporting,
+    run_fleet,
 )
 from kvferry.cli.flags import complete
 from kvferry.core.keys import shared_token
+from kvferry.fleet.routers import RouterPlan
 from kvferry.fleet.spec import Listen
+from kvferry.fleet.supervisor import FleetPlan
 from kvferry.http.config import HttpAccess, HttpConfig, InstanceAccess
 from kvferry.http.limits import HttpLimits
 from kvferry.observe.logs import LogConfig
 from kvferry.router.config import RouterConfig
+from kvferry.router.pools import given_instances
 
 
 def router(
@@ -37,6 +47,8 @@ def router(
     limits: LimitFlags = LIMITS,
     instance_access: InstanceAccessFlags = INSTANCE_ACCESS,
     ready_fd: ReadyFd = None,
+    group: Annotated[Path | None, Parameter(show=False, help="For the supervisor: what the routers share.")] = None,
+    listener: Annotated[tuple[int, ...], Parameter(show=False, help="For the supervisor: sockets to accept on.")] = (),
 ) -> int:
     """Start a router: one OpenAI endpoint in front of prefill and decode instances.
 
@@ -44,12 +56,17 @@ def router(
 
         kvferry router --prefill-url http://10.0.0.1:8001 --decode-url http://10.0.0.2:8002
     """
-    from kvferry.router.server import run_router  # Brings a web server along, which --help does without.
-
-    where = complete(Listen, listen)
-    http = HttpConfig(**http_settings(where, complete(HttpAccess, access), complete(HttpLimits, limits)))
+    where, keys, most = complete(Listen, listen), complete(HttpAccess, access), complete(HttpLimits, limits)
     config, instances = complete(RouterConfig, router), complete(InstanceAccess, instance_access)
+    logs = complete(LogConfig, log)
     if config.registration:
         shared_token("--registration")
-    with reporting("router", ready_fd, complete(LogConfig, log)) as reporter:
-        return run_router(config, http, instances, on_ready=reporter.ready)
+    if config.workers > 1 and group is None:
+        given_instances(config)
+        plan = RouterPlan(config, where, keys, most, instances, logs, hidden=flag_variables())
+        return run_fleet(FleetPlan((), plan), where, ready_fd, logs)
+    from kvferry.router.server import run_router  # Brings a web server along, which --help does without.
+
+    http = HttpConfig(**http_settings(where, keys, most), listeners=listener)
+    with reporting("router", ready_fd, logs) as reporter:
+        return run_router(config, http, instances, group=group, on_ready=reporter.ready)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from dataclasses import fields
 
 from kvferry.cli.checks import check_before_start
 from kvferry.cli.common import (
@@ -29,6 +28,7 @@ from kvferry.cli.common import (
     ReadyFd,
     RestartFlags,
     RouterOptionFlags,
+    flag_variables,
     run_engine,
     run_fleet,
 )
@@ -36,7 +36,7 @@ from kvferry.cli.flags import complete
 from kvferry.core.transfer_config import parse_transfer_config
 from kvferry.engine.config import EngineConfig
 from kvferry.fleet.cpu import available_cores, parse_cores, thread_variables
-from kvferry.fleet.local import LocalFleet, variable_name
+from kvferry.fleet.local import LocalFleet
 from kvferry.fleet.restart import RestartPolicy
 from kvferry.fleet.spec import EngineChoice, FleetSpec, InstanceSpec, Listen
 from kvferry.fleet.transfer import check_transfer
@@ -86,7 +86,7 @@ def serve(
         kvferry serve MODEL --engine vllm --prefill 1 --kv-transfer-config '{"kv_connector":"NixlConnector"}'
     """
     policy = complete(RestartPolicy, restarts)
-    said = LocalFleet(
+    settings = LocalFleet(
         spec=complete(FleetSpec, fleet),
         engine=complete(EngineConfig, engine, model=model),
         instance=complete(InstanceSpec, instance),
@@ -98,33 +98,36 @@ def serve(
         limits=complete(HttpLimits, limits),
         hidden=flag_variables(),
     )
-    if said.spec.is_split or said.choice.engine == "vllm":
-        plan = said.plan()
+    if settings.spec.is_split or settings.choice.engine == "vllm":
+        plan = settings.plan()
         if ready_fd is None:
-            transfer = said.instance.kv_transfer_config if said.choice.engine == "kvferry" else None
-            check_before_start(said.engine, said.choice, said.listen, said.access, said.spec, said.router, transfer)
-        return run_fleet(plan, said.listen, ready_fd, said.log, policy)
-    return _serve_one(said, ready_fd)
+            text = settings.instance.kv_transfer_config
+            check_before_start(
+                settings.engine, settings.choice, settings.listen, settings.access, settings.spec, settings.router, text
+            )
+        return run_fleet(plan, settings.listen, ready_fd, settings.log, policy)
+    return _serve_one(settings, ready_fd)
 
 
-def flag_variables() -> frozenset[str]:
-    """The environment variables that set flags."""
-    engine = (EngineConfig, EngineChoice, InstanceSpec, FleetSpec, RouterConfig, RestartPolicy, LogConfig)
-    configs = (*engine, Listen, HttpAccess, HttpLimits)
-    return frozenset({"KVFERRY_CONFIG", *(variable_name(one.name) for config in configs for one in fields(config))})
-
-
-def _serve_one(said: LocalFleet, ready_fd: int | None) -> int:
-    if said.spec.cores is not None:
-        cores = parse_cores(said.spec.cores, available_cores())
+def _serve_one(settings: LocalFleet, ready_fd: int | None) -> int:
+    if settings.spec.cores is not None:
+        cores = parse_cores(settings.spec.cores, available_cores())
         os.sched_setaffinity(0, cores)
         os.environ.update(thread_variables(cores))
-    text = said.instance.kv_transfer_config
+    text = settings.instance.kv_transfer_config
     if text is not None:
         check_transfer(text)
     transfer = None if text is None else parse_transfer_config(text)
     if ready_fd is None:
-        check_before_start(said.engine, said.choice, said.listen, said.access)
+        check_before_start(settings.engine, settings.choice, settings.listen, settings.access, transfer=text)
     return run_engine(
-        "both", said.engine, said.instance, said.listen, transfer, said.log, said.access, said.limits, ready_fd
+        "both",
+        settings.engine,
+        settings.instance,
+        settings.listen,
+        transfer,
+        settings.log,
+        settings.access,
+        settings.limits,
+        ready_fd,
     )

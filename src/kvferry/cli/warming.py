@@ -26,7 +26,7 @@ STALLED_S = 10.0
 """No more blocks came for so long: none will."""
 ASK_S = 60.0
 MOST_TRIES = 3
-"""Of one document, where the store dropped some of its blocks."""
+"""How often one document is tried, if the store dropped some of its blocks."""
 LONGEST_ANSWER = 2**30
 
 
@@ -281,7 +281,7 @@ class Warming:
 
 
 def _worst(outcomes: Sequence[Outcome]) -> Outcome:
-    """Of one document at several instances: one that failed, else the one that has most of it."""
+    """Of one document at several instances, the outcome that failed, or else the one that has the most of it."""
     return max(outcomes, key=lambda one: (one.error is not None, one.num_kept))
 
 

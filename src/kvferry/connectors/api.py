@@ -4,9 +4,13 @@ It is two classes because it lives in two places. The *scheduler side* does book
 it never blocks and sees no tensor. The *worker side* lives with the KV cache, one per rank, and moves bytes.
 They speak through a `StepPlan` (scheduler → worker, with every step) and a `TransferReport` (worker → scheduler).
 
-    step:   scheduler.match / allocated / plan ──StepPlan──► worker.withdraw, worker.start
-            each layer:  worker.wait_layer → attention → worker.save_layer
+    step:   scheduler.match / allocated / plan ──StepPlan──► worker.start
+            the model runs
             worker.flush → worker.poll ──TransferReport──► scheduler.completed
+
+Every connector has the methods of `SchedulerSide` and `WorkerSide`. What only some do has a class of its own, from
+which a side is derived too: `HandsOff` and `ServesPeers`, `KeepsBlocks` and `StoresBlocks`, `ByLayers`,
+`HasStatistics`.
 
 Ownership: blocks belong to the engine's block pool. While a request runs, the engine keeps them. When it ends,
 `finish` says by its type who keeps them: `Release`, the pool takes them back now; `Hold`, they stay until a
@@ -16,6 +20,7 @@ report has `Released` for the request.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -33,6 +38,10 @@ from kvferry.core.layout import KVLayout
 from kvferry.core.transfer_config import KVTransferConfig
 from kvferry.store.base import Changes
 from kvferry.transport.memory import BlockMemory
+
+API_VERSION = 2
+"""The version of this module that a connector names (`ConnectorSpec.api_version`). 1: all methods were in the two
+classes."""
 
 
 class RequestView(Protocol):
@@ -80,7 +89,10 @@ class Miss:
 
 @dataclass(frozen=True)
 class Pending:
-    """Not known yet: the engine asks again with its next step, and serves other requests meanwhile."""
+    """Not known yet: the engine asks again with its next step, and serves other requests meanwhile. With `is_reported`,
+    a report of the worker sides says when it is known, and an engine with nothing else to do may wait for that."""
+
+    is_reported: bool = False
 
 
 @dataclass(frozen=True)
@@ -165,10 +177,13 @@ class Loaded(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """The KV will not come, and nothing is written to the blocks any more."""
+    """The KV will not come, and nothing is written to the blocks any more, unless they are `kept_as` something."""
 
     request_id: str
     error: KvferryError
+    kept_as: str = ""
+    """A call that does not return may still write to the blocks: they are held under this name until it is `Released`,
+    and the request gets others."""
 
 
 class Released(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -184,9 +199,45 @@ class Prefilled(msgspec.Struct, frozen=True, tag=True, array_like=True):
     result: PrefillResult
 
 
-TransferEvent = Loaded | Failed | Released | Prefilled
+class Saved(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """A hand-off through stores was written, as far as they took it. `request_id`: its transfer id. `stores`: those of
+    the connector's shared stores, by their numbers among these, that take what they are given."""
+
+    request_id: str
+    stores: list[int]
+
+
+class Fetchable(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """A request's hand-off need not be waited for any more: its producer has finished, or cannot be asked, which a load
+    will report. There is no such event for tickets that were made after the prefill."""
+
+    request_id: str
+
+
+TransferEvent = Loaded | Failed | Released | Prefilled | Saved | Fetchable
 TransferReport = list[TransferEvent]
 """What happened on the worker side since the last report, in that order."""
+
+
+class Reports:
+    """For a worker side whose transfers end on other threads: what happened, until `poll` takes it."""
+
+    def __init__(self) -> None:
+        self.wake: Wake = lambda: None
+        """Called when there is something new: set it in `WorkerSide.on_report`."""
+        self._events: deque[TransferEvent] = deque()
+
+    def add(self, *events: TransferEvent) -> None:
+        """Any thread: this happened."""
+        self._events.extend(events)
+        self.wake()
+
+    def take(self) -> TransferReport:
+        """What happened since the last call."""
+        return [self._events.popleft() for _ in range(len(self._events))]
+
+    def __len__(self) -> int:
+        return len(self._events)
 
 
 def failures(report: TransferReport) -> dict[str, KvferryError]:
@@ -225,12 +276,17 @@ class ConnectorContext:
     saves_are_complete: bool = False
     """Whether a layer's KV has been written when `save_layer` is called, so that a worker side need not wait for a
     device."""
+    has_room: Callable[[int], bool] = lambda num_blocks: True
+    """Whether a request may be given so many blocks before the instance that computes their KV has finished. If so, at
+    least half of all blocks stay free, enough for the longest request, and a place to run it: whatever waits for others
+    leaves enough for what waits for nobody, and so no instances wait for each other in a circle."""
 
 
 class SchedulerSide(ABC, Generic[Plan]):
     """Bookkeeping beside the scheduler. One per engine; called from the engine's thread only; never blocks.
 
-    None of these methods should raise, except `check`. What the engine does if one raises by mistake:
+    No method here, or in the classes that a scheduler side may be derived from too, should raise, except `check`. What
+    the engine does if one raises by mistake:
 
     | raised by | what the engine does |
     |---|---|
@@ -244,28 +300,11 @@ class SchedulerSide(ABC, Generic[Plan]):
     | `close` | the process exits with that error |
     """
 
-    gauges: ClassVar[frozenset[str]] = frozenset()
-    """Names in `statistics` that are gauges; all others are counters."""
-
-    hands_off = False
-    """Whether other instances fetch KV from this one with its tickets. Of several connectors, the first class that says
-    so takes part in hand-offs, and the others do not see them."""
-
-    takes_parts: ClassVar[bool] = False
-    """Whether the engine may present one request as several, each with a part of the prompt and with blocks and a
-    transfer id of its own, and without chunks of the answer. Possible where KV is handed off by transfer id, but not
-    where it is found by block hash."""
-
     def __init__(self, context: ConnectorContext) -> None:
         self.context = context
 
     def arrived(self, request: RequestView) -> None:
         """The request has joined the queue, where it may wait long before `match` is called. Default: nothing."""
-
-    def refusal(self, request: RequestView) -> KvferryError | None:
-        """Why the request's ticket must not be trusted, including the first token in it; None: it may be. `match` then
-        returns a `Miss` with the same error. Called before the request joins the queue. Default: None."""
-        return None
 
     @abstractmethod
     def match(self, request: RequestView, num_computed_tokens: int) -> Match:
@@ -283,6 +322,10 @@ class SchedulerSide(ABC, Generic[Plan]):
     def plan(self, step: StepView) -> Plan | None:
         """What the worker sides are to do in this step; None for nothing."""
 
+    def has_work(self) -> bool:
+        """Whether `plan` has something to send. The engine then makes a step even if no request runs."""
+        return False
+
     @abstractmethod
     def completed(self, report: TransferReport) -> None:
         """A report of the worker sides has come. After an exception, its events come a second time."""
@@ -291,73 +334,12 @@ class SchedulerSide(ABC, Generic[Plan]):
     def finish(self, request: RequestView, block_ids: Sequence[int]) -> Finish:
         """The request has ended (finished, aborted or failed), or its load has failed: who keeps its blocks now?"""
 
-    def has_work(self) -> bool:
-        """Whether `plan` has something to send. The engine then makes a step even if no request runs."""
-        return False
-
-    # For connectors that hand off. Default: nothing.
-
-    def set_addresses(self, addresses: Sequence[dict[str, Any]]) -> None:
-        """Called once, before any request, with what `WorkerSide.address` of each rank returned, in rank order. Tickets
-        contain them."""
-
-    def tickets(self) -> TicketKinds:
-        """The kinds of tickets that it writes and reads: words of its own, the same on both sides. A router then forms
-        no pair of instances that have none in common. Writes none if the `kv_role` does not produce, and reads none if
-        it does not consume."""
-        return TicketKinds()
-
-    def reads(self, ticket: Ticket) -> bool:
-        """Whether a ticket is of a kind that it reads. `MultiConnector` asks the connector that hands off, and if that
-        one says no, the others of which `tickets` names what they read."""
-        return True
-
-    def address_seal(self) -> str:
-        """For `Ticket.remote_address_seal`, which shows peers that a ticket made by a router has addresses of this
-        fleet. Called after `set_addresses`."""
-        return ""
-
-    def release(self, transfer_id: str) -> bool:
-        """End the lease of this transfer, which nobody will fetch. True if there was one. Default: there are none."""
-        return False
-
-    def refused(self, transfer_id: str) -> None:
-        """A prefill for another instance was refused before it was admitted: tell consumers that wait for it."""
-
-    def make_room(self, num_blocks: int) -> None:
-        """A request waits because `num_blocks` too few are free. End leases that nobody may ever ask for, of at least
-        so many blocks if there are, with the next plan. Called with each step for as long as it waits."""
-
-    # For connectors that keep blocks for reuse. Default: nothing.
-
-    def saves(self, plan: Plan | None) -> Sequence[tuple[str, Sequence[BlockHash]]]:
-        """The blocks that a plan wants stored: for each request id, consecutive ones of its prompt."""
-        return ()
-
-    def kept(self, hashes: Sequence[BlockHash], *, pin: bool | None) -> Sequence[Future[list[TierShare]]]:
-        """What each tier of each store has of these blocks, which are pinned if `pin` is True, and unpinned if False.
-        Unless that is False, the next request for exactly these blocks stores what is missing even if the engine's
-        prefix cache has it. Raises `InvalidRequest` if this instance only loads; the futures raise `StoreError`."""
-        return ()
-
-    def reset_cache(self) -> bool:
-        """Forget all KV that is kept for reuse, because the weights have changed. False: that is not possible."""
-        return True
-
-    def statistics(self) -> dict[str, float]:
-        """Metrics by name: those in `gauges`, and counters, which only grow. The last word of a name may be a kind of
-        error (`failed_LeaseEnded`) or, after a unit, a medium (`taken_bytes_shm`)."""
-        return {}
-
-    def check(self) -> None:
-        """Raise `LeakError` if something is still held although no request is left."""
-
     def close(self) -> None:
         """Release everything. Called once, last."""
 
 
 class WorkerSide(ABC, Generic[Plan]):
-    """Moves bytes. One per rank, beside the KV cache; all but `wait_layer` return without waiting for a transfer.
+    """Moves bytes. One per rank, beside the KV cache; no method but `ByLayers.wait_layer` waits for a transfer.
 
     A transfer that fails is reported by `poll`, not raised. What the engine does if a method raises by mistake:
 
@@ -372,15 +354,9 @@ class WorkerSide(ABC, Generic[Plan]):
     | `close` | the process exits with that error |
     """
 
-    hands_off = False
-    """Whether it takes part in hand-offs, as its scheduler side does."""
-
     plan_type: ClassVar[type[msgspec.Struct] | None] = None
     """The class of the plans that `start` takes, so that plans can be sent to the process of another rank. None: the
     connector works on one rank only."""
-
-    gauges: ClassVar[frozenset[str]] = frozenset()
-    """Names in `statistics` that are gauges; all others are counters."""
 
     def __init__(self, context: ConnectorContext) -> None:
         self.context = context
@@ -389,24 +365,9 @@ class WorkerSide(ABC, Generic[Plan]):
     def register(self, memory: BlockMemory) -> None:
         """The KV cache of this rank. Called once, before any plan."""
 
-    def address(self) -> dict[str, Any] | None:
-        """Where peers reach this rank, JSON-able; None where none do. Called after `register`."""
-        return None
-
-    def withdraw(self, plan: Plan) -> None:
-        """Withdraw what was announced of blocks that no longer belong to their request. Called with each plan, before
-        `start`, and before such blocks are written to."""
-
     @abstractmethod
     def start(self, plan: Plan) -> None:
         """Begin what the plan asks for, before the model runs."""
-
-    def wait_layer(self, layer: int) -> None:
-        """Called before the attention of `layer`: returns when the layerwise loads of this step have that layer, or at
-        the connector's deadline."""
-
-    def save_layer(self, layer: int) -> None:
-        """Called after the attention of `layer` has written this step's KV."""
 
     def flush(self) -> None:
         """Called at the end of a step in which the model ran."""
@@ -423,20 +384,147 @@ class WorkerSide(ABC, Generic[Plan]):
     def on_report(self, wake: Wake) -> None:
         """Call `wake` whenever `poll` has something new to report."""
 
-    def watch_store(self) -> None:
-        """From now on, record what `store_events` returns. Called once, after `register`."""
+    def close(self) -> None:
+        """End every transfer, thread, socket and segment. Called once, last."""
 
+
+# What some sides do.
+
+
+class HandsOff(ABC):
+    """A scheduler side with whose tickets other instances fetch KV, or which fetches with theirs. Of several
+    connectors, the first that hands off and does not keep blocks takes part in hand-offs."""
+
+    takes_parts: ClassVar[bool] = False
+    """Whether the engine may present one request as several, each with a part of the prompt and with blocks and a
+    transfer id of its own, and without chunks of the answer. Possible where KV is handed off by transfer id, but not
+    where it is found by block hash."""
+
+    @abstractmethod
+    def tickets(self) -> TicketKinds:
+        """The kinds of tickets that it writes and reads: words of its own, the same on both sides. A router then forms
+        no pair of instances that have none in common. Writes none if the `kv_role` does not produce, and reads none if
+        it does not consume."""
+
+    def refusal(self, request: RequestView) -> KvferryError | None:
+        """Why the request's ticket must not be trusted, including the first token in it; None: it may be. `match` then
+        returns a `Miss` with the same error. Called before the request joins the queue. Default: None."""
+        return None
+
+    def reads(self, ticket: Ticket) -> bool:
+        """Whether a ticket is of a kind that it reads. `MultiConnector` asks the connector that hands off, and if that
+        one says no, the others of which `tickets` names what they read. Default: it is."""
+        return True
+
+    def set_addresses(self, addresses: Sequence[dict[str, Any]]) -> None:
+        """Called once, before any request, with what `ServesPeers.address` of each rank returned, in rank order.
+        Tickets contain them. Default: nothing."""
+
+    def address_seal(self) -> str:
+        """For `Ticket.remote_address_seal`, which shows peers that a ticket made by a router has addresses of this
+        fleet. Called after `set_addresses`. Default: none."""
+        return ""
+
+    def release(self, transfer_id: str) -> bool:
+        """End the lease of this transfer, which nobody will fetch. True if there was one. Default: there are none."""
+        return False
+
+    def refused(self, transfer_id: str) -> None:
+        """A prefill for another instance was refused before it was admitted: tell consumers that wait for it. Default:
+        nothing."""
+
+    def make_room(self, num_blocks: int) -> None:
+        """A request waits because `num_blocks` too few are free. End leases that nobody may ever ask for, of at least
+        so many blocks if there are, with the next plan. Called with each step for as long as it waits. Default:
+        nothing."""
+
+
+class ServesPeers(ABC, Generic[Plan]):
+    """A worker side whose blocks are read by peers."""
+
+    @abstractmethod
+    def address(self) -> dict[str, Any] | None:
+        """Where peers reach this rank, JSON-able; None where none do. Called after `register`."""
+
+    def withdraw(self, plan: Plan) -> None:
+        """Withdraw what was announced of blocks that no longer belong to their request. Called with each plan, before
+        `start`, and before such blocks are written to. Default: nothing."""
+
+
+class KeepsBlocks(ABC, Generic[Plan]):
+    """A scheduler side that keeps blocks for reuse, by their hash."""
+
+    @classmethod
+    @abstractmethod
+    def lossy_codecs(cls, config: KVTransferConfig) -> Sequence[str]:
+        """The lossy codecs because of which loaded KV may not be exact. Raises `ConfigError`."""
+
+    def saves(self, plan: Plan | None) -> Sequence[tuple[str, Sequence[BlockHash]]]:
+        """The blocks that a plan wants stored: for each request id, consecutive ones of its prompt. Default: not
+        known."""
+        return ()
+
+    def kept(self, hashes: Sequence[BlockHash], *, pin: bool | None) -> Sequence[Future[list[TierShare]]]:
+        """What each tier of each store has of these blocks, which are pinned if `pin` is True, and unpinned if False.
+        Unless that is False, the next request for exactly these blocks stores what is missing even if the engine's
+        prefix cache has it. Raises `InvalidRequest` if this instance only loads; the futures raise `StoreError`.
+        Default: not known."""
+        return ()
+
+    @abstractmethod
+    def reset_cache(self) -> bool:
+        """Forget all KV that is kept for reuse, because the weights have changed. False: that is not possible."""
+
+
+class StoresBlocks(ABC):
+    """A worker side that reports what becomes of blocks in a store."""
+
+    @abstractmethod
+    def watch_store(self) -> None:
+        """Record from now on what `store_events` returns. Called once, after `register`."""
+
+    @abstractmethod
     def store_events(self) -> StoreEvents:
         """What happened to blocks that were to be kept for reuse, since the last call."""
-        return StoreEvents()
 
+
+class ByLayers:
+    """A worker side that loads or saves layer by layer, while the model runs."""
+
+    def wait_layer(self, layer: int) -> None:
+        """Called before the attention of `layer`: returns when the layerwise loads of this step have that layer, or at
+        the connector's deadline. Default: there are none."""
+
+    def save_layer(self, layer: int) -> None:
+        """Called after the attention of `layer` has written this step's KV. Default: nothing."""
+
+
+class HasStatistics(ABC):
+    """Either side."""
+
+    gauges: ClassVar[frozenset[str]] = frozenset()
+    """Names in `statistics` that are gauges; all others are counters."""
+
+    @abstractmethod
     def statistics(self) -> dict[str, float]:
         """Metrics by name: those in `gauges`, and counters, which only grow. The last word of a name may be a kind of
         error (`failed_LeaseEnded`) or, after a unit, a medium (`taken_bytes_shm`)."""
-        return {}
 
     def check(self) -> None:
-        """Raise `LeakError` if something is still held although no request is left."""
+        """Raise `LeakError` if something is still held although no request is left. Default: nothing."""
 
-    def close(self) -> None:
-        """End every transfer, thread, socket and segment. Called once, last."""
+
+def statistics_of(side: object) -> dict[str, float]:
+    """The side's metrics, if it has any."""
+    return side.statistics() if isinstance(side, HasStatistics) else {}
+
+
+def gauges_of(kind: type) -> frozenset[str]:
+    """The names in the statistics of a class of sides that are gauges."""
+    return kind.gauges if issubclass(kind, HasStatistics) else frozenset()
+
+
+def check_side(side: object) -> None:
+    """Raise `LeakError` if the side says that something is still held."""
+    if isinstance(side, HasStatistics):
+        side.check()

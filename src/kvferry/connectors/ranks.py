@@ -7,9 +7,10 @@ reports of the several hand-offs that make up one request there.
 | of a request | holds for the instance when |
 |---|---|
 | `Loaded` | every rank has loaded its share; `num_tokens` is the least of theirs, `seconds` the most |
-| `Failed` | any rank failed, and on every rank the load has ended, so that no rank still writes |
+| `Failed` | any rank failed, and on every rank the load has ended, so that no rank still writes, or keeps its blocks |
 | `Released` | every rank has released it |
-| `Prefilled` | the first rank brings it: it is the same on all |
+| `Prefilled`, `Fetchable` | the first rank brings it: it is the same on all |
+| `Saved` | at any rank's word; `stores` are those that take what all ranks give them, as far as they have said so |
 
 Each rank ends each load once, within its connector's own deadline, and so does the whole.
 """
@@ -18,7 +19,9 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from kvferry.connectors.api import Failed, Loaded, Prefilled, Released, TransferReport
+import msgspec
+
+from kvferry.connectors.api import Failed, Fetchable, Loaded, Prefilled, Released, Saved, TransferReport
 from kvferry.core.errors import LeakError, LeaseEnded
 
 
@@ -30,6 +33,7 @@ class RankReports:
         self._num_ranks = num_ranks
         self._ended: dict[str, dict[int, Loaded | Failed]] = {}
         self._released: dict[str, set[int]] = {}
+        self._stores: dict[int, list[int]] = {}
         self._whole: TransferReport = []
 
     def add(self, rank: int, report: TransferReport) -> None:
@@ -41,8 +45,12 @@ class RankReports:
                     self._load_ended(rank, event)
                 case Released(request_id):
                     self._rank_released(rank, request_id)
-                case Prefilled():
+                case Prefilled() | Fetchable():
                     self._whole.append(event)
+                case Saved(request_id, stores):
+                    self._stores[rank] = stores
+                    common = set(stores).intersection(*self._stores.values())
+                    self._whole.append(Saved(request_id, sorted(common)))
 
     def take(self) -> TransferReport:
         """What has become true of the whole instance since the last call."""
@@ -59,7 +67,12 @@ class RankReports:
         ended[rank] = event
         if len(ended) == self._num_ranks:
             del self._ended[event.request_id]
-            self._whole.append(_of_all(ended.values()))
+            kept_as = next((one.kept_as for one in ended.values() if isinstance(one, Failed) and one.kept_as), "")
+            whole = _of_all(ended.values())
+            self._whole.append(msgspec.structs.replace(whole, kept_as=kept_as) if isinstance(whole, Failed) else whole)
+            for other, one in ended.items():
+                if kept_as and not (isinstance(one, Failed) and one.kept_as):
+                    self._rank_released(other, kept_as)
 
     def _rank_released(self, rank: int, request_id: str) -> None:
         released = self._released.setdefault(request_id, set())

@@ -8,7 +8,8 @@ from typing import Any
 
 import msgspec
 
-from kvferry.connectors.api import ConnectorContext, SchedulerSide, StepPlan, WorkerSide
+from kvferry.connectors.api import API_VERSION, ConnectorContext, KeepsBlocks, SchedulerSide, StepPlan, WorkerSide
+from kvferry.core.errors import ConfigError
 from kvferry.core.names import ExtensionPoint, resolve
 from kvferry.core.options import read_options
 from kvferry.core.transfer_config import KVTransferConfig
@@ -18,11 +19,14 @@ from kvferry.core.transfer_config import KVTransferConfig
 class ConnectorSpec:
     """Where a connector's two classes are, each as `package.module:Class`, imported when first built.
 
-    `defaults` are values of `kv_connector_extra_config` that go with the name; what the user says comes first.
+    `api_version` is the one of `kvferry.connectors.api` that they are written for, as a number: a connector of another
+    version is refused. `defaults` are values of `kv_connector_extra_config` that go with the name; what the user says
+    comes first.
     """
 
     scheduler_side: str
     worker_side: str
+    api_version: int = 1
     defaults: Mapping[str, Any] = field(default_factory=dict)
     settings_check: str = ""
     """`package.module:function`, called with a `KVTransferConfig` before anything is started, without torch: raises
@@ -34,9 +38,6 @@ class ConnectorSpec:
     options: str = ""
     """`package.module:Class`, a `msgspec.Struct` whose fields are the keys of `kv_connector_extra_config`. They are
     checked with it before anything is started; the configuration reference is generated from it."""
-    lossy: str = ""
-    """For connectors that keep KV by block hash. `package.module:function`, called with a `KVTransferConfig`: returns
-    the names of the lossy codecs that are used."""
 
     def build_scheduler_side(self, context: ConnectorContext) -> SchedulerSide[StepPlan]:
         """The scheduler side, new."""
@@ -65,15 +66,21 @@ class ConnectorSpec:
             read_options(resolve(self.options), config.kv_connector_extra_config)
 
     def check_here(self, config: KVTransferConfig, *, known: bool) -> None:
-        """As `check`, and raise `ConfigError` if this machine lacks what the connector needs. `known`: instances share
-        a token."""
+        """Raise `ConfigError` as `check` does, and if this machine lacks what the connector needs. `known`: instances
+        share a token."""
         self.check(config)
         if self.here_check:
             resolve(self.here_check)(self.completed(config), known=known)
 
+    @property
+    def keeps_blocks(self) -> bool:
+        """Whether it is a cache, with or without hand-offs."""
+        return issubclass(self.scheduler_class(), KeepsBlocks)
+
     def lossy_codecs(self, config: KVTransferConfig) -> list[str] | None:
         """The lossy codecs because of which loaded KV may not be exact. None: the connector keeps no KV."""
-        return resolve(self.lossy)(self.completed(config)) if self.lossy else None
+        side = self.scheduler_class()
+        return list(side.lossy_codecs(self.completed(config))) if issubclass(side, KeepsBlocks) else None
 
     def _completed(self, context: ConnectorContext) -> ConnectorContext:
         return replace(context, config=self.completed(context.config))
@@ -87,6 +94,7 @@ class ConnectorSpec:
 P2P = ConnectorSpec(
     "kvferry.connectors.p2p.scheduler:P2pSchedulerSide",
     "kvferry.connectors.p2p.worker:P2pWorkerSide",
+    API_VERSION,
     settings_check="kvferry.transport.lookup_buffer.base:check",
     here_check="kvferry.transport.lookup_buffer.base:check_here",
     options="kvferry.transport.options:TransportOptions",
@@ -94,10 +102,10 @@ P2P = ConnectorSpec(
 KV_STORE = ConnectorSpec(
     "kvferry.connectors.kv_store.scheduler:KVStoreSchedulerSide",
     "kvferry.connectors.kv_store.worker:KVStoreWorkerSide",
+    API_VERSION,
     settings_check="kvferry.connectors.kv_store.settings:check",
     here_check="kvferry.connectors.kv_store.settings:check_here",
     options="kvferry.connectors.kv_store.settings:StoreSettings",
-    lossy="kvferry.connectors.kv_store.settings:lossy_names",
 )
 LMCACHE = replace(KV_STORE, options="kvferry.connectors.kv_store.lmcache_settings:LMCacheSettings")
 BUILTIN: dict[str, ConnectorSpec] = {
@@ -113,6 +121,7 @@ BUILTIN: dict[str, ConnectorSpec] = {
     "MultiConnector": ConnectorSpec(
         "kvferry.connectors.multi.scheduler:MultiSchedulerSide",
         "kvferry.connectors.multi.worker:MultiWorkerSide",
+        API_VERSION,
         settings_check="kvferry.connectors.multi.settings:check",
         here_check="kvferry.connectors.multi.settings:check_here",
         options="kvferry.connectors.multi.settings:MultiOptions",
@@ -133,8 +142,14 @@ def find_connector(config: KVTransferConfig) -> ConnectorSpec:
     """The connector that a configuration names: one of `CONNECTORS`, or with `kv_connector_module_path` the attribute
     of that name in that module.
 
-    Raises `UnknownName` with the nearest known name, or `ConfigError` when the module has no such spec.
+    Raises `UnknownName` with the nearest known name, or `ConfigError` when the module has no such spec, or one that is
+    written for another version of the API.
     """
     module, name = config.kv_connector_module_path, config.kv_connector
     found: ConnectorSpec = CONNECTORS.find(f"{module}:{name}" if module else name, ConnectorSpec)
+    if found.api_version != API_VERSION:
+        raise ConfigError(
+            f"kv_connector {name!r} is written for version {found.api_version} of the connector API, this kvferry has"
+            f" version {API_VERSION}: compare it with kvferry.connectors.api, and set ConnectorSpec.api_version"
+        )
     return found

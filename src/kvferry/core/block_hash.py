@@ -13,7 +13,7 @@ from array import array
 from collections.abc import Sequence
 
 BlockHash = bytes
-"""32 bytes."""
+"""SHA-256 of a block's tokens and of all blocks before it: 32 bytes."""
 
 
 def root_hash(model_fingerprint: str, cache_salt: str = "") -> BlockHash:

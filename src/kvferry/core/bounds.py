@@ -23,7 +23,7 @@ PORTS = 65535
 
 @dataclass(frozen=True)
 class Bounds:
-    """From `least` to `most`, both included; with `above`, `least` itself is not."""
+    """The numbers that a setting may have, from `least` to `most`. Both are included; with `above`, `least` is not."""
 
     least: float
     most: float

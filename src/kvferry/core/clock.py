@@ -35,7 +35,7 @@ SYSTEM_CLOCK: Clock = SystemClock()
 
 
 class ManualClock:
-    """Time that moves only when told to, for tests and simulations."""
+    """Time that moves only when `advance` is called, for tests and simulations."""
 
     def __init__(self, now: float = 0.0) -> None:
         self.now = now

@@ -74,10 +74,10 @@ class Continuation(msgspec.Struct, kw_only=True):
 
 def parse_continuation(params: dict[str, Any] | None) -> Continuation | None:
     """The answer so far in a request's `kv_transfer_params`; None if there is none. Raises `InvalidRequest`."""
-    told = (params or {}).get(CONTINUE_KEY)
-    if told is None:
+    given = (params or {}).get(CONTINUE_KEY)
+    if given is None:
         return None
     try:
-        return msgspec.convert(told, Continuation)
+        return msgspec.convert(given, Continuation)
     except (msgspec.ValidationError, RecursionError) as error:
         raise InvalidRequest(f"kv_transfer_params.{CONTINUE_KEY}: {error}", param="kv_transfer_params") from error

@@ -11,6 +11,7 @@ The keys are vLLM's (`do_remote_decode`, `do_remote_prefill`, `remote_engine_id`
 | `keep_for_next_turn` | true: D keeps its blocks and answers with a ticket for the next P; false: it must not |
 | `remote_transfer_id` | in that ticket: the transfer id under which D keeps them |
 | `remote_prefixes` | [number of tokens, digest of them and of the salt] of the prefixes that there is KV for |
+| `remote_stores` | stores that have the KV: of those of P, those that took all that P last gave them |
 | `remote_address_seal` | authenticates the addresses (`core.ticket_seal`) |
 | `remote_seal` | authenticates everything else that D acts on |
 
@@ -37,6 +38,7 @@ MAX_TOP = 1024
 MAX_GROUPS = 64
 MAX_BLOCK_IDS = 2**20
 MAX_PREFIXES = 64
+MAX_STORES = 16
 OTHER_PROMPT = (
     "the hand-off has other tokens than this request, or other images, another LoRA adapter or cache_salt: the prompt"
     " must be the same on both instances"
@@ -105,8 +107,15 @@ class Ticket(msgspec.Struct, kw_only=True, omit_defaults=True):
     prefill_result: PrefillResult | None = None
     remote_ranks: Annotated[list[RankAddress], Meta(max_length=MAX_RANKS)] | None = None
     remote_prefixes: Annotated[list[tuple[Count, Digest]], Meta(max_length=MAX_PREFIXES)] | None = None
+    remote_stores: Annotated[list[Name], Meta(max_length=MAX_STORES)] | None = None
+    """Of a hand-off through stores, in words of the connector's; None: not known."""
     remote_address_seal: Seal = ""
     remote_seal: Seal = ""
+
+    @property
+    def is_early(self) -> bool:
+        """Whether the ticket was made before the prefill had ended, for a concurrent hand-off."""
+        return not self.remote_num_tokens
 
     @property
     def has_address(self) -> bool:

@@ -29,7 +29,7 @@ import stat
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import Literal, cast, get_args
+from typing import Literal, Protocol, cast, get_args
 
 import msgspec
 
@@ -42,13 +42,14 @@ Purpose = Literal["probe", "release", "operate", "register"]
 
 CHALLENGE_PATH = "/kvferry/challenge"
 SCHEME = "Kvferry"
-"""Of the `Authorization` header."""
+"""The scheme in the `Authorization` header of a signed request."""
 
 LIFETIME_S = 30.0
 """How long a signed request may be on its way."""
 
 LEAST_CHARACTERS = 16
-"""Of a secret. A server's proof lets anybody who can reach it try out guesses, so a secret must not be guessable."""
+"""The shortest secret that is accepted. A server's proof lets anybody who can reach it try out guesses, so a secret
+must not be guessable."""
 
 _EARLY_NS = 10**9
 _MOST_REMEMBERED = 2**16
@@ -98,16 +99,39 @@ class Signer:
 # The server's side.
 
 
-class Verifier:
-    """Proves the server's own knowledge, and checks signatures. Owns which ones were used. `server`: the name of this
-    server, the same in all processes that serve one address."""
+class Used(Protocol):
+    """Which signed requests were used."""
 
-    def __init__(self, secret: str, server: str, clock: Clock = SYSTEM_CLOCK) -> None:
-        self._secret, self._server, self._clock = secret, server, clock
+    def use(self, nonce: str, at_ns: int, oldest_ns: int) -> bool:
+        """Whether a request of `at_ns` is new; it is remembered from now on, until it is older than `oldest_ns`. False
+        also if too many are remembered."""
+
+
+class UsedHere:
+    """Those of this process."""
+
+    def __init__(self) -> None:
+        self._used: dict[str, int] = {}
+        """When each nonce was signed; the oldest first, except for requests that overtook others on the way."""
+
+    def use(self, nonce: str, at_ns: int, oldest_ns: int) -> bool:
+        """Whether a request of `at_ns` is new to this process, and there is room to remember it."""
+        while self._used and next(iter(self._used.values())) < oldest_ns:
+            del self._used[next(iter(self._used))]
+        if nonce in self._used or len(self._used) >= _MOST_REMEMBERED:
+            return False
+        self._used[nonce] = at_ns
+        return True
+
+
+class Verifier:
+    """Proves the server's own knowledge, and checks signatures. `server`: the name of this server, the same in all
+    processes that serve one address; `used` is theirs together."""
+
+    def __init__(self, secret: str, server: str, clock: Clock = SYSTEM_CLOCK, used: Used | None = None) -> None:
+        self._secret, self._server, self._clock, self._used = secret, server, clock, used or UsedHere()
         self._keys = {purpose: derive(secret, purpose) for purpose in get_args(Purpose)}
         self._since_ns = self._now_ns()
-        self._used: dict[str, int] = {}
-        """By nonce, when it was signed; the oldest first, but for those that overtook."""
 
     def answer(self, nonce: str) -> Challenge:
         """The answer to a challenge."""
@@ -130,11 +154,8 @@ class Verifier:
         oldest_ns = now_ns - int(LIFETIME_S * 1e9)
         if not max(oldest_ns, self._since_ns) <= at_ns <= now_ns + _EARLY_NS:
             raise AuthenticationFailed(f"the request was signed more than {LIFETIME_S:g} s ago, or before a restart")
-        while self._used and next(iter(self._used.values())) < oldest_ns:
-            del self._used[next(iter(self._used))]
-        if nonce in self._used or len(self._used) >= _MOST_REMEMBERED:
+        if not self._used.use(nonce, at_ns, oldest_ns):
             raise AuthenticationFailed("the request was used before, or there are too many at once")
-        self._used[nonce] = at_ns
         return cast(Purpose, purpose), digest
 
     def _now_ns(self) -> int:

@@ -47,7 +47,7 @@ class EndLimit:
         self._timer.start()
 
     def cancel(self) -> None:
-        """All is closed."""
+        """Everything is closed in time: the process ends by itself."""
         self._timer.cancel()
 
     def _over(self) -> None:

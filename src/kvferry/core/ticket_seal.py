@@ -93,6 +93,7 @@ def _content_of(ticket: Ticket) -> list[Any]:
         ticket.transfer_id,
         ticket.remote_num_tokens,
         ticket.remote_prefixes,
+        ticket.remote_stores,
         drawn,
     ]
 

@@ -15,14 +15,14 @@ def load_certificate(context: ssl.SSLContext, cert: Path, key: Path | None, cert
     """Load this side's certificate; its key may be in the same file. Raises `ConfigError` that names the file, also for
     a key with a password, for which OpenSSL would prompt."""
     _require_readable(cert, cert_name)
-    told = f"{cert_name} {cert}"
+    given = f"{cert_name} {cert}"
     if key is not None:
         _require_readable(key, key_name)
-        told += f", {key_name} {key}"
+        given += f", {key_name} {key}"
     try:
         context.load_cert_chain(cert, key, password="")
     except (OSError, ssl.SSLError) as error:
-        raise ConfigError(f"{told}: {_reason(error)}") from error
+        raise ConfigError(f"{given}: {_reason(error)}") from error
 
 
 def load_authority(context: ssl.SSLContext, path: Path, name: str) -> None:

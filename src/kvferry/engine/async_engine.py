@@ -90,7 +90,7 @@ class AsyncEngine:
 
     def describe(self) -> InstanceFacts:
         """What a router should know of this instance."""
-        engine, transfer, side = self.engine, self.engine.transfer, self.engine.scheduler_side
+        engine, transfer, side = self.engine, self.engine.transfer, self.engine.hands_off
         ranks = [(str(one["host"]), int(one["port"])) for one in engine.addresses if one]
         kv_host, kv_port = ranks[0] if ranks else ("", 0)
         return InstanceFacts(

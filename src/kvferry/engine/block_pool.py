@@ -49,7 +49,7 @@ class BlockPool:
         self._block_of: dict[BlockHash, int] = {}
         self._num_evicted = 0
         self.events: BlockEvents | None = None
-        """Hears of blocks that are evicted; `SequenceBlocks.publish` tells it of those that become cached."""
+        """Is called for blocks that are evicted; `SequenceBlocks.publish` calls it for those that become cached."""
 
     @property
     def num_free(self) -> int:
@@ -126,7 +126,7 @@ class BlockPool:
                 self._free_uncached[block_id] = None
 
     def statistics(self) -> BlockPoolStatistics:
-        """A snapshot."""
+        """Counts of blocks as they are now."""
         return BlockPoolStatistics(self.num_blocks, self._num_free, len(self._hash_of), self._num_evicted)
 
     def check(self, num_held: int = 0) -> None:

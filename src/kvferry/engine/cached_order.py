@@ -1,9 +1,8 @@
 """In which order the prefix cache evicts cached blocks that no request uses.
 
 Two ways: least recently released first, as vLLM's block pool does, or by an eviction policy of the stores
-(`kvferry.store.eviction`), which hears of every use and may learn from it. Blocks go by their hash here; block ids and
-reference counts belong to the block pool.
-"""
+(`kvferry.store.eviction`), which is called for every use and may learn from it. Blocks go by their hash here; block ids
+and reference counts belong to the block pool."""
 
 from __future__ import annotations
 
@@ -103,11 +102,11 @@ class PolicyOrder(CachedOrder):
             self._policy.pin(block_hash)
 
     def freed(self, block_hash: BlockHash) -> None:
-        """Unpin the block."""
+        """No request uses the block any more: unpin it at the policy."""
         self._policy.unpin(block_hash, self._clock.monotonic())
 
     def evict(self) -> BlockHash:
-        """The policy's choice."""
+        """Remove the block that the policy evicts; returns its hash."""
         block_hash = self._policy.evict(self._clock.monotonic())
         assert isinstance(block_hash, bytes), "a cached block is free, so the policy knows one that is not pinned"
         return block_hash
@@ -117,7 +116,7 @@ class PolicyOrder(CachedOrder):
         self._policy.remove(block_hash)
 
     def finished(self, hashes: Sequence[BlockHash], num_output_tokens: int) -> None:
-        """Tell the policy, which may learn from the length of the answer."""
+        """Pass an answer's end on to the policy, which may learn from its length."""
         self._policy.finish(hashes, num_output_tokens, self._clock.monotonic())
 
     def check(self, num_free: int, num_used: int) -> None:

@@ -14,7 +14,17 @@ from dataclasses import replace
 
 import msgspec
 
-from kvferry.connectors.api import ConnectorContext, SchedulerSide, StepPlan, TransferEvent, failures
+from kvferry.connectors.api import (
+    ConnectorContext,
+    HandsOff,
+    KeepsBlocks,
+    SchedulerSide,
+    StepPlan,
+    TransferEvent,
+    failures,
+    gauges_of,
+    statistics_of,
+)
 from kvferry.connectors.registry import find_connector
 from kvferry.core.block_hash import BlockHash
 from kvferry.core.clock import Clock, SystemClock
@@ -118,19 +128,26 @@ class Engine:
         """End a request at once."""
         self.scheduler.abort(request_id)
 
+    @property
+    def hands_off(self) -> HandsOff | None:
+        """The connector's scheduler side, if it hands off."""
+        side = self.scheduler_side
+        return side if side is not None and isinstance(side, HandsOff) else None
+
     def release(self, transfer_id: str) -> bool:
         """End the lease of a ticket that nobody will fetch. True when there was one."""
-        return self.scheduler_side is not None and self.scheduler_side.release(transfer_id)
+        return self.hands_off is not None and self.hands_off.release(transfer_id)
 
     def prefill_refused(self, transfer_id: str) -> None:
         """A prefill for another instance was refused before it became a request: tell the instance that waits for its
         KV."""
-        if self.scheduler_side is not None:
-            self.scheduler_side.refused(transfer_id)
+        if self.hands_off is not None:
+            self.hands_off.refused(transfer_id)
 
     def kept(self, hashes: Sequence[BlockHash], *, pin: bool | None) -> Sequence[Future[list[TierShare]]]:
-        """As `SchedulerSide.kept`. Raises `InvalidRequest` where no connector keeps KV."""
-        looks = self.scheduler_side.kept(hashes, pin=pin) if self.scheduler_side is not None else ()
+        """As `KeepsBlocks.kept`. Raises `InvalidRequest` where no connector keeps KV."""
+        side = self.scheduler_side
+        looks = side.kept(hashes, pin=pin) if side is not None and isinstance(side, KeepsBlocks) else ()
         if not looks:
             raise InvalidRequest(
                 "this instance has no connector that keeps KV; start it with --kv-transfer-config and a"
@@ -236,8 +253,7 @@ class Engine:
 
     def statistics(self) -> EngineSnapshot:
         """A snapshot."""
-        connector = self.scheduler_side.statistics() if self.scheduler_side is not None else {}
-        connector = connector | self.executor.statistics()
+        connector = statistics_of(self.scheduler_side) | self.executor.statistics()
         return EngineSnapshot(
             scheduler=self.scheduler.statistics(),
             external=self.scheduler.external.statistics(),
@@ -251,7 +267,7 @@ class Engine:
         """Names of the connector's figures that go up and down."""
         if self.transfer is None or self.scheduler_side is None:
             return frozenset()
-        return self.scheduler_side.gauges | find_connector(self.transfer).worker_class().gauges
+        return gauges_of(type(self.scheduler_side)) | gauges_of(find_connector(self.transfer).worker_class())
 
     def check(self) -> None:
         """Raise `LeakError` when no request is left, yet something is still kept."""
@@ -288,9 +304,16 @@ class Engine:
         )
 
     def _build_scheduler_side(self, transfer: KVTransferConfig, auth_token: str) -> SchedulerSide[StepPlan]:
-        context = ConnectorContext(transfer, self.layout, auth_token, self.clock, computes_meanwhile=True)
+        context = ConnectorContext(
+            transfer,
+            self.layout,
+            auth_token,
+            self.clock,
+            computes_meanwhile=True,
+            has_room=lambda num_blocks: self.scheduler.has_room(num_blocks),  # noqa: PLW0108 - made after this
+        )
         side = find_connector(transfer).build_scheduler_side(context)
-        if self.addresses:
+        if self.addresses and isinstance(side, HandsOff):
             side.set_addresses(self.addresses)
         return side
 

@@ -14,6 +14,7 @@ from typing import Any
 from kvferry.connectors.api import (
     Failed,
     Finish,
+    HandsOff,
     Hit,
     Hold,
     Loaded,
@@ -25,6 +26,7 @@ from kvferry.connectors.api import (
     StepView,
     TransferEvent,
     TransferReport,
+    check_side,
 )
 from kvferry.core.clock import Clock
 from kvferry.core.errors import HandOffFailed, KvferryError, LeakError, TransferError
@@ -62,6 +64,7 @@ class ExternalKV:
         self, connector: SchedulerSide[StepPlan] | None, pool: BlockPool, clock: Clock, *, fail_on_lost_hand_off: bool
     ) -> None:
         self._connector = connector
+        self._hands_off = connector if connector is not None and isinstance(connector, HandsOff) else None
         self._pool = pool
         self._clock = clock
         self._fail_on_lost_hand_off = fail_on_lost_hand_off
@@ -78,7 +81,7 @@ class ExternalKV:
         hand_off = sequence.hand_off
         if not isinstance(hand_off, Consume) or not hand_off.ticket.is_of(sequence.prompt_token_ids, sequence.salt):
             return None
-        if self._connector is not None and self._connector.refusal(sequence) is not None:
+        if self._hands_off is not None and self._hands_off.refusal(sequence) is not None:
             return None
         return hand_off.ticket.prefill_result
 
@@ -114,8 +117,8 @@ class ExternalKV:
     def make_room(self, num_blocks: int) -> None:
         """A request waits for `num_blocks` more free blocks. What the connector gives up for it is free some steps
         later."""
-        if self._connector is not None:
-            self._connector.make_room(num_blocks)
+        if self._hands_off is not None:
+            self._hands_off.make_room(num_blocks)
 
     # Loads.
 
@@ -182,6 +185,10 @@ class ExternalKV:
         self._loading.pop(sequence.request_id, None)
         if sequence.layerwise_base is not None:
             sequence.num_computed_tokens, sequence.layerwise_base = sequence.layerwise_base, None
+
+    def keep_aside(self, sequence: Sequence, name: str) -> None:
+        """Hold the blocks of a sequence whose load does not end, until the connector has `Released` this name."""
+        self._held[name], sequence.block_ids = sequence.block_ids, []
 
     # Plans and reports.
 
@@ -289,8 +296,8 @@ class ExternalKV:
         """Raise `LeakError` when something is still kept. For when no request is left."""
         if self._loading:
             raise LeakError(f"{len(self._loading)} requests that have ended still wait for their KV")
-        if self._connector is not None and not self._held:
-            self._connector.check()
+        if not self._held:
+            check_side(self._connector)
 
 
 def _whole_or_failed(event: TransferEvent, promised: Mapping[str, int]) -> TransferEvent:

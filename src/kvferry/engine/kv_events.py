@@ -26,7 +26,7 @@ class BlockEvents:
         return self._publisher.addresses
 
     def stored(self, name: BlockHash, parent: BlockHash | None, token_ids: Sequence[int]) -> None:
-        """A block became findable. Blocks that follow one another are told as one."""
+        """A block became findable. Blocks that follow one another are published as one event."""
         last = self._events[-1] if self._events else None
         if isinstance(last, BlockStored) and parent is not None and last.block_hashes[-1] == parent:
             last.block_hashes.append(name)
@@ -51,11 +51,11 @@ class BlockEvents:
             self._events.append(BlockRemoved(block_hashes=[name], medium=DEVICE, group_idx=0))
 
     def flush(self) -> None:
-        """The step is over: tell them."""
+        """Publish the events of the step that is over."""
         if self._events:
             self._publisher.publish(self._events)
             self._events = []
 
     def close(self) -> None:
-        """Nothing is told any more."""
+        """Close the publisher."""
         self._publisher.close()

@@ -38,7 +38,7 @@ def run_instance(
 ) -> int:
     """Serve one engine until SIGTERM or SIGINT; returns the exit code, 1 when the engine failed meanwhile.
 
-    `on_ready` gets the URL and what the instance tells about itself (`InstanceFacts`) once requests are accepted; the
+    `on_ready` gets the URL and what the instance reports about itself (`InstanceFacts`) once requests are accepted; the
     instance is then registered at the routers that `registrar` names, until the end. Main thread only.
     Raises `ConfigError` and `UnsupportedModel` for what the user can correct.
     """
@@ -50,8 +50,8 @@ def run_instance(
 
 
 def _freeze() -> None:
-    """Leave what has been loaded aside from garbage collection, as what has been imported is: to look through all of
-    it, as any large request can bring about, stops every thread for 0.2 s."""
+    """Leave what has been loaded out of garbage collection, as what has been imported is: a collection of all of it,
+    which any large request can cause, stops every thread for 0.2 s."""
     gc.collect()
     gc.freeze()
 

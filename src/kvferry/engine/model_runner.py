@@ -107,8 +107,8 @@ class TokenByToken(ModelRunner):
     """
 
     def forward(self, inputs: StepInputs) -> Tensor:
-        """As `ModelRunner.forward`. For each layer, the hooks' `wait_layer` is called before the first token and
-        `save_layer` after the last."""
+        """The same as `ModelRunner.forward`. For each layer, the hooks' `wait_layer` is called before the first token
+        and `save_layer` after the last."""
         hooks, places, rows = self._hooks, inputs.places or [0], {}
         last = len(inputs.token_ids) - 1
         try:

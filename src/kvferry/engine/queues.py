@@ -27,11 +27,11 @@ class SequenceQueues:
 
     @property
     def num_running(self) -> int:
-        """Sequences that run."""
+        """Number of sequences that run."""
         return len(self._running)
 
     def enqueue(self, sequence: Sequence) -> None:
-        """From now on it waits for its turn."""
+        """Append the sequence to the queue of those that wait to be scheduled."""
         sequence.status = Status.WAITING
         self.put_back([sequence])
 

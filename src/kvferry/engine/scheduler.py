@@ -26,8 +26,10 @@ from kvferry.connectors.api import (
     Pending,
     Prefilled,
     Released,
+    Saved,
     SchedulerSide,
     StepPlan,
+    TransferEvent,
     TransferReport,
 )
 from kvferry.core.block_hash import BlockHash
@@ -202,17 +204,17 @@ class Scheduler:
             sequence = self._sequences.get(event.request_id)
             if isinstance(event, Released):
                 self.external.released(event.request_id)
-            elif sequence is not None:
+            elif sequence is not None and not isinstance(event, Saved):
                 with self._isolated(sequence):
                     self._hand_off_moved(sequence, event)
         self.external.completed(report)
 
-    def _hand_off_moved(self, sequence: Sequence, event: Loaded | Failed | Prefilled) -> None:
+    def _hand_off_moved(self, sequence: Sequence, event: TransferEvent) -> None:
         match event:
             case Loaded(num_tokens=num_tokens):
                 self._loaded(sequence, num_tokens)
-            case Failed(error=error):
-                self._load_failed(sequence, error)
+            case Failed(error=error, kept_as=kept_as):
+                self._load_failed(sequence, error, kept_as)
             case Prefilled(result=result) if sequence.prefill_result is None:
                 self._adopt(sequence, result)
 
@@ -266,6 +268,13 @@ class Scheduler:
         if isinstance(match, Pending) or sequence.finish_reason is not None:  # its hand-off is lost, the policy `fail`
             return match
         return match if self._reserve(sequence, cached, match) else None
+
+    def has_room(self, num_blocks: int) -> bool:
+        """Whether blocks may be reserved for KV that is not computed yet (`ConnectorContext.has_room`)."""
+        limits = self.limits
+        longest = min(-(-limits.max_model_len // limits.block_size), self.pool.num_blocks)
+        num_places = limits.max_num_seqs - self._queues.num_running - self.external.num_loading
+        return num_places > 1 and self.pool.num_free - num_blocks >= max(longest, self.pool.num_blocks // 2)
 
     def _match(self, sequence: Sequence) -> tuple[list[int], Match]:
         """The prompt's blocks in the prefix cache, and what the connector has beyond them."""
@@ -476,8 +485,11 @@ class Scheduler:
             sequence.num_computed_tokens = min(reached, len(sequence.tokens) - 1)
             self._blocks.publish(sequence)
 
-    def _load_failed(self, sequence: Sequence, error: KvferryError) -> None:
+    def _load_failed(self, sequence: Sequence, error: KvferryError, kept_as: str) -> None:
         self.external.abandon_load(sequence)
+        if kept_as:
+            self.external.keep_aside(sequence, kept_as)
+            self._preempt(sequence)
         self._hand_off_lost(sequence, error)
         if sequence.status is Status.LOADING:
             self._start_running(sequence)

@@ -79,7 +79,7 @@ class Sequence:
 
     @property
     def prompt_token_ids(self) -> Tokens[int]:
-        """The prompt."""
+        """The prompt's tokens."""
         return self.request.prompt_token_ids
 
     @property

@@ -24,7 +24,7 @@ class EngineSnapshot:
 
     @computed_gauge("vllm:num_requests_waiting", "Requests that wait to be scheduled, or for their KV.")
     def num_requests_waiting(self) -> int:
-        """As in vLLM, requests that wait for their KV are waiting too."""
+        """Requests that wait for their turn or for their KV, as vLLM counts them."""
         return self.scheduler.num_waiting + self.external.num_loading
 
     @computed_gauge("vllm:num_requests_waiting_by_reason", "Requests that wait, by reason.", label="reason")

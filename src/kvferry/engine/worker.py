@@ -13,7 +13,16 @@ from typing import Any
 import msgspec
 from torch import Tensor
 
-from kvferry.connectors.api import ConnectorContext, StepPlan, TransferReport, WorkerSide
+from kvferry.connectors.api import (
+    ByLayers,
+    ConnectorContext,
+    ServesPeers,
+    StepPlan,
+    TransferReport,
+    WorkerSide,
+    check_side,
+    statistics_of,
+)
 from kvferry.connectors.registry import find_connector
 from kvferry.core.closing import close_all
 from kvferry.core.errors import ConnectorLost, RequestFailed
@@ -71,16 +80,17 @@ class Worker:
         )
 
     def open(self, num_blocks: int, transfer: KVTransferConfig | None, auth_token: str) -> dict[str, Any] | None:
-        """Allocate the KV cache and build the connector's worker side. Returns `WorkerSide.address`."""
+        """Allocate the KV cache and build the connector's worker side. Returns `ServesPeers.address`."""
         self._kv_cache = KVCache(self.layout, num_blocks, self.model.device)
         address = None
         if transfer is not None:
             context = ConnectorContext(_of_rank(transfer, self._place.rank), self.layout, auth_token)
             self._side = find_connector(transfer).build_worker_side(context)
             self._side.register(self._kv_cache.memory)
-            address = self._side.address()
+            address = self._side.address() if isinstance(self._side, ServesPeers) else None
         runner = TokenByToken if self._is_one_by_one else ModelRunner
-        self._runner = runner(self.model, self._kv_cache, self._side)
+        hooks = self._side if isinstance(self._side, ByLayers) else None
+        self._runner = runner(self.model, self._kv_cache, hooks)
         return address
 
     # A step.
@@ -124,7 +134,8 @@ class Worker:
             return
         self._is_begun = True
         try:
-            side.withdraw(plan)
+            if isinstance(side, ServesPeers):
+                side.withdraw(plan)
             side.start(plan)
         except Exception as error:
             if self._failed_to_begin:
@@ -185,12 +196,11 @@ class Worker:
 
     def statistics(self) -> dict[str, float]:
         """The metrics of the worker side."""
-        return self._side.statistics() if self._side is not None else {}
+        return statistics_of(self._side)
 
     def check(self) -> None:
         """Raise `LeakError` if the worker side still keeps something."""
-        if self._side is not None:
-            self._side.check()
+        check_side(self._side)
 
     def close(self) -> None:
         """Close the worker side and free the KV cache."""

@@ -23,6 +23,11 @@ def flag_name(field: str) -> str:
     return "--" + field.replace("_", "-")
 
 
+def variable_name(field: str) -> str:
+    """The environment variable of a field's flag."""
+    return "KVFERRY_" + field.upper()
+
+
 def _flag(field: str, value: Any) -> Iterator[str]:
     name = flag_name(field)
     if value is None:

@@ -23,7 +23,7 @@ _COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "red")
 
 
 class Display(Protocol):
-    """Told what happens, in order. `name` names a process of the fleet."""
+    """Its methods are called when something happens, in order. `name` names a process of the fleet."""
 
     def starting(self, names: Sequence[str]) -> None:
         """These processes are being started."""

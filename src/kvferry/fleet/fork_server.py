@@ -225,7 +225,8 @@ class _Server:
             async with asyncio.timeout(_END_S):
                 await self._process.wait()
         except TimeoutError:
-            self._process.kill()
+            with suppress(ProcessLookupError):
+                self._process.kill()
             await self._process.wait()
 
     async def _listen(self) -> None:
@@ -255,8 +256,8 @@ class _Server:
                 self._children.pop(pid).ended(code)
 
     def _lose_all(self) -> None:
-        """It has ended, and the kernel ends its children; or nothing is received from it any more, and `close` ends
-        all."""
+        """Count all children as ended: the process that forks has ended, and the kernel ends its children, or nothing
+        is received from it any more, and `close` ends all of them."""
         self.is_gone = True
         self._ready.set()
         for child in self._children.values():

@@ -71,9 +71,9 @@ def _guard(command: list[str]) -> None:
         _signal_when_gone(os.getppid(), signal.SIGKILL)
         _become(command)
     signal.signal(signal.SIGTERM, lambda *_: os.kill(child, signal.SIGTERM))
-    status = os.waitpid(child, 0)[1]
+    os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)  # so that its pid is its own for as long as it may be signalled
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    code = os.waitstatus_to_exitcode(status)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     if code < 0:
         if -code != signal.SIGKILL:
             signal.signal(-code, signal.SIG_DFL)

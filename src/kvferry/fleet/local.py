@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
@@ -15,13 +14,13 @@ from kvferry.engine.config import EngineConfig
 from kvferry.fleet.arguments import flag_name, to_arguments
 from kvferry.fleet.cpu import CorePlan, Cores, available_cores, parse_cores, plan_cores, thread_variables
 from kvferry.fleet.process import PROGRAM, ProcessSpec
-from kvferry.fleet.ready import InstanceReady
+from kvferry.fleet.routers import RouterPlan
 from kvferry.fleet.spec import EngineChoice, FleetSpec, InstanceSpec, Listen
 from kvferry.fleet.supervisor import FleetPlan
 from kvferry.fleet.transfer import DEFAULT, InstanceRole, transfer_for_member
 from kvferry.fleet.vllm.instances import InstancePlace, VllmInstances
 from kvferry.fleet.vllm.ports import free_ports
-from kvferry.http.config import HttpAccess
+from kvferry.http.config import HttpAccess, InstanceAccess
 from kvferry.http.limits import HttpLimits
 from kvferry.http.registrar import make_registrar
 from kvferry.observe.logs import INSTANCE_VARIABLE, TEXT, LogConfig
@@ -56,18 +55,18 @@ class LocalFleet:
 
     def plan(self) -> FleetPlan:
         """The processes to run. Raises `ConfigError` if settings are wrong, before anything is started."""
-        self._require_heeded()
+        self._require_consistent()
         cores = self._cores()
         token = shared_token() or users_token() or secrets.token_urlsafe(32)
         if self.choice.engine == "vllm":
             return self._plan_vllm(cores, token)
         instances = tuple(self._instance(index, cores.instances[index], token) for index in range(self._num_instances))
-        return FleetPlan(instances, lambda ready: self._front(ready, cores.router, token))
+        return FleetPlan(instances, self._routers(cores.router, token))
 
-    def _require_heeded(self) -> None:
+    def _require_consistent(self) -> None:
         """Keys, TLS and HTTP limits are the router's; a vLLM server alone has its own flags for them."""
         if not self.spec.is_split:
-            require_nothing_said(self.access, self.limits)
+            require_defaults(self.access, self.limits)
             return
         if self.router.registration:
             shared_token("--registration")
@@ -99,7 +98,7 @@ class LocalFleet:
             specs.append(_registered(servers, place, self.instance, self.access.tls_ca, port))
         if not split:
             return FleetPlan(tuple(specs))
-        return FleetPlan(tuple(specs), lambda ready: self._front(ready, cores.router, token, bootstrap))
+        return FleetPlan(tuple(specs), self._routers(cores.router, token, bootstrap))
 
     def _vllm_logging(self) -> dict[str, str]:
         """Sets vLLM's log level, unless the user has."""
@@ -135,21 +134,19 @@ class LocalFleet:
         )
         return replace(process, forks=True)
 
-    def _front(
-        self, ready: Mapping[str, InstanceReady], cores: Cores, token: str, bootstrap: tuple[int, ...] = ()
-    ) -> ProcessSpec:
-        urls = {
-            role: tuple(about.url for name, about in ready.items() if name.startswith(f"{role}-"))
-            for role in ("prefill", "decode")
-        }
-        router = replace(self.router, prefill_url=urls["prefill"], decode_url=urls["decode"], bootstrap_port=bootstrap)
-        access = to_arguments(self.access, without=("api_key", "admin_key"))
-        arguments = ["router", *to_arguments(router), *to_arguments(self.listen), *access, *to_arguments(self.limits)]
-        process = self._process("router", arguments, cores, token)
-        # In the environment, because everyone on the machine can read command lines.
-        keys = {"api_key": self.access.api_key, "admin_key": self.access.admin_key}
-        secret = {variable_name(name): " ".join(values) for name, values in keys.items() if values}
-        return replace(process, environment={**process.environment, **secret}, tls_cert=self.access.tls_cert)
+    def _routers(self, cores: Cores, token: str, bootstrap: tuple[int, ...] = ()) -> RouterPlan:
+        return RouterPlan(
+            router=self.router,
+            bootstrap_ports=bootstrap,
+            listen=self.listen,
+            access=self.access,
+            limits=self.limits,
+            instance_access=InstanceAccess(),
+            log=self.log,
+            cores=cores,
+            environment={TOKEN_VARIABLE: token},
+            hidden=self.hidden,
+        )
 
     def _process(self, name: str, arguments: list[str], cores: Cores, token: str) -> ProcessSpec:
         return ProcessSpec(
@@ -161,7 +158,7 @@ class LocalFleet:
         )
 
 
-def require_nothing_said(access: HttpAccess, limits: HttpLimits) -> None:
+def require_defaults(access: HttpAccess, limits: HttpLimits) -> None:
     """Raise `ConfigError` for HTTP settings that the processes would ignore."""
     for given, default in ((access, OPEN), (limits, LIMITS)):
         for one in fields(given):
@@ -170,8 +167,8 @@ def require_nothing_said(access: HttpAccess, limits: HttpLimits) -> None:
 
 
 def plain_instance(fleet: LocalFleet, name: str) -> ProcessSpec:
-    """One more instance of the fleet's model, which does both phases and moves no KV."""
-    cores = available_cores()[-1:]
+    """One more instance of the fleet's model, which does both phases and moves no KV, on the cores of all others."""
+    cores = available_cores()
     listen = replace(fleet.listen, host=LOOPBACK, port=0)
     arguments = ["serve", fleet.engine.model, *to_arguments(fleet.engine, without=("model",))]
     return ProcessSpec(
@@ -227,8 +224,3 @@ def _registered(
 
 def _role(index: int, num_prefill: int) -> tuple[InstanceRole, int]:
     return ("prefill", index) if index < num_prefill else ("decode", index - num_prefill)
-
-
-def variable_name(field: str) -> str:
-    """The environment variable of a field's flag."""
-    return "KVFERRY_" + flag_name(field).removeprefix("--").upper().replace("-", "_")

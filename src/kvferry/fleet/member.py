@@ -1,7 +1,7 @@
 """One member of a fleet, and the process that currently runs it.
 
 Owns the process and the number of its failures. Each new process of a member listens at the address of the first one,
-so that nobody has to be told a new address.
+so that no other process needs a new address.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import asyncio
 import logging
 from urllib.parse import urlsplit
 
-from kvferry.fleet.asking import certificate_in, serves
+from kvferry.fleet.asking import serves
 from kvferry.fleet.fork_server import ForkServer
 from kvferry.fleet.process import Process, ProcessSpec
 from kvferry.fleet.ready import InstanceReady
@@ -33,7 +33,6 @@ class Member:
         self._policy, self._restarts = policy, Restarts(policy)
         self._ready: InstanceReady | None = None
         self._ready_at: float | None = None
-        self._certificate: bytes | None = None
 
     @property
     def name(self) -> str:
@@ -44,8 +43,6 @@ class Member:
         """Start a process for it; the one before must have ended. Raises `OSError` if the system has no room."""
         spec = self.spec if self._ready is None else self.spec.at_port(urlsplit(self._ready.url).port)
         self._ready_at = None
-        # Read at the same time as the process does: it keeps this certificate even if the file changes.
-        self._certificate = None if spec.tls_cert is None else certificate_in(spec.tls_cert)
         self.process = await Process.start(spec, self._fork_server)
         self.process.ready.add_done_callback(self._on_ready)
         return self.process
@@ -59,19 +56,20 @@ class Member:
     async def kill_when_hung(self) -> None:
         """Kill the current process if it leaves /health unanswered for longer than `hang_timeout_s`, and return.
 
-        Only a process that has answered before is judged. Only the time during checks counts, so that a supervisor or
-        machine that was suspended does not take its own pause for its children's.
+        Only a process that has answered before, or that has named where it will, is judged. Only the time during checks
+        counts, so that a supervisor or machine that was suspended does not take its own pause for its children's.
         """
         process, timeout_s = self.process, self._policy.hang_timeout_s
         if process is None or not timeout_s:
             return
-        url = (await asyncio.shield(process.ready)).url
+        about = await asyncio.shield(process.ready)
+        url = about.health_url or about.url
         every_s = min(_ASK_EVERY_S, timeout_s / _ASKS_PER_TIMEOUT)
-        silent_s = float("-inf")
+        silent_s = 0.0 if about.health_url else float("-inf")
         while silent_s < timeout_s:
             await asyncio.sleep(every_s)
             begun = asyncio.get_running_loop().time()
-            if await serves(url, every_s, self._certificate):
+            if await serves(url, every_s):
                 if silent_s != 0.0:
                     logger.debug("%s answers GET /health", self.name)
                 silent_s = 0.0

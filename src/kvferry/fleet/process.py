@@ -16,11 +16,11 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 from kvferry.core.errors import ProtocolError
 from kvferry.fleet.asking import serves
 from kvferry.fleet.cpu import Cores
+from kvferry.fleet.first_cause import FirstCause
 from kvferry.fleet.fork_server import ForkedChild, ForkServer
 from kvferry.fleet.launcher import launching
 from kvferry.fleet.ready import MAX_LINE_BYTES, READY_FLAG, InstanceReady, StartProgress, parse_message
@@ -55,9 +55,8 @@ class ProcessSpec:
     """What to run. `environment` is added to the supervisor's own, without `hidden`.
 
     `foreign`: set for a program that is not kvferry's; its children may outlive it, so it runs under a guard process.
-    `forks`: it is `PROGRAM` with arguments and imports what every instance imports, so it may be forked. `tls_cert`:
-    the certificate that it serves https with. `registrar`: routers at which the supervisor registers it, if it does not
-    do so itself.
+    `forks`: it is `PROGRAM` with arguments and imports what every instance imports, so it may be forked. `registrar`:
+    routers at which the supervisor registers it, if it does not do so itself. `descriptors`: files that it inherits.
     """
 
     name: str
@@ -66,9 +65,9 @@ class ProcessSpec:
     hidden: frozenset[str] = frozenset()
     cores: Cores = ()
     foreign: Foreign | None = None
-    tls_cert: Path | None = None
     registrar: RegistrarConfig | None = None
     forks: bool = False
+    descriptors: tuple[int, ...] = ()
 
     def at_port(self, port: int | None) -> ProcessSpec:
         """The same with a fixed port, that of an earlier process, instead of any free one."""
@@ -96,6 +95,8 @@ class Process:
         self.ready: asyncio.Future[InstanceReady] = asyncio.get_running_loop().create_future()
         self.gone = asyncio.Event()
         self.last_lines: deque[str] = deque(maxlen=_NUM_LAST_LINES)
+        self.first_cause = FirstCause()
+        """Of what goes wrong while it starts."""
         self._process, self._log, self._messages = process, log, messages
 
     @classmethod
@@ -175,6 +176,8 @@ class Process:
             text = line.decode(errors="replace").rstrip()
             self.last_lines.append(text)
             on_line(text)
+            if not self.ready.done():
+                self.first_cause.feed(text)
             progress = None if foreign is None or self.ready.done() else foreign.progress_of(text)
             if progress is not None:
                 on_progress(progress)
@@ -219,7 +222,7 @@ async def _spawned(spec: ProcessSpec, log: int, ready: int) -> asyncio.subproces
         stderr=log,
         env=spec.full_environment(),
         start_new_session=True,
-        pass_fds=(ready,),
+        pass_fds=(ready, *spec.descriptors),
     )
 
 

@@ -1,4 +1,4 @@
-"""The start protocol: what a child tells the supervisor while it starts, as one JSON object on each line of a pipe that
+"""The start protocol: what a child sends its supervisor while it starts, as one JSON object on each line of a pipe that
 the child inherits.
 
     {"progress": 0.4, "what": "loading weights"}   any number of times
@@ -24,9 +24,11 @@ MAX_LINE_BYTES = 64 * 1024
 
 
 class InstanceReady(msgspec.Struct, frozen=True):
-    """The child answers requests at `url`."""
+    """The child answers requests at `url`. `health_url`: where it alone answers for its health, if others serve at
+    `url` too."""
 
     url: str
+    health_url: str = ""
 
 
 class StartProgress(msgspec.Struct, frozen=True):

@@ -19,7 +19,7 @@ SETTLED_S = 60.0
 
 @dataclass(frozen=True, kw_only=True)
 class RestartPolicy:
-    """What happens when processes exit or hang without having been told to stop."""
+    """What happens when processes exit or hang although nobody has stopped them."""
 
     max_restarts: CountOrZero = 5
     """How many times in a row an instance or the router is restarted, at growing intervals, after it has exited by
@@ -44,7 +44,7 @@ class Again:
 
 @dataclass(frozen=True)
 class GiveUp:
-    """It has been restarted `number` times in a row, and is not restarted again."""
+    """The decision not to restart a process again, after `number` restarts in a row."""
 
     number: int
 

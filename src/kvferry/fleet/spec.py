@@ -20,8 +20,8 @@ class Listen:
     """Port to listen on; 0 takes any free one."""
 
     grace_s: SecondsOrZero = 30.0
-    """Seconds that running requests have to finish when the process is told to stop (SIGTERM, Ctrl-C); a second Ctrl-C
-    ends them at once. A deployment of several processes ends in stages (router, instances), which have so long each."""
+    """Seconds that running requests have to finish when the process is stopped (SIGTERM, Ctrl-C); a second Ctrl-C ends
+    them at once. A deployment of several processes ends in stages (router, instances), each of which has this time."""
 
     def __post_init__(self) -> None:
         check_bounds(self)

@@ -3,21 +3,25 @@
 Owns the processes. Does not know what they do: each is a command that speaks the start protocol of `ready`, or is a
 `Foreign` program.
 
-    start all instances at once ─► all ready ─► start the router ─► ready: one URL
-    Ctrl-C, SIGTERM, SIGHUP: router, then instances: SIGTERM, grace period, SIGKILL.   Ctrl-C again: SIGKILL at once.
+    start all instances at once ─► all ready ─► start the routers ─► ready: one URL
+    Ctrl-C, SIGTERM, SIGHUP: routers, then instances: SIGTERM, grace period, SIGKILL.   Ctrl-C again: SIGKILL at once.
     a process exits by itself, or hangs: restart it at its address; too many restarts, or an exit before all serve:
-    name the process with its last lines, and end the rest.
+    name the process with the first cause in its log, or its last lines, and end the rest.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import signal
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 from kvferry.fleet.asking import serves
@@ -27,6 +31,7 @@ from kvferry.fleet.member import Member
 from kvferry.fleet.process import Process, ProcessSpec
 from kvferry.fleet.ready import InstanceReady
 from kvferry.fleet.restart import Again, GiveUp, RestartPolicy
+from kvferry.http.listen import BACKLOG, reserve
 from kvferry.http.registrar import Registrar
 
 logger = logging.getLogger(__name__)
@@ -42,19 +47,37 @@ _KILLED_S = 5.0
 """Most seconds to wait for killed processes before their fork server is ended, which may have hung."""
 
 _SOON_S = 1.0
-"""How long the end of processes is waited for before it is said which of them are waited for."""
+"""How long the supervisor waits for the end of processes before it names those that it waits for."""
 
 DEFAULT_POLICY = RestartPolicy()
 
-MakeFront = Callable[[Mapping[str, InstanceReady]], ProcessSpec]
+
+@dataclass(frozen=True)
+class RouterGroup:
+    """What the routers of one port share: a folder that only their user can read, and the descriptors of the sockets
+    they accept connections on. Both are the supervisor's, and outlive each of them."""
+
+    folder: Path
+    listeners: tuple[int, ...]
+
+
+class Front(Protocol):
+    """The routers, made when the instances serve."""
+
+    @property
+    def addresses(self) -> Sequence[tuple[str, int]]:
+        """Where they listen: hosts and ports."""
+
+    def processes(self, ready: Mapping[str, InstanceReady], group: RouterGroup) -> Sequence[ProcessSpec]:
+        """What to run in front of these instances."""
 
 
 @dataclass(frozen=True)
 class FleetPlan:
-    """What to run: instances first, then the router, whose process is made from their addresses."""
+    """What to run: instances first, then the routers."""
 
     instances: tuple[ProcessSpec, ...]
-    front: MakeFront | None = None
+    front: Front | None = None
 
 
 @dataclass(frozen=True)
@@ -97,9 +120,20 @@ class LocalSupervisor:
         self._hurry = asyncio.Event()
         self._fork_server: ForkServer | None = None
         """None if there are too few instances for it to save time."""
+        self._listeners: list[socket.socket] = []
+        self._folder = Path()
 
     async def run(self, plan: FleetPlan) -> int:
-        """Start everything and serve until the end. Returns the exit code. Call it in the main thread."""
+        """Start everything and serve until the end. Returns the exit code. Call it in the main thread. Raises
+        `ConfigError` if the routers' address cannot be used."""
+        with ExitStack() as owned:
+            addresses = () if plan.front is None else plan.front.addresses
+            self._listeners = [owned.enter_context(closing(reserve(host, port))) for host, port in addresses]
+            if self._listeners:
+                self._folder = Path(owned.enter_context(TemporaryDirectory(prefix="kvferry-", dir=_memory_folder())))
+            return await self._run(plan)
+
+    async def _run(self, plan: FleetPlan) -> int:
         self._end = asyncio.get_running_loop().create_future()
         if sum(spec.forks for spec in plan.instances) > 1:
             self._fork_server = ForkServer()
@@ -127,7 +161,10 @@ class LocalSupervisor:
         try:
             instances = ready = await self._start_all(plan.instances, self._instances, group)
             if plan.front is not None:
-                ready = await self._start_all([plan.front(ready)], self._front, group)
+                for listener in self._listeners:
+                    listener.listen(BACKLOG)
+                shared = RouterGroup(self._folder, tuple(one.fileno() for one in self._listeners))
+                ready = await self._start_all(plan.front.processes(ready, shared), self._front, group)
         except OSError as error:
             self._conclude(NotStarted(f"cannot start a process: {error.strerror or error}"))
             return
@@ -153,7 +190,8 @@ class LocalSupervisor:
         self, specs: Sequence[ProcessSpec], members: list[Member], group: asyncio.TaskGroup
     ) -> dict[str, InstanceReady]:
         """Start all at the same time; returns when all serve. If one ends instead, the fleet ends."""
-        self._display.starting([spec.name for spec in specs])
+        if specs:
+            self._display.starting([spec.name for spec in specs])
         processes = []
         for spec in specs:
             member = Member(spec, self._policy, self._fork_server)
@@ -240,6 +278,9 @@ class LocalSupervisor:
         if complaint is not None:
             self._display.error(f"{process.name}: {complaint}")
             return EXIT_USER_ERROR
+        if process.first_cause.text and not process.ready.done():
+            self._display.error(f"{process.name} {_how(process.returncode)} while starting: {process.first_cause.text}")
+            return EXIT_CRASHED
         phase = "while running" if process.ready.done() else "while starting"
         loop = f" after {num_restarts} restarts in a row" if num_restarts else ""
         self._display.error(f"{process.name} {_how(process.returncode)} {phase}{loop}; its last lines:")
@@ -248,8 +289,10 @@ class LocalSupervisor:
         return EXIT_CRASHED
 
     async def _bring_down(self) -> None:
-        """Stop the router first, so that it can finish its answers while instances still serve. Other routers at which
-        instances are registered are told, and may finish theirs."""
+        """Stop the routers first, so that they can finish their answers while instances still serve. Instances leave
+        the other routers at which they are registered, which may finish their answers too."""
+        for listener in self._listeners:  # from now on, no connection waits for a router that will not come
+            listener.close()
         await self._leave_routers()
         for _, task in self._registrars:
             task.cancel()
@@ -276,7 +319,7 @@ class LocalSupervisor:
         await asyncio.gather(*(registrar.leave(within_s) for registrar, _ in self._registrars))
 
     async def _end_in_time(self, processes: Sequence[Process]) -> None:
-        """Tell them to end, and kill what has not when the grace is over."""
+        """Stop processes by SIGTERM, and kill those that have not ended when their grace is over."""
         for process in processes:
             process.terminate()
         soon_s = min(_SOON_S, self._grace_s)
@@ -314,6 +357,11 @@ class LocalSupervisor:
             self._display.note("killing everything")
             for process in _processes([*self._front, *self._instances]):
                 process.kill()
+
+
+def _memory_folder() -> str | None:
+    """For what is to be on no disk: keys, and a database whose writes must not wait."""
+    return "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 
 
 def _processes(members: Sequence[Member]) -> list[Process]:

@@ -8,11 +8,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from kvferry.core.bounds import Bytes, Count, PortOrAny, SecondsOrZero, check_bounds
+from kvferry.core.bounds import Bytes, PortOrAny, SecondsOrZero, check_bounds
 from kvferry.core.errors import ConfigError
 from kvferry.core.openai import MAX_BODY_BYTES
 from kvferry.http.limits import HttpLimits
-from kvferry.http.listen import BACKLOG
 from kvferry.http.tls import client_context, server_context
 
 
@@ -113,11 +112,9 @@ class HttpConfig(HttpAccess):
     name: str = field(default_factory=partial(secrets.token_hex, 16))
     """Of this server in signed requests: all processes on one address have the same."""
 
-    reuse_port: bool = False
-    """Whether several processes listen on this port."""
-
-    backlog: Count = BACKLOG
-    """Connections that wait to be accepted."""
+    listeners: tuple[int, ...] = ()
+    """Descriptors of sockets that listen already, which other processes may share: the clients', then the admin's if
+    there is one. Without them, the server opens its own."""
 
     @property
     def scheme(self) -> str:

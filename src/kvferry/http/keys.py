@@ -24,7 +24,7 @@ from urllib.parse import parse_qs
 import msgspec
 
 from kvferry.core.errors import AuthenticationFailed
-from kvferry.core.keys import SCHEME, Verifier
+from kvferry.core.keys import SCHEME, Used, Verifier
 from kvferry.core.openai import UnknownRoute
 from kvferry.http.config import HttpConfig
 from kvferry.http.errors import Unauthorized
@@ -61,9 +61,10 @@ class Guard:
         self._verifier = verifier
 
     @classmethod
-    def from_config(cls, config: HttpConfig, more_api_keys: Iterable[str] = ()) -> Guard:
-        """The guard of one server, or of several that are reached by the same name. Raises `ConfigError`."""
-        verifier = Verifier(config.secret, config.name) if config.secret else None
+    def from_config(cls, config: HttpConfig, more_api_keys: Iterable[str] = (), used: Used | None = None) -> Guard:
+        """The guard of one server, or of several that are reached by the same name and know together which signed
+        requests were `used`. Raises `ConfigError`."""
+        verifier = Verifier(config.secret, config.name, used=used) if config.secret else None
         return cls([*config.api_keys(), *more_api_keys], config.admin_keys(), verifier)
 
     def admit(self, access: Access, side: Side, request: HttpRequest) -> Caller:

@@ -9,21 +9,19 @@ from kvferry.core.errors import ConfigError
 BACKLOG = 2048
 
 
-def hold(host: str, port: int) -> socket.socket:
-    """A socket that reserves a port for processes that `listen` there with `reuse_port`, and does not listen itself;
-    port 0 takes any free one. Raises `ConfigError` if another process uses the port."""
+def reserve(host: str, port: int) -> socket.socket:
+    """A socket that has a port for itself and does not listen yet; port 0 takes any free one. Raises `ConfigError` if
+    another process uses the port."""
     if port:
-        listen(host, port).close()  # unlike one with SO_REUSEPORT, it does not join others of the same user
-    holder = _bound(host, port, reuse_port=True)
-    # What comes later and has no SO_REUSEPORT, such as the line above of another process, cannot listen beside it.
-    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
-    return holder
+        listen(host, port).close()  # two sockets that do not listen may have one port
+    reserved = _bound(host, port)
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)  # so that the line above fails for others
+    return reserved
 
 
-def listen(host: str, port: int, *, reuse_port: bool = False) -> socket.socket:
-    """A listening TCP socket; port 0 takes any free one. `reuse_port`: several processes may listen on one port, and
-    the kernel spreads connections among them. Raises `ConfigError` with the reason."""
-    listener = _bound(host, port, reuse_port=reuse_port)
+def listen(host: str, port: int) -> socket.socket:
+    """A listening TCP socket; port 0 takes any free one. Raises `ConfigError` with the reason."""
+    listener = _bound(host, port)
     try:
         listener.listen(BACKLOG)
     except OSError as error:
@@ -32,14 +30,12 @@ def listen(host: str, port: int, *, reuse_port: bool = False) -> socket.socket:
     return listener
 
 
-def _bound(host: str, port: int, *, reuse_port: bool) -> socket.socket:
+def _bound(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # The protocol is named because asyncio sets TCP_NODELAY only on connections whose socket says that it is TCP.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if reuse_port:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         # Accepted connections inherit it: a token must not wait for the one before to be acknowledged.
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if family == socket.AF_INET6:

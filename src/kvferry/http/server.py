@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import resource
 import signal
 import socket
-import ssl
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager, suppress
@@ -25,6 +25,7 @@ from kvferry.core.errors import LeakError, Unavailable
 from kvferry.core.keys import CHALLENGE_PATH
 from kvferry.http.config import HttpConfig
 from kvferry.http.connection import ServerConnection
+from kvferry.http.door import Door
 from kvferry.http.errors import Unauthorized
 from kvferry.http.headers import HttpDate
 from kvferry.http.keys import Access, Guard, Side
@@ -32,7 +33,6 @@ from kvferry.http.lifecycle import Lifecycle
 from kvferry.http.listen import listen
 from kvferry.http.request import HttpRequest
 from kvferry.http.routes import Handler, Routes
-from kvferry.http.tls_door import TlsDoor
 
 logger = logging.getLogger(__name__)
 
@@ -85,24 +85,18 @@ class HttpServer:
         self.loop = asyncio.get_running_loop()
         self._heed_file_limit()
         context = self.config.tls_context()
-        sockets = self._listen()
-        listeners: list[asyncio.Server | TlsDoor] = []
+        doors = [Door(self, side, listener, context) for listener, side in self._listen()]
         self._tick()
         try:
-            for listener, side in sockets:
-                listeners.append(await self._accept(listener, side, context))
-            self.ports = tuple(int(listener.getsockname()[1]) for listener, _ in sockets)
+            for door in doors:
+                door.open()
+            self.ports = tuple(door.port for door in doors)
             if on_listening is not None:
-                on_listening(str(sockets[0][0].getsockname()[0]), self.ports[0])
+                on_listening(doors[0].host, self.ports[0])
             await self._ending.wait()
         finally:
-            for one in listeners:
-                if isinstance(one, TlsDoor):
-                    await one.close()
-                else:
-                    one.close()
-            for listener, _ in sockets:
-                listener.close()
+            for door in doors:
+                door.close()
             await self._end()
             if self._ticking is not None:
                 self._ticking.cancel()
@@ -123,28 +117,17 @@ class HttpServer:
 
     def _listen(self) -> list[tuple[socket.socket, Side]]:
         config = self.config
-        if config.admin_port is None:
-            return [(listen(config.host, config.port, reuse_port=config.reuse_port), "all")]
-        public = listen(config.host, config.port, reuse_port=config.reuse_port)
+        sides: tuple[Side, ...] = ("all",) if config.admin_port is None else ("public", "admin")
+        if config.listeners:
+            given = [socket.socket(fileno=os.dup(one)) for one in config.listeners]
+            return list(zip(given, sides, strict=True))
+        public = listen(config.host, config.port)
         try:
-            return [
-                (public, "public"),
-                (listen(config.admin_host, config.admin_port, reuse_port=config.reuse_port), "admin"),
-            ]
+            admin = [] if config.admin_port is None else [listen(config.admin_host, config.admin_port)]
         except BaseException:
             public.close()
             raise
-
-    async def _accept(
-        self, listener: socket.socket, side: Side, context: ssl.SSLContext | None
-    ) -> asyncio.Server | TlsDoor:
-        if context is not None:
-            door = TlsDoor(self, side, listener, context)
-            door.open()
-            return door
-        return await self.loop.create_server(
-            lambda: ServerConnection(self, side), sock=listener, backlog=self.config.backlog
-        )
+        return list(zip([public, *admin], sides, strict=True))
 
     def _tick(self) -> None:
         now = self.loop.time()

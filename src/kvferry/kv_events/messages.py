@@ -48,7 +48,7 @@ class BlockRemoved(msgspec.Struct, tag=True, omit_defaults=True, kw_only=True):
 
 
 class AllBlocksCleared(msgspec.Struct, tag=True):
-    """All are gone."""
+    """The cache no longer has any block."""
 
 
 Event = BlockStored | BlockRemoved | AllBlocksCleared

@@ -1,4 +1,4 @@
-"""Publishes an instance's KV events, and tells the last of them again to whoever missed some.
+"""Publishes an instance's KV events, and replays the last of them for followers that missed some.
 
 Owns both sockets, the numbers, and what is kept for replay. `publish` belongs to one thread; another serves replays.
 ZeroMQ asks nobody who they are, and events have the tokens of prompts: bind to networks you trust.
@@ -21,17 +21,19 @@ from kvferry.kv_events.sockets import require_endpoint, zmq
 logger = logging.getLogger(__name__)
 
 _POLL_MS, _PAUSE_MS = 200, 2
-"""Between two looks for a call; the shorter while a caller has yet to take some of its replay."""
-_MOST_HEARD_BYTES = 256
-"""Of one frame: callers have 8 bytes to say, followers the beginnings of topics."""
+"""Milliseconds between two polls for a replay request; the shorter while a follower has yet to take its replay."""
+_END_S = 2.0
+_MAX_FRAME_BYTES = 256
+"""Longest frame that is received: a replay request has 8 bytes, a subscription the beginning of a topic."""
 _MOST_TOPIC_BYTES = 64 * 2**10
-"""Of all different topics. ZeroMQ keeps them, at some 45 bytes for each of their bytes; ours is the empty one."""
+"""Bytes of all different topics that followers may subscribe to. ZeroMQ keeps them, at some 45 bytes for each of their
+bytes; kvferry's own followers subscribe to the empty topic."""
 _MOST_KEPT_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True)
 class EventAddresses:
-    """Where events are published, and where they are told again."""
+    """Where events are published, and where they are replayed."""
 
     endpoint: str
     replay_endpoint: str
@@ -60,13 +62,14 @@ class KVEventPublisher:
             raise
         self.addresses = EventAddresses(where, replay_where)
         self.topic_bytes = 0
-        """Of what followers ask for now."""
+        """Bytes of the topics to which followers subscribe now."""
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._serve_replays, name="kv-event-replay", daemon=True)
         self._thread.start()
 
     def publish(self, events: list[Event]) -> None:
-        """Tell these, in this order. Does not block: who reads too slowly misses some, and asks for them again."""
+        """Publish these events, in this order. Does not block: a follower that reads too slowly misses some, and
+        requests them again."""
         payload = encode_batch(self._clock.wall(), events)
         number = self._next
         self._next += 1
@@ -76,30 +79,31 @@ class KVEventPublisher:
             self._kept.append((number, payload))
             self._kept_bytes += len(payload)
         if self.topic_bytes > _MOST_TOPIC_BYTES:
-            self._begin_anew()
+            self._disconnect_all()
         if not self._pub.closed:
             self._pub.send_multipart((b"", number.to_bytes(8, "big"), payload))
-            self._hear_topics()
+            self._count_topics()
 
     def close(self) -> None:
         """End the thread and both sockets."""
         self._closing.set()
-        self._thread.join()
-        self._context.destroy(linger=0)
+        self._thread.join(_END_S)
+        if not self._thread.is_alive():  # whose sockets would otherwise be closed under it
+            self._context.destroy(linger=0)
 
-    def _hear_topics(self) -> None:
-        """Count the topics that followers ask for, and no longer ask for, up to one too many."""
+    def _count_topics(self) -> None:
+        """Count the topics to which followers subscribe and unsubscribe, until there are too many."""
         library = zmq()
         try:
             while self.topic_bytes <= _MOST_TOPIC_BYTES:
-                said = self._pub.recv(library.NOBLOCK)
-                self.topic_bytes += len(said) if said[:1] == b"\x01" else -len(said)
+                frame = self._pub.recv(library.NOBLOCK)
+                self.topic_bytes += len(frame) if frame[:1] == b"\x01" else -len(frame)
         except library.Again:
             pass
 
-    def _begin_anew(self) -> None:
-        """Send all followers away, with what they asked for. They come back by themselves, and ask for what they
-        missed. The address may take a moment to be free: what is published until then is only told again."""
+    def _disconnect_all(self) -> None:
+        """Disconnect all followers, which ends their subscriptions. They reconnect by themselves, and request what they
+        missed. The address may take a moment to be free: events until then are only kept for replays."""
         if not self._pub.closed:
             logger.warning("KV events: followers asked for too many topics, and were disconnected")
             self._pub.close(linger=0)
@@ -112,11 +116,11 @@ class KVEventPublisher:
     def _bind(self, kind: int, endpoint: str, flag: str) -> tuple[Any, str]:
         library = zmq()
         socket = self._context.socket(kind)
-        socket.setsockopt(library.MAXMSGSIZE, _MOST_HEARD_BYTES)
+        socket.setsockopt(library.MAXMSGSIZE, _MAX_FRAME_BYTES)
         socket.setsockopt(library.RCVHWM, MOST_UNSENT)
         if kind == library.ROUTER:
             socket.setsockopt(library.SNDHWM, MOST_UNSENT)
-            socket.setsockopt(library.ROUTER_MANDATORY, 1)  # to be told who is gone or full, instead of losing messages
+            socket.setsockopt(library.ROUTER_MANDATORY, 1)  # an error, not a lost message, if it is gone or full
         try:
             socket.bind(endpoint)
         except library.ZMQError as error:

@@ -1,8 +1,7 @@
-"""Tells callers again what was published: each at its own pace, so that who does not read delays nobody.
+"""Replays events to followers, to each at its own pace, so that one that does not read delays no other.
 
-Owns the replays under way, not the socket. Strangers may call: of each caller a few messages wait in ZeroMQ, the rest
-waits here, as references to what is kept anyway.
-"""
+Owns the replays under way, not the socket. Anybody can connect: a few messages for each follower wait in ZeroMQ, the
+rest waits here, as references to what is kept anyway."""
 
 from __future__ import annotations
 
@@ -16,11 +15,11 @@ from kvferry.kv_events.messages import END_OF_REPLAY
 from kvferry.kv_events.sockets import zmq
 
 MOST_UNSENT = 16
-"""Messages of one caller that wait in ZeroMQ."""
-MOST_CALLERS = 64
-"""Replays at one time; who calls beyond that is not answered, and may ask again."""
+"""Messages for one follower that wait in ZeroMQ."""
+MOST_REPLAYS = 64
+"""Replays at one time; further requests are not answered, and may be repeated."""
 STALL_S = 10.0
-"""How long a caller may take none of its messages before it is given up."""
+"""How long a follower may take none of its messages before its replay is given up."""
 
 
 @dataclass
@@ -30,7 +29,8 @@ class _Replay:
 
 
 class Replays:
-    """`socket` is a ROUTER that refuses a message for who is gone or full (`ROUTER_MANDATORY`). One thread's."""
+    """`socket` is a ROUTER that refuses a message to a follower that is gone or full (`ROUTER_MANDATORY`). Belongs to
+    one thread."""
 
     def __init__(self, socket: Any, clock: Clock) -> None:
         self._socket, self._clock = socket, clock
@@ -39,30 +39,31 @@ class Replays:
     def __bool__(self) -> bool:
         return bool(self._under_way)
 
-    def begin(self, caller: bytes, kept: Iterable[tuple[int, bytes]]) -> None:
-        """Tell it these, and that they were all. A caller that is being told already has to wait for the end."""
-        if caller in self._under_way or len(self._under_way) >= MOST_CALLERS:
+    def begin(self, follower: bytes, kept: Iterable[tuple[int, bytes]]) -> None:
+        """Begin to send a follower these messages and the mark of the end. One whose replay is under way has to wait
+        for its end."""
+        if follower in self._under_way or len(self._under_way) >= MOST_REPLAYS:
             return
         left = deque((number.to_bytes(8, "big"), payload) for number, payload in kept)
         left.append((END_OF_REPLAY, b""))
-        self._under_way[caller] = _Replay(left, self._clock.monotonic() + STALL_S)
+        self._under_way[follower] = _Replay(left, self._clock.monotonic() + STALL_S)
 
     def go_on(self) -> None:
-        """Send what callers take now. Does not block."""
+        """Send what followers take now. Does not block."""
         now = self._clock.monotonic()
-        for caller, replay in list(self._under_way.items()):
-            if self._send(caller, replay.left):
+        for follower, replay in list(self._under_way.items()):
+            if self._send(follower, replay.left):
                 replay.deadline = now + STALL_S
             if not replay.left or now >= replay.deadline:
-                del self._under_way[caller]
+                del self._under_way[follower]
 
-    def _send(self, caller: bytes, left: deque[tuple[bytes, bytes]]) -> bool:
-        """Whether it took some. All is taken off of a caller that is gone."""
+    def _send(self, follower: bytes, left: deque[tuple[bytes, bytes]]) -> bool:
+        """Whether the follower took some. Of a follower that is gone, nothing is left to send."""
         num_before, library = len(left), zmq()
         try:
             while left:
                 number, payload = left[0]
-                self._socket.send_multipart((caller, b"", b"", number, payload), library.NOBLOCK, copy=False)
+                self._socket.send_multipart((follower, b"", b"", number, payload), library.NOBLOCK, copy=False)
                 left.popleft()
         except library.Again:
             pass

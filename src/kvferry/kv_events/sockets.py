@@ -18,7 +18,7 @@ def require_endpoint(endpoint: str, flag: str) -> str:
 
 
 def zmq() -> Any:
-    """ZeroMQ. Raises `MissingDependency`."""
+    """The module of ZeroMQ. Raises `MissingDependency`."""
     try:
         import zmq
     except ImportError as error:

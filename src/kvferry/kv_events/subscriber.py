@@ -1,9 +1,8 @@
 """Follows one publisher of KV events: in order, without gaps where they can be filled, and from the beginning where the
-publisher still knows it.
+publisher still keeps it.
 
-Owns its sockets. What is missing is asked for again (`replay`); what nobody knows any more is told as `Missed`. A
-number that goes back means another process at the address: `Restarted`.
-"""
+Owns its sockets. Missing events are requested again (`replay`); those that the publisher no longer keeps are reported
+as `Missed`. A number that goes back means another process at the address: `Restarted`."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ _HIGH_WATER = 10_000
 
 @dataclass(frozen=True)
 class Restarted:
-    """What was told before is of a process that is gone."""
+    """All events so far are of a process that is gone; those that follow are of another one at its address."""
 
 
 @dataclass(frozen=True)
@@ -36,16 +35,16 @@ class Missed:
     num_messages: int
 
 
-Told = list[Event] | Restarted | Missed
+FeedUpdate = list[Event] | Restarted | Missed
 
 
-async def follow(endpoint: str, replay_endpoint: str | None) -> AsyncGenerator[Told, None]:
-    """All that is told there, until cancelled. A publisher that is not there yet is waited for, one that comes back is
+async def follow(endpoint: str, replay_endpoint: str | None) -> AsyncGenerator[FeedUpdate, None]:
+    """All updates of a publisher, until cancelled. A publisher that is not there yet is awaited, one that comes back is
     followed again. Raises `MissingDependency`."""
     context = zmq_asyncio().Context()
     try:
-        async for told in _Follower(context, endpoint, replay_endpoint).run():
-            yield told
+        async for update in _Follower(context, endpoint, replay_endpoint).run():
+            yield update
     finally:
         context.destroy(linger=0)
 
@@ -62,10 +61,10 @@ class _Follower:
         self._sub.setsockopt(zmq().SUBSCRIBE, b"")
         self._sub.connect(endpoint)
 
-    async def run(self) -> AsyncIterator[Told]:
-        """What `follow` promises."""
-        async for told in self._catch_up():
-            yield told
+    async def run(self) -> AsyncIterator[FeedUpdate]:
+        """The updates as `follow` yields them."""
+        async for update in self._catch_up():
+            yield update
         first = True
         while True:
             number, payload = await self._live()
@@ -74,16 +73,16 @@ class _Follower:
                 first = True
             self._last_live = number
             if number > self._next:
-                async for told in self._catch_up():
-                    yield told
+                async for update in self._catch_up():
+                    yield update
             if number < self._next:
-                continue  # It was among what was told again.
+                continue  # It was among the replayed ones.
             if number > self._next and not first:
                 yield Missed(number - self._next)
             first = False
-            yield self._took(number, payload)
+            yield self._accept(number, payload)
 
-    def _took(self, number: int, payload: bytes) -> list[Event]:
+    def _accept(self, number: int, payload: bytes) -> list[Event]:
         self._next, self._last = number + 1, payload
         return _read(payload)
 
@@ -97,21 +96,21 @@ class _Follower:
             if len(frames) == 3 and len(frames[1]) == 8:
                 return int.from_bytes(frames[1], "big"), frames[2]
 
-    async def _catch_up(self) -> AsyncIterator[Told]:
-        """From `_next` on, as far as the publisher knows it; stops where that has a gap."""
-        told_again = await self._replay(max(0, self._next - 1))
-        known = dict(told_again[:1]).get(self._next - 1)
+    async def _catch_up(self) -> AsyncIterator[FeedUpdate]:
+        """Replay events from `_next` on, as far as the publisher keeps them, and up to the first gap in them."""
+        replayed = await self._replay(max(0, self._next - 1))
+        known = dict(replayed[:1]).get(self._next - 1)
         if known is not None and known != self._last:
             yield self._restarted()
-            told_again = await self._replay(0)
-        for number, payload in told_again:
+            replayed = await self._replay(0)
+        for number, payload in replayed:
             if number > self._next and self._next:
                 return
             if number >= self._next:
-                yield self._took(number, payload)
+                yield self._accept(number, payload)
 
     async def _replay(self, first: int) -> list[tuple[int, bytes]]:
-        """What is kept from that number on; nothing when there is no answer in time."""
+        """What the publisher keeps from that number on; nothing if it does not answer in time."""
         if self._replay_endpoint is None:
             return []
         found: list[tuple[int, bytes]] = []

@@ -53,7 +53,7 @@ ReadProgress = Callable[[int, int], None]
 
 
 def ignore(done: int, total: int) -> None:
-    """A `ReadProgress` that tells nobody."""
+    """A `ReadProgress` that does nothing."""
 
 
 def checkpoint_name(
@@ -69,7 +69,7 @@ def checkpoint_name(
     """32 hexadecimal digits for a checkpoint run in `dtype` ("float32").
 
     `model`: a folder, a file, or what the hub knows it by, of `revision`. `config`: the model's configuration as the
-    engine has resolved it (`resolved_config`). `changes`: what else an engine was told that its KV depends on.
+    engine has resolved it (`resolved_config`). `changes`: other settings of the engine that its KV depends on.
     `weights`: a name for the weights, which are then not read.
 
     Raises `OSError` if a file cannot be read, and `ConfigError` if neither files on this machine nor a commit of the
@@ -88,8 +88,8 @@ def _weights(model: str, revision: str | None, on_progress: ReadProgress) -> Any
     if commit is not None and _COMMIT.fullmatch(commit) and not Path(model).exists():
         return [model, commit]
     raise ConfigError(
-        f"the weights of {model!r} are not in files on this machine, so they cannot be told from other weights of the"
-        " same name; give them a name of their own, the same on all instances (model_fingerprint)"
+        f"the weights of {model!r} are not in files on this machine, so they cannot be distinguished from other"
+        " weights of the same name; give them a name of their own, the same on all instances (model_fingerprint)"
     )
 
 

@@ -1,7 +1,7 @@
 """Digests of large files, remembered from one start to the next in a small file of the user's.
 
 A file is the same as before when its path, device, inode, size, and times of change are. The cache is a help only:
-where it cannot be written, is not ours alone, or is damaged, files are read again. In a fleet the supervisor says so,
+where it cannot be written, is not ours alone, or is damaged, files are read again. In a fleet the supervisor logs it,
 once for all its processes.
 """
 
@@ -30,11 +30,11 @@ MAX_BYTES = 16 * 2**20
 LOCK_WAIT_S = 120.0
 """For another process that reads the same files, as the ranks of one instance do; then we read them ourselves."""
 SETTLED_S = 2.0
-"""A file changed just now may change once more without its times telling."""
+"""A file changed just now may change once more without a change of its times."""
 
 
 class FileState(NamedTuple):
-    """By which a file is known again."""
+    """Identifies a file and its content, as far as its directory entry and its times do."""
 
     path: str
     device: int
@@ -51,7 +51,7 @@ class FileState(NamedTuple):
         return cls(str(real), found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
 
     def is_settled(self) -> bool:
-        """Whether the file is still in this state, and so long that a change would tell by its times."""
+        """Whether the file is still in this state, and has been for so long that a change would show in its times."""
         try:
             age_ns = SYSTEM_CLOCK.wall() * 1e9 - max(self.modified_ns, self.changed_ns)
             return age_ns > SETTLED_S * 1e9 and FileState.of(Path(self.path)) == self
@@ -59,7 +59,7 @@ class FileState(NamedTuple):
             return False
 
 
-class _Known(msgspec.Struct, frozen=True, array_like=True):
+class _Entry(msgspec.Struct, frozen=True, array_like=True):
     state: tuple[int, int, int, int, int]
     digest: str
 
@@ -88,7 +88,7 @@ class DigestCache:
 
     def keep(self, digests: Mapping[FileState, str]) -> None:
         """Remember digests of files that are still what they were before they were read."""
-        kept = {state.path: _Known(state[1:], digest) for state, digest in digests.items() if state.is_settled()}
+        kept = {state.path: _Entry(state[1:], digest) for state, digest in digests.items() if state.is_settled()}
         if self._path is None or not kept:
             return
         everything = {path: known for path, known in self._known.items() if path not in kept} | kept
@@ -110,7 +110,7 @@ def _cache_path() -> Path | None:
 
 
 def _say(level: int, message: str) -> None:
-    """Unless a supervisor has looked before."""
+    """Log what is wrong with the cache, unless a supervisor has done so before."""
     log.log(logging.DEBUG if os.environ.get(environment.INSTANCE_NAME) else level, message)
 
 
@@ -126,7 +126,7 @@ def _write(path: Path, content: bytes) -> None:
         raise
 
 
-def _load(path: Path) -> dict[str, _Known]:
+def _load(path: Path) -> dict[str, _Entry]:
     """Nothing where the file is missing, damaged, or might be another user's work."""
     try:
         with path.open("rb") as file:
@@ -134,7 +134,7 @@ def _load(path: Path) -> dict[str, _Known]:
             if found.st_uid != os.geteuid() or found.st_mode & 0o022 or found.st_size > MAX_BYTES:
                 _say(logging.WARNING, f"{path} is not used: it is not this user's alone, or too large")
                 return {}
-            return msgspec.json.decode(file.read(), type=dict[str, _Known])
+            return msgspec.json.decode(file.read(), type=dict[str, _Entry])
     except (OSError, ValueError):  # msgspec's errors are such
         return {}
 

@@ -44,7 +44,7 @@ class LogConfig:
 
 
 TEXT = LogConfig()
-"""The default."""
+"""The default: text, from level info on."""
 
 
 def set_up_logging(config: LogConfig, instance: str = "") -> None:

@@ -35,7 +35,7 @@ class Span(Protocol):
 
 
 class Tracer(Protocol):
-    """Makes spans."""
+    """Makes a span for each request of a client, and sends it to the collector when it ends."""
 
     def request(self, name: str, headers: RawHeaders, started: float, attributes: Attributes) -> Span:
         """The span of a client's request, which may continue the client's own trace."""

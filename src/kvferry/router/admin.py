@@ -71,25 +71,23 @@ class Admin:
             instance = self._membership.add(asked.role, asked.url, asked.bootstrap_port)
         except ConfigError as error:
             raise InvalidRequest(str(error), param="url") from error
-        await self._answer(response, instance)
+        self._answer(response, instance)
 
     async def drain(self, request: HttpRequest, response: Response) -> None:
         """Send an instance no new requests. Operators ask again to see whether it is drained."""
-        await self._answer(response, self._membership.drain((await self._read(request, Named)).instance))
+        self._answer(response, self._membership.drain((await self._read(request, Named)).instance))
 
     async def remove(self, request: HttpRequest, response: Response) -> None:
         """Remove an instance."""
         asked = await self._read(request, Remove)
-        await self._answer(response, self._membership.remove(asked.instance, force=asked.force))
+        self._answer(response, self._membership.remove(asked.instance, force=asked.force))
 
     async def change_role(self, request: HttpRequest, response: Response) -> None:
         """Give an instance another role."""
         asked = await self._read(request, ChangeRole)
-        await self._answer(response, self._membership.change_role(asked.instance, asked.role))
+        self._answer(response, self._membership.change_role(asked.instance, asked.role))
 
-    async def _answer(self, response: Response, instance: Instance) -> None:
-        """What has become of it, once that is sure to stay."""
-        await self._membership.stored()
+    def _answer(self, response: Response, instance: Instance) -> None:
         shown = {"name": instance.name, "role": instance.role, "url": instance.url, **view_of_state(instance)}
         response.send_json(msgspec.json.encode(shown))
 

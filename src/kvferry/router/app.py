@@ -7,6 +7,7 @@ import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import Any
 from urllib.parse import parse_qs
 
 import msgspec
@@ -36,11 +37,12 @@ from kvferry.router.instance import Instance, SglangFacts, VllmFacts
 from kvferry.router.legs import Legs
 from kvferry.router.membership import Membership
 from kvferry.router.metrics import CONTENT_TYPE, Metrics
-from kvferry.router.next_turn import KeptTickets, NextTurns
+from kvferry.router.next_turn import NextTurns
 from kvferry.router.pools import Pools
 from kvferry.router.registrations import Registrations
 from kvferry.router.relay import Relay
 from kvferry.router.releases import Releases
+from kvferry.router.shared_state import SharedState
 from kvferry.router.tenants import Charge, Tenant, Tenants, count_tokens, priority_of
 from kvferry.router.turns import Turns
 
@@ -78,6 +80,7 @@ class Router:
     registrations: Registrations
     guard: Guard
     """For the servers of this router. Tenants' keys are API keys."""
+    state: SharedState
 
     async def show_health(self, request: HttpRequest, response: Response) -> None:
         """GET /health: 200 if a decode instance was alive at the last check, 503 otherwise."""
@@ -107,8 +110,13 @@ class Router:
     async def show_instances(self, request: HttpRequest, response: Response) -> None:
         """GET /kvferry/instances: all instances. Operators also see their addresses and what they report about
         themselves."""
+        self.membership.catch_up()
+        response.send_json(msgspec.json.encode({"instances": self.views(request)}))
+
+    def views(self, request: HttpRequest) -> list[dict[str, Any]]:
+        """All instances, as who asks may see them."""
         view = _view_with_addresses if request.caller.is_operator else _view
-        response.send_json(msgspec.json.encode({"instances": [view(one) for one in self.services.pools]}))
+        return [view(one) for one in self.services.pools]
 
     async def show_decisions(self, request: HttpRequest, response: Response) -> None:
         """GET /kvferry/decisions?limit=100: where the last requests went, why, and when; the newest first."""
@@ -216,30 +224,28 @@ class Router:
         return Routes(self.table(), fallback=self.fallback())
 
     async def leave(self) -> None:
-        """At a clean end, while it is still `running`: have instances free what they keep for conversations that this
-        process knows. May take as long as they do."""
-        if self.services.next_turns is not None:
-            await self.services.next_turns.own.release_all()
+        """At a clean end of the last router of its port, while it is still `running`: have instances free what they
+        keep for conversations. May take as long as they do."""
+        if self.services.next_turns is not None and not self.state.others():
+            await self.services.next_turns.release_all()
 
     @asynccontextmanager
-    async def running(self, *, leads: bool = True) -> AsyncIterator[asyncio.TaskGroup]:
+    async def running(self) -> AsyncIterator[asyncio.TaskGroup]:
         """Run the connections to instances, the health checks, releases, and everything else that is started in the
-        task group. If it does not `lead`, another process decides which instances there are."""
+        task group."""
         try:
             async with self.services.legs, asyncio.TaskGroup() as group:
                 self.services.releases.open(group)
                 services = self.services
-                members = (self.membership, self.registrations) if leads else ()
-                watching = (self.health, services.legs, self.feeds, *members)
-                watchers = [group.create_task(one.watch()) for one in watching]
+                watching: list[Any] = [self.health, services.legs, self.feeds, self.membership, self.registrations]
                 if services.next_turns is not None:
-                    watchers.append(group.create_task(services.next_turns.own.watch()))
+                    watching.append(services.next_turns)
+                watchers = [group.create_task(one.watch()) for one in watching]
                 try:
                     yield group
                 finally:
                     for watcher in watchers:
                         watcher.cancel()
-                    services.releases.end()
                     if services.chooser.tracer is not None:
                         await asyncio.to_thread(services.chooser.tracer.close)
         except ExceptionGroup as errors:  # What runs beside raises nothing: it is the one error of who waited here.
@@ -252,17 +258,13 @@ def build_router(
     access: InstanceAccess | None = None,
     clock: Clock | None = None,
     *,
-    file_text: str | None = None,
+    state: SharedState | None = None,
 ) -> Router:
-    """Build and connect all parts. Raises `ConfigError` when the given instances are not enough for a router, or a file
-    cannot be used.
-
-    `file_text` is for a process that replaces another one and takes over its instances instead of the given ones: the
-    content of the instances file when the other process last applied it.
-    """
+    """Build and connect all parts. `state`: what it shares with other routers; None: it is alone. Raises `ConfigError`
+    when the given instances are not enough for a router, or a file cannot be used."""
     http, access = http or HttpConfig(), access or InstanceAccess()
     clock = clock or SystemClock()
-    pools = Pools.from_config(config, clock) if file_text is None else Pools.empty(clock)
+    state, pools = state or SharedState(), Pools.empty(clock)
     legs, metrics = Legs(config, clock, access, http), Metrics()
     releases = Releases(legs, metrics, config.release_timeout_s)
     services = Services(
@@ -272,7 +274,7 @@ def build_router(
         legs=legs,
         relay=Relay(pools, clock),
         releases=releases,
-        next_turns=NextTurns(KeptTickets(pools, clock, releases)) if config.keep_for_next_turn else None,
+        next_turns=NextTurns(pools, state, clock, releases) if config.keep_for_next_turn else None,
         metrics=metrics,
         chooser=Chooser(config, clock, pools),
     )
@@ -280,8 +282,8 @@ def build_router(
     turns = Turns(config.max_in_flight, config.max_waiting, config.waiting_timeout_s)
     tenants = Tenants.from_config(config, clock)
     health = Health(pools, legs, config, clock)
-    membership = Membership(config, pools, legs, file_text)
-    registrations = Registrations(config, pools, legs, clock, membership)
+    membership = Membership(config, pools, legs, state)
+    registrations = Registrations(config, pools, legs, clock, membership, state)
     feeds = EventFeeds(pools, services.chooser.index, metrics, config.instance_kv_events)
     endpoints = Endpoints(services)
     return Router(
@@ -294,26 +296,27 @@ def build_router(
         feeds=feeds,
         membership=membership,
         registrations=registrations,
-        guard=Guard.from_config(http, tenants.api_keys()),
+        guard=Guard.from_config(http, tenants.api_keys(), state if state.is_shared else None),
+        state=state,
     )
 
 
 _ENGINES: dict[type, str] = {InstanceFacts: "kvferry", VllmFacts: "vllm", SglangFacts: "sglang"}
 
 
-def _view(instance: Instance) -> dict[str, object]:
+def _view(instance: Instance) -> dict[str, Any]:
     return {
         "name": instance.name,
         "role": instance.role,
         "alive": instance.usable,
         "state": instance.state.value,
-        "in_flight": instance.in_flight + instance.in_flight_elsewhere,
+        "in_flight": instance.in_flight,
         **view_of_state(instance),
         "engine": _ENGINES.get(type(instance.facts)),
     }
 
 
-def _view_with_addresses(instance: Instance) -> dict[str, object]:
+def _view_with_addresses(instance: Instance) -> dict[str, Any]:
     facts = instance.facts
     known = msgspec.to_builtins(facts, str_keys=True) if type(facts) in _ENGINES else None
     return {**_view(instance), "url": instance.url, "facts": known}

@@ -24,13 +24,15 @@ from kvferry.router.policies.base import Asked, Choice, Options, PolicyContext, 
 from kvferry.router.policies.table import make_policy
 from kvferry.router.pools import Pools
 from kvferry.router.prefix_index import PrefixIndex
-from kvferry.router.prompt import Prefix, is_token_ids, read_token_ids, text_prefix
+from kvferry.router.prompt import is_token_ids, read_token_ids, text_prefix
 from kvferry.router.protocols.choose import can_pair
 
 logger = logging.getLogger(__name__)
 
 _TELL_AGAIN_S = 60.0
 _LONGEST_SESSION = 256
+_PREFIX_INDEX_ENTRIES = 400_000
+"""Prefixes that are remembered for all instances together, about 150 bytes each."""
 _BEFORE_THE_PROMPT = ("cache_salt", "tools", "chat_template", "chat_template_kwargs", "documents", "functions")
 """Fields that decide, beside the model, about the KV of a prompt's first token."""
 _ANY_BEFORE_THE_PROMPT = frozenset(_BEFORE_THE_PROMPT)
@@ -42,7 +44,7 @@ class Chooser:
     def __init__(self, config: RouterConfig, clock: Clock, pools: Pools) -> None:
         """Raises `ConfigError` if the policy does not exist or does not have one of the options."""
         self._config, self.clock, self._pools = config, clock, pools
-        self.index, self.estimates = PrefixIndex(config.prefix_index_entries), Estimates()
+        self.index, self.estimates = PrefixIndex(_PREFIX_INDEX_ENTRIES), Estimates()
         self.threshold = Threshold(self.estimates, self.index, config.fixed_threshold)
         context = PolicyContext(clock, Random(), self.index, self.estimates, self.threshold)
         self.policy = make_policy(config.policy, context, config.policy_option)
@@ -54,8 +56,6 @@ class Chooser:
         self._can_pair: Callable[[Instance, Instance], bool] = any_pair
         self._models_differ = False
         self.tracer = make_tracer(config.otlp_traces_endpoint, "kvferry-router")
-        self.on_placed: Callable[[Asked, Choice[Instance]], None] | None = None
-        """Told of each choice."""
         self._session_header = config.session_header.lower().encode()
 
     def read(self, path: str, body: RequestBody, headers: Mapping[bytes, bytes]) -> Asked:
@@ -119,8 +119,6 @@ class Chooser:
             self.index.served(choice.prefill, asked.prefix)
         self.index.served(choice.decode, asked.prefix)
         self._tell_policy(asked, choice)
-        if self.on_placed is not None:
-            self.on_placed(asked, choice)
         return choice
 
     def _ask_policy(self, asked: Asked, options: Options[Instance]) -> Choice[Instance]:
@@ -143,14 +141,6 @@ class Chooser:
         if now >= self._tell_of_policy_at:
             self._tell_of_policy_at = now + _TELL_AGAIN_S
             logger.exception("the policy %s failed; the least loaded instances are chosen", self._config.policy)
-
-    def placed_elsewhere(self, prefix: Prefix, session: str | None, prefill: Instance | None, decode: Instance) -> None:
-        """Another worker process of this router has placed a request."""
-        asked = Asked(session=session, prefix=prefix)
-        for one in (prefill, decode):
-            if one is not None:
-                self.index.served(one, asked.prefix)
-        self.policy.placed(asked, Choice(decode, prefill))
 
     def readers(self, prefill: Instance, decodes: Sequence[Instance]) -> Sequence[Instance]:
         """Those that can read the KV of this prefill instance, as far as is known."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -29,9 +29,10 @@ ProtocolName = Literal["auto", "kvferry", "nixl", "mooncake", "sglang"]
 
 @dataclass(frozen=True, kw_only=True)
 class RouterConfig:
-    """One router: the instances behind it, how requests are handed off, and its bounds."""
+    """One router: the instances behind it, how requests are handed off, and its bounds. `heading` begins a group
+    of flags in `--help` and in the reference."""
 
-    prefill_url: tuple[str, ...] = ()
+    prefill_url: tuple[str, ...] = field(default=(), metadata={"heading": "Router: instances"})
     """Base URL of a prefill instance; repeat it for more. Without any, decode instances do both phases."""
 
     decode_url: tuple[str, ...] = ()
@@ -49,11 +50,6 @@ class RouterConfig:
     """Seconds that a registered instance stays registered without renewing its lease; it renews three times within
     this time."""
 
-    hand_off: HandOffMode = "auto"
-    """When D is called: sequential, after P has answered; concurrent, at the same time; auto, concurrent between
-    instances of kvferry's that offer it. Between vLLM servers with kvferry's connectors, usage has no number of cached
-    tokens with concurrent."""
-
     protocol: ProtocolName = "auto"
     """Protocol of the instances. auto: each instance is asked. kvferry: kvferry's own instances. nixl: vLLM servers
     where P's answer carries what D needs to fetch the KV (NixlConnector, kvferry's connectors in vLLM). mooncake: vLLM
@@ -64,12 +60,22 @@ class RouterConfig:
     """Port of a prefill instance's bootstrap server (Mooncake's in vLLM, SGLang's), in the order of --prefill-url.
     Default: 8998."""
 
-    policy: str = "cost"
+    instance_kv_events: tuple[str, ...] = ()
+    """Where a vLLM server publishes its KV events (--kv-events-config), and where it replays them, such as
+    http://10.0.0.1:8000=tcp://10.0.0.1:5557,tcp://10.0.0.1:5558; repeat it for more. Instances of kvferry's tell the
+    router themselves. Needs kvferry[events]."""
+
+    policy: str = field(default="cost", metadata={"heading": "Router: choice of instances"})
     """How the instances of a request are chosen: cost (least predicted time), prefix, session, least_loaded,
     power_of_two, round_robin, random, the name of an entry point in the group kvferry.policies, or module:Class."""
 
     policy_option: tuple[str, ...] = ()
     """An option of the policy, such as pressure=0.05; repeat it for more."""
+
+    hand_off: HandOffMode = "auto"
+    """When D is called: sequential, after P has answered; concurrent, at the same time; auto, concurrent between
+    instances of kvferry's that offer it. Between vLLM servers with kvferry's connectors, usage has no number of cached
+    tokens with concurrent."""
 
     disaggregate_from: str = "auto"
     """Fewest tokens, not counting cached ones, for which a prompt is computed on a prefill instance; shorter prompts go
@@ -84,27 +90,32 @@ class RouterConfig:
     instance of the next turn fetches it instead of computing the answer's tokens again. The instances need "kv_role":
     "kv_both" in --kv-transfer-config; kv_buffer_size and decoder_kv_blocks_ttl limit what is kept."""
 
-    prefix_index_entries: Count = 400_000
-    """Most prefixes that are remembered for all instances together; about 150 bytes each."""
+    first_byte_timeout_s: Seconds = field(default=60.0, metadata={"heading": "Router: time limits and retries"})
+    """Seconds, plus one for each 1000 bytes of the request, that an instance may take to begin its answer without
+    making progress; the request then goes to another instance. Progress is bytes of any answer, and steps counted in
+    the instance's /metrics, so that a long queue or a long prompt is waited for."""
 
-    instance_kv_events: tuple[str, ...] = ()
-    """Where a vLLM server publishes its KV events (--kv-events-config), and where it replays them, such as
-    http://10.0.0.1:8000=tcp://10.0.0.1:5557,tcp://10.0.0.1:5558; repeat it for more. Instances of kvferry's tell the
-    router themselves. Needs kvferry[events]."""
+    between_bytes_timeout_s: Seconds = 60.0
+    """Seconds that an instance may pause in the middle of an answer without making progress; the answer then ends with
+    an error, unless another instance continues it."""
 
-    otlp_traces_endpoint: str | None = None
-    """Where OpenTelemetry spans of each request and its legs are sent, such as http://127.0.0.1:4318/v1/traces. Needs
-    kvferry[otel]."""
+    answer_timeout_s: Seconds = 600.0
+    """Most seconds to the first byte of an answer, and between any two bytes, even while the instance makes
+    progress."""
 
-    max_decisions: Count = 512
-    """Number of requests that /kvferry/decisions shows."""
+    health_interval_s: Seconds = 2.0
+    """Seconds between two requests to an instance's /health."""
 
-    workers: Annotated[int, Bounds(1, 256)] = 1
-    """Number of router processes that serve the port together; each takes at most one core. The limits on running and
-    waiting requests and on memory are divided among them."""
+    health_timeout_s: Seconds = 3.0
+    """Seconds that /health may take. An instance that takes longer is avoided. After three times in a row it counts as
+    dead until it answers again, and requests that wait for it go elsewhere."""
 
     retries: CountOrZero = 1
     """Number of other instances to try after one has failed a request, for prefill and for decode."""
+
+    busy_wait_s: SecondsOrZero = 10.0
+    """Most seconds in all that a request waits if every decode instance answers 429 or 503, each time as long as
+    `Retry-After` says. After that, the client gets that answer. 0: at once."""
 
     continuations: CountOrZero = 3
     """How many times a streamed answer may continue on another instance after its instance was lost. 0: never; the
@@ -113,11 +124,10 @@ class RouterConfig:
     continuation_timeout_s: Seconds = 30.0
     """Seconds to look for an instance that can continue an answer, if there is none at once."""
 
-    busy_wait_s: SecondsOrZero = 10.0
-    """Most seconds in all that a request waits if every decode instance answers 429 or 503, each time as long as
-    `Retry-After` says. After that, the client gets that answer. 0: at once."""
+    release_timeout_s: Seconds = 5.0
+    """Seconds that a request to a prefill instance to free an abandoned hand-off may take."""
 
-    max_in_flight: Count = 2048
+    max_in_flight: Count = field(default=2048, metadata={"heading": "Router: queue and memory"})
     """Most requests that are served at the same time; further ones wait, and tenants take turns."""
 
     max_waiting: CountOrZero = 1024
@@ -127,7 +137,13 @@ class RouterConfig:
     waiting_timeout_s: Seconds = 30.0
     """Seconds that a request may wait to be served; it is then answered with 429."""
 
-    tenant_by: str = "key"
+    max_body: str = "32MiB"
+    """Longest request body; a longer one is answered with 413."""
+
+    max_buffered: str = "1GiB"
+    """Most bytes of request bodies in memory at the same time; further requests are answered with 429."""
+
+    tenant_by: str = field(default="key", metadata={"heading": "Router: tenants"})
     """What distinguishes tenants: key (the API key, or the client address if no keys are required), user (the `user`
     field of the body) or header:NAME. The last two are chosen by clients, so use them only for clients that you trust;
     a request without them counts by its key."""
@@ -149,45 +165,24 @@ class RouterConfig:
     default 1), requests_per_minute, tokens_per_minute, max_in_flight and api_key (a list of its keys). With --tenant-by
     user or header:NAME, the table is named after the tenant."""
 
-    max_body: str = "32MiB"
-    """Longest request body; a longer one is answered with 413."""
-
-    max_buffered: str = "1GiB"
-    """Most bytes of request bodies in memory at the same time; further requests are answered with 429."""
-
-    connect_timeout_s: Seconds = 5.0
-    """Seconds to wait for a connection to an instance."""
-
-    first_byte_timeout_s: Seconds = 60.0
-    """Seconds, plus one for each 1000 bytes of the request, that an instance may take to begin its answer without
-    making progress; the request then goes to another instance. Progress is bytes of any answer, and steps counted in
-    the instance's /metrics, so that a long queue or a long prompt is waited for."""
-
-    between_bytes_timeout_s: Seconds = 60.0
-    """Seconds that an instance may pause in the middle of an answer without making progress; the answer then ends with
-    an error, unless another instance continues it."""
-
-    answer_timeout_s: Seconds = 600.0
-    """Most seconds to the first byte of an answer, and between any two bytes, even while the instance makes
-    progress."""
-
-    health_interval_s: Seconds = 2.0
-    """Seconds between two requests to an instance's /health."""
-
-    health_timeout_s: Seconds = 3.0
-    """Seconds that /health may take. An instance that takes longer is avoided. After three times in a row it counts as
-    dead until it answers again, and requests that wait for it go elsewhere."""
-
-    release_timeout_s: Seconds = 5.0
-    """Seconds that a request to a prefill instance to free an abandoned hand-off may take."""
-
-    forward_path: tuple[str, ...] = ()
+    forward_path: tuple[str, ...] = field(default=(), metadata={"heading": "Router: what clients may ask for"})
     """A method and a path that clients may use besides the OpenAI API's, such as 'POST /v1/audio/transcriptions';
     repeat it for more. All others are answered with 404."""
 
     trust_client_tickets: bool = False
     """Forward kv_transfer_params from clients to instances, which then fetch KV from the addresses in them. Only for a
     router whose clients are proxies of your own."""
+
+    workers: Annotated[int, Bounds(1, 256)] = field(default=1, metadata={"heading": "Router: processes and traces"})
+    """Number of router processes that serve the port together; each takes at most one core. The limits on running and
+    waiting requests and on memory are divided among them."""
+
+    max_decisions: Count = 512
+    """Number of requests that /kvferry/decisions shows."""
+
+    otlp_traces_endpoint: str | None = None
+    """Where OpenTelemetry spans of each request and its legs are sent, such as http://127.0.0.1:4318/v1/traces. Needs
+    kvferry[otel]."""
 
     def __post_init__(self) -> None:
         check_bounds(self)

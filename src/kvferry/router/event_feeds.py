@@ -15,7 +15,7 @@ from kvferry.core.errors import ConfigError, MissingDependency
 from kvferry.core.instance_facts import EventsAddress, InstanceFacts
 from kvferry.kv_events.messages import DEVICE, AllBlocksCleared, BlockRemoved, BlockStored, Event
 from kvferry.kv_events.sockets import require_endpoint
-from kvferry.kv_events.subscriber import Missed, Restarted, Told, follow
+from kvferry.kv_events.subscriber import FeedUpdate, Missed, Restarted, follow
 from kvferry.router.instance import Instance, Unasked, normalise_url
 from kvferry.router.metrics import Metrics
 from kvferry.router.prefix_index import PrefixIndex
@@ -88,7 +88,7 @@ class EventFeeds:
             self._index.cleared(instance)  # what it has told since is not known
             await asyncio.sleep(_PAUSE_S)
 
-    def _take(self, instance: Instance, told: Told) -> None:
+    def _take(self, instance: Instance, told: FeedUpdate) -> None:
         match told:
             case Restarted():
                 self._index.cleared(instance)

@@ -38,7 +38,7 @@ from kvferry.router.leg import Leg, LegState
 from kvferry.router.leg_bodies import (
     decode_body,
     is_of_one,
-    is_stream_of_one,
+    is_without_kv,
     prefill_body,
     prefill_usage,
     repeats_itself,
@@ -50,7 +50,7 @@ from kvferry.router.next_turn import NextTurns
 from kvferry.router.placement import Placement
 from kvferry.router.plan import Split, make_plan
 from kvferry.router.policies.base import Asked
-from kvferry.router.pools import Pools
+from kvferry.router.pools import WITHOUT_KV_S, Pools
 from kvferry.router.progress import EventPassage, Progress
 from kvferry.router.protocols.choose import choose_form
 from kvferry.router.protocols.form import Form
@@ -114,7 +114,8 @@ class Exchange:
         self._keeps = False
         """D keeps its KV for the conversation's next turn, and its answer brings the ticket."""
         self._busy_left_s = services.config.busy_wait_s
-        self._marks_wanted = is_stream_of_one(request.path, body) and not services.config.trust_client_tickets
+        self._may_continue = body.values.get("stream") is True and not services.config.trust_client_tickets
+        self._marks_wanted = self._may_continue and is_of_one(request.path, body)
         self._headers: LegHeaders
         self._rescue = Rescue(services.config, services.clock, services.pools, services.metrics, body)
         self._legs: list[Leg] = []
@@ -166,7 +167,7 @@ class Exchange:
     async def _whole(self) -> Leg:
         """Both phases on one decode instance."""
         if self._services.next_turns is not None and self._session is not None:
-            await self._services.next_turns.drop(self._session)  # no prefill instance will fetch that KV
+            self._services.next_turns.drop(self._session)  # no prefill instance will fetch that KV
         return await self._decode(self._body.encode(), None)
 
     async def _hand_off(self, prefill: Instance) -> Leg | None:
@@ -241,6 +242,8 @@ class Exchange:
     async def _decode_with_ticket(self, hand_off: HandOff, last: Leg | None) -> Leg:
         """A decode instance is called with P's ticket. `last` has failed with the early one."""
         self._fetched = hand_off
+        if hand_off.ticket is not None and is_without_kv(hand_off.ticket):
+            self._services.pools.prefill.leave_out(hand_off.prefill, WITHOUT_KV_S)
         answer = await self._decode(self._decode_body(hand_off.ticket, hand_off.form), hand_off, last)
         if answer.verdict == "fault" and isinstance(hand_off.prefill.facts, VllmFacts):
             hand_off.prefill.learn(Unasked())  # Another process may be at its address now; `Health` asks it.
@@ -300,7 +303,7 @@ class Exchange:
         if turns is None or kept is None or self._session is None:
             return
         if hand_off.leg.was_unreachable:
-            await turns.put_back(self._session, kept)
+            turns.put_back(self._session, kept)
         else:  # it may have begun to fetch, and nobody else can any more
             turns.release(kept)
 
@@ -327,8 +330,13 @@ class Exchange:
         if answer.is_marked:
             return Progress()
         kind = type(answer.instance.facts)
-        could_repeat = self._marks_wanted and self._services.config.continuations > 0 and repeats_itself(self._body)
-        if could_repeat and answer.is_event_stream and answer.status == 200 and kind in (VllmFacts, SglangFacts):
+        could_repeat = self._may_continue and self._services.config.continuations > 0 and repeats_itself(self._body)
+        if (
+            could_repeat
+            and answer.is_event_stream
+            and answer.status == 200
+            and kind in (VllmFacts, SglangFacts, InstanceFacts)
+        ):
             return Replay(kind)
         return None
 
@@ -372,7 +380,7 @@ class Exchange:
         if turns is None or session is None:
             return content
         take = turns.take_from_events if events else turns.take_from_body
-        return await take(session, answer.instance, content)
+        return take(session, answer.instance, content)
 
     async def _prefill_is_over(self) -> None:
         """In a concurrent hand-off P's own answer comes at any moment once the client has D's."""
@@ -390,7 +398,7 @@ class Exchange:
         kept = None
         turns = self._services.next_turns
         if turns is not None and self._session is not None and form.shares_seed:
-            kept = await turns.take(self._session, prefill)
+            kept = turns.take(self._session, prefill)
         body = prefill_body(self._body, form, self._seed_for(form), None if kept is None else kept.params)
         self._decision.prefill_sent = now = self._clock.wall()
         leg = self._send("prefill", prefill, body, _NOT_COMPRESSED + form.prefill_headers, now, computes=True)

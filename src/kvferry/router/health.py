@@ -145,7 +145,7 @@ class Health:
                 " it; start it with --kv-transfer-config, or leave it out. It is tried again every %d s",
                 instance, instance.url, " and has no KV connector" if asked else "", NO_TICKETS_S,
             )  # fmt: skip
-        pool.without_tickets[instance] = self._clock.monotonic() + NO_TICKETS_S
+        pool.leave_out(instance, NO_TICKETS_S)
 
     async def _listen_to(self, instance: Instance) -> None:
         """Request one token; any answer but a server fault shows that the instance answers requests again."""

@@ -119,6 +119,7 @@ class Instance:
         *,
         name: str = "",
         revision: Revision | None = None,
+        member: int = 0,
     ) -> None:
         self.role = role
         self.url = normalise_url(url)
@@ -128,8 +129,11 @@ class Instance:
         self.host = parts.hostname or ""
         self.name = name or f"{role} instance"
         """What clients, metrics and logs call it; says no address."""
+        self.member = member
+        """The number that all routers of one port know it by."""
         self.bootstrap_port = bootstrap_port
         self.state = InstanceState.NEW
+        self._has_been_up = False
         self.usable = self.trusted = True
         """Whether it may be chosen if there is no better one; and whether nothing at all is known against it. They
         follow from the state."""
@@ -141,8 +145,6 @@ class Instance:
         self.num_tickets = 0
         """Hand-offs of the router's requests for which it may keep blocks."""
         self.in_flight = 0
-        self.in_flight_elsewhere = self.tickets_elsewhere = 0
-        """The same of the router's other worker processes, as they said last."""
         self.last_sign = 0.0
         """When it last showed that it works, on the router's monotonic clock: bytes of an answer, or steps made."""
         self.gave_no_ticket = False
@@ -164,10 +166,11 @@ class Instance:
         before, self.num_late, self.trouble = self.state, 0, ""
         if before in (InstanceState.NEW, InstanceState.LATE, InstanceState.DOWN):
             self._enter(InstanceState.UP)
-            if before is InstanceState.DOWN:
+            if before is InstanceState.DOWN and self._has_been_up:
                 logger.warning("%s (%s) is back", self, self.url)
-            elif before is InstanceState.NEW:
+            elif before is not InstanceState.LATE:
                 logger.info("%s (%s) is up", self, self.url)
+            self._has_been_up = True
 
     def is_late(self, trouble: str) -> None:
         """It has not answered for its health in time."""
@@ -223,12 +226,11 @@ class Instance:
         """Whether anything was left of its requests at the last look, while it is being drained."""
         self._enter(InstanceState.DRAINED if drained else InstanceState.DRAINING)
 
-    def takes_after(self, before: Instance) -> None:
-        """It is the process of `before`, in another role."""
+    def takes_after(self, before: Instance, state: InstanceState) -> None:
+        """It is the process of `before`, in another role; that one was in `state`."""
         self.learn(before.facts)
         self.num_late, self.last_sign, self.busy_until = before.num_late, before.last_sign, before.busy_until
-        if not before.draining:
-            self._enter(before.state)
+        self._enter(state)
 
     def _enter(self, state: InstanceState) -> None:
         self.state = state
@@ -257,7 +259,7 @@ class Instance:
     @property
     def is_held(self) -> bool:
         """Whether one of the router's requests runs there, or may still fetch from it."""
-        return bool(self.in_flight or self.num_tickets or self.in_flight_elsewhere or self.tickets_elsewhere)
+        return bool(self.in_flight or self.num_tickets)
 
     def __repr__(self) -> str:
         return self.name

@@ -71,11 +71,6 @@ def shared_seed(body: RequestBody) -> dict[str, int]:
     return {} if body.values.get("seed") is not None else {"seed": getrandbits(63)}
 
 
-def is_stream_of_one(path: str, body: RequestBody) -> bool:
-    """Whether the answer is a stream of one choice."""
-    return body.values.get("stream") is True and is_of_one(path, body)
-
-
 def is_of_one(path: str, body: RequestBody) -> bool:
     """Whether the answer has one choice."""
     values = body.values
@@ -86,6 +81,8 @@ def is_of_one(path: str, body: RequestBody) -> bool:
 
 def repeats_itself(body: RequestBody) -> bool:
     """Whether a second answer from another instance would be the same: greedy, or with a seed from the client."""
+    if body.get("use_beam_search"):
+        return False
     return body.values.get("temperature") == 0 or body.values.get("seed") is not None
 
 
@@ -141,10 +138,19 @@ class _Ticket(msgspec.Struct):
     remote_ranks: list[RankAddress] | None = None
     remote_address_seal: str = ""
     remote_prefixes: Any = None
-    """A key of kvferry's P2P connectors only."""
+    """A key of kvferry's connectors only."""
+    remote_stores: list[str] | None = None
 
 
 _TICKET = msgspec.json.Decoder(_Ticket)
+
+
+def is_without_kv(params: msgspec.Raw) -> bool:
+    """Whether a ticket says that no store took its KV, so that D has to compute the prompt."""
+    try:
+        return _TICKET.decode(params).remote_stores == []
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return False
 
 
 def ticket_origin(params: msgspec.Raw) -> KVSource | None:

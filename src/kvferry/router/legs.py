@@ -47,6 +47,8 @@ _SLOWEST_PREFILL = 1000
 prompt in steps that can be counted."""
 
 _LONGEST_SWEEP_S = 1.0
+_CONNECT_S = 5.0
+"""To wait for a connection to an instance."""
 _STEPS = re.compile(rb"^(?:kvferry:engine_steps_total|vllm:iteration_tokens_total_count)(?:\{[^\n]*\})? (\S+)$", re.M)
 """How many steps an engine has made, in the metrics of kvferry and of vLLM."""
 
@@ -59,7 +61,6 @@ class Legs:
     ) -> None:
         self.now = clock.monotonic
         self._first_byte_s, self._total_s = config.first_byte_timeout_s, config.answer_timeout_s
-        self._connect_s = config.connect_timeout_s
         silence_s = config.between_bytes_timeout_s
         self.between_bytes = Patience(silence_s, max(self._total_s, silence_s), movable=False)
         """Of an answer that has begun."""
@@ -115,7 +116,7 @@ class Legs:
                 instance.base_path + target,
                 headers,
                 body,
-                connect_s=self._connect_s,
+                connect_s=_CONNECT_S,
                 repeatable=True,  # nothing had come of it
             )
         except ValueError as error:

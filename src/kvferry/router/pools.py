@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from kvferry.core.clock import Clock, SystemClock
@@ -11,53 +10,35 @@ from kvferry.core.errors import ConfigError
 from kvferry.router.config import RouterConfig
 from kvferry.router.instance import BOOTSTRAP_PORT, Instance, LegRole, Revision, normalise_url
 
-_MOST_NAMES = 4096
-"""Of instances that have left."""
-NO_TICKETS_S = 60.0
-"""How long requests are not split over a prefill instance that answers without tickets."""
+NO_TICKETS_S, WITHOUT_KV_S = 60.0, 2.0
+"""How long requests are not split over a prefill instance that answers without tickets, or whose store takes no KV."""
 
 
 class RolePool:
     """All instances of one role."""
 
-    def __init__(
-        self, role: LegRole, urls: Iterable[str], bootstrap_ports: Sequence[int] = (), clock: Clock | None = None
-    ) -> None:
+    def __init__(self, role: LegRole, clock: Clock | None = None) -> None:
         self.role, self._clock = role, clock or SystemClock()
         self.instances: list[Instance] = []
         self.revision = Revision()
         self._turn, self._last_turn = 0, dict[Instance, int]()
-        self._num_named = 0
-        self._former_names: OrderedDict[str, str] = OrderedDict()
         self.without_tickets: dict[Instance, float] = {}
-        """Until when requests are not split over a prefill instance that answers without tickets, on the router's
-        monotonic clock."""
-        for index, url in enumerate(urls):
-            if normalise_url(url) in {one.url for one in self.instances}:
-                raise ConfigError(f"--{role}-url {normalise_url(url)} is given twice")
-            self.add(url, *bootstrap_ports[index : index + 1])
+        """Until when requests are not split over a prefill instance, on the router's monotonic clock."""
 
-    def add(self, url: str, bootstrap_port: int = BOOTSTRAP_PORT, *, name: str = "") -> Instance:
-        """Add an instance: with the name that another worker process gave it, or that it had when it was here before,
-        or with a new one. Raises `ConfigError`."""
-        url = normalise_url(url)
-        name = name or self._former_names.pop(url, "") or f"{self.role}-{self._num_named}"
-        instance = Instance(self.role, url, bootstrap_port, name=name, revision=self.revision)
-        number = name.rpartition("-")[2]
-        self._num_named = max(self._num_named, int(number) + 1 if number.isdecimal() else 0)
+    def add(self, url: str, bootstrap_port: int = BOOTSTRAP_PORT, *, name: str = "", member: int = 0) -> Instance:
+        """Add an instance. Raises `ConfigError`."""
+        name = name or f"{self.role}-{len(self.instances)}"
+        instance = Instance(self.role, url, bootstrap_port, name=name, revision=self.revision, member=member)
         self.instances.append(instance)
         self.revision.number += 1
         return instance
 
-    def forget(self, instance: Instance) -> None:
-        """It is gone; if it comes back, metrics go on under its name."""
-        self.without_tickets.pop(instance, None)
-        self._former_names[instance.url] = instance.name
-        if len(self._former_names) > _MOST_NAMES:
-            self._former_names.popitem(last=False)
+    def leave_out(self, instance: Instance, seconds: float) -> None:
+        """Split no requests over a prefill instance for so long: D would compute the prompts again."""
+        self.without_tickets[instance] = self._clock.monotonic() + seconds
 
     def hand_off(self, instances: Sequence[Instance]) -> Sequence[Instance]:
-        """`instances` without those that answer without tickets."""
+        """`instances` without those that are left out."""
         if not self.without_tickets:
             return instances
         now = self._clock.monotonic()
@@ -69,6 +50,7 @@ class RolePool:
         self.instances.remove(instance)
         self.revision.number += 1
         self._last_turn.pop(instance, None)
+        self.without_tickets.pop(instance, None)
 
     def alive(self, exclude: Collection[Instance] = ()) -> list[Instance]:
         """Instances that are usable and not excluded. One that is late with its health, or that asked for a pause
@@ -117,24 +99,16 @@ class Pools:
 
     @classmethod
     def from_config(cls, config: RouterConfig, clock: Clock | None = None) -> Pools:
-        """Build the pools. Raises `ConfigError` when there is no decode instance or an address is wrong."""
-        if not config.decode_url and config.instances_file is None and not config.registration:
-            raise ConfigError(
-                "the router needs at least one decode instance; name it with --decode-url http://host:port, or let"
-                " instances register themselves with --registration"
-            )
-        pools = cls(
-            prefill=RolePool("prefill", config.prefill_url, config.bootstrap_port, clock),
-            decode=RolePool("decode", config.decode_url, clock=clock),
-        )
-        for url in {one.url for one in pools.prefill.instances} & {one.url for one in pools.decode.instances}:
-            raise ConfigError(f"--prefill-url {url} is a --decode-url too; an instance has one role")
+        """Pools with the instances that flags name. Raises as `given_instances`."""
+        pools = cls.empty(clock)
+        for role, url, port in given_instances(config):
+            pools.pool(role).add(url, port)
         return pools
 
     @classmethod
-    def empty(cls, clock: Clock) -> Pools:
+    def empty(cls, clock: Clock | None = None) -> Pools:
         """Pools without instances."""
-        return cls(RolePool("prefill", (), clock=clock), RolePool("decode", (), clock=clock))
+        return cls(RolePool("prefill", clock), RolePool("decode", clock))
 
     def __iter__(self) -> Iterator[Instance]:
         yield from self.prefill.instances
@@ -154,6 +128,10 @@ class Pools:
         """The instance at this URL; one that is not draining comes first."""
         return next((one for one in self if one.url == url), None)
 
+    def member(self, member: int) -> Instance:
+        """The instance with this number, which is here."""
+        return next(one for one in self if one.member == member)
+
     def retire(self, instance: Instance) -> None:
         """Send it no new requests. May be called repeatedly."""
         if not instance.draining:
@@ -164,4 +142,27 @@ class Pools:
     def forget(self, instance: Instance) -> None:
         """It has been drained, and is removed."""
         self.leaving.remove(instance)
-        self.pool(instance.role).forget(instance)
+
+
+def given_instances(config: RouterConfig) -> list[tuple[LegRole, str, int]]:
+    """Role, URL and bootstrap port of each instance that flags name. Raises `ConfigError` when there is no decode
+    instance or an address is wrong."""
+    if not config.decode_url and config.instances_file is None and not config.registration:
+        raise ConfigError(
+            "the router needs at least one decode instance; name it with --decode-url http://host:port, or let"
+            " instances register themselves with --registration"
+        )
+    found: dict[str, tuple[LegRole, str, int]] = {}
+    ports = [*config.bootstrap_port, *[BOOTSTRAP_PORT] * len(config.prefill_url)]
+    for one in config.prefill_url:
+        if (url := normalise_url(one)) in found:
+            raise ConfigError(f"--prefill-url {url} is given twice")
+        found[url] = "prefill", url, ports[len(found)]
+    for one in config.decode_url:
+        url = normalise_url(one)
+        if found.get(url, ("",))[0] == "prefill":
+            raise ConfigError(f"--prefill-url {url} is a --decode-url too; an instance has one role")
+        if url in found:
+            raise ConfigError(f"--decode-url {url} is given twice")
+        found[url] = "decode", url, BOOTSTRAP_PORT
+    return [*found.values()]

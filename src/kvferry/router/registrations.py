@@ -1,7 +1,7 @@
 """Instances that register themselves and stay for as long as they renew their lease.
 
-Owns the leases. Only instances that hold the deployment's token can register, and each is asked about itself before it
-gets requests. If another instance, or none, answers at the address that a message
+The leases are what the routers of one port share. Only instances that hold the deployment's token can register, and
+each is asked about itself before it gets requests. If another instance, or none, answers at the address that a message
 names, the registration is refused.
 """
 
@@ -10,8 +10,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import ssl
-from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Literal
 
 import msgspec
@@ -22,6 +20,7 @@ from kvferry.core.errors import (
     InvalidRequest,
     QueueFull,
     TransferError,
+    Unavailable,
 )
 from kvferry.core.instance_facts import InstanceFacts
 from kvferry.core.registration import LONGEST_MESSAGE, REGISTER_PATH, Announcement, Registered
@@ -37,6 +36,7 @@ from kvferry.router.instance import BOOTSTRAP_PORT, Absent, Facts, Instance, Sgl
 from kvferry.router.legs import Legs
 from kvferry.router.membership import Membership
 from kvferry.router.pools import Pools
+from kvferry.router.shared_state import SharedState
 
 logger = logging.getLogger(__name__)
 
@@ -48,21 +48,20 @@ _STOOD_STILL_S = 2.0
 """When this process itself stood still for so long, instances could not be heard: it is not their leases that end."""
 
 
-@dataclass
-class Lease:
-    """The lease of the process that registered a URL; `until` on the router's monotonic clock."""
-
-    process: str
-    until: float
-
-
 class Registrations:
-    """The route for instances, and the end of their leases. Changes `Pools`."""
+    """The route for instances, and the end of their leases."""
 
-    def __init__(self, config: RouterConfig, pools: Pools, legs: Legs, clock: Clock, membership: Membership) -> None:
+    def __init__(
+        self,
+        config: RouterConfig,
+        pools: Pools,
+        legs: Legs,
+        clock: Clock,
+        membership: Membership,
+        state: SharedState,
+    ) -> None:
         self._config, self._pools, self._legs, self._clock = config, pools, legs, clock
-        self._membership = membership
-        self.leases: dict[str, Lease] = {}
+        self._membership, self._state = membership, state
         self._asking: set[str] = set()
 
     def routes(self) -> list[Route]:
@@ -79,8 +78,7 @@ class Registrations:
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise InvalidRequest(f"the registration cannot be read: {error}") from error
         url = _url(announcement)
-        lease = self.leases.get(url)
-        changes = announcement.state != "up" or lease is None or lease.process != announcement.process
+        self._membership.catch_up()
         match announcement.state:
             case "up":
                 state = await self._up(url, announcement)
@@ -88,14 +86,7 @@ class Registrations:
                 state = self._draining(url, announcement)
             case "gone":
                 state = self._gone(url, announcement)
-        if changes:
-            await self._membership.stored()
         response.send_json(msgspec.json.encode(Registered(lease_s=self._lease_s, state=state)))
-
-    def take_over(self, leases: Mapping[str, str]) -> None:
-        """From a process of this router that is gone: by URL, who has registered. All leases begin anew."""
-        until = self._clock.monotonic() + self._lease_s
-        self.leases = {url: Lease(process, until) for url, process in leases.items()}
 
     async def watch(self) -> None:
         """End leases that were not renewed; runs until it is cancelled."""
@@ -103,24 +94,26 @@ class Registrations:
         while True:
             await asyncio.sleep(_LOOK_S)
             now = self._clock.monotonic()
-            self.look(now, missed_s=now - before if now - before > _STOOD_STILL_S else 0.0)
+            try:
+                self.look(now, missed_s=now - before if now - before > _STOOD_STILL_S else 0.0)
+            except Unavailable as error:
+                logger.warning("leases are looked at later: %s", error)
             before = now
 
     def look(self, now: float, missed_s: float = 0.0) -> None:
         """Drain and then forget instances whose lease is over at `now`. `missed_s`: how long this process could not
         receive renewals."""
-        for url, lease in list(self.leases.items()):
-            lease.until += missed_s
-            if lease.until <= now:
-                del self.leases[url]
-                self._retire(url, "has not renewed its lease")
+        if missed_s:
+            self._state.extend_leases(missed_s)
+        for url in self._state.end_leases(now):
+            self._retire(url, "has not renewed its lease")
 
     # A message.
 
     async def _up(self, url: str, said: Announcement) -> _Doing:
-        lease, here = self.leases.get(url), self._here(url)
+        lease, here = self._state.lease(url), self._here(url)
         if lease is not None and lease.process == said.process:
-            lease.until = self._clock.monotonic() + self._lease_s
+            self._renew(url, said)
             if here is None:  # the lease goes on, so that its process stays out
                 raise InstanceConflict(
                     f"an operator removed {url}; restart the instance, or add it with `kvferry fleet add`"
@@ -128,11 +121,14 @@ class Registrations:
             return _doing(here)
         if here is not None and lease is None:
             return _doing(here)  # named by flags, a file or an operator: it needs no lease
-        if url not in self.leases and len(self.leases) >= MAX_REGISTERED:
+        if lease is None and self._state.num_leases() >= MAX_REGISTERED:
             raise QueueFull(f"{MAX_REGISTERED} instances are registered here, which is the limit")
         facts = await self._ask(url, said)
-        self.leases[url] = Lease(said.process, self._clock.monotonic() + self._lease_s)
+        self._renew(url, said)
         return self._admit(url, said, facts)
+
+    def _renew(self, url: str, said: Announcement) -> None:
+        self._state.set_lease(url, said.process, self._clock.monotonic() + self._lease_s)
 
     def _admit(self, url: str, said: Announcement, facts: Facts) -> _Doing:
         """Add an instance whose process is new, with what it reported when it was asked. That an operator drained the
@@ -143,24 +139,24 @@ class Registrations:
             self._retire(url, f"registers for {said.role}")
             here = None
         if here is None:
-            here = self._pools.pool(said.role).add(url, said.bootstrap_port or BOOTSTRAP_PORT)
+            here = self._membership.register(said.role, url, said.bootstrap_port or BOOTSTRAP_PORT)
             logger.warning("%s (%s) has registered", here, here.url)
         here.learn(facts)
         here.is_well()
         return _doing(here)
 
     def _draining(self, url: str, said: Announcement) -> _Doing:
-        lease = self.leases.get(url)
+        lease = self._state.lease(url)
         if lease is None or lease.process != said.process:
             return "drained"
-        lease.until = self._clock.monotonic() + self._lease_s
+        self._renew(url, said)
         self._retire(url, "will be gone")
         return "draining" if any(one.url == url and not one.drained for one in self._pools) else "drained"
 
     def _gone(self, url: str, said: Announcement) -> _Doing:
-        lease = self.leases.get(url)
+        lease = self._state.lease(url)
         if lease is not None and lease.process == said.process:
-            del self.leases[url]
+            self._state.end_lease(url)
             self._retire(url, "is gone")
         return "gone"
 
@@ -174,9 +170,8 @@ class Registrations:
         if self._membership.names(url):
             return
         for one in [one for one in self._pools if one.url == url and not one.leaves_by_itself]:
-            one.leaves_by_itself = True
             logger.warning("%s (%s) %s: it is drained and removed", one, one.url, why)
-            self._pools.retire(one)
+            self._membership.retire(one, leaves_by_itself=True)
 
     async def _ask(self, url: str, said: Announcement) -> Facts:
         """What the instance reports about itself. Raises `InstanceConflict` if that is not what the message says."""

@@ -35,7 +35,6 @@ class Releases:
     def __init__(self, legs: Legs, metrics: Metrics, timeout_s: float) -> None:
         self._legs, self._metrics, self._timeout_s = legs, metrics, timeout_s
         self._group: asyncio.TaskGroup | None = None
-        self._many: set[asyncio.Task[None]] = set()
         self.num_running = 0
 
     def open(self, group: asyncio.TaskGroup) -> None:
@@ -46,20 +45,9 @@ class Releases:
         """Tell a prefill instance of kvferry's to end a hand-off. Returns at once."""
         self._begin(prefill, RELEASE_PATH, _released(transfer_id), [], expected=200)
 
-    def start_all(self, held: Sequence[tuple[Instance, str]]) -> None:
-        """As `start` for all of these, a few at a time, as there may be thousands. Returns at once."""
-        if self._group is not None:
-            task = self._group.create_task(self.send_all(held))
-            self._many.add(task)
-            task.add_done_callback(self._many.discard)
-
-    def end(self) -> None:
-        """Give up what `start_all` has not sent yet. A release that is on its way ends by itself, in time."""
-        for task in self._many:
-            task.cancel()
-
     async def send_all(self, held: Sequence[tuple[Instance, str]]) -> None:
-        """The same, and wait for it. No instance waits for another."""
+        """As `start` for all of these, a few at a time, as there may be thousands, and wait for it. No instance waits
+        for another."""
         by_instance: dict[Instance, list[tuple[Instance, str]]] = {}
         for one in held:
             by_instance.setdefault(one[0], []).append(one)

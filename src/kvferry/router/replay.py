@@ -1,4 +1,4 @@
-"""How much of a stream the client has, if the instance does not mark its tokens: vLLM's.
+"""How much of a stream the client has, if the instance does not mark its tokens: vLLM's, and those of several choices.
 
 Another instance gets the same request from the beginning, and what the client has is left out of its answer once it is
 seen to be the same: a greedy or seeded answer repeats itself, as far as the engine's arithmetic does. If it differs,
@@ -8,6 +8,7 @@ the client gets an error, and no token of the other answer.
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from contextlib import suppress
 from typing import Any
 
@@ -19,7 +20,9 @@ from kvferry.router.progress import ERROR_EVENT, EventPassage
 _DATA = b"data: "
 _DONE = b"data: [DONE]"
 _FINISHED = b'"finish_reason":"'
-_IN_THE_MIDDLE = Pattern(_DATA, "all", (_FINISHED, ERROR_EVENT, _DONE))
+_NO_CHOICES = b'"choices":[]'
+"""In the event with the usage, after those of all choices."""
+_IN_THE_MIDDLE = Pattern(_DATA, "all", (_FINISHED, _NO_CHOICES, ERROR_EVENT, _DONE))
 
 _MOST_EVENTS = 256
 """More are read, and kept as their text."""
@@ -30,12 +33,14 @@ _ONCE = ("role", "prompt_token_ids", "prompt_logprobs")
 
 
 class Replay(EventPassage):
-    """One stream with one choice, which several instances of the kind `kind` may send in turn."""
+    """One stream, of one choice or more, which several instances of the kind `kind` may send in turn."""
 
     def __init__(self, kind: type[Facts]) -> None:
         super().__init__(kind)
         self._read = _Said()
         self._unread: list[bytes] = []
+        self._finishes = False
+        """A choice has come to its end."""
         self._created: Any = None
         self._again: _Said | None = None
 
@@ -43,7 +48,7 @@ class Replay(EventPassage):
         """The next instance begins from the start."""
         super().restart()
         self._read_on()
-        self._again = _Said()
+        self._again, self._finishes = _Said(), False
 
     def fields(self) -> dict[str, Any]:
         """Nothing: the request is sent as it came."""
@@ -58,10 +63,11 @@ class Replay(EventPassage):
             return self._refuse(event)
         if event.startswith(_DONE):
             return self._refuse(event) if self.error or not self._is_all_there() else self._hold(event)
+        if self._finishes and _NO_CHOICES in event:
+            return self._hold(self._dated(event))
+        self._finishes = self._finishes or _FINISHED in event
         if self._again is not None:
             event = self._only_new(event, self._again)
-        if _FINISHED in event:
-            return self._hold(event)
         if event:
             self.begun = True
             self._unread.append(event)
@@ -122,65 +128,86 @@ class Replay(EventPassage):
 
 
 class _Said:
-    """The texts of a choice by their names, and the lengths of its lists."""
+    """The texts of choices and the lengths of their lists, by the choice's number and by name."""
 
     def __init__(self) -> None:
-        self.texts: dict[str, str] = {}
-        self.lengths: dict[str, int] = {}
+        self.texts: dict[tuple[int, str], str] = {}
+        self.lengths: dict[tuple[int, str], int] = {}
+        self.begun: set[int] = set()
+        self.finished: set[int] = set()
         self.unknown = False
-        self.begun = False
 
     def add(self, event: dict[str, Any]) -> None:
         """Add one event."""
-        for part in _parts(event):
-            self.begun = True
+        for number, part in _parts(event):
+            self.begun.add(number)
+            if part.get("finish_reason"):
+                self.finished.add(number)
             for name, value in part.items():
+                at = number, name
                 if name in _TEXTS and isinstance(value, str):
-                    self.texts[name] = self.texts.get(name, "") + value
+                    self.texts[at] = self.texts.get(at, "") + value
                 elif name in _LISTS and isinstance(value, list):
-                    self.lengths[name] = self.lengths.get(name, 0) + len(value)
+                    self.lengths[at] = self.lengths.get(at, 0) + len(value)
                 elif name == "tool_calls" and value:
                     self.unknown = True
 
-    def covers(self, known: _Said) -> bool:
-        """Whether it is as long as `known`."""
-        return all(len(text) <= len(self.texts.get(name, "")) for name, text in known.texts.items())
+    def covers(self, known: _Said, numbers: Collection[int] | None = None) -> bool:
+        """Whether it has come as far as `known`, in these choices or in all."""
+        texts = (one for one in known.texts.items() if numbers is None or one[0][0] in numbers)
+        is_long = all(len(text) <= len(self.texts.get(at, "")) for at, text in texts)
+        return is_long and (numbers is not None or known.finished <= self.finished)
 
     def leave_out(self, event: dict[str, Any], known: _Said) -> bool:
         """Remove from `event` what `known` already has, and add all of it here; returns whether anything is left.
         Raises `ValueError` if it differs."""
-        had = {**self.lengths}, {name: len(text) for name, text in self.texts.items()}
+        lengths, num_characters = {**self.lengths}, {at: len(text) for at, text in self.texts.items()}
+        finished = {_number(choice) for choice in _choices(event) if choice.get("finish_reason")}
         whole = json.loads(json.dumps(event))
-        for part in _parts(event):
-            self._cut(part, known, *had)
+        for number, part in _parts(event):
+            self._cut(number, part, known, lengths, num_characters)
         self.add(whole)
-        finish = any(choice.get("finish_reason") for choice in _choices(event))
-        if finish and not self.covers(known):
+        if not self.covers(known, finished):
             raise ValueError("it is shorter than what the client has")
-        return finish or _says_something(event)
+        if any(_number(choice) in known.finished for choice in _choices(event)):
+            event["choices"] = [choice for choice in _choices(event) if _number(choice) not in known.finished]
+            return bool(event["choices"])
+        return bool(finished) or _says_something(event)
 
     @staticmethod
-    def _cut(part: dict[str, Any], known: _Said, lengths: dict[str, int], num_characters: dict[str, int]) -> None:
+    def _cut(
+        number: int,
+        part: dict[str, Any],
+        known: _Said,
+        lengths: dict[tuple[int, str], int],
+        num_characters: dict[tuple[int, str], int],
+    ) -> None:
         for name in list(part):
-            value = part[name]
+            value, at = part[name], (number, name)
             if name in _TEXTS and isinstance(value, str):
-                begin = num_characters.get(name, 0)
-                old = known.texts.get(name, "")[begin : begin + len(value)]
+                begin = num_characters.get(at, 0)
+                old = known.texts.get(at, "")[begin : begin + len(value)]
                 if not value.startswith(old):
                     raise ValueError(f"{value[:40]!r} where {old[:40]!r} was")
                 part[name] = value[len(old) :]
             elif name in _LISTS and isinstance(value, list):
-                part[name] = value[max(0, known.lengths.get(name, 0) - lengths.get(name, 0)) :]
-            elif name in _ONCE and known.begun:
+                part[name] = value[max(0, known.lengths.get(at, 0) - lengths.get(at, 0)) :]
+            elif name in _ONCE and number in known.begun:
                 del part[name]
 
 
-def _parts(event: dict[str, Any]) -> list[dict[str, Any]]:
-    """The objects of an event that contain text of a choice."""
+def _parts(event: dict[str, Any]) -> list[tuple[int, dict[str, Any]]]:
+    """The objects of an event that contain text of a choice, each with the choice's number."""
     found = []
     for choice in _choices(event):
-        found += [choice, *(choice[name] for name in ("delta", "logprobs") if isinstance(choice.get(name), dict))]
+        parts = [choice, *(choice[name] for name in ("delta", "logprobs") if isinstance(choice.get(name), dict))]
+        found += [(_number(choice), part) for part in parts]
     return found
+
+
+def _number(choice: dict[str, Any]) -> int:
+    number = choice.get("index")
+    return number if isinstance(number, int) else 0
 
 
 def _choices(event: dict[str, Any]) -> list[dict[str, Any]]:
@@ -192,7 +219,7 @@ def _says_something(event: dict[str, Any]) -> bool:
     if not event.get("choices"):
         return True  # usage
     named = (*_TEXTS, *_LISTS, *_ONCE, "tool_calls")
-    return any(part.get(name) for part in _parts(event) for name in named)
+    return any(part.get(name) for _, part in _parts(event) for name in named)
 
 
 def _parsed(event: bytes) -> dict[str, Any]:

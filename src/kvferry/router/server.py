@@ -1,4 +1,4 @@
-"""The router as a process: from settings to a server, until a signal."""
+"""The router as a process: from settings to a server, until a signal. One of several on a port, or alone."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import asyncio
 import gc
 from collections.abc import Callable
 from dataclasses import replace
+from math import ceil
+from pathlib import Path
 from typing import Any
 
 import uvloop
@@ -17,7 +19,8 @@ from kvferry.http.listen import authority
 from kvferry.http.server import HttpServer, signals_end
 from kvferry.router.app import build_router
 from kvferry.router.config import RouterConfig
-from kvferry.router.workers import Workers
+from kvferry.router.others import Others
+from kvferry.router.shared_state import SharedState
 
 _GC_THRESHOLDS = (20_000, 20, 50)
 
@@ -27,19 +30,19 @@ def run_router(
     http: HttpConfig,
     access: InstanceAccess | None = None,
     *,
+    group: Path | None = None,
     on_ready: Callable[[dict[str, Any]], None],
 ) -> int:
     """Serve until SIGINT or SIGTERM; returns the exit code.
 
-    `on_ready` is called with {"url": …} once requests are answered, by all of `workers`; if there are several, their
-    process ids are included. At the end, running requests have the grace period that `http` sets. Raises `ConfigError`
-    if the address cannot be used, a file cannot be read, or the given instances are not enough for a router.
+    `group`: the folder that all `config.workers` routers of one port share; None: this one is alone. `on_ready` is
+    called with {"url": …} once requests are answered; a router of a group has a "health_url" of its own too. At the
+    end, running requests have the grace period that `http` sets. Raises `ConfigError` if the address cannot be used, a
+    file cannot be read, or the given instances are not enough for a router.
     """
     http = replace(http, max_body_bytes=config.max_body_bytes)
-    if config.workers > 1:
-        return asyncio.run(Workers(config, http, access or InstanceAccess(), on_ready).run())
     with end_limit() as limit:
-        return uvloop.run(_serve(config, http, access, on_ready, limit))
+        return uvloop.run(_serve(config, http, access, group, on_ready, limit))
 
 
 def spare_the_collector() -> None:
@@ -54,20 +57,50 @@ async def _serve(
     config: RouterConfig,
     http: HttpConfig,
     access: InstanceAccess | None,
+    group: Path | None,
     on_ready: Callable[[dict[str, Any]], None],
     limit: EndLimit,
 ) -> int:
-    router = build_router(config, http, access)
+    state = SharedState(group)
+    http = replace(http, name=state.fact("name", http.name))
+    router = build_router(divided(config), http, access, state=state)
     spare_the_collector()
-    server = HttpServer(router.routes(), http, Lifecycle("router"), router.guard)
+    others, about, listening = Others(router, state), dict[str, Any](), asyncio.Event()
+    server = HttpServer(others.routes(), http, Lifecycle("router"), router.guard)
+    own = HttpServer(others.own_routes(), HttpConfig(port=0), Lifecycle("router"), router.guard)
 
-    async def announce(port: int) -> None:
-        await router.health.first_look()
-        on_ready({"url": f"{http.scheme}://{authority(http.host, port)}"})
+    def serving(host: str, port: int) -> None:
+        if group is not None:
+            state.join(about["health_url"])
+        on_ready({"url": f"{http.scheme}://{authority(http.host, port)}", **about})
+
+    def reachable(host: str, port: int) -> None:
+        about.update(health_url=f"http://{host}:{port}")
+        listening.set()
 
     with signals_end(server):
-        async with router.running() as group:
-            await server.run(lambda host, port: group.create_task(announce(port)))
+        async with router.running() as tasks, others:
+            beside = []
+            if group is not None:
+                beside.append(tasks.create_task(own.run(reachable)))
+                await listening.wait()
+            await router.health.first_look()
+            await server.run(serving)
+            state.leave()
             await server.within_grace(router.leave())
+            own.abort()
+            await asyncio.gather(*beside)
             limit.begin()
+    state.close()
     return 0
+
+
+def divided(config: RouterConfig) -> RouterConfig:
+    """One router's share of the limits of all `workers`."""
+    num = config.workers
+    return replace(
+        config,
+        max_in_flight=ceil(config.max_in_flight / num),
+        max_waiting=ceil(config.max_waiting / num),
+        max_buffered=str(max(config.max_body_bytes, config.max_buffered_bytes // num)),
+    )

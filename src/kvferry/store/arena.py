@@ -4,7 +4,7 @@ Owns the segment (anonymous memory, `memfd_create`), the file by which processes
 is left behind: the memory is freed with the last process, however that ends, and only a file of a few bytes remains,
 which the next process reuses. What is in the memory is up to the caller.
 
-The lock is the kernel's (`flock`): it is released when its holder dies, and the next holder is told that a change may
+The lock is the kernel's (`flock`): it is released when its holder dies, and the next holder learns that a change may
 be half done.
 """
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from threading import Lock
@@ -92,8 +92,9 @@ class StoreOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     codec: str = "none"
     """How blocks are encoded: a name of `codecs.table`."""
-    deadline_s: Annotated[float, msgspec.Meta(gt=0, le=MOST_SECONDS)] = 5.0
-    """Seconds to wait for one call; a tier without an answer by then counts as empty."""
+    deadline_s: Annotated[float, msgspec.Meta(gt=0, le=MOST_SECONDS)] = 0.25
+    """Seconds to wait for one call, besides the time that its blocks take at 64 MiB/s. A tier without an answer by then
+    is not asked any more, until it answers again."""
     pinned_share: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.5
     """Share of a bounded store's room that may be pinned, so that there is always room for other blocks."""
 
@@ -113,6 +114,10 @@ class KVStore(ABC):
     """Whether other instances find the blocks and notes that this one stores."""
     has_layers: ClassVar[bool] = False
     """Whether `get_layer` is implemented."""
+    ends_calls: ClassVar[bool] = False
+    """Whether a call that is cancelled ends at once, and leaves the caller's memory alone from then on, whatever the
+    medium does. Others, whose calls may not return or block their loop, are called on a loop of their own, and with
+    copies of the caller's memory."""
 
     def __init__(self, location: str, options: StoreOptions, layout: KVLayout) -> None:
         """Opens nothing yet. `location`: the URL between the scheme and the `?`. Raises `ConfigError`."""
@@ -208,6 +213,15 @@ class KVStore(ABC):
     async def remove_note(self, name: str) -> None:
         """Remove a note, if it is there."""
         raise NotImplementedError(f"{type(self).__name__} keeps no notes")
+
+    def answers(self, shared: Collection[int]) -> bool:
+        """Whether one of these shared tiers, by their numbers among the shared ones, can be asked. Of a store without
+        tiers: yes."""
+        return True
+
+    def takes(self) -> list[int]:
+        """The shared tiers that took all that was put and written last, by their numbers among these."""
+        return [0]
 
     # Insight.
 

@@ -18,6 +18,7 @@ import asyncio
 import errno
 import logging
 import os
+import tempfile
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -66,6 +67,7 @@ class FileStore(KVStore):
 
     options_type = FileOptions
     options: FileOptions
+    ends_calls = True
     has_layers = True
 
     def __init__(self, location: str, options: FileOptions, layout: KVLayout) -> None:
@@ -76,6 +78,8 @@ class FileStore(KVStore):
         self._notes = NoteFiles(self.root / "notes", self._access)
         self._num_threads = max(1, options.threads)
         self._threads = Threads(self._num_threads, "kvferry-file-store")
+        self._look_threads = Threads(4, "kvferry-file-look")
+        """For what takes no time, if the disk answers at all: it does not queue behind blocks."""
         self._local = threading.local()
         self._room = FileRoom(self.root, options.max_bytes, options.eviction, self.records.max_record_bytes)
 
@@ -88,9 +92,15 @@ class FileStore(KVStore):
 
     @classmethod
     def check_here(cls, location: str, options: Any) -> None:
-        """The directory exists, or can be made, and this process may write to it."""
+        """The directory exists, or can be made, and this process can write a file there, once the disk is not full."""
         root = path_of(location)
         _make_folder(root, root, ACCESS[options.access])
+        try:
+            tempfile.TemporaryFile(dir=root).close()
+        except OSError as error:
+            if error.errno in FULL:
+                return
+            raise ConfigError(f"cannot keep KV blocks in {root}: {error.strerror}") from error
 
     @classmethod
     def shared_name(cls, location: str, options: Any) -> str:
@@ -103,12 +113,13 @@ class FileStore(KVStore):
     async def close(self) -> None:
         """End the threads; no file is kept open."""
         self._threads.close()
+        self._look_threads.close()
 
     # Blocks.
 
     async def match(self, hashes: Sequence[BlockHash]) -> int:
         """One `stat` for each block."""
-        return await self._threads.run(lambda stop: self._match(hashes))
+        return await self._look_threads.run(lambda stop: self._match(hashes))
 
     async def get(self, reads: Sequence[Read]) -> list[bool]:
         """One `preadv` for each block. The threads read at the same time, because a disk with one request at a time is
@@ -141,13 +152,13 @@ class FileStore(KVStore):
     # Notes.
 
     async def write_note(self, name: str, content: bytes, ttl_s: float) -> None:
-        await self._threads.run(lambda stop: self._notes.write(name, content, ttl_s))
+        await self._look_threads.run(lambda stop: self._notes.write(name, content, ttl_s))
 
     async def read_note(self, name: str) -> bytes | None:
-        return await self._threads.run(lambda stop: self._notes.read(name))
+        return await self._look_threads.run(lambda stop: self._notes.read(name))
 
     async def remove_note(self, name: str) -> None:
-        await self._threads.run(lambda stop: self._notes.remove(name))
+        await self._look_threads.run(lambda stop: self._notes.remove(name))
 
     # Insight.
 
@@ -192,7 +203,7 @@ class FileStore(KVStore):
         def decode(descriptor: int, scratch: memoryview) -> int:
             record = scratch[: min(os.fstat(descriptor).st_size, len(scratch))]
             read_exactly(descriptor, [record], 0)
-            return len(record) * stop.write(lambda: self.records.decode(record, read.block_hash, read.into))
+            return len(record) * self.records.decode(record, read.block_hash, read.into, stop.write)
 
         return self._read(read.block_hash, decode, stop)
 
@@ -203,7 +214,7 @@ class FileStore(KVStore):
             header = records.header(head, block_hash)
             span = slice(header.offsets[layer], header.offsets[layer] + header.lengths[layer])
             read_exactly(descriptor, [scratch[span]], span.start)
-            return header.lengths[layer] * stop.write(lambda: records.decode_layer(scratch, header, layer, into))
+            return header.lengths[layer] * records.decode_layer(scratch, header, layer, into, stop.write)
 
         return self._read(block_hash, decode, stop)
 

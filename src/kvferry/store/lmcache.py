@@ -19,7 +19,6 @@ import asyncio
 import hashlib
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import partial
 from typing import Annotated, TypeVar
 from urllib.parse import urlsplit
 
@@ -75,6 +74,7 @@ class LMCacheStore(KVStore):
 
     options_type = LMCacheOptions
     options: LMCacheOptions
+    ends_calls = True
 
     def __init__(self, location: str, options: LMCacheOptions, layout: KVLayout) -> None:
         super().__init__(location, options, layout)
@@ -88,7 +88,7 @@ class LMCacheStore(KVStore):
         num_sets = max(1, options.max_bytes // (record_bytes * ways))
         share = options.pinned_share
         self._most_pinned = max(1, int(share * ways)) if share else 0
-        """Of the places of a set: at least one, unless `pinned_share` is 0."""
+        """How many places of a set can be pinned: at least one, unless `pinned_share` is 0."""
         name = f"kvferry.{layout.fingerprint()}.{self.records.codec.name}.{num_sets}.{ways}"
         self._client = LMCacheClient(host, port)
         self._sets = LMCacheSets(self._client, f"{host}:{port}", name, num_sets, ways)
@@ -102,7 +102,7 @@ class LMCacheStore(KVStore):
 
     @classmethod
     def shared_name(cls, location: str, options: LMCacheOptions) -> str:
-        """With `max_bytes`, on which it depends where a block is."""
+        """The name of the store with `max_bytes`, because the key of a block depends on it."""
         return f"lmcache of {options.max_bytes} bytes"
 
     async def open(self) -> None:
@@ -212,7 +212,7 @@ class LMCacheStore(KVStore):
         try:
             if isinstance(record, DamagedValue):
                 raise CorruptBlock("it was put in part")
-            found = stop.write(partial(self.records.decode, memoryview(record), read.block_hash, read.into))
+            found = self.records.decode(memoryview(record), read.block_hash, read.into, stop.write)
         except CorruptBlock:
             self.count(corrupt_blocks=1)
             self.note_removed([read.block_hash])

@@ -15,11 +15,11 @@ from collections.abc import Iterator, Sequence
 from typing import Annotated, Any
 
 import msgspec
-import psutil
 
 from kvferry.core.block_hash import BlockHash
 from kvferry.core.errors import ConfigError
 from kvferry.core.layout import KVLayout
+from kvferry.core.machine import require_memory
 from kvferry.core.units import format_bytes, parse_bytes
 from kvferry.store.arena import Arena, meeting_id
 from kvferry.store.base import Block, KVStore, Put, Read, StoreOptions, StoreThreads, require_short_note
@@ -48,6 +48,7 @@ class MemoryStore(KVStore):
 
     options_type = MemoryOptions
     options: MemoryOptions
+    ends_calls = True
     medium = "CPU"
     has_layers = True
 
@@ -84,9 +85,8 @@ class MemoryStore(KVStore):
     def check_here(cls, location: str, options: Any) -> None:
         """The machine has that much memory and swap in all. Whether it is free is not checked, as another instance may
         have created the arena already."""
-        there = psutil.virtual_memory().total + psutil.swap_memory().total
-        if location and _size_of(location) > there:
-            raise ConfigError(f"store memory:{location}: this machine has {format_bytes(there)}")
+        if location:
+            require_memory(_size_of(location), f"store memory:{location}")
 
     @classmethod
     def shared_name(cls, location: str, options: Any) -> str:
@@ -210,7 +210,7 @@ class MemoryStore(KVStore):
 
     def _read(self, read: Read, slot: ArenaSlot, stop: Stop) -> bool:
         try:
-            found = stop.write(lambda: self.records.decode(self._record(slot), read.block_hash, read.into))
+            found = self.records.decode(self._record(slot), read.block_hash, read.into, stop.write)
         except CorruptBlock:
             self._not_right(read.block_hash, slot)
             return False
@@ -228,7 +228,7 @@ class MemoryStore(KVStore):
         record = self._record(slot)
         try:
             header = self.records.header(record[: self.records.header_bytes], block_hash)
-            found = stop.write(lambda: self.records.decode_layer(record, header, layer, into))
+            found = self.records.decode_layer(record, header, layer, into, stop.write)
         except CorruptBlock:
             self._not_right(block_hash, slot)
             return False

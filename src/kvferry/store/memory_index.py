@@ -47,7 +47,7 @@ _FREE, _WRITING, _READY = 0, 1, 2
 _ADDED, _TAKEN, _FREED, _ACCESSED, _PINNED, _UNPINNED, _FINISHED = 1, 2, 3, 4, 5, 6, 7
 _KIND_BITS = 8
 """The low bits of an event's `kind`; the bits above them are its number (of output tokens, for `_FINISHED`)."""
-MAX_TOLD = 2**24 - 1
+MAX_ANSWER_TOKENS = 2**24 - 1
 """The largest number of output tokens that an event can hold."""
 _NO_PARENT = bytes(32)
 _EPOCH, _NUM_EVENTS, _ORDER = 0, 1, 2
@@ -115,7 +115,7 @@ class MemoryIndex:
         return None if number is None else ArenaSlot(number, int(self._slots["length"][number]))
 
     def num_kept(self) -> int:
-        """Number of blocks."""
+        """Number of blocks in the index."""
         return len(self._where)
 
     def num_pinned(self) -> int:
@@ -131,9 +131,9 @@ class MemoryIndex:
 
     def finish(self, number: int, num_output_tokens: int) -> None:
         """A request whose prompt includes the block in this slot has got its whole answer."""
-        told = min(num_output_tokens, MAX_TOLD)
-        self._policy.finish([self._what[number]], told, self._clock.monotonic())
-        self._tell(_FINISHED | told << _KIND_BITS, number)
+        num_tokens = min(num_output_tokens, MAX_ANSWER_TOKENS)
+        self._policy.finish([self._what[number]], num_tokens, self._clock.monotonic())
+        self._tell(_FINISHED | num_tokens << _KIND_BITS, number)
 
     def take(self) -> tuple[int, BlockHash | None] | None:
         """A slot to write to, and the block that was evicted for it, if any. None: all blocks are pinned or being
@@ -216,11 +216,11 @@ class MemoryIndex:
                 self._apply(event % 2**_KIND_BITS, number, event >> _KIND_BITS)
         self._num_read = count
 
-    def _apply(self, kind: int, number: int, told: int) -> None:
+    def _apply(self, kind: int, number: int, num_tokens: int) -> None:
         """Apply an event of another process. The slot may have changed again since; later events follow for that."""
         if kind in (_ACCESSED, _PINNED, _UNPINNED, _FINISHED):
             if (known := self._what.get(number)) is not None:
-                self._follow(kind, known, told)
+                self._follow(kind, known, num_tokens)
             return
         self._drop(number)
         state = int(self._slots["state"][number])
@@ -229,12 +229,12 @@ class MemoryIndex:
         elif state == _FREE:
             self._free[number] = None
 
-    def _follow(self, kind: int, known: BlockHash, told: int) -> None:
+    def _follow(self, kind: int, known: BlockHash, num_tokens: int) -> None:
         now = self._clock.monotonic()
         if kind == _ACCESSED:
             self._policy.access(known, now)
         elif kind == _FINISHED:
-            self._policy.finish([known], told, now)
+            self._policy.finish([known], num_tokens, now)
         else:
             self._follow_pin(known, kind == _PINNED)
 

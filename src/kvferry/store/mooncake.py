@@ -15,7 +15,6 @@ import logging
 import os
 from collections.abc import Sequence
 from contextlib import suppress
-from functools import partial
 from typing import Any, Literal
 
 from kvferry.core.block_hash import BlockHash
@@ -42,8 +41,8 @@ log = logging.getLogger(__name__)
 EXISTS, NO_ROOM = 1, (-200, -10)
 """Mooncake's codes: of `is_exist`, and of a put that finds no memory (no handle, buffer overflow)."""
 _EXPIRY_BYTES = 8
-PUT_BYTES = 8 * 2**20
-"""Most bytes of encoded blocks at a time, on their way to the client."""
+MOVE_BYTES = 8 * 2**20
+"""Most bytes of encoded blocks in one call, and on their way to the client."""
 LEAVE_S = 5.0
 """Most seconds that `close` waits for the client."""
 
@@ -66,6 +65,7 @@ class MooncakeStore(KVStore):
 
     options_type = MooncakeOptions
     options: MooncakeOptions
+    ends_calls = True
 
     def __init__(self, location: str, options: MooncakeOptions, layout: KVLayout) -> None:
         super().__init__(location, options, layout)
@@ -106,8 +106,8 @@ class MooncakeStore(KVStore):
         return await self._threads.run(lambda stop: self._match(hashes))
 
     async def get(self, reads: Sequence[Read]) -> list[bool]:
-        """Reads in batches that fit in a quarter of the client's buffer."""
-        most = max(1, self.options.buffer_bytes // 4 // self.records.max_record_bytes)
+        """Reads in batches that fit in a quarter of the client's buffer, and leave others their turn."""
+        most = max(1, min(MOVE_BYTES, self.options.buffer_bytes // 4) // self.records.max_record_bytes)
         found: list[bool] = []
         for first in range(0, len(reads), most):
             found += await self._get(reads[first : first + most])
@@ -115,7 +115,7 @@ class MooncakeStore(KVStore):
 
     async def put(self, blocks: Sequence[Block]) -> list[Put]:
         """One call for each block, with a copy of it."""
-        most = max(1, PUT_BYTES // self.records.max_record_bytes)
+        most = max(1, MOVE_BYTES // self.records.max_record_bytes)
         outcomes: list[Put] = []
         for first in range(0, len(blocks), most):
             outcomes += await self._put_part(blocks[first : first + most])
@@ -255,7 +255,7 @@ class MooncakeStore(KVStore):
             if buffer is None:
                 raise CorruptBlock("it is longer than any block of this layout")
             with memoryview(buffer).cast("B") as record:
-                found = stop.write(partial(self.records.decode, record, read.block_hash, read.into))
+                found = self.records.decode(record, read.block_hash, read.into, stop.write)
         except CorruptBlock:
             self.count(corrupt_blocks=1)
             return None

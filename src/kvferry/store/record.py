@@ -22,9 +22,9 @@ from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import accumulate
 
 import xxhash
@@ -35,6 +35,7 @@ from kvferry.store.codecs.base import Codec, CodecError
 from kvferry.store.codecs.none import NoCodec
 from kvferry.store.copying import copy_bytes
 
+Write = Callable[[Callable[[], object]], bool]
 LayerViews = Sequence[memoryview]
 """One block's bytes: a view for each layer, of `KVLayout.span_bytes` bytes."""
 
@@ -44,6 +45,11 @@ MAX_LAYERS = 65536
 _HEAD = struct.Struct("<8sHH16sIQ32s32s")
 _SPAN = struct.Struct("<QQ")
 _SEAL = struct.Struct("<Q")
+
+
+def _at_once(copy: Callable[[], object]) -> bool:
+    copy()
+    return True
 
 
 class CorruptBlock(Exception):
@@ -104,32 +110,37 @@ class RecordFormat:
             raise CorruptBlock("it is of another version, codec, layout or block")
         return Header(tuple(accumulate(lengths, initial=self.header_bytes))[:-1], lengths, checksums)
 
-    def decode(self, record: memoryview, block_hash: BlockHash, into: LayerViews) -> None:
-        """Verify a record and decode it into `into`, one view for each layer. Raises `CorruptBlock`.
+    def decode(self, record: memoryview, block_hash: BlockHash, into: LayerViews, write: Write = _at_once) -> bool:
+        """Verify a record and decode it into `into`, one view for each layer. Raises `CorruptBlock`. False: `write`,
+        which calls what writes to `into`, did not.
 
-        `record` may change meanwhile: what is verified is the copy.
+        `record` may change meanwhile: what is verified is the copy. A codec, which may be anybody's and not return,
+        decodes to other memory first.
         """
         header = self.header(record[: self.header_bytes], block_hash)
         if len(record) < header.record_bytes:
             raise CorruptBlock("it is too short")
-        for layer in range(len(into)):
-            self.decode_layer(record, header, layer, into[layer])
+        return all(self.decode_layer(record, header, layer, view, write) for layer, view in enumerate(into))
 
-    def decode_layer(self, record: memoryview, header: Header, layer: int, into: memoryview) -> None:
+    def decode_layer(self, record: memoryview, header: Header, layer: int, into: memoryview, write: Write) -> bool:
         """Like `decode` for one layer, with a verified header."""
         span = record[header.offsets[layer] :][: header.lengths[layer]]
         if self.is_plain:
             if len(span) != len(into):
                 raise CorruptBlock("it is too short")
-            copy_bytes(into, span)
-            self._require(header, layer, into)
-            return
+            return write(partial(self._copy, span, header, layer, into))
         encoded = memoryview(bytes(span))
         self._require(header, layer, encoded)
+        decoded = memoryview(bytearray(len(into)))
         try:
-            self.codec.decode(encoded, layer, into)
+            self.codec.decode(encoded, layer, decoded)
         except CodecError as error:
             raise CorruptBlock(str(error)) from error
+        return write(partial(copy_bytes, into, decoded))
+
+    def _copy(self, span: memoryview, header: Header, layer: int, into: memoryview) -> None:
+        copy_bytes(into, span)
+        self._require(header, layer, into)
 
     def _require(self, header: Header, layer: int, encoded: memoryview) -> None:
         if len(encoded) != header.lengths[layer] or xxhash.xxh3_64_intdigest(encoded) != header.checksums[layer]:

@@ -87,14 +87,13 @@ def layout_kept_by(specs: Sequence[StoreSpec], layout: KVLayout) -> KVLayout:
 
 
 def ways_to_hand_off(specs: Sequence[StoreSpec], layout: KVLayout) -> list[str]:
-    """One for each shared tier: through its blocks, with a marker in the last one. Two instances with none in common
-    cannot hand off to each other; those that have one may still name different servers or directories."""
-    shared = [spec for spec in specs if spec.kind.is_shared]
-    names = [spec.kind.shared_name(spec.url.location, spec.options) for spec in shared]
+    """One for each shared tier, each of which has blocks and markers. Two instances with none in common cannot hand off
+    to each other; those that have one may still name different servers or directories."""
     kept = layout_kept_by(specs, layout).fingerprint()
     return [
-        f"marker in {names[-1]}, blocks in {name} with codec {spec.options.codec} and layout {kept}"
-        for name, spec in zip(names, shared, strict=True)
+        f"{spec.kind.shared_name(spec.url.location, spec.options)} with codec {spec.options.codec} and layout {kept}"
+        for spec in specs
+        if spec.kind.is_shared
     ]
 
 

@@ -69,7 +69,7 @@ class _Call:
 
 
 class Threads:
-    """At most `number` threads whose calls are waited for, started when they are needed; `name` begins their names."""
+    """At most `number` threads for calls that are awaited, started when they are needed; `name` begins their names."""
 
     def __init__(self, number: int, name: str) -> None:
         self._number, self._name = number, name

@@ -1,98 +1,250 @@
-"""One store as a tier of a list: opened when it is first used, asked within its deadline, avoided while it fails.
+"""One store as a tier of a list: opened when it is first used, asked within its deadline, left alone while it fails.
 
-A tier never raises for what its store does: a call that fails, or has no answer by the deadline, gives the caller's
-default instead (nothing found, nothing stored), and `TierHealth` decides when the tier is asked again.
+A tier never raises for what its store does: a call that fails, or is late, gives the caller's default instead (nothing
+found, nothing stored), and its `Breaker` keeps all others from asking until it answers again. A put that is refused,
+as by a full or a read-only store, says nothing of what can be read there, and only `takes` remembers it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import TypeVar
 
-from kvferry.core.errors import KvferryError
-from kvferry.store.base import KVStore
-from kvferry.store.health import TierHealth
+from kvferry.core.block_hash import BlockHash
+from kvferry.core.errors import KvferryError, StoreError
+from kvferry.store.base import Block, KVStore, Put, Read
+from kvferry.store.breaker import Breaker
+from kvferry.store.copying import copy_bytes
+from kvferry.transport.transfer_loop import TransferLoop
 
 log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
+SLOWEST_BYTES_PER_S = 64 * 2**20
+"""Blocks may take so long in addition to the deadline: KV that comes more slowly is hardly worth its way."""
+PUT_S = 5.0
+"""Least deadline of a put, for which no request waits."""
+FOUND_S = 0.002
+"""Seconds to find one block, as on a disk with cold caches, in addition to the deadline."""
+SILENT_SHARE = 0.25
+"""Part of the deadline after which the tier is looked at while it is busy with blocks: one that hangs is not waited
+for."""
+MOST_LOOKED_AT = 32
+"""Blocks that are read again to find out whether the tier is still too slow."""
+APART_S = 1.0
+"""For the end of a loop apart; one in a call that does not return is left behind."""
+GRACE_S = 0.1
+"""A timer that comes so much too late says that this machine is busy, not the store."""
+NO_BLOCK: BlockHash = bytes(32)
+"""The hash of none, to see whether the store answers."""
 
-@dataclass
+
 class Tier:
-    """A store with its deadline (seconds for one call) and its health. Used on one event loop."""
+    """A store with its deadline (seconds for one call, besides the time that blocks take). Used on one event loop."""
 
-    name: str
-    """Its number in the list, from 0, and its scheme: `1 (file)`."""
-    store: KVStore
-    deadline_s: float
-    health: TierHealth = field(default_factory=TierHealth)
-    opening: asyncio.Task[None] | None = None
-    """The attempt to open the store that is under way, or the last one. Callers wait for it together, and it continues
-    when they give up."""
-    is_open: bool = False
-    num_late: int = 0
-    """Calls that had no answer by the deadline."""
+    def __init__(self, name: str, url: str, store: KVStore, deadline_s: float) -> None:
+        """`name`: its number in the list, from 0, and its scheme: `1 (file)`. `url`: without its password, for the
+        log."""
+        self.name, self.store, self.deadline_s = name, store, deadline_s
+        self.breaker = Breaker(url, self._look)
+        self.is_open = self._is_closed = False
+        self.takes: bool | None = None
+        """Whether it took all that it was last given; None: nothing was."""
+        self.num_late = 0
+        """Calls that had no answer by the deadline."""
+        self._apart: TransferLoop | None = None
+        """Where the calls of a store are made that may not return (`KVStore.ends_calls`)."""
+        self._opening: asyncio.Task[None] | None = None
+        """The attempt to open the store that is under way, or the last one. Callers wait for it together, and it
+        continues when they give up."""
+        self._under_way: set[asyncio.Timeout] = set()
+        self._moving_bytes = 0
+        self._read_last: Sequence[BlockHash] = ()
+
+    @property
+    def is_up(self) -> bool:
+        """Whether it is asked."""
+        return not self.breaker.is_open
 
     async def open(self) -> None:
         """Open the store unless it is open. A call while an attempt is under way waits for that attempt, so that one
         that hangs is not repeated beside itself. Raises what `KVStore.open` raises."""
         if self.is_open:
             return
-        if self.opening is None or self.opening.done():
-            self.opening = asyncio.create_task(self._open())
-            self.opening.add_done_callback(_retrieve_error)
-        await asyncio.shield(self.opening)
+        if self._opening is None or self._opening.done():
+            self._opening = asyncio.create_task(self._open())
+            self._opening.add_done_callback(_retrieve_error)
+        await asyncio.shield(self._opening)
 
     async def _open(self) -> None:
-        await self.store.open()
+        if self._is_closed:
+            raise StoreError("the store is closed")
+        if not self.store.ends_calls and self._apart is None:
+            self._apart = TransferLoop("kvferry-store-apart")
+            self._apart.start()
+        await self._call(self.store.open)
         self.is_open = True
 
     async def close(self) -> None:
-        """Cancel an attempt to open, and close the store. Raises what `KVStore.close` raises."""
-        if self.opening is not None and not self.opening.done():
-            self.opening.cancel()
-            await asyncio.wait({self.opening}, timeout=self.deadline_s / 2)
-        await self.store.close()
+        """End the looks at it and an attempt to open, and close the store. Raises what `KVStore.close` raises."""
+        self._is_closed = True
+        await self.breaker.close()
+        if self._opening is not None and not self._opening.done():
+            self._opening.cancel()
+            await asyncio.wait({self._opening}, timeout=self.deadline_s / 2)
+        try:
+            await self._call(self.store.close)
+        finally:
+            if self._apart is not None:
+                self._apart.close(APART_S)
+
+    async def _call(self, call: Callable[[], Awaitable[Result]]) -> Result:
+        """A call of the store's. A call apart is left behind when it is cancelled."""
+        if self._apart is None:
+            return await call()
+
+        async def wait() -> Result:
+            return await call()
+
+        return await asyncio.wrap_future(self._apart.submit(wait()))
+
+    # Calls.
 
     async def ask(self, call: Callable[[], Awaitable[Result]], otherwise: Result) -> Result:
-        """The result of a call of the store's, or `otherwise` if the tier is being avoided, fails, or is late.
+        """The result of a call of the store's that moves no blocks, or `otherwise` if the tier is left alone, fails, or
+        is late."""
+        return await self._ask(call, otherwise, self.deadline_s)
 
-        At the deadline the call is cancelled and the tier counts as failed; this returns only when the call has really
-        ended, since a thread may still be using the caller's memory.
-        """
-        if not self.health.may_be_asked:
-            return otherwise
-        late = _LateTimer(self)
+    async def match(self, hashes: Sequence[BlockHash]) -> int:
+        """`KVStore.match`; 0 as above."""
+        limit_s = self.deadline_s + len(hashes) * FOUND_S
+        return await self._ask(partial(self.store.match, hashes), 0, limit_s, busy=bool(hashes))
+
+    async def get(self, reads: Sequence[Read]) -> list[bool]:
+        """`KVStore.get`; all False as above."""
+        self._read_last = [read.block_hash for read in reads[:MOST_LOOKED_AT]]
+        num_bytes = sum(map(len, reads[0].into)) * len(reads) if reads else 0
+        apart = [] if self.store.ends_calls else [Read(read.block_hash, _alike(read.into)) for read in reads]
+        call = partial(self.store.get, apart or reads)
+        found = await self._ask(call, [False] * len(reads), self.deadline_s, num_bytes)
+        for read, copy, there in zip(reads, apart, found, strict=False):
+            for view, content in zip(read.into, copy.into if there else (), strict=False):
+                copy_bytes(view, content)
+        return found
+
+    async def get_layer(self, layer: int, reads: Sequence[tuple[BlockHash, memoryview]]) -> list[bool]:
+        """`KVStore.get_layer`; all False as above."""
+        num_bytes = sum(len(into) for _, into in reads)
+        call = partial(self.store.get_layer, layer, reads)  # which the loader has made memory of its own for
+        return await self._ask(call, [False] * len(reads), self.deadline_s, num_bytes)
+
+    async def put(self, blocks: Sequence[Block]) -> list[Put]:
+        """`KVStore.put`; all `DROPPED` as above, or if the store takes no blocks."""
+        num_bytes = sum(map(len, blocks[0].layers)) * len(blocks) if blocks else 0
+        none, limit_s = [Put.DROPPED] * len(blocks), max(self.deadline_s, PUT_S)
+        outcomes = await self._ask(partial(self._put, blocks), none, limit_s, num_bytes)
+        self.takes = Put.DROPPED not in outcomes
+        return outcomes
+
+    async def _put(self, blocks: Sequence[Block]) -> list[Put]:
         try:
-            async with asyncio.timeout(self.deadline_s):
-                await self.open()
-                result = await call()
-        except TimeoutError:
-            late.expire()
+            return await self.store.put(blocks)
+        except StoreError as error:
+            self.store.warn_full(error)
+            return [Put.DROPPED] * len(blocks)
+
+    async def write_note(self, name: str, content: bytes, ttl_s: float) -> bool:
+        """`KVStore.write_note`; returns whether the store took the note."""
+
+        async def write() -> bool:
+            try:
+                await self.store.write_note(name, content, ttl_s)
+            except StoreError as error:
+                self.store.warn_full(error)
+                return False
+            return True
+
+        took = await self.ask(write, False)
+        self.takes = took and self.takes is not False
+        return took
+
+    async def _ask(
+        self,
+        call: Callable[[], Awaitable[Result]],
+        otherwise: Result,
+        limit_s: float,
+        num_bytes: int = 0,
+        *,
+        busy: bool = False,
+    ) -> Result:
+        """At the deadline, or when the breaker opens meanwhile, the call is cancelled; this returns only when it has
+        really ended, since a thread may still be using the caller's memory."""
+        if self.breaker.is_open:
             return otherwise
+        self._moving_bytes += num_bytes
+        late = _LateTimer(self, limit_s + self._moving_bytes / SLOWEST_BYTES_PER_S)
+        silent = asyncio.create_task(self._watch()) if num_bytes or busy else None
+        try:
+            async with asyncio.timeout(None) as under_way:
+                self._under_way.add(under_way)
+                try:
+                    await self.open()
+                    return await self._call(call)
+                finally:
+                    self._under_way.discard(under_way)
         except KvferryError as error:
             self.failed(str(error))
-            return otherwise
         except Exception as error:
-            log.exception("store tier %s failed unexpectedly", self.name)
-            self.failed(repr(error))
-            return otherwise
+            if not under_way.expired():
+                log.exception("store tier %s failed unexpectedly", self.name)
+                self.failed(repr(error))
         finally:
+            self._moving_bytes -= num_bytes
             late.cancel()
-        if not self.health.is_good:
-            log.info("store tier %s is back", self.name)
-        self.health.answered()
-        return result
+            if silent is not None:
+                silent.cancel()
+        return otherwise
+
+    async def _watch(self) -> None:
+        """A long call is only waited for as long as the store answers others."""
+        await asyncio.sleep(self.deadline_s * SILENT_SHARE)
+        if self.is_open:
+            await self._ask(partial(self.store.match, [NO_BLOCK]), 0, self.deadline_s * (1 - SILENT_SHARE))
+
+    # Failures.
 
     def failed(self, reason: str) -> None:
-        """Do not ask the tier for a while (`TierHealth`); the first failure in a row is logged."""
-        if self.health.is_good:
-            log.warning("store tier %s is left alone for a while: %s", self.name, reason)
-        self.health.failed()
+        """Leave the tier alone until it answers again, and cut off all calls that wait for it."""
+        if not self.breaker.is_open:
+            self.breaker.open(reason)
+            for call in self._under_way:
+                if not call.expired():
+                    call.reschedule(0)
+
+    def is_late(self, limit_s: float) -> None:
+        """A call has no answer by its deadline."""
+        self.num_late += 1
+        self.failed(f"did not answer within {limit_s:.3g} s")
+
+    async def _look(self) -> None:
+        """Ask what failed once more. Raises `StoreError` if the answer is late."""
+        await self.open()
+        begun, loop = asyncio.get_running_loop().time(), asyncio.get_running_loop()
+        await self._call(partial(self.store.match, [NO_BLOCK]))
+        sizes = [self.store.layout.span_bytes(layer) for layer in range(self.store.layout.num_layers)]
+        reads = [Read(name, [memoryview(bytearray(size)) for size in sizes]) for name in self._read_last]
+        if reads:
+            await self._call(partial(self.store.get, reads))
+        if loop.time() - begun > self.deadline_s + len(reads) * sum(sizes) / SLOWEST_BYTES_PER_S:
+            raise StoreError("it answers, but too late")
+
+
+def _alike(views: Sequence[memoryview]) -> list[memoryview]:
+    return [memoryview(bytearray(len(view))) for view in views]
 
 
 def _retrieve_error(task: asyncio.Task[None]) -> None:
@@ -102,19 +254,21 @@ def _retrieve_error(task: asyncio.Task[None]) -> None:
 
 
 class _LateTimer:
-    """Marks a tier as failed at the moment its deadline passes, even if the call itself ends later."""
+    """Tells a tier that a call is late at the moment its deadline passes, even if the call itself ends later."""
 
-    def __init__(self, tier: Tier) -> None:
-        self._tier, self._expired = tier, False
-        self._timer = asyncio.get_running_loop().call_later(tier.deadline_s, self.expire)
+    def __init__(self, tier: Tier, limit_s: float) -> None:
+        self._tier, self._limit_s, self._loop = tier, limit_s, asyncio.get_running_loop()
+        self._due = self._loop.time() + limit_s
+        self._timer = self._loop.call_at(self._due, self._expire)
 
-    def expire(self) -> None:
-        """Count the call as late, once."""
-        if not self._expired:
-            self._expired = True
-            self._tier.num_late += 1
-            self._tier.failed(f"did not answer within {self._tier.deadline_s:g} s")
+    def _expire(self) -> None:
+        now = self._loop.time()
+        if now > self._due + GRACE_S:  # the answer may be there, and nobody had the time to look
+            self._due = now + GRACE_S
+            self._timer = self._loop.call_at(self._due, self._expire)
+        else:
+            self._tier.is_late(self._limit_s)
 
     def cancel(self) -> None:
-        """Stop the timer: the call has ended."""
+        """The call has ended."""
         self._timer.cancel()

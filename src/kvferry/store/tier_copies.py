@@ -10,7 +10,6 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial
 
 from kvferry.core.block_hash import BlockHash
 from kvferry.core.layout import KVLayout
@@ -72,8 +71,7 @@ class TierCopies:
     async def _put_above(self, blocks: Sequence[Block], level: int) -> None:
         with self._moves([block.block_hash for block in blocks]):
             for tier in self._tiers[:level]:
-                none = [Put.DROPPED] * len(blocks)
-                outcomes = await tier.ask(partial(tier.store.put, blocks), none)
+                outcomes = await tier.put(blocks)
                 self._count(promoted_blocks=outcomes.count(Put.STORED))
 
     async def prefetch(self, hashes: Sequence[BlockHash]) -> None:
@@ -81,7 +79,9 @@ class TierCopies:
         first = self._tiers[0]
         for start in range(0, len(hashes), MOVE_BLOCKS):
             part = hashes[start : start + MOVE_BLOCKS]
-            there = await first.ask(partial(first.store.match, part), len(part))
+            there = await first.match(part)
+            if not first.is_up:
+                return
             missing = [name for name in part[there:] if name not in self._moving]
             if not missing or not self._may_move(len(missing)):
                 continue
@@ -94,12 +94,11 @@ class TierCopies:
         found: dict[BlockHash, Read] = {}
         for tier in self._tiers[1:]:
             rest = [read for read in reads if read.block_hash not in found]
-            got = await tier.ask(partial(tier.store.get, rest), [False] * len(rest))
+            got = await tier.get(rest)
             found |= {read.block_hash: read for read, there in zip(rest, got, strict=True) if there}
         blocks = [Block(name, found[name].into) for name in hashes if name in found]
         if blocks:
-            first, none = self._tiers[0], [Put.DROPPED] * len(blocks)
-            outcomes = await first.ask(partial(first.store.put, blocks), none)
+            outcomes = await self._tiers[0].put(blocks)
             self._count(prefetched_blocks=outcomes.count(Put.STORED))
 
     def _may_move(self, num_blocks: int) -> bool:
@@ -169,7 +168,7 @@ class TierCopies:
         for tier in self._tiers[:-1]:  # the first may have been avoided when they were put, or have evicted them
             rest = [read for read, there in zip(reads, got, strict=True) if not there]
             if rest:
-                more = iter(await tier.ask(partial(tier.store.get, rest), [False] * len(rest)))
+                more = iter(await tier.get(rest))
                 got = [there or next(more) for there in got]
         blocks = [
             Block(read.block_hash, read.into, self._parents.get(read.block_hash))
@@ -178,6 +177,6 @@ class TierCopies:
         ]
         kept = [False] * len(blocks)
         for tier in self._tiers[1:]:
-            outcomes = await tier.ask(partial(tier.store.put, blocks), [Put.DROPPED] * len(blocks))
+            outcomes = await tier.put(blocks)
             kept = [was or now is not Put.DROPPED for was, now in zip(kept, outcomes, strict=True)]
         self._count(flushed_blocks=sum(kept), unflushed_blocks=len(reads) - sum(kept))

@@ -1,13 +1,14 @@
-"""Several stores as one, the fastest first; or one store alone, with a deadline and its health watched.
+"""Several stores as one, the fastest first; or one store alone, with a deadline and a breaker.
 
 A tier that fails or is late counts as empty: the block is found in a lower tier, or computed. Only if no tier at all
-can be asked is there a `StoreError`. `tier` has the deadline and the health of one tier, `tier_copies` what is copied
+can be asked is there a `StoreError`. `tier` has the deadline and the breaker of one tier, `tier_copies` what is copied
 between tiers.
 
 * Write policy "through": `put` returns when every tier that can be asked has the block. "back": when the first one has
   it; a task copies it to the others, in order. A block that is evicted before that stays out of the others
   (`unflushed_blocks`).
 * A block found in a lower tier is copied to those above it, in the background (`promoted_blocks`).
+* Notes are in every tier that other instances share, so that each of these can do without the others.
 * `prefetch` copies blocks that will be read soon to the first tier (`prefetched_blocks`).
 * If one tier's codec is lossy, the blocks of all tiers have names of their own: what is read from that tier is copied
   upwards, and what is computed from it is stored in all tiers, so exact KV must never be found under the same names.
@@ -16,7 +17,7 @@ between tiers.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Literal
@@ -31,6 +32,8 @@ from kvferry.store.tier import Tier
 from kvferry.store.tier_copies import TierCopies
 
 WritePolicy = Literal["through", "back"]
+OPEN_S, CLOSE_S = 5.0, 3.0
+"""Least deadlines for opening and for closing a tier; one that is down has a third of it to close."""
 GAUGES = frozenset({"kept_bytes", "pinned_blocks", "moving_bytes", "dirty_blocks"}) | {
     f"tier{level}_{name}" for level in range(MAX_TIERS) for name in ("healthy", "kept_bytes", "pinned_blocks")
 }
@@ -50,7 +53,7 @@ class TieredStore(KVStore):
         self._specs = list(specs)
         kept = layout_kept_by(specs, layout)
         self.tiers = [
-            Tier(f"{index} ({spec.url.scheme})", spec.make(kept), spec.options.deadline_s)
+            Tier(f"{index} ({spec.url.scheme})", str(spec.url), spec.make(kept), spec.options.deadline_s)
             for index, spec in enumerate(specs)
         ]
         self._write = write
@@ -61,12 +64,6 @@ class TieredStore(KVStore):
         """Whether every tier can read single layers."""
         return all(tier.store.has_layers for tier in self.tiers)
 
-    @property
-    def notes_tier(self) -> Tier | None:
-        """The tier that notes are written to: the last shared one, which the most instances can read."""
-        shared = [tier for tier in self.tiers if tier.store.is_shared]
-        return shared[-1] if shared else None
-
     async def open(self) -> None:
         """Open all tiers that can be opened now. May be called repeatedly.
 
@@ -74,22 +71,23 @@ class TieredStore(KVStore):
         that can never work (a directory that cannot be made, too little memory), rather than keep nothing in silence.
         """
         for tier in self.tiers:
-            if not tier.health.may_be_asked:
+            if not tier.is_up:
                 continue
+            limit_s = max(tier.deadline_s, OPEN_S)
             try:
-                async with asyncio.timeout(tier.deadline_s):
+                async with asyncio.timeout(limit_s):
                     await tier.open()
             except TimeoutError:
-                tier.failed(f"did not open within {tier.deadline_s:g} s")
+                tier.failed(f"did not open within {limit_s:g} s")
             except StoreError as error:
                 tier.failed(str(error))
 
     async def close(self) -> None:
-        """Copy what lower tiers have yet to get, for as long as the longest deadline of a tier, and close all tiers."""
-        await self._copies.close(max(tier.deadline_s for tier in self.tiers))
+        """Copy what lower tiers have yet to get, and close all tiers, each within `CLOSE_S` or its deadline."""
+        await self._copies.close(max(CLOSE_S, *(tier.deadline_s for tier in self.tiers)))
         for tier in self.tiers:
             with suppress(KvferryError, TimeoutError):
-                async with asyncio.timeout(tier.deadline_s):
+                async with asyncio.timeout(max(CLOSE_S, tier.deadline_s) if tier.is_up else CLOSE_S / 3):
                     await tier.close()
 
     # Blocks.
@@ -107,7 +105,7 @@ class TieredStore(KVStore):
         while before < count < len(hashes):
             before = count
             for level, tier in enumerate(self.tiers):
-                more = await tier.ask(partial(tier.store.match, hashes[count:]), 0) if count < len(hashes) else 0
+                more = await tier.match(hashes[count:]) if count < len(hashes) else 0
                 if more:
                     found.append(Run(level, more))
                     count += more
@@ -124,7 +122,7 @@ class TieredStore(KVStore):
             if not wanted:
                 break
             part = [reads[index] for index in wanted]
-            got = await tier.ask(partial(tier.store.get, part), [False] * len(part))
+            got = await tier.get(part)
             for index, there in zip(wanted, got, strict=True):
                 found[index] = there
             if level:
@@ -140,19 +138,18 @@ class TieredStore(KVStore):
             if not wanted:
                 break
             part = [reads[index] for index in wanted]
-            got = await tier.ask(partial(tier.store.get_layer, layer, part), [False] * len(part))
+            got = await tier.get_layer(layer, part)
             for index, there in zip(wanted, got, strict=True):
                 found[index] = there
         return found
 
     async def put(self, blocks: Sequence[Block]) -> list[Put]:
-        """Put into all tiers, or, with write policy "back", into the first that can be asked and later into the others.
+        """Put into all tiers, or, with write policy "back", into the first that takes them and later into the others.
         A block is `DROPPED` only if no tier has it."""
         self._require_any()
         if self._write == "back" and len(self.tiers) > 1:
             return await self._put_back(blocks)
-        none = [Put.DROPPED] * len(blocks)
-        answers = await asyncio.gather(*(tier.ask(partial(tier.store.put, blocks), none) for tier in self.tiers))
+        answers = await asyncio.gather(*(tier.put(blocks) for tier in self.tiers))
         return [_joined(outcomes) for outcomes in zip(*answers, strict=True)]
 
     async def pin(self, hashes: Sequence[BlockHash]) -> int:
@@ -173,13 +170,12 @@ class TieredStore(KVStore):
         self._require_any()
         found = []
         for tier in self.tiers:
-            num_present = await tier.ask(partial(tier.store.match, hashes), 0)
+            num_present = await tier.match(hashes)
             num_pinned = await tier.ask(partial(tier.store.pin, hashes[:num_present]), 0) if pin else 0
             if pin is False:
                 await tier.ask(partial(tier.store.unpin, hashes), 0)
-            is_good = tier.health.is_good
-            refusal = _refusal(tier) if pin and is_good and num_pinned < num_present else None
-            found.append(TierShare(tier.name, num_present, num_pinned, is_good, refusal))
+            refusal = _refusal(tier) if pin and tier.is_up and num_pinned < num_present else None
+            found.append(TierShare(tier.name, num_present, num_pinned, tier.is_up, refusal))
         return found
 
     async def prefetch(self, hashes: Sequence[BlockHash]) -> None:
@@ -196,24 +192,44 @@ class TieredStore(KVStore):
     # Notes.
 
     async def write_note(self, name: str, content: bytes, ttl_s: float) -> None:
-        """Write to `notes_tier`, once the blocks that were put before have reached it, since the note may refer to
-        them. Raises `StoreError` if the note was not written."""
-        tier = self._require_notes()
-        await self._copies.settle()
-        if not await tier.ask(lambda: _and_true(tier.store.write_note(name, content, ttl_s)), False):
-            raise StoreError(f"store tier {tier.name} took no note")
+        """Write to all shared tiers; to each once the blocks that were put before have reached it, since the note may
+        refer to them. Raises `StoreError` if no tier took the note."""
+        shared = self._shared()
+        first = shared
+        if self._write == "back":
+            first = [tier for tier in shared if tier is next((one for one in self.tiers if one.is_up), None)]
+        took = await self._write_notes(first, name, content, ttl_s)
+        if len(first) < len(shared):
+            await self._copies.settle()
+            took |= await self._write_notes([tier for tier in shared if tier not in first], name, content, ttl_s)
+        if not took:
+            raise StoreError("no tier of the store took a note: " + ", ".join(tier.name for tier in shared))
+
+    async def _write_notes(self, tiers: Sequence[Tier], name: str, content: bytes, ttl_s: float) -> bool:
+        return any(await asyncio.gather(*(tier.write_note(name, content, ttl_s) for tier in tiers)))
 
     async def read_note(self, name: str) -> bytes | None:
-        """Read from `notes_tier`. Raises `StoreError` while that tier is being avoided."""
-        tier = self._require_notes()
-        if not tier.health.may_be_asked:
-            raise StoreError(f"store tier {tier.name} cannot be asked now")
-        return await tier.ask(partial(tier.store.read_note, name), None)
+        """Read from the first shared tier that has it. Raises `StoreError` if none has it, and none could be asked."""
+        answered = False
+        for tier in self._shared():
+            found = await tier.ask(partial(tier.store.read_note, name), None)
+            if found is not None:
+                return found
+            answered = answered or tier.is_up
+        if not answered:
+            raise _none_answers(self._shared())
+        return None
 
     async def remove_note(self, name: str) -> None:
-        """Remove from `notes_tier`; if that fails, the note expires by itself."""
-        tier = self._require_notes()
-        await tier.ask(lambda: _and_true(tier.store.remove_note(name)), False)
+        """Remove from all shared tiers; where that fails, the note expires by itself."""
+        for tier in self._shared():
+            await tier.ask(lambda tier=tier: _and_true(tier.store.remove_note(name)), False)  # type: ignore[misc]
+
+    def answers(self, shared: Collection[int]) -> bool:
+        return any(tier.is_up for number, tier in enumerate(self._shared()) if number in shared)
+
+    def takes(self) -> list[int]:
+        return [number for number, tier in enumerate(self._shared()) if tier.takes is not False]
 
     # Insight.
 
@@ -237,22 +253,20 @@ class TieredStore(KVStore):
             if len(self.tiers) > 1:
                 whole |= {f"tier{level}_{name}": value for name, value in figures.items()}
             whole |= {
-                f"tier{level}_healthy": float(tier.health.is_good),
-                f"tier{level}_failures": float(tier.health.num_failures),
+                f"tier{level}_healthy": float(tier.is_up),
+                f"tier{level}_failures": float(tier.breaker.num_failures),
                 f"tier{level}_late": float(tier.num_late),
             }
         return whole | self._copies.statistics()
 
     async def _put_back(self, blocks: Sequence[Block]) -> list[Put]:
-        """Put into the first tier that can be asked; the others get the blocks later."""
-        none = [Put.DROPPED] * len(blocks)
+        """Put into the first tier that takes them; the others get the blocks later."""
         for tier in self.tiers[:-1]:
-            outcomes = await tier.ask(partial(tier.store.put, blocks), none)
-            if tier.health.is_good:
+            outcomes = await tier.put(blocks)
+            if tier.takes:
                 break
         else:
-            last = self.tiers[-1]
-            return await last.ask(partial(last.store.put, blocks), none)
+            return await self.tiers[-1].put(blocks)
         stored = (block for block, outcome in zip(blocks, outcomes, strict=True) if outcome is Put.STORED)
         self._copies.flush_later(list(stored))
         return outcomes
@@ -265,17 +279,22 @@ class TieredStore(KVStore):
         return max(answers)
 
     def _require_any(self) -> None:
-        if not any(tier.health.may_be_asked for tier in self.tiers):
-            raise StoreError("no tier of the store can be asked now: " + ", ".join(tier.name for tier in self.tiers))
+        if not any(tier.is_up for tier in self.tiers):
+            raise _none_answers(self.tiers)
 
-    def _require_notes(self) -> Tier:
-        if self.notes_tier is None:
+    def _shared(self) -> Sequence[Tier]:
+        shared = [tier for tier in self.tiers if tier.store.is_shared]
+        if not shared:
             raise StoreError("no tier of the store is shared with other instances")
-        return self.notes_tier
+        return shared
+
+
+def _none_answers(tiers: Sequence[Tier]) -> StoreError:
+    return StoreError("no tier of the store can be asked now: " + ", ".join(tier.name for tier in tiers))
 
 
 def _refusal(tier: Tier) -> str:
-    """What a user is told if a tier did not pin all that it has."""
+    """What a user reads if a tier did not pin all that it has."""
     share = tier.store.options.pinned_share
     return (
         f"tier {tier.name} did not pin all of it: it pins at most {share:.0%} of its room (lmcache: of the places"

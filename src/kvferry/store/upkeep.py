@@ -55,7 +55,7 @@ class Totals:
     codecs: set[str] = field(default_factory=set)
 
     def add(self, entry: Entry) -> None:
-        """Add one block."""
+        """Count one block."""
         self.num_blocks += 1
         self.num_bytes += entry.num_bytes
         self.num_pinned += entry.is_pinned
@@ -92,7 +92,7 @@ def entries(root: Path, prefix: str = "") -> Iterator[Entry]:
 
 
 def totals(root: Path) -> dict[str, Totals]:
-    """Sums by `Entry.fingerprint`."""
+    """The sums of all blocks of each model, by `Entry.fingerprint`."""
     found: dict[str, Totals] = {}
     for entry in entries(root):
         one = found.setdefault(entry.fingerprint, Totals())

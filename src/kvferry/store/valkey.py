@@ -13,7 +13,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, suppress
-from functools import partial
 from typing import Any
 
 from kvferry.core.block_hash import BlockHash
@@ -36,6 +35,7 @@ class ValkeyStore(KVStore):
 
     options_type = ValkeyOptions
     options: ValkeyOptions
+    ends_calls = True
     tls = False
 
     def __init__(self, location: str, options: ValkeyOptions, layout: KVLayout) -> None:
@@ -57,7 +57,7 @@ class ValkeyStore(KVStore):
 
     @classmethod
     def shared_name(cls, location: str, options: Any) -> str:
-        """With TLS or without, over a network or a socket."""
+        """The same name for every way to a server: with TLS or without, over a network or a Unix socket."""
         return "valkey"
 
     async def open(self) -> None:
@@ -192,7 +192,7 @@ class ValkeyStore(KVStore):
         try:
             if record is None:
                 raise CorruptBlock("a value of another type")
-            found = stop.write(partial(self.records.decode, memoryview(record), read.block_hash, read.into))
+            found = self.records.decode(memoryview(record), read.block_hash, read.into, stop.write)
         except CorruptBlock:
             self.count(corrupt_blocks=1)
             return False

@@ -1,25 +1,27 @@
-"""What every connector must do, between two real engines with a small model. In a package that brings one:
+"""What every connector must do, in real engines with a small model. In a package that brings one:
 
-    from kvferry.testing.connector import ConnectorContract
+    from kvferry.testing.connector import CacheContract, HandOffContract
 
-    class TestMyConnector(ConnectorContract):
+    class TestMyConnector(HandOffContract):
         connector = "my_package.my_module:MyConnector"
 
         def extra(self, folder):
             return {"path": str(folder)}
 
-Both engines are in the test's process and compute on the CPU. Needs pytest.
+`HandOffContract` is for connectors that hand off between two engines, `CacheContract` for those that keep blocks for
+reuse; one that does both passes both. All engines are in the test's process and compute on the CPU. Needs pytest.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 
+from kvferry.connectors.api import HandsOff, KeepsBlocks
 from kvferry.connectors.registry import find_connector
 from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.core.errors import ConfigError, LeakError
@@ -39,19 +41,22 @@ ONE_TOKEN = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
 PROMPT = [5 + 3 * number for number in range(30)]
 OTHER_PROMPT = [7 + 5 * number for number in range(30)]
 DEADLINE_S = 60.0
+P_AND_D = ("kv_producer", "kv_consumer")
 
 
 class EnginePair:
     """A P and a D joined by a connector, stepped in turn, and `alone`, an engine without a connector to compare with,
-    which whoever made it closes."""
+    which whoever made it closes. With one role, P and D are one engine."""
 
-    def __init__(self, model: Path, connector: str, extra: dict[str, Any], alone: Engine) -> None:
+    def __init__(
+        self, model: Path, connector: str, extra: dict[str, Any], alone: Engine, roles: Sequence[str] = P_AND_D
+    ) -> None:
         self._joined: list[Engine] = []
         try:
-            for role in ("kv_producer", "kv_consumer"):
+            for role in roles:
                 config = KVTransferConfig(
                     kv_connector=connector,
-                    kv_role=role,
+                    kv_role=role,  # type: ignore[arg-type]
                     engine_id=role,
                     kv_connector_extra_config=extra,
                 )
@@ -59,7 +64,7 @@ class EnginePair:
         except BaseException:
             self.close()
             raise
-        self.prefill, self.decode = self._joined
+        self.prefill, self.decode = self._joined[0], self._joined[-1]
         self.alone, self._engines = alone, [*self._joined, alone]
         self._rest = Rest(*self._engines)
         self.outputs: dict[str, list[EngineOutput]] = {}
@@ -145,6 +150,11 @@ class EnginePair:
         for engine in self._joined:
             engine.close()
 
+    @property
+    def num_hits(self) -> int:
+        """Tokens whose KV has come to D through the connector."""
+        return self.decode.statistics().external.num_external_hits
+
     def _require_that_counters_grow(self) -> None:
         for number, engine in enumerate(self._engines):
             snapshot = engine.statistics()
@@ -155,8 +165,8 @@ class EnginePair:
 
 
 def one_hand_off(folder: Path, connector: str, extra: dict[str, Any]) -> None:
-    """From one engine to another with a connector, for whoever brings what a connector moves KV by. Fails unless the KV
-    came and the answer is that of one engine alone."""
+    """Hand a request from one engine to another with a connector, for tests of what a connector moves KV with. Fails
+    unless the KV arrived and the answer is that of one engine alone."""
     model = make_random_model(folder / "model")
     with closing(Engine(_engine_config(model))) as alone, closing(EnginePair(model, connector, extra, alone)) as pair:
         pair.decoded("d", PROMPT, pair.prefilled("t", PROMPT))
@@ -167,13 +177,11 @@ def one_hand_off(folder: Path, connector: str, extra: dict[str, Any]) -> None:
 
 
 class ConnectorContract:
-    """Set `connector` in a subclass; `extra` gives its `kv_connector_extra_config`."""
+    """For any connector. Set `connector` in a subclass; `extra` gives its `kv_connector_extra_config`."""
 
     connector: ClassVar[str]
-
-    takes_early: ClassVar[bool] = False
-    """Set it where KV also comes if D asks for it before P has begun (the concurrent hand-off). The answer is right in
-    any case: D computes what does not come."""
+    roles: ClassVar[Sequence[str]] = P_AND_D
+    """The `kv_role` of each engine."""
 
     def extra(self, folder: Path) -> dict[str, Any]:
         """The options of both sides. `folder` is an empty directory of this test."""
@@ -197,12 +205,106 @@ class ConnectorContract:
         """P and D, which have given everything back when the test is over."""
         folder = tmp_path / "connector"
         folder.mkdir()
-        pair = EnginePair(model, self.connector, self.extra(folder), alone)
+        pair = EnginePair(model, self.connector, self.extra(folder), alone, self.roles)
         try:
             yield pair
             pair.settle()
         finally:
             pair.close()
+
+    def test_requests_without_hand_off(self, pair: EnginePair) -> None:
+        """Several at once on each engine, of which one is aborted."""
+        prompts = {f"r{number}": [number + 2, *PROMPT[: 30 - 9 * number]] for number in range(4)}
+        for name, prompt in prompts.items():
+            for engine in {pair.prefill, pair.decode}:
+                pair.add(engine, f"{name}-{id(engine)}", prompt)
+            pair.step(pair.decode)
+        pair.decode.abort(f"r1-{id(pair.decode)}")
+        for name, prompt in prompts.items():
+            for engine in {pair.prefill, pair.decode}:
+                end = pair.finish(f"{name}-{id(engine)}")
+                if end.finish_reason != "abort":
+                    assert pair.tokens(f"{name}-{id(engine)}") == pair.expected(prompt)
+
+    def test_it_says_that_it_hands_off_or_that_it_is_a_cache(self) -> None:
+        """By the classes that its sides are derived from: `MultiConnector` goes by it."""
+        spec = find_connector(KVTransferConfig(kv_connector=self.connector))
+        assert issubclass(spec.scheduler_class(), HandsOff | KeepsBlocks), "derive it from HandsOff or KeepsBlocks"
+
+    def test_an_unknown_option_is_an_error_before_anything_is_started(self, tmp_path: Path) -> None:
+        """`ConnectorSpec.options` names the class that is checked against."""
+        extra = {**self.extra(tmp_path), "no_such_option": 1}
+        config = KVTransferConfig(kv_connector=self.connector, kv_connector_extra_config=extra)
+        with pytest.raises(ConfigError, match="no_such_option"):
+            find_connector(config).check(config)
+
+
+class CacheContract(ConnectorContract):
+    """For connectors that keep blocks for reuse without loss. The engine's own prefix cache is off, so that what need
+    not be computed again has come through the connector."""
+
+    roles: ClassVar[Sequence[str]] = ("kv_both",)
+
+    def _answers(self, pair: EnginePair, name: str, prompt: list[int]) -> int:
+        """Have the prompt answered. Returns how many of its tokens came through the connector."""
+        before = pair.num_hits
+        pair.add(pair.decode, name, prompt)
+        assert pair.finish(name).finish_reason == "length"
+        assert pair.tokens(name) == pair.expected(prompt)
+        return pair.num_hits - before
+
+    def _answers_until_kept(self, pair: EnginePair, prompt: list[int]) -> None:
+        """Have the prompt answered again and again until it is kept: that takes a while, but not for ever."""
+        for attempt in range(200):
+            if self._answers(pair, f"again-{attempt}-{prompt[0]}", prompt) > len(prompt) // 2:
+                return
+            pair.settle()
+        raise AssertionError("the KV of a prompt never came back")
+
+    def test_a_prompt_comes_back(self, pair: EnginePair) -> None:
+        """Its full blocks, of which the last token is computed again."""
+        assert self._answers(pair, "first", PROMPT) == 0
+        self._answers_until_kept(pair, PROMPT)
+        assert self._answers(pair, "short", PROMPT[: BLOCK_SIZE - 1]) == 0
+
+    def test_the_beginning_of_a_prompt_comes_back(self, pair: EnginePair) -> None:
+        """And nothing for another beginning with the same end."""
+        self._answers_until_kept(pair, PROMPT)
+        assert self._answers(pair, "longer", [*PROMPT[:24], 3, 1, 4, 1, 5]) == 24
+        assert self._answers(pair, "other", [9, *PROMPT[1:]]) == 0
+
+    def test_a_load_that_is_aborted(self, pair: EnginePair) -> None:
+        """Its blocks go back to the pool once nothing writes to them any more."""
+        self._answers_until_kept(pair, PROMPT)
+        pair.add(pair.decode, "gone", PROMPT)
+        pair.step(pair.decode)
+        pair.decode.abort("gone")
+        assert pair.finish("gone").finish_reason in ("abort", "length")
+        self._answers(pair, "next", PROMPT)
+
+    def test_a_cache_that_is_reset(self, pair: EnginePair) -> None:
+        """If that is possible, nothing comes back; in any case it keeps on working."""
+        self._answers_until_kept(pair, PROMPT)
+        side = pair.decode.scheduler_side
+        assert side is not None
+        assert isinstance(side, KeepsBlocks)
+        if side.reset_cache():
+            assert self._answers(pair, "after", PROMPT) == 0
+        self._answers_until_kept(pair, OTHER_PROMPT)
+
+    def test_it_tells_whether_its_kv_is_exact(self, tmp_path: Path) -> None:
+        """This suite is for KV without loss."""
+        extra = self.extra(tmp_path)
+        config = KVTransferConfig(kv_connector=self.connector, kv_connector_extra_config=extra)
+        assert find_connector(config).lossy_codecs(config) == []
+
+
+class HandOffContract(ConnectorContract):
+    """For connectors that hand off from P to D."""
+
+    takes_early: ClassVar[bool] = False
+    """Set it where KV also comes if D asks for it before P has begun (the concurrent hand-off). The answer is right in
+    any case: D computes what does not come."""
 
     def test_the_kv_of_a_hand_off_is_loaded_and_the_answer_is_the_same(self, pair: EnginePair) -> None:
         """Not computed again on D: most of the prompt came through the connector."""
@@ -271,7 +373,7 @@ class ConnectorContract:
 
     def test_each_reads_the_tickets_that_the_other_writes(self, pair: EnginePair) -> None:
         """Or a router would form no pair of them."""
-        prefill, decode = pair.prefill.scheduler_side, pair.decode.scheduler_side
+        prefill, decode = pair.prefill.hands_off, pair.decode.hands_off
         assert prefill is not None
         assert decode is not None
         assert prefill.tickets().fit(decode.tickets())
@@ -290,7 +392,7 @@ class ConnectorContract:
             assert pair.tokens(name) == pair.expected(PROMPT)
 
     def test_a_hand_off_that_nobody_fetches_can_be_released(self, pair: EnginePair) -> None:
-        """By the router, when the client has left."""
+        """A router does so when the client has left."""
         pair.prefilled("t", PROMPT)
         pair.prefill.release("t")  # False of a connector that keeps nothing at P
         pair.settle()
@@ -306,19 +408,6 @@ class ConnectorContract:
         assert pair.finish("gone").finish_reason in ("abort", "length")
         pair.decoded("next", PROMPT, pair.prefilled("t2", PROMPT))
         assert pair.tokens("next") == pair.expected(PROMPT)
-
-    def test_it_says_that_it_hands_off_or_that_it_is_a_cache(self) -> None:
-        """`hands_off` of both classes, or `ConnectorSpec.lossy`: `MultiConnector` goes by it."""
-        spec = find_connector(KVTransferConfig(kv_connector=self.connector))
-        sides = (spec.scheduler_class(), spec.worker_class())
-        assert spec.lossy or all(side.hands_off for side in sides), "set `hands_off = True` in both classes"
-
-    def test_an_unknown_option_is_an_error_before_anything_is_started(self, tmp_path: Path) -> None:
-        """`ConnectorSpec.options` names the class that is checked against."""
-        extra = {**self.extra(tmp_path), "no_such_option": 1}
-        config = KVTransferConfig(kv_connector=self.connector, kv_connector_extra_config=extra)
-        with pytest.raises(ConfigError, match="no_such_option"):
-            find_connector(config).check(config)
 
 
 def _engine_config(model: Path) -> EngineConfig:

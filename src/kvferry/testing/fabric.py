@@ -108,7 +108,7 @@ class FabricContract:
 
     @classmethod
     def tls(cls) -> ChannelTls | None:
-        """Of the connections between the instances. Default: none."""
+        """The TLS of the connections between the instances. Default: none."""
         return None
 
     @classmethod

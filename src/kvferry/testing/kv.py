@@ -35,20 +35,20 @@ class BlockRegion:
 
     @property
     def bytes(self) -> NDArray[np.uint8]:
-        """All of it."""
+        """All bytes of the memory."""
         return np.frombuffer(self.segment.buffer, np.uint8)
 
     def fill(self, seed: int) -> None:
-        """With bytes that follow from the seed."""
+        """Fill the memory with bytes that follow from the seed."""
         self.bytes[:] = np.random.default_rng(seed).integers(0, 256, self.segment.num_bytes, np.uint8)
 
     def block(self, layer: int, block_id: int) -> builtins.bytes:
-        """The bytes of one."""
+        """The bytes of one block of a layer."""
         [(offset, length)] = self.memory.spans(layer, [block_id])
         return self.bytes[offset : offset + length].tobytes()
 
     def blocks(self, block_ids: list[int]) -> list[list[builtins.bytes]]:
-        """By layer, the bytes of each block."""
+        """The bytes of each of these blocks, by layer."""
         layers = range(self.memory.layout.num_layers)
         return [[self.block(layer, block_id) for block_id in block_ids] for layer in layers]
 
@@ -63,7 +63,7 @@ def table_for(memory: BlockMemory, bounds: EntryBounds | None = None, clock: Clo
 
 
 async def until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
-    """Let the loop run until something came about that no event tells of."""
+    """Let the loop run until a condition holds of which no event tells."""
     async with asyncio.timeout(seconds):
         while not condition():  # noqa: ASYNC110 - as above
             await asyncio.sleep(0)

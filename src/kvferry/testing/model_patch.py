@@ -39,7 +39,7 @@ class ModelPatchContract:
     patch: ClassVar[str]
     fits: ClassVar[tuple[str, ...]] = ("llama",)
     architectures: ClassVar[tuple[str, ...]] = ("llama", "qwen3", "gemma2", "qwen3_moe", "gpt2")
-    """Those it is tried on: where it does not fit, it must leave the model as it is."""
+    """The architectures that the patch is tried on; one that it does not fit must stay as it is."""
 
     @pytest.fixture(scope="class")
     @classmethod
@@ -83,7 +83,7 @@ class ModelPatchContract:
             assert answers[0] == answers[1], f"other tokens with {self.patch} on {name}"
 
     def test_an_unknown_option_is_an_error(self) -> None:
-        """Of which the user hears before a model is loaded."""
+        """The user gets the error before a model is loaded."""
         name = self.patch.partition("?")[0]
         with pytest.raises(ConfigError, match="no_such_option"):
             make_patch(f"{name}?no_such_option=1")

@@ -114,7 +114,7 @@ class PolicyContract:
         assert (choice.prefill, choice.reason) == (None, "no_pair")
 
     def test_a_shared_first_block_does_not_send_everything_to_one_instance(self) -> None:
-        """As a system prompt that all requests have."""
+        """A system prompt is such a block: all requests begin with it."""
         if not self.spreads:
             pytest.skip("not promised by this policy")
         fleet = self.fleet(4, 4)
@@ -126,7 +126,7 @@ class PolicyContract:
             assert max(counts) <= 2 * sum(counts) / 4, counts
 
     def test_choosing_changes_nothing(self) -> None:
-        """The router may ask and then not follow: only `placed` tells that it did."""
+        """The router may ask and then choose otherwise: only `placed` means that a choice was followed."""
         fleet = self.fleet(2, 2)
         options = Options(fleet.prefills, fleet.decodes)
         before = [repr(one.load) for one in fleet.prefills]
@@ -136,6 +136,6 @@ class PolicyContract:
         assert (options.prefills, options.decodes) == (fleet.prefills, fleet.decodes)
 
     def test_an_unknown_option_is_an_error(self) -> None:
-        """Of which the user hears when the router starts."""
+        """The user gets the error when the router starts."""
         with pytest.raises(ConfigError, match="no_such_option"):
             read_settings(self.policy, find_policy(self.policy), ["no_such_option=1"])

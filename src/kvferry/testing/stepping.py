@@ -7,12 +7,12 @@ import threading
 from kvferry.engine.engine import Engine
 
 IDLE_S = 0.005
-"""Most seconds between two looks at engines that wait: leases and deadlines end by the clock."""
+"""Most seconds between two steps of engines that wait: leases and deadlines end by the clock."""
 
 
 class Rest:
-    """To be called after a step of each engine: while all of them only wait for transfers, it waits with them, as
-    steps that find nothing to do would take the time that the transfers need."""
+    """Waits between steps. Call it after a step of each engine: while all of them only wait for transfers, it waits
+    too, because steps that find nothing to do would take the time that the transfers need."""
 
     def __init__(self, *engines: Engine) -> None:
         self._engines, self._moved = engines, threading.Event()

@@ -35,12 +35,12 @@ def name_of(index: int) -> BlockHash:
 
 
 def names_of(count: int) -> list[BlockHash]:
-    """Of blocks 0, 1, …"""
+    """The hashes of blocks 0, 1, …"""
     return [name_of(index) for index in range(count)]
 
 
 def block_of(index: int, layout: KVLayout = LAYOUT) -> Block:
-    """A block, the bytes of which follow from its number and look like nothing that could be compressed."""
+    """A block whose bytes follow from its number and cannot be compressed."""
     sizes = [layout.span_bytes(layer) for layer in range(layout.num_layers)]
     layers = [
         memoryview(hashlib.shake_128(f"{index} {layer}".encode()).digest(size)) for layer, size in enumerate(sizes)

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from kvferry.connectors.api import SchedulerSide
+from kvferry.connectors.api import HandsOff
 from kvferry.core.hand_off import Ticket
 
 
-def early_ticket(key: str, addresses: Sequence[dict[str, Any]], producer: SchedulerSide[Any] | None) -> Ticket:
-    """A ticket without first token, made of what the producer says of itself: its ranks' addresses (if any), and the
-    seal of its scheduler side."""
-    if not addresses or producer is None:
+def early_ticket(key: str, addresses: Sequence[dict[str, Any]], producer: object) -> Ticket:
+    """A ticket without first token, made of what the producer reports about itself: its ranks' addresses (if any), and
+    the seal of its scheduler side."""
+    if not addresses or not isinstance(producer, HandsOff):
         return Ticket(transfer_id=key)
     ranks = [(address["host"], address["port"]) for address in addresses]
     return Ticket(

@@ -27,7 +27,7 @@ from kvferry.core.layout import KVLayout
 if TYPE_CHECKING:
     from kvferry.transport.memory_vector import MemoryVector
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 HEADER_BYTES = 4
 SEAL_BYTES = 16
 MAX_FRAME_BYTES = 16 * 2**20
@@ -171,7 +171,6 @@ class Connection:
         """Frames since the handshake."""
         self._sending = asyncio.Lock()
         self._cut_off = False
-        self._closed = asyncio.Event()
 
     # Frames.
 
@@ -180,10 +179,6 @@ class Connection:
         of their content and number, so that a changed, missing or repeated one is a `ProtocolError`."""
         self.peer, self._frame_limit = peer, MAX_FRAME_BYTES
         self._send_key, self._receive_key = send_key, receive_key
-
-    def limit_frames(self, num_bytes: int) -> None:
-        """Accept no frame longer than this from now on."""
-        self._frame_limit = num_bytes
 
     def encode(self, message: Message) -> bytearray:
         """The next frame of this connection, to be sent within `sending`."""
@@ -278,10 +273,10 @@ class Connection:
             rest = rest[count:]
 
     async def first_byte(self) -> int | None:
-        """The next byte, without receiving it; None when the peer has closed. Not under TLS."""
+        """The next byte on the wire, without receiving it; None when the peer has closed."""
         await self.readable()
-        with translated_errors():
-            return next(iter(self.socket.recv(1, socket.MSG_PEEK)), None)
+        with translated_errors():  # the base class' method: an SSL socket's own peeks at nothing
+            return next(iter(socket.socket.recv(self.socket, 1, socket.MSG_PEEK)), None)
 
     async def readable(self) -> None:
         """Wait until there is something to receive, or the connection has ended. May be cancelled: nothing is lost."""
@@ -317,11 +312,6 @@ class Connection:
         self.abort()
         async with self._sending:  # whoever sends lets go first, or the loop would watch a closed descriptor
             self.socket.close()
-        self._closed.set()
-
-    async def wait_closed(self) -> None:
-        """Wait until somebody closed it."""
-        await self._closed.wait()
 
 
 @contextmanager

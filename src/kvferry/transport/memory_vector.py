@@ -14,8 +14,10 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from kvferry.transport.connection import CALL_BYTES, CALL_PIECES
-
+CALL_BYTES = 2**20
+"""Offered to the kernel in one call, which looks through all pieces even if it moves few."""
+CALL_PIECES = 512
+"""As `CALL_BYTES`, in number. Below Linux' IOV_MAX of 1024."""
 ROW_BYTES = 16
 """Size of a `struct iovec`."""
 

@@ -22,11 +22,11 @@ class TransportOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     transport: str = "auto"
     """How bytes move. `auto`: shared memory between processes of one machine, otherwise TCP; for KV in device memory,
-    CUDA IPC, otherwise NIXL. Or one by name: a fabric (`shm`, `tcp`, `cuda_ipc`, `nixl`, `mooncake`), a pipe (`gloo`,
-    `nccl`), the name of one in another package, or `package.module:Class`."""
+    CUDA IPC, otherwise NIXL. Or one by name: `shm`, `tcp`, `cuda_ipc`, `nixl`, `mooncake`, `gloo`, `nccl`, the name of
+    one in another package, or `package.module:Class`."""
 
     transport_options: dict[str, Any] = {}
-    """Options of another package's fabric or pipe, which are passed to it unchanged."""
+    """Options of another package's fabric, which are passed to it unchanged."""
 
     lookup_buffer: str = "fabric"
     """Where P offers its blocks. `fabric`: in its KV cache, from which D reads them. Or one of another package, by name
@@ -80,7 +80,8 @@ class TransportOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds that D waits for a hand-off, from the start of the load, before the failure policy applies."""
 
     unsealed_s: Seconds = 300.0
-    """Seconds that a hand-off whose prefill is still running may go without progress before P drops it."""
+    """Seconds that a hand-off whose prefill is still running may go without progress before P drops it, and that a
+    request waits on D, holding no blocks, for P to finish."""
 
     bidirectional_kv_xfer: bool = False
     """D keeps the blocks of every answer for the prefill of the next turn, not only where a request asks for it with

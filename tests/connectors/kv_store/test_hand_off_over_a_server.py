@@ -16,6 +16,7 @@ from kvferry.core.hand_off import Consume, Produce, Ticket, parse_hand_off
 from kvferry.store.table import find_store
 from kvferry.store.valkey import _note_key
 from kvferry.transport.transfer_loop import TransferLoop
+from support.ports import free_port
 from support.valkey_server import BINARIES, ValkeyServer, server_binary
 
 PROMPT = list(range(100, 119))
@@ -42,6 +43,18 @@ def make(make_engine: Make, server: ValkeyServer) -> Make:
         return make_engine("KVStoreConnector", role, **{"store": server.url, "timeout_s": PATIENT_S, **options})
 
     return make
+
+
+def test_a_server_that_is_down_at_the_start_is_told_of_at_once(
+    make_engine: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    port = free_port()
+    make_engine("KVStoreConnector", store=["memory:1MiB", f"valkey://:secret@127.0.0.1:{port}/2?ttl_s=60"])
+    (told,) = [record.getMessage() for record in caplog.records if record.name == "kvferry.store.breaker"]
+    assert told.startswith(f"store valkey://***@127.0.0.1:{port}/2?ttl_s=60 cannot be used: cannot reach")
+    assert "prompts are computed" in told
+    assert "tried again" in told
+    assert "secret" not in told
 
 
 def produced(tokens: list[int], key: str = "t") -> FakeRequest:
@@ -174,8 +187,6 @@ def test_a_marker_whose_time_is_over_is_none(make: Make, server: ValkeyServer) -
 @pytest.mark.parametrize("expires_s", [float("nan"), float("-inf"), MARKER_S])
 def test_a_marker_with_no_time_is_none(make: Make, server: ValkeyServer, expires_s: float) -> None:
     producer, consumer = make("kv_producer"), make("kv_consumer", timeout_s=SHORT_S)
-    before = prefill(producer)
-    assert before.prefill_result is not None
     marker = Marker(transfer_id="t", layout=producer.layout, num_tokens=len(PROMPT), digest="", expires_s=expires_s)
     body = msgspec.msgpack.encode(marker)
     server.send(_command(b"SET", NOTE.encode(), Markers("secret")._code("t.0", body) + body))

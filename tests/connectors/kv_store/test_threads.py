@@ -3,18 +3,19 @@
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import pytest
 from kv_support import BlockRegion, make_layout
 
-from kvferry.connectors.api import Loaded, Released, StoreEvents, failures
+from kvferry.connectors.api import Loaded, Released, Reports, StoreEvents, failures
 from kvferry.connectors.kv_store.loader import StoreLoader
-from kvferry.connectors.kv_store.markers import MARKER_S, Marker, Markers
+from kvferry.connectors.kv_store.markers import MARKER_S, Marker, Markers, sign_of
 from kvferry.connectors.kv_store.plan import LoadBlocks
-from kvferry.connectors.kv_store.prober import Prober, StoreQuestion
+from kvferry.connectors.kv_store.prober import SIGN_POLL_S, SILENT_S, Prober, StoreQuestion
 from kvferry.connectors.kv_store.writer import StoreWriter
 from kvferry.core.clock import ManualClock
 from kvferry.core.errors import StoreError, TransferTimeout
@@ -26,6 +27,7 @@ from kvferry.store.tiers import TieredStore
 from kvferry.transport.transfer_loop import TransferLoop
 
 LAYOUT = make_layout(num_layers=2)
+MakeLoader = Callable[..., StoreLoader]
 
 
 class HeldStore(KVStore):
@@ -120,14 +122,14 @@ def marker_of(transfer_id: str) -> Marker:
 
 
 def make_writer(store: KVStore, loop: TransferLoop, capacity: float = 1e6, **options: float) -> StoreWriter:
-    return StoreWriter(store, loop, Markers("secret", ManualClock()), capacity, **options)
+    return StoreWriter(store, loop, capacity, **options)
 
 
 def test_markers_come_after_the_blocks_before_them(loop: TransferLoop) -> None:
     store = HeldStore()
     writer = make_writer(store, loop)
     writer.put(block(b"a"))
-    writer.mark(marker_of("t"))
+    writer.then(partial(Markers("secret", ManualClock()).write, store, marker_of("t")))
     assert store.asked.wait(20)
     assert not store.notes
     store.gate.set()
@@ -169,29 +171,29 @@ def test_a_store_that_fails_does_not_end_the_writer(loop: TransferLoop, error: E
     store.error = error
     store.gate.set()
     writer = make_writer(store, loop)
-    writer.box.open()
+    writer.watch()
     writer.put(block(b"a"))
     until(writer.is_empty)
     store.error = None
     writer.put(block(b"b"))
     writer.close()
     assert store.puts == [b"b"]
-    assert writer.box.take() == StoreEvents(stored=[b"b"], dropped=[b"a"])
-    assert not writer.box.take()
+    assert writer.take_events() == StoreEvents(stored=[b"b"], dropped=[b"a"])
+    assert not writer.take_events()
 
 
 def test_every_block_is_stored_or_dropped(loop: TransferLoop) -> None:
     store = HeldStore()
     writer = make_writer(store, loop, 250)
     writer.put(block(b"before anybody asks"))
-    writer.box.open()
+    writer.watch()
     writer.put(block(b"b"))
     assert not writer.put(block(b"c"))
-    assert writer.box.take() == StoreEvents(dropped=[b"c"])
+    assert writer.take_events() == StoreEvents(dropped=[b"c"])
     store.gate.set()
     until(writer.is_empty)
     writer.close()
-    assert writer.box.take().stored[-1] == b"b"
+    assert writer.take_events().stored[-1] == b"b"
 
 
 # The loader.
@@ -204,45 +206,57 @@ def region() -> BlockRegion:
     region.close()
 
 
-def make_loader(store: KVStore, loop: TransferLoop, region: BlockRegion, timeout_s: float = 20) -> StoreLoader:
-    return StoreLoader(store, loop, region.memory.block_views, LAYOUT.num_layers, timeout_s)
+@pytest.fixture
+def reports() -> Reports:
+    return Reports()
 
 
-def test_a_cancelled_load_writes_nothing_after_its_report(region: BlockRegion, loop: TransferLoop) -> None:
+@pytest.fixture
+def make_loader(region: BlockRegion, loop: TransferLoop, reports: Reports) -> MakeLoader:
+    def make(store: KVStore, timeout_s: float = 20) -> StoreLoader:
+        return StoreLoader(store, loop, region.memory.block_views, LAYOUT.num_layers, timeout_s, reports)
+
+    return make
+
+
+def test_a_cancelled_load_writes_nothing_after_its_report(
+    region: BlockRegion, make_loader: MakeLoader, reports: Reports
+) -> None:
     store = HeldStore()
-    loader = make_loader(store, loop, region)
+    loader = make_loader(store)
     loader.start(LoadBlocks("r", [b"a", b"b"], [0, 1], False))
     assert store.asked.wait(20)
     loader.cancel("r")
     store.gate.set()
-    until(lambda: bool(loader.box))
-    assert loader.box.take() == [Released("r")]
+    until(lambda: bool(reports))
+    assert reports.take() == [Released("r")]
     assert region.block(0, 1) == bytes(LAYOUT.span_bytes(0)), "the second block was not read any more"
     assert loader.is_empty()
     loader.cancel("r")
-    assert loader.box.take() == [Released("r")], "also when it had ended already"
+    until(lambda: bool(reports))
+    assert reports.take() == [Released("r")], "also when it had ended already"
     loader.close()
 
 
-def test_the_deadline_ends_a_load(region: BlockRegion, loop: TransferLoop) -> None:
+def test_the_deadline_ends_a_load(region: BlockRegion, make_loader: MakeLoader, reports: Reports) -> None:
     store = HeldStore()
-    loader = make_loader(store, loop, region, timeout_s=0.01)
+    loader = make_loader(store, timeout_s=0.01)
     loader.start(LoadBlocks("r", [b"a", b"b"], [0, 1], False))
-    until(lambda: bool(loader.box))
-    assert isinstance(failures(loader.box.take())["r"], TransferTimeout)
+    until(lambda: bool(reports))
+    assert isinstance(failures(reports.take())["r"], TransferTimeout)
     loader.close()
 
 
-def test_a_mistake_in_a_store_is_heard_of(region: BlockRegion, loop: TransferLoop) -> None:
+def test_a_mistake_in_a_store_is_heard_of(region: BlockRegion, make_loader: MakeLoader, reports: Reports) -> None:
     store = HeldStore()
     store.error = ZeroDivisionError("a bug")
     store.gate.set()
-    loader = make_loader(store, loop, region)
+    loader = make_loader(store)
     loader.start(LoadBlocks("r", [b"a"], [0], False))
     step = loader.start_layerwise([LoadBlocks("s", [b"a"], [1], True)])
     assert step.failed() == {"s"}
     until(loader_is_done(loader))
-    assert set(failures(loader.box.take())) == {"r", "s"}
+    assert set(failures(reports.take())) == {"r", "s"}
     loader.close()
 
 
@@ -250,9 +264,9 @@ def loader_is_done(loader: StoreLoader) -> Callable[[], bool]:
     return lambda: loader.statistics()["num_loading"] == 0
 
 
-def test_layers_are_waited_for_one_by_one(region: BlockRegion, loop: TransferLoop) -> None:
+def test_layers_are_waited_for_one_by_one(region: BlockRegion, make_loader: MakeLoader, reports: Reports) -> None:
     store = HeldStore()
-    loader = make_loader(store, loop, region)
+    loader = make_loader(store)
     step = loader.start_layerwise([LoadBlocks("r", [b"a"], [2], True), LoadBlocks("s", [b"b"], [3], True)])
     passed = threading.Event()
     waiter = threading.Thread(target=lambda: (step.wait_layer(0), passed.set()))
@@ -264,11 +278,13 @@ def test_layers_are_waited_for_one_by_one(region: BlockRegion, loop: TransferLoo
     waiter.join()
     assert region.block(0, 2) == region.block(0, 3) == b"\x01" * LAYOUT.span_bytes(0)
     assert step.failed() == set()
-    assert loader.box.take() == [Loaded("r"), Loaded("s")]
+    assert reports.take() == [Loaded("r"), Loaded("s")]
     loader.close()
 
 
-def test_a_read_that_never_ends_does_not_hold_the_engine(region: BlockRegion, loop: TransferLoop) -> None:
+def test_a_read_that_never_ends_does_not_hold_the_engine(
+    region: BlockRegion, make_loader: MakeLoader, reports: Reports
+) -> None:
     """What comes of it afterwards is not written."""
 
     class Stubborn(HeldStore):
@@ -280,14 +296,14 @@ def test_a_read_that_never_ends_does_not_hold_the_engine(region: BlockRegion, lo
 
     store = Stubborn()
     before = region.block(0, 2)
-    loader = make_loader(store, loop, region, timeout_s=0.05)
+    loader = make_loader(store, timeout_s=0.05)
     step = loader.start_layerwise([LoadBlocks("r", [b"a"], [2], True)])
     step.wait_layer(0)
     assert step.failed() == {"r"}
     store.gate.set()
-    until(lambda: not loader._left)
+    until(lambda: not loader._tasks)
     assert region.block(0, 2) == before
-    loader.box.take()
+    reports.take()
     loader.close()
 
 
@@ -358,7 +374,7 @@ def test_many_markers_are_waited_for_at_once(loop: TransferLoop) -> None:
 
 
 def test_a_look_that_never_ends_is_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvferry.connectors.kv_store.prober.LOOK_S", 0.05)
+    monkeypatch.setattr("kvferry.connectors.kv_store.prober.PROBE_S", 0.05)
     store = HeldStore()
     prober = make_prober(store)
     prober.ask("r", StoreQuestion([b"a"]))
@@ -369,24 +385,64 @@ def test_a_look_that_never_ends_is_an_answer(monkeypatch: pytest.MonkeyPatch) ->
     prober.close()
 
 
-def test_a_store_that_cannot_be_asked_now_may_have_the_marker_later(loop: TransferLoop) -> None:
-    failures = iter([StoreError("not yet"), StoreError("not yet")])
+def test_a_producer_is_waited_for_as_long_as_it_gives_signs(loop: TransferLoop) -> None:
+    """Not for ever, though the question may be."""
 
-    class Shaky(HeldStore):
+    class Silent(HeldStore):
+        num_looked = 0
+
         async def read_note(self, name: str) -> bytes | None:
-            for error in failures:
-                raise error
+            if name == sign_of("p"):
+                self.num_looked += 1
+                return str(min(self.num_looked, 20)).encode()
             return await super().read_note(name)
 
-    store = Shaky()
+    store = Silent()
     store.gate.set()
-    loop.submit(Markers("secret", ManualClock()).write(store, marker_of("t"))).result(20)
     prober = make_prober(store)
-    prober.ask("r", StoreQuestion([b"a"], "t", time.monotonic() + 20))
+    begun = time.monotonic()
+    prober.ask("r", StoreQuestion([b"a"], "t", begun + 3600, producer="p"))
     until(lambda: prober.answer("r") is not None)
     answer = prober.answer("r")
     assert answer is not None
-    assert answer.marker == marker_of("t")
+    assert isinstance(answer.error, TransferTimeout)
+    assert "p, writes nothing to the store" in str(answer.error)
+    assert answer.num_present == 1, "what is there is of use"
+    assert store.num_looked > 20
+    assert answer.at - begun > 20 * SIGN_POLL_S + SILENT_S
+    prober.close()
+
+
+def test_stores_that_the_producer_does_not_have_are_not_waited_for() -> None:
+    class Partly(HeldStore):
+        def answers(self, shared: Collection[int]) -> bool:
+            return 1 in shared
+
+    store = Partly()
+    store.gate.set()
+    prober = make_prober(store)
+    for name, stores in (("r", [0]), ("s", [])):
+        prober.ask(name, StoreQuestion([b"a"], "t", time.monotonic() + 3600, stores=stores))
+    prober.ask("t", StoreQuestion([b"a"], "t", time.monotonic() + 0.05, stores=[1]))
+    until(lambda: all(prober.answer(name) is not None for name in "rst"))
+    errors = [type(prober.answer(name).error) for name in "rst"]  # type: ignore[union-attr]
+    assert errors == [StoreError, StoreError, TransferTimeout]
+    prober.close()
+
+
+def test_a_store_that_cannot_be_asked_is_not_waited_for() -> None:
+    class Broken(HeldStore):
+        async def read_note(self, name: str) -> bytes | None:
+            raise StoreError("it is gone")
+
+    store = Broken()
+    store.gate.set()
+    prober = make_prober(store)
+    prober.ask("r", StoreQuestion([b"a"], "t", time.monotonic() + 3600))
+    until(lambda: prober.answer("r") is not None)
+    answer = prober.answer("r")
+    assert answer is not None
+    assert isinstance(answer.error, StoreError)
     prober.close()
 
 

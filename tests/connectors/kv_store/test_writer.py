@@ -1,47 +1,57 @@
-"""What the writer does when the store does not take what it is given."""
+"""What a producer reports of hand-offs, and what consumers find in the store meanwhile."""
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 from kv_support import make_layout
 
-from kvferry.connectors.kv_store import writer
-from kvferry.connectors.kv_store.markers import Marker, Markers
+from kvferry.connectors.api import Saved
+from kvferry.connectors.kv_store import markers
+from kvferry.connectors.kv_store.markers import Marker, MarkerProducer, Markers, sign_of
 from kvferry.connectors.kv_store.writer import StoreWriter
 from kvferry.core.errors import StoreError
+from kvferry.store.base import Block, Put
 from kvferry.transport.transfer_loop import TransferLoop
 
 LAYOUT = make_layout()
 
 
-class Moody:
-    """A store that refuses the first notes; `took` has the names of the others, and of what was removed."""
+class SlowStore:
+    """Takes blocks when `gate` is open, and notes at once, unless `works` is false. `noted` has their names."""
 
-    def __init__(self, num_refused: int) -> None:
-        self.num_left = num_refused
-        self.took: list[str] = []
+    def __init__(self) -> None:
+        self.gate = asyncio.Event()
+        self.works = True
+        self.noted: list[str] = []
         self.changed = threading.Semaphore(0)
 
+    async def put(self, blocks: list[Block]) -> list[Put]:
+        await self.gate.wait()
+        return [Put.STORED] * len(blocks)
+
     async def write_note(self, name: str, note: bytes, seconds: float) -> None:
-        self.num_left -= 1
-        if self.num_left >= 0:
-            self.changed.release()
-            raise StoreError("not now")
-        self.took.append(name)
+        self.noted.append(name)
         self.changed.release()
+        if not self.works:
+            raise StoreError("not now")
 
     async def remove_note(self, name: str) -> None:
-        self.took.append(f"-{name}")
-        self.changed.release()
+        self.noted.append(f"-{name}")
+
+    def takes(self) -> list[int]:
+        return [0, 2] if self.works else []
 
 
 @pytest.fixture
 def loop(monkeypatch: pytest.MonkeyPatch) -> Iterator[TransferLoop]:
-    monkeypatch.setattr(writer, "AGAIN_S", 0.01)
+    monkeypatch.setattr(markers, "SIGN_EVERY_S", 0.01)
+    monkeypatch.setattr(markers, "SIGNS_S", 0.05)
     loop = TransferLoop("test")
     loop.start()
     yield loop
@@ -52,46 +62,69 @@ def marker(name: str) -> Marker:
     return Marker(transfer_id=name, layout=LAYOUT, num_tokens=4, digest="d")
 
 
-def writer_of(store: Any, loop: TransferLoop) -> StoreWriter:
-    return StoreWriter(store, loop, Markers("secret"), 1e9)
+class Producer:
+    def __init__(self, loop: TransferLoop) -> None:
+        self.store: Any = SlowStore()
+        self.saved: list[Saved] = []
+        self.told = threading.Semaphore(0)
+        self.loop, self.writer = loop, StoreWriter(self.store, loop, 1e9)
+        self.producer = MarkerProducer(
+            self.store, Markers("secret"), "p", is_writing=lambda: not self.writer.is_empty(), report=self._tell
+        )
+
+    def mark(self, name: str) -> None:
+        self.loop.call(self.producer.writes)
+        self.writer.then(partial(self.producer.mark, marker(name)))
+
+    def _tell(self, saved: Saved) -> None:
+        self.saved.append(saved)
+        self.told.release()
+
+    def wait_for_notes(self, times: int) -> None:
+        for _ in range(times):
+            assert self.store.changed.acquire(timeout=60)
 
 
-def wait_for(store: Moody, times: int) -> None:
-    for _ in range(times):
-        assert store.changed.acquire(timeout=60)
+def wait_for_the_last_sign(producer: Producer, loop: TransferLoop) -> None:
+    async def wait(signs: asyncio.Task[None]) -> None:
+        await asyncio.wait([signs])
+
+    signs = producer.producer.signs
+    assert signs is not None
+    loop.submit(wait(signs)).result(60)
 
 
-def test_a_marker_that_the_store_did_not_take_is_tried_again(loop: TransferLoop) -> None:
-    store = Moody(2)
-    one = writer_of(store, loop)
-    one.mark(marker("a"))
-    wait_for(store, 3)
-    assert store.took == ["a.0"]
-    one.close()
+def test_a_hand_off_is_told_with_the_stores_that_took_it(loop: TransferLoop) -> None:
+    producer = Producer(loop)
+    producer.mark("a")
+    assert producer.told.acquire(timeout=60)
+    producer.store.works = False
+    producer.mark("b")
+    assert producer.told.acquire(timeout=60)
+    assert producer.saved == [Saved("a", [0, 2]), Saved("b", [])]
+    assert producer.store.noted[-1] == "b.0"
+    producer.writer.close()
 
 
-def test_a_marker_that_nobody_wants_any_more_is_not_tried_again(
-    loop: TransferLoop, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(writer, "AGAIN_S", 3600.0)
-    store = Moody(1)
-    one = writer_of(store, loop)
-    one.mark(marker("a"))
-    wait_for(store, 1)
-    one.forget("a", 0)
-    wait_for(store, 1)
-    assert store.took == ["-a.0"]
-    assert not one._again
-    one.close()
+def test_a_producer_gives_signs_for_as_long_as_it_writes(loop: TransferLoop) -> None:
+    producer = Producer(loop)
+    producer.writer.put(Block(b"x", [memoryview(b"1234")]))
+    producer.mark("a")
+    producer.wait_for_notes(5)
+    assert producer.store.noted[:5] == [sign_of("p")] * 5
+    loop.call(producer.store.gate.set)
+    assert producer.told.acquire(timeout=60)
+    wait_for_the_last_sign(producer, loop)
+    assert "a.0" in producer.store.noted
+    assert producer.store.noted[-1] == f"-{sign_of('p')}"
+    producer.writer.close()
 
 
-def test_there_is_an_end_to_it(loop: TransferLoop, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writer, "MARK_S", 0.0)
-    store = Moody(1)
-    one = writer_of(store, loop)
-    one.mark(marker("a"))
-    one.mark(marker("b"))
-    wait_for(store, 2)
-    assert store.took == ["b.0"]
-    assert not one._again
-    one.close()
+def test_a_producer_whose_stores_take_nothing_gives_no_sign(loop: TransferLoop) -> None:
+    producer = Producer(loop)
+    producer.store.works = False
+    producer.mark("a")
+    assert producer.told.acquire(timeout=60)
+    wait_for_the_last_sign(producer, loop)
+    assert producer.store.noted == ["a.0"]
+    producer.writer.close()

@@ -104,13 +104,20 @@ def test_prefills_that_a_cache_loads_wait_while_too_much_is_held(make: MakeEngin
 SILENT = """
 from folder_connector import *
 
-class SilentScheduler(FolderSchedulerSide):
-    hands_off = False
+class SilentScheduler(SchedulerSide[FolderPlan]):
+    # None of the classes beside `SchedulerSide`.
 
-class SilentWorker(FolderWorkerSide):
-    hands_off = False
+    def __init__(self, context):
+        super().__init__(context)
+        self._side = FolderSchedulerSide(context)
+        for name in ("match", "allocated", "plan", "completed", "finish", "has_work"):
+            setattr(self, name, getattr(self._side, name))
 
-Silent = ConnectorSpec("silent:SilentScheduler", "silent:SilentWorker", options="folder_connector:FolderOptions")
+    match = allocated = plan = completed = finish = None
+
+Silent = ConnectorSpec(
+    "silent:SilentScheduler", "folder_connector:FolderWorkerSide", 2, options="folder_connector:FolderOptions"
+)
 """
 
 
@@ -146,8 +153,8 @@ def test_both_sides_agree_on_the_one_that_hands_off(make: MakeEngine, tmp_path: 
         ([storage(tmp_path)] * 2, None),
     ):
         engine = make("kv_both", *children)
-        assert (engine.scheduler.hands_off, engine.scheduler._hands_off) == (chosen is not None, chosen or 0)
-        assert (engine.worker.hands_off, engine.worker._hands_off) == (chosen is not None, chosen)
+        assert engine.scheduler._index == (chosen or 0)
+        assert engine.worker._hands_off == chosen
 
 
 def test_the_tickets_that_it_writes_are_of_one_and_those_that_it_reads_of_all(
@@ -172,7 +179,7 @@ def test_the_tickets_that_it_writes_are_of_one_and_those_that_it_reads_of_all(
         "kv_connector": "folder_connector:FolderConnector",
         "kv_connector_extra_config": {"folder": str(tmp_path)},
     }
-    assert kinds(store, folder) == TicketKinds()
+    assert kinds(store, folder) == TicketKinds(writes=("folder",), reads=("folder", *kept))
 
 
 @pytest.mark.parametrize(

@@ -4,10 +4,22 @@ import pytest
 from fake_engine import FakeRequest
 from kv_support import make_layout
 
-from kvferry.connectors.api import ConnectorContext, Hold, Miss, Pending, Release, Released, ScheduledChunk, StepView
+from kvferry.connectors.api import (
+    ConnectorContext,
+    Fetchable,
+    Hit,
+    Hold,
+    Miss,
+    Pending,
+    Release,
+    Released,
+    ScheduledChunk,
+    StepView,
+)
 from kvferry.connectors.p2p.plan import P2pPlan, Save, decode_meta
 from kvferry.connectors.p2p.scheduler import P2pSchedulerSide
-from kvferry.core.errors import LeakError
+from kvferry.core.clock import ManualClock
+from kvferry.core.errors import LeakError, TransferTimeout
 from kvferry.core.hand_off import Consume, PrefillResult, Produce, Ticket
 from kvferry.core.transfer_config import KVTransferConfig
 
@@ -105,6 +117,35 @@ def test_a_prefill_that_was_let_in_counts_until_it_begins_or_ends(*, begins: boo
         side.finish(first, ())
     side.check()
     assert side.match(second, 0) == Miss()
+
+
+def test_a_request_waits_for_the_end_of_the_prefill_unless_there_is_room() -> None:
+    clock, asked = ManualClock(), list[int]()
+    config = KVTransferConfig(kv_connector="P2pConnector", kv_connector_extra_config={"unsealed_s": 60})
+    context = ConnectorContext(config, make_layout(block_size=4), clock=clock, has_room=asked.append)  # type: ignore[arg-type]
+    side = P2pSchedulerSide(context)
+    early = Ticket(transfer_id="t", remote_host="127.0.0.1", remote_port=5)
+    finished = Ticket(transfer_id="t", remote_host="127.0.0.1", remote_port=5, remote_num_tokens=len(PROMPT))
+    waits, others, late = (
+        FakeRequest(name, PROMPT, Consume(ticket))
+        for name, ticket in (("waits", early), ("other", finished), ("late", early))
+    )
+    for request in (waits, others, late):
+        side.arrived(request)
+        hit = side.match(request, 0)
+        assert hit == (Hit(len(PROMPT)) if request is others else Pending(is_reported=True))
+    assert asked == [5, 5]
+    side.completed([Fetchable("waits"), Fetchable("who has left")])
+    assert side.match(waits, 0) == Hit(len(PROMPT))
+    clock.advance(61)
+    match side.match(late, 0):
+        case Miss(TransferTimeout()):
+            pass
+        case other:
+            pytest.fail(f"{other}")
+    for request in (waits, others, late):
+        side.finish(request, ())
+    side.check()
 
 
 def kept(side: P2pSchedulerSide, name: str) -> str:

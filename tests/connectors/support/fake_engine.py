@@ -21,8 +21,10 @@ import numpy as np
 from kv_support import BlockRegion
 
 from kvferry.connectors.api import (
+    ByLayers,
     ConnectorContext,
     Failed,
+    HandsOff,
     Hit,
     Hold,
     Loaded,
@@ -32,9 +34,11 @@ from kvferry.connectors.api import (
     Release,
     Released,
     ScheduledChunk,
+    ServesPeers,
     StepView,
     TransferReport,
     WorkerSide,
+    check_side,
     failures,
 )
 from kvferry.connectors.p2p.worker import P2pWorkerSide
@@ -136,8 +140,10 @@ class FakeEngine:
             for region in self.regions:
                 region.close()
             raise
-        self.addresses = [address for worker in self.workers if (address := worker.address()) is not None]
+        serving = [worker for worker in self.workers if isinstance(worker, ServesPeers)]
+        self.addresses = [address for worker in serving if (address := worker.address()) is not None]
         if self.addresses:
+            assert isinstance(self.scheduler, HandsOff)
             self.scheduler.set_addresses(self.addresses)
         self.lost: set[str] = set()
         self.wrongly_announced: list[str] = []
@@ -211,7 +217,8 @@ class FakeEngine:
         self.preempted.clear()
         for worker in self.workers:
             if plan is not None:
-                worker.withdraw(plan)
+                if isinstance(worker, ServesPeers):
+                    worker.withdraw(plan)
                 worker.start(plan)
         if chunks:
             self._run(chunks)
@@ -299,7 +306,8 @@ class FakeEngine:
         self.seen: list[dict[str, bool]] = []
         for layer in range(self.layout.num_layers):
             for worker in self.workers:
-                worker.wait_layer(layer)
+                if isinstance(worker, ByLayers):
+                    worker.wait_layer(layer)
             self.seen.append({c.request.request_id: self._prefix_is_right(c, layer) for c in chunks})
             for chunk in chunks:
                 if chunk.request.request_id in self.lost:
@@ -309,7 +317,8 @@ class FakeEngine:
                     tokens = chunk.request.prompt_token_ids
                     self.compute(tokens, chunk.block_ids[index], index, slot, slot + 1, layers=[layer])
             for worker in self.workers:
-                worker.save_layer(layer)
+                if isinstance(worker, ByLayers):
+                    worker.save_layer(layer)
         for worker in self.workers:
             worker.flush()
 
@@ -430,10 +439,10 @@ class FakeEngine:
         assert not self.wrongly_announced
         assert not self.requests
         assert sorted(self.free) == list(range(self.region.memory.num_blocks)), "blocks leak"
-        self.scheduler.check()
+        check_side(self.scheduler)
         self.reports.check()
         for worker in self.workers:
-            worker.check()
+            check_side(worker)
 
     def close(self) -> None:
         for worker in self.workers:

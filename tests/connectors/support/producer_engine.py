@@ -26,7 +26,7 @@ announced only with the rest, unless the announcement of the hand-off's beginnin
 def main() -> None:
     extra = json.loads(sys.argv[2])
     engine = FakeEngine(sys.argv[1], make_layout(num_layers=2), "kv_producer", **extra)
-    address = engine.worker.address() or {}
+    address = engine.addresses[0] if engine.addresses else {}
     sys.stdout.write(json.dumps(address) + "\n")
     sys.stdout.flush()
     while True:

@@ -6,6 +6,7 @@ The last tests end the servers one by one.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -76,6 +77,11 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Started]:
             router_before(folder, servers["prefill"], servers["tcp"]) as tcp,
         ):
             yield Started(servers["prefill"], decodes, {"shm": shm, "tcp": tcp})
+
+
+def test_what_kvferry_logs_is_in_vllms_log(started: Started) -> None:
+    """As a line of vLLM's: the process, the level, the time."""
+    assert re.search(r"\(Worker pid=\d+\) INFO \S+ \S+ \[\S+\] P2pConnector: \d+ blocks of", started.prefill.log)
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])

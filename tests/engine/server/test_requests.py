@@ -17,6 +17,7 @@ from kvferry.core.openai import TIMELINE_HEADER
 from kvferry.core.request import EngineOutput, Request
 from kvferry.core.sampling import child_seed
 from kvferry.core.timeline import Timeline
+from kvferry.engine.server import endpoint
 
 from .fake_engine import DeterministicEngine
 from .running import running
@@ -358,6 +359,26 @@ async def test_unknown_fields_are_told_of_in_a_header(asker: Asker, path: str) -
             continue
         async with asker.client.post(path, json={**ROUTES[path], **fields}) as response:
             assert (response.status, response.headers.get(WARNING_HEADER)) == (200, warning)
+
+
+async def test_tools_that_are_never_called_are_told_of(asker: Asker, caplog: pytest.LogCaptureFixture) -> None:
+    endpoint._log_tools.cache_clear()
+    body = {**ROUTES["/v1/chat/completions"], "tools": [{"type": "function", "function": {"name": "f"}}]}
+    for fields, warning in (
+        ({}, "tools: the model is told of them, but"),
+        ({"tool_choice": "auto", "store": True}, "fields without effect: store; tools: the model"),
+        ({"tool_choice": "none"}, ""),
+        ({"tools": []}, ""),
+    ):
+        async with asker.client.post("/v1/chat/completions", json={**body, **fields}) as response:
+            assert response.status == 200
+            told = response.headers.get(WARNING_HEADER, "")
+            assert told.startswith(warning)
+            assert bool(told) == bool(warning)
+    assert [record.message for record in caplog.records if "has tools" in record.message] == [
+        "a request has tools: the model is told of them, but what it writes stays text in content, and tool_calls is"
+        " never set. vLLM behind the router returns calls"
+    ]
 
 
 @pytest.mark.parametrize("path", ROUTES)

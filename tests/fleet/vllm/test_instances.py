@@ -17,6 +17,7 @@ from kvferry.fleet.local import LocalFleet
 from kvferry.fleet.process import Foreign, ProcessSpec
 from kvferry.fleet.ready import InstanceReady
 from kvferry.fleet.spec import EngineChoice, FleetSpec, InstanceSpec, Listen
+from kvferry.fleet.supervisor import RouterGroup
 from kvferry.fleet.vllm import instances
 from kvferry.fleet.vllm.environment import VllmEnvironment, find_vllm
 from kvferry.fleet.vllm.ports import SPACING, free_ports
@@ -75,10 +76,12 @@ def test_each_server_has_a_role_and_ports_and_cores_of_its_own() -> None:
     assert len({spec.environment["KVFERRY_AUTH_TOKEN"] for spec in plan.instances}) == 1
 
 
-def test_the_router_is_told_where_they_are() -> None:
+def test_the_router_is_told_where_they_are(tmp_path: Path) -> None:
     plan = fleet().plan()
     assert plan.front is not None
-    router = plan.front({spec.name: InstanceReady(f"http://{spec.name}:1") for spec in plan.instances})
+    (router,) = plan.front.processes(
+        {spec.name: InstanceReady(f"http://{spec.name}:1") for spec in plan.instances}, RouterGroup(tmp_path, ())
+    )
     assert {"--host=127.0.0.2", "--port=9000", "--protocol=auto"} <= set(router.command)
     assert not any(one.startswith("--bootstrap-port") for one in router.command)
 
@@ -132,13 +135,17 @@ def test_keys_that_vllm_has_no_place_for_reach_kvferrys_connector() -> None:
     assert transfer["kv_connector_extra_config"] == {"lease_s": 3, "kv_ip": "10.0.0.1"}
 
 
-def test_mooncakes_bootstrap_servers_have_ports_that_the_router_knows() -> None:
+def test_mooncakes_bootstrap_servers_have_ports_that_the_router_knows(tmp_path: Path) -> None:
     plan = fleet(prefill=2, transfer={"kv_connector": "MooncakeConnector"}).plan()
     ports = [spec.environment.get("VLLM_MOONCAKE_BOOTSTRAP_PORT") for spec in plan.instances]
     assert ports[2] is None
     assert plan.front is not None
-    router = plan.front({spec.name: InstanceReady(f"http://{spec.name}:1") for spec in plan.instances})
-    assert [one for one in router.command if "bootstrap" in one] == [f"--bootstrap-port={port}" for port in ports[:2]]
+    (router,) = plan.front.processes(
+        {spec.name: InstanceReady(f"http://{spec.name}:1") for spec in plan.instances}, RouterGroup(tmp_path, ())
+    )
+    assert [one for one in router.command if one.startswith("--bootstrap-port")] == [
+        f"--bootstrap-port={port}" for port in ports[:2]
+    ]
 
 
 def test_without_a_split_one_server_listens_where_it_was_said_and_moves_nothing() -> None:

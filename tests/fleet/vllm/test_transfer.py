@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from kvferry.core.errors import ConfigError
-from kvferry.fleet.vllm.transfer import for_member, read_transfer
+from kvferry.fleet.vllm.environment import VllmEnvironment
+from kvferry.fleet.vllm.transfer import for_member, read_transfer, require_possible
 
+IN_PROC = {"shared_storage_path": "/proc/x"}
 CHILD = {"kv_connector": "KvferryP2pConnector", "kv_connector_extra_config": {"lease": 1}}
 
 
@@ -92,6 +95,63 @@ def test_a_cache_among_several_saves_and_loads_in_every_role() -> None:
     theirs = for_member(read_transfer(json.dumps(said)), "decode", "decode-0", 0)
     roles = [child.get("kv_role") for child in theirs["kv_connector_extra_config"]["connectors"]]
     assert roles == ["kv_consumer", "kv_both"]
+    beside = for_member(
+        read_transfer(json.dumps(several("NixlConnector", "KvferryOffloadingConnector"))), "decode", "", 0
+    )
+    roles = [child.get("kv_role") for child in beside["kv_connector_extra_config"]["connectors"]]
+    assert roles == ["kv_consumer", "kv_both"]
     ours = for_member(read_transfer(json.dumps(several("P2pConnector", "OffloadingConnector"))), "decode", "d", 0)
     assert ours["kv_role"] == "kv_consumer"
     assert not any("kv_role" in child for child in ours["kv_connector_extra_config"]["connectors"])
+
+
+THERE = VllmEnvironment(
+    "/v/python", "0.32.0", True, True, ("mooncake",), ("NixlConnector", "OffloadingConnector", "MultiConnector")
+)
+
+
+BESIDE = [{"kv_connector": "NixlConnector"}, {"kv_connector": "OffloadingConnector"}]
+
+
+@pytest.mark.parametrize(
+    ("transfer", "told"),
+    [
+        ({"kv_connector": "P2pNcclConnector"}, "of vLLM 0.32.0 'P2pNcclConnector'; did you mean 'KvferryP2pNccl"),
+        ({"kv_connector": "KvferryP2pNcclConnector"}, "is for GPUs, and vLLM in the environment of /v/python"),
+        ({"kv_connector": "OffloadingConnector"}, 'needs "cpu_bytes_to_use"'),
+        ({"kv_connector": "NixlConnector", "kv_connector_extra_config": {"backends": ["UCX", "GDS"]}}, "GDS is for GP"),
+        ({"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": BESIDE}}, "cpu_bytes_to_use"),
+        ({"kv_connector": "MooncakeConnector"}, "unknown kv_connector"),
+        (
+            {"kv_connector": "KvferrySharedStorageConnector", "kv_connector_extra_config": IN_PROC},
+            "KV blocks in /proc/x",
+        ),
+        (
+            {
+                "kv_connector": "MultiConnector",
+                "kv_connector_extra_config": {
+                    "connectors": [
+                        {"kv_connector": "KvferrySharedStorageConnector", "kv_connector_extra_config": IN_PROC}
+                    ]
+                },
+            },
+            "KV blocks in /proc/x",
+        ),
+    ],
+)
+def test_what_cannot_work_there_is_told_at_once(transfer: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        require_possible(transfer, THERE, ())
+
+
+def test_a_library_that_is_not_there_is_named() -> None:
+    with pytest.raises(ConfigError, match="MooncakeConnector needs mooncake, which is not installed"):
+        require_possible({"kv_connector": "MooncakeConnector"}, replace(THERE, connectors=()), ())
+    require_possible({"kv_connector": "KvferryMooncakeConnector"}, THERE, ())
+
+
+def test_what_may_work_there_is_left_to_vllm() -> None:
+    require_possible({"kv_connector": "OffloadingConnector"}, THERE, ("--kv-offloading-size", "4"))
+    require_possible({"kv_connector": "Mine", "kv_connector_module_path": "mine"}, THERE, ())
+    require_possible({"kv_connector": "Mine"}, replace(THERE, connectors=()), ())
+    require_possible({"kv_connector": "NixlConnector", "kv_connector_extra_config": "no object"}, THERE, ())

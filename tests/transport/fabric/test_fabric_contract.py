@@ -1,4 +1,4 @@
-"""Every fabric, and every pipe that is made one, keeps the contract that `kvferry.testing` has for all."""
+"""Every fabric keeps the contract that `kvferry.testing` has for all."""
 
 import asyncio
 from collections.abc import Callable, Iterator
@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 from kv_support import BlockRegion, Node, ProducerProcess, make_layout, no_leftovers, soon, tls_of, until
-from pipe_support import KINDS
 
 from kvferry.core.errors import ConfigError, PeerLost, UnknownName
 from kvferry.testing.fabric import FabricContract, Pair, everything
@@ -54,22 +53,6 @@ class TestNixl(LibraryContract):
 
 class TestMooncake(LibraryContract):
     transport = "mooncake"
-
-
-class TestGloo(FabricContract):
-    transport = "gloo"
-
-
-class TestPlainPipe(FabricContract):
-    transport = KINDS["plain"]
-
-
-class TestPlainPipeUnderTls(TestTcpUnderTls):
-    transport = KINDS["plain"]
-
-
-class TestExamplePipe(FabricContract):
-    transport = KINDS["example"]
 
 
 # CUDA IPC needs two processes with a GPU; its logic has tests of its own.

@@ -1,4 +1,4 @@
-"""What only a pipe that is made a fabric has to deal with: pulls, pieces, pipes that break, and peers that lie."""
+"""What only fabrics over pipes have to deal with: pieces, pipes that break, peers that lie."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -6,39 +6,52 @@ from contextlib import asynccontextmanager
 
 import pytest
 import torch
-from kv_support import BlockRegion, ProducerProcess, soon, table_for, until
-from pipe_support import KINDS
+from kv_support import BlockRegion, ProducerProcess, make_layout, soon, table_for, tls_of, until
+from pipe_support import EXAMPLES, KINDS
+from torch import Tensor
 
-from kvferry.core.errors import ConfigError, PeerLost, ProtocolError
-from kvferry.transport.connection import Connection, Identity
+from kvferry.core.errors import ConfigError, PeerLost, ProtocolError, TransferTimeout
+from kvferry.testing.pipe import PipeContract
+from kvferry.transport.connection import Connection, Identity, Message
 from kvferry.transport.control import Listener
 from kvferry.transport.fabric import pipe as pipe_fabric
-from kvferry.transport.fabric.base import FabricContext, FabricPeer
-from kvferry.transport.fabric.pipe import Open, PipeFabric, PipePeer, Pull
+from kvferry.transport.fabric.base import FabricContext, FabricPeer, build_fabrics
+from kvferry.transport.fabric.pipe import PipeFabric, Pull, Pulled, TensorPipe
+from kvferry.transport.fabric.process_group import Formed, Published
 from kvferry.transport.lookup_buffer.base import Source, Want
 from kvferry.transport.lookup_buffer.entries import EntryBounds
 from kvferry.transport.lookup_buffer.fabric import FabricLookupBuffer
 from kvferry.transport.lookup_buffer.messages import Part
-from kvferry.transport.memory import BlockMemory, Pieces, join
-from kvferry.transport.pipe.base import PipeSender, PipeSettings, pipe_class, pipe_kind
-from kvferry.transport.pipe.meeting import PipeServer
+from kvferry.transport.memory import BlockMemory
+from kvferry.transport.tls import ChannelTls
 
 MakeRegion = Callable[..., BlockRegion]
 
 
+class TestGloo(PipeContract):
+    transport = "gloo"
+
+
+class TestExamplePipe(PipeContract):
+    transport = KINDS["example"]
+    path = str(EXAMPLES)
+
+
+class TestExamplePipeUnderTls(TestExamplePipe):
+    @classmethod
+    def tls(cls) -> ChannelTls | None:
+        return tls_of("tls-")
+
+
 @asynccontextmanager
-async def instance(
-    region: BlockRegion, pipe: str, *, engine_id: str = "engine"
-) -> AsyncIterator[tuple[FabricLookupBuffer, Source]]:
-    identity = Identity(engine_id, region.memory.layout)
-    listener = Listener(identity, "secret")
+async def instance(region: BlockRegion, pipe: str) -> AsyncIterator[tuple[FabricLookupBuffer, Source]]:
+    listener = Listener(Identity("engine", region.memory.layout), "secret")
     context = FabricContext(region.memory, listener)
-    fabric = PipeFabric.through(pipe_class(KINDS.get(pipe, pipe)), context)
-    buffer = FabricLookupBuffer(context, [fabric], table_for(region.memory, EntryBounds(capacity_bytes=4 * 2**20)))
+    bounds = EntryBounds(capacity_bytes=4 * 2**20)
+    buffer = FabricLookupBuffer(context, build_fabrics(KINDS[pipe], context), table_for(region.memory, bounds))
     task = asyncio.create_task(buffer.run())
     try:
         yield buffer, Source(listener.host, listener.port)
-        buffer.check()
         buffer.table.check()
     finally:
         task.cancel()
@@ -46,9 +59,9 @@ async def instance(
         assert task.cancelled(), task.exception()
 
 
-def offer(buffer: FabricLookupBuffer, key: str, block_id: int) -> None:
+def offer(buffer: FabricLookupBuffer, key: str, block_ids: list[int]) -> None:
     assert buffer.table.open(key)
-    buffer.table.insert(key, Part(0, 3, 0, [block_id]))
+    buffer.table.insert(key, Part(0, 3, 0, block_ids))
     buffer.table.seal(key, b"meta")
 
 
@@ -58,7 +71,7 @@ async def test_the_last_of_four_is_fetched_first(make_region: MakeRegion, pipe: 
     theirs, ours = make_region(seed=1), make_region()
     async with instance(theirs, pipe) as (producer, source), instance(ours, pipe) as (consumer, _):
         for block_id, key in enumerate("abcd"):
-            offer(producer, key, block_id)
+            offer(producer, key, [block_id])
         for key in "cadb":
             block_id = "abcd".index(key)
             taken = await consumer.drop_select(Want(key, source, [block_id], soon()))
@@ -67,76 +80,61 @@ async def test_the_last_of_four_is_fetched_first(make_region: MakeRegion, pipe: 
             assert ours.blocks([block_id]) == theirs.blocks([block_id])
 
 
-@pytest.mark.parametrize("pipe", KINDS)
-async def test_hand_offs_of_many_pieces(make_region: MakeRegion, pipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pieces end in the middle of blocks; each is of the bounded size."""
-    monkeypatch.setattr(pipe_fabric, "PIECE_BYTES", 1000)
-    sizes: list[int] = []
-    gather = pipe_fabric.gathered
-
-    def watch(pieces: Pieces, device: torch.device) -> torch.Tensor:
-        sizes.append(int(pieces.lengths.sum()))
-        return gather(pieces, device)
-
-    monkeypatch.setattr(pipe_fabric, "gathered", watch)
-    theirs, ours = make_region(seed=1), make_region()
-    async with instance(theirs, pipe) as (producer, source), instance(ours, pipe) as (consumer, _):
-        producer.table.open("k")
-        producer.table.insert("k", Part(0, 3, 0, [9, 2, 3, 4, 7]))
-        producer.table.seal("k", b"")
-        await consumer.drop_select(Want("k", source, [1, 5, 6, 0, 15], soon()))
-        producer.table.ended()
-    assert ours.blocks([1, 5, 6, 0, 15]) == theirs.blocks([9, 2, 3, 4, 7])
-    assert len(sizes) > 3
-    assert max(sizes) <= 1000
+@asynccontextmanager
+async def reading(
+    make_region: MakeRegion, pipe: str, memory: BlockMemory | None = None
+) -> AsyncIterator[tuple[FabricPeer, BlockRegion, BlockRegion]]:
+    """(peer, its region, our region), without a lookup buffer. `memory`: of the peer, if not its region."""
+    theirs, ours = make_region(seed=1), make_region(seed=2)
+    async with fabric(memory or theirs.memory, pipe) as served, fabric(ours.memory, pipe) as own:
+        peer = await own.connect(served.describe(), soon())
+        try:
+            yield peer, theirs, ours
+        finally:
+            await peer.close()
 
 
 @asynccontextmanager
-async def reading(make_region: MakeRegion, pipe: str) -> AsyncIterator[tuple[PipePeer, BlockRegion, BlockRegion]]:
-    """(peer, its region, our region), without a lookup buffer."""
-    theirs, ours = make_region(seed=1), make_region(seed=2)
-    identities = [Identity(name, theirs.memory.layout) for name in ("theirs", "ours")]
-    listeners = [Listener(identity, "secret") for identity in identities]
-    fabrics = [
-        PipeFabric(FabricContext(region.memory, listener), pipe_kind(KINDS[pipe], PipeSettings()))
-        for region, listener in zip((theirs, ours), listeners, strict=True)
-    ]
-    serving = [asyncio.create_task(listener.serve()) for listener in listeners]
-    peer = await fabrics[1].connect(fabrics[0].describe(), soon())
-    assert isinstance(peer, PipePeer)
+async def fabric(memory: BlockMemory, pipe: str) -> AsyncIterator[PipeFabric]:
+    listener = Listener(Identity("engine", memory.layout), "secret")
+    [built] = build_fabrics(KINDS[pipe], FabricContext(memory, listener))
+    serving = asyncio.create_task(listener.serve())
+    assert isinstance(built, PipeFabric)
     try:
-        yield peer, theirs, ours
+        yield built
     finally:
-        await peer.close()
-        for task in serving:
-            task.cancel()
-        await asyncio.gather(*serving, return_exceptions=True)
+        serving.cancel()
+        await asyncio.gather(serving, return_exceptions=True)
 
 
 @pytest.mark.parametrize("pipe", KINDS)
-async def test_spans_outside_of_the_memory_are_refused(make_region: MakeRegion, pipe: str) -> None:
+async def test_reads_of_many_pieces(make_region: MakeRegion, pipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pieces end in the middle of spans, which differ on the two sides."""
+    monkeypatch.setattr(pipe_fabric, "PIECE_BYTES", 1000)
     async with reading(make_region, pipe) as (peer, theirs, ours):
-        before = ours.bytes.copy()
-        size = theirs.memory.num_bytes
-        for span in [(size - 3, 4), (-1, 4), (2**40, 4)]:
-            with pytest.raises(ProtocolError, match="outside"):
-                await peer.read([span], [(0, 4)], soon())
-        with pytest.raises(ProtocolError, match="own region"):
-            await peer.read([(0, 4)], [(size - 3, 4)], soon())
-        with pytest.raises(ProtocolError, match="cannot fill"):
-            await peer.read([(0, 4)], [(0, 5)], soon())
-        assert (ours.bytes == before).all()
-        await peer.read([(8, 4)], [(0, 4)], soon())
-        assert (ours.bytes[:4] == theirs.bytes[8:12]).all(), "the pipe lives on"
+        await peer.read([(100, 7000), (3, 5)], [(2, 5), (5000, 7000)], soon())
+        expected = bytes(theirs.bytes[100:7100]) + bytes(theirs.bytes[3:8])
+        assert bytes(ours.bytes[2:7]) + bytes(ours.bytes[5000:12000]) == expected
 
 
 @pytest.mark.parametrize("pipe", KINDS)
-async def test_a_read_given_up_writes_nothing_more(make_region: MakeRegion, pipe: str) -> None:
+async def test_memory_in_several_regions(make_region: MakeRegion, pipe: str) -> None:
+    parts = [make_region(seed=number) for number in (1, 2)]
+    size = parts[0].memory.num_bytes
+    memory = BlockMemory(parts[0].memory.geometry, parts[0].memory.regions + parts[1].memory.regions)
+    async with reading(make_region, pipe, memory) as (peer, _, ours):
+        await peer.read([(size - 4, 4), (size, 8)], [(0, 12)], soon())
+        assert bytes(ours.bytes[:12]) == bytes(parts[0].bytes[-4:]) + bytes(parts[1].bytes[:8])
+
+
+@pytest.mark.parametrize("pipe", KINDS)
+async def test_reads_that_are_given_up_write_nothing_more(make_region: MakeRegion, pipe: str) -> None:
+    """At any place: the next read has a new pipe where the old one may hold bytes of the last."""
     async with reading(make_region, pipe) as (peer, theirs, ours):
         everything = [(0, theirs.memory.num_bytes)]
-        for _ in range(20):
+        for num_turns in range(12):
             giving_up = asyncio.create_task(peer.read(everything, everything, soon()))
-            for _ in range(5):
+            for _ in range(num_turns):
                 await asyncio.sleep(0)
             giving_up.cancel()
             await asyncio.gather(giving_up, return_exceptions=True)
@@ -144,60 +142,159 @@ async def test_a_read_given_up_writes_nothing_more(make_region: MakeRegion, pipe
             before = ours.bytes.copy()
             await peer.read([(8, 4)], [(0, 4)], soon())
             assert (ours.bytes[4:] == before[4:]).all()
-
-
-@pytest.mark.parametrize("pipe", KINDS)
-async def test_a_pipe_that_broke_is_made_anew(make_region: MakeRegion, pipe: str) -> None:
-    async with reading(make_region, pipe) as (peer, theirs, ours):
-        session = await peer.connect(soon())
-        await session._pipe.close()
-        with pytest.raises(PeerLost):
-            await peer.read([(8, 4)], [(0, 4)], soon())
-        await peer.read([(8, 4)], [(0, 4)], soon())
-        assert (ours.bytes[:4] == theirs.bytes[8:12]).all()
+            assert (ours.bytes[:4] == theirs.bytes[8:12]).all()
 
 
 async def test_reads_after_the_end(make_region: MakeRegion) -> None:
-    async with reading(make_region, "plain") as (peer, _, _):
+    async with reading(make_region, "example") as (peer, _, _):
         await peer.close()
         with pytest.raises(PeerLost):
             await peer.read([(8, 4)], [(0, 4)], soon())
 
 
-LIES = {
-    "more than was asked for": torch.zeros(5, dtype=torch.uint8),
-    "nothing": torch.zeros(0, dtype=torch.uint8),
-    "another dtype": torch.zeros(4, dtype=torch.int8),
-    "another shape": torch.zeros((2, 2), dtype=torch.uint8),
-    "no dimension": torch.tensor(1, dtype=torch.uint8),
+class _MadeUp(TensorPipe):
+    """A pipe out of which comes whatever it was made with; an exception is raised."""
+
+    def __init__(self, comes: Tensor | Exception | None) -> None:
+        self.comes = comes
+        self.receives = False
+        self.closed = 0
+
+    async def send_tensor(self, tensor: Tensor) -> None:
+        if isinstance(self.comes, Exception):
+            raise self.comes
+        await asyncio.Event().wait()
+
+    async def recv_tensor(self, num_bytes: int) -> Tensor:
+        self.receives = True
+        if self.comes is None:
+            await asyncio.Event().wait()
+        if isinstance(self.comes, Exception):
+            raise self.comes
+        assert self.comes is not None
+        return self.comes
+
+    async def close(self) -> None:
+        self.closed += 1
+
+
+class _MadeUpFabric(PipeFabric):
+    name = "made up"
+
+    def __init__(self, context: FabricContext, comes: Tensor | Exception | None = None) -> None:
+        super().__init__(context)
+        self.comes = comes
+        self.pipes: list[_MadeUp] = []
+
+    async def open_pipe(self, connection: Connection, deadline: float, *, sends: bool) -> TensorPipe:
+        self.pipes.append(_MadeUp(self.comes))
+        return self.pipes[-1]
+
+
+@asynccontextmanager
+async def made_up(
+    make_region: MakeRegion, comes: Tensor | Exception | None, sending: Exception | None = None
+) -> AsyncIterator[tuple[FabricPeer, _MadeUpFabric, _MadeUpFabric, BlockRegion]]:
+    """(peer, our fabric, its fabric, our region). `comes` is for the reader, `sending` for its peer."""
+    theirs, ours = make_region(seed=1), make_region(seed=2)
+    listeners = [Listener(Identity("engine", region.memory.layout), "secret") for region in (ours, theirs)]
+    own, served = (
+        _MadeUpFabric(FabricContext(region.memory, listener), what)
+        for region, listener, what in zip((ours, theirs), listeners, (comes, sending), strict=True)
+    )
+    serving = [asyncio.create_task(listener.serve()) for listener in listeners]
+    peer = await own.connect(served.describe(), soon())
+    try:
+        yield peer, own, served, ours
+    finally:
+        await peer.close()
+        for task in serving:
+            task.cancel()
+        await asyncio.gather(*serving, return_exceptions=True)
+        assert [pipe.closed for fabric in (own, served) for pipe in fabric.pipes] == [1] * 2 * len(own.pipes)
+
+
+WRONG = {
+    "more than was asked for": (torch.zeros(5, dtype=torch.uint8), ProtocolError, "for a read of 4"),
+    "nothing": (torch.zeros(0, dtype=torch.uint8), ProtocolError, "for a read of 4"),
+    "another dtype": (torch.zeros(4, dtype=torch.int8), ProtocolError, "for a read of 4"),
+    "another shape": (torch.zeros((2, 2), dtype=torch.uint8), ProtocolError, "for a read of 4"),
+    "an error of a library": (RuntimeError("[rank 1] oh no"), PeerLost, "made up pipe.*oh no"),
+    "an error of ours": (TransferTimeout("too slow"), TransferTimeout, "too slow"),
 }
 
 
-@pytest.mark.parametrize("lie", LIES)
-async def test_a_peer_that_sends_something_else(make_region: MakeRegion, lie: str) -> None:
+@pytest.mark.parametrize("what", WRONG)
+async def test_what_else_may_come_out_of_a_pipe(make_region: MakeRegion, what: str) -> None:
+    comes, error, words = WRONG[what]
+    async with made_up(make_region, comes) as (peer, own, _, ours):
+        before = ours.bytes.copy()
+        for attempt in (1, 2):
+            with pytest.raises(error, match=words):
+                await peer.read([(8, 4)], [(0, 4)], soon())
+            assert [pipe.closed for pipe in own.pipes] == [1] * attempt, "each attempt has a pipe of its own"
+        assert (ours.bytes == before).all()
+
+
+@pytest.mark.parametrize("who", ["the reader", "the peer"])
+async def test_a_pipe_need_not_notice_the_end(make_region: MakeRegion, who: str) -> None:
+    """The connection does."""
+    async with made_up(make_region, None, RuntimeError("broken") if who == "the peer" else None) as (peer, own, _, _):
+        read = asyncio.create_task(peer.read([(8, 4)], [(0, 4)], soon(60)))
+        if who == "the reader":
+            await until(lambda: own.pipes[0].receives)
+            await peer.close()
+        with pytest.raises(PeerLost, match="closed the connection"):
+            await read
+
+
+async def test_a_peer_that_speaks_out_of_turn(make_region: MakeRegion) -> None:
     ours = make_region(seed=2)
-    before = ours.bytes.copy()
     identity = Identity("liar", ours.memory.layout)
-    listener, kind = Listener(identity, "secret"), pipe_kind(KINDS["plain"])
-    server = PipeServer(listener, kind)
+    listener, own = Listener(identity, "secret"), Listener(identity, "secret")
 
     async def serve(connection: Connection) -> None:
-        opened: Open = await connection.receive(Open)
-        pipe: PipeSender = await server.accept(opened.ticket, soon())
         await connection.receive(Pull)
-        await pipe.send_tensor(LIES[lie], deadline=soon())
-        await connection.receive(Pull)
+        await connection.send(Pull([]))
+        await connection.first_byte()
 
     listener.handle("pull", serve)
     task = asyncio.create_task(listener.serve())
-    own = Listener(identity, "secret")
-    fabric = PipeFabric(FabricContext(ours.memory, own), kind)
-    peer: FabricPeer = await fabric.connect({"host": listener.host, "port": listener.port}, soon())
-    with pytest.raises(ProtocolError, match="for a read of 4"):
+    peer = await _MadeUpFabric(FabricContext(ours.memory, own)).connect(
+        {"host": listener.host, "port": listener.port}, soon()
+    )
+    with pytest.raises(ProtocolError):
         await peer.read([(8, 4)], [(0, 4)], soon())
-    assert (ours.bytes == before).all()
     await peer.close()
     own.close()
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+GROUP_LIES: dict[str, list[Message]] = {
+    "an address that is none": [Published("0/0", b"nonsense")],
+    "an endless store": [Published(str(number), b"x") for number in range(100)],
+    "a value that is too long": [Published("k", b"x" * 10_000)],
+    "a failure": [Formed("no")],
+    "another message": [Pulled()],
+    "nothing": [],
+}
+
+
+@pytest.mark.parametrize("lie", GROUP_LIES)
+async def test_a_group_is_not_formed_with_liars(make_region: MakeRegion, lie: str) -> None:
+    async def speak(connection: Connection) -> None:
+        for message in GROUP_LIES[lie]:
+            await connection.send(message)
+        await connection.first_byte()
+        await asyncio.Event().wait()
+
+    listener = Listener(Identity("liar", make_layout()), "secret")
+    listener.handle("pull", speak)
+    task = asyncio.create_task(listener.serve())
+    async with fabric(make_region().memory, "gloo") as own:
+        with pytest.raises((ProtocolError, PeerLost, TransferTimeout)):
+            await own.connect({"host": listener.host, "port": listener.port}, soon(1))
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
 
@@ -224,16 +321,24 @@ async def test_a_producer_that_is_killed(make_region: MakeRegion, pipe: str) -> 
             await fetching
 
 
+@pytest.mark.processes
+@pytest.mark.parametrize("pipe", KINDS)
+async def test_a_producer_that_is_killed_in_the_middle_of_a_read(make_region: MakeRegion, pipe: str) -> None:
+    ours = make_region(64, 7, make_layout(block_size=2048))
+    before = ours.bytes[:64].copy()
+    async with fabric(ours.memory, pipe) as own:
+        producer = ProducerProcess(KINDS[pipe], num_blocks=64, block_size=2048)
+        peer = await own.connect(next(iter(producer.where["fabrics"].values())), soon(60))
+        everything = [(0, ours.memory.num_bytes)]
+        reading = asyncio.create_task(peer.read(everything, everything, soon(60)))
+        await until(lambda: not (ours.bytes[:64] == before).all())
+        producer.kill()
+        with pytest.raises(PeerLost):
+            await reading
+        await peer.close()
+
+
 async def test_kinds_that_differ(make_region: MakeRegion) -> None:
-    async with instance(make_region(), "gloo") as (_, source), instance(make_region(), "plain") as (consumer, _):
-        with pytest.raises(ConfigError, match="this one has plain, the producer gloo"):
+    async with instance(make_region(), "gloo") as (_, source), instance(make_region(), "example") as (consumer, _):
+        with pytest.raises(ConfigError, match="this one has unix, the producer gloo"):
             await consumer.drop_select(Want("k", source, [0], soon()))
-
-
-def test_memory_in_several_regions(make_region: MakeRegion) -> None:
-    parts = [make_region(seed=number).memory for number in (1, 2)]
-    memory = BlockMemory(parts[0].geometry, parts[0].regions + parts[1].regions)
-    size = parts[0].num_bytes
-    spans = [(size - 4, 4), (size, 8)]
-    data = pipe_fabric.gathered(join(spans, memory.map, spans, memory.map, size), torch.device("cpu"))
-    assert bytes(data.numpy()) == bytes(memory.view((size - 4, 4))) + bytes(memory.view((size, 8)))

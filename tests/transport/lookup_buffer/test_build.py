@@ -16,10 +16,10 @@ from kvferry.core.names import ExtensionPoint
 from kvferry.core.transfer_config import KVTransferConfig
 from kvferry.transport.connection import Identity
 from kvferry.transport.fabric.base import FABRICS, Fabric
+from kvferry.transport.fabric.pipe import PipeFabric
 from kvferry.transport.lookup_buffer.base import LOOKUP_BUFFERS, LookupBuffer, LookupBufferContext, lookup_buffer_class
 from kvferry.transport.lookup_buffer.fabric import FabricLookupBuffer
 from kvferry.transport.options import options_of
-from kvferry.transport.pipe.base import PIPES, PipeKind
 
 MakeRegion = Callable[..., BlockRegion]
 
@@ -63,7 +63,7 @@ def test_what_is_asked_for(make_region: MakeRegion, extra: dict[str, object], na
         ({"lookup_buffer": "kvferry.core.errors:ConfigError"}, ConfigError, "must be a kvferry LookupBuffer"),
         ({"lookup_buffer": "valkey"}, ConfigError, "KVStoreConnector.*valkey://host"),
         ({"transport": "no_such_module:Pipe"}, ConfigError, "no_such_module"),
-        ({"transport": "kvferry.core.errors:ConfigError"}, ConfigError, "must be a kvferry PipeKind"),
+        ({"transport": "kvferry.core.errors:ConfigError"}, ConfigError, "must be a kvferry Fabric"),
     ],
 )
 def test_what_cannot_be_had(
@@ -96,7 +96,7 @@ def test_p2p_nccl_with_another_transport(make_region: MakeRegion) -> None:
 @pytest.mark.parametrize(
     ("point", "path", "kind"),
     [
-        (PIPES, KINDS["example"], PipeKind),
+        (FABRICS, KINDS["example"], PipeFabric),
         (FABRICS, "kvferry.transport.fabric.tcp:TcpFabric", Fabric),
         (LOOKUP_BUFFERS, "in_process_lookup_buffer:InProcessLookupBuffer", LookupBuffer),
     ],

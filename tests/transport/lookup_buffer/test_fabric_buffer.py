@@ -1,21 +1,34 @@
 """What only a lookup buffer between processes has to deal with: connections, and producers that die or lie."""
 
 import asyncio
+import os
+import signal
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace as replaced
+from functools import partial
 
 import pytest
 from kv_support import BlockRegion, ProducerProcess, sharded, soon, table_for, until
 from msgspec.structs import replace
 
 from kvferry.core.clock import Clock, ManualClock
-from kvferry.core.errors import AuthenticationFailed, ConfigError, LayoutMismatch, LeaseEnded, PeerLost, ProtocolError
+from kvferry.core.errors import (
+    AuthenticationFailed,
+    ConfigError,
+    LayoutMismatch,
+    LeaseEnded,
+    PeerLost,
+    ProtocolError,
+    TransferTimeout,
+)
 from kvferry.core.layout import KVLayout
 from kvferry.core.sharding import on_rank
 from kvferry.transport.connection import Connection, Identity
 from kvferry.transport.control import Listener
 from kvferry.transport.fabric.base import FabricContext, FabricPeer, build_fabrics
 from kvferry.transport.fabric.shm import ShmFabric
+from kvferry.transport.lookup_buffer import peers
 from kvferry.transport.lookup_buffer.base import Source, Want
 from kvferry.transport.lookup_buffer.entries import Cursor, EntryBounds, EntryTable
 from kvferry.transport.lookup_buffer.fabric import FabricLookupBuffer
@@ -30,6 +43,7 @@ from kvferry.transport.lookup_buffer.messages import (
 )
 from kvferry.transport.memory import Span
 from kvferry.transport.options import TransportOptions
+from support.stopping import stop
 
 ALL = Part(0, 3, 0, [4])
 
@@ -113,7 +127,47 @@ async def test_a_killed_producer_fails_all_its_hand_offs_at_once(
         for fetch in fetches:
             with pytest.raises(PeerLost):
                 await fetch
-        consumer.check()
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+async def test_a_stopped_producer_is_waited_for_once(
+    make_region: Callable[..., BlockRegion], transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peers, "ANSWER_S", 0.5)
+    producer, clock = ProducerProcess(transport), asyncio.get_running_loop()
+    for key in ("begun", "later"):
+        producer.tell("open", key)
+        producer.tell("insert", key, 0, 4)
+    async with instance(make_region(seed=2), transport) as (consumer, _):
+        want = Want("begun", producer.source, [0], soon(60))
+        under_way = [asyncio.ensure_future(consumer.drop_select(replaced(want, key=key))) for key in ("begun", "never")]
+        await until(lambda: [len(peer._followers) for peer, _ in consumer._pool._peers.values()] == [2])
+        await asyncio.to_thread(stop, producer.process)
+        for fetch in under_way:
+            with pytest.raises(PeerLost):
+                await fetch
+        for key in ("a", "b", "c"):
+            begun = clock.time()
+            with pytest.raises(TransferTimeout):
+                await consumer.drop_select(replaced(want, key=key))
+            assert clock.time() - begun < 2 * peers.CONNECT_AGAIN_S  # of the 60 s that it may take
+        os.kill(producer.process.pid, signal.SIGCONT)
+        producer.tell("seal", "later")
+        assert (await consumer.drop_select(replaced(want, key="later"))).meta == b"meta"
+    producer.kill()
+
+
+async def test_a_producer_without_news_is_not_lost(
+    make_region: Callable[..., BlockRegion], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peers, "ANSWER_S", 0.5)
+    async with instance(make_region(seed=1)) as (producer, source), instance(make_region()) as (consumer, _):
+        fetching = asyncio.ensure_future(consumer.drop_select(Want("k", source, [0], soon(60))))
+        await until(lambda: source in consumer._pool._peers)
+        done, _ = await asyncio.wait([fetching], timeout=1.2)
+        assert not done
+        offer(producer, "k")
+        assert (await fetching).meta == b"meta"
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
@@ -287,7 +341,7 @@ async def test_a_key_is_kept_alive_without_being_read(make_region: Callable[...,
         instance(ours, "shm") as (consumer, _),
     ):
         offer(producer, "k")
-        keeping = asyncio.ensure_future(consumer.keep("k", source))
+        keeping = asyncio.ensure_future(consumer.keep("k", source, lambda: None))
         begun = asyncio.get_running_loop().time()
         await until(lambda: asyncio.get_running_loop().time() > begun + 2 * lease_s)
         assert producer.table.ended() == []
@@ -302,15 +356,39 @@ async def test_a_key_is_kept_alive_without_being_read(make_region: Callable[...,
 async def test_keeping_ends_with_the_key_and_with_the_producer(make_region: Callable[..., BlockRegion]) -> None:
     async with instance(make_region()) as (consumer, _):
         async with instance(make_region(seed=1)) as (producer, source):
-            offer(producer, "k")
-            keeping = asyncio.ensure_future(consumer.keep("k", source))
+            is_sealed = asyncio.Event()
+            keeping = asyncio.ensure_future(consumer.keep("k", source, is_sealed.set))
+            assert producer.table.open("k")
+            producer.table.insert("k", ALL)
             await until(lambda: len(consumer._pool._peers) == 1)
+            assert not is_sealed.is_set()
+            producer.table.seal("k", b"meta")
+            await is_sealed.wait()
             producer.table.drop("k")
             await keeping
-            keeping = asyncio.ensure_future(consumer.keep("later", source))
+            keeping = asyncio.ensure_future(consumer.keep("later", source, is_sealed.set))
             await asyncio.sleep(0)
         with pytest.raises(PeerLost):
             await keeping
+
+
+async def test_more_keys_than_may_be_watched_at_once(
+    make_region: Callable[..., BlockRegion], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peers, "MAX_WATCHED", 2)
+    async with instance(make_region()) as (consumer, _):
+        async with instance(make_region(seed=1)) as (producer, source):
+            sealed = list[str]()
+            keys = [str(number) for number in range(5)]
+            for key in keys:
+                offer(producer, key)
+            keeping = [asyncio.ensure_future(consumer.keep(key, source, partial(sealed.append, key))) for key in keys]
+            await until(lambda: sealed == keys[:2])
+            producer.table.drop(keys[0])
+            await until(lambda: sealed == keys[:3])
+        for one in keeping[1:]:
+            with pytest.raises(PeerLost):
+                await one
 
 
 async def test_a_rank_that_was_not_meant(make_region: Callable[..., BlockRegion]) -> None:

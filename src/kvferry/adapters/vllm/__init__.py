@@ -8,6 +8,7 @@ neither vLLM nor torch.
 
 from __future__ import annotations
 
+import logging
 from contextlib import suppress
 
 from kvferry.adapters.vllm.catalog import PREFIX, class_names, connector_class
@@ -17,13 +18,22 @@ __all__ = ["class_names", "register"]
 
 
 def register() -> None:
-    """Register all names with vLLM's connector factory. vLLM calls this in each of its processes, perhaps more than
-    once."""
+    """Register all names with vLLM's connector factory, and log as vLLM does. vLLM calls this in each of its processes,
+    perhaps more than once."""
+    _log_as_vllm()
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     for name in class_names():
         with suppress(ValueError):  # known already
             KVConnectorFactory.register_connector(name, __name__, name)
+
+
+def _log_as_vllm() -> None:
+    """kvferry's lines go where vLLM's go, at vLLM's level, unless somebody has configured the logger `kvferry`."""
+    ours, theirs = logging.getLogger("kvferry"), logging.getLogger("vllm")
+    if theirs.handlers and not ours.handlers and not ours.level:
+        ours.parent = theirs
+        ours.setLevel(logging.NOTSET)  # forgets which levels were off until now
 
 
 def __getattr__(name: str) -> type:

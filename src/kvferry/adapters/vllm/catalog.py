@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import cache
 
 from kvferry.adapters.vllm.versions import require_tested
+from kvferry.connectors.api import HandsOff
 from kvferry.connectors.registry import connector_names, find_connector
 from kvferry.core.errors import UnknownName
 from kvferry.core.transfer_config import KVTransferConfig
@@ -31,5 +32,6 @@ def connector_class(name: str) -> type:
 
     connector_name = name.removeprefix(PREFIX)
     spec = find_connector(KVTransferConfig(kv_connector=connector_name))
-    base = KvferryGroupsConnector if spec.scheduler_class().takes_parts else KvferryConnector
+    side = spec.scheduler_class()
+    base = KvferryGroupsConnector if issubclass(side, HandsOff) and side.takes_parts else KvferryConnector
     return type(name, (base,), {"__module__": "kvferry.adapters.vllm", "connector_name": connector_name})

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any, ClassVar
 
+import msgspec
 import torch
 from vllm.config import VllmConfig
 from vllm.distributed.kv_events import KVCacheEvent
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
-    KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorTransferResults,
@@ -28,8 +29,8 @@ from vllm.v1.request import Request
 
 from kvferry.adapters.vllm import siblings
 from kvferry.adapters.vllm.idle import LONGEST_S
-from kvferry.adapters.vllm.layout import cache_shape
-from kvferry.adapters.vllm.messages import Handshake, RankReport, StepMetadata, WorkerFacts, WorkerReports
+from kvferry.adapters.vllm.layout import cache_shape, require_attention_only
+from kvferry.adapters.vllm.messages import RankReport, StepMetadata, WorkerFacts, WorkerReports
 from kvferry.adapters.vllm.metrics import KvferryPromMetrics, KvferryStats, Meter
 from kvferry.adapters.vllm.parts import Partition
 from kvferry.adapters.vllm.pins import Pins
@@ -37,7 +38,7 @@ from kvferry.adapters.vllm.pool import SharedAllocation
 from kvferry.adapters.vllm.scheduler_half import SchedulerHalf
 from kvferry.adapters.vllm.settings import publishes_events, read_settings
 from kvferry.adapters.vllm.worker_half import StepResults, WorkerHalf
-from kvferry.connectors.api import ConnectorContext
+from kvferry.connectors.api import ConnectorContext, HandsOff, KeepsBlocks, statistics_of
 from kvferry.connectors.registry import find_connector
 from kvferry.core.errors import ConfigError, ConnectorLost
 
@@ -57,6 +58,9 @@ class KvferryConnector(KVConnectorBase_V1):
         self._shape = cache_shape(vllm_config, kv_cache_config, several=isinstance(self, SupportsHMA))
         self._worker: WorkerHalf | None = None
         self._scheduler: SchedulerHalf | None = None
+        self._early: dict[str, Request] | None = None if role is KVConnectorRole.WORKER else {}
+        """Requests that came before the workers' facts; None in a worker, and when the facts are here."""
+        self._facts: dict[int, WorkerFacts] = {}
         self._pool: BlockPool | None = None
         self._results = StepResults(RankReport(rank))
         self._meter = Meter(rank)
@@ -73,6 +77,13 @@ class KvferryConnector(KVConnectorBase_V1):
     def supports_sleep_mode(cls, kv_transfer_config: object) -> bool:
         """vLLM 0.33 asks before anything else; with 0.32, `cache_shape` refuses sleep mode."""
         return False
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
+        """None: any. vLLM's first call that shows the model; for some that are refused, vLLM would fail otherwise
+        before it builds a connector."""
+        require_attention_only(vllm_config.model_config)
+        return None
 
     # Worker: the KV cache.
 
@@ -91,13 +102,12 @@ class KvferryConnector(KVConnectorBase_V1):
 
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """vLLM has allocated the KV cache: build the worker side on it."""
-        is_alone = not has_kv_transfer_group() or get_kv_transfer_group() is self
-        self._half().register(self._vllm_config, self._kv_cache_config, kv_caches, is_alone=is_alone)
-        siblings.add_worker(self._settings, self._half().facts)
-
-    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata:
-        """Layout and address of this worker, for the scheduler side."""
-        return Handshake(siblings.worker_facts(self._settings))
+        whole = get_kv_transfer_group() if has_kv_transfer_group() else self
+        others = [one for one in getattr(whole, "_connectors", ()) if one is not self]
+        hands_off = siblings.hands_off(self, self._settings, others)
+        self._half().register(
+            self._vllm_config, self._kv_cache_config, kv_caches, is_alone=whole is self, hands_off=hands_off
+        )
 
     def _half(self) -> WorkerHalf:
         if self._worker is None:
@@ -146,53 +156,58 @@ class KvferryConnector(KVConnectorBase_V1):
     # Scheduler.
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
-        """Called before `set_xfer_handshake_metadata`."""
+        """Called before any step."""
         self._pool = gpu_block_pool
 
-    def set_xfer_handshake_metadata(self, metadata: Mapping[int, KVConnectorHandshakeMetadata]) -> None:
-        """Called when all workers have their KV cache: build the scheduler side."""
-        facts = [self._facts_of(metadata[rank]) for rank in sorted(metadata)]
-        context = ConnectorContext(self._settings.transfer, facts[0].layout, self._settings.auth_token)
-        side = find_connector(self._settings.transfer).build_scheduler_side(context)
-        addresses = [fact.address for fact in facts if fact.address is not None]
-        if addresses:
-            side.set_addresses(addresses)
-        partition = Partition(self._shape.windows, self._shape.block_size)
-        with_events = publishes_events(self._vllm_config)
+    def _begin(self, facts: WorkerFacts) -> SchedulerHalf:
+        """All workers have reported their facts: build the scheduler side."""
+        options = msgspec.structs.replace(self._settings.options, hand_off=facts.hands_off)
+        settings = replace(self._settings, options=options)
+        context = ConnectorContext(settings.transfer, facts.layout, settings.auth_token, has_room=self._has_room)
+        side = find_connector(settings.transfer).build_scheduler_side(context)
+        addresses = [self._facts[rank].address for rank in sorted(self._facts)]
+        known = [address for address in addresses if address is not None]
+        if known and isinstance(side, HandsOff):
+            side.set_addresses(known)
         # With data parallelism all engines step together, so none may delay the others.
         longest_s = 0 if self._vllm_config.parallel_config.data_parallel_size > 1 else LONGEST_S
-        idle = siblings.pause_user(self._settings, longest_s)
-        self._scheduler = SchedulerHalf(
-            self._settings,
+        return SchedulerHalf(
+            settings,
             side,
-            facts[0].layout,
-            partition,
+            facts.layout,
+            Partition(self._shape.windows, self._shape.block_size),
             Pins(self._pool),
-            siblings.salts(self._settings, self._vllm_config.lora_config),
-            with_events=with_events,
-            idle=idle,
-            is_alone=facts[0].is_alone,
+            siblings.salts(settings, self._vllm_config.lora_config),
+            with_events=publishes_events(self._vllm_config),
+            idle=siblings.pause_user(settings, longest_s),
+            is_alone=facts.is_alone,
         )
 
-    def _facts_of(self, metadata: KVConnectorHandshakeMetadata) -> WorkerFacts:
-        if not isinstance(metadata, Handshake):
-            raise ConfigError(
-                f"vLLM's MultiConnector passes on one child's handshake only, and that was {type(metadata).__name__};"
-                f" list {type(self).__name__} first, or do without the other"
-            )
-        return metadata.facts[self._settings.key]
+    def _has_room(self, num_blocks: int) -> bool:
+        """Whether blocks may be reserved for KV that is not computed yet (`ConnectorContext.has_room`). Requests that
+        wait for a load take no place from others in vLLM."""
+        if self._pool is None:
+            return True
+        longest = -(-self._vllm_config.model_config.max_model_len // self._shape.block_size)
+        num_groups, num_free = len(self._shape.groups), self._pool.get_num_free_blocks()
+        return num_free - num_blocks * num_groups >= max(longest * num_groups, self._pool.num_gpu_blocks // 2)
 
     def _schedules(self) -> SchedulerHalf:
         if self._scheduler is None:
-            raise ConnectorLost(f"{type(self).__name__}: called as a scheduler before vLLM's handshake, or in a worker")
+            raise ConnectorLost(f"{type(self).__name__}: called as a scheduler in a worker, or when it was shut down")
         return self._scheduler
 
     def on_new_request(self, request: Request) -> None:
         """The first call for a request."""
-        self._schedules().add(request)
+        if self._early is not None:
+            self._early[request.request_id] = request
+        else:
+            self._schedules().add(request)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """How many tokens can be loaded (None: ask again), and whether the request waits for them."""
+        if self._early is not None:
+            return None, False
         return self._schedules().match(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Request, blocks: Any, num_external_tokens: int) -> None:
@@ -200,7 +215,10 @@ class KvferryConnector(KVConnectorBase_V1):
         self._schedules().allocated(request, blocks.get_block_ids(), num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        """What the workers are to do in this step."""
+        """What the workers are to do in this step. Before the first report, vLLM's engine has nothing to do but to
+        fetch it."""
+        if self._early is not None:
+            return StepMetadata(None, computes=scheduler_output.total_num_scheduled_tokens > 0)
         return self._schedules().plan(scheduler_output)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
@@ -208,11 +226,24 @@ class KvferryConnector(KVConnectorBase_V1):
         reports = connector_output.kv_connector_worker_meta
         if reports is not None and not isinstance(reports, WorkerReports):
             raise ConnectorLost(f"vLLM passed {type(reports).__name__} as a report of kvferry's workers")
+        if self._early is not None:
+            self._facts |= {one.rank: one.facts for one in reports.ranks if one.facts} if reports is not None else {}
+            if len(self._facts) < self._vllm_config.parallel_config.tensor_parallel_size:
+                return
+            self._scheduler, early, self._early = self._begin(self._facts[0]), self._early, None
+            for request in early.values():
+                self._scheduler.add(request)
         self._schedules().completed(reports)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Whether vLLM must keep the request's blocks for now, and its ticket."""
-        return self._schedules().finish(request, [block_ids])
+        return self._finish(request, [block_ids])
+
+    def _finish(self, request: Request, block_ids: Sequence[list[int]]) -> tuple[bool, dict[str, Any] | None]:
+        if self._early is not None:
+            self._early.pop(request.request_id, None)
+            return False, None
+        return self._schedules().finish(request, block_ids)
 
     def take_events(self) -> Iterable[KVCacheEvent]:
         """KV events that vLLM is to publish."""
@@ -221,11 +252,14 @@ class KvferryConnector(KVConnectorBase_V1):
 
     def has_pending_push_work(self) -> bool:
         """Whether vLLM must step although no request is left."""
-        return self._scheduler is not None and self._scheduler.has_work()
+        return self._early is not None or (self._scheduler is not None and self._scheduler.has_work())
 
     def reset_cache(self) -> bool:
         """Forget KV that is kept for reuse, because the weights have changed; False if that is not possible."""
-        return self._schedules().side.reset_cache()
+        if self._early is not None:
+            return True
+        side = self._schedules().side
+        return not isinstance(side, KeepsBlocks) or side.reset_cache()
 
     # Both.
 
@@ -234,6 +268,7 @@ class KvferryConnector(KVConnectorBase_V1):
         siblings.forget(self, self._settings)
         if self._worker is not None:
             self._worker.close()
+        self._early = None
         scheduler, self._scheduler = self._scheduler, None
         if scheduler is not None:
             scheduler.side.close()
@@ -243,8 +278,7 @@ class KvferryConnector(KVConnectorBase_V1):
     def get_kv_connector_stats(self) -> KvferryStats | None:
         """Metrics that have changed since the last call."""
         if self._worker is not None:
-            side = self._worker.side
-            return self._meter.read("worker", side.statistics() if side is not None else {})
+            return self._meter.read("worker", statistics_of(self._worker.side))
         if self._scheduler is None:
             return None
         return self._meter.read("scheduler", self._scheduler.statistics())
@@ -274,7 +308,7 @@ class KvferryGroupsConnector(KvferryConnector, SupportsHMA):
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         """Whether vLLM must keep the request's blocks for now, and its ticket."""
-        return self._schedules().finish(request, block_ids)
+        return self._finish(request, block_ids)
 
 
 def _ours(metadata: KVConnectorMetadata) -> StepMetadata:

@@ -19,7 +19,7 @@ class DeviceMark(Protocol):
 
 
 class Device(Protocol):
-    """Makes marks."""
+    """Marks the work that is queued on a device so far."""
 
     runs_behind: bool
     """Whether work is only queued when a call returns."""

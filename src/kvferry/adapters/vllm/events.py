@@ -37,7 +37,7 @@ MAX_KNOWN = 2**16
 
 
 @dataclass
-class _Known:
+class _BlockState:
     """One block: its event, the number of reports that are still to come, and on how many ranks it is on each
     medium."""
 
@@ -53,8 +53,8 @@ class VllmBlockEvents:
 
     def __init__(self, block_size: int, num_ranks: int, clock: Clock = SYSTEM_CLOCK) -> None:
         self._block_size, self._num_ranks, self._clock = block_size, num_ranks, clock
-        self._heard_at = clock.monotonic()
-        self._known: OrderedDict[BlockHash, _Known] = OrderedDict()
+        self._reported_at = clock.monotonic()
+        self._blocks: OrderedDict[BlockHash, _BlockState] = OrderedDict()
         self._num_awaited = 0
         self._events: list[KVCacheEvent] = []
 
@@ -62,17 +62,17 @@ class VllmBlockEvents:
         """A plan saves these consecutive blocks of a request."""
         first = view.block_hashes.index(hashes[0])
         for index, name in enumerate(hashes, first):
-            if name not in self._known:
-                self._known[name] = _Known(self._stored(view.request, index))
-            self._known[name].num_awaited += self._num_ranks
-            self._known.move_to_end(name)
+            if name not in self._blocks:
+                self._blocks[name] = _BlockState(self._stored(view.request, index))
+            self._blocks[name].num_awaited += self._num_ranks
+            self._blocks.move_to_end(name)
         self._num_awaited += len(hashes) * self._num_ranks
-        self._heard_at = self._clock.monotonic()
+        self._reported_at = self._clock.monotonic()
         self._forget_oldest()
 
     def _forget_oldest(self) -> None:
-        while len(self._known) > MAX_KNOWN and not next(iter(self._known.values())).num_awaited:
-            self._known.popitem(last=False)
+        while len(self._blocks) > MAX_KNOWN and not next(iter(self._blocks.values())).num_awaited:
+            self._blocks.popitem(last=False)
 
     def _stored(self, request: Any, index: int) -> BlockStored:
         """The event that vLLM's block pool would publish for this block in its own cache."""
@@ -97,10 +97,10 @@ class VllmBlockEvents:
         """Take what one rank saw. A block is on a medium when all ranks have it there, and gone when one no longer has
         it."""
         if events:
-            self._heard_at = self._clock.monotonic()
+            self._reported_at = self._clock.monotonic()
         for name in (*events.stored, *events.dropped):
-            if name in self._known and self._known[name].num_awaited:  # otherwise it was given up
-                self._known[name].num_awaited -= 1
+            if name in self._blocks and self._blocks[name].num_awaited:  # otherwise it was given up
+                self._blocks[name].num_awaited -= 1
                 self._num_awaited -= 1
         for changes in events.changes:
             for name in changes.kept:
@@ -109,22 +109,22 @@ class VllmBlockEvents:
                 self._removed(name, changes.medium)
 
     def _kept(self, name: BlockHash, medium: str) -> None:
-        known = self._known.get(name)
-        if known is None:
+        block = self._blocks.get(name)
+        if block is None:
             return
-        known.ranks[medium] = min(known.ranks[medium] + 1, self._num_ranks)
-        if known.ranks[medium] == self._num_ranks and medium not in known.published:
-            known.published.add(medium)
-            self._events.append(msgspec.structs.replace(known.event, medium=medium))
+        block.ranks[medium] = min(block.ranks[medium] + 1, self._num_ranks)
+        if block.ranks[medium] == self._num_ranks and medium not in block.published:
+            block.published.add(medium)
+            self._events.append(msgspec.structs.replace(block.event, medium=medium))
 
     def _removed(self, name: BlockHash, medium: str) -> None:
-        known = self._known.get(name)
-        if known is None:
+        block = self._blocks.get(name)
+        if block is None:
             return
-        known.ranks[medium] = max(known.ranks[medium] - 1, 0)
-        if medium in known.published:
-            known.published.remove(medium)
-            gone = known.event.block_hashes
+        block.ranks[medium] = max(block.ranks[medium] - 1, 0)
+        if medium in block.published:
+            block.published.remove(medium)
+            gone = block.event.block_hashes
             self._events.append(BlockRemoved(block_hashes=gone, medium=medium, group_idx=0))
 
     def take(self) -> list[KVCacheEvent]:
@@ -134,15 +134,15 @@ class VllmBlockEvents:
 
     def has_work(self) -> bool:
         """Whether there are, or will be, events although no request is left."""
-        if self._num_awaited and self._clock.monotonic() - self._heard_at > AWAITED_S:
+        if self._num_awaited and self._clock.monotonic() - self._reported_at > AWAITED_S:
             self._give_up()
         return bool(self._num_awaited or self._events)
 
     def _give_up(self) -> None:
         log.warning("%d blocks that were to be written to a store are no longer reported", self._num_awaited)
         self._num_awaited = 0
-        for known in self._known.values():
-            known.num_awaited = 0
+        for block in self._blocks.values():
+            block.num_awaited = 0
         self._forget_oldest()
 
     def check(self) -> None:

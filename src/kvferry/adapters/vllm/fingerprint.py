@@ -59,7 +59,7 @@ HARMLESS = {
         max_lora_rank max_loras fully_sharded_loras max_cpu_loras default_mm_loras specialize_active_lora
         max_lora_cls_labels""",
 }
-"""By configuration class of vLLM's, the settings that the KV of given tokens does not depend on, or that count
+"""The settings of each configuration class of vLLM's that the KV of given tokens does not depend on, or that count
 elsewhere: in the layout, in the packing, in the salt, or in the resolved configuration."""
 
 FROM_FILES = ("auto", "safetensors", "pt", "npcache", "mistral", "instanttensor", "sharded_state")
@@ -78,7 +78,7 @@ def model_fingerprint(vllm_config: Any, weights: str = "") -> str:
     if not weights and (model.model_weights or load_format not in FROM_FILES):
         raise ConfigError(
             f"with --load-format {load_format}, vLLM reads weights from elsewhere than {model.model!r}, and they cannot"
-            ' be told from other weights there; name them, the same on all instances, with "model_fingerprint" in'
+            ' be distinguished from other weights; name them, the same on all instances, with "model_fingerprint" in'
             " kv_connector_extra_config"
         )
     return checkpoint_name(

@@ -32,21 +32,21 @@ class IdlePause:
         self.longest_s, self._sleep = longest_s, sleep
         self._num_empty = 0
         self._users: set[str] = set()
-        self._heard: dict[str, bool] = {}
+        self._reports: dict[str, bool] = {}
 
     def user(self, name: str) -> PauseUser:
         """Register one of the engine's connectors; there is no pause before all of them have reported a step."""
         self._users.add(name)
         return PauseUser(self, name)
 
-    def hear(self, name: str, *, has_work: bool) -> None:
-        """One connector's report of this step. Sleeps if this step and those before had nothing to do."""
-        if name in self._heard:
-            self._heard.clear()  # left over from a step in which not all were asked
-        self._heard[name] = has_work
-        if self._heard.keys() >= self._users:
-            is_work = any(self._heard.values())
-            self._heard.clear()
+    def report(self, name: str, *, has_work: bool) -> None:
+        """Report a connector's step. Sleeps when all have reported, if this step and those before had nothing to do."""
+        if name in self._reports:
+            self._reports.clear()  # left over from a step in which not all were called
+        self._reports[name] = has_work
+        if self._reports.keys() >= self._users:
+            is_work = any(self._reports.values())
+            self._reports.clear()
             self._step(has_work=is_work)
 
     def _step(self, *, has_work: bool) -> None:
@@ -73,4 +73,4 @@ class PauseUser:
 
     def step(self, *, has_work: bool) -> None:
         """Report a step; called last in it. May sleep."""
-        self.pause.hear(self.name, has_work=has_work)
+        self.pause.report(self.name, has_work=has_work)

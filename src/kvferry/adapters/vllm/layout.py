@@ -17,6 +17,8 @@ from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
+    MambaSpec,
+    MLAAttentionSpec,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
@@ -27,6 +29,11 @@ from kvferry.adapters.vllm.versions import release_line
 from kvferry.core.errors import ConfigError
 from kvferry.core.layout import KVLayout, LayerLayout
 from kvferry.transport.memory import BlockGeometry, BlockMemory, LayerPlace, Region
+
+RECURRENT = {"linear_attention", "mamba", "mamba2", "M", "conv", "recurrent", "hybrid", "hybrid_sliding"}
+"""How configurations call layers that are, or contain, a recurrence."""
+_LAYER_KINDS = ("layer_types", "layers_block_type", "block_types", "hybrid_override_pattern")
+"""Where configurations say what kinds of layers there are."""
 
 NEEDS_ONE_GROUP = "start vLLM with --disable-hybrid-kv-cache-manager"
 
@@ -77,23 +84,45 @@ def cache_shape(vllm_config: Any, kv_cache_config: KVCacheConfig, *, several: bo
     `several`: the connector supports several groups.
     """
     _require_plain_parallelism(vllm_config.parallel_config)
+    require_attention_only(vllm_config.model_config)
     if vllm_config.model_config.enable_sleep_mode:
         raise ConfigError(
             "sleep mode takes the KV cache's memory away, which other instances may be reading; start vLLM without"
             " --enable-sleep-mode"
         )
     groups = kv_cache_config.kv_cache_groups
+    recurrent = [group.layer_names[0] for group in groups if any(isinstance(one, MambaSpec) for one in _specs(group))]
+    if recurrent or not groups:
+        raise _no_attention(f"layers such as {recurrent[0]}" if recurrent else "no layer with KV")
     max_model_len = vllm_config.model_config.max_model_len
     if len(groups) == 1:
         return KVCacheShape((_only_group(groups[0], max_model_len),))
     if not several:
         raise ConfigError(
             f"this model has {len(groups)} KV cache groups, and this connector moves one; {NEEDS_ONE_GROUP}"
-            " (models with recurrent layers cannot be handed off)"
         )
     shape = KVCacheShape(tuple(_one_of_several(group, max_model_len) for group in groups))
     _require_equal_blocks(shape)
     return shape
+
+
+def require_attention_only(model_config: Any) -> None:
+    """Raise `ConfigError` for models with recurrent layers, whatever their state is kept in. `model_config`: vLLM's."""
+    configs = (model_config.hf_config, model_config.hf_text_config)
+    kinds = {str(kind) for config in configs for name in _LAYER_KINDS for kind in getattr(config, name, None) or ()}
+    if found := sorted(kinds & RECURRENT):
+        raise _no_attention(f"layers of the kind {', '.join(found)}")
+    if model_config.is_attention_free:
+        raise _no_attention("no attention")
+    if model_config.is_hybrid:
+        raise _no_attention("recurrent layers beside attention")
+
+
+def _no_attention(what: str) -> ConfigError:
+    return ConfigError(
+        f"this model has {what}: the state of recurrent layers is in no KV block, and kvferry can neither hand it off"
+        " nor keep it; serve the model without kvferry's connectors"
+    )
 
 
 def _only_group(group: KVCacheGroupSpec, max_model_len: int) -> GroupShape:
@@ -104,10 +133,13 @@ def _only_group(group: KVCacheGroupSpec, max_model_len: int) -> GroupShape:
 
 
 def _shape_of(group: KVCacheGroupSpec, window: int | None = None) -> GroupShape:
-    names, spec = tuple(group.layer_names), group.kv_cache_spec
+    return GroupShape(tuple(group.layer_names), _specs(group), group.kv_cache_spec.block_size, window)
+
+
+def _specs(group: KVCacheGroupSpec) -> tuple[Any, ...]:
+    spec = group.kv_cache_spec
     uniform = isinstance(spec, UniformTypeKVCacheSpecs)
-    specs = tuple(spec.kv_cache_specs[name] if uniform else spec for name in names)
-    return GroupShape(names, specs, spec.block_size, window)
+    return tuple(spec.kv_cache_specs[name] if uniform else spec for name in group.layer_names)
 
 
 def _one_of_several(group: KVCacheGroupSpec, max_model_len: int) -> GroupShape:
@@ -121,8 +153,7 @@ def _one_of_several(group: KVCacheGroupSpec, max_model_len: int) -> GroupShape:
     kind = f"{type(spec).__name__}{', for speculative decoding' if is_draft else ''}"
     raise ConfigError(
         f"layer {group.layer_names[0]} and others keep KV in a group of their own ({kind}), and beside full attention"
-        f" kvferry moves plain sliding windows only; {NEEDS_ONE_GROUP} (models with recurrent layers cannot be handed"
-        " off)"
+        f" kvferry moves plain sliding windows only; {NEEDS_ONE_GROUP}"
     )
 
 
@@ -145,15 +176,15 @@ def _require_plain_parallelism(parallel: Any) -> None:
 
 
 def _require_whole_history(name: str, spec: Any, max_model_len: int) -> None:
-    """Raise `ConfigError` for layers whose first blocks vLLM frees while the request runs: nothing would be left to
-    hand off."""
-    if isinstance(spec, FullAttentionSpec):
+    """Raise `ConfigError` for layers whose first blocks vLLM frees while the request runs, and for kinds of attention
+    that keep something else than the KV of each token."""
+    if type(spec) in (FullAttentionSpec, MLAAttentionSpec):
         return
-    if isinstance(spec, SlidingWindowSpec) and spec.sliding_window >= max_model_len:
+    if type(spec) is SlidingWindowSpec and spec.sliding_window >= max_model_len:
         return
     raise ConfigError(
-        f"layer {name} keeps its KV as {type(spec).__name__}, of which vLLM gives early blocks back while a request"
-        " runs: kvferry cannot hand such a model off (a sliding window as long as --max-model-len is fine)"
+        f"layer {name} keeps its KV as {type(spec).__name__}, and kvferry moves full attention only (a sliding window"
+        " as long as --max-model-len is full attention)"
     )
 
 

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorWorkerMetadata,
 )
@@ -40,21 +39,36 @@ class StepMetadata(KVConnectorMetadata):
     @property
     def has_work(self) -> bool:
         """Whether a worker has anything to do in this step."""
-        told = (self.loads, self.step_loads, self.refused, self.not_held, self.forgotten)
-        return self.computes or self.plan is not None or any(told)
+        notices = (self.loads, self.step_loads, self.refused, self.not_held, self.forgotten)
+        return self.computes or self.plan is not None or any(notices)
+
+
+@dataclass(frozen=True)
+class WorkerFacts:
+    """What the scheduler side is built from, and what is only known beside the KV cache."""
+
+    layout: KVLayout
+    address: dict[str, Any] | None
+    is_alone: bool = True
+    """Whether this vLLM has no other connector."""
+    hands_off: bool = True
+    """Whether hand-offs are this connector's, and not those of another one beside it."""
 
 
 @dataclass
 class RankReport:
     """What one worker side reports. `transfers`: an encoded `TransferReport`, empty if there is none. It is encoded
-    because vLLM pickles what it carries, and errors keep their content only in kvferry's own encoding."""
+    because vLLM pickles what it carries, and errors keep their content only in kvferry's own encoding. `facts`: in the
+    first report only. They do not come with vLLM's handshake, because vLLM's MultiConnector has one handshake for all
+    of its children, and some of vLLM's own connectors accept no other than theirs."""
 
     rank: int
     transfers: bytes = b""
     store: StoreEvents = field(default_factory=StoreEvents)
+    facts: WorkerFacts | None = None
 
     def __bool__(self) -> bool:
-        return bool(self.transfers or self.store)
+        return bool(self.transfers or self.store or self.facts)
 
 
 @dataclass
@@ -68,21 +82,3 @@ class WorkerReports(KVConnectorWorkerMetadata):
         if not isinstance(other, WorkerReports):
             raise TypeError(f"reports of kvferry's workers cannot be joined with a {type(other).__name__}")
         return WorkerReports([*self.ranks, *other.ranks])
-
-
-@dataclass(frozen=True)
-class WorkerFacts:
-    """What the scheduler side is built from, and what is only known beside the KV cache."""
-
-    layout: KVLayout
-    address: dict[str, Any] | None
-    is_alone: bool = True
-    """Whether this vLLM has no other connector."""
-
-
-@dataclass
-class Handshake(KVConnectorHandshakeMetadata):
-    """Worker → scheduler, once, before any request. vLLM's MultiConnector passes only one child's handshake to all
-    children: so it contains the facts of all of kvferry's connectors in this worker, by `AdapterSettings.key`."""
-
-    facts: dict[str, WorkerFacts]

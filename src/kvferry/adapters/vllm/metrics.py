@@ -15,6 +15,7 @@ from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
+from kvferry.connectors.api import gauges_of
 from kvferry.connectors.registry import find_connector
 from kvferry.core.transfer_config import KVTransferConfig
 from kvferry.observe.figures import split_figure
@@ -25,7 +26,7 @@ PREFIX = "vllm:kvferry_"
 
 @dataclass
 class KvferryStats(KVConnectorStats):
-    """The latest values."""
+    """The latest values of a connector's metrics, as vLLM collects them."""
 
     data: dict[str, dict[str, dict[str, float]]] = field(default_factory=dict)
     """{side: {rank: {name: value}}}"""
@@ -64,7 +65,7 @@ class Meter:
         self._last: dict[str, float] = {}
 
     def read(self, side: str, figures: dict[str, float]) -> KvferryStats | None:
-        """None: unchanged."""
+        """The figures as vLLM takes them; None if they have not changed since the last call."""
         if figures == self._last:
             return None
         self._last = figures
@@ -84,7 +85,7 @@ class KvferryPromMetrics(KVConnectorPromMetrics):
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         self._connector_name = connector_name
-        self._gauges = gauges_of(connector_name)
+        self._gauges = gauges_of_connector(connector_name)
         self._labelnames = [*labelnames, "side", "kind"]
         self._latest: dict[int, KvferryStats] = {}
         self._families: dict[str, Any] = {}
@@ -124,10 +125,10 @@ def _growth(before: float, now: float) -> float:
     return now - before if now >= before else now
 
 
-def gauges_of(connector_name: str) -> frozenset[str]:
+def gauges_of_connector(connector_name: str) -> frozenset[str]:
     """The names in a connector's statistics that are gauges."""
     spec = find_connector(KVTransferConfig(kv_connector=connector_name))
-    return spec.scheduler_class().gauges | spec.worker_class().gauges
+    return gauges_of(spec.scheduler_class()) | gauges_of(spec.worker_class())
 
 
 def metric_name(connector_name: str, name: str) -> str:

@@ -96,7 +96,7 @@ class _Shown:
 
     @property
     def prefill_result(self) -> PrefillResult | None:
-        """The whole request's."""
+        """The prefill result of the whole request."""
         return self._view.prefill_result
 
 

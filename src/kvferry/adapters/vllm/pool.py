@@ -21,7 +21,7 @@ from kvferry.transport.shared_memory import SharedSegment
 log = logging.getLogger(__name__)
 
 _segments: dict[int, PooledSegment] = {}
-"""By address. Several connectors of one vLLM share one."""
+"""The segments of this process by their address. Several connectors of one vLLM share a segment."""
 
 
 class PooledSegment:

@@ -37,8 +37,8 @@ class RequestAdapter:
         self.hand_off: HandOff = self._parse(request.kv_transfer_params) if hand_off else None
         self.asked: tuple[int, Hit] | None = None
         """The last answer of `match`: the number of computed tokens then, and the hit."""
-        self.refused = self.failed = self.complained = False
-        """That the answer was: a load which must fail; that a load has failed; that its error was told."""
+        self.refused = self.failed = self.is_logged = False
+        """Whether the answer was a load that must fail; whether a load has failed; whether its error was logged."""
         self._block_size, self._fingerprint = block_size, model_fingerprint
         self._hashes: list[BlockHash] | None = None
 
@@ -90,7 +90,7 @@ class RequestAdapter:
 
     @property
     def tokens(self) -> Sequence[int]:
-        """Prompt and answer."""
+        """The tokens of prompt and answer."""
         return self.request.all_token_ids if self._is_named else ()
 
     @property
@@ -100,7 +100,7 @@ class RequestAdapter:
 
     @property
     def finish_reason(self) -> str | None:
-        """As in the API's answer; None while it runs, and if nothing of it must be kept."""
+        """The finish reason of the API's answer; None while the request runs, and if nothing of it may be kept."""
         reason = self.request.get_finished_reason() if self.unnamed is None else None
         return None if reason is None else str(reason)
 

@@ -28,8 +28,8 @@ from kvferry.models.digest_cache import FileState
 
 log = logging.getLogger(__name__)
 
-MAX_TOLD = 256
-"""Reasons that are logged; a client may think of many."""
+MAX_LOGGED = 256
+"""Most reasons that are logged; clients can cause any number."""
 _NAMED = "\0"
 """Begins the salt of a request with more than a `cache_salt`."""
 
@@ -43,7 +43,7 @@ class Salts:
     def __init__(self, lora_config: Any = None) -> None:
         self._adapters = LoraAdapters()
         self._lora_settings = changed_settings(lora_config) if lora_config is not None else {}
-        self._told: set[str] = set()
+        self._logged: set[str] = set()
         if lora_config is not None:
             _watch_loads(self._adapters)
 
@@ -53,19 +53,19 @@ class Salts:
         try:
             return self._of(request)
         except InvalidRequest as why:
-            return self._tell(why)
+            return self._log_once(why)
 
     def doubt(self, lora: Any) -> InvalidRequest | None:
         """Why it is no longer certain with which content of its adapter vLLM computes a request, if so."""
         try:
             self._adapters.content(lora)
         except InvalidRequest as why:
-            return self._tell(why)
+            return self._log_once(why)
         return None
 
-    def _tell(self, why: InvalidRequest) -> InvalidRequest:
-        if (text := str(why)) not in self._told and len(self._told) < MAX_TOLD:
-            self._told.add(text)
+    def _log_once(self, why: InvalidRequest) -> InvalidRequest:
+        if (text := str(why)) not in self._logged and len(self._logged) < MAX_LOGGED:
+            self._logged.add(text)
             log.warning("%s", text)
         return why
 
@@ -159,9 +159,9 @@ class LoraAdapters:
         except OSError as error:
             self._uncertain[key] = f"its files cannot be read: {error}"
 
-    def look(self, lora: Any) -> None:
+    def note(self, lora: Any) -> None:
         """Note what vLLM is about to load, or has loaded."""
-        with suppress(InvalidRequest):  # told with its first request
+        with suppress(InvalidRequest):  # logged with its first request
             self.content(lora)
 
 
@@ -181,11 +181,11 @@ def _watch_loads(adapters: LoraAdapters) -> None:
     @wraps(load)
     def watched(self: Any, lora_request: Any) -> bool:
         for one in _watching:
-            one.look(lora_request)
+            one.note(lora_request)
         try:
             return load(self, lora_request)
         finally:
             for one in _watching:
-                one.look(lora_request)
+                one.note(lora_request)
 
     EngineCore.add_lora = watched

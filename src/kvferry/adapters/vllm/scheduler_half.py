@@ -31,6 +31,7 @@ from kvferry.connectors.api import (
     Failed,
     Hit,
     Hold,
+    KeepsBlocks,
     Loaded,
     Miss,
     Pending,
@@ -41,6 +42,7 @@ from kvferry.connectors.api import (
     StepPlan,
     StepView,
     TransferEvent,
+    statistics_of,
 )
 from kvferry.connectors.ranks import RankReports
 from kvferry.connectors.report_codec import decode_report
@@ -99,6 +101,8 @@ class SchedulerHalf:
         self._reloading: dict[str, RequestAdapter] = {}
         """Requests with which vLLM loads their LoRA adapter again in each step."""
         self._loading: set[str] = set()
+        self._pending: set[str] = set()
+        """Requests that wait, with no blocks, until the workers report something."""
         self._cancelling: set[str] = set()
         self._next = StepMetadata(None, computes=False)
         self._reports = RankReports(layout.tp_size)
@@ -126,8 +130,11 @@ class SchedulerHalf:
         view.look()
         error = view.error or view.unnamed
         answer = Miss(error) if error is not None else self.side.match(main.shown, num_computed_tokens)
+        self._pending.discard(view.request_id)
         match answer:
-            case Pending():
+            case Pending(is_reported):
+                if is_reported:
+                    self._pending.add(view.request_id)
                 return None, False
             case Miss(error):
                 return self._missed(view, error, num_computed_tokens)
@@ -135,10 +142,11 @@ class SchedulerHalf:
                 return self._found(view, answer, num_computed_tokens)
 
     def _missed(self, view: RequestAdapter, error: KvferryError | None, num_computed_tokens: int) -> tuple[int, bool]:
-        """With the policy "fail", KV that was promised and cannot be loaded is reported as a load that fails."""
+        """The answer to vLLM if there is nothing to load: with the policy "fail", KV that was promised and cannot be
+        loaded is reported as a load that fails."""
         if error is None or (error is view.unnamed and not view.promised):
             return 0, False
-        self._complain(view, error)
+        self._log_failure(view, error)
         must_fail = view.promised and self._settings.transfer.kv_load_failure_policy == "fail"
         view.refused = must_fail
         return (view.request.num_tokens - num_computed_tokens, True) if must_fail else (0, False)
@@ -152,11 +160,11 @@ class SchedulerHalf:
         view.asked = (num_computed_tokens, hit)
         return hit.num_tokens, hit.num_tokens > 0 and not hit.layerwise
 
-    def _complain(self, view: RequestAdapter, error: KvferryError) -> None:
-        if not view.complained:
-            view.complained = True
+    def _log_failure(self, view: RequestAdapter, error: KvferryError) -> None:
+        if not view.is_logged:
+            view.is_logged = True
             self.num_failures[type(error).__name__] += 1
-            level = logging.WARNING if error is not view.unnamed else logging.DEBUG  # told once for all of them
+            level = logging.WARNING if error is not view.unnamed else logging.DEBUG  # logged once for all of them
             log.log(level, "request %s: its KV cannot be loaded: %s", view.request_id, error)
 
     def allocated(self, request: Any, block_ids: Sequence[Sequence[int]], num_external_tokens: int) -> None:
@@ -193,7 +201,7 @@ class SchedulerHalf:
 
     def _refuse(self, view: RequestAdapter) -> None:
         """Make the load fail at once: vLLM then computes the request or ends it, depending on its policy."""
-        self._complain(view, TransferError("vLLM reserved no block in a sliding window"))
+        self._log_failure(view, TransferError("vLLM reserved no block in a sliding window"))
         view.failed = True
         self._next.refused.add(view.request_id)
 
@@ -207,6 +215,7 @@ class SchedulerHalf:
         if found is None:
             return False, None
         self._reloading.pop(request.request_id, None)
+        self._pending.discard(request.request_id)
         found.view.look()
         name = found.view.request_id
         verdicts = [self.side.finish(part.shown, part.blocks(block_ids)) for part in found.parts]
@@ -237,19 +246,19 @@ class SchedulerHalf:
         view = StepView(list(self._chunks(step)), preempted)
         metadata, self._next = self._next, StepMetadata(None, computes=False)
         metadata.plan, metadata.computes = self.side.plan(view), step.total_num_scheduled_tokens > 0
-        metadata.wait_s = 0.0 if metadata.computes or not self._only_loads else self._idle.longest_s
+        metadata.wait_s = 0.0 if metadata.computes or not self._only_waits else self._idle.longest_s
         self._expect_events(metadata.plan)
         self._idle.step(has_work=bool(self._requests) or metadata.has_work or self.side.has_work())
         return metadata
 
     @property
-    def _only_loads(self) -> bool:
-        """Whether there are requests, and all of them wait for the end of a load."""
-        return bool(self._requests) and self._requests.keys() <= self._loading
+    def _only_waits(self) -> bool:
+        """Whether there are requests, and all of them wait for what the workers will report."""
+        return bool(self._requests) and self._requests.keys() <= self._loading | self._pending
 
     def _expect_events(self, plan: StepPlan | None) -> None:
         """Expect reports about the blocks that the plan saves."""
-        if self.events is not None:
+        if self.events is not None and isinstance(self.side, KeepsBlocks):
             for name, hashes in self.side.saves(plan):
                 self.events.saving(self._requests[name].view, hashes)
 
@@ -298,7 +307,7 @@ class SchedulerHalf:
 
     def _load_ended(self, name: str) -> None:
         """A load has ended on all ranks, and its request continues: what is released for it from now on are blocks that
-        it held at its end. (If it was given up, the workers have yet to be told.)"""
+        it held at its end. (If it was given up, the workers do not know yet.)"""
         if name in self._loading and name in self._requests:
             self._loading.discard(name)
             self._next.forgotten.add(name)
@@ -319,7 +328,7 @@ class SchedulerHalf:
     def statistics(self) -> dict[str, float]:
         """The scheduler side's own, and `lost_<error>`: loads that were not possible, by kind of error."""
         failures = {f"lost_{kind}": float(count) for kind, count in self.num_failures.items()}
-        return self.side.statistics() | failures
+        return statistics_of(self.side) | failures
 
     def has_work(self) -> bool:
         """Whether steps are needed although no request is left: for a plan, the end of a load that was given up, or

@@ -1,19 +1,23 @@
-"""What several connectors of kvferry's in one vLLM (in vLLM's MultiConnector) must agree on.
+"""What several connectors in one vLLM (in vLLM's MultiConnector) must agree on.
 
 Owns the registers of them in this process, by engine id.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from kvferry.adapters.vllm.idle import IdlePause, PauseUser
-from kvferry.adapters.vllm.messages import WorkerFacts
 from kvferry.adapters.vllm.salts import Salts
 from kvferry.adapters.vllm.settings import AdapterSettings
+from kvferry.connectors.registry import find_connector
 from kvferry.core.errors import ConfigError
+
+THEIR_HAND_OFFS = ("NixlConnector", "NixlPullConnector", "NixlPushConnector", "MooncakeConnector", "MoRIIOConnector")
+"""vLLM's own connectors that make tickets."""
 
 _hand_offs: dict[str, object] = {}
 _allocations: dict[str, object] = {}
-_workers: dict[str, dict[str, WorkerFacts]] = {}
 _pauses: dict[str, IdlePause] = {}
 _salts: dict[str, Salts] = {}
 
@@ -31,19 +35,20 @@ def claim_hand_offs(connector: object, settings: AdapterSettings) -> None:
         )
 
 
+def hands_off(connector: object, settings: AdapterSettings, others: Iterable[object]) -> bool:
+    """Whether this connector makes tickets: a cache beside one of vLLM's that does is a cache only. Raises
+    `ConfigError` if neither is a cache."""
+    theirs = next((type(other).__name__ for other in others if type(other).__name__ in THEIR_HAND_OFFS), None)
+    if theirs is None or not settings.options.hand_off:
+        return settings.options.hand_off
+    if not find_connector(settings.transfer).keeps_blocks:
+        raise ConfigError(f"{theirs} and {type(connector).__name__} would both hand requests off; do without one")
+    return False
+
+
 def claims_allocation(connector: object, settings: AdapterSettings) -> bool:
     """Whether this connector provides the memory of the KV cache: the first one that asks."""
     return _allocations.setdefault(settings.transfer.engine_id, connector) is connector
-
-
-def add_worker(settings: AdapterSettings, facts: WorkerFacts) -> None:
-    """Register a worker half that is ready."""
-    _workers.setdefault(settings.transfer.engine_id, {})[settings.key] = facts
-
-
-def worker_facts(settings: AdapterSettings) -> dict[str, WorkerFacts]:
-    """The facts of all worker halves of this engine in this process, by `AdapterSettings.key`."""
-    return dict(_workers.get(settings.transfer.engine_id, {}))
 
 
 def pause_user(settings: AdapterSettings, longest_s: float) -> PauseUser:
@@ -62,6 +67,5 @@ def forget(connector: object, settings: AdapterSettings) -> None:
     for claims in (_hand_offs, _allocations):
         if claims.get(engine_id) is connector:
             del claims[engine_id]
-    _workers.pop(engine_id, None)
     _pauses.pop(engine_id, None)
     _salts.pop(engine_id, None)

@@ -17,10 +17,11 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import torch
 
 from kvferry.adapters.vllm import pool
@@ -31,12 +32,15 @@ from kvferry.adapters.vllm.messages import RankReport, StepMetadata, WorkerFacts
 from kvferry.adapters.vllm.parts import by_group
 from kvferry.adapters.vllm.settings import AdapterSettings, publishes_events
 from kvferry.connectors.api import (
+    ByLayers,
     ConnectorContext,
     Failed,
     Loaded,
     Prefilled,
     Released,
+    ServesPeers,
     StepPlan,
+    StoresBlocks,
     TransferEvent,
     TransferReport,
     WorkerSide,
@@ -54,7 +58,7 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class StepResults:
-    """What vLLM is told after a step; the fields have vLLM's names."""
+    """What vLLM gets after a step; the fields have vLLM's names."""
 
     rank_report: RankReport
     finished_sending: set[str] = field(default_factory=set)
@@ -80,7 +84,7 @@ class _Progress:
     """A mark after all work of earlier steps."""
     started: bool = False
     marks: defaultdict[int, list[DeviceMark]] = field(default_factory=lambda: defaultdict(list))
-    """By slot, the marks of its computed layers; several for one layer if vLLM runs a step in micro-batches."""
+    """The marks of the computed layers of each slot; several for one layer if vLLM runs a step in micro-batches."""
 
 
 class WorkerHalf:
@@ -92,17 +96,21 @@ class WorkerHalf:
         self._num_slots = len(shape.widest.layer_names)
         self._num_layers = Counter(self._slots.values())
         self._joined = RankReports(len(shape.groups))
+        self._unended: dict[str, Failed] = {}
+        """Loads that have failed, by the name under which their blocks are kept aside."""
         self._progress: _Progress | None = None
         self._loads: dict[str, _Load] = {}
         self._step_loads: dict[str, list[int]] = {}
         self._device: Device = Host()
         self._segment: pool.PooledSegment | None = None
-        self._events: WorkerSide[StepPlan] | None = None
+        self._events: StoresBlocks | None = None
         self._clock = SystemClock()
         self._news = threading.Event()
         """Set when the worker side has something to report."""
         self.side: WorkerSide[StepPlan] | None = None
         self.facts: WorkerFacts
+        self._untold: WorkerFacts | None = None
+        """`facts`, until they are reported."""
 
     # Life.
 
@@ -113,9 +121,10 @@ class WorkerHalf:
         kv_caches: Mapping[str, torch.Tensor],
         *,
         is_alone: bool = True,
+        hands_off: bool = True,
     ) -> None:
-        """The KV cache is allocated: build the worker side on it. `is_alone`: there is no other connector in this vLLM.
-        Raises `ConfigError` if the cache cannot be moved."""
+        """The KV cache is allocated: build the worker side on it. `is_alone`, `hands_off`: see `WorkerFacts`. Raises
+        `ConfigError` if the cache cannot be moved."""
         kv_caches = {name: kv_caches[name] for name in self._shape.layer_names}
         fingerprint = model_fingerprint(vllm_config, self._settings.options.model_fingerprint)
         layout = kv_layout(vllm_config, self._shape, kv_caches, fingerprint, self._rank)
@@ -130,11 +139,12 @@ class WorkerHalf:
         side = find_connector(self._settings.transfer).build_worker_side(context)
         side.register(memory)
         side.on_report(self._news.set)
-        if publishes_events(vllm_config):
+        if publishes_events(vllm_config) and isinstance(side, StoresBlocks):
             side.watch_store()
             self._events = side
         self.side = side
-        self.facts = WorkerFacts(layout, side.address(), is_alone)
+        where = side.address() if isinstance(side, ServesPeers) else None
+        self.facts = self._untold = WorkerFacts(layout, where, is_alone, hands_off)
         log.info(
             "%s: %d blocks of %d bytes in %s, %s",
             self._settings.transfer.kv_connector,
@@ -152,9 +162,15 @@ class WorkerHalf:
 
     # Steps.
 
+    @property
+    def _layers(self) -> ByLayers:
+        """What is called around each layer: nothing, of a worker side that does not work by layers."""
+        side = self.side
+        return side if side is not None and isinstance(side, ByLayers) else ByLayers()
+
     def withdraw(self, step: StepMetadata) -> None:
         """Withdraw what was announced of blocks that no longer belong to their request."""
-        if step.plan is not None and self.side is not None:
+        if step.plan is not None and self.side is not None and isinstance(self.side, ServesPeers):
             self.side.withdraw(step.plan)
 
     def start(self, step: StepMetadata) -> None:
@@ -171,7 +187,7 @@ class WorkerHalf:
             self.side.start(step.plan)
         if self._device.runs_behind and step.step_loads:
             for slot in range(self._num_slots):
-                self.side.wait_layer(slot)
+                self._layers.wait_layer(slot)
 
     def wait_layer(self, step: StepMetadata, layer_name: str) -> None:
         """Called before a layer's attention; on the CPU, blocks until the layer is loaded."""
@@ -181,7 +197,7 @@ class WorkerHalf:
         self._progress_of(step)
         if not self._device.runs_behind:
             self.start(step)
-            self.side.wait_layer(slot)
+            self._layers.wait_layer(slot)
 
     def save_layer(self, step: StepMetadata, layer_name: str) -> None:
         """Called after a layer's attention. A slot is complete when its layers of all groups are."""
@@ -192,17 +208,17 @@ class WorkerHalf:
         progress.marks[slot].append(self._device.mark())
         if not self._device.runs_behind and len(progress.marks[slot]) == self._num_layers[slot]:
             self.start(step)
-            self.side.save_layer(slot)
+            self._layers.save_layer(slot)
 
     def end_step(self, step: StepMetadata) -> None:
         """Called after the model has run: announce the layers for which there was no call."""
         if self.side is None or not step.computes:
             return
         if step.plan is not None:
-            self._save_rest(self._progress_of(step), self.side)
+            self._save_rest(self._progress_of(step))
         self.side.flush()
 
-    def _save_rest(self, progress: _Progress, side: WorkerSide[StepPlan]) -> None:
+    def _save_rest(self, progress: _Progress) -> None:
         """Announce them in the order in which the device computes them."""
         ended = self._device.mark()
         for slot in range(self._num_slots):
@@ -212,7 +228,7 @@ class WorkerHalf:
                 continue  # announced when it was written
             for mark in marks if is_whole else [ended]:
                 mark.wait()
-            side.save_layer(slot)
+            self._layers.save_layer(slot)
 
     def _progress_of(self, step: StepMetadata) -> _Progress:
         if self._progress is None or self._progress.step is not step:
@@ -221,7 +237,8 @@ class WorkerHalf:
 
     def report(self, step: StepMetadata | None) -> StepResults:
         """What has happened since the last report."""
-        results = StepResults(RankReport(self._rank))
+        results = StepResults(RankReport(self._rank, facts=self._untold))
+        self._untold = None
         if step is not None:
             results.finished_recving |= step.refused
             results.failed_recving |= step.refused
@@ -229,8 +246,8 @@ class WorkerHalf:
         self._forget(name for name in forgotten if name in self._loads and self._loads[name].reported)
         if self.side is not None:
             # Another rank may load longer than this one.
-            is_loading = not all(load.reported for load in self._loads.values())
-            found = self._poll(self.side, step.wait_s if step is not None and is_loading else 0.0)
+            is_over = self._loads and all(load.reported for load in self._loads.values())
+            found = self._poll(self.side, step.wait_s if step is not None and not is_over else 0.0)
             self._sort(self._of_requests(found, step), results)
         if self._events is not None:
             results.rank_report.store = self._events.store_events()
@@ -242,11 +259,27 @@ class WorkerHalf:
         deadline = self._clock.monotonic() + wait_s
         while True:
             self._news.clear()
-            # Without P's first token: vLLM's D samples it itself.
-            found: TransferReport = [event for event in side.poll() if not isinstance(event, Prefilled)]
+            found = list(self._as_vllm_hears_it(side.poll()))
             left_s = deadline - self._clock.monotonic()
             if found or left_s <= 0 or not self._news.wait(left_s):
                 return found
+
+    def _as_vllm_hears_it(self, report: TransferReport) -> Iterator[TransferEvent]:
+        """Without P's first token, as vLLM's D samples it itself. vLLM gives no request other blocks: one whose blocks
+        may still be written to has not failed yet."""
+        for event in report:
+            match event:
+                case Failed(kept_as=name) if name:
+                    self._unended[name] = event
+                case Released(name) if name in self._unended:
+                    yield msgspec.structs.replace(self._unended.pop(name), kept_as="")
+                case Released(request_id):
+                    self._unended = {name: one for name, one in self._unended.items() if one.request_id != request_id}
+                    yield event
+                case Prefilled():
+                    pass
+                case _:
+                    yield event
 
     def _forget(self, names: Iterable[str]) -> None:
         for name in list(names):

@@ -20,8 +20,8 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class _Choice:
-    """Of one request: what was decided about so many blocks, of so many tokens with what is behind them, and the runs
-    that are loaded, since when (monotonic, s)."""
+    """The choice for one request: what was decided, for how many blocks, and for how many tokens with those behind the
+    blocks; the runs that are loaded, and since when (monotonic, s)."""
 
     decision: LoadDecision | None = None
     num_blocks: int = 0
@@ -79,7 +79,7 @@ class LoadChoice:
             self._policy.took(choice.decision, choice.num_blocks)
 
     def loaded(self, request_id: str, seconds: float | None) -> None:
-        """They are there."""
+        """The blocks of the load have arrived, after so many seconds of reading; None: not measured."""
         choice = self._choices.pop(request_id, None)
         if choice is not None and seconds is not None:
             self._policy.loaded(choice.loads, seconds, self._clock.monotonic())

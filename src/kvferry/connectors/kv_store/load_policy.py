@@ -181,7 +181,7 @@ class LoadPolicy:
         return self._prefill.is_known and all(now - pace.measured_at <= STALE_S for pace in paces)
 
     def _prefixes(self, runs: Sequence[Run], num_rest_tokens: int) -> list[LoadDecision]:
-        """To load the runs before each border between tiers, and to compute from there on."""
+        """The decisions to load the runs before each border between tiers, and to compute from there on."""
         num_left = sum(run.num_blocks for run in runs)
         found, last = [], 0
         for index, run in enumerate(runs):
@@ -215,7 +215,7 @@ class LoadPolicy:
         return sum(self._pace(tier).seconds(size) for tier, size in self._sizes(runs).items())
 
     def _sizes(self, runs: Sequence[Run]) -> dict[int, int]:
-        """Bytes by tier."""
+        """The bytes of the runs, by tier."""
         sizes: Counter[int] = Counter()
         for run in runs:
             sizes[run.tier] += run.num_blocks * self._block_bytes

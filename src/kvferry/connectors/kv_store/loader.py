@@ -12,11 +12,11 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
 
-from kvferry.connectors.api import Failed, Loaded, Prefilled, Released
+from kvferry.connectors.api import Failed, Loaded, Prefilled, Released, Reports
 from kvferry.connectors.kv_store.plan import LoadBlocks
-from kvferry.connectors.kv_store.reports import ReportBox
 from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.core.errors import KvferryError, StoreError, TransferTimeout
 from kvferry.store.base import KVStore, Read
@@ -33,133 +33,133 @@ LayerViews = Callable[[int, Sequence[int]], list[memoryview]]
 """(layer, block ids) → where each block's bytes of that layer lie."""
 
 
+@dataclass(eq=False)
 class _Load:
-    """One request's load."""
+    """One request's load. `seconds`: how long reading took, without the wait for its turn."""
 
-    def __init__(self, load: LoadBlocks) -> None:
-        self.load = load
-        self.cancelled = False
-        self.error: KvferryError | None = None
-        self.seconds: float | None = None
-        """How long reading took, without the wait for its turn."""
-        self.future: Future[None] | None = None
+    load: LoadBlocks
+    error: KvferryError | None = None
+    seconds: float | None = None
+    is_cancelled: bool = False
+    task: asyncio.Task[None] | None = None
 
 
 class LayerwiseStep:
-    """The layerwise loads of one step, read layer by layer across all of them."""
+    """The layerwise loads of one step, read layer by layer across all of them, and waited for on the engine's
+    thread."""
 
-    def __init__(self, loads: Sequence[_Load]) -> None:
-        self.loads = loads
-        self._changed = threading.Condition()
-        self._num_ready = 0
-        self._over = False
+    def __init__(self, loads: Sequence[LoadBlocks]) -> None:
+        self.loads = [_Load(load) for load in loads]
         self.is_given_up = False
         """On the loop: whether nothing may be written to its blocks any more."""
+        self._changed = threading.Condition()
+        self._num_ready = 0.0
 
-    def layer_is_ready(self) -> None:
-        """One more layer of all loads is in, or given up."""
+    def ready(self, num_layers: float) -> None:
+        """So many layers of all loads are in, or given up. Infinity: nothing is written any more."""
         with self._changed:
-            self._num_ready += 1
-            self._changed.notify_all()
-
-    def is_over(self) -> None:
-        """Nothing is written any more."""
-        with self._changed:
-            self._over = True
+            self._num_ready = num_layers
             self._changed.notify_all()
 
     def wait_layer(self, layer: int) -> None:
         """Wait until the layer is in, or the loads are over; each load bounds itself by its deadline."""
         with self._changed:
-            self._changed.wait_for(lambda: self._over or self._num_ready > layer)
+            self._changed.wait_for(lambda: self._num_ready > layer)
 
     def failed(self) -> set[str]:
-        """Wait for the end; the requests whose KV did not come."""
+        """Wait for the end. Returns the requests whose KV did not come."""
         with self._changed:
-            self._changed.wait_for(lambda: self._over)
+            self._changed.wait_for(lambda: self._num_ready == float("inf"))
         return {load.load.request_id for load in self.loads if load.error is not None}
 
 
 class StoreLoader:
-    """See the module. Used by the engine's thread; the store is asked on `loop`."""
+    """See the module. Called by the engine's thread; the store is asked on `loop`."""
 
     def __init__(
-        self, store: KVStore, loop: TransferLoop, views: LayerViews, num_layers: int, timeout_s: float
+        self,
+        store: KVStore,
+        loop: TransferLoop,
+        views: LayerViews,
+        num_layers: int,
+        timeout_s: float,
+        reports: Reports,
     ) -> None:
-        self.box = ReportBox()
         self._store, self._loop, self._views, self._num_layers = store, loop, views, num_layers
-        self._timeout_s = timeout_s
+        self._timeout_s, self._reports = timeout_s, reports
         self._turns = asyncio.Semaphore(NUM_AT_A_TIME)
-        self._lock = threading.Lock()
         self._loads: dict[str, _Load] = {}
         self._counts: Counter[str] = Counter()
-        self._left: set[asyncio.Task[None]] = set()
-        """Reads of steps that were given up, until they end."""
+        self._tasks: set[asyncio.Task[None]] = set()
+        """Steps and their reads, until they end, which may be long after they were given up."""
 
     def start(self, load: LoadBlocks) -> None:
         """Read a request's blocks."""
-        begun = self._begin(load)
-        begun.future = self._loop.submit(self._run(begun))
+        self._loop.call(partial(self._start, _Load(load)))
 
     def start_layerwise(self, loads: Sequence[LoadBlocks]) -> LayerwiseStep:
         """Read the blocks of several requests, layer by layer."""
-        step = LayerwiseStep([self._begin(load) for load in loads])
-        self._loop.submit(self._run_layerwise(step))
+        step = LayerwiseStep(loads)
+        self._loop.call(partial(self._start_layerwise, step))
         return step
 
     def cancel(self, request_id: str) -> None:
-        """Stop a load; its request is reported `released` when nothing more is written, also if it has ended."""
-        with self._lock:
-            load = self._loads.get(request_id)
-            if load is not None:
-                load.cancelled = True
-        if load is None:
-            self.box.add(Released(request_id))
-        elif load.future is not None:
-            load.future.cancel()
+        """Stop a load; its request is reported `Released` when nothing more is written, also if it has ended."""
+        self._loop.call(partial(self._cancel, request_id))
 
     def is_empty(self) -> bool:
-        """Whether no load is under way and no report waits."""
-        with self._lock:
-            return not (self._loads or self.box)
+        """Whether no load is under way."""
+        return not self._loads
 
     def statistics(self) -> dict[str, float]:
         """Loads under way, done, and failed by kind of error."""
-        with self._lock:
-            counts = {name: float(count) for name, count in self._counts.items()}
-            return {"num_loading": float(len(self._loads)), **counts}
+        counts = {name: float(count) for name, count in self._counts.copy().items()}
+        return {"num_loading": float(len(self._loads)), **counts}
 
     def close(self) -> None:
         """Stop all loads."""
-        with self._lock:
-            loads = list(self._loads.values())
-        for load in loads:
-            load.cancelled = True
-            if load.future is not None:
-                load.future.cancel()
-
-    def _begin(self, load: LoadBlocks) -> _Load:
-        begun = _Load(load)
-        with self._lock:
-            self._loads[load.request_id] = begun
-        return begun
+        for request_id in list(self._loads):
+            self.cancel(request_id)
 
     # On the loop.
+
+    def _start(self, load: _Load) -> None:
+        self._loads[load.load.request_id] = load
+        load.task = asyncio.create_task(self._run(load))
+        load.task.add_done_callback(lambda task: self._ended(load))  # also if it was cancelled before it began
+
+    def _start_layerwise(self, step: LayerwiseStep) -> None:
+        self._loads |= {load.load.request_id: load for load in step.loads}
+        self._keep(asyncio.create_task(self._run_layerwise(step)))
+
+    def _cancel(self, request_id: str) -> None:
+        load = self._loads.get(request_id)
+        if load is None:
+            self._reports.add(Released(request_id))
+            return
+        load.is_cancelled = True
+        if load.task is not None:
+            load.task.cancel()
+
+    def _keep(self, task: asyncio.Task[None]) -> asyncio.Task[None]:
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
 
     async def _run(self, load: _Load) -> None:
         try:
             async with asyncio.timeout(self._timeout_s), self._turns:
                 begun = SYSTEM_CLOCK.monotonic()
-                await self._read_blocks(load)
+                await self._read_blocks(load.load)
                 load.seconds = SYSTEM_CLOCK.monotonic() - begun
-        except asyncio.CancelledError:
-            load.cancelled = True
         except Exception as error:  # noqa: BLE001 - the task's outermost edge: the request must hear of it
             load.error = _as_ours(error)
-        self._end(load)
+        except asyncio.CancelledError:
+            load.is_cancelled = True
+            raise
 
     async def _run_layerwise(self, step: LayerwiseStep) -> None:
-        begun, reading = SYSTEM_CLOCK.monotonic(), asyncio.create_task(self._read_layers(step))
+        begun, reading = SYSTEM_CLOCK.monotonic(), self._keep(asyncio.create_task(self._read_layers(step)))
         try:
             done, _ = await asyncio.wait({reading}, timeout=self._timeout_s)
             if not done:
@@ -174,21 +174,19 @@ class StoreLoader:
             for load in step.loads:
                 load.error = load.error or _as_ours(error)
         step.is_given_up = True
-        if reading.cancel():  # it may be long in ending
-            self._left.add(reading)
-            reading.add_done_callback(self._left.discard)
+        reading.cancel()  # it may be long in ending
         for load in step.loads:
-            self._end(load)
-        step.is_over()
+            self._ended(load)
+        step.ready(float("inf"))
 
     async def _read_layers(self, step: LayerwiseStep) -> None:
         for layer in range(self._num_layers):
             for load in step.loads:
                 await self._read_layer(step, load, layer)
-            step.layer_is_ready()
+            step.ready(layer + 1)
 
-    async def _read_blocks(self, load: _Load) -> None:
-        wanted = list(zip(load.load.hashes, load.load.block_ids, strict=True))
+    async def _read_blocks(self, load: LoadBlocks) -> None:
+        wanted = list(zip(load.hashes, load.block_ids, strict=True))
         layers = range(self._num_layers)
         for first in range(0, len(wanted), BATCH_BLOCKS):
             part = wanted[first : first + BATCH_BLOCKS]
@@ -199,7 +197,7 @@ class StoreLoader:
             _require_all(await self._store.get(reads))
 
     async def _read_layer(self, step: LayerwiseStep, load: _Load, layer: int) -> None:
-        if load.cancelled or load.error is not None:
+        if load.is_cancelled or load.error is not None:
             return
         views = self._views(layer, load.load.block_ids)
         reads = [(name, memoryview(bytearray(len(view)))) for name, view in zip(load.load.hashes, views, strict=True)]
@@ -212,31 +210,25 @@ class StoreLoader:
             for view, (_, content) in zip(views, reads, strict=True):
                 copy_bytes(view, content)
 
-    def _end(self, load: _Load) -> None:
-        request_id = load.load.request_id
-        with self._lock:
-            del self._loads[request_id]
-            cancelled = load.cancelled
-            self._counts[_outcome(load)] += 1
-        if cancelled:
-            self.box.add(Released(request_id))
+    def _ended(self, load: _Load) -> None:
+        """Nothing is written to the load's blocks any more."""
+        request_id, result = load.load.request_id, load.load.prefill_result
+        del self._loads[request_id]
+        if load.is_cancelled:
+            self._counts["cancelled_loads"] += 1
+            self._reports.add(Released(request_id))
         elif load.error is not None:
-            self.box.add(Failed(request_id, load.error))
+            self._counts[f"failed_{type(load.error).__name__}"] += 1
+            self._reports.add(Failed(request_id, load.error))
         else:
-            result, loaded = load.load.prefill_result, Loaded(request_id, seconds=load.seconds)
-            self.box.add(*([Prefilled(request_id, result)] if result is not None else []), loaded)
+            self._counts["loads"] += 1
+            loaded = Loaded(request_id, seconds=load.seconds)
+            self._reports.add(*([Prefilled(request_id, result)] if result is not None else []), loaded)
 
 
 def _require_all(found: Sequence[bool]) -> None:
     if not all(found):
         raise StoreError("a block was evicted or damaged since it was looked for, or its store did not answer")
-
-
-def _outcome(load: _Load) -> str:
-    """For the counters."""
-    if load.cancelled:
-        return "cancelled_loads"
-    return "loads" if load.error is None else f"failed_{type(load.error).__name__}"
 
 
 def _as_ours(error: Exception) -> KvferryError:

@@ -1,7 +1,8 @@
 """Markers: notes in a store that say a hand-off's blocks are there.
 
 Each rank of the producer leaves one, in its own share of the store, when all blocks of a prompt are there; the consumer
-waits for all of them, and removes them once used. Those that nobody came for end by time.
+waits for all of them, and removes them once used. Those that nobody came for end by time. A producer that is about to
+leave one gives signs meanwhile, and is not waited for without.
 
 What lies in a store may be anybody's, and put back later: a marker is signed with the fleet's token under its transfer
 id, and says until when it holds and of which prompt it is. So whoever finds one too late, or under an id that was used
@@ -11,21 +12,29 @@ never change, and both have the same first token.
 
 from __future__ import annotations
 
+import asyncio
 import hmac
-from collections.abc import Sequence
+import secrets
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 import msgspec
 
+from kvferry.connectors.api import Saved
 from kvferry.core.clock import SYSTEM_CLOCK, Clock
 from kvferry.core.errors import KvferryError, LayoutMismatch, LeaseEnded, ProtocolError, StoreError
 from kvferry.core.hand_off import OTHER_PROMPT, PrefillResult, prefix_digests
 from kvferry.core.keys import derive
 from kvferry.core.layout import KVLayout
 from kvferry.store.base import KVStore
+from kvferry.store.tiers import TieredStore
 
 MARKER_S = 3600.0
 SKEW_S = 60.0
 """How much the clocks of two machines may differ."""
+SIGN_BYTES = 8
+SIGN_EVERY_S, SIGNS_S = 0.1, 2.0
+"""How often a producer gives a sign that it writes to the store, and for how long after the last thing."""
 _CODE_BYTES = 16
 
 
@@ -100,6 +109,55 @@ class Markers:
 
     def _code(self, name: str, body: bytes) -> bytes:
         return hmac.digest(self._key, name.encode() + b"\0" + body, "sha256")[:_CODE_BYTES]
+
+
+class MarkerProducer:
+    """Leaves markers, and gives signs while the producer writes, so that a consumer knows for how long to wait for one.
+    A store that takes nothing gets no signs. Used on the store's loop."""
+
+    def __init__(
+        self,
+        store: TieredStore,
+        markers: Markers,
+        engine_id: str,
+        *,
+        is_writing: Callable[[], bool],
+        report: Callable[[Saved], None],
+    ) -> None:
+        self._store, self._markers, self._engine_id = store, markers, engine_id
+        self._is_writing, self._report = is_writing, report
+        self._wrote_at = 0.0
+        self.signs: asyncio.Task[None] | None = None
+
+    def writes(self) -> None:
+        """The producer has something to write."""
+        self._wrote_at = SYSTEM_CLOCK.monotonic()
+        if self.signs is None or self.signs.done():
+            self.signs = asyncio.create_task(self._give_signs())
+
+    async def mark(self, marker: Marker) -> None:
+        """Leave a marker, and report which stores took it."""
+        try:
+            await self._markers.write(self._store, marker)
+        finally:
+            self._report(Saved(marker.transfer_id, self._store.takes()))
+
+    async def _give_signs(self) -> None:
+        name, gave = sign_of(self._engine_id), False
+        while self._is_writing() or SYSTEM_CLOCK.monotonic() < self._wrote_at + SIGNS_S:
+            await asyncio.sleep(SIGN_EVERY_S)
+            if self._store.takes():
+                with suppress(KvferryError):
+                    await self._store.write_note(name, secrets.token_bytes(SIGN_BYTES), 10 * SIGNS_S)
+                    gave = True
+        if gave:
+            with suppress(KvferryError):
+                await self._store.remove_note(name)
+
+
+def sign_of(engine_id: str) -> str:
+    """The name of the note that a producer changes all the time while it writes to the store."""
+    return f"{engine_id} writes"
 
 
 def _name(transfer_id: str, rank: int) -> str:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 import msgspec
 
 from kvferry.connectors.kv_store.markers import Marker
@@ -37,7 +35,7 @@ class FinishedRequest(msgspec.Struct, frozen=True, array_like=True):
     num_output_tokens: int
 
 
-class StorePlan(msgspec.Struct, frozen=True):
+class StorePlan(msgspec.Struct):
     """One step's work. `marks` go out after all blocks saved before; `forgets` are transfer ids that were used."""
 
     cancels: list[str] = []
@@ -47,22 +45,6 @@ class StorePlan(msgspec.Struct, frozen=True):
     forgets: list[str] = []
     finished: list[FinishedRequest] = []
 
-
-@dataclass
-class StoreWork:
-    """A `StorePlan` in the making: what has come up since the last one. The fields are the plan's."""
-
-    cancels: list[str] = field(default_factory=list)
-    loads: list[LoadBlocks] = field(default_factory=list)
-    saves: list[SaveBlocks] = field(default_factory=list)
-    marks: list[Marker] = field(default_factory=list)
-    forgets: list[str] = field(default_factory=list)
-    finished: list[FinishedRequest] = field(default_factory=list)
-
     def __bool__(self) -> bool:
-        """Whether it needs a plan now. Hints (`finished`) can wait for the next one."""
-        return any(value for name, value in vars(self).items() if name != "finished")
-
-    def plan(self) -> StorePlan:
-        """The plan."""
-        return StorePlan(**vars(self))
+        """Whether it is needed now. Hints (`finished`) can wait for the next one."""
+        return bool(self.cancels or self.loads or self.saves or self.marks or self.forgets)

@@ -13,15 +13,18 @@ import logging
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvferry.connectors.api import (
     ConnectorContext,
     Failed,
     Finish,
+    HandsOff,
     HasAnswer,
+    HasStatistics,
     Hit,
     Hold,
+    KeepsBlocks,
     Loaded,
     Match,
     Miss,
@@ -29,29 +32,31 @@ from kvferry.connectors.api import (
     Release,
     Released,
     RequestView,
+    Saved,
     ScheduledChunk,
     SchedulerSide,
     StepView,
     TransferReport,
 )
 from kvferry.connectors.kv_store.load_choice import LoadChoice
-from kvferry.connectors.kv_store.marker_waits import MarkerWaits
 from kvferry.connectors.kv_store.markers import MARKER_S, Marker, Markers, refusal_of
-from kvferry.connectors.kv_store.plan import FinishedRequest, LoadBlocks, SaveBlocks, StorePlan, StoreWork
+from kvferry.connectors.kv_store.plan import FinishedRequest, LoadBlocks, SaveBlocks, StorePlan
 from kvferry.connectors.kv_store.prober import Prober, StoreAnswer, StoreQuestion
-from kvferry.connectors.kv_store.settings import read_settings
+from kvferry.connectors.kv_store.settings import lossy_names, read_settings
 from kvferry.core.block_hash import BlockHash
 from kvferry.core.errors import (
     ConfigError,
     InvalidRequest,
     KvferryError,
     LeakError,
+    StoreError,
 )
 from kvferry.core.hand_off import Consume, PrefillResult, Produce, Ticket, prefix_digests
 from kvferry.core.instance_facts import TicketKinds
 from kvferry.core.kept import TierShare
 from kvferry.core.sharding import on_rank
 from kvferry.core.ticket_seal import TicketSealer
+from kvferry.core.transfer_config import KVTransferConfig
 from kvferry.store.base import part_of
 from kvferry.store.table import MAX_TIERS, ways_to_hand_off
 from kvferry.store.tiers import TieredStore
@@ -68,19 +73,19 @@ STALE_S = 5.0
 
 
 @dataclass
-class _Known:
+class _RequestState:
     """What is known of one request. `num_kept` blocks of the prompt are in the store, or on their way there.
 
-    `loading`: None before a load, then whether it is still under way. `believed`: a marker that was looked at and is of
+    `loading`: None before a load, then whether it is still under way. `verified`: a marker that was compared with
     this request, so that a long prompt that waits for blocks is not compared with it step by step.
     """
 
     num_kept: int = 0
     loading: bool | None = None
-    believed: Marker | None = None
+    verified: Marker | None = None
 
 
-class KVStoreSchedulerSide(SchedulerSide[StorePlan]):
+class KVStoreSchedulerSide(SchedulerSide[StorePlan], HandsOff, KeepsBlocks[StorePlan], HasStatistics):
     """Decides per request which full blocks of the prompt are saved and which are loaded, and leaves markers for hand-
     offs."""
 
@@ -103,40 +108,48 @@ class KVStoreSchedulerSide(SchedulerSide[StorePlan]):
         has_layers = all(spec.kind.has_layers for spec in specs)
         self._choice = LoadChoice(self._settings, context, has_layers=has_layers)
         self._is_shared = any(spec.kind.is_shared for spec in specs)
-        self._kinds = tuple(f"store: {way}" for way in ways_to_hand_off(specs, context.layout))
-        self._waits = MarkerWaits(self._settings.timeout_s)
+        self._ways = ways_to_hand_off(specs, context.layout)
+        self._kinds = tuple(f"store: {way}" for way in self._ways)
+        self._reached: list[str] | None = None
+        """The `_ways` by which the last hand-off could go; None: there was none."""
         self._sealer = TicketSealer(context.auth_token, context.clock)
-        self._work = StoreWork()
-        self._known: dict[str, _Known] = {}
+        self._work = StorePlan()
+        self._requests: dict[str, _RequestState] = {}
         self._cancelled: set[str] = set()
         self._used_by: dict[str, str] = {}
         self._marked: OrderedDict[str, None] = OrderedDict()
         self._wanted: OrderedDict[BlockHash, None] = OrderedDict()
         """Last blocks of prompts that are to be kept."""
+        self._prober.start()
 
     def _stores(self) -> list[TieredStore]:
         """One a rank, as the scheduler side sees them."""
         ranks = [on_rank(self._layout, rank) for rank in range(self._layout.tp_size)]
         return [self._settings.open_later(layout) for layout in ranks]
 
+    @classmethod
+    def lossy_codecs(cls, config: KVTransferConfig) -> Sequence[str]:
+        """The lossy codecs of the stores."""
+        return lossy_names(config)
+
     def tickets(self) -> TicketKinds:
-        """Those whose marker lies in a store; none, if other instances do not see this store."""
+        """Tickets whose marker lies in a store; none, if other instances do not see this store."""
         kinds = TicketKinds(writes=self._kinds, reads=self._kinds)
         return kinds.within(produces=self._config.produces, consumes=self._config.consumes)
 
     def reads(self, ticket: Ticket) -> bool:
-        """Those without an address, if it can find markers."""
+        """Whether the ticket has no address and this side can find its marker."""
         return not ticket.has_address and self._is_shared and self._config.consumes
 
     # Admission.
 
     def arrived(self, request: RequestView) -> None:
-        """Look while the request is queued, and have blocks brought near."""
+        """Ask the store while the request is queued, and prefetch blocks into faster tiers."""
         if self._refusal(request) is None and not self._needs_nothing(request, 0):
             self._ask(request)
 
     def refusal(self, request: RequestView) -> KvferryError | None:
-        """Why what its ticket says is not believed, if so."""
+        """Why what its ticket says is not verified, if so."""
         ticket = request.hand_off.ticket if isinstance(request.hand_off, Consume) else None
         return None if ticket is None else self._sealer.refusal(ticket, connects=False)
 
@@ -145,8 +158,8 @@ class KVStoreSchedulerSide(SchedulerSide[StorePlan]):
         error = self._refusal(request)
         if error is not None:
             return Miss(error)
-        known = self._known.setdefault(request.request_id, self._unasked(request, num_computed_tokens))
-        if known.loading is not None:
+        state = self._requests.setdefault(request.request_id, self._unasked(request, num_computed_tokens))
+        if state.loading is not None:
             return Miss()
         if self._needs_nothing(request, num_computed_tokens):
             return Miss()
@@ -194,24 +207,31 @@ class KVStoreSchedulerSide(SchedulerSide[StorePlan]):
     def _ask(self, request: RequestView) -> None:
         if self._prober.is_asked(request.request_id):
             return
-        ticket = request.hand_off.ticket if isinstance(request.hand_off, Consume) else None
-        transfer_id, wait_s = (None, 0.0) if ticket is None else (ticket.transfer_id, self._waits.longest_s(ticket))
-        deadline = self._clock.monotonic() + wait_s
-        self._prober.ask(request.request_id, StoreQuestion(tuple(request.block_hashes), transfer_id, deadline))
+        question = StoreQuestion(tuple(request.block_hashes))
+        if isinstance(request.hand_off, Consume) and not _is_lost(ticket := request.hand_off.ticket):
+            known = ticket.remote_stores
+            question = replace(
+                question,
+                transfer_id=ticket.transfer_id,
+                deadline=self._clock.monotonic() + self._settings.timeout_s,
+                producer=ticket.remote_engine_id if ticket.prefill_result is not None else "",
+                stores=None if known is None else [at for at, way in enumerate(self._ways) if way in known],
+            )
+        self._prober.ask(request.request_id, question)
 
     def _judge(self, request: RequestView, answer: StoreAnswer, num_computed_tokens: int) -> Match:
-        known = self._known.setdefault(request.request_id, _Known())
+        state = self._requests.setdefault(request.request_id, _RequestState())
         # What is wanted goes to all tiers again, as each may lack something that another has.
-        known.num_kept = 0 if self._is_wanted(request) else answer.num_present
+        state.num_kept = 0 if self._is_wanted(request) else answer.num_present
         promised = isinstance(request.hand_off, Consume)
-        if isinstance(request.hand_off, Consume):
-            self._note_marker(request.hand_off.ticket, answer)
+        if answer.marker is not state.verified:
+            refusal = refusal_of(answer.marker, request.prompt_token_ids, request.salt, self._layout)
+            if refusal is not None:
+                return Miss(refusal)
+        state.verified = answer.marker
         error = answer.error
-        if error is None and answer.marker is not known.believed:
-            error = refusal_of(answer.marker, request.prompt_token_ids, request.salt, self._layout)
-        if error is not None:
-            return Miss(error if promised else None)
-        known.believed = answer.marker
+        if isinstance(request.hand_off, Consume) and _is_lost(request.hand_off.ticket):
+            error = StoreError("the prefill instance's stores do not take what it gives them")
         result = self._result_to_bring(request, answer)
         token_known = promised and (request.prefill_result is not None or result is not None)
         usable = min(answer.num_present, self._num_usable_blocks(request, token_known))
@@ -219,16 +239,10 @@ class KVStoreSchedulerSide(SchedulerSide[StorePlan]):
         if result is not None:
             return Hit(max(0, num_tokens))  # not layerwise: the engine must know the first token before it runs
         if num_tokens <= 0:
-            return Miss()
+            return Miss(error if promised else None)
         runs = part_of(answer.runs, num_computed_tokens // self._layout.block_size, usable)
         num_rest_tokens = len(request.prompt_token_ids) - usable * self._layout.block_size
         return self._choice.choose(request.request_id, runs, num_rest_tokens, may_compute=not promised)
-
-    def _note_marker(self, ticket: Ticket, answer: StoreAnswer) -> None:
-        if answer.marker is not None:
-            self._waits.came(ticket)
-        elif answer.ran_out:
-            self._waits.ran_out(ticket)
 
     def _result_to_bring(self, request: RequestView, answer: StoreAnswer) -> PrefillResult | None:
         """The marker's result, where the ticket did not bring it."""
@@ -240,7 +254,7 @@ class KVStoreSchedulerSide(SchedulerSide[StorePlan]):
         answer = self._prober.answer(request.request_id)
         assert answer is not None, "a hit without an answer"
         self._prober.forget(request.request_id)
-        self._known[request.request_id].loading = True
+        self._requests[request.request_id].loading = True
         if isinstance(request.hand_off, Consume):
             self._used_by[request.request_id] = request.hand_off.ticket.transfer_id
         first = (num_computed_tokens + hit.num_computed_meanwhile) // self._layout.block_size
@@ -266,11 +280,11 @@ class KVStoreSchedulerSide(SchedulerSide[StorePlan]):
                 self._save(chunk)
         if not (self._work or (self._work.finished and step.chunks)):
             return None
-        work, self._work = self._work, StoreWork()
+        work, self._work = self._work, StorePlan()
         for load in work.loads:
             if load.layerwise:  # over when its step is, and so before the request can end
                 self._load_ended(load.request_id)
-        return work.plan()
+        return work
 
     def saves(self, plan: StorePlan | None) -> Sequence[tuple[str, Sequence[BlockHash]]]:
         """The blocks that a plan wants kept."""
@@ -282,18 +296,18 @@ class KVStoreSchedulerSide(SchedulerSide[StorePlan]):
 
     def _save(self, chunk: ScheduledChunk) -> None:
         request, block_size = chunk.request, self._layout.block_size
-        known = self._known.setdefault(request.request_id, self._unasked(request, chunk.start))
+        state = self._requests.setdefault(request.request_id, self._unasked(request, chunk.start))
         num_full = min(chunk.start + chunk.num_tokens, len(request.prompt_token_ids)) // block_size
-        first, known.num_kept = known.num_kept, max(num_full, known.num_kept)
+        first, state.num_kept = state.num_kept, max(num_full, state.num_kept)
         if first < num_full:
             hashes, block_ids = request.block_hashes[first:num_full], chunk.block_ids[first:num_full]
             parent = request.block_hashes[first - 1] if first else None
             self._work.saves.append(SaveBlocks(request.request_id, list(hashes), list(block_ids), parent))
 
-    def _unasked(self, request: RequestView, num_computed_tokens: int) -> _Known:
-        """Of a request that the store's answer is not known for: what the own prefix cache has was saved when it was
-        computed. What else comes without this connector, by another's hand-off, was not."""
-        return _Known(0 if self._must_keep(request) else num_computed_tokens // self._layout.block_size)
+    def _unasked(self, request: RequestView, num_computed_tokens: int) -> _RequestState:
+        """The state of a request for which the store was not asked: what the own prefix cache has was saved when it was
+        computed; what another connector's hand-off brought was not."""
+        return _RequestState(0 if self._must_keep(request) else num_computed_tokens // self._layout.block_size)
 
     def completed(self, report: TransferReport) -> None:
         """Loads that ended, blocks that are free again."""
@@ -311,14 +325,16 @@ class KVStoreSchedulerSide(SchedulerSide[StorePlan]):
                     self._load_ended(request_id)
                     self._choice.failed(request_id, error)
                     self._used_by.pop(request_id, None)
-                    if request_id in self._known:  # what the store was thought to have, it has not: save it again
-                        self._known[request_id].num_kept = 0
+                    if request_id in self._requests:  # what the store was thought to have, it has not: save it again
+                        self._requests[request_id].num_kept = 0
                 case Released():
                     self._cancelled.discard(request_id)
+                case Saved(stores=stores):
+                    self._reached = [self._ways[at] for at in stores]
 
     def _load_ended(self, request_id: str) -> None:
-        if request_id in self._known:
-            self._known[request_id].loading = False
+        if request_id in self._requests:
+            self._requests[request_id].loading = False
 
     # The end of a request.
 
@@ -329,8 +345,8 @@ class KVStoreSchedulerSide(SchedulerSide[StorePlan]):
         self._choice.forget(request.request_id)
         if self._wanted and request.block_hashes:
             self._wanted.pop(request.block_hashes[-1], None)
-        known = self._known.pop(request.request_id, None)
-        if known is not None and known.loading and not self._take_back(request):
+        state = self._requests.pop(request.request_id, None)
+        if state is not None and state.loading and not self._take_back(request):
             self._used_by.pop(request.request_id, None)
             self._work.cancels.append(request.request_id)
             self._cancelled.add(request.request_id)
@@ -384,6 +400,7 @@ class KVStoreSchedulerSide(SchedulerSide[StorePlan]):
             remote_prefixes=prefixes,
             tp_size=self._layout.tp_size,
             prefill_result=result,
+            remote_stores=self._reached,
         )
         return Release(self._sealer.seal(ticket, MARKER_S).to_params())
 
@@ -405,7 +422,7 @@ class KVStoreSchedulerSide(SchedulerSide[StorePlan]):
     # Insight and end.
 
     def kept(self, hashes: Sequence[BlockHash], *, pin: bool | None) -> Sequence[Future[list[TierShare]]]:
-        """Of this connector's one store."""
+        """What each tier of this connector's one store has of a prompt."""
         if not self._config.produces:
             raise InvalidRequest(
                 "this instance has kv_role kv_consumer and stores nothing; send the request to a prefill instance"
@@ -422,9 +439,14 @@ class KVStoreSchedulerSide(SchedulerSide[StorePlan]):
 
     def check(self) -> None:
         """Raise `LeakError` when something is kept of requests that are gone."""
-        if self._known or self._cancelled or self._used_by or self._prober.num_kept() or self._choice.num_kept():
-            raise LeakError(f"the cache connector still keeps {list(self._known)[:8]}")
+        if self._requests or self._cancelled or self._used_by or self._prober.num_kept() or self._choice.num_kept():
+            raise LeakError(f"the cache connector still keeps {list(self._requests)[:8]}")
 
     def close(self) -> None:
         """End the prober's thread."""
         self._prober.close()
+
+
+def _is_lost(ticket: Ticket) -> bool:
+    """Whether no store of its producer's took what it was last given, so that there is no marker to wait for."""
+    return ticket.remote_stores == []

@@ -85,7 +85,7 @@ class StoreSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         return next((key for key in _READ_WITH if getattr(self, key) not in (None, "")), "")
 
     def keys_read(self) -> Collection[str]:
-        """Those of the keys about stores that have an effect with this `way`."""
+        """The keys about stores that have an effect with this `way`."""
         return (self.way(), *_READ_WITH.get(self.way(), ()))
 
     def specs(self, engine_block_size: int = 1) -> list[StoreSpec]:
@@ -196,15 +196,15 @@ def _require_read(settings: StoreSettings, config: KVTransferConfig) -> None:
 
 
 def is_about_stores(key: str) -> bool:
-    """Whether a key says something of the stores and is only read with some of the keys that name them. That two of
-    those are given is told by `StoreSettings.specs`."""
+    """Whether a key is about stores and is only read with some of the keys that name them. `StoreSettings.specs`
+    refuses two of those."""
     return key.startswith("lmcache.") or key in _OF_ONE_WAY
 
 
 def _hint(key: str, value: Any) -> str:
     if key in _IN_URL:
-        said = str(value).lower() if isinstance(value, bool) else value
-        return f"write it in the store's URL (store): …?{_IN_URL[key]}={said}"
+        shown = str(value).lower() if isinstance(value, bool) else value
+        return f"write it in the store's URL (store): …?{_IN_URL[key]}={shown}"
     if key == "cpu_bytes_to_use":
         return f"name a store of that size, store: memory:{value}, or leave out one of the two"
     return "leave out one of the two"
@@ -236,6 +236,6 @@ def _bytes(size: int | str, key: str) -> int:
 
 
 def store_url(address: str, options: dict[str, Any]) -> str:
-    """With those options that are set."""
+    """The URL of a store, with the options that are set."""
     given = {name: value for name, value in options.items() if value is not None}
     return f"{address}?{urlencode(given)}" if given else address

@@ -8,18 +8,31 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
 
 import msgspec
 
-from kvferry.connectors.api import ConnectorContext, StoreEvents, TransferReport, WorkerSide
+from kvferry.connectors.api import (
+    ByLayers,
+    ConnectorContext,
+    HasStatistics,
+    Reports,
+    StoreEvents,
+    StoresBlocks,
+    TransferReport,
+    WorkerSide,
+)
 from kvferry.connectors.kv_store.loader import LayerwiseStep, StoreLoader
-from kvferry.connectors.kv_store.markers import Markers
+from kvferry.connectors.kv_store.markers import MarkerProducer, Markers
 from kvferry.connectors.kv_store.plan import SaveBlocks, StorePlan
 from kvferry.connectors.kv_store.settings import read_settings
 from kvferry.connectors.kv_store.writer import LONGEST_WAIT_S, StoreWriter
+from kvferry.connectors.overdue import OverdueLoads
 from kvferry.core.closing import close_all
-from kvferry.core.errors import ConfigError, LeakError
+from kvferry.core.errors import ConfigError, LeakError, StoreError
 from kvferry.store.base import Block
+from kvferry.store.tier import NO_BLOCK
 from kvferry.store.tiers import GAUGES
 from kvferry.transport.memory import BlockMemory
 from kvferry.transport.transfer_loop import TransferLoop
@@ -27,9 +40,11 @@ from kvferry.transport.transfer_loop import TransferLoop
 log = logging.getLogger(__name__)
 
 OPEN_S, CLOSE_S = 60.0, 15.0
+MAX_FINISHED_BEHIND = 1024
+"""Jobs of the writer that may wait when a hint of an answer's end comes; beyond, it is dropped."""
 
 
-class KVStoreWorkerSide(WorkerSide[StorePlan]):
+class KVStoreWorkerSide(WorkerSide[StorePlan], ByLayers, StoresBlocks, HasStatistics):
     """See the module, and `settings` for what can be set. `kv_buffer_size` bounds the copies that wait for the disk."""
 
     plan_type = StorePlan
@@ -43,13 +58,18 @@ class KVStoreWorkerSide(WorkerSide[StorePlan]):
         self._step: LayerwiseStep | None = None
         self._store = self._settings.open_later(context.layout)
         self._loop = TransferLoop("kvferry-store")
+        self._reports = Reports()
+        self._markers = Markers(context.auth_token, context.clock)
+        self._producer: MarkerProducer | None = None
+        """Of an instance that can hand off."""
+        self._overdue = OverdueLoads(self._settings.timeout_s, context.clock)
         self._writer: StoreWriter
         self._loader: StoreLoader
 
     # Life.
 
     def register(self, memory: BlockMemory) -> None:
-        """Open the store."""
+        """Open the store for KV in this memory. Raises `ConfigError` for memory of a device."""
         if memory.device != "cpu":
             raise ConfigError(
                 f"{self.context.config.kv_connector} moves KV in host memory only, and this engine's is on"
@@ -58,20 +78,28 @@ class KVStoreWorkerSide(WorkerSide[StorePlan]):
         config, layout = self.context.config, self.context.layout
         self._loop.start()
         self._memory = memory
-        self._writer = StoreWriter(
-            self._store,
-            self._loop,
-            Markers(self.context.auth_token, self.context.clock),
-            config.kv_buffer_size,
-            longest_wait_s=LONGEST_WAIT_S if config.kv_role == "kv_producer" else 0.0,
-        )
+        longest_wait_s = LONGEST_WAIT_S if config.kv_role == "kv_producer" else 0.0
+        self._writer = StoreWriter(self._store, self._loop, config.kv_buffer_size, longest_wait_s=longest_wait_s)
+        if config.produces and any(tier.store.is_shared for tier in self._store.tiers):
+            self._producer = MarkerProducer(
+                self._store,
+                self._markers,
+                config.engine_id,
+                is_writing=lambda: not self._writer.is_empty(),
+                report=self._reports.add,
+            )
         self._loader = StoreLoader(
-            self._store, self._loop, self._block_views, layout.num_layers, self._settings.timeout_s
+            self._store, self._loop, self._block_views, layout.num_layers, self._settings.timeout_s, self._reports
         )
         try:
-            self._loop.submit(self._store.open()).result(OPEN_S)
+            self._loop.submit(self._open_store()).result(OPEN_S)
         except TimeoutError as error:
             raise ConfigError(f"the store did not open within {OPEN_S:g} s") from error
+
+    async def _open_store(self) -> None:
+        await self._store.open()
+        with suppress(StoreError):  # no tier answers: each has said so in the log, now and not with the first request
+            await self._store.match([NO_BLOCK])
 
     def close(self) -> None:
         """Stop loading, write what waits, end the thread. May be called twice."""
@@ -95,19 +123,26 @@ class KVStoreWorkerSide(WorkerSide[StorePlan]):
         if plan is None:
             return
         for request_id in plan.cancels:
+            self._overdue.forget(request_id)
             self._loader.cancel(request_id)
         for load in plan.loads:
             if not load.layerwise:
+                self._overdue.begin(load.request_id)
                 self._loader.start(load)
         if layerwise := [load for load in plan.loads if load.layerwise]:
             self._step = self._loader.start_layerwise(layerwise)
         self._saves = list(plan.saves)
-        for marker in plan.marks:
-            self._writer.mark(msgspec.structs.replace(marker, layout=self.context.layout))
+        if self._producer is not None and (plan.marks or plan.saves):
+            self._loop.call(self._producer.writes)
+            for marker in plan.marks:
+                ours = msgspec.structs.replace(marker, layout=self.context.layout)
+                self._writer.then(partial(self._producer.mark, ours))
         for finished in plan.finished:
-            self._writer.finished(finished)
+            finish = partial(self._store.finish, finished.hashes, finished.num_output_tokens)
+            self._writer.then(finish, limit=MAX_FINISHED_BEHIND)
         for transfer_id in plan.forgets:
-            self._writer.forget(transfer_id, self.context.layout.tp_rank)
+            rank = self.context.layout.tp_rank
+            self._writer.then(partial(self._markers.remove, self._store, transfer_id, rank))
 
     def wait_layer(self, layer: int) -> None:
         """Wait for the layerwise loads of this step."""
@@ -143,36 +178,35 @@ class KVStoreWorkerSide(WorkerSide[StorePlan]):
             parent = block_hash
 
     def _drop(self, save: SaveBlocks) -> None:
-        for block_hash in save.hashes:
-            self._writer.box.dropped(block_hash)
+        self._writer.drop(save.hashes)
 
     def poll(self) -> TransferReport:
-        """Loads that ended."""
-        return self._loader.box.take()
+        """Loads that ended, and hand-offs that were written."""
+        return self._overdue.judged(self._reports.take())
 
     def on_report(self, wake: Callable[[], None]) -> None:
-        """`wake` is called from the loader's threads."""
-        self._loader.box.wake = wake
+        """`wake` is called from the store's thread."""
+        self._reports.wake = wake
 
     # Insight.
 
     def watch_store(self) -> None:
-        """From now on, note what becomes of blocks."""
+        """Record from now on which blocks are stored and dropped."""
         self._store.watch()
-        self._writer.box.open()
+        self._writer.watch()
 
     def store_events(self) -> StoreEvents:
-        """What became of them."""
-        events = self._writer.box.take()
+        """The blocks that were stored and dropped since the last call."""
+        events = self._writer.take_events()
         events.changes = self._store.take_changes()
         return events
 
     def statistics(self) -> dict[str, float]:
-        """Of the store, the writer and the loader."""
+        """The statistics of the store, the writer and the loader."""
         return self._store.statistics() | self._writer.statistics() | self._loader.statistics()
 
     def check(self) -> None:
-        """Raise `LeakError` when a load or a report is left. Blocks may still be on their way to the disk."""
+        """Raise `LeakError` when a load is left. Blocks may still be on their way to the disk."""
         if self._saves or self._step is not None or not self._loader.is_empty():
             raise LeakError("the cache connector still moves blocks of requests that are gone")
 

@@ -1,4 +1,4 @@
-"""Writes blocks and markers on the store's event loop, in the order in which they come.
+"""Writes blocks on the store's event loop, and makes other calls of the store, in the order in which they come.
 
 Owns the queue, bounded in bytes, and the buffers in it. Blocks that find it full are dropped: a later request computes
 them again. Only a producer, which has no answers to hold up, waits for room, and not for ever: when the store has stood
@@ -10,14 +10,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections import Counter, deque
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 
-from kvferry.connectors.kv_store.markers import Marker, Markers
-from kvferry.connectors.kv_store.plan import FinishedRequest
-from kvferry.connectors.kv_store.reports import StoreEventBox
+from kvferry.connectors.api import StoreEvents
+from kvferry.core.block_hash import BlockHash
 from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.core.errors import KvferryError
 from kvferry.store.base import Block, KVStore, Put
@@ -30,56 +28,24 @@ CLOSE_S = 10.0
 WARN_EVERY_S = 10.0
 BATCH_BLOCKS = 32
 
-
-@dataclass(frozen=True)
-class _Forget:
-    transfer_id: str
-    rank: int
-
-
-@dataclass(frozen=True)
-class _Late:
-    """A marker that the store did not take; it is tried until then (s, monotonic)."""
-
-    marker: Marker
-    until: float
-
-
-_Job = Block | Marker | FinishedRequest | _Forget | _Late
-MARK_S, AGAIN_S = 30.0, 0.5
-"""How long, and how often, a marker is tried that the store does not take: a consumer waits for it."""
-MOST_AGAIN = 1024
-"""Markers that are tried again; beyond, a consumer waits in vain, and computes."""
-MAX_FINISHED_BEHIND = 1024
-"""Jobs that may wait when one more of these hints comes; beyond, it is dropped."""
+Call = Callable[[], Awaitable[None]]
 
 
 class StoreWriter:
     """See the module. `capacity_bytes`: most bytes of blocks that wait to be written, or at least one block.
-
-    `box`: what became of each block. `longest_wait_s`: how long `put` waits for room.
-    """
+    `longest_wait_s`: how long `put` waits for room."""
 
     def __init__(
-        self,
-        store: KVStore,
-        loop: TransferLoop,
-        markers: Markers,
-        capacity_bytes: float,
-        *,
-        longest_wait_s: float = 0.0,
+        self, store: KVStore, loop: TransferLoop, capacity_bytes: float, *, longest_wait_s: float = 0.0
     ) -> None:
-        self._store, self._loop, self._markers, self._capacity = store, loop, markers, capacity_bytes
-        self._longest_wait_s = longest_wait_s
-        self.box = StoreEventBox()
+        self._store, self._loop, self._capacity, self._longest_wait_s = store, loop, capacity_bytes, longest_wait_s
         self._changed = threading.Condition()
-        self._jobs: deque[_Job] = deque()
-        self._num_bytes = 0
+        self._jobs: deque[Block | Call] = deque()
+        self._num_bytes = self._num_dropped = 0
         self._stalled = self._working = False
-        self._counts: Counter[str] = Counter()
+        self._events: StoreEvents | None = None
         self._last_warning = 0.0
         self._news = asyncio.Event()
-        self._again: dict[tuple[str, int], asyncio.TimerHandle] = {}
         self._running: Future[None] = loop.submit(self._run())
 
     # The engine's thread.
@@ -89,28 +55,37 @@ class StoreWriter:
         num_bytes = _size(block)
         with self._changed:
             if not self._wait_for_room(num_bytes):
-                self._counts["dropped_blocks"] += 1
-                self.box.dropped(block.block_hash)
+                self._num_dropped += 1
+                self._note(block.block_hash, Put.DROPPED)
                 return False
             self._num_bytes += num_bytes
             self._jobs.append(block)
         self._loop.call(self._news.set)
         return True
 
-    def mark(self, marker: Marker) -> None:
-        """Write a marker, after all blocks put before."""
-        self._add(marker)
-
-    def finished(self, request: FinishedRequest) -> None:
-        """Tell the store, after all blocks put before."""
+    def then(self, call: Call, *, limit: int | None = None) -> None:
+        """Make a call on the loop, after all blocks put before. `limit`: dropped if so many jobs wait already."""
         with self._changed:
-            if len(self._jobs) >= MAX_FINISHED_BEHIND:
+            if limit is not None and len(self._jobs) >= limit:
                 return
-        self._add(request)
+            self._jobs.append(call)
+        self._loop.call(self._news.set)
 
-    def forget(self, transfer_id: str, rank: int) -> None:
-        """Remove a rank's marker."""
-        self._add(_Forget(transfer_id, rank))
+    def drop(self, hashes: Sequence[BlockHash]) -> None:
+        """Note that these blocks, which were to be written, are not."""
+        with self._changed:
+            for block_hash in hashes:
+                self._note(block_hash, Put.DROPPED)
+
+    def watch(self) -> None:
+        """From now on, note what becomes of blocks, for `take_events`."""
+        self._events = StoreEvents()
+
+    def take_events(self) -> StoreEvents:
+        """What has become of blocks since the last call."""
+        with self._changed:
+            events, self._events = self._events or StoreEvents(), StoreEvents()
+            return events
 
     def is_empty(self) -> bool:
         """Whether everything is written."""
@@ -119,24 +94,15 @@ class StoreWriter:
 
     def statistics(self) -> dict[str, float]:
         """Bytes that wait, and blocks dropped because they could not."""
-        with self._changed:
-            counts = {f"writer_{name}": float(count) for name, count in self._counts.items()}
-            return {"writer_waiting_bytes": float(self._num_bytes), **counts}
+        dropped = {"writer_dropped_blocks": float(self._num_dropped)} if self._num_dropped else {}
+        return {"writer_waiting_bytes": float(self._num_bytes), **dropped}
 
     def close(self) -> None:
         """Write what waits, within a bound."""
-        deadline = SYSTEM_CLOCK.monotonic() + CLOSE_S
         with self._changed:
-            if not self._changed.wait_for(
-                lambda: not self._jobs and not self._working, deadline - SYSTEM_CLOCK.monotonic()
-            ):
+            if not self._changed.wait_for(lambda: not self._jobs and not self._working, CLOSE_S):
                 log.warning("the store does not answer; %d blocks and markers were not written", len(self._jobs))
         self._running.cancel()
-
-    def _add(self, job: _Job) -> None:
-        with self._changed:
-            self._jobs.append(job)
-        self._loop.call(self._news.set)
 
     def _wait_for_room(self, num_bytes: int) -> bool:
         def has_room() -> bool:
@@ -155,7 +121,11 @@ class StoreWriter:
             self._news.clear()
             while jobs := self._next():
                 try:
-                    await self._do(jobs)
+                    first = jobs[0]
+                    if isinstance(first, Block):
+                        await self._put([job for job in jobs if isinstance(job, Block)])
+                    else:
+                        await first()
                 except KvferryError as error:
                     self._warn(error)
                 except Exception:  # the writer's outermost edge: it goes on with the next
@@ -163,10 +133,10 @@ class StoreWriter:
                 finally:
                     self._done(jobs)
 
-    def _next(self) -> list[_Job]:
-        """The next blocks, as many as go together; or one other job."""
+    def _next(self) -> list[Block | Call]:
+        """The next blocks, as many as go together; or one call."""
         with self._changed:
-            jobs: list[_Job] = []
+            jobs: list[Block | Call] = []
             while self._jobs and len(jobs) < BATCH_BLOCKS:
                 if jobs and not (isinstance(self._jobs[0], Block) and isinstance(jobs[0], Block)):
                     break
@@ -174,51 +144,24 @@ class StoreWriter:
             self._working = bool(jobs)
             return jobs
 
-    def _done(self, jobs: Sequence[_Job]) -> None:
+    def _done(self, jobs: Sequence[Block | Call]) -> None:
         with self._changed:
             self._num_bytes -= sum(_size(job) for job in jobs if isinstance(job, Block))
             self._stalled = self._working = False
             self._changed.notify_all()
-
-    async def _do(self, jobs: Sequence[_Job]) -> None:
-        match jobs[0]:
-            case Marker() as marker:
-                await self._mark(marker, SYSTEM_CLOCK.monotonic() + MARK_S)
-            case _Late(marker, until):
-                await self._mark(marker, until)
-            case FinishedRequest() as finished:
-                await self._store.finish(finished.hashes, finished.num_output_tokens)
-            case _Forget() as forget:
-                self._not_again(forget.transfer_id, forget.rank)
-                await self._markers.remove(self._store, forget.transfer_id, forget.rank)
-            case _:
-                await self._put([job for job in jobs if isinstance(job, Block)])
-
-    async def _mark(self, marker: Marker, until: float) -> None:
-        name = marker.transfer_id, marker.layout.tp_rank
-        self._not_again(*name)  # of an earlier marker of that name
-        try:
-            await self._markers.write(self._store, marker)
-        except KvferryError:
-            if SYSTEM_CLOCK.monotonic() < until and len(self._again) < MOST_AGAIN:
-                loop = asyncio.get_running_loop()
-                self._again[name] = loop.call_later(AGAIN_S, self._add, _Late(marker, until))
-            raise
-
-    def _not_again(self, transfer_id: str, rank: int) -> None:
-        if (waiting := self._again.pop((transfer_id, rank), None)) is not None:
-            waiting.cancel()
 
     async def _put(self, blocks: Sequence[Block]) -> None:
         outcomes: Sequence[Put] = [Put.DROPPED] * len(blocks)
         try:
             outcomes = await self._store.put(blocks)
         finally:
-            for block, outcome in zip(blocks, outcomes, strict=True):
-                if outcome is Put.DROPPED:
-                    self.box.dropped(block.block_hash)
-                else:
-                    self.box.stored(block.block_hash)
+            with self._changed:
+                for block, outcome in zip(blocks, outcomes, strict=True):
+                    self._note(block.block_hash, outcome)
+
+    def _note(self, block_hash: BlockHash, outcome: Put) -> None:
+        if self._events is not None:
+            (self._events.dropped if outcome is Put.DROPPED else self._events.stored).append(block_hash)
 
     def _warn(self, error: KvferryError) -> None:
         """Say it, but not for every block of a full disk."""

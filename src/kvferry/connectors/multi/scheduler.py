@@ -1,14 +1,14 @@
-"""Several connectors beside one scheduler, as one.
+"""Several connectors beside one scheduler, as one. The connectors of the list are its children.
 
-Owns which of them loads for which request, and who of them still keeps the blocks of requests that have ended.
+Owns which child loads for which request, and which children still keep the blocks of requests that have ended.
 
-* One of them hands off (`handing_off`), and fetches hand-offs, unless it does not read the ticket and another does.
-  The others are shown requests without hand-off: they see prompts that they may know, and keep what is computed.
-* The one that has the most loads; of those that have as much, the first. A hand-off that can be had is had: with it
-  comes the first token. One that is still looking is waited for `PATIENCE_S` when another has an answer.
-* All save.
-* One that raises is left out of that request (scheduler side), or of all from then on (worker side), which the first
-  load that it should have done tells the scheduler side: it is not asked any more.
+* One child hands off (`handing_off`), and fetches hand-offs, unless it does not read the ticket and another child does.
+  The others see requests without hand-off: prompts of which they may have KV, and whose KV they keep.
+* The child that has the most of a prompt loads; of those that have as much, the first. A hand-off that can be fetched
+  is fetched, because it brings the first token. When one child has an answer, `PATIENCE_S` remain for the others.
+* All children save.
+* A child that raises is left out of that request (scheduler side), or of all later ones (worker side). The scheduler
+  side learns of this by the first load that the child should have done, and then no longer calls it.
 """
 
 from __future__ import annotations
@@ -23,9 +23,12 @@ from kvferry.connectors.api import (
     ConnectorContext,
     Failed,
     Finish,
+    HandsOff,
     HasAnswer,
+    HasStatistics,
     Hit,
     Hold,
+    KeepsBlocks,
     Match,
     Miss,
     Pending,
@@ -36,16 +39,19 @@ from kvferry.connectors.api import (
     SchedulerSide,
     StepView,
     TransferReport,
+    check_side,
+    statistics_of,
 )
 from kvferry.connectors.multi.plan import MultiPlan
-from kvferry.connectors.multi.settings import child_gauges, handing_off, read_children
-from kvferry.connectors.registry import ConnectorSpec
+from kvferry.connectors.multi.settings import child_configs, child_gauges, handing_off, read_children
+from kvferry.connectors.registry import ConnectorSpec, find_connector
 from kvferry.core.block_hash import BlockHash
 from kvferry.core.closing import close_all
 from kvferry.core.errors import ChildLost, KvferryError, LeakError
-from kvferry.core.hand_off import Consume, HandOff, PrefillResult, Produce
+from kvferry.core.hand_off import Consume, HandOff, PrefillResult, Produce, Ticket
 from kvferry.core.instance_facts import TicketKinds
 from kvferry.core.kept import TierShare
+from kvferry.core.transfer_config import KVTransferConfig
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +60,7 @@ Result = TypeVar("Result")
 
 
 class _WithoutHandOff:
-    """A request as those see it that have no part in its hand-off."""
+    """A request as the children see it that have no part in its hand-off."""
 
     def __init__(self, request: RequestView) -> None:
         self._request = request
@@ -104,7 +110,7 @@ class _AnsweredWithoutHandOff(_WithoutHandOff):
         return reason
 
 
-class MultiSchedulerSide(SchedulerSide[MultiPlan]):
+class MultiSchedulerSide(SchedulerSide[MultiPlan], HandsOff, KeepsBlocks[MultiPlan], HasStatistics):
     """Asks each connector of the list, loads from the one that has the most, and saves to all."""
 
     gauges = child_gauges(ConnectorSpec.scheduler_class)
@@ -115,8 +121,10 @@ class MultiSchedulerSide(SchedulerSide[MultiPlan]):
         children = read_children(context)
         self._children = [spec.build_scheduler_side(own) for spec, own in children]
         self._configs = [own.config for _, own in children]
-        hands_off = handing_off(self._configs)
-        self.hands_off, self._hands_off = hands_off is not None, hands_off or 0
+        self._index = handing_off(self._configs) or 0
+        chosen = self._children[self._index]
+        self._hands_off = chosen if isinstance(chosen, HandsOff) else None
+        """The child that hands off, if there is one."""
         self._chosen: dict[str, int] = {}
         self._loads: dict[str, int] = {}
         self._holds: dict[str, list[int]] = {}
@@ -124,22 +132,23 @@ class MultiSchedulerSide(SchedulerSide[MultiPlan]):
         self._answered_at: dict[str, float] = {}
         self._lost: set[int] = set()
         self._by_layers: set[int] = set()
-        """Those of which it was said that they load nothing."""
+        """Children that are set to layerwise loads, which has been logged."""
 
     # Admission.
 
     def arrived(self, request: RequestView) -> None:
-        """All are told."""
+        """Announce the request to all children."""
         for index, child in enumerate(self._children):
             if index not in self._lost:
                 self._try(index, partial(child.arrived, self._seen(index, request)), None)
 
     def refusal(self, request: RequestView) -> KvferryError | None:
-        """Of the one that takes part in the hand-off."""
-        return self._children[self._takes_part(request.hand_off)].refusal(request)
+        """Why the child that takes part in the hand-off refuses the request, if it does."""
+        side = self._children[self._takes_part(request.hand_off)]
+        return side.refusal(request) if isinstance(side, HandsOff) else None
 
     def match(self, request: RequestView, num_computed_tokens: int) -> Match:
-        """The most that one of them has."""
+        """The match of the child that has the most of the prompt."""
         matches = [self._match(index, request, num_computed_tokens) for index in range(len(self._children))]
         takes_part = self._takes_part(request.hand_off)
         own = matches[takes_part]
@@ -165,8 +174,8 @@ class MultiSchedulerSide(SchedulerSide[MultiPlan]):
         return self._whole(index, found)
 
     def _whole(self, index: int, match: Match) -> Match:
-        """What `settings` refuses of kvferry's own is refused of any: were a layerwise load to fail, the others would
-        have taken what the model computed on it."""
+        """A match without layerwise loads, which `settings` refuses for kvferry's own connectors: if such a load
+        failed, other children would have saved what the model computed from it."""
         if not (isinstance(match, Hit) and match.layerwise):
             return match
         if index not in self._by_layers:
@@ -179,7 +188,7 @@ class MultiSchedulerSide(SchedulerSide[MultiPlan]):
         return Miss()
 
     def _is_worth_waiting(self, request: RequestView, has_hit: bool) -> bool:
-        """Without a hit those that still look are waited for, within their own deadlines."""
+        """Whether to wait for children that still look the prompt up: always without a hit, as they have deadlines."""
         if not has_hit:
             return True
         now = self._clock.monotonic()
@@ -191,7 +200,7 @@ class MultiSchedulerSide(SchedulerSide[MultiPlan]):
         return hit
 
     def allocated(self, request: RequestView, block_ids: Sequence[int], num_computed_tokens: int, hit: Hit) -> None:
-        """The chosen one loads."""
+        """Have the child load whose match was chosen."""
         index = self._chosen[request.request_id]
         self._loads[request.request_id] = index
         self._children[index].allocated(self._seen(index, request), block_ids, num_computed_tokens, hit)
@@ -199,7 +208,7 @@ class MultiSchedulerSide(SchedulerSide[MultiPlan]):
     # Steps.
 
     def plan(self, step: StepView) -> MultiPlan | None:
-        """Of all, and who loads and keeps what since the last one."""
+        """The plans of all children, and which of them loads and keeps what since the last plan."""
         plans = [self._plan(index, step) for index in range(len(self._children))]
         loads, self._loads = self._loads, {}
         holds, self._holds = self._holds, {}
@@ -219,10 +228,10 @@ class MultiSchedulerSide(SchedulerSide[MultiPlan]):
         return self._try(index, lambda: child.plan(seen), None)
 
     def saves(self, plan: MultiPlan | None) -> Sequence[tuple[str, Sequence[BlockHash]]]:
-        """Of all that keep blocks."""
+        """The saves of all children that keep blocks."""
         found: list[tuple[str, Sequence[BlockHash]]] = []
         for child, part in zip(self._children, plan.plans if plan is not None else (), strict=False):
-            if part is not None:
+            if part is not None and isinstance(child, KeepsBlocks):
                 found += child.saves(part)
         return found
 
@@ -231,8 +240,8 @@ class MultiSchedulerSide(SchedulerSide[MultiPlan]):
         return bool(self._loads or self._holds) or any(child.has_work() for child in self._children)
 
     def completed(self, report: TransferReport) -> None:
-        """Loads are told to the one that loaded, all else to all. Each is called for each step, as it would be alone:
-        it may measure how long steps take."""
+        """Pass the report on: events of a load to the child that loaded, all others to all. Each child is called for
+        each step, as it would be alone, because it may measure how long steps take."""
         for event in report:
             if isinstance(event, Failed) and isinstance(event.error, ChildLost):
                 self._is_lost(self._chosen.get(event.request_id))
@@ -255,11 +264,11 @@ class MultiSchedulerSide(SchedulerSide[MultiPlan]):
     # The end of a request.
 
     def finish(self, request: RequestView, block_ids: Sequence[int]) -> Finish:
-        """Blocks stay as long as one of them keeps them; the ticket is of the one that hands off."""
+        """Blocks stay as long as one child keeps them; the ticket is that of the child that hands off."""
         verdicts = [child.finish(self._seen(index, request), block_ids) for index, child in enumerate(self._children)]
         self._chosen.pop(request.request_id, None)
         self._answered_at.pop(request.request_id, None)
-        ticket = verdicts[self._hands_off].ticket
+        ticket = verdicts[self._index].ticket
         keepers = [index for index, verdict in enumerate(verdicts) if isinstance(verdict, Hold)]
         if not keepers:
             return Release(ticket)
@@ -268,31 +277,34 @@ class MultiSchedulerSide(SchedulerSide[MultiPlan]):
         return Hold(ticket)
 
     def release(self, transfer_id: str) -> bool:
-        """Of the one that hands off."""
-        return self._children[self._hands_off].release(transfer_id)
+        """Release a hand-off of the child that hands off."""
+        return self._hands_off is not None and self._hands_off.release(transfer_id)
 
     def refused(self, transfer_id: str) -> None:
-        """Of the one that hands off."""
-        self._children[self._hands_off].refused(transfer_id)
+        """Have the child that hands off report a refused prefill to consumers that wait for it."""
+        if self._hands_off is not None:
+            self._hands_off.refused(transfer_id)
 
     def make_room(self, num_blocks: int) -> None:
-        """Of that one, which alone has leases."""
-        self._children[self._hands_off].make_room(num_blocks)
+        """Have the child that hands off free blocks: it alone has leases."""
+        if self._hands_off is not None:
+            self._hands_off.make_room(num_blocks)
 
     def set_addresses(self, addresses: Sequence[dict[str, Any]]) -> None:
-        """Of that one's ranks."""
-        self._children[self._hands_off].set_addresses(addresses)
+        """Pass the addresses of its ranks on to the child that hands off."""
+        if self._hands_off is not None:
+            self._hands_off.set_addresses(addresses)
 
     def address_seal(self) -> str:
-        """Of that one."""
-        return self._children[self._hands_off].address_seal()
+        """The seal of the child that hands off; empty without one."""
+        return self._hands_off.address_seal() if self._hands_off is not None else ""
 
     def tickets(self) -> TicketKinds:
-        """Writes those of the one that hands off. If it writes none, not known: D may find the KV in another's store.
-        Reads those of all."""
-        kinds = [child.tickets() for child in self._children]
-        writes = kinds[self._hands_off].writes
-        if not writes and self._configs[self._hands_off].produces:
+        """It writes the tickets of the child that hands off, and reads those of all. If that child writes none, what it
+        writes is not known: D may find the KV in another child's store."""
+        kinds = [_tickets(child) for child in self._children]
+        writes = kinds[self._index].writes
+        if not writes and self._configs[self._index].produces:
             writes = None
         reads = [one.reads for one in kinds if one.reads is not None]
         known = len(reads) == len(kinds)
@@ -302,33 +314,40 @@ class MultiSchedulerSide(SchedulerSide[MultiPlan]):
         return found.within(produces=self._config.produces, consumes=self._config.consumes)
 
     def reset_cache(self) -> bool:
-        """All of them."""
-        forgot = [child.reset_cache() for child in self._children]
+        """Empty the caches of all children; whether all could be emptied."""
+        forgot = [child.reset_cache() for child in self._children if isinstance(child, KeepsBlocks)]
         return all(forgot)
+
+    @classmethod
+    def lossy_codecs(cls, config: KVTransferConfig) -> Sequence[str]:
+        """The lossy codecs of the caches among the children, which agree."""
+        lossy = [find_connector(child).lossy_codecs(child) for child in child_configs(config)]
+        return next((names for names in lossy if names is not None), [])
 
     # Insight and end.
 
     def kept(self, hashes: Sequence[BlockHash], *, pin: bool | None) -> Sequence[Future[list[TierShare]]]:
-        """Of all that keep blocks."""
-        return [look for child in self._children for look in child.kept(hashes, pin=pin)]
+        """What the tiers of all children that keep blocks have of a prompt."""
+        keep = [child for child in self._children if isinstance(child, KeepsBlocks)]
+        return [shares for child in keep for shares in child.kept(hashes, pin=pin)]
 
     def statistics(self) -> dict[str, float]:
-        """Each one's, with its number before."""
+        """The statistics of each child, with its number before the names."""
         return {
             f"{index}_{name}": value
             for index, child in enumerate(self._children)
-            for name, value in child.statistics().items()
+            for name, value in statistics_of(child).items()
         }
 
     def check(self) -> None:
-        """Raise `LeakError` when one of them keeps something."""
+        """Raise `LeakError` when a child keeps something."""
         for child in self._children:
-            child.check()
+            check_side(child)
         if self._chosen or self._held or self._holds:
             raise LeakError(f"several connectors still keep {[*self._chosen, *self._held][:8]}")
 
     def close(self) -> None:
-        """All of them."""
+        """Close all children."""
         close_all(*(child.close for child in self._children))
 
     def _seen(self, index: int, request: RequestView) -> RequestView:
@@ -338,16 +357,25 @@ class MultiSchedulerSide(SchedulerSide[MultiPlan]):
         return _AnsweredWithoutHandOff(request) if answered else _WithoutHandOff(request)
 
     def _takes_part(self, hand_off: HandOff) -> int:
-        """Who takes part in this hand-off."""
-        if not isinstance(hand_off, Consume) or self._children[self._hands_off].reads(hand_off.ticket):
-            return self._hands_off
-        others = (index for index, child in enumerate(self._children) if child.tickets().reads)
-        return next((index for index in others if self._children[index].reads(hand_off.ticket)), self._hands_off)
+        """The child that takes part in this hand-off."""
+        if not isinstance(hand_off, Consume) or _reads(self._children[self._index], hand_off.ticket):
+            return self._index
+        others = (index for index, child in enumerate(self._children) if _tickets(child).reads)
+        return next((index for index in others if _reads(self._children[index], hand_off.ticket)), self._index)
 
     def _try(self, index: int, call: Callable[[], Result], otherwise: Result) -> Result:
-        """What one of them says; its mistakes are not the others'."""
+        """What a call of a child returns; `otherwise` when it raises, so that the others continue."""
         try:
             return call()
         except Exception:
             log.exception("connector %d of MultiConnector failed; the others continue without it", index)
             return otherwise
+
+
+def _tickets(side: object) -> TicketKinds:
+    """The tickets that a child writes and reads; not known for a connector without hand-offs."""
+    return side.tickets() if isinstance(side, HandsOff) else TicketKinds()
+
+
+def _reads(side: object, ticket: Ticket) -> bool:
+    return not isinstance(side, HandsOff) or side.reads(ticket)

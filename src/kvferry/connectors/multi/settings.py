@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from kvferry.connectors.api import ConnectorContext, SchedulerSide, WorkerSide
+from kvferry.connectors.api import ConnectorContext, HandsOff, SchedulerSide, WorkerSide, gauges_of
 from kvferry.connectors.registry import BUILTIN, ConnectorSpec, find_connector
 from kvferry.core.errors import ConfigError
 from kvferry.core.options import read_options, unknown_key
@@ -35,7 +35,7 @@ class MultiOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 def child_gauges(side: Callable[[ConnectorSpec], type[SchedulerSide[Any] | WorkerSide[Any]]]) -> frozenset[str]:
     """The gauges of every connector that can be one of several, on this side of it, with the numbers before them."""
     sides = [side(spec) for spec in BUILTIN.values() if spec is not BUILTIN[_SELF]]
-    return frozenset(f"{index}_{name}" for one in sides for name in one.gauges for index in range(MAX_CHILDREN))
+    return frozenset(f"{index}_{name}" for one in sides for name in gauges_of(one) for index in range(MAX_CHILDREN))
 
 
 def read_children(context: ConnectorContext) -> list[tuple[ConnectorSpec, ConnectorContext]]:
@@ -87,7 +87,7 @@ def child_configs(config: KVTransferConfig) -> list[KVTransferConfig]:
     hands_off = handing_off(children) or 0
     return [
         child
-        if index == hands_off or "kv_role" in listed[index] or not find_connector(child).lossy
+        if index == hands_off or "kv_role" in listed[index] or not find_connector(child).keeps_blocks
         else msgspec.structs.replace(child, kv_role="kv_both")
         for index, child in enumerate(children)
     ]
@@ -97,7 +97,7 @@ def _loading_whole(child: KVTransferConfig, index: int) -> KVTransferConfig:
     """A cache that loads before the model runs, and not beside it: where a load fails during a step, what the model
     computed in that step is wrong, and the other connectors have taken it by then."""
     spec = find_connector(child)
-    load = spec.completed(child).kv_connector_extra_config.get("load") if spec.lossy else None
+    load = spec.completed(child).kv_connector_extra_config.get("load") if spec.keeps_blocks else None
     if load == "layerwise":
         raise ConfigError(
             f"kv_connector_extra_config.connectors[{index}]: load layerwise is for a connector alone: where blocks do"
@@ -111,12 +111,15 @@ def _loading_whole(child: KVTransferConfig, index: int) -> KVTransferConfig:
 
 
 def handing_off(children: Sequence[KVTransferConfig]) -> int | None:
-    """Which of them takes part in hand-offs: the first that says so (`hands_off`), or else the first that is no cache.
-    None: all are caches, of which the first hands off by what it keeps."""
-    specs = [find_connector(child) for child in children]
-    says_so = (index for index, spec in enumerate(specs) if spec.scheduler_class().hands_off)
-    is_no_cache = (index for index, spec in enumerate(specs) if not spec.lossy)
-    return next(says_so, next(is_no_cache, None))
+    """Which of them takes part in hand-offs: the first that hands off and is no cache, or else the first that is no
+    cache. None: all are caches, of which the first hands off by what it keeps."""
+    no_caches = {
+        index: spec.scheduler_class()
+        for index, spec in enumerate(map(find_connector, children))
+        if not spec.keeps_blocks
+    }
+    hands_off = (index for index, side in no_caches.items() if issubclass(side, HandsOff))
+    return next(hands_off, next(iter(no_caches), None))
 
 
 def _child(config: KVTransferConfig, given: dict[str, Any], index: int) -> KVTransferConfig:

@@ -1,7 +1,7 @@
-"""Several connectors beside one KV cache, as one.
+"""Several connectors beside one KV cache, as one. The connectors of the list are its children.
 
-Owns what each of them is doing for which request, as far as that must be known when one of them is lost: once it is
-closed its loads have failed, what it kept is free, and the others go on.
+Owns what each child does for which request, as far as that must be known when a child is lost: once it is closed, its
+loads have failed, what it kept is free, and the others go on.
 """
 
 from __future__ import annotations
@@ -15,14 +15,20 @@ from typing import Any, TypeVar
 import msgspec
 
 from kvferry.connectors.api import (
+    ByLayers,
     ConnectorContext,
     Failed,
+    HasStatistics,
     Loaded,
     Released,
+    ServesPeers,
     StepPlan,
     StoreEvents,
+    StoresBlocks,
     TransferReport,
     WorkerSide,
+    check_side,
+    statistics_of,
 )
 from kvferry.connectors.multi.plan import MultiPlan
 from kvferry.connectors.multi.settings import child_gauges, handing_off, read_children
@@ -33,12 +39,12 @@ from kvferry.transport.memory import BlockMemory
 log = logging.getLogger(__name__)
 
 CLOSE_S = 60.0
-"""At the end, for one that was lost and is still being closed."""
+"""Seconds to wait, at the end, for a child that was lost and is still being closed."""
 Result = TypeVar("Result")
 
 
-class MultiWorkerSide(WorkerSide[MultiPlan]):
-    """Gives each connector's worker side its part of the plan; one that raises is closed, and the others go on."""
+class MultiWorkerSide(WorkerSide[MultiPlan], ServesPeers[MultiPlan], ByLayers, StoresBlocks, HasStatistics):
+    """Gives each child's worker side its part of the plan; a child that raises is closed, and the others go on."""
 
     plan_type = MultiPlan
     gauges = child_gauges(ConnectorSpec.worker_class)
@@ -50,23 +56,22 @@ class MultiWorkerSide(WorkerSide[MultiPlan]):
         if context.layout.tp_size > 1 and any(child.plan_type is None for child in self._children):
             raise ConfigError("one of the connectors of MultiConnector works on one rank only")
         self._hands_off = handing_off([own.config for _, own in children])
-        self.hands_off = self._hands_off is not None
         self._lost: set[int] = set()
         self._closing: dict[int, threading.Thread] = {}
-        """Those that are lost, until nothing of them touches blocks any more."""
+        """The threads that close lost children, until nothing of these touches blocks any more."""
         self._closed: set[int] = set()
-        """Those that have got there; written by their threads."""
+        """Lost children that are closed; written by the threads that close them."""
         self._wake: Callable[[], None] = lambda: None
         self._loads: dict[str, int] = {}
         self._holds: dict[str, set[int]] = {}
         self._early: dict[str, set[int]] = {}
-        """Who gave up blocks before the plan said who keeps them."""
+        """Children that released a request's blocks before the plan named those that keep them."""
         self._reports: TransferReport = []
 
     # Life.
 
     def register(self, memory: BlockMemory) -> None:
-        """With all. One that cannot start is an error, and the others are closed again."""
+        """Register the memory with all children. If one raises, all are closed again."""
         for index, child in enumerate(self._children):
             try:
                 child.register(memory)
@@ -76,7 +81,7 @@ class MultiWorkerSide(WorkerSide[MultiPlan]):
                 raise
 
     def close(self) -> None:
-        """All of them, whatever one says."""
+        """Close all children, even if one raises."""
         for index in range(len(self._children)):
             if index in self._closing:
                 self._closing[index].join(CLOSE_S)
@@ -92,12 +97,12 @@ class MultiWorkerSide(WorkerSide[MultiPlan]):
     # Steps.
 
     def withdraw(self, plan: MultiPlan | None) -> None:
-        """Each its own."""
+        """Have each child withdraw its part of the plan."""
         for index, part in self._parts(plan):
             self._try(index, partial(_withdraw, part), None)
 
     def start(self, plan: MultiPlan | None) -> None:
-        """Each its own."""
+        """Have each child start its part of the plan."""
         if plan is None:
             return
         self._loads |= plan.loads
@@ -111,7 +116,7 @@ class MultiWorkerSide(WorkerSide[MultiPlan]):
             self._try(index, partial(_start, part), None)
 
     def _parts(self, plan: MultiPlan | None) -> list[tuple[int, Any]]:
-        """What each is asked to do; a plan that travelled has lost its classes."""
+        """Each child's part of a plan. One that came from another process is converted to its class again."""
         parts = []
         for index, (child, part) in enumerate(
             zip(self._children, plan.plans if plan is not None else (), strict=False)
@@ -123,24 +128,25 @@ class MultiWorkerSide(WorkerSide[MultiPlan]):
         return parts
 
     def wait_layer(self, layer: int) -> None:
-        """For all."""
-        self._all(lambda child: child.wait_layer(layer))
+        """Wait until all children have loaded the layer."""
+        self._all(lambda child: child.wait_layer(layer) if isinstance(child, ByLayers) else None)
 
     def save_layer(self, layer: int) -> None:
-        """To all."""
-        self._all(lambda child: child.save_layer(layer))
+        """Have all children save the layer."""
+        self._all(lambda child: child.save_layer(layer) if isinstance(child, ByLayers) else None)
 
     def flush(self) -> None:
-        """To all."""
+        """Flush all children."""
         self._all(lambda child: child.flush())
 
     def discard(self) -> None:
-        """For all."""
+        """Have all children discard the step."""
         self._all(lambda child: child.discard())
 
     def poll(self) -> TransferReport:
-        """Of all. Blocks are released when none of them keeps them any more. Raises `ConnectorLost` when the one that
-        hands off is lost: an instance that can hand nothing off is of no use to the fleet, which starts another."""
+        """The events of all children. Blocks are released when no child keeps them any more. Raises `ConnectorLost`
+        when the child that hands off is lost: without it, the instance is of no use to the fleet, which starts
+        another."""
         if self._hands_off in self._lost:
             raise ConnectorLost("the connector of MultiConnector that hands off is lost")
         for index in [index for index in self._closing if index in self._closed]:
@@ -158,6 +164,8 @@ class MultiWorkerSide(WorkerSide[MultiPlan]):
             return
         if isinstance(event, Loaded | Failed):
             self._loads.pop(event.request_id, None)
+        if isinstance(event, Failed) and event.kept_as:
+            self._holds[event.kept_as] = {index}
         self._reports.append(event)
 
     def _released(self, index: int, request_id: str) -> None:
@@ -174,11 +182,12 @@ class MultiWorkerSide(WorkerSide[MultiPlan]):
             self._reports.append(Released(request_id))
 
     def address(self) -> dict[str, Any] | None:
-        """Of the one that hands off."""
-        return None if self._hands_off is None else self._children[self._hands_off].address()
+        """The address of the child that hands off."""
+        chosen = None if self._hands_off is None else self._children[self._hands_off]
+        return chosen.address() if isinstance(chosen, ServesPeers) else None
 
     def on_report(self, wake: Callable[[], None]) -> None:
-        """From any of them, and when one that was lost is closed."""
+        """`wake` is called when a child has something to report, and when a lost child is closed."""
         self._wake = wake
         for child in self._children:
             child.on_report(wake)
@@ -186,46 +195,46 @@ class MultiWorkerSide(WorkerSide[MultiPlan]):
     # Insight.
 
     def watch_store(self) -> None:
-        """All that have a store."""
+        """Watch the stores of all children that have one."""
         for child in self._children:
-            child.watch_store()
+            if isinstance(child, StoresBlocks):
+                child.watch_store()
 
     def store_events(self) -> StoreEvents:
-        """Of all that have a store."""
+        """The events of all children's stores."""
         events = StoreEvents()
-        for child in self._children:
-            more = child.store_events()
+        for more in (child.store_events() for child in self._children if isinstance(child, StoresBlocks)):
             events.stored += more.stored
             events.dropped += more.dropped
             events.changes += more.changes
         return events
 
     def statistics(self) -> dict[str, float]:
-        """Each one's, with its number before."""
+        """The statistics of each child, with its number before the names."""
         return {
             f"{index}_{name}": value
             for index, child in enumerate(self._children)
-            for name, value in child.statistics().items()
+            for name, value in statistics_of(child).items()
         }
 
     def check(self) -> None:
-        """Raise `LeakError` when one of them, or what is known of them, is left with something."""
+        """Raise `LeakError` when a child keeps something, or when something is still noted of one."""
         for index, child in enumerate(self._children):
             if index not in self._lost:
-                child.check()
+                check_side(child)
         if self._closing:
             raise LeakError(f"connectors {sorted(self._closing)} of several are lost and not closed yet")
         if self._holds or self._reports or self._early:
             raise LeakError(f"several connectors still keep {[*self._holds, *self._early][:8]}")
 
-    # One that is lost.
+    # A child that is lost.
 
     def _all(self, call: Callable[[WorkerSide[StepPlan]], None]) -> None:
         for index in range(len(self._children)):
             self._try(index, call, None)
 
     def _try(self, index: int, call: Callable[[WorkerSide[StepPlan]], Result], otherwise: Result) -> Result:
-        """What one of them says, unless it is lost; when it raises, it is."""
+        """What a call of a child returns; `otherwise` if it is lost. A child that raises is lost from then on."""
         if index in self._lost:
             return otherwise
         try:
@@ -238,7 +247,7 @@ class MultiWorkerSide(WorkerSide[MultiPlan]):
             return otherwise
 
     def _lose(self, index: int) -> None:
-        """It is closed, which may take a while, so on a thread of its own: the others go on meanwhile."""
+        """Close a child on a thread of its own, because that may take a while; the others go on meanwhile."""
         self._lost.add(index)
         self._closing[index] = threading.Thread(
             target=self._close_lost, args=(index,), name=f"kvferry-close-{index}", daemon=True
@@ -251,7 +260,7 @@ class MultiWorkerSide(WorkerSide[MultiPlan]):
         self._wake()
 
     def _is_closed(self, index: int) -> None:
-        """Nothing of it touches blocks any more: its loads will not come, and it keeps nothing more."""
+        """Nothing of the child touches blocks any more: its loads have failed, and it keeps nothing more."""
         self._closing.pop(index).join()
         for request_id in [name for name, loader in self._loads.items() if loader == index]:
             self._give_up(request_id, index)
@@ -264,7 +273,8 @@ class MultiWorkerSide(WorkerSide[MultiPlan]):
 
 
 def _withdraw(part: Any, child: WorkerSide[StepPlan]) -> None:
-    child.withdraw(part)
+    if isinstance(child, ServesPeers):
+        child.withdraw(part)
 
 
 def _start(part: Any, child: WorkerSide[StepPlan]) -> None:

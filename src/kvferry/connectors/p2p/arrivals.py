@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from kvferry.connectors.api import Failed, Loaded, Prefilled, Released, TransferEvent, TransferReport
+from kvferry.connectors.api import Failed, Fetchable, Loaded, Prefilled, Released, Reports, TransferReport
 from kvferry.connectors.p2p.plan import HandOffMeta, Load, P2pPlan, decode_meta
 from kvferry.core.errors import LeaseEnded, PeerLost, ProtocolError
 from kvferry.core.hand_off import OTHER_PROMPT, PrefillResult, Ticket, common_prefix
@@ -28,26 +28,30 @@ RELEASE_S = 5.0
 
 
 class Arrivals:
-    """`begin` is called on the transfer loop while `run` runs there, `take_report` on any thread.
+    """`begin` is called on the transfer loop while `run` runs there. How loads end is added to `reports`.
 
     `timeout_s` limits each load. With `keep_lease_on_failure`, a load that fails leaves the hand-off to another
     instance that may try the same ticket.
     """
 
     def __init__(
-        self, buffer: LookupBuffer, layout: KVLayout, timeout_s: float, *, keep_lease_on_failure: bool
+        self,
+        buffer: LookupBuffer,
+        layout: KVLayout,
+        timeout_s: float,
+        reports: Reports,
+        *,
+        keep_lease_on_failure: bool,
     ) -> None:
-        self._buffer, self._layout = buffer, layout
+        self._buffer, self._layout, self._reports = buffer, layout, reports
         self._timeout_s, self._keep = timeout_s, keep_lease_on_failure
-        self.wake: Callable[[], None] = lambda: None
-        """Called when there is something new to report."""
         self.started = asyncio.Event()
-        self._events: deque[TransferEvent] = deque()
         self._tasks: dict[str, asyncio.Task[TransferReport]] = {}
         self._waits: dict[str, list[asyncio.Task[None]]] = {}
         self._cancelled: set[str] = set()
         self._group: asyncio.TaskGroup | None = None
-        self._failures: Counter[str] = Counter()
+        self._counts: Counter[str] = Counter()
+        self._taken_s = 0.0
 
     async def run(self) -> None:
         """Own the tasks until cancelled, which ends them."""
@@ -58,14 +62,6 @@ class Arrivals:
             finally:
                 self._group = None
 
-    def take_report(self) -> TransferReport:
-        """What happened since the last call."""
-        return [self._events.popleft() for _ in range(len(self._events))]
-
-    def _report(self, *events: TransferEvent) -> None:
-        self._events.extend(events)
-        self.wake()
-
     # On the loop.
 
     def begin(self, plan: P2pPlan) -> None:
@@ -74,18 +70,20 @@ class Arrivals:
             end, otherwise = partial(self._cancel, request_id), partial(self._not_cancelled, request_id)
             call_contained(end, f"the end of request {request_id}", otherwise)
         for request_id, ticket in plan.waits.items():
-            self._change_lease(self._wait, request_id, ticket)
+            wait, otherwise = partial(self._wait, request_id, ticket), partial(self._not_waiting, request_id)
+            call_contained(wait, f"the lease of request {request_id}", otherwise)
         for load in plan.loads.values():
             start, otherwise = partial(self._start, load), partial(self._failed, load.request_id)
             call_contained(start, f"a load of request {load.request_id}", otherwise)
         for request_id, ticket in plan.unwanted.items():
-            self._change_lease(self._give_up, request_id, ticket)
+            give_up, otherwise = partial(self._give_up, request_id, ticket), partial(self._not_waiting, request_id)
+            call_contained(give_up, f"the lease of request {request_id}", otherwise)
 
     def _cancel(self, request_id: str) -> None:
         """Stop a load; its request is reported `Released` when nothing more is written, also if it has ended."""
         task = self._tasks.get(request_id)
         if task is None:
-            self._report(Released(request_id))
+            self._reports.add(Released(request_id))
         else:
             self._cancelled.add(request_id)
             task.cancel()
@@ -95,7 +93,7 @@ class Arrivals:
         if request_id in self._tasks:
             self._cancelled.add(request_id)
         else:
-            self._report(Released(request_id))
+            self._reports.add(Released(request_id))
 
     def _start(self, load: Load) -> None:
         """Begin to fetch; from now on, the load keeps the lease alive."""
@@ -108,7 +106,7 @@ class Arrivals:
         """Report a failure, unless the load has a task, whose end is reported as usual."""
         self._stop_waiting(request_id)
         if request_id not in self._tasks:
-            self._report(Failed(request_id, translated(error)))
+            self._reports.add(Failed(request_id, translated(error)))
 
     def _create_task(self, job: Coroutine[Any, Any, Any], name: str) -> asyncio.Task[Any]:
         assert self._group is not None, "begin is called while run runs"
@@ -116,15 +114,27 @@ class Arrivals:
 
     # Leases.
 
-    def _change_lease(self, act: Callable[[str, Ticket], None], request_id: str, ticket: Ticket) -> None:
-        """If `act` fails, the lease is no longer renewed, and expires. Nothing is reported: no load has begun yet, and
-        a later one reports its own end."""
-        change, otherwise = partial(act, request_id, ticket), lambda _: self._stop_waiting(request_id)
-        call_contained(change, f"the lease of request {request_id}", otherwise)
-
     def _wait(self, request_id: str, ticket: Ticket) -> None:
-        """Keep the lease alive until the ticket is loaded or given up."""
-        self._waits[request_id] = self._each_rank(ticket, self._own_ranks(ticket), "keep", self._buffer.keep)
+        """Keep the lease alive until the ticket is loaded or given up, and report when the producer has finished."""
+
+        def ready() -> None:
+            if ticket.is_early:
+                self._reports.add(Fetchable(request_id))
+
+        async def keep(key: str, source: Source) -> None:
+            try:
+                await self._buffer.keep(key, source, ready)
+            except Exception:
+                ready()
+                raise
+            ready()
+
+        self._waits[request_id] = self._each_rank(ticket, self._own_ranks(ticket), "keep", keep)
+
+    def _not_waiting(self, request_id: str, error: Exception) -> None:
+        """The lease is no longer renewed, and expires: a load will report it."""
+        self._stop_waiting(request_id)
+        self._reports.add(Fetchable(request_id))
 
     def _give_up(self, request_id: str, ticket: Ticket) -> None:
         """Tell the producer that nobody will fetch this ticket."""
@@ -148,7 +158,7 @@ class Arrivals:
         async def one(rank: int) -> None:
             try:
                 await act(ticket.transfer_id, _source(ticket, rank))
-            except Exception as unexpected:  # leases expire by themselves, and a load that meets the same reports it
+            except Exception as unexpected:  # leases expire by themselves, and a load with the same error reports it
                 error = translated(unexpected)
                 log.info("could not %s: %s", name, error, exc_info=error is not unexpected)
 
@@ -175,9 +185,9 @@ class Arrivals:
             error = translated(unexpected)
             gave_way = load.longer and isinstance(error, LeaseEnded)  # what is kept for next turns may, at any time
             level = logging.INFO if gave_way else logging.WARNING
-            told = "request %s: hand-off not loaded: %s"
-            log.log(level, told, load.request_id, error, exc_info=error is not unexpected)
-            self._failures[type(error).__name__] += 1
+            message = "request %s: hand-off not loaded: %s"
+            log.log(level, message, load.request_id, error, exc_info=error is not unexpected)
+            self._counts[f"failed_{type(error).__name__}"] += 1
             if not self._keep and not isinstance(error, LeaseEnded | PeerLost):
                 self._release(load.ticket, {*ranks, *self._own_ranks(load.ticket)})
             return [Failed(load.request_id, error)]
@@ -187,11 +197,11 @@ class Arrivals:
         del self._tasks[load.request_id]
         if load.request_id in self._cancelled:
             self._cancelled.discard(load.request_id)
-            self._report(Released(load.request_id))
+            self._reports.add(Released(load.request_id))
             self._release(load.ticket, self._own_ranks(load.ticket))
         elif not task.cancelled():
             otherwise = partial(self._failed, load.request_id)
-            call_contained(lambda: self._report(*task.result()), f"load {load.request_id}", otherwise)
+            call_contained(lambda: self._reports.add(*task.result()), f"load {load.request_id}", otherwise)
 
     async def _sources(self, ticket: Ticket, deadline: float) -> tuple[Sequence[int], Sequence[int]]:
         """The producer's ranks that have some of this rank's KV, and those that this rank releases because nobody reads
@@ -216,7 +226,11 @@ class Arrivals:
             prefix=load.longer,
             on_sealed=ignore if self._keep else partial(self._sealed, load),
         )
-        return await self._buffer.drop_select(want)
+        taken = await self._buffer.drop_select(want)
+        self._counts["taken"] += 1
+        self._counts[f"taken_bytes_{taken.fabric}"] += taken.num_bytes
+        self._taken_s += taken.seconds
+        return taken
 
     def _sealed(self, load: Load, encoded: bytes) -> None:
         """P has finished: report its first token before the KV is here, since the token is right even if the KV never
@@ -226,18 +240,18 @@ class Arrivals:
             meta = decode_meta(encoded)
             result = _result_for(load, meta, common_prefix(meta.prefixes, load.tokens, load.salt))
             if result is not None:
-                self._report(Prefilled(load.request_id, result))
+                self._reports.add(Prefilled(load.request_id, result))
 
     # Insight.
 
     def statistics(self) -> dict[str, float]:
-        """Loads under way, and failures by kind of error."""
-        failures = {f"failed_{kind}": float(count) for kind, count in self._failures.items()}
-        return {"num_loading": float(len(self._tasks)), **failures}
+        """Loads under way, what was taken, and failures by kind of error."""
+        counts = {name: float(count) for name, count in self._counts.copy().items()}
+        return {"num_loading": float(len(self._tasks)), "taken_seconds": self._taken_s, **counts}
 
     def is_empty(self) -> bool:
-        """Whether no load is under way, no ticket waits for one, and no report waits."""
-        return not (self._tasks or self._waits or self._events)
+        """Whether no load is under way, and no ticket waits for one."""
+        return not (self._tasks or self._waits)
 
 
 def _judge(load: Load, taken: Sequence[Taken]) -> TransferReport:

@@ -204,13 +204,13 @@ class Offers:
             offer.opened = offer.opened and not any(save.opens for save in unsent)
 
     def never_opened(self, request: RequestView) -> None:
-        """The request ended before anything was announced: a consumer that waits is told, as by `refused`."""
+        """The request ended before anything was announced: refuse the hand-off to a consumer that waits."""
         self.released(request.request_id)
         if isinstance(request.hand_off, Produce):
             self.refused(request.hand_off.transfer_id)
 
     def refused(self, transfer_id: str) -> None:
-        """Tell consumers that this hand-off will not come, unless another request makes one of the same id."""
+        """Report to consumers that this hand-off will not come, unless another request makes one of the same id."""
         if self._config.produces and transfer_id not in self._by_transfer:
             self._work.drops.setdefault(transfer_id, "")
 

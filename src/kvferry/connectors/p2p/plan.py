@@ -60,7 +60,7 @@ class P2pPlan(msgspec.Struct):
     """Transfer ids of hand-offs that begin again: everything announced of them so far is void."""
     drops: dict[str, str] = {}
     """Hand-offs that will not be completed, by transfer id: the request whose blocks are under `Hold`, or "" if nothing
-    was announced. Consumers that wait for them are told."""
+    was announced. Consumers that wait for them get this as an error."""
     ends: list[str] = []
     """Transfer ids of hand-offs that nobody will fetch: their leases end early."""
     saves: list[Save] = []
@@ -70,9 +70,9 @@ class P2pPlan(msgspec.Struct):
     waits: dict[str, Ticket] = {}
     """Tickets of queued requests, by request id: their leases are renewed."""
     loads: dict[str, Load] = {}
-    """By request id."""
+    """Loads to begin, by request id."""
     unwanted: dict[str, Ticket] = {}
-    """Tickets that will not be fetched here, by request id: their producers are told."""
+    """Tickets that will not be fetched here, by request id: their producers may free the blocks."""
 
     def __bool__(self) -> bool:
         return any(getattr(self, name) for name in self.__struct_fields__)
@@ -98,7 +98,7 @@ class HandOffMeta(msgspec.Struct, frozen=True):
 
 
 def encode_meta(meta: HandOffMeta) -> bytes:
-    """For `Seal.meta`."""
+    """Encode what `Seal.meta` carries."""
     return msgspec.msgpack.encode(meta)
 
 

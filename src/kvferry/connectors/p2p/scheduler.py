@@ -14,12 +14,16 @@ from typing import Any, Literal
 from kvferry.connectors.api import (
     ConnectorContext,
     Failed,
+    Fetchable,
     Finish,
+    HandsOff,
+    HasStatistics,
     Hit,
     Hold,
     Loaded,
     Match,
     Miss,
+    Pending,
     Released,
     RequestView,
     SchedulerSide,
@@ -28,7 +32,7 @@ from kvferry.connectors.api import (
 )
 from kvferry.connectors.p2p.offers import Offers
 from kvferry.connectors.p2p.plan import Load, P2pPlan
-from kvferry.core.errors import ConfigError, KvferryError, LayoutMismatch, LeakError, ProtocolError
+from kvferry.core.errors import ConfigError, KvferryError, LayoutMismatch, LeakError, ProtocolError, TransferTimeout
 from kvferry.core.hand_off import OTHER_PROMPT, Consume, Produce, Ticket
 from kvferry.core.instance_facts import TicketKinds
 from kvferry.core.ticket_seal import TicketSealer
@@ -39,17 +43,20 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class _Fetch:
-    """What a request fetches. `num_promised`: number of its prompt's tokens that the other side has the KV of."""
+    """What a request fetches. `num_promised`: number of its prompt's tokens that the other side has the KV of.
+    `is_ready`: the producer has finished; `deadline`: until when that is waited for, once it is (monotonic, s)."""
 
     ticket: Ticket
     num_promised: int
     state: Literal["waiting", "loading", "over"] = "waiting"
+    is_ready: bool = True
+    deadline: float | None = None
 
 
-class P2pSchedulerSide(SchedulerSide[P2pPlan]):
+class P2pSchedulerSide(SchedulerSide[P2pPlan], HandsOff, HasStatistics):
     """Decides what is handed off, fetched and held. `TransportOptions` says what can be set."""
 
-    hands_off = takes_parts = True
+    takes_parts = True
     gauges = frozenset({"num_produced"})
 
     def __init__(self, context: ConnectorContext) -> None:
@@ -61,7 +68,7 @@ class P2pSchedulerSide(SchedulerSide[P2pPlan]):
                 " addresses are accepted"
             )
         self._config, self._layout = context.config, context.layout
-        self._keeps_all = settings.bidirectional_kv_xfer
+        self._keeps_all, self._unsealed_s = settings.bidirectional_kv_xfer, settings.unsealed_s
         self._sealer = TicketSealer(context.auth_token, context.clock)
         self._work = P2pPlan()
         self._offers = Offers(context, self._work, self._sealer, settings)
@@ -74,12 +81,12 @@ class P2pSchedulerSide(SchedulerSide[P2pPlan]):
         self._offers.set_addresses(addresses)
 
     def tickets(self) -> TicketKinds:
-        """With addresses at which KV is read."""
+        """Tickets with addresses at which KV is read."""
         kinds = TicketKinds(writes=("p2p",), reads=("p2p",))
         return kinds.within(produces=self._config.produces, consumes=self._config.consumes)
 
     def reads(self, ticket: Ticket) -> bool:
-        """Those with an address."""
+        """Whether the ticket has an address."""
         return ticket.has_address
 
     def address_seal(self) -> str:
@@ -94,15 +101,16 @@ class P2pSchedulerSide(SchedulerSide[P2pPlan]):
         return None if ticket is None else self._sealer.refusal(ticket)
 
     def arrived(self, request: RequestView) -> None:
-        """From now on, the lease of the request's ticket is renewed."""
+        """Renew the lease of the request's ticket from now on."""
         fetch = self._find(request)
         if isinstance(fetch, _Fetch) and request.request_id not in self._fetches:
+            fetch.is_ready = not fetch.ticket.is_early
             self._fetches[request.request_id] = fetch
             self._work.waits[request.request_id] = fetch.ticket
 
     def match(self, request: RequestView, num_computed_tokens: int) -> Match:
         """A `Hit` for a hand-off that waits to be fetched; `Pending` for a prefill for another instance while too much
-        is held already."""
+        is held already, and for a hand-off whose prefill has not ended, unless there is room to wait for it."""
         hand_off = request.hand_off
         if isinstance(hand_off, Produce):
             room = self._offers.match(request, hand_off)
@@ -115,7 +123,17 @@ class P2pSchedulerSide(SchedulerSide[P2pPlan]):
             return Miss()
         if isinstance(hand_off, Produce) and fetch.num_promised <= num_computed_tokens:
             return Miss()  # `_computed` gives the ticket up with the first chunk
+        if not fetch.is_ready and not self.context.has_room(-(-fetch.num_promised // self._layout.block_size)):
+            return self._wait(fetch)
         return Hit(max(0, fetch.num_promised - num_computed_tokens))
+
+    def _wait(self, fetch: _Fetch) -> Match:
+        """The request holds nothing meanwhile; `Fetchable` ends it."""
+        now = self.context.clock.monotonic()
+        fetch.deadline = fetch.deadline or now + self._unsealed_s
+        if now < fetch.deadline:
+            return Pending(is_reported=True)
+        return Miss(TransferTimeout(f"the prefill of this request has not ended within {self._unsealed_s:g} s"))
 
     def _find(self, request: RequestView) -> _Fetch | KvferryError | None:
         """The request's fetch, made anew if it is not known yet, or why its ticket cannot be used; None if it has
@@ -194,6 +212,8 @@ class P2pSchedulerSide(SchedulerSide[P2pPlan]):
             match event:
                 case Loaded() | Failed() if event.request_id in self._fetches:
                     self._fetches[event.request_id].state = "over"
+                case Fetchable() if event.request_id in self._fetches:
+                    self._fetches[event.request_id].is_ready = True
                 case Released():
                     self._cancelled.discard(event.request_id)
                     self._offers.released(event.request_id)
@@ -237,7 +257,7 @@ class P2pSchedulerSide(SchedulerSide[P2pPlan]):
         return self._offers.end(transfer_id)
 
     def refused(self, transfer_id: str) -> None:
-        """A prefill was refused before it was admitted: consumers that wait are told with the next plan."""
+        """A prefill was refused before it was admitted: consumers that wait learn of it with the next plan."""
         self._offers.refused(transfer_id)
 
     def make_room(self, num_blocks: int) -> None:

@@ -16,7 +16,17 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
-from kvferry.connectors.api import ConnectorContext, Released, TransferReport, WorkerSide
+from kvferry.connectors.api import (
+    ByLayers,
+    ConnectorContext,
+    HasStatistics,
+    Released,
+    Reports,
+    ServesPeers,
+    TransferReport,
+    WorkerSide,
+)
+from kvferry.connectors.overdue import OverdueLoads
 from kvferry.connectors.p2p.arrivals import Arrivals
 from kvferry.connectors.p2p.plan import P2pPlan, Save, Seal
 from kvferry.core.clock import SystemClock
@@ -32,13 +42,12 @@ from kvferry.transport.transfer_loop import TransferLoop, call_contained, run_to
 
 START_S = 10.0
 GATHER_BYTES = 2 * 2**20
-"""A consumer is told of parts when they have this size together: a layer, or several small ones."""
+"""Parts are announced to a consumer when they have this size together: a layer, or several small ones."""
 
 
-class P2pWorkerSide(WorkerSide[P2pPlan]):
+class P2pWorkerSide(WorkerSide[P2pPlan], ServesPeers[P2pPlan], ByLayers, HasStatistics):
     """Hands off, and fetches, the KV of one rank. `TransportOptions` says what can be set."""
 
-    hands_off = True
     plan_type = P2pPlan
     gauges = frozenset({"num_loading", "num_keys", "held_bytes", "open_connections"})
 
@@ -50,7 +59,9 @@ class P2pWorkerSide(WorkerSide[P2pPlan]):
         super().__init__(context)
         self._config = context.config
         self._settings = options_of(context.config)
+        self._overdue = OverdueLoads(self._settings.timeout_s, context.clock)
         self._loop = TransferLoop()
+        self._reports = Reports()
         self._service: Future[list[None]] | None = None
         self._wait_for_device: Callable[[], None] | None = None
         self._saves: list[Save] = []
@@ -58,7 +69,7 @@ class P2pWorkerSide(WorkerSide[P2pPlan]):
         self._written: list[int] = []
         """Layers that were saved in this step and wait for the device."""
         self._held: dict[str, str] = {}
-        """By transfer id, the requests whose blocks are under `Hold`."""
+        """The requests whose blocks are under `Hold`, by transfer id."""
         self._over: set[str] = set()
         """Transfer ids of hand-offs that have ended and are not reported yet."""
 
@@ -80,9 +91,8 @@ class P2pWorkerSide(WorkerSide[P2pPlan]):
             LookupBufferContext(config, settings, memory, identity, self.context.auth_token, self._table)
         )
         self._wait_for_device = None if self.context.saves_are_complete else _device_wait(memory.device)
-        self._arrivals = Arrivals(
-            self._buffer, layout, settings.timeout_s, keep_lease_on_failure=config.kv_load_failure_policy == "fail"
-        )
+        keeps = config.kv_load_failure_policy == "fail"
+        self._arrivals = Arrivals(self._buffer, layout, settings.timeout_s, self._reports, keep_lease_on_failure=keeps)
         self._loop.start()
         self._service = self._loop.submit(run_together(self._buffer.run(), self._arrivals.run()))
         self._loop.submit(self._arrivals.started.wait()).result(START_S)
@@ -120,6 +130,10 @@ class P2pWorkerSide(WorkerSide[P2pPlan]):
         for seal in plan.seals:
             self._held[seal.transfer_id] = seal.request_id
             self._each(seal.transfer_id, partial(self._seal, seal))
+        for request_id in plan.cancels:
+            self._overdue.forget(request_id)
+        for load in plan.loads.values():
+            self._overdue.begin(load.request_id)
         if plan.cancels or plan.waits or plan.loads or plan.unwanted:
             self._loop.call(partial(self._arrivals.begin, plan))
 
@@ -184,25 +198,25 @@ class P2pWorkerSide(WorkerSide[P2pPlan]):
         self._over.update(transfer_id for transfer_id, _ in self._table.ended())
         released = self._over & self._held.keys()
         self._over -= released
-        return [*(Released(self._held.pop(transfer_id)) for transfer_id in released), *self._arrivals.take_report()]
+        arrived = self._overdue.judged(self._reports.take())
+        return [*(Released(self._held.pop(transfer_id)) for transfer_id in released), *arrived]
 
     def on_report(self, wake: Callable[[], None]) -> None:
         """`wake` is called from the transfer thread."""
-        self._arrivals.wake = wake
-        self._table.on_end = wake
+        self._reports.wake = self._table.on_end = wake
 
     # Insight.
 
     def statistics(self) -> dict[str, float]:
-        """Of the table, the lookup buffer and loads, and `transfer_errors`: errors on the transfer thread."""
+        """The statistics of the table, the lookup buffer and loads, and `transfer_errors`: errors on the transfer
+        thread."""
         errors = {"transfer_errors": float(self._loop.num_errors)}
         return self._table.statistics() | self._buffer.statistics() | self._arrivals.statistics() | errors
 
     def check(self) -> None:
         """Raise `LeakError` when a hand-off, a load or a report is left."""
         self._table.check()
-        self._buffer.check()
-        if self._held or self._over or not self._arrivals.is_empty():
+        if self._held or self._over or self._reports or not self._arrivals.is_empty():
             raise LeakError("the P2P connector still waits for the end of hand-offs")
 
 

@@ -63,7 +63,7 @@ class Executor(ABC):
     max_model_len: int
     """Longest prompt plus answer, in tokens."""
     addresses: list[dict[str, Any]]
-    """What `WorkerSide.address` of each rank returned, in rank order; empty if peers do not reach them."""
+    """What `ServesPeers.address` of each rank returned, in rank order; empty if peers do not reach them."""
 
     @abstractmethod
     def execute(self, chunks: Sequence[Chunk], plans: PlanQueue) -> StepResult:

@@ -63,11 +63,11 @@ class Proceed(_Message, frozen=True, tag=True):
 
 
 class GetStatistics(_Message, frozen=True, tag=True):
-    """`WorkerSide.statistics`. Answered by `Statistics`."""
+    """`HasStatistics.statistics`. Answered by `Statistics`."""
 
 
 class Check(_Message, frozen=True, tag=True):
-    """`WorkerSide.check`. Answered by `Checked`."""
+    """`HasStatistics.check`. Answered by `Checked`."""
 
 
 class Close(_Message, frozen=True, tag=True):
@@ -92,7 +92,7 @@ class ModelLoaded(_Message, frozen=True, tag=True):
 
 
 class Opened(_Message, frozen=True, tag=True):
-    """The KV cache is there. `address`: `WorkerSide.address`."""
+    """The KV cache is there. `address`: `ServesPeers.address`."""
 
     address: dict[str, Any] | None
 
@@ -107,13 +107,13 @@ class Done(_Message, frozen=True, tag=True):
 
 
 class Statistics(_Message, frozen=True, tag=True):
-    """Metrics by name, as `WorkerSide.statistics`."""
+    """Metrics by name, as `HasStatistics.statistics`."""
 
     values: dict[str, float]
 
 
 class Checked(_Message, frozen=True, tag=True):
-    """The message of the `LeakError` that `WorkerSide.check` raised; empty if it raised none."""
+    """The message of the `LeakError` that `HasStatistics.check` raised; empty if it raised none."""
 
     leak: str
 

@@ -106,7 +106,7 @@ class RankProcess:
 
     @property
     def pid(self) -> int:
-        """Its process id."""
+        """The process id of the rank."""
         return self._process.pid
 
     def send(self, command: Command) -> None:
@@ -159,8 +159,9 @@ class RankProcess:
             self._process.wait(max(0.1, deadline - SYSTEM_CLOCK.monotonic()))
         except subprocess.TimeoutExpired:
             self._process.kill()
-            self._process.wait()
-        self._listener.join()
+            with suppress(subprocess.TimeoutExpired):  # in a call into a disk or a driver that nothing ends
+                self._process.wait(END_S)
+        self._listener.join(END_S)
         self._pipe.close()
 
     # The listening thread.

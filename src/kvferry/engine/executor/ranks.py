@@ -107,7 +107,7 @@ class RanksExecutor(Executor):
 
     def _load(self, config: EngineConfig, place: Place, store: str, on_progress: Progress) -> None:
         with self._losses_explained():
-            # First, because the wait in `group.meeting` can neither be interrupted nor be told of a loss.
+            # First, because the wait in `group.meeting` can neither be interrupted nor learn of a loss.
             self._gather(Started, START_S)
             with group.meeting(place, place.choose_device(config.device), store):
                 self._worker = Worker(config, place, on_progress)
@@ -152,7 +152,7 @@ class RanksExecutor(Executor):
             raise
         except Exception as error:
             failures = self._require_survived(error, plans, SYSTEM_CLOCK.monotonic() - begun_at)
-            if not (failures and isinstance(error, RequestFailed)):  # else rank 0 has only heard of another's failure
+            if not (failures and isinstance(error, RequestFailed)):  # else it is only another rank's failure
                 raise
         else:
             self._leave_step()

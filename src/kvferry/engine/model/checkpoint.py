@@ -23,11 +23,11 @@ def require_complete(found: Mapping[str, Any], model: str) -> None:
         _named(found.get("unexpected_keys", ()), f"in {model!r}, but its config.json describes a model without them"),
         "; ".join(str(message).split("\n")[0] for message in found.get("error_msgs", ())),
     ]
-    told = [problem for problem in problems if problem]
-    if told:
+    wrong = [problem for problem in problems if problem]
+    if wrong:
         raise ConfigError(
-            f"the weights are not those of this model: {'; '.join(told)}. Give the checkpoint's own config.json and all"
-            " of its safetensors files"
+            f"the weights are not those of this model: {'; '.join(wrong)}. Give the checkpoint's own config.json and"
+            " all of its safetensors files"
         )
 
 

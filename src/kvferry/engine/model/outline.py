@@ -5,13 +5,12 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
-import psutil
 import torch
 from transformers import AutoModelForCausalLM
 
-from kvferry.core.errors import ConfigError
 from kvferry.core.layout import DTYPE_BYTES, KVLayout, LayerLayout
-from kvferry.core.units import format_bytes, parse_bytes
+from kvferry.core.machine import require_memory
+from kvferry.core.units import parse_bytes
 from kvferry.engine.config import EngineConfig
 from kvferry.engine.kv_cache import require_two_blocks
 from kvferry.engine.model.attention import ATTENTION_NAME, ProbeContext, attention_context, register_attention
@@ -23,8 +22,8 @@ def require_cache_fits(config: EngineConfig, values: Any, device: torch.device) 
     if config.kv_cache_memory is None:
         return
     asked = parse_bytes(config.kv_cache_memory, "--kv-cache-memory")
-    if device.type == "cpu" and asked > (there := psutil.virtual_memory().total + psutil.swap_memory().total):
-        raise ConfigError(f"--kv-cache-memory {config.kv_cache_memory}: this machine has {format_bytes(there)}")
+    if device.type == "cpu":
+        require_memory(asked, f"--kv-cache-memory {config.kv_cache_memory}")
     dtype = getattr(values, "dtype", None) if config.dtype == "auto" else config.dtype
     name = str(dtype or torch.float32).removeprefix("torch.")
     if name not in DTYPE_BYTES:

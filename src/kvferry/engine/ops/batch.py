@@ -47,12 +47,12 @@ class AttentionBatch:
 
     @property
     def num_sequences(self) -> int:
-        """B."""
+        """Number of sequences in the batch: B in shapes."""
         return len(self.context_lens)
 
     @property
     def num_tokens(self) -> int:
-        """T."""
+        """Number of tokens in the batch: T in shapes."""
         return len(self.slots)
 
     @property

@@ -1,4 +1,5 @@
-"""From the engine's outputs to what the client sees of one choice: text, stop strings, offsets, finish reason."""
+"""Assembles what the client sees of one choice from the engine's outputs: text, stop strings, offsets, finish
+reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From chat messages to the prompt's text, with the model's chat template."""
+"""Renders chat messages to the prompt's text, with the model's chat template."""
 
 from __future__ import annotations
 

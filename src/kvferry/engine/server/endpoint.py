@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Awaitable, Callable
+from functools import cache
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -26,6 +28,10 @@ from kvferry.http.response import Response
 
 Body = TypeVar("Body", bound=msgspec.Struct)
 GenerationBody = TypeVar("GenerationBody", bound=GenerationRequest)
+
+log = logging.getLogger(__name__)
+
+_NO_CALLS = "the model sees them, but what it writes stays text in content, and tool_calls is never set"
 
 MakeWriter = Callable[..., Awaitable[AnswerWriter]]
 
@@ -98,11 +104,26 @@ def chat_route(context: ServerContext) -> GenerationRoute[ChatCompletionRequest]
 async def decode(
     context: ServerContext, request: HttpRequest, response: Response, raw: bytes, body_type: type[Body]
 ) -> Body:
-    """The body as `body_type`. The answer gets a header that names fields without effect. Raises `InvalidRequest`."""
+    """The body as `body_type`. The answer gets a header that names fields without effect, and tools that cannot be
+    called. Raises `InvalidRequest`."""
     decoded = await context.decode(raw, request, body_type)
-    if (warning := warning_of(decoded.ignored)) is not None:
-        response.add_header(WARNING_HEADER.lower().encode(), warning.encode("latin-1", "replace"))
+    warnings = [one for one in (warning_of(decoded.ignored), _warning_of_tools(decoded.body)) if one is not None]
+    if warnings:
+        response.add_header(WARNING_HEADER.lower().encode(), "; ".join(warnings).encode("latin-1", "replace"))
     return decoded.body
+
+
+def _warning_of_tools(body: msgspec.Struct) -> str | None:
+    if type(body) is not ChatCompletionRequest or not body.tools or body.tool_choice == "none":
+        return None
+    _log_tools()
+    return f"tools: {_NO_CALLS}"
+
+
+@cache
+def _log_tools() -> None:
+    """Once in the life of the process."""
+    log.warning("a request has tools: %s. vLLM behind the router returns calls", _NO_CALLS)
 
 
 async def _send_whole(writer: AnswerWriter, off_loop: OffLoop, response: Response) -> None:

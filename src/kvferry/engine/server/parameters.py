@@ -1,4 +1,4 @@
-"""From a request's fields to the engine's `SamplingParams`: the client's value, else the model's, else OpenAI's
+"""Makes the engine's `SamplingParams` of a request's fields: the client's value, else the model's, else OpenAI's
 default."""
 
 from __future__ import annotations

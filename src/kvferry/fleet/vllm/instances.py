@@ -22,7 +22,15 @@ from kvferry.fleet.vllm.environment import VllmEnvironment, find_vllm
 from kvferry.fleet.vllm.ports import free_ports
 from kvferry.fleet.vllm.resources import cpu_memory_arguments, device_variables
 from kvferry.fleet.vllm.start import START
-from kvferry.fleet.vllm.transfer import DEFAULT, for_member, has_mooncake, is_ours, read_transfer, require_registrable
+from kvferry.fleet.vllm.transfer import (
+    DEFAULT,
+    for_member,
+    has_mooncake,
+    is_ours,
+    read_transfer,
+    require_possible,
+    require_registrable,
+)
 from kvferry.models.catalog import resolve
 
 _KVFERRYS = ("--host", "--port", "--model", "--served-model-name", "--kv-transfer-config")
@@ -73,6 +81,8 @@ class VllmInstances:
                 f"vLLM in the environment of {found.python} does not know kvferry's connectors: install kvferry there,"
                 " or name a connector of vLLM's with --kv-transfer-config"
             )
+        if transfer is not None:
+            require_possible(transfer, found, choice.engine_argument)
         names = instance.served_model_name or (engine.model,)
         return cls(_model(engine.model), names, choice.engine_argument, found, transfer, number)
 

@@ -1,4 +1,4 @@
-"""Free ports for programs that must be told theirs before they start."""
+"""Free ports for programs that need theirs as an argument."""
 
 from __future__ import annotations
 

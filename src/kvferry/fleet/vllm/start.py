@@ -1,4 +1,4 @@
-"""What vLLM's log tells about its progress at start. Taken from vLLM 0.32; unknown lines are ignored."""
+"""Reads the progress of vLLM's start from its log. Taken from vLLM 0.32; unknown lines are ignored."""
 
 from __future__ import annotations
 

@@ -6,11 +6,12 @@ from contextlib import suppress
 from difflib import get_close_matches
 from typing import Any
 
-from kvferry.connectors.registry import connector_names, find_connector
+from kvferry.connectors.registry import BUILTIN, connector_names, find_connector
 from kvferry.core.errors import ConfigError, MissingDependency, UnknownName
 from kvferry.core.registration import Role
 from kvferry.core.transfer_config import KVTransferConfig, read_transfer_json
 from kvferry.fleet.transfer import InstanceRole, hand_off_role, kv_role, require_kv_role
+from kvferry.fleet.vllm.environment import VllmEnvironment
 
 OURS = {name: f"Kvferry{name}" for name in ("P2pConnector", "SharedStorageConnector", "KVStoreConnector")}
 """kvferry's connectors for which vLLM has none of the same name, and their names in vLLM."""
@@ -24,8 +25,14 @@ _ADAPTERS = (*_EXTRA_IN_VLLM, "hand_off", "shared_memory", "model_fingerprint")
 """Keys of `kv_connector_extra_config` that kvferry's adapter for vLLM reads itself."""
 
 _HAND_OFF = ("P2pConnector", "P2pNcclConnector", "NixlConnector", "MooncakeConnector")
-"""Connectors, kvferry's and vLLM's, whose `kv_role` tells P from D. That of a cache tells whether it saves or loads,
-which both may do."""
+"""Connectors, kvferry's and vLLM's, whose `kv_role` distinguishes P from D. That of a cache decides whether it saves or
+loads, which both may do."""
+
+_PACKAGES = {"Nixl": "nixl", "Mooncake": "mooncake", "LMCache": "lmcache"}
+"""By a part of their names, what connectors of vLLM's import."""
+
+_ON_GPUS = (f"{_PREFIX}P2pNcclConnector", "GDS", "GDS_MT", "GPUNETIO")
+"""A connector, and backends of NIXL's, that move the memory of GPUs only."""
 
 DEFAULT = '{"kv_connector":"P2pConnector"}'
 
@@ -44,8 +51,8 @@ def read_transfer(text: str) -> dict[str, Any]:
 
 
 def _named(transfer: dict[str, Any]) -> dict[str, Any]:
-    """With the names of kvferry's connectors in vLLM. A MultiConnector of kvferry's connectors, one of which vLLM has
-    no connector of the same name for, becomes kvferry's own."""
+    """The configuration with the names of kvferry's connectors in vLLM. A MultiConnector of kvferry's connectors, one
+    of which vLLM has no connector of the same name for, becomes kvferry's own."""
     name, children = transfer["kv_connector"], _children(transfer)
     names = [child["kv_connector"] for child in children]
     if name == _SEVERAL and OURS.keys() & names and set(names) <= set(connector_names()):
@@ -70,10 +77,47 @@ def _check_ours(transfer: dict[str, Any]) -> None:
     extra = transfer.get("kv_connector_extra_config", {})
     if not isinstance(extra, dict):
         raise ConfigError("--kv-transfer-config: kv_connector_extra_config must be an object")
-    own = {key: value for key, value in extra.items() if key not in _ADAPTERS}
-    config = KVTransferConfig(kv_connector=name, kv_connector_extra_config=own)
+    config = _ours(transfer)
     with suppress(MissingDependency):
         find_connector(config).check(config)
+
+
+def _ours(transfer: dict[str, Any]) -> KVTransferConfig:
+    """What one of kvferry's connectors is told, and not its adapter."""
+    extra = transfer.get("kv_connector_extra_config", {})
+    own = {key: value for key, value in extra.items() if key not in _ADAPTERS}
+    return KVTransferConfig(kv_connector=transfer["kv_connector"].removeprefix(_PREFIX), kv_connector_extra_config=own)
+
+
+def require_possible(transfer: dict[str, Any], found: VllmEnvironment, arguments: tuple[str, ...]) -> None:
+    """Raise `ConfigError` for connectors that cannot work there: vLLM would say so only after it has loaded the model.
+    `arguments`: vLLM's."""
+    name, extra = transfer["kv_connector"], transfer.get("kv_connector_extra_config")
+    extra, is_theirs = extra if isinstance(extra, dict) else {}, not name.startswith(_PREFIX)
+    if is_theirs and found.connectors and name not in found.connectors and "kv_connector_module_path" not in transfer:
+        known = [*found.connectors, *(_PREFIX + one for one in connector_names())]
+        raise UnknownName(f"kv_connector of vLLM {found.version}", name, known)
+    package = next((needed for part, needed in _PACKAGES.items() if part in name), None)
+    if is_theirs and package in found.lacks:
+        raise ConfigError(f"{name} needs {package}, which is not installed in the environment of {found.python}")
+    needs_gpus = [one for one in (name, *extra.get("backends", ())) if one in _ON_GPUS]
+    if found.on_cpu and needs_gpus:
+        raise ConfigError(
+            f"--kv-transfer-config: {needs_gpus[0]} is for GPUs, and vLLM in the environment of {found.python} is built"
+            " for CPUs"
+        )
+    gives_size = extra.keys() & {"cpu_bytes_to_use", "spec_name"} or any("offloading" in one for one in arguments)
+    if name == "OffloadingConnector" and not gives_size:
+        raise ConfigError(
+            '--kv-transfer-config: vLLM\'s OffloadingConnector needs "cpu_bytes_to_use" in kv_connector_extra_config,'
+            " the bytes of host memory that it may use"
+        )
+    if not is_theirs and name.removeprefix(_PREFIX) in BUILTIN:
+        with suppress(MissingDependency):  # vLLM's environment may have it
+            find_connector(config := _ours(transfer)).check_here(config, known=True)
+    elif is_theirs:
+        for child in _children(transfer):
+            require_possible(child, found, arguments)
 
 
 def is_ours(transfer: dict[str, Any]) -> bool:
@@ -126,18 +170,22 @@ def _as_vllm_takes_it(transfer: dict[str, Any]) -> dict[str, Any]:
     )
 
 
-def _with_roles(transfer: dict[str, Any], role: InstanceRole) -> dict[str, Any]:
-    """Add `kv_role`. A connector that does not hand off saves and loads in every role. kvferry's MultiConnector sets
-    the roles of its children itself. Raises `ConfigError` if what hands off is given the other instances' role."""
+def _with_roles(transfer: dict[str, Any], role: InstanceRole, *, beside_hand_off: bool = False) -> dict[str, Any]:
+    """Add `kv_role`. A connector that does not hand off saves and loads in every role, as does a cache of kvferry's
+    beside one of vLLM's that hands off. kvferry's MultiConnector sets the roles of its children itself. Raises
+    `ConfigError` if what hands off is given the other instances' role."""
     extra = transfer.get("kv_connector_extra_config")
-    only_keeps = isinstance(extra, dict) and extra.get("hand_off") is False
+    is_cache = transfer["kv_connector"].startswith(_PREFIX) and not _hands_off(transfer["kv_connector"])
+    only_keeps = (isinstance(extra, dict) and extra.get("hand_off") is False) or (is_cache and beside_hand_off)
     own = {"kv_role": "kv_both" if only_keeps else kv_role(role), **transfer}
     if _hands_off(transfer["kv_connector"]) and not only_keeps:
         require_kv_role(own["kv_role"], role)
     children = _children(transfer)
     if children and transfer["kv_connector"] != f"{_PREFIX}{_SEVERAL}":
         extra = transfer["kv_connector_extra_config"]
-        own["kv_connector_extra_config"] = {**extra, "connectors": [_with_roles(one, role) for one in children]}
+        beside = any(one["kv_connector"] in _HAND_OFF for one in children)
+        named = [_with_roles(one, role, beside_hand_off=beside) for one in children]
+        own["kv_connector_extra_config"] = {**extra, "connectors": named}
     return own
 
 

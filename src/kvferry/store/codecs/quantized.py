@@ -79,7 +79,7 @@ class QuantizedCodec(FramedCodec):
 
     @abstractmethod
     def _quantize(self, part: Floats, axis: int) -> bytes:
-        """One part, packed."""
+        """Quantize and pack one part of a block."""
 
     @abstractmethod
     def _restore(self, packed: memoryview, shape: tuple[int, ...], axis: int) -> Floats:

@@ -11,12 +11,13 @@ from array import array
 from collections.abc import Iterator
 from typing import Protocol
 
+from kvferry.core.errors import ConfigError
 from kvferry.store.eviction.base import EvictionPolicy
 from kvferry.store.trace.records import TraceRequest
 
 ANSWER_STARTS_S = 1.0
 SECONDS_PER_OUTPUT_TOKEN = 0.03
-"""When an answer is complete, which traces do not contain and policies are told: at about 33 tokens a second."""
+"""Sets when an answer is complete, which traces do not contain and policies are called for."""
 
 NEVER = 1 << 62
 
@@ -99,10 +100,19 @@ class NextUses:
     def __init__(self) -> None:
         self._next = array("q")
         self._last: dict[int, int] = {}
+        self._parents: dict[int, int | None] = {}
 
     def request(self, request: TraceRequest) -> None:
-        """Add the next request in the order of time."""
+        """Add the next request in the order of time. Raises `ConfigError` if a block follows another one than before:
+        the optimum is only known for blocks of which each stands for all before it, too."""
+        parent = None
         for key in request.hash_ids:
+            if self._parents.setdefault(key, parent) != parent:
+                raise ConfigError(
+                    f"the trace's blocks are not chained: block {key} {_follows(self._parents[key])} in one request "
+                    f"and {_follows(parent)} in another; hash_ids must name each block together with all before it"
+                )
+            parent = key
             place = len(self._next)
             before = self._last.get(key)
             if before is not None:
@@ -112,13 +122,17 @@ class NextUses:
 
     def read(self) -> Iterator[int]:
         """The positions from the first on; no request may be added afterwards."""
-        self._last = {}
+        self._last, self._parents = {}, {}
         return iter(self._next)
 
 
+def _follows(parent: int | None) -> str:
+    return "comes first" if parent is None else f"follows block {parent}"
+
+
 class OptimalCache:
-    """At most `capacity` blocks; the one whose next use is the furthest away is evicted. No cache without foresight can
-    do better."""
+    """At most `capacity` blocks; the one whose next use is the furthest away is evicted. As blocks are chained, none is
+    kept without those before it, and no cache can do better."""
 
     def __init__(self, capacity: int, next_uses: NextUses) -> None:
         self._capacity, self._next_uses = capacity, next_uses.read()

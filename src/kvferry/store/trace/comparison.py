@@ -39,7 +39,7 @@ class Comparison(msgspec.Struct, frozen=True):
     block_tokens: int
     infinite_hit_ratio: float
     optimal_hit_ratio: dict[int, float]
-    """By capacity in tokens: the most that any cache of that size could find, knowing the future."""
+    """The most that any cache of a size could find, knowing the future, by its capacity in tokens."""
     policies: list[PolicyFigures]
 
 
@@ -51,7 +51,8 @@ def compare(
     block_tokens: int = 512,
     hears_finishes: bool = True,
 ) -> Comparison:
-    """Replay through each of `policies` at each of `capacities` (tokens). Raises `ConfigError`."""
+    """Replay through each of `policies` at each of `capacities` (tokens). Raises `ConfigError`, also for blocks that
+    are not chained (`NextUses.request`)."""
     sizes = {capacity: _num_blocks(capacity, block_tokens) for capacity in capacities}
     unbounded, next_uses = UnboundedCache(), NextUses()
     for request in requests():

@@ -1,7 +1,7 @@
 """Generated traffic of known shape, for tests and comparisons without a recorded trace.
 
 Users have conversations of several turns behind one shared system prompt, between prompts that nobody continues. All
-durations and lengths are lognormal, exponential or geometric; eviction policies are told nothing about them.
+durations and lengths are lognormal, exponential or geometric; eviction policies know nothing about them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Conversations:
     mean_turns: float = 4.5
     """Mean turns of these sessions."""
     gap_median_s: float = 135.0
-    """From the end of an answer to the next turn."""
+    """Seconds from the end of an answer to the next turn."""
     gap_p90_s: float = 531.0
     first_blocks: float = 19.0
     """Mean length of a first prompt; lognormal with `first_spread`."""

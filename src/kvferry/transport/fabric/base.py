@@ -1,7 +1,7 @@
 """One-sided reads of a peer's blocks: the reader names bytes of the peer's memory, and they are copied into its own.
 
-A new fabric is one file and one line in `FABRICS`, or an entry point of another package. Pipes are made fabrics here
-(`PipeFabric`); nothing else of a hand-off knows them. Coroutines run on the instance's `TransferLoop`.
+A new fabric is one file and one line in `FABRICS`, or an entry point of another package. Coroutines run on the
+instance's `TransferLoop`.
 """
 
 from __future__ import annotations
@@ -14,14 +14,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from kvferry.core.dependencies import require_library
-from kvferry.core.errors import ConfigError, PeerLost, TransferTimeout, UnknownName
-from kvferry.core.names import ExtensionPoint, resolve
+from kvferry.core.errors import ConfigError, PeerLost, TransferTimeout
+from kvferry.core.names import ExtensionPoint
 from kvferry.transport.control import Listener
 from kvferry.transport.memory import BlockMemory, Span
 from kvferry.transport.options import TransportOptions
 
 if TYPE_CHECKING:
-    from kvferry.transport.pipe.base import PipeKind
     from kvferry.transport.tls import ChannelTls
 
 log = logging.getLogger(__name__)
@@ -108,6 +107,8 @@ FABRICS = ExtensionPoint(
         "nixl": "kvferry.transport.fabric.nixl:NixlFabric",
         "tcp": "kvferry.transport.fabric.tcp:TcpFabric",
         "mooncake": "kvferry.transport.fabric.mooncake:MooncakeFabric",
+        "gloo": "kvferry.transport.fabric.process_group:GlooFabric",
+        "nccl": "kvferry.transport.fabric.process_group:NcclFabric",
     },
     "kvferry.fabrics",
 )
@@ -123,12 +124,13 @@ AUTO = {"cpu": ("shm", "tcp"), "cuda": ("cuda_ipc", "nixl")}
 def build_fabrics(transport: str, context: FabricContext) -> list[Fabric]:
     """The fabric of this name or, with "auto", all that work here. Raises `UnknownName`, or `ConfigError` if none
     works."""
+    tls = context.listener.tls
     if transport != "auto":
-        return [_build(transport, context)]
+        return [fabric_class(transport, tls)(context)]
     fabrics, reasons = list[Fabric](), list[str]()
     for name in AUTO[context.memory.device.partition(":")[0]]:
         try:
-            fabrics.append(_build(name, context))
+            fabrics.append(fabric_class(name, tls)(context))
         except ConfigError as error:
             log.info("transport %s cannot be used: %s", name, error)
             reasons.append(f"{name}: {error}")
@@ -142,44 +144,18 @@ def build_fabrics(transport: str, context: FabricContext) -> list[Fabric]:
 def check_transport(transport: str, tls: ChannelTls | None) -> None:
     """Raise `ConfigError` for an unknown name, a library that is not installed, or a transport that moves KV without
     TLS although `tls` is configured."""
-    _require_known(transport)
+    FABRICS.require_known(transport, "auto")
     if transport in LIBRARIES:
         require_library(f"transport {transport}", *LIBRARIES[transport])
     if tls is not None and transport != "auto":
-        transport_class(transport, tls)
+        fabric_class(transport, tls)
 
 
-def transport_class(name: str, tls: ChannelTls | None = None) -> type[Fabric] | type[PipeKind]:
+def fabric_class(name: str, tls: ChannelTls | None = None) -> type[Fabric]:
     """The class of this name. Raises `UnknownName`, or `ConfigError` if it cannot be imported or `tls` does not cover
     it."""
-    _require_known(name)
-    found = resolve(name) if ":" in name else None
-    is_fabric = FABRICS.knows(name) if found is None else isinstance(found, type) and issubclass(found, Fabric)
-    kind: type[Fabric] | type[PipeKind]
-    if is_fabric:
-        kind = FABRICS.find(name, Fabric)
-    else:
-        from kvferry.transport.pipe.base import pipe_class  # pipes need not be read to understand a fabric
-
-        kind = pipe_class(name)
+    FABRICS.require_known(name, "auto")
+    kind: type[Fabric] = FABRICS.find(name, Fabric)
     if tls is not None:
         tls.require_covered(f"transport {name}", covered=kind.under_tls)
     return kind
-
-
-def _build(name: str, context: FabricContext) -> Fabric:
-    found = transport_class(name, context.listener.tls)
-    if issubclass(found, Fabric):
-        return found(context)
-    from kvferry.transport.fabric.pipe import PipeFabric  # which brings torch, and only pipes need it
-
-    return PipeFabric.through(found, context)
-
-
-def _require_known(name: str) -> None:
-    if ":" in name or name == "auto" or FABRICS.knows(name):
-        return
-    from kvferry.transport.pipe.base import PIPES
-
-    if not PIPES.knows(name):
-        raise UnknownName("transport", name, ["auto", *FABRICS.names(), *PIPES.names()])

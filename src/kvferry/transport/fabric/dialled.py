@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
-from kvferry.core.errors import KvferryError, ProtocolError
+from kvferry.core.errors import ProtocolError
 from kvferry.transport.fabric.base import Fabric
 
 
@@ -26,24 +25,3 @@ class DialledFabric(Fabric):
         if not isinstance(host, str) or not isinstance(port, int):
             raise ProtocolError(f"a {self.name} description without host and port")
         return host, port
-
-
-class PendingRead:
-    """A read that a peer was asked for, and whether anybody still waits for it. Made on the loop."""
-
-    def __init__(self) -> None:
-        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-    @property
-    def given_up(self) -> bool:
-        """Nobody waits any more: cancelling a wait for `done` cancels `done`."""
-        return self.done.done()
-
-    def finish(self, error: KvferryError | None = None) -> None:
-        """Wake the reader, unless it has given up."""
-        if self.given_up:
-            return
-        if error is None:
-            self.done.set_result(None)
-        else:
-            self.done.set_exception(error)

@@ -1,47 +1,38 @@
-"""A pipe as a fabric: the reader asks for spans, and the peer gathers them and sends them through the pipe.
+"""Fabrics over a `TensorPipe`, a FIFO of tensors in one direction, such as a process group or a library of your own.
 
-    reader ── Open(ticket) ────────► peer      and `pipe.meeting` makes the pipe with that ticket
-           ── Pull(spans) ─────────►
-           ◄═ uint8 tensors ═══════            through the pipe, of at most a piece's size, in the order of the pulls
-           ◄═ None, and Refused ═══            spans outside of its memory
+    reader ── Pull(spans) ──────► peer      over an authenticated connection
+           ◄─────── Pulled("") ──            or why not: spans outside of its memory
+           ◄═ uint8 tensors ═══            through the pipe, of at most `PIECE_BYTES`, in the order of the spans
 
-Nothing is sent that was not asked for. So a peer holds one gathered piece for each reader, however many hand-offs
-wait, and although a pipe is a FIFO, hand-offs can be fetched in any order.
+Nothing is sent that was not asked for, so hand-offs can be fetched in any order although a pipe is a FIFO. One read
+uses the pipe at a time. If it fails or is given up, the pipe is closed with its connection, and the next read makes a
+new one: nobody has to know how far the old one got.
 """
 
 from __future__ import annotations
 
 import asyncio
 import ctypes
-import secrets
-from collections import deque
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Coroutine, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from kvferry.core.errors import KvferryError, PeerLost, ProtocolError
 from kvferry.transport.connection import Connection, Message, limited_to
 from kvferry.transport.fabric.base import FabricContext, FabricPeer
-from kvferry.transport.fabric.dialled import DialledFabric, PendingRead
-from kvferry.transport.memory import ANYWHERE, Pieces, RegionMap, Span, join
-from kvferry.transport.pipe.base import PipeKind, PipeReceiver, PipeSender, PipeSettings
-from kvferry.transport.pipe.meeting import MEET_S, PipeServer, connect_pipe
-from kvferry.transport.pipe.messages import PURPOSE as PIPE
+from kvferry.transport.fabric.dialled import DialledFabric
+from kvferry.transport.memory import ANYWHERE, Numbers, Pieces, RegionMap, Span, columns, join
+from kvferry.transport.transfer_loop import uncancelled
 
 PURPOSE = "pull"
 PIECE_BYTES = 8 * 2**20
 PIECE_SPANS = 2**16
+OPEN_S = 10.0
 STALL_S = 60.0
-"""A peer that lets a pipe wait for so long is given up."""
-
-
-class Open(Message, frozen=True):
-    """A reader's first message: it is about to make the pipe with this ticket."""
-
-    ticket: str
+"""A reader that lets a piece wait for so long is given up."""
 
 
 class Pull(Message, frozen=True):
@@ -50,238 +41,181 @@ class Pull(Message, frozen=True):
     spans: list[Span]
 
 
-class PullRefused(Message, frozen=True, tag="Refused"):
-    """Why a pull was answered with None."""
+class Pulled(Message, frozen=True):
+    """The tensors come now, or `refusal` says why not."""
 
-    reason: str
+    refusal: str = ""
+
+
+class TensorPipe(ABC):
+    """One end of a FIFO of tensors. One end only sends, the other one only receives.
+
+    Calls are made on the `TransferLoop`, one at a time; what blocks has to run in a thread. A call that waits may be
+    cancelled, and after a call that did not return, only `close` is called. Whatever is raised ends the pipe; errors
+    that are not kvferry's are raised as `PeerLost`. That the peer has died need not be noticed.
+    """
+
+    @abstractmethod
+    async def send_tensor(self, tensor: Tensor) -> None:
+        """Send uint8 `[num_bytes]`, 1 to `PIECE_BYTES` of them, on the KV cache's device. When this returns, the tensor
+        may be changed; the receiver may not have it yet."""
+
+    @abstractmethod
+    async def recv_tensor(self, num_bytes: int) -> Tensor:
+        """The next tensor, uint8 `[num_bytes]` on the KV cache's device. It is used until the next call only."""
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Release everything; called once."""
 
 
 class PipeFabric(DialledFabric):
-    """Reads, and lets read, through pipes of one kind."""
+    """Reads, and lets read, through pipes. A subclass has a `name`, and says how a pipe is opened."""
 
-    def __init__(self, context: FabricContext, kind: PipeKind) -> None:
+    def __init__(self, context: FabricContext) -> None:
         super().__init__(context)
-        self.name, self.over_tcp, self._kind = kind.name, kind.over_tcp, kind  # type: ignore[misc]
         self.device = torch.device(context.memory.device)
         self._served = RegionMap(context.memory.regions, "peer's")
-        self._pipes = PipeServer(context.listener, kind)
         context.listener.handle(PURPOSE, self._serve)
 
-    @classmethod
-    def through(cls, kind: type[PipeKind], context: FabricContext) -> PipeFabric:
-        """The fabric over this kind of pipe. Raises `ConfigError` if the kind does not work here."""
-        settings = PipeSettings(
-            max_tensor_bytes=PIECE_BYTES,
-            host=context.listener.host,
-            device=context.memory.device,
-            options=context.settings.transport_options,
-        )
-        return cls(context, kind(settings))
+    @abstractmethod
+    async def open_pipe(self, connection: Connection, deadline: float, *, sends: bool) -> TensorPipe:
+        """One end of a new pipe. Both ends are opened at the same time, and may agree on how by messages over the
+        connection, which is kvferry's again when this returns. `deadline`: monotonic, s. Errors as of `TensorPipe`."""
 
     async def connect(self, description: dict[str, Any], deadline: float) -> FabricPeer:
-        """Make a first pipe now, so that a pipe that does not work is noticed here."""
-        host, port = self.address_in(description)
-        peer = PipePeer(self, host, port)
-        await peer.connect(deadline)
+        """Open a first pipe now, so that pipes that do not work are noticed here."""
+        peer = PipePeer(self, *self.address_in(description))
+        await peer.open(deadline)
         return peer
-
-    async def open_session(self, host: str, port: int, deadline: float) -> PipeSession:
-        """A pipe, and the connection on which its contents are asked for."""
-        listener, ticket = self.context.listener, secrets.token_hex(16)
-        connection = await listener.dial(host, port, PURPOSE, deadline)
-        try:
-            await connection.send(Open(ticket))
-            pipe = await connect_pipe(self._kind, await listener.dial(host, port, PIPE, deadline), ticket, deadline)
-        except BaseException:
-            await connection.close()
-            raise
-        return PipeSession(connection, pipe, self.device)
 
     async def _serve(self, connection: Connection) -> None:
         """Answer one reader's pulls in order, until it disconnects."""
-        deadline = asyncio.get_running_loop().time() + MEET_S
-        async with limited_to(deadline, "the first message of a reader"):
-            opened: Open = await connection.receive(Open)
-        pipe = await self._pipes.accept(opened.ticket, deadline)
+        deadline = asyncio.get_running_loop().time() + OPEN_S
+        async with limited_to(deadline, f"opening a {self.name} pipe"):
+            pipe = await translated(self.name, self.open_pipe(connection, deadline, sends=True))
         try:
             while True:
                 pull: Pull = await connection.receive(Pull)
-                await self._answer(connection, pipe, pull.spans)
+                try:
+                    offsets, lengths = columns(pull.spans)
+                    addresses = self._served.locate(offsets, lengths)
+                except ProtocolError as error:
+                    await connection.send(Pulled(str(error)))
+                    continue
+                await connection.send(Pulled())
+                await until_ended(connection, translated(self.name, self._send(pipe, addresses, lengths)))
         finally:
-            await pipe.close()
+            await uncancelled(pipe.close())
 
-    async def _answer(self, connection: Connection, pipe: PipeSender, spans: Sequence[Span]) -> None:
-        loop = asyncio.get_running_loop()
-        try:
-            pieces = join(spans, self._served, spans, self._served, PIECE_BYTES)
-            for part in pieces.slices(PIECE_BYTES, PIECE_SPANS):
-                await pipe.send_tensor(gathered(part, self.device), deadline=loop.time() + STALL_S)
-        except ProtocolError as error:
-            pipe.require_open()
-            await connection.send(PullRefused(str(error)))
-            await pipe.send_tensor(None, deadline=loop.time() + STALL_S)
-
-
-class _Pull(PendingRead):
-    """One pull under way, and where its bytes go."""
-
-    def __init__(self, pieces: Pieces, device: torch.device) -> None:
-        super().__init__()
-        self._pieces, self._device = pieces, device
-        self._ends = np.cumsum(pieces.lengths)
-        self._num_done = 0
-
-    @property
-    def num_left(self) -> int:
-        """Bytes that are still to come."""
-        return int(self._ends[-1]) - self._num_done
-
-    def take(self, data: Tensor) -> None:
-        """Take the next bytes, and write them unless the pull was given up."""
-        if data.dtype != torch.uint8 or data.dim() != 1 or not 0 < data.numel() <= self.num_left:
-            raise ProtocolError(f"{tuple(data.shape)} of {data.dtype} came for a read of {self.num_left} bytes more")
-        if not self.given_up:
-            self._write(data)
-        self._num_done += data.numel()
-
-    def _write(self, data: Tensor) -> None:
-        start, end = self._num_done, self._num_done + data.numel()
-        first, last = (int(np.searchsorted(self._ends, place, side="right")) for place in (start, end - 1))
-        for address, length, piece_end in zip(
-            self._pieces.local[first : last + 1].tolist(),
-            self._pieces.lengths[first : last + 1].tolist(),
-            self._ends[first : last + 1].tolist(),
-            strict=True,
-        ):
-            begin = piece_end - length
-            low, high = max(begin, start), min(piece_end, end)
-            target = bytes_at(address + low - begin, high - low, self._device)
-            target.copy_(data[low - start : high - start])
-        if self._device.type != "cpu":
-            torch.cuda.current_stream(self._device).synchronize()
-
-
-class PipeSession:
-    """A pipe, the connection beside it, and the pulls under way. Owns all of them; `close` it."""
-
-    def __init__(self, connection: Connection, pipe: PipeReceiver, device: torch.device) -> None:
-        self.failure: KvferryError | None = None
-        self._connection, self._pipe, self._device = connection, pipe, device
-        self._asking = asyncio.Lock()
-        self._pulls: deque[_Pull] = deque()
-        self._asked = asyncio.Event()
-        self._task = asyncio.create_task(self._run(), name="pulling")
-
-    async def pull(self, spans: Sequence[Span], pieces: Pieces) -> None:
-        """Ask for these spans, and wait until the bytes are in place."""
-        pull = _Pull(pieces, self._device)
-        async with self._asking:  # what is asked for comes in the order in which it was asked for
-            if self.failure is not None:
-                raise self.failure
-            self._pulls.append(pull)
-            try:
-                await self._connection.send(Pull(list(spans)))
-            except BaseException:  # half of a frame may be out, and nothing can follow it
-                self._fail(PeerLost("a read request is incomplete"))
-                raise
-            self._asked.set()
-        await pull.done  # a cancelled wait cancels the future too: what still comes is discarded
-
-    async def close(self) -> None:
-        """Close pipe and connection; pulls under way raise `PeerLost`."""
-        self._fail(PeerLost("the connection to the peer was closed during a read"))
-        self._task.cancel()
-        await asyncio.gather(self._task, return_exceptions=True)
-        await self._pipe.close()
-        await self._connection.close()
-
-    async def _run(self) -> None:
-        """Receive what was asked for, as long as the session lasts."""
-        try:
-            while True:
-                await self._asked.wait()
-                self._asked.clear()
-                while self._pulls and self.failure is None:
-                    await self._receive(self._pulls[0])
-                    self._pulls.popleft()
-        except KvferryError as error:
-            self._fail(error)
-        finally:
-            self._fail(PeerLost("the connection to the peer was closed during a read"))
-
-    async def _receive(self, pull: _Pull) -> None:
-        loop = asyncio.get_running_loop()
-        while pull.num_left:
-            data = await self._pipe.recv_tensor(deadline=loop.time() + STALL_S)
-            if data is None:
-                async with limited_to(loop.time() + STALL_S, "the reason of a refusal"):
-                    refused: PullRefused = await self._connection.receive(PullRefused)
-                pull.finish(ProtocolError(f"the peer refused a read: {refused.reason}"))
-                return
-            pull.take(data)
-        pull.finish()
-
-    def _fail(self, error: KvferryError) -> None:
-        self.failure = self.failure or error
-        self._connection.abort()
-        for pull in self._pulls:
-            pull.finish(self.failure)
+    async def _send(self, pipe: TensorPipe, addresses: Numbers, lengths: Numbers) -> None:
+        for part in Pieces(addresses, addresses, lengths).slices(PIECE_BYTES, PIECE_SPANS):
+            piece = torch.cat([bytes_at(address, length, self.device) for address, _, length in part.rows()])
+            async with limited_to(asyncio.get_running_loop().time() + STALL_S, "sending a piece"):
+                await pipe.send_tensor(piece)
 
 
 class PipePeer(FabricPeer):
-    """A peer whose blocks come through a pipe. After a failure, the next read makes a new pipe."""
+    """A peer whose blocks come through a pipe. Owns pipe and connection."""
 
     def __init__(self, fabric: PipeFabric, host: str, port: int) -> None:
         self._fabric, self._host, self._port = fabric, host, port
-        self._session: PipeSession | None = None
-        self._connecting = asyncio.Lock()
+        self._turn = asyncio.Lock()
+        self._opened: tuple[Connection, TensorPipe] | None = None
 
-    async def connect(self, deadline: float) -> PipeSession:
-        """The session, made anew if it has failed."""
-        async with self._connecting:
-            if self._session is not None and self._session.failure is not None:
-                await self._session.close()
-                self._session = None
-            if self.closed:
-                raise PeerLost("the connection to the peer was closed during a read")
-            if self._session is None:
-                self._session = await self._fabric.open_session(self._host, self._port, deadline)
-            return self._session
+    async def open(self, deadline: float) -> tuple[Connection, TensorPipe]:
+        """The pipe and its connection, made anew if there is none."""
+        if self._opened is None:
+            fabric = self._fabric
+            connection = await fabric.context.listener.dial(self._host, self._port, PURPOSE, deadline)
+            try:
+                async with limited_to(deadline, f"opening a {fabric.name} pipe"):
+                    pipe = await translated(fabric.name, fabric.open_pipe(connection, deadline, sends=False))
+            except BaseException:
+                await connection.close()
+                raise
+            self._opened = connection, pipe
+        return self._opened
 
     async def read(self, remote: Sequence[Span], local: Sequence[Span], deadline: float) -> None:
-        """Pull these spans."""
+        """Pull these spans, when it is this read's turn."""
         ours = self._fabric.context.memory.map
-        pieces = join(remote, ANYWHERE, local, ours, ours.num_bytes)
+        pieces = join(remote, ANYWHERE, local, ours, PIECE_BYTES)
         if not len(pieces):
             return
-        async with limited_to(deadline, "reading a peer's blocks"):
-            session = await self.connect(deadline)
-            await session.pull(remote, pieces)
+        async with limited_to(deadline, "reading a peer's blocks"), self._turn:
+            self.require_going(deadline)
+            connection, pipe = await self.open(deadline)
+            try:
+                await connection.send(Pull(list(zip(pieces.remote.tolist(), pieces.lengths.tolist(), strict=True))))
+                answer: Pulled = await connection.receive(Pulled)
+                if not answer.refusal:
+                    await until_ended(connection, translated(self._fabric.name, self._receive(pipe, pieces)))
+            except BaseException:
+                await uncancelled(self._close_pipe())
+                raise
+        if answer.refusal:
+            raise ProtocolError(f"the peer refused a read: {answer.refusal}")
+
+    async def _receive(self, pipe: TensorPipe, pieces: Pieces) -> None:
+        device = self._fabric.device
+        for part in pieces.slices(PIECE_BYTES, PIECE_SPANS):
+            num_bytes = int(part.lengths.sum())
+            data = await pipe.recv_tensor(num_bytes)
+            if data.dtype != torch.uint8 or tuple(data.shape) != (num_bytes,):
+                raise ProtocolError(f"{tuple(data.shape)} of {data.dtype} came for a read of {num_bytes} bytes")
+            done = 0
+            for _, address, length in part.rows():
+                bytes_at(address, length, device).copy_(data[done : done + length])
+                done += length
+            if device.type != "cpu":
+                torch.cuda.current_stream(device).synchronize()
+
+    async def _close_pipe(self) -> None:
+        (connection, pipe), self._opened = self._opened, None  # type: ignore[misc]
+        await connection.close()
+        await pipe.close()
 
     async def close(self) -> None:
-        """Close the pipe."""
+        """Close pipe and connection; a read under way notices the end of the connection."""
         self.closed = True
-        async with self._connecting:
-            if self._session is not None:
-                await self._session.close()
+        if self._opened is not None:
+            self._opened[0].abort()
+        async with self._turn:
+            if self._opened is not None:
+                await self._close_pipe()
 
 
-def gathered(pieces: Pieces, device: torch.device) -> Tensor:
-    """A new uint8 tensor `[num_bytes]` with the pieces' bytes, in order."""
-    return torch.cat([bytes_at(address, length, device) for address, _, length in pieces.rows()])
+async def translated(name: str, job: Coroutine[Any, Any, Any]) -> Any:
+    """Await what belongs to a pipe; errors of libraries become `PeerLost`."""
+    try:
+        return await job
+    except (KvferryError, TimeoutError):
+        raise
+    except Exception as error:  # what another package or a library raises is anything
+        raise PeerLost(f"{name} pipe: {error!r}") from error
+
+
+async def until_ended(connection: Connection, job: Coroutine[Any, Any, None]) -> None:
+    """Await the job while the other end has nothing to say; if the connection ends before it, raise `PeerLost`."""
+    working, watching = asyncio.ensure_future(job), asyncio.ensure_future(connection.first_byte())
+    try:
+        await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done() and watching.result() is None:
+            raise PeerLost("the peer closed the connection during a read")
+        await working
+    finally:
+        working.cancel()
+        watching.cancel()
+        await asyncio.gather(working, watching, return_exceptions=True)
 
 
 class _DeviceMemory:
     """Shows torch device memory at a known address."""
 
     def __init__(self, address: int, num_bytes: int) -> None:
-        self.__cuda_array_interface__: dict[str, Any] = {
-            "shape": (num_bytes,),
-            "typestr": "|u1",
-            "data": (address, False),
-            "strides": None,
-            "version": 2,
-        }
+        shown = {"shape": (num_bytes,), "typestr": "|u1", "data": (address, False), "strides": None, "version": 2}
+        self.__cuda_array_interface__: dict[str, Any] = shown
 
 
 def bytes_at(address: int, num_bytes: int, device: torch.device) -> Tensor:

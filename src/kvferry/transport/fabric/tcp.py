@@ -31,7 +31,7 @@ from kvferry.transport.connection import (
     translated_errors,
 )
 from kvferry.transport.fabric.base import FabricContext, FabricPeer
-from kvferry.transport.fabric.dialled import DialledFabric, PendingRead
+from kvferry.transport.fabric.dialled import DialledFabric
 from kvferry.transport.memory import ANYWHERE, Numbers, Pieces, RegionMap, Span, join
 from kvferry.transport.memory_vector import MemoryVector
 from kvferry.transport.transfer_loop import run_together
@@ -128,13 +128,27 @@ class TcpPeer(FabricPeer):
             await stream.close()
 
 
-class _Read(PendingRead):
+class _Read:
     """One request under way, and the part of our memory that it has still to fill."""
 
     def __init__(self, request_id: int, pieces: Pieces) -> None:
-        super().__init__()
         self.request_id = request_id
         self.target = MemoryVector(pieces.local, pieces.lengths)
+        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    @property
+    def given_up(self) -> bool:
+        """Nobody waits any more: cancelling a wait for `done` cancels `done`."""
+        return self.done.done()
+
+    def finish(self, error: KvferryError | None = None) -> None:
+        """Wake the reader, unless it has given up."""
+        if self.given_up:
+            return
+        if error is None:
+            self.done.set_result(None)
+        else:
+            self.done.set_exception(error)
 
 
 class _Answers:

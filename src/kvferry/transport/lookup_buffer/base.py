@@ -12,16 +12,15 @@ until now. What was read may only be used after an acknowledged take.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvferry.core.errors import ConfigError, LeakError
+from kvferry.core.errors import ConfigError
 from kvferry.core.layout import KVLayout
 from kvferry.core.names import ExtensionPoint
 from kvferry.core.transfer_config import KVTransferConfig
-from kvferry.transport.connection import Identity, limited_to
+from kvferry.transport.connection import Identity
 from kvferry.transport.control import require_listenable
 from kvferry.transport.lookup_buffer.entries import EntryTable
 from kvferry.transport.memory import BlockMemory
@@ -97,9 +96,6 @@ class LookupBuffer(ABC):
 
     def __init__(self, table: EntryTable) -> None:
         self.table = table
-        self._counts: Counter[str] = Counter()
-        self._seconds = 0.0
-        self._num_waiting = 0
 
     @classmethod
     @abstractmethod
@@ -112,6 +108,7 @@ class LookupBuffer(ABC):
 
     # Consumer.
 
+    @abstractmethod
     async def drop_select(self, want: Want) -> Taken:
         """Wait for the key, read all its parts, and take it. On the producer, the key ends when all ranks that read it
         have taken it.
@@ -122,28 +119,14 @@ class LookupBuffer(ABC):
         Raises `LeaseEnded` (taken by another, expired, withdrawn), `PeerLost`, `TransferTimeout`, `ProtocolError`,
         `AuthenticationFailed`, `ChecksumMismatch`, `LayoutMismatch`, or `ConfigError` (no transport in common).
         """
-        self._num_waiting += 1
-        try:
-            async with limited_to(want.deadline, f"hand-off {want.key!r}"):
-                taken = await self._take(want)
-        finally:
-            self._num_waiting -= 1
-        self._counts["taken"] += 1
-        self._counts[f"taken_bytes_{taken.fabric}"] += taken.num_bytes
-        self._seconds += taken.seconds
-        return taken
-
-    @abstractmethod
-    async def _take(self, want: Want) -> Taken:
-        """The work of `drop_select`, which adds the deadline and the counters."""
 
     async def layout_at(self, source: Source, *, deadline: float) -> KVLayout:
         """The layout of a producer's rank, for a producer of another tensor-parallel size. Raises as `drop_select`."""
         raise ConfigError("this transport joins only instances of one tensor-parallel size")
 
-    async def keep(self, key: str, source: Source) -> None:
-        """Renew the key's lease until cancelled, or until the key is over. Default: does nothing. Raises as
-        `drop_select`."""
+    async def keep(self, key: str, source: Source, on_sealed: Callable[[], None]) -> None:
+        """Renew the key's lease until cancelled, or until the key is over; call `on_sealed` once it is sealed. Default:
+        does nothing. Raises as `drop_select`."""
 
     @abstractmethod
     async def release(self, key: str, source: Source, *, deadline: float) -> None:
@@ -165,13 +148,9 @@ class LookupBuffer(ABC):
         """Release what the constructor took; also for a buffer that never ran."""
 
     def statistics(self) -> dict[str, float]:
-        """Counters by name, which carry the unit of bytes and seconds; those of `table` are not among them."""
-        return {name: float(count) for name, count in self._counts.items()} | {"taken_seconds": self._seconds}
-
-    def check(self) -> None:
-        """Raise `LeakError` if a `drop_select` still runs."""
-        if self._num_waiting:
-            raise LeakError(f"{self._num_waiting} hand-offs are still being fetched")
+        """Metrics of the buffer's own, as `HasStatistics.statistics` of a connector; those of `table`, and of what was
+        taken, are not among them."""
+        return {}
 
 
 LOOKUP_BUFFERS = ExtensionPoint(

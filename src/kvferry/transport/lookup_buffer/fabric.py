@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvferry.core.errors import ConfigError, KvferryError, PeerLost, ProtocolError
@@ -19,6 +19,7 @@ from kvferry.transport.fabric.base import Fabric, FabricContext, build_fabrics, 
 from kvferry.transport.lookup_buffer.base import LookupBuffer, LookupBufferContext, Source, Taken, Want
 from kvferry.transport.lookup_buffer.entries import Cursor, EntryTable
 from kvferry.transport.lookup_buffer.messages import (
+    MAX_SELECTS,
     PURPOSE,
     FromConsumer,
     News,
@@ -41,10 +42,6 @@ if TYPE_CHECKING:
 
 TICKS_PER_LEASE = 50
 LONGEST_TICK_S = 0.25
-MAX_SELECTS = 4096
-"""Keys that one consumer may have selected."""
-MAX_WATCHED = MAX_SELECTS // 2
-"""Waiting tickets of one producer whose leases are renewed: half of what it lets us select; the rest is for loads."""
 MAX_KEY_LENGTH = 512
 MAX_READERS = 1024
 
@@ -63,6 +60,7 @@ class FabricLookupBuffer(LookupBuffer):
         described = {fabric.name: fabric.describe() for fabric in fabrics}
         self._offer = Offer(self._memory.num_blocks, self._memory.geometry.places, table.bounds.lease_s, described)
         self._sessions: set[Session] = set()
+        self._num_mismatches = 0
         self._listener.handle(PURPOSE, self._serve)
 
     @classmethod
@@ -93,8 +91,9 @@ class FabricLookupBuffer(LookupBuffer):
 
     # Consumer.
 
-    async def _take(self, want: Want) -> Taken:
-        async with self._pool.using(want.source) as peer:
+    async def drop_select(self, want: Want) -> Taken:
+        """Read what is announced, and take it."""
+        async with limited_to(want.deadline, f"hand-off {want.key!r}"), self._pool.using(want.source) as peer:
             selection = Selection(want, peer.geometry, self._memory.geometry)
 
             async def read(remote: Sequence[Span], local: Sequence[Span]) -> bool:
@@ -127,7 +126,7 @@ class FabricLookupBuffer(LookupBuffer):
         """Whether what was read has the producer's digest."""
         ours = await _digest(self._memory, local)
         intact = await theirs == ours
-        self._counts["mismatches"] += not intact
+        self._num_mismatches += not intact
         return intact
 
     async def layout_at(self, source: Source, *, deadline: float) -> KVLayout:
@@ -135,9 +134,9 @@ class FabricLookupBuffer(LookupBuffer):
         async with limited_to(deadline, f"reaching {source.host}:{source.port}"), self._pool.using(source) as peer:
             return peer.geometry.layout
 
-    async def keep(self, key: str, source: Source) -> None:
-        """Select without reading, since a connection renews the leases of everything that is selected. Beyond
-        `MAX_WATCHED` nothing is done."""
+    async def keep(self, key: str, source: Source, on_sealed: Callable[[], None]) -> None:
+        """Select without reading, since a connection renews the leases of everything that is selected: of so many keys
+        of one producer as may be watched, one after the other."""
         over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         over.add_done_callback(lambda done: done.cancelled() or done.exception())  # else asyncio may log it
 
@@ -148,11 +147,13 @@ class FabricLookupBuffer(LookupBuffer):
                 over.set_exception(news)
             elif news.over:
                 over.set_result(None)
+            elif news.meta is not None:
+                on_sealed()
 
-        async with self._pool.using(source) as peer:
-            if peer.num_following < MAX_WATCHED:
-                with peer.following(key, hear):
-                    await over
+        async with self._pool.using(source) as peer, peer.watching:
+            await peer.reached()  # it may have been lost meanwhile
+            with peer.following(key, hear):
+                await over
 
     async def release(self, key: str, source: Source, *, deadline: float) -> None:
         """Tell the producer that nobody will fetch the key."""
@@ -198,8 +199,9 @@ class FabricLookupBuffer(LookupBuffer):
         self._listener.close()
 
     def statistics(self) -> dict[str, float]:
-        """Counters of what was taken here, and of the listener."""
-        return super().statistics() | self._listener.statistics()
+        """Those of the listener, and reads whose digests differed."""
+        mismatches = {"mismatches": float(self._num_mismatches)} if self._num_mismatches else {}
+        return self._listener.statistics() | mismatches
 
 
 class Session:
@@ -244,6 +246,7 @@ class Session:
                     self._take(message)
                 case Renew():
                     self._table.renew(*(cursor.key for cursor in self._selected.values()))
+                    await self._connection.send(message)
                 case ReleaseKey():
                     self._release(_checked(message.key))
 

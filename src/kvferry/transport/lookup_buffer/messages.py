@@ -4,6 +4,7 @@ producer ── Offer ───────────────────�
          ◄───────────────── Select(id, key) ────
          ── News(id, generation, parts, …) ────►              as it happens; with the seal its `meta`
          ◄─────────────────────── Renew() ─────               now and then, while any key is selected
+         ── Renew() ───────────────────────────►              the answer: this producer has not stopped
          ◄────────────── Verify(id, spans) ────               what do you have there? (with checksums only)
          ── News(id, digest) ──────────────────►
          ◄──────────── Take(id, generation) ────              everything is read
@@ -23,6 +24,8 @@ from kvferry.transport.memory import LayerPlace, Span
 from kvferry.transport.options import Seconds
 
 PURPOSE = "lookup"
+MAX_SELECTS = 4096
+"""Keys that one consumer may have selected at a time."""
 
 
 class Part(msgspec.Struct, frozen=True, array_like=True):
@@ -74,7 +77,7 @@ class Unselect(Message, frozen=True):
 
 
 class Renew(Message, frozen=True):
-    """I am still fetching all keys that I have selected: begin their leases again."""
+    """I am still fetching all keys that I have selected: begin their leases again. The producer sends it back."""
 
 
 class Verify(Message, frozen=True):

@@ -20,15 +20,30 @@ from kvferry.transport.connection import Connection, limited_to
 from kvferry.transport.control import Listener
 from kvferry.transport.fabric.base import Fabric, FabricPeer
 from kvferry.transport.lookup_buffer.base import Source
-from kvferry.transport.lookup_buffer.messages import PURPOSE, FromConsumer, News, Offer, Renew, Select, Unselect
+from kvferry.transport.lookup_buffer.messages import (
+    MAX_SELECTS,
+    PURPOSE,
+    FromConsumer,
+    News,
+    Offer,
+    Renew,
+    Select,
+    Unselect,
+)
 from kvferry.transport.memory import BlockGeometry
 from kvferry.transport.transfer_loop import run_together
 
 log = logging.getLogger(__name__)
 
 CONNECT_S = 10.0
+ANSWER_S = 5.0
+"""A connected producer that does not answer a `Renew` for so long is lost: its process has stopped, or its network."""
+CONNECT_AGAIN_S = 1.0
+"""As `CONNECT_S`, for a producer that did not answer the last time."""
 MAX_PEERS = 256
 MAX_OUTBOX = 16384
+MAX_WATCHED = MAX_SELECTS // 2
+"""Waiting tickets of one producer whose leases are renewed: half of what it lets us select; the rest is for loads."""
 RENEWALS_PER_LEASE = 3
 
 Follower = Callable[[News | KvferryError], None]
@@ -37,16 +52,20 @@ Follower = Callable[[News | KvferryError], None]
 
 class Peer:
     """One producer. `run` is its task; hand-offs call the rest on the same loop. `geometry`, `fabric` and `fabric_peer`
-    say where its blocks are and read them; they are set when `reached` returns."""
+    say where its blocks are and read them; they are set when `reached` returns. `connect_s`: how long it has to answer
+    the handshake; `answers`: whether it has answered the last question."""
 
     geometry: BlockGeometry
     fabric: Fabric
     fabric_peer: FabricPeer
 
-    def __init__(self, source: Source, listener: Listener, fabrics: Sequence[Fabric]) -> None:
-        self.source, self.where = source, f"{source.host}:{source.port}"
+    def __init__(self, source: Source, listener: Listener, fabrics: Sequence[Fabric], connect_s: float) -> None:
+        self.source, self.where, self._connect_s = source, f"{source.host}:{source.port}", connect_s
         self.failure: KvferryError | None = None
         self.num_users = 0
+        self.watching = asyncio.Semaphore(MAX_WATCHED)
+        self.answers = False
+        self._unanswered_since: float | None = None
         self._listener, self._fabrics = listener, fabrics
         self._ids = itertools.count()
         self._followers: dict[int, Follower] = {}
@@ -85,11 +104,6 @@ class Peer:
         self._outbox.append(message)
         self._mail.set()
 
-    @property
-    def num_following(self) -> int:
-        """How many keys are followed."""
-        return len(self._followers)
-
     @contextmanager
     def following(self, key: str, hear: Follower) -> Iterator[int]:
         """Select a key while the body runs: `hear` gets its news, and its lease is renewed. Yields the select id."""
@@ -115,13 +129,14 @@ class Peer:
     @asynccontextmanager
     async def _connected(self) -> AsyncIterator[tuple[Connection, float]]:
         """The control connection, and the length of the producer's leases (s). Closes all that it has opened."""
-        source, deadline = self.source, asyncio.get_running_loop().time() + CONNECT_S
+        source, deadline = self.source, asyncio.get_running_loop().time() + self._connect_s
         self._connection = connection = await self._listener.dial(source.host, source.port, PURPOSE, deadline)
         try:
             if source.engine_id and connection.peer.engine_id != source.engine_id:
                 raise PeerLost(f"the instance that had the KV is gone; {self.where} is another one now")
             async with limited_to(deadline, f"first message of {self.where}"):
                 offer: Offer = await connection.receive(Offer)
+            self.answers, deadline = True, deadline + CONNECT_S
             layout = connection.peer.layout
             _require_meant(source, layout)
             if len(offer.places) != layout.num_layers:
@@ -141,10 +156,10 @@ class Peer:
 
     async def _listen(self, connection: Connection) -> None:
         while True:
-            news: News = await connection.receive(News)
-            hear = self._followers.get(news.select_id)
-            if hear is not None:  # otherwise it crossed our `Unselect` on the way
-                hear(news)
+            message: News | Renew = await connection.receive(News | Renew)
+            self._unanswered_since = None
+            if isinstance(message, News) and (hear := self._followers.get(message.select_id)) is not None:
+                hear(message)  # otherwise it crossed our `Unselect` on the way
 
     async def _speak(self, connection: Connection) -> None:
         while True:
@@ -154,14 +169,21 @@ class Peer:
                 await connection.send(self._outbox.popleft())
 
     async def _renew(self, lease_s: float) -> None:
+        """Renew the leases of what is followed, until the producer leaves this unanswered. If it was this process that
+        had stopped, the question before has been answered."""
+        loop = asyncio.get_running_loop()
         while True:
-            await asyncio.sleep(lease_s / RENEWALS_PER_LEASE)
-            if self._followers:
+            await asyncio.sleep(min(lease_s / RENEWALS_PER_LEASE, ANSWER_S))
+            if self._unanswered_since is not None and loop.time() - self._unanswered_since >= ANSWER_S:
+                self.answers = False
+                self.fail(PeerLost(f"{self.where} is connected, and has not answered for {ANSWER_S:g} s"))
+            elif self._followers:
+                self._unanswered_since = self._unanswered_since or loop.time()
                 self.tell(Renew())
 
 
 class PeerPool:
-    """All producers that this instance is connected to."""
+    """All producers that this instance is connected to, and those that did not answer the last time."""
 
     def __init__(self, listener: Listener, fabrics: Sequence[Fabric]) -> None:
         self._listener, self._fabrics = listener, fabrics
@@ -198,7 +220,8 @@ class PeerPool:
         if self._group is None:
             raise PeerLost("this instance is closing its transfers")
         self._make_room()
-        peer = Peer(source, self._listener, self._fabrics)
+        was_silent = peer is not None and not peer.answers
+        peer = Peer(source, self._listener, self._fabrics, CONNECT_AGAIN_S if was_silent else CONNECT_S)
         self._peers[source] = peer, self._group.create_task(self._keep(peer))
         return peer
 
@@ -206,15 +229,15 @@ class PeerPool:
         try:
             await peer.run()
         finally:
-            if peer is self._peers.get(peer.source, (None,))[0]:
+            if peer.answers and peer is self._peers.get(peer.source, (None,))[0]:
                 del self._peers[peer.source]
 
     def _make_room(self) -> None:
-        """Close the oldest connection without users if there are `MAX_PEERS`."""
+        """Close the oldest connection without users, and forget it, if there are `MAX_PEERS`."""
         if len(self._peers) >= MAX_PEERS:
-            idle = next((task for peer, task in self._peers.values() if not peer.num_users), None)
+            idle = next((source for source, (peer, _) in self._peers.items() if not peer.num_users), None)
             if idle is not None:
-                idle.cancel()
+                self._peers.pop(idle)[1].cancel()
 
 
 def _shared_fabric(fabrics: Sequence[Fabric], offer: Offer) -> Fabric:

@@ -1,0 +1,270 @@
+"""`kvferry demo`: prefill and decode on two instances, watched at work and compared with one plain instance."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+from cyclopts import Parameter
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from kvferry.cli.checks import check_before_start
+from kvferry.cli.common import END_MARGIN_S, LOG, LogFlags
+from kvferry.cli.demo.requests import DemoAnswer, Endpoint, Piece
+from kvferry.cli.demo.stalls import STREAM_TOKENS, Characters, draw_stalls, measure_stalls, verdict
+from kvferry.cli.flags import complete
+from kvferry.core.errors import KvferryError
+from kvferry.engine.config import EngineConfig
+from kvferry.fleet.display import Display, make_display
+from kvferry.fleet.local import LocalFleet, plain_instance
+from kvferry.fleet.spec import FleetSpec, InstanceSpec, Listen
+from kvferry.fleet.supervisor import FleetPlan, LocalSupervisor
+from kvferry.http.client import HttpClient
+from kvferry.models.digest_cache import DigestCache
+from kvferry.observe.logs import LogConfig, set_up_logging
+from kvferry.router.config import RouterConfig
+
+PIECES = (("heapq.py", 200), ("textwrap.py", 500), ("inspect.py", 900), ("argparse.py", 1500))
+"""Files of the standard library, and how many of their tokens are the prompt."""
+
+NUM_TOKENS = 48
+LONG_PIECES, LONG_TOKENS = ("tarfile.py", "typing.py", "subprocess.py", "pickle.py"), 2000
+"""Files whose beginnings are the long prompts, and how many of their tokens."""
+BAR_WIDTH = 13
+_MOST_WAITING = 1000
+"""Lines that wait for an answer's end; of more, the last."""
+PHASES = (
+    ("queue", "arrived", "prefill_started", "bright_black"),
+    ("prefill", "prefill_started", "prefill_done", "blue"),
+    ("transfer", "prefill_done", "transfer_done", "yellow"),
+    ("decode", "transfer_done", "done", "green"),
+)
+"""What a request's time went into: name, from, to, colour (without colours, its first letter). The transfer is the part
+of it that follows the end of prefill."""
+
+
+def demo(
+    model: Annotated[str, Parameter(help="Model to show; any that `kvferry serve` takes.")] = "kvferry/tiny-python",
+    *,
+    keep: Annotated[bool, Parameter(help="Leave everything serving afterwards, until Ctrl-C.", negative=())] = False,
+    port: Annotated[int, Parameter(help="Port of the endpoint; 0 takes any free one.")] = 0,
+    log: LogFlags = LOG,
+) -> int:
+    """Serve a model with prefill and decode apart, ask it for a few completions, and show where the time went.
+
+    The completions are drawn at random, with a seed, and every token is compared with those of one plain instance.
+    Ends by itself:
+
+        kvferry demo
+    """
+    logs = complete(LogConfig, log)
+    set_up_logging(logs, "supervisor")
+    DigestCache()  # as in `run_fleet`
+    console = Console(highlight=False)
+    fleet = LocalFleet(
+        spec=FleetSpec(prefill=1, decode=1),
+        # float32: in bfloat16, two machines' rounding may part the ways of two equally likely tokens.
+        engine=EngineConfig(model=model, dtype="float32", kv_cache_memory="256MiB"),
+        instance=InstanceSpec(served_model_name=("demo",)),
+        router=RouterConfig(),
+        listen=Listen(port=port),
+        log=logs,
+    )
+    check_before_start(fleet.engine, fleet.choice, fleet.listen, fleet.access)
+    return asyncio.run(_run(fleet, console, keep))
+
+
+async def _run(fleet: LocalFleet, console: Console, keep: bool) -> int:
+    """Run the fleet and the demo's requests side by side; the first to end ends the other."""
+    urls: dict[str, str] = {}
+    up = asyncio.Event()
+    display = _Watching(make_display(fleet.log), urls, up)
+    supervisor = LocalSupervisor(display, fleet.listen.grace_s + END_MARGIN_S)
+    serving = asyncio.create_task(supervisor.run(_with_plain_instance(fleet.plan(), fleet)))
+    asking = asyncio.create_task(_ask_and_show(urls, up, console, display.printing))
+    await asyncio.wait([serving, asking], return_when=asyncio.FIRST_COMPLETED)
+    try:
+        code = asking.result() if asking.done() else 1
+        if code == 0 and not keep:
+            console.print(_next_step(fleet.engine.model), soft_wrap=True)
+        if keep and code == 0 and not serving.done():
+            console.print(f"\nStill serving at [bold]{urls['router']}[/bold]; Ctrl-C ends everything.")
+            return await serving
+    except KvferryError as error:
+        console.print(f"kvferry: error: {error}", style="red")
+        code = 1
+    finally:
+        asking.cancel()
+        supervisor.stop()
+        ended = await serving
+    return code or ended
+
+
+def _next_step(model: str) -> Text:
+    """The command to try next, with the name under which this terminal finds it."""
+    program = "kvferry" if shutil.which("kvferry") else str(Path(sys.executable).with_name("kvferry"))
+    return Text(f"\nTo serve it yourself:  {program} serve {model} --prefill 1 --decode 1")
+
+
+def _with_plain_instance(plan: FleetPlan, fleet: LocalFleet) -> FleetPlan:
+    return replace(plan, instances=(*plan.instances, plain_instance(fleet, "plain")))
+
+
+class _Watching:
+    """A display that also notes who is up, and keeps log lines out of the middle of what the demo prints: while
+    `printing`, they wait."""
+
+    def __init__(self, inner: Display, urls: dict[str, str], up: asyncio.Event) -> None:
+        self._inner, self._urls, self._up = inner, urls, up
+        self._printing = False
+        self._waiting: deque[tuple[str, str]] = deque(maxlen=_MOST_WAITING)
+
+    @contextmanager
+    def printing(self) -> Iterator[None]:
+        """The demo writes text that ends in no line yet."""
+        self._printing = True
+        try:
+            yield
+        finally:
+            self._printing = False
+            while self._waiting:
+                self._inner.line(*self._waiting.popleft())
+
+    def line(self, name: str, text: str) -> None:
+        if self._printing:
+            self._waiting.append((name, text))
+        else:
+            self._inner.line(name, text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def ready(self, name: str, url: str) -> None:
+        self._urls[name] = url
+        self._inner.ready(name, url)
+
+    def up(self, url: str) -> None:
+        self._inner.up(url)
+        self._up.set()
+
+
+# What it asks.
+
+Printing = Callable[[], AbstractContextManager[None]]
+
+
+async def _ask_and_show(urls: Mapping[str, str], up: asyncio.Event, console: Console, printing: Printing) -> int:
+    await up.wait()
+    async with HttpClient() as client:
+        router, plain = Endpoint(client, urls["router"]), Endpoint(client, urls["plain"])
+        pieces = [await router.cut(name, length) for name, length in PIECES]
+        console.print(
+            "\nPrefill and decode run on two instances; the KV cache goes from one to the other."
+            f" Each prompt is the beginning of a file of Python's own library, followed by {NUM_TOKENS} tokens"
+            " that the model generates.\n"
+        )
+        answers = [await _show(router, piece, console, printing) for piece in pieces]
+        console.print(_times(pieces, answers, console))
+        console.print(_legend(console))
+        expected = [await plain.ask(piece, NUM_TOKENS) for piece in pieces]
+        code = _compare(pieces, answers, expected, console)
+        await _show_stalls({"P/D": router, "plain": plain}, pieces[0], console, printing)
+    return code
+
+
+async def _show_stalls(endpoints: Mapping[str, Endpoint], short: Piece, console: Console, printing: Printing) -> None:
+    """Stream an answer while long prompts arrive, on one endpoint after the other, and draw both."""
+    longs = [await endpoints["plain"].cut(name, LONG_TOKENS) for name in LONG_PIECES]
+    console.print(
+        f"\n[bold]While long prompts arrive[/bold]: {STREAM_TOKENS} tokens of one answer, during which"
+        f" {len(longs)} prompts of {LONG_TOKENS} tokens are sent; first to P/D, then to the plain instance, which has"
+        " the same cores. How long was each gap between two tokens of the answer?\n"
+    )
+    with printing():
+        measured = {name: await measure_stalls(endpoint, short, longs) for name, endpoint in endpoints.items()}
+        titles = {"P/D": "prefill and decode on two instances", "plain": "one plain instance"}
+        characters: Characters = "ascii" if console.options.ascii_only else "blocks"
+        drawn = draw_stalls({titles[name]: stalls for name, stalls in measured.items()}, console.width, characters)
+        for line in drawn:
+            console.print(line, no_wrap=True)
+    text, is_shorter = verdict(measured["P/D"], measured["plain"])
+    console.print(f"\n{text}", style="bold green" if is_shorter else "yellow")
+
+
+async def _show(endpoint: Endpoint, piece: Piece, console: Console, printing: Printing) -> DemoAnswer:
+    """Ask, and print the answer as it comes, after the last lines of its prompt."""
+    console.print(f"[bold]{piece.name}[/bold], {len(piece.token_ids)} tokens …")
+    with printing():
+        console.print(Text(piece.tail, style="dim"), end="")
+        answer = await endpoint.ask(piece, NUM_TOKENS, lambda text: console.print(Text(text, style="green"), end=""))
+        console.print("\n")
+    return answer
+
+
+# What it shows.
+
+
+def _times(pieces: Sequence[Piece], answers: Sequence[DemoAnswer], console: Console) -> Table:
+    table = Table(box=None, pad_edge=False, title="Where each request's time went, in ms", title_justify="left")
+    table.add_column("prompt", no_wrap=True)
+    for name in ("queue", "prefill", "transfer", "first token", "decode"):
+        table.add_column(name, justify="right", no_wrap=True, min_width=len(name))
+    table.add_column("", no_wrap=True)
+    for piece, answer in zip(pieces, answers, strict=True):
+        times = answer.timeline
+        seconds = {name: times.span(start, end) or 0.0 for name, start, end, _ in PHASES}
+        figures = [
+            seconds["queue"],
+            seconds["prefill"],
+            seconds["transfer"],
+            times.span("arrived", "first_token") or 0.0,
+            seconds["decode"],
+        ]
+        row = [f"{figure * 1e3:.1f}" for figure in figures]
+        table.add_row(f"{piece.name}, {len(piece.token_ids)}", *row, _bar(seconds, console))
+    return table
+
+
+def _bar(seconds: Mapping[str, float], console: Console) -> Text:
+    """The phases, each as long as its share."""
+    total = sum(max(value, 0.0) for value in seconds.values()) or 1.0
+    bar = Text()
+    for name, _, _, colour in PHASES:
+        bar.append(_mark(name, console) * round(BAR_WIDTH * max(seconds[name], 0.0) / total), style=colour)
+    return bar
+
+
+def _legend(console: Console) -> Text:
+    legend = Text()
+    for name, _, _, colour in PHASES:
+        legend.append(f"{_mark(name, console)} ", style=colour)
+        legend.append(f"{name}   ")
+    legend.append("(transfer: its part after the end of prefill)\n", style="dim")
+    return legend
+
+
+def _mark(phase: str, console: Console) -> str:
+    return "█" if console.color_system else phase[0]
+
+
+def _compare(
+    pieces: Sequence[Piece], found: Sequence[DemoAnswer], plain: Sequence[DemoAnswer], console: Console
+) -> int:
+    differing = [
+        piece.name for piece, one, other in zip(pieces, found, plain, strict=True) if one.token_ids != other.token_ids
+    ]
+    if differing:
+        console.print(f"✗ The tokens of {', '.join(differing)} differ from those of one plain instance.", style="red")
+        return 1
+    total = sum(len(answer.token_ids) for answer in found)
+    console.print(f"✓ All {total} tokens equal those of one plain instance.", style="bold green")
+    return 0

@@ -1,0 +1,16 @@
+"""What this machine has."""
+
+from __future__ import annotations
+
+import psutil
+
+from kvferry.core.errors import ConfigError
+from kvferry.core.units import format_bytes
+
+
+def require_memory(num_bytes: int, asker: str) -> None:
+    """Raise `ConfigError`, which names `asker`, if this machine has less memory and swap in all. Whether it is free is
+    not looked at: it may be shared with a process that has it already."""
+    there = psutil.virtual_memory().total + psutil.swap_memory().total
+    if num_bytes > there:
+        raise ConfigError(f"{asker}: this machine has {format_bytes(there)}")

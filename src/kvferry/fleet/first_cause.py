@@ -1,0 +1,71 @@
+"""Why a program did not start, found in what it has logged.
+
+A Python program of several processes (vLLM) ends with as many tracebacks: the one that failed logs its own, then those
+that waited for it log theirs. The reason is the last line of the first.
+"""
+
+from __future__ import annotations
+
+import re
+
+_PREFIX = re.compile(
+    r"(?:\x1b\[[\d;]*m)*(?P<source>\([^()]* pid=\d+\) )?(?:\x1b\[[\d;]*m)*"
+    r"(?:(?P<level>[A-Z]+) \d\d-\d\d [\d:.]+ \[[^\]]+\] ?)?"
+)
+"""What vLLM puts before each line: its process, and unless it is a print, level, time and place."""
+_BEGIN = "Traceback (most recent call last)"
+_LIBRARY = re.compile(r"[EF]\d{4} [\d:.]+ +\d+ \S+:\d+\] (.+)")
+"""An error of a library in C++ that logs as glog does, such as NIXL: its exceptions often say less."""
+_USAGE = re.compile(r"\S+: error: (.+)")
+"""As `argparse` ends."""
+_LOCATION = re.compile(r'  File "(.+)", line (\d+)')
+_MODULE = re.compile(r"^(?:\w+\.)+(?=\w+(?::|$))")
+_MAX_CHARS = 1000
+
+
+class FirstCause:
+    """`feed` it each line. `text`: the first cause in them, in one line, or empty."""
+
+    def __init__(self) -> None:
+        self.text = ""
+        self._open: dict[str, str] = {}
+        """By process, the place of the innermost frame of a traceback that is being read."""
+        self._message_of: str | None = None
+        """The process that may go on with the message."""
+        self._library = ""
+
+    def feed(self, line: str) -> None:
+        """The next line, as it was written."""
+        found = _PREFIX.match(line)
+        assert found is not None
+        source, level, text = found["source"] or "", found["level"] or "", line[found.end() :]
+        if self.text:
+            self._continue(source, text)
+        elif level in ("DEBUG", "INFO", "WARNING"):
+            return  # what went wrong there was no reason to end
+        elif text.startswith(_BEGIN):
+            self._open[source] = ""
+        elif source in self._open and (not text or text[0] in " |+~^"):
+            if place := _LOCATION.match(text):
+                self._open[source] = f"{place[1]}:{place[2]}"
+        elif source in self._open:
+            self._end(_MODULE.sub("", text), self._open[source])
+            self._message_of = source
+        elif said := _LIBRARY.match(text):
+            self._library = said[1]
+        elif said := _USAGE.match(text):
+            self.text = said[1]
+
+    def _end(self, exception: str, place: str) -> None:
+        if ":" not in exception:  # it says nothing but its name
+            exception = f"{exception} in {place}"
+        self.text = (f"{self._library} ({exception})" if self._library else exception)[:_MAX_CHARS]
+
+    def _continue(self, source: str, text: str) -> None:
+        """Messages of several lines are indented from the second one, as pydantic's are."""
+        if source != self._message_of:
+            return
+        if text.startswith("  ") and "For further information" not in text:
+            self.text = f"{self.text}: {text.strip().partition(' [type=')[0]}"[:_MAX_CHARS]
+        else:
+            self._message_of = None

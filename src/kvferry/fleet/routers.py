@@ -1,0 +1,115 @@
+"""The routers of a fleet: processes that accept connections on one listening socket and share one folder.
+
+The supervisor has the socket, so a connection that comes while a router dies waits for another one, and is not refused.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from kvferry.fleet.arguments import to_arguments, variable_name
+from kvferry.fleet.cpu import Cores, thread_variables
+from kvferry.fleet.process import PROGRAM, ProcessSpec
+from kvferry.fleet.ready import InstanceReady
+from kvferry.fleet.spec import Listen
+from kvferry.fleet.supervisor import RouterGroup
+from kvferry.http.config import HttpAccess, InstanceAccess
+from kvferry.http.limits import HttpLimits
+from kvferry.observe.logs import INSTANCE_VARIABLE, TEXT, LogConfig
+from kvferry.router.config import RouterConfig
+
+GROUP_FLAG, LISTENER_FLAG = "--group", "--listener"
+_FOLLOWED = "instances_file"
+_SECRET = ("api_key", "admin_key", "instance_api_key")
+"""Passed in the environment, because everyone on the machine can read command lines."""
+
+Settings = TypeVar("Settings")
+
+
+@dataclass(frozen=True)
+class RouterPlan:
+    """The settings of all routers of one port; `router.workers` says how many there are. The instances of the fleet are
+    theirs, if it has any."""
+
+    router: RouterConfig
+    listen: Listen
+    access: HttpAccess
+    limits: HttpLimits
+    instance_access: InstanceAccess
+    log: LogConfig = TEXT
+    cores: Cores = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+    hidden: frozenset[str] = frozenset()
+    bootstrap_ports: tuple[int, ...] = ()
+    """Of the fleet's prefill instances."""
+
+    @property
+    def addresses(self) -> list[tuple[str, int]]:
+        """Where they listen: for clients, and for operators if those have a port of their own."""
+        public = (self.listen.host, self.listen.port)
+        access = self.access
+        return [public] if access.admin_port is None else [public, (access.admin_host, access.admin_port)]
+
+    def processes(self, ready: Mapping[str, InstanceReady], group: RouterGroup) -> list[ProcessSpec]:
+        """What to run in front of the instances that are `ready`. Files are read once: after a change of one, a router
+        that is started again would know other keys than the next."""
+        router = self.router
+        if ready:
+            prefill, decode = (_urls(ready, role) for role in ("prefill", "decode"))
+            router = replace(router, prefill_url=prefill, decode_url=decode, bootstrap_port=self.bootstrap_ports)
+        keys = [_copied(one, group.folder) for one in (self.access, self.instance_access)]
+        configs = (_copied(router, group.folder), self.listen, *keys, self.limits, self.log)
+        command = (
+            *PROGRAM,
+            "router",
+            *(argument for config in configs for argument in to_arguments(config, without=_SECRET)),
+            f"{GROUP_FLAG}={group.folder}",
+            *(f"{LISTENER_FLAG}={one}" for one in group.listeners),
+        )
+        num = self.router.workers
+        return [self._process(f"router-{index}" if num > 1 else "router", command, group) for index in range(num)]
+
+    def _process(self, name: str, command: tuple[str, ...], group: RouterGroup) -> ProcessSpec:
+        return ProcessSpec(
+            name=name,
+            command=command,
+            environment={
+                **self.environment,
+                **thread_variables(self.cores),
+                **self._secrets(),
+                INSTANCE_VARIABLE: name,
+            },
+            hidden=self.hidden,
+            cores=self.cores,
+            descriptors=group.listeners,
+        )
+
+    def _secrets(self) -> dict[str, str]:
+        said: dict[str, Any] = {**vars(self.access), **vars(self.instance_access)}
+        values = {name: said[name] for name in _SECRET if said[name]}
+        return {
+            variable_name(name): value if isinstance(value, str) else " ".join(value) for name, value in values.items()
+        }
+
+
+def _urls(ready: Mapping[str, InstanceReady], role: str) -> tuple[str, ...]:
+    return tuple(about.url for name, about in ready.items() if name.startswith(f"{role}-"))
+
+
+def _copied(config: Settings, folder: Path) -> Settings:
+    """The same settings, with copies of their files; one that cannot be read is left to who reports it by its name."""
+    changed = {}
+    for one in fields(config):  # type: ignore[arg-type]
+        path = getattr(config, one.name)
+        if isinstance(path, Path) and one.name != _FOLLOWED:
+            copy = folder / f"{one.name}{path.suffix}"
+            with suppress(OSError):
+                copy.touch(mode=0o600)
+                shutil.copyfile(path, copy)
+                changed[one.name] = copy
+    return replace(config, **changed)  # type: ignore[type-var]

@@ -1,0 +1,124 @@
+"""The other routers of one port, which are asked for what operators want to know of all of them together.
+
+Each of them answers others on a listener of its own, on loopback, for who knows their secret.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+from collections import Counter
+from dataclasses import replace
+from typing import Any, Self
+
+from kvferry.core.errors import TransferError
+from kvferry.core.openai import UnknownRoute
+from kvferry.http.client import HttpClient
+from kvferry.http.headers import find_header
+from kvferry.http.keys import Access
+from kvferry.http.origin import Origin
+from kvferry.http.request import HttpRequest
+from kvferry.http.response import Response
+from kvferry.http.routes import Handler, Route, Routes
+from kvferry.router.admin import INSTANCES_PATH
+from kvferry.router.app import DECISIONS_PATH, Router, wanted_decisions
+from kvferry.router.metrics import CONTENT_TYPE
+from kvferry.router.shared_state import SharedState
+from kvferry.router.summed import summed
+
+_SECRET = b"x-kvferry-router"
+_TIMEOUT_S = 2.0
+_LONGEST = 64 * 2**20
+
+
+class Others:
+    """Wraps what one router answers about itself. Owns the connections to the others."""
+
+    def __init__(self, router: Router, state: SharedState) -> None:
+        self._router, self._state, self._secret = router, state, state.secret()
+        self._client = HttpClient()
+
+    async def __aenter__(self) -> Self:
+        await self._client.__aenter__()
+        return self
+
+    async def __aexit__(self, *error: Any) -> None:
+        await self._client.__aexit__(None, None, None)
+
+    def routes(self) -> Routes:
+        """For clients and operators."""
+        of_all = {
+            "/metrics": self.show_metrics,
+            DECISIONS_PATH: self.show_decisions,
+            INSTANCES_PATH: self.show_instances,
+        }
+        table = self._router.table()
+        return Routes(
+            [replace(one, handler=of_all.get(one.path, one.handler)) for one in table], self._router.fallback()
+        )
+
+    def own_routes(self) -> Routes:
+        """For the other routers, and for who looks after this process: about this router alone."""
+        routes = [one for one in self._router.table() if one.method == "GET"]
+        return Routes([replace(one, handler=self._for_others(one), access=Access.OPEN) for one in routes])
+
+    def _for_others(self, route: Route) -> Handler:
+        async def handle(request: HttpRequest, response: Response) -> None:
+            if not hmac.compare_digest(find_header(request.headers, _SECRET) or b"", self._secret):
+                raise UnknownRoute(f"Invalid URL ({request.method} {request.path[:200]})")
+            await route.handler(request, response)
+
+        return route.handler if route.access is Access.OPEN else handle
+
+    async def show_metrics(self, request: HttpRequest, response: Response) -> None:
+        """GET /metrics: of all routers together."""
+        texts = await self._ask_all("/metrics")
+        text = self._router.metrics_text()
+        if texts:
+            text = await asyncio.to_thread(summed, [text, *texts])
+        response.send(
+            200, text + await self._router.instances_metrics(request), [(b"content-type", CONTENT_TYPE.encode())]
+        )
+
+    async def show_decisions(self, request: HttpRequest, response: Response) -> None:
+        """GET /kvferry/decisions?limit=100: the last of all routers, the newest first."""
+        limit = wanted_decisions(request)
+        own = self._router.services.chooser.decisions.encode(limit)
+        found = [
+            decision
+            for text in (own, *await self._ask_all(f"{DECISIONS_PATH}?limit={limit}"))
+            for decision in json.loads(text)["decisions"]
+        ]
+        found.sort(key=lambda one: one["timings"].get("routed") or 0.0, reverse=True)
+        response.send_json(json.dumps({"decisions": found[:limit]}).encode())
+
+    async def show_instances(self, request: HttpRequest, response: Response) -> None:
+        """GET /kvferry/instances: as this router sees them, with the requests of all."""
+        in_flight = Counter[str]()
+        for text in await self._ask_all(INSTANCES_PATH):
+            in_flight.update({one["name"]: one["in_flight"] for one in json.loads(text)["instances"]})
+        self._router.membership.catch_up()
+        shown = self._router.views(request)
+        for one in shown:
+            one["in_flight"] += in_flight[one["name"]]
+        response.send_json(json.dumps({"instances": shown}).encode())
+
+    async def _ask_all(self, target: str) -> list[bytes]:
+        """The bodies of those other routers that answer with 200 in time."""
+        answers = await asyncio.gather(*(self._ask(url, target) for url in self._state.others().values()))
+        return [one for one in answers if one is not None]
+
+    async def _ask(self, url: str, target: str) -> bytes | None:
+        try:
+            status, _, body = await self._client.ask(
+                Origin.parse(url),
+                "GET",
+                target,
+                timeout_s=_TIMEOUT_S,
+                headers=[(_SECRET, self._secret)],
+                max_bytes=_LONGEST,
+            )
+        except TransferError:
+            return None
+        return body if status == 200 else None

@@ -1,0 +1,324 @@
+"""Least likely reused: the block that is least likely to be used again soon first.
+
+Made for prefix trees. The blocks that one request inserts one after another are a *run*: a document, or a turn of a
+conversation. They are used again together or not at all, so statistics are kept of runs, each of which counts once
+however long it is. What a run is like says much about whether it is used again; a `ReuseModel` learns how much, by a
+class of
+
+    uses since it was inserted · whether only its beginning was used last time · how many runs come before it (the
+    turn of a conversation) · tokens of its request's answer · its length
+
+A store sees all of these except the length of the answer. As long as that is not reported (`finish`), the class ends
+before it, and stands for answers of any length.
+
+The blocks of a run with the same history are a *group*. It is evicted from its end, and only when no run after it is
+kept: a block is useless without those before it, and a conversation's newest run tells the most about whether it
+continues. Within a class, worth rises and then falls with idle time, so the next group to evict is the class's oldest
+or its newest; evicting the newest keeps some of a workload that does not fit. Until a model is first fitted, the order
+is LRU's.
+
+All classes are ranked again after some evictions, not after each: in between, an eviction looks at the lowest-ranked
+one, and every operation takes O(log n). Related: LHD (Beckmann, Chen and Cidon, NSDI 2018) evicts by hit density,
+learned by age.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import OrderedDict
+from collections.abc import Iterable
+from operator import itemgetter
+
+from kvferry.store.eviction.age_queue import AgeQueue
+from kvferry.store.eviction.base import EvictionPolicy, Key
+from kvferry.store.eviction.reuse_model import ReuseModel
+
+MOST_EVICTIONS_A_RANKING = 64
+RANKING_S = 1.0
+SAME_JUDGEMENT_S = 0.01
+SAME_REQUEST_S = 5.0
+"""Uses of one group within this time count as one request's, which may read its blocks in several calls."""
+MORE_REMEMBERED = 65_536
+"""Evicted blocks that are remembered, beyond as many as are kept."""
+UNKNOWN_OUTPUT = 7
+_BUCKET_OF_TURN = (0, 1, 2, 3, 4, 4)
+
+
+class ReuseRun:
+    """The blocks that one request inserted one after another."""
+
+    __slots__ = ("before", "groups", "last", "num_before", "num_kept", "num_kept_after", "output", "size")
+
+    def __init__(self, before: ReuseRun | None) -> None:
+        self.before = before
+        self.num_before: int = 0 if before is None else before.num_before + 1
+        self.size, self.output = 0, UNKNOWN_OUTPUT
+        self.last: Key | None = None
+        self.num_kept = self.num_kept_after = 0
+        """Kept blocks of this run, and runs directly after it that have some."""
+        self.groups: dict[Group, None] = {}
+        """The groups with kept blocks."""
+
+
+class Group:
+    """Blocks of a run with the same history. `keys`: those that are kept, each with its index in the run."""
+
+    __slots__ = (
+        "class_number",
+        "in_order",
+        "is_rest",
+        "keys",
+        "last_place",
+        "moved_at",
+        "num_uses",
+        "run",
+        "started",
+        "trial",
+    )
+
+    def __init__(self, run: ReuseRun, num_uses: int, now: float) -> None:
+        self.run, self.num_uses, self.started = run, num_uses, now
+        self.keys: dict[Key, int] = {}
+        self.in_order, self.last_place = True, -1
+        """Whether `keys` are in the order of their indices, and the index of the key that was added last."""
+        self.is_rest = False
+        """Whether a use ended before these blocks, so that another text continues from there."""
+        self.moved_at = math.inf
+        """When a use last began to move some of its blocks to another group."""
+        self.class_number = self.trial = -1
+
+    def add(self, key: Key, place: int) -> None:
+        """Add a block at its index; blocks that were set aside come back in any order."""
+        self.in_order = not self.keys or (self.in_order and place > self.last_place)
+        self.keys[key] = self.last_place = place
+
+    def last(self) -> Key:
+        """The block furthest from the beginning of the run."""
+        if not self.in_order:
+            self.keys, self.in_order = dict(sorted(self.keys.items(), key=itemgetter(1))), True
+            self.last_place = next(reversed(self.keys.values()))
+        return next(reversed(self.keys))
+
+    def describe(self) -> tuple[int, ...]:
+        """The group's class, for `ReuseModel`."""
+        history = 2 * min(self.num_uses, 4) + self.is_rest
+        run = self.run
+        known = history, _turn_bucket(run.num_before)
+        return known if run.output == UNKNOWN_OUTPUT else (*known, run.output, _size_bucket(run.size))
+
+
+class Learned(EvictionPolicy):
+    """Groups by class, in the order of their last use; `ReuseModel` tells which class's end is worth the least."""
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__(capacity)
+        self._model = ReuseModel()
+        self._kept: dict[Key, Group] = {}
+        self._past: OrderedDict[Key, tuple[Group, int]] = OrderedDict()
+        """Group and index of blocks that are evicted or set aside."""
+        self._queues: dict[int, AgeQueue[Group]] = {}
+        self._split: dict[Group, None] = {}
+        """Groups of which a use has moved some blocks and left some."""
+        self._moves: OrderedDict[Group, Group] = OrderedDict()
+        """The group to which uses move the blocks of each group, for `SAME_REQUEST_S`. It is not an attribute of the
+        group, which would keep all later groups alive."""
+        self._ranking: list[tuple[float, int, bool]] = []
+        """A heap of: worth when last computed, class, and whether of its newest group or its oldest."""
+        self._ranked_at, self._num_evictions_left = -math.inf, 0
+        self._judged: Group | None = None
+        """The group that the last block was evicted from, whose worth was computed at `_judged_at`."""
+        self._judged_at = -math.inf
+
+    def finish(self, keys: Iterable[Key], num_output_tokens: int, now: float) -> None:
+        """The runs that this request inserted get the length of their answer."""
+        bucket = min(int(math.log2(num_output_tokens + 1) / 1.5), UNKNOWN_OUTPUT - 1)
+        groups = dict.fromkeys(group for key in keys if (group := self._group_of(key)))
+        for group in groups:
+            if group.run.output == UNKNOWN_OUTPUT:
+                group.run.output = bucket
+        for group in groups:
+            self._classify(group)
+
+    def _insert(self, key: Key, now: float, parent: Key | None) -> None:
+        past = self._past.pop(key, None)
+        if past is not None:
+            self._use(key, *past, now)
+            return
+        before = None if parent is None else self._group_of(parent)
+        if before is not None and before.num_uses == 0 and not before.is_rest and before.run.last == parent:
+            group = before
+        else:
+            group = Group(ReuseRun(None if before is None else before.run), 0, now)
+        place = group.run.size
+        group.run.size, group.run.last = place + 1, key
+        self._join(key, group, place)
+        if group.class_number < 0 or group.run.output != UNKNOWN_OUTPUT:  # else its size does not matter yet
+            self._classify(group)
+
+    def _access(self, key: Key, now: float) -> None:
+        group = self._kept[key]
+        self._use(key, group, self._leave(key, group), now)
+
+    def _use(self, key: Key, group: Group, place: int, now: float) -> None:
+        """Move a block of `group`, which it has left, to the group of the other blocks that the same request uses."""
+        target = self._moves.get(group)
+        if target is None or now - target.started > SAME_REQUEST_S:
+            self._model.reused(group.trial, now)
+            target = self._move(group, now)
+        if group.keys:
+            self._split[group] = None
+        self._join(key, target, place)
+        if target.class_number < 0:
+            self._classify(target)
+
+    def _move(self, group: Group, now: float) -> Group:
+        """The group to which blocks of this group are moved from now on. Forgets the groups of uses that are over."""
+        moves, target = self._moves, Group(group.run, group.num_uses + 1, now)
+        group.moved_at = now
+        moves[group] = target
+        moves.move_to_end(group)
+        while now - next(iter(moves.values())).started > SAME_REQUEST_S or len(moves) > self.capacity + MORE_REMEMBERED:
+            moves.popitem(last=False)
+        return target
+
+    def _group_of(self, key: Key) -> Group | None:
+        """The block's group, also if the block was evicted."""
+        group = self._kept.get(key)
+        if group is None and (past := self._past.get(key)) is not None:
+            group = past[0]
+        return group
+
+    def _remove(self, key: Key) -> None:
+        group = self._kept[key]
+        self._past[key] = group, self._leave(key, group)
+        if len(self._past) > self.capacity + MORE_REMEMBERED:
+            self._past.popitem(last=False)
+
+    def _victim(self, now: float) -> Key | None:
+        while self._kept:
+            if self._num_evictions_left <= 0 or not self._ranking or now - self._ranked_at > RANKING_S:
+                self._rank(now)
+            worth, class_number, newest = self._ranking[0]
+            queue = self._queues.get(class_number)
+            if queue is None:
+                heapq.heappop(self._ranking)
+                continue
+            group = queue.newest() if newest else queue.oldest()
+            if group is not self._judged or now - self._judged_at > SAME_JUDGEMENT_S:
+                worth_now = self._model.worth(class_number, now - group.started)
+                if worth_now > worth:  # another group is at that end now
+                    heapq.heapreplace(self._ranking, (worth_now, class_number, newest))
+                    continue
+                self._judged, self._judged_at = group, now
+            self._num_evictions_left -= 1
+            key = group.last()
+            self._remove(key)
+            return key
+        return None
+
+    def _restore(self, key: Key, now: float) -> None:
+        past = self._past.pop(key, None)
+        if past is None:  # pinned for so long that it was forgotten
+            self._insert(key, now, None)
+        else:
+            self._join(key, *past)
+
+    def _orders(self, key: Key) -> bool:
+        return key in self._kept
+
+    def _num_ordered(self) -> int:
+        return len(self._kept)
+
+    def _rank(self, now: float) -> None:
+        self._tell_rests(now)
+        self._model.refit(now)
+        ranking = []
+        for class_number, queue in self._queues.items():
+            oldest, newest = queue.oldest(), queue.newest()
+            ranking.append((self._model.worth(class_number, now - oldest.started), class_number, False))
+            if newest is not oldest:
+                ranking.append((self._model.worth(class_number, now - newest.started), class_number, True))
+        heapq.heapify(ranking)
+        self._ranking, self._ranked_at = ranking, now
+        self._num_evictions_left = min(MOST_EVICTIONS_A_RANKING, 1 + self.capacity // 64)
+
+    def _tell_rests(self, now: float) -> None:
+        """Blocks that a use of their group did not include become a group of their own."""
+        for group in [group for group in self._split if group.moved_at < now]:
+            del self._split[group]
+            if not group.is_rest:
+                rest = Group(group.run, group.num_uses, now)
+                rest.is_rest = True
+                for key in list(group.keys):
+                    self._join(key, rest, self._leave(key, group))
+                self._classify(rest)
+
+    def _join(self, key: Key, group: Group, place: int) -> None:
+        run = group.run
+        self._kept[key] = group
+        run.num_kept += 1
+        if run.num_kept == 1 and run.before is not None:
+            run.before.num_kept_after += 1
+            if run.before.num_kept_after == 1:
+                for other in run.before.groups:
+                    if not other.is_rest:
+                        self._dequeue(other)
+        group.add(key, place)
+        if len(group.keys) == 1:
+            run.groups[group] = None
+            self._enqueue(group)
+
+    def _leave(self, key: Key, group: Group) -> int:
+        """Returns the block's index in its run."""
+        run = group.run
+        del self._kept[key]
+        place = group.keys.pop(key)
+        run.num_kept -= 1
+        if not group.keys:
+            del run.groups[group]
+            self._split.pop(group, None)  # nothing is left to be a rest
+            self._dequeue(group)
+        if run.num_kept == 0 and run.before is not None:
+            run.before.num_kept_after -= 1
+            if run.before.num_kept_after == 0:
+                for other in run.before.groups:
+                    self._enqueue(other)
+        return place
+
+    def _enqueue(self, group: Group) -> None:
+        """Add the group to the queue of its class, if it can be evicted without making a run after it useless."""
+        if group.class_number < 0 or not group.keys or (group.run.num_kept_after and not group.is_rest):
+            return
+        queue = self._queues.setdefault(group.class_number, AgeQueue())
+        if group not in queue:
+            queue.add(group)
+
+    def _dequeue(self, group: Group) -> None:
+        queue = self._queues.get(group.class_number)
+        if queue is not None and group in queue:
+            queue.discard(group)
+            if not queue:
+                del self._queues[group.class_number]
+
+    def _classify(self, group: Group) -> None:
+        """Update the group's class, which changes as more is known, and its place in that class's queue."""
+        number = self._model.class_number(group.describe())
+        if number == group.class_number:
+            return
+        if group.class_number < 0:
+            group.trial = self._model.start(number, group.started, 1.0 / (1 + group.num_uses))
+        else:
+            self._model.reclassify(group.trial, number)
+            self._dequeue(group)
+        group.class_number = number
+        self._enqueue(group)
+
+
+def _turn_bucket(num_before: int) -> int:
+    return _BUCKET_OF_TURN[num_before] if num_before < len(_BUCKET_OF_TURN) else 5
+
+
+def _size_bucket(num_blocks: int) -> int:
+    """Up to 2, 12, 40, or more blocks."""
+    return 0 if num_blocks <= 2 else 1 if num_blocks <= 12 else 2 if num_blocks <= 40 else 3
