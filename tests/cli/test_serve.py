@@ -142,7 +142,7 @@ def test_a_model_that_is_not_there_is_told_in_one_line(tmp_path: Path) -> None:
 
 
 def test_tls_towards_clients_and_between_instances(model_maker: ModelMaker, tmp_path: Path) -> None:
-    """The supervisor asks the router under TLS too, and instances take KV from each other under TLS."""
+    """Towards clients, and where instances take KV from each other; the supervisor asks its router without."""
     log, authority = tmp_path / "log", Authority(tmp_path / "authority")
     cert, key = authority.issue()
     context = ssl.create_default_context(cafile=str(authority.ca))

@@ -65,14 +65,14 @@ class Member:
         about = await asyncio.shield(process.ready)
         url = about.health_url or about.url
         every_s = min(_ASK_EVERY_S, timeout_s / _ASKS_PER_TIMEOUT)
-        silent_s = 0.0 if about.health_url else float("-inf")
+        silent_s, answered = 0.0 if about.health_url else float("-inf"), False
         while silent_s < timeout_s:
             await asyncio.sleep(every_s)
             begun = asyncio.get_running_loop().time()
             if await serves(url, every_s):
-                if silent_s != 0.0:
+                if silent_s or not answered:
                     logger.debug("%s answers GET /health", self.name)
-                silent_s = 0.0
+                silent_s, answered = 0.0, True
             else:
                 silent_s += every_s + min(every_s, asyncio.get_running_loop().time() - begun)
         logger.warning("%s has not answered GET /health for %.0f s; killing it", self.name, silent_s)

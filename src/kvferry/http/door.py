@@ -27,6 +27,7 @@ class Door:
     def __init__(self, owner: Owner, side: Side, listener: socket.socket, context: ssl.SSLContext | None) -> None:
         self._owner, self._side, self._listener, self._context = owner, side, listener, context
         self._later: asyncio.TimerHandle | None = None
+        self._handshakes: set[asyncio.Task[None]] = set()
 
     @property
     def port(self) -> int:
@@ -43,11 +44,16 @@ class Door:
         self._owner.loop.add_reader(self._listener, self._accept)
 
     def close(self) -> None:
-        """Stop accepting; handshakes in progress continue within their time."""
+        """Stop accepting; handshakes in progress continue within their time, or until `abort`."""
         self._owner.loop.remove_reader(self._listener)
         if self._later is not None:
             self._later.cancel()
         self._listener.close()
+
+    def abort(self) -> None:
+        """End the handshakes in progress."""
+        for handshake in self._handshakes:
+            handshake.cancel()
 
     def _accept(self) -> None:
         try:
@@ -70,8 +76,8 @@ class Door:
             connection.connection_lost(None)
             return
         task = self._owner.loop.create_task(self._connect(connection, accepted))
-        self._owner.started(task)
-        task.add_done_callback(self._owner.finished)
+        self._handshakes.add(task)
+        task.add_done_callback(self._handshakes.discard)
 
     async def _connect(self, connection: ServerConnection, accepted: socket.socket) -> None:
         timeout_s = self._owner.limits.http_header_s if self._context is not None else None

@@ -62,6 +62,8 @@ class HttpServer:
         self.date = HttpDate()
         self._tasks: set[asyncio.Task[None]] = set()
         self.loop: asyncio.AbstractEventLoop
+        self._listeners: list[tuple[socket.socket, Side]] = []
+        self._doors: list[Door] = []
         self.ports: tuple[int, ...] = ()
         """The real ports while it serves: the clients', then the admin's if there is one."""
         self._routes = routes
@@ -79,23 +81,42 @@ class HttpServer:
 
     # Serving.
 
+    def listen(self) -> None:
+        """Take the addresses; connections wait until `run`, which does this itself if it was not done before. Raises
+        `ConfigError` if an address cannot be used."""
+        config = self.config
+        sides: tuple[Side, ...] = ("all",) if config.admin_port is None else ("public", "admin")
+        if config.listeners:
+            given = [socket.socket(fileno=os.dup(one)) for one in config.listeners]
+            self._listeners = list(zip(given, sides, strict=True))
+            return
+        public = listen(config.host, config.port)
+        try:
+            admin = [] if config.admin_port is None else [listen(config.admin_host, config.admin_port)]
+        except BaseException:
+            public.close()
+            raise
+        self._listeners = list(zip([public, *admin], sides, strict=True))
+
     async def run(self, on_listening: OnListening | None = None) -> None:
         """Serve until `stop` is called or until cancelled, then shut down in stages. Raises `ConfigError` if an address
         or a TLS file cannot be used."""
         self.loop = asyncio.get_running_loop()
         self._heed_file_limit()
         context = self.config.tls_context()
-        doors = [Door(self, side, listener, context) for listener, side in self._listen()]
+        if not self._listeners:
+            self.listen()
+        self._doors = [Door(self, side, listener, context) for listener, side in self._listeners]
         self._tick()
         try:
-            for door in doors:
+            for door in self._doors:
                 door.open()
-            self.ports = tuple(door.port for door in doors)
+            self.ports = tuple(door.port for door in self._doors)
             if on_listening is not None:
-                on_listening(doors[0].host, self.ports[0])
+                on_listening(self._doors[0].host, self.ports[0])
             await self._ending.wait()
         finally:
-            for door in doors:
+            for door in self._doors:
                 door.close()
             await self._end()
             if self._ticking is not None:
@@ -114,20 +135,6 @@ class HttpServer:
                 wanted,
                 limit,
             )
-
-    def _listen(self) -> list[tuple[socket.socket, Side]]:
-        config = self.config
-        sides: tuple[Side, ...] = ("all",) if config.admin_port is None else ("public", "admin")
-        if config.listeners:
-            given = [socket.socket(fileno=os.dup(one)) for one in config.listeners]
-            return list(zip(given, sides, strict=True))
-        public = listen(config.host, config.port)
-        try:
-            admin = [] if config.admin_port is None else [listen(config.admin_host, config.admin_port)]
-        except BaseException:
-            public.close()
-            raise
-        return list(zip([public, *admin], sides, strict=True))
 
     def _tick(self) -> None:
         now = self.loop.time()
@@ -244,6 +251,8 @@ class HttpServer:
             connection.set_abort_reason(reason)
         for task in tuple(self._tasks):
             task.cancel()
+        for door in self._doors:
+            door.abort()
 
     async def _quiet_within(self, seconds: float, unless: asyncio.Event | None = None) -> bool:
         """Wait until no connection and no handler is left; False if the time is over, or `unless` is set, first."""

@@ -78,6 +78,7 @@ async def _serve(
         about.update(health_url=f"http://{host}:{port}")
         listening.set()
 
+    server.listen()
     with signals_end(server):
         async with router.running() as tasks, others:
             beside = []

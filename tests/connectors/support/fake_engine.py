@@ -40,6 +40,7 @@ from kvferry.connectors.api import (
     WorkerSide,
     check_side,
     failures,
+    statistics_of,
 )
 from kvferry.connectors.p2p.worker import P2pWorkerSide
 from kvferry.connectors.ranks import RankReports
@@ -232,7 +233,7 @@ class FakeEngine:
 
     def _require_that_counters_grow(self) -> None:
         for side in (self.scheduler, *self.workers):
-            for name, value in side.statistics().items():
+            for name, value in statistics_of(side).items():
                 before, self._figures[side, name] = self._figures.get((side, name), 0.0), value
                 assert value >= before or name in side.gauges, f"{name} is no counter: it fell from {before} to {value}"
 

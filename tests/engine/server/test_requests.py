@@ -365,7 +365,7 @@ async def test_tools_that_are_never_called_are_told_of(asker: Asker, caplog: pyt
     endpoint._log_tools.cache_clear()
     body = {**ROUTES["/v1/chat/completions"], "tools": [{"type": "function", "function": {"name": "f"}}]}
     for fields, warning in (
-        ({}, "tools: the model is told of them, but"),
+        ({}, "tools: the model sees them, but"),
         ({"tool_choice": "auto", "store": True}, "fields without effect: store; tools: the model"),
         ({"tool_choice": "none"}, ""),
         ({"tools": []}, ""),
@@ -376,8 +376,8 @@ async def test_tools_that_are_never_called_are_told_of(asker: Asker, caplog: pyt
             assert told.startswith(warning)
             assert bool(told) == bool(warning)
     assert [record.message for record in caplog.records if "has tools" in record.message] == [
-        "a request has tools: the model is told of them, but what it writes stays text in content, and tool_calls is"
-        " never set. vLLM behind the router returns calls"
+        "a request has tools: the model sees them, but what it writes stays text in content, and tool_calls is never"
+        " set. vLLM behind the router returns calls"
     ]
 
 
