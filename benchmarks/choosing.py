@@ -16,13 +16,13 @@ from typing import Any
 from kvferry.core.instance_facts import InstanceFacts
 from kvferry.router.app import build_router
 from kvferry.router.body import RequestBody
+from kvferry.router.choice.decisions import PrefillUsage
+from kvferry.router.choice.placement import Placement
+from kvferry.router.choice.plan import make_plan
+from kvferry.router.choice.policies.table import POLICIES
+from kvferry.router.choice.work import Work
 from kvferry.router.config import RouterConfig
-from kvferry.router.exchange import Services
-from kvferry.router.leg_bodies import PrefillUsage
-from kvferry.router.placement import Placement
-from kvferry.router.plan import make_plan
-from kvferry.router.policies.table import POLICIES
-from kvferry.router.work import Work
+from kvferry.router.request.exchange import Services
 from report import save
 
 PATH = "/v1/completions"

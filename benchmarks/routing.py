@@ -26,13 +26,14 @@ from typing import Any
 from kvferry.core.clock import Clock, ManualClock
 from kvferry.engine.block_pool import BlockPool
 from kvferry.engine.cached_order import make_cached_order
-from kvferry.router.cost import Estimates
-from kvferry.router.disaggregation import Threshold
-from kvferry.router.policies.base import Asked, InstanceLoad, Options, PolicyContext
-from kvferry.router.policies.table import POLICIES, make_policy
-from kvferry.router.prefix_index import PrefixIndex
-from kvferry.router.prompt import Prefix
-from kvferry.router.work import Work
+from kvferry.router.choice.cost import Estimates
+from kvferry.router.choice.disaggregation import Threshold
+from kvferry.router.choice.policies.base import Asked, Options, PolicyContext
+from kvferry.router.choice.policies.table import POLICIES, make_policy
+from kvferry.router.choice.prefix_index import PrefixIndex
+from kvferry.router.choice.prompt import Prefix
+from kvferry.router.choice.work import Work
+from kvferry.router.instances.load import InstanceLoad
 from report import save
 
 BLOCK = 512

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from kvferry.router.policies.base import Asked, Leg, LegPolicy, PolicyContext, Target
+from kvferry.router.choice.policies.base import Asked, Leg, LegPolicy, PolicyContext, Target
 
 T = TypeVar("T", bound=Target)
 

@@ -45,7 +45,11 @@ PAGES = {
             "kvferry.testing.codecs",
         ),
     ),
-    "router": ("Router policies", "How one instance is chosen among several.", ("kvferry.router.policies.base",)),
+    "router": (
+        "Router policies",
+        "How one instance is chosen among several.",
+        ("kvferry.router.choice.policies.base",),
+    ),
     "hand-off": (
         "Hand-offs",
         "The ticket, and how requests say their part in a hand-off.",

@@ -10,7 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from docs_site.tables import code, table
 from kvferry.engine.statistics import EngineSnapshot
 from kvferry.observe.metrics import EngineMetrics
-from kvferry.router.fleet_metrics import merge
+from kvferry.router.edge.fleet_metrics import merge
 from kvferry.router.metrics import Metrics
 
 HEAD = """# Metrics

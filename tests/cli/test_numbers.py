@@ -27,9 +27,9 @@ from kvferry.fleet.restart import RestartPolicy
 from kvferry.fleet.spec import FleetSpec, Listen
 from kvferry.http.config import HttpAccess, HttpConfig
 from kvferry.http.limits import HttpLimits
+from kvferry.router.choice.policies.table import find_policy, policy_names, read_settings
 from kvferry.router.config import RouterConfig
-from kvferry.router.policies.table import find_policy, policy_names, read_settings
-from kvferry.router.tenants import Limits
+from kvferry.router.edge.tenants import Limits
 from kvferry.store.table import BUILTIN as STORES
 from kvferry.store.table import find_store
 

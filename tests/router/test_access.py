@@ -7,7 +7,7 @@ from typing import Any
 import aiohttp
 
 from kvferry.http.config import HttpConfig
-from kvferry.router.turns import Turns
+from kvferry.router.edge.turns import Turns
 from router.peers import CONCURRENT, DECODE, SECRET, Peer, answer, instances, routing, signed, ticket
 from router.test_hand_off import BODY
 

@@ -7,7 +7,7 @@ from contextlib import ExitStack, closing
 import pytest
 
 from kvferry.core.errors import QueueFull
-from kvferry.router.admission import Admission
+from kvferry.router.edge.admission import Admission
 
 
 def test_bodies_that_are_not_whole_are_bounded_for_each_client() -> None:

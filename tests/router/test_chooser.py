@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
+from kvferry import router
 from kvferry.core.clock import ManualClock
 from kvferry.core.instance_facts import InstanceFacts, KVSource
-from kvferry.router import chooser as module
-from kvferry.router.chooser import Chooser
+from kvferry.router.choice.chooser import Chooser
+from kvferry.router.choice.policies.base import Asked, Choice
+from kvferry.router.choice.prompt import Prefix
 from kvferry.router.config import RouterConfig
-from kvferry.router.instance import Facts, SglangFacts, Unasked, VllmFacts
-from kvferry.router.policies.base import Asked, Choice
-from kvferry.router.pools import Pools
-from kvferry.router.prompt import Prefix
+from kvferry.router.instances.instance import Facts, SglangFacts, Unasked, VllmFacts
+from kvferry.router.instances.pools import Pools
 
 BODY_OF_MODEL = Asked(model="m")
 
@@ -147,7 +147,7 @@ def test_decisions_name_no_cache_of_who_leaves_or_has_left() -> None:
 
 def test_facts_are_learned_and_never_set_behind_the_routers_back() -> None:
     """What follows from them would not be found out again."""
-    source = Path(module.__file__).parent
+    source = Path(router.__file__).parent
     writers = [one.name for one in source.rglob("*.py") if re.search(r"\.facts(, [\w.]+)*(: \w+)? = ", one.read_text())]
     assert writers == ["instance.py"]
 

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from kvferry.router.cost import Estimates, Line
+from kvferry.router.choice.cost import Estimates, Line
 
 
 def test_a_line_is_found_from_noisy_measurements_and_the_guess_forgotten() -> None:

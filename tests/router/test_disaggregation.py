@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvferry.router.disaggregation import FEWEST_HAND_OFFS
+from kvferry.router.choice.disaggregation import FEWEST_HAND_OFFS
 from kvferry.testing.policy import Fleet, prompt
 
 LONG = prompt(*range(500, 580))

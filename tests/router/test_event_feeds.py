@@ -14,9 +14,9 @@ from kvferry.core.errors import ConfigError
 from kvferry.core.instance_facts import EventsAddress
 from kvferry.kv_events.messages import AllBlocksCleared, BlockRemoved, BlockStored
 from kvferry.kv_events.publisher import KVEventPublisher
-from kvferry.router import event_feeds
 from kvferry.router.app import Router
-from kvferry.router.event_feeds import parse_events_address
+from kvferry.router.choice import event_feeds
+from kvferry.router.choice.event_feeds import parse_events_address
 from router.peers import CONCURRENT, DECODE, Peer, answer, instances, routing, ticket
 from router.test_hand_off import post
 
@@ -52,7 +52,7 @@ async def holds(condition: Callable[[], bool]) -> None:
 
 def cached(router: Router) -> dict[str, int]:
     """What each instance has of `TOKENS`, by the router's index."""
-    from kvferry.router.prompt import Prefix
+    from kvferry.router.choice.prompt import Prefix
 
     found = router.services.chooser.index.match(Prefix((), (), TOKENS))
     return {one.name: num_tokens for one, num_tokens in found.items()}

@@ -11,10 +11,10 @@ import pytest
 from kvferry.core.clock import Clock, SystemClock
 from kvferry.core.instance_facts import InstanceFacts
 from kvferry.router.config import RouterConfig
-from kvferry.router.health import Health
-from kvferry.router.instance import Absent, Unasked
-from kvferry.router.legs import Legs
-from kvferry.router.pools import Pools
+from kvferry.router.instances.connections import Connections
+from kvferry.router.instances.health import Health
+from kvferry.router.instances.instance import Absent, Unasked
+from kvferry.router.instances.pools import Pools
 from router.peers import CONCURRENT, Peer, answer, instances, routing, ticket, unused_address
 
 
@@ -25,8 +25,8 @@ def a_config(prefill: str, decode: str, **settings: Any) -> RouterConfig:
 @asynccontextmanager
 async def looking(config: RouterConfig, clock: Clock | None = None) -> AsyncIterator[tuple[Health, Pools]]:
     clock, pools = clock or SystemClock(), Pools.from_config(config)
-    async with Legs(config, clock) as legs:
-        yield Health(pools, legs, config, clock), pools
+    async with Connections() as connections:
+        yield Health(pools, connections, config, clock), pools
 
 
 async def test_who_cannot_be_reached_is_not_alive_and_is_asked_anew_when_back() -> None:

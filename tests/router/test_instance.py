@@ -7,8 +7,8 @@ import re
 import pytest
 
 from kvferry.core.instance_facts import InstanceFacts
-from kvferry.router.instance import Instance
-from kvferry.router.instance import InstanceState as State
+from kvferry.router.instances.instance import Instance
+from kvferry.router.instances.instance import InstanceState as State
 
 OTHER = Instance("decode", "http://other:1", name="decode-1")
 EVENTS = {

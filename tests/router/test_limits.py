@@ -13,7 +13,7 @@ import aiohttp
 import pytest
 from starlette.responses import StreamingResponse
 
-from kvferry.router.instance import InstanceState
+from kvferry.router.instances.instance import InstanceState
 from router.peers import (
     CONCURRENT,
     DECODE,
@@ -446,26 +446,26 @@ async def test_who_answers_for_its_health_and_nothing_else_is_not_asked() -> Non
 @pytest.mark.parametrize(
     "point",
     [
-        "endpoints.Endpoints.read",
-        "exchange.make_plan",
-        "exchange.choose_form",
-        "exchange.prefill_body",
-        "exchange.decode_body",
-        "exchange.LegHeaders.with_own",
-        "exchange.Exchange._hand_off",
-        "exchange.Exchange._note",
-        "exchange.Exchange._deliver",
-        "exchange.prefill_usage",
-        "chooser.Chooser.choose",
-        "placement.Placement.next_prefill",
-        "hand_off.HandOff.look",
-        "hand_off.ticket_origin",
-        "relay.for_client",
-        "relay.Relay.send",
-        "leg.verdict",
-        "leg.Leg._begin",
-        "leg.Leg.relay",
-        "legs.Legs.send",
+        "edge.endpoints.Endpoints.read",
+        "request.exchange.make_plan",
+        "request.exchange.choose_form",
+        "request.exchange.prefill_body",
+        "request.exchange.decode_body",
+        "request.exchange.LegHeaders.with_own",
+        "request.exchange.Exchange._hand_off",
+        "request.exchange.Exchange._note",
+        "request.exchange.Exchange._deliver",
+        "request.exchange.prefill_usage",
+        "choice.chooser.Chooser.choose",
+        "choice.placement.Placement.next_prefill",
+        "request.hand_off.HandOff.look",
+        "request.hand_off.ticket_origin",
+        "request.relay.for_client",
+        "request.relay.Relay.send",
+        "request.leg.verdict",
+        "request.leg.Leg._begin",
+        "request.leg.Leg.relay",
+        "request.legs.Legs.send",
     ],
 )
 async def test_an_exception_in_one_request_is_that_requests_error(
@@ -474,7 +474,7 @@ async def test_an_exception_in_one_request_is_that_requests_error(
     async def hold_some(peer: Peer, request: Any, body: Any) -> Any:
         return await (answer_when_told if body.get("hold") else answer)(peer, request, body)
 
-    monkeypatch.setattr("kvferry.router.legs._IDLE_CONNECTION_S", 60.0)
+    monkeypatch.setattr("kvferry.router.instances.connections._IDLE_CONNECTION_S", 60.0)
     p, d = a_prefill(), a_decode(hold_some)
     async with (
         instances(p, d),
@@ -517,7 +517,7 @@ async def test_an_exception_in_a_look_or_a_release_leaves_the_router_running(mon
 
     async with instances(p, d), routing([p.url], [d.url], health_interval_s=0.02) as (router, url):
         with monkeypatch.context() as patched:
-            patched.setattr("kvferry.router.legs.Legs.ask", fail)
+            patched.setattr("kvferry.router.instances.connections.Connections.ask", fail)
             await raised.wait()
             router.services.releases.start(router.services.pools.prefill.instances[0], "x")
             await holds(lambda: 'releases_total{outcome="failed"} 1.0' in router.services.metrics.expose([]).decode())

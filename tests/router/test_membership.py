@@ -19,10 +19,10 @@ from kvferry.http.config import HttpConfig
 from kvferry.http.listen import listen
 from kvferry.http.signed_client import bearer
 from kvferry.router.app import Router
-from kvferry.router.instance import InstanceState
-from kvferry.router.legs import Legs
-from kvferry.router.pools import Pools
-from kvferry.router.relay import Relay
+from kvferry.router.instances.connections import Connections
+from kvferry.router.instances.instance import InstanceState
+from kvferry.router.instances.pools import Pools
+from kvferry.router.request.relay import Relay
 from router.peers import (
     CONCURRENT,
     DECODE,
@@ -149,14 +149,14 @@ async def test_one_that_is_silently_gone_is_drained_and_delays_no_other() -> Non
 async def test_what_an_instance_answers_keeps_no_other_from_being_drained(monkeypatch: Any) -> None:
     strange, other = a_decode(), a_decode()
     async with instances(strange, other), routing([], [strange.url, other.url], HTTP, **SOON) as (router, url):
-        ask = Legs.ask
+        ask = Connections.ask
 
-        async def asked(legs: Legs, instance: Any, *arguments: Any, **more: Any) -> Any:
+        async def asked(connections: Connections, instance: Any, *arguments: Any, **more: Any) -> Any:
             if instance.url == strange.url and "/metrics" in arguments:
                 raise ValueError("nobody thought of this")
-            return await ask(legs, instance, *arguments, **more)
+            return await ask(connections, instance, *arguments, **more)
 
-        monkeypatch.setattr(Legs, "ask", asked)
+        monkeypatch.setattr(Connections, "ask", asked)
         for name in ("decode-0", "decode-1"):
             await change(url, "drain", instance=name)
         first, second = router.services.pools.leaving
@@ -184,7 +184,7 @@ async def test_only_what_says_so_is_drained(status: int, text: bytes, drained: b
         async def asked(*arguments: Any, **more: Any) -> tuple[int, bytes]:
             return status, text
 
-        monkeypatch.setattr(Legs, "ask", asked)
+        monkeypatch.setattr(Connections, "ask", asked)
         await router.membership._look_at(leaving)
         assert leaving.drained is drained
 
@@ -218,7 +218,7 @@ async def test_one_that_changed_its_role_and_is_drained_works_until_it_says_othe
 async def test_the_connections_of_another_instance_at_the_same_origin_stay(monkeypatch: Any) -> None:
     forgotten: list[str] = []
     async with routing([], ["http://127.0.0.1:9/one", "http://127.0.0.1:9/two"]) as (router, _):
-        monkeypatch.setattr(Legs, "close_connections", lambda legs, one: forgotten.append(one.name))
+        monkeypatch.setattr(Connections, "close", lambda connections, one: forgotten.append(one.name))
         router.membership.remove("decode-0", force=True)
         assert forgotten == []
         router.membership.remove("decode-1", force=True)

@@ -11,7 +11,7 @@ import pytest
 
 from kvferry.core.instance_facts import InstanceFacts, TicketKinds
 from kvferry.core.layout import KVLayout, LayerLayout
-from kvferry.router.instance import Absent, Facts, SglangFacts, Unasked, VllmFacts
+from kvferry.router.instances.instance import Absent, Facts, SglangFacts, Unasked, VllmFacts
 from kvferry.router.protocols.choose import can_pair
 from router.peers import CONCURRENT, DECODE, Peer, answer, instances, routing, ticket
 from router.test_hand_off import BODY, get, post

@@ -18,9 +18,9 @@ from yarl import URL
 from kvferry.core.timeline import Timeline
 from kvferry.http.call import Call
 from kvferry.router.body import RequestBody
-from kvferry.router.exchange import Exchange
-from kvferry.router.hand_off import HandOff
-from kvferry.router.leg import Leg
+from kvferry.router.request.exchange import Exchange
+from kvferry.router.request.hand_off import HandOff
+from kvferry.router.request.leg import Leg
 from router.peers import (
     CONCURRENT,
     DECODE,

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from kvferry.router.body import RequestBody
+from kvferry.router.choice.plan import Plan, Split, Whole, make_plan
 from kvferry.router.config import RouterConfig
-from kvferry.router.plan import Plan, Split, Whole, make_plan
-from kvferry.router.pools import Pools
+from kvferry.router.instances.pools import Pools
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 

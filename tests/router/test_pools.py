@@ -7,8 +7,8 @@ import pytest
 from kvferry.core.clock import ManualClock
 from kvferry.core.errors import ConfigError
 from kvferry.router.config import RouterConfig
-from kvferry.router.instance import Instance, normalise_url
-from kvferry.router.pools import Pools, RolePool
+from kvferry.router.instances.instance import Instance, normalise_url
+from kvferry.router.instances.pools import Pools, RolePool
 
 
 def a_pool(num: int = 3) -> RolePool:

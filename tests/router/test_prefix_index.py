@@ -7,8 +7,8 @@ import random
 import pytest
 
 from kvferry.core.errors import LeakError
-from kvferry.router.prefix_index import PrefixIndex
-from kvferry.router.prompt import Prefix, text_prefix
+from kvferry.router.choice.prefix_index import PrefixIndex
+from kvferry.router.choice.prompt import Prefix, text_prefix
 
 
 def blocks(*keys: int, size: int = 100) -> Prefix:

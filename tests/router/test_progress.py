@@ -7,9 +7,9 @@ import pytest
 
 from kvferry.core.continuation import Mark
 from kvferry.core.errors import ProtocolError
-from kvferry.router.instance import VllmFacts
-from kvferry.router.progress import EventPassage, Progress
-from kvferry.router.replay import Replay
+from kvferry.router.instances.instance import VllmFacts
+from kvferry.router.request.progress import EventPassage, Progress
+from kvferry.router.request.replay import Replay
 
 DONE = b"data: [DONE]\n\n"
 STREAM = [

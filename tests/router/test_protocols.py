@@ -11,9 +11,10 @@ from starlette.responses import JSONResponse, Response
 
 from kvferry.core.instance_facts import InstanceFacts
 from kvferry.router.config import RouterConfig
-from kvferry.router.instance import Absent, Bootstrap, Unasked, VllmFacts
+from kvferry.router.instances.facts import read_bootstrap
+from kvferry.router.instances.instance import Absent, Bootstrap, Unasked, VllmFacts
 from kvferry.router.protocols.choose import can_pair, choose_form
-from kvferry.router.protocols.mooncake import mooncake, read_bootstrap
+from kvferry.router.protocols.mooncake import mooncake
 from router.peers import CONCURRENT, DECODE, Peer, answer, failing, instances, routing, ticket, unused_address
 from router.test_failures import holds
 from router.test_hand_off import BODY, get, leave_after, post
@@ -262,7 +263,7 @@ def test_what_is_no_bootstrap_servers_answer(answer: bytes) -> None:
 
 
 def test_what_is_told_wins_over_what_is_found() -> None:
-    from kvferry.router.instance import Instance
+    from kvferry.router.instances.instance import Instance
 
     p = Instance("prefill", "http://p:1")
     config = RouterConfig(decode_url=("d:1",), protocol="nixl")

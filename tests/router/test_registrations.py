@@ -24,8 +24,8 @@ from kvferry.http.origin import Origin
 from kvferry.http.registrar import Registrar, RegistrarConfig, make_registrar
 from kvferry.router.app import Router
 from kvferry.router.config import RouterConfig
-from kvferry.router.instance import Unasked
-from kvferry.router.pools import Pools
+from kvferry.router.instances.instance import Unasked
+from kvferry.router.instances.pools import Pools
 from router.peers import (
     CONCURRENT,
     DECODE,

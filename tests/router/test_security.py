@@ -28,7 +28,7 @@ from kvferry.http.response import Response
 from kvferry.http.routes import Route, Routes
 from kvferry.http.server import HttpServer
 from kvferry.http.signed_client import SignedClient
-from kvferry.router.instance import InstanceState
+from kvferry.router.instances.instance import InstanceState
 from router.peers import DECODE, SECRET, Peer, answer, instances, routing, signed
 from router.test_membership import holds
 

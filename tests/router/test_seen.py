@@ -16,7 +16,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from kvferry.http.config import HttpConfig
-from kvferry.router.fleet_metrics import merge
+from kvferry.router.edge.fleet_metrics import merge
 from router.peers import CONCURRENT, DECODE, Peer, answer, failing, instances, routing, serving, ticket, ticket_for
 from router.test_hand_off import BODY, a_decode, a_prefill, get, post
 
@@ -87,7 +87,7 @@ async def test_decisions_are_for_operators() -> None:
 
 async def test_why_is_logged_for_who_debugs(caplog: pytest.LogCaptureFixture) -> None:
     d = a_decode()
-    with caplog.at_level(logging.DEBUG, "kvferry.router.decisions"):
+    with caplog.at_level(logging.DEBUG, "kvferry.router.choice.decisions"):
         async with instances(d), routing([], [d.url]) as (_, url):
             await post(url, **{"X-Request-Id": "mine"})
     assert "request mine: decode-0 (no_prefill, by round_robin" in caplog.text

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from kvferry.core.instance_facts import InstanceFacts
-from kvferry.router.instance import SglangFacts, VllmFacts
+from kvferry.router.instances.instance import SglangFacts, VllmFacts
 from kvferry.router.protocols.choose import can_pair
 from kvferry.router.protocols.sglang import sglang
 from router.peers import Peer, answer, failing, instances, routing

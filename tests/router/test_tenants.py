@@ -13,12 +13,12 @@ import pytest
 from kvferry.core.clock import ManualClock
 from kvferry.core.errors import ConfigError, InvalidRequest
 from kvferry.http.config import HttpConfig
-from kvferry.router import tenants as module
 from kvferry.router.body import RequestBody
 from kvferry.router.config import RouterConfig
+from kvferry.router.edge import tenants as module
+from kvferry.router.edge.tenants import Bucket, Limits, Tenants, count_tokens, priority_of, read_tenants
 from kvferry.router.errors import OverLimit
 from kvferry.router.paths import JSON_PATHS
-from kvferry.router.tenants import Bucket, Limits, Tenants, count_tokens, priority_of, read_tenants
 from router.peers import CONCURRENT, DECODE, Peer, answer, answer_when_told, instances, routing, ticket
 
 BODY: dict[str, Any] = {"model": "m", "prompt": "Hello", "max_tokens": 8}

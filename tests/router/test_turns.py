@@ -10,9 +10,9 @@ from contextlib import asynccontextmanager
 import pytest
 
 from kvferry.core.errors import QueueFull
-from kvferry.router import turns as module
-from kvferry.router.tenants import Limits, Tenant
-from kvferry.router.turns import Turns
+from kvferry.router.edge import turns as module
+from kvferry.router.edge.tenants import Limits, Tenant
+from kvferry.router.edge.turns import Turns
 
 
 @asynccontextmanager

@@ -10,9 +10,10 @@ from contextlib import asynccontextmanager
 from kvferry.core.clock import Clock, ManualClock, SystemClock
 from kvferry.router.config import RouterConfig
 from kvferry.router.errors import Silent
-from kvferry.router.instance import Instance, InstanceState
-from kvferry.router.leg import Leg
-from kvferry.router.legs import Legs
+from kvferry.router.instances.connections import Connections
+from kvferry.router.instances.instance import Instance, InstanceState
+from kvferry.router.request.leg import Leg
+from kvferry.router.request.legs import Legs
 from router.peers import Peer, answer_late, instances
 
 BODY = b'{"model":"m","prompt":"Hello"}'
@@ -23,7 +24,8 @@ async def waiting(clock: Clock, silence_s: float) -> AsyncIterator[tuple[Legs, L
     """A leg that waits for an instance that does not answer yet."""
     peer = Peer("decode", answer_late)
     config = RouterConfig(decode_url=("http://d:1",), first_byte_timeout_s=silence_s, between_bytes_timeout_s=silence_s)
-    async with instances(peer), Legs(config, clock) as legs:
+    async with instances(peer), Connections() as connections:
+        legs = Legs(config, clock, connections)
         instance = Instance("decode", peer.url, name="decode-0")
         head = b"content-type: application/json\r\n"
         leg = legs.send(instance, "POST", "/v1/completions", head, BODY, lambda leg: None)

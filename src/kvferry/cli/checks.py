@@ -20,8 +20,8 @@ from kvferry.kv_events.sockets import zmq
 from kvferry.models.catalog import resolve
 from kvferry.models.hub import require_on_hub
 from kvferry.observe.tracing import require_opentelemetry
+from kvferry.router.choice.policies.table import find_policy, read_settings
 from kvferry.router.config import RouterConfig
-from kvferry.router.policies.table import find_policy, read_settings
 
 
 def check_before_start(

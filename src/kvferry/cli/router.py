@@ -35,7 +35,7 @@ from kvferry.http.config import HttpAccess, HttpConfig, InstanceAccess
 from kvferry.http.limits import HttpLimits
 from kvferry.observe.logs import LogConfig
 from kvferry.router.config import RouterConfig
-from kvferry.router.pools import given_instances
+from kvferry.router.instances.pools import given_instances
 
 
 def router(

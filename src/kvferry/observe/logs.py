@@ -1,6 +1,6 @@
 """The logging of every kvferry process: level, format, time, instance and request.
 
-    2026-01-31 12:00:00.123 INFO kvferry.router.health: prefill instance http://… is back       text
+    2026-01-31 12:00:00.123 INFO kvferry.router.instances.health: prefill instance http://… is back       text
     {"time":"2026-01-31T12:00:00.123Z","level":"info","instance":"router","logger":"…","message":"…"}   json
 
 Lines go to standard error; times are UTC. The request that a line belongs to is known from the context: within

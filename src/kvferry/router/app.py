@@ -22,29 +22,30 @@ from kvferry.http.keys import Access, Guard
 from kvferry.http.request import HttpRequest
 from kvferry.http.response import Response
 from kvferry.http.routes import Route, Routes
-from kvferry.router.admin import INSTANCES_PATH, Admin, view_of_state
-from kvferry.router.admission import Admission, Slot
 from kvferry.router.body import RequestBody
-from kvferry.router.chooser import Chooser
+from kvferry.router.choice.chooser import Chooser
+from kvferry.router.choice.event_feeds import EventFeeds
 from kvferry.router.client_request import ClientRequest
 from kvferry.router.config import RouterConfig
-from kvferry.router.endpoints import Endpoints
-from kvferry.router.event_feeds import EventFeeds
-from kvferry.router.exchange import Services
-from kvferry.router.fleet_metrics import fleet_metrics
-from kvferry.router.health import Health
-from kvferry.router.instance import Instance, SglangFacts, VllmFacts
-from kvferry.router.legs import Legs
-from kvferry.router.membership import Membership
+from kvferry.router.edge.admin import INSTANCES_PATH, Admin, view_of_state
+from kvferry.router.edge.admission import Admission, Slot
+from kvferry.router.edge.endpoints import Endpoints
+from kvferry.router.edge.fleet_metrics import fleet_metrics
+from kvferry.router.edge.tenants import Charge, Tenant, Tenants, count_tokens, priority_of
+from kvferry.router.edge.turns import Turns
+from kvferry.router.instances.connections import Connections
+from kvferry.router.instances.health import Health
+from kvferry.router.instances.instance import Instance, SglangFacts, VllmFacts
+from kvferry.router.instances.membership import Membership
+from kvferry.router.instances.pools import Pools
+from kvferry.router.instances.registrations import Registrations
+from kvferry.router.instances.shared_state import SharedState
 from kvferry.router.metrics import CONTENT_TYPE, Metrics
-from kvferry.router.next_turn import NextTurns
-from kvferry.router.pools import Pools
-from kvferry.router.registrations import Registrations
-from kvferry.router.relay import Relay
-from kvferry.router.releases import Releases
-from kvferry.router.shared_state import SharedState
-from kvferry.router.tenants import Charge, Tenant, Tenants, count_tokens, priority_of
-from kvferry.router.turns import Turns
+from kvferry.router.request.exchange import Services
+from kvferry.router.request.legs import Legs
+from kvferry.router.request.next_turn import NextTurns
+from kvferry.router.request.relay import Relay
+from kvferry.router.request.releases import Releases
 
 logger = logging.getLogger(__name__)
 
@@ -97,7 +98,7 @@ class Router:
     def metrics_text(self) -> bytes:
         """The router's own metrics, in Prometheus' text format."""
         services = self.services
-        services.metrics.choice(services.chooser.threshold.tokens, services.chooser.index.statistics())
+        services.metrics.choice(services.chooser.threshold.tokens, services.chooser.index.statistics().num_entries)
         return services.metrics.expose(services.pools)
 
     async def instances_metrics(self, request: HttpRequest) -> bytes:
@@ -105,7 +106,7 @@ class Router:
         services = self.services
         if parse_qs(request.query, max_num_fields=16).get("instances") != ["all"]:
             return b""
-        return await fleet_metrics(services.pools, services.legs, services.config.health_timeout_s)
+        return await fleet_metrics(services.pools, services.connections, services.config.health_timeout_s)
 
     async def show_instances(self, request: HttpRequest, response: Response) -> None:
         """GET /kvferry/instances: all instances. Operators also see their addresses and what they report about
@@ -234,7 +235,7 @@ class Router:
         """Run the connections to instances, the health checks, releases, and everything else that is started in the
         task group."""
         try:
-            async with self.services.legs, asyncio.TaskGroup() as group:
+            async with self.services.connections, asyncio.TaskGroup() as group:
                 self.services.releases.open(group)
                 services = self.services
                 watching: list[Any] = [self.health, services.legs, self.feeds, self.membership, self.registrations]
@@ -265,13 +266,14 @@ def build_router(
     http, access = http or HttpConfig(), access or InstanceAccess()
     clock = clock or SystemClock()
     state, pools = state or SharedState(), Pools.empty(clock)
-    legs, metrics = Legs(config, clock, access, http), Metrics()
-    releases = Releases(legs, metrics, config.release_timeout_s)
+    connections, metrics = Connections(access, http), Metrics()
+    releases = Releases(connections, metrics, config.release_timeout_s)
     services = Services(
         config=config,
         clock=clock,
         pools=pools,
-        legs=legs,
+        connections=connections,
+        legs=Legs(config, clock, connections),
         relay=Relay(pools, clock),
         releases=releases,
         next_turns=NextTurns(pools, state, clock, releases) if config.keep_for_next_turn else None,
@@ -281,9 +283,9 @@ def build_router(
     admission = Admission(config.max_buffered_bytes, least_unfinished_bytes=config.max_body_bytes)
     turns = Turns(config.max_in_flight, config.max_waiting, config.waiting_timeout_s)
     tenants = Tenants.from_config(config, clock)
-    health = Health(pools, legs, config, clock)
-    membership = Membership(config, pools, legs, state)
-    registrations = Registrations(config, pools, legs, clock, membership, state)
+    health = Health(pools, connections, config, clock)
+    membership = Membership(config, pools, connections, state)
+    registrations = Registrations(config, pools, connections, clock, membership, state)
     feeds = EventFeeds(pools, services.chooser.index, metrics, config.instance_kv_events)
     endpoints = Endpoints(services)
     return Router(

@@ -13,9 +13,8 @@ from prometheus_client.metrics_core import CounterMetricFamily, HistogramMetricF
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from kvferry.router.instance import Instance
+from kvferry.router.instances.instance import Instance
 from kvferry.router.paths import PROMPT_FIELDS
-from kvferry.router.prefix_index import IndexStatistics
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 
@@ -123,10 +122,10 @@ class Metrics:
         """A request is over; the duration of each phase, in seconds."""
         self._phases.add(phases)
 
-    def choice(self, threshold: float, index: IndexStatistics) -> None:
+    def choice(self, threshold: float, num_index_entries: int) -> None:
         """Set the gauges of the threshold and of the prefix index."""
         self._threshold.set(threshold)
-        self._index_entries.set(index.num_entries)
+        self._index_entries.set(num_index_entries)
 
     def events_heard(self, instance: Instance, num_events: int) -> None:
         """An instance published KV events."""

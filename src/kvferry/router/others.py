@@ -21,11 +21,11 @@ from kvferry.http.origin import Origin
 from kvferry.http.request import HttpRequest
 from kvferry.http.response import Response
 from kvferry.http.routes import Handler, Route, Routes
-from kvferry.router.admin import INSTANCES_PATH
 from kvferry.router.app import DECISIONS_PATH, Router, wanted_decisions
+from kvferry.router.edge.admin import INSTANCES_PATH
+from kvferry.router.edge.summed import summed
+from kvferry.router.instances.shared_state import SharedState
 from kvferry.router.metrics import CONTENT_TYPE
-from kvferry.router.shared_state import SharedState
-from kvferry.router.summed import summed
 
 _SECRET = b"x-kvferry-router"
 _TIMEOUT_S = 2.0

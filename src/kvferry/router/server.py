@@ -19,8 +19,8 @@ from kvferry.http.listen import authority
 from kvferry.http.server import HttpServer, signals_end
 from kvferry.router.app import build_router
 from kvferry.router.config import RouterConfig
+from kvferry.router.instances.shared_state import SharedState
 from kvferry.router.others import Others
-from kvferry.router.shared_state import SharedState
 
 _GC_THRESHOLDS = (20_000, 20, 50)
 

@@ -20,12 +20,13 @@ import pytest
 
 from kvferry.core.clock import ManualClock
 from kvferry.core.errors import ConfigError
-from kvferry.router.cost import Estimates
-from kvferry.router.disaggregation import Threshold
-from kvferry.router.policies.base import Asked, Choice, InstanceLoad, Options, Policy, PolicyContext
-from kvferry.router.policies.table import find_policy, make_policy, read_settings
-from kvferry.router.prefix_index import PrefixIndex
-from kvferry.router.prompt import Prefix
+from kvferry.router.choice.cost import Estimates
+from kvferry.router.choice.disaggregation import Threshold
+from kvferry.router.choice.policies.base import Asked, Choice, Options, Policy, PolicyContext
+from kvferry.router.choice.policies.table import find_policy, make_policy, read_settings
+from kvferry.router.choice.prefix_index import PrefixIndex
+from kvferry.router.choice.prompt import Prefix
+from kvferry.router.instances.load import InstanceLoad
 
 
 @dataclass(eq=False)

@@ -11,10 +11,11 @@ import httpx
 import pytest
 
 from kvferry.router.body import RequestBody
-from kvferry.router.instance import Bootstrap
-from kvferry.router.leg_bodies import prefill_body
+from kvferry.router.instances.facts import read_bootstrap
+from kvferry.router.instances.instance import Bootstrap
 from kvferry.router.protocols.form import Form
-from kvferry.router.protocols.mooncake import mooncake, read_bootstrap
+from kvferry.router.protocols.mooncake import mooncake
+from kvferry.router.request.leg_bodies import prefill_body
 
 pytestmark = pytest.mark.vllm
 

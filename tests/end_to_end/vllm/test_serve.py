@@ -16,7 +16,7 @@ import httpx
 import psutil
 import pytest
 
-from kvferry.router.releases import NO_MODEL
+from kvferry.router.request.releases import NO_MODEL
 from support.processes import until
 from support.vllm_servers import (
     MODEL,

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import pytest
 
 from kvferry.core.errors import ConfigError, UnknownName
-from kvferry.router.policies import base
-from kvferry.router.policies.base import Asked, Choice, LegPolicy, Options, Policy, PolicyContext
-from kvferry.router.policies.table import POLICIES, find_policy, make_policy, policy_names, read_settings
+from kvferry.router.choice.policies import base
+from kvferry.router.choice.policies.base import Asked, Choice, LegPolicy, Options, Policy, PolicyContext
+from kvferry.router.choice.policies.table import POLICIES, find_policy, make_policy, policy_names, read_settings
 from kvferry.testing.policy import Fleet, One, PolicyContract, prompt
 
 
@@ -135,7 +135,7 @@ def test_all_names_are_found_and_others_told_of_the_nearest() -> None:
     with pytest.raises(UnknownName, match="did you mean 'least_loaded'"):
         find_policy("least_load")
     with pytest.raises(ConfigError, match="must be a kvferry Policy"):
-        find_policy("kvferry.router.policies.base:InstanceLoad")
+        find_policy("kvferry.router.instances.load:InstanceLoad")
 
 
 class Patient(Last):

@@ -10,7 +10,7 @@ from functools import lru_cache
 from kvferry.core.errors import LayoutMismatch
 from kvferry.core.instance_facts import InstanceFacts, KVSource, TicketKinds
 from kvferry.router.config import HandOffMode, RouterConfig
-from kvferry.router.instance import Absent, Facts, Instance, LegRole, SglangFacts, VllmFacts
+from kvferry.router.instances.instance import Absent, Facts, Instance, LegRole, SglangFacts, VllmFacts
 from kvferry.router.protocols import kvferry
 from kvferry.router.protocols.form import Form
 from kvferry.router.protocols.mooncake import mooncake

@@ -9,9 +9,7 @@ Tested with vLLM 0.32's bootstrap server and the connector's scheduler side. Its
 
 from __future__ import annotations
 
-import msgspec
-
-from kvferry.router.instance import Bootstrap
+from kvferry.router.instances.instance import Bootstrap
 from kvferry.router.protocols.form import Form
 
 RANK_HEADER = b"x-data-parallel-rank"
@@ -43,18 +41,3 @@ def mooncake(transfer_id: str, bootstrap: Bootstrap, *, at_once: bool) -> Form:
         prefill_without=("stop_token_ids",),
         prefill_headers=[(RANK_HEADER, str(rank).encode())] if len(ranks) > 1 else [],
     )
-
-
-class _Engine(msgspec.Struct):
-    engine_id: str
-    worker_addr: dict[int, dict[int, str]]
-
-
-def read_bootstrap(url: str, answer: bytes) -> Bootstrap | None:
-    """What a bootstrap server's answer says; None when it is another server, or no worker has registered yet."""
-    try:
-        engines = msgspec.json.decode(answer, type=dict[int, _Engine])
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return None
-    found = {rank: engine.engine_id for rank, engine in engines.items() if engine.worker_addr}
-    return Bootstrap(url=url, engines=found) if found else None

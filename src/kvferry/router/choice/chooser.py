@@ -1,0 +1,190 @@
+"""Collects what a policy needs to know about a request, and asks the policy.
+
+Owns what all requests share: the policy, the prefix index, the estimates, the threshold, the decisions.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from random import Random
+
+from kvferry.core.clock import Clock
+from kvferry.core.instance_facts import InstanceFacts
+from kvferry.observe.tracing import make_tracer
+from kvferry.router.body import RequestBody
+from kvferry.router.choice.cost import Estimates
+from kvferry.router.choice.decisions import Decision, Decisions
+from kvferry.router.choice.disaggregation import Threshold
+from kvferry.router.choice.policies.base import Asked, Choice, Options, PolicyContext, any_pair
+from kvferry.router.choice.policies.table import make_policy
+from kvferry.router.choice.prefix_index import PrefixIndex
+from kvferry.router.choice.prompt import is_token_ids, read_token_ids, text_prefix
+from kvferry.router.config import RouterConfig
+from kvferry.router.instances.instance import Facts, Instance, VllmFacts
+from kvferry.router.instances.pools import Pools
+from kvferry.router.paths import PROMPT_FIELDS
+from kvferry.router.protocols.choose import can_pair
+
+logger = logging.getLogger(__name__)
+
+_TELL_AGAIN_S = 60.0
+_LONGEST_SESSION = 256
+_PREFIX_INDEX_ENTRIES = 400_000
+"""Prefixes that are remembered for all instances together, about 150 bytes each."""
+_BEFORE_THE_PROMPT = ("cache_salt", "tools", "chat_template", "chat_template_kwargs", "documents", "functions")
+"""Fields that decide, beside the model, about the KV of a prompt's first token."""
+_ANY_BEFORE_THE_PROMPT = frozenset(_BEFORE_THE_PROMPT)
+
+
+class Chooser:
+    """One for each router."""
+
+    def __init__(self, config: RouterConfig, clock: Clock, pools: Pools) -> None:
+        """Raises `ConfigError` if the policy does not exist or does not have one of the options."""
+        self._config, self.clock, self._pools = config, clock, pools
+        self.index, self.estimates = PrefixIndex(_PREFIX_INDEX_ENTRIES), Estimates()
+        self.threshold = Threshold(self.estimates, self.index, config.fixed_threshold)
+        context = PolicyContext(clock, Random(), self.index, self.estimates, self.threshold)
+        self.policy = make_policy(config.policy, context, config.policy_option)
+        self._fallback = make_policy("least_loaded", context, ())
+        self._tell_of_policy_at = -math.inf
+        self.decisions = Decisions(config.max_decisions)
+        self._known: dict[Instance, Facts] = {}
+        self._revision = -1
+        self._can_pair: Callable[[Instance, Instance], bool] = any_pair
+        self._models_differ = False
+        self.tracer = make_tracer(config.otlp_traces_endpoint, "kvferry-router")
+        self._session_header = config.session_header.lower().encode()
+
+    def read(self, path: str, body: RequestBody, headers: Mapping[bytes, bytes]) -> Asked:
+        """What a policy sees of a POST to one of `PROMPT_FIELDS`."""
+        text, model = body.raw(PROMPT_FIELDS[path]), body.get("model")
+        num_bytes = len(text)
+        num_tokens, token_ids = num_bytes / self.estimates.bytes_per_token, None
+        if is_token_ids(text):
+            num_tokens, num_bytes = text.count(b",") + 1.0, 0
+            if self.index.wants_token_ids and not body.raw("cache_salt"):
+                token_ids = read_token_ids(text)
+        root = b"%b\0%b" % (path.encode(), body.raw("model"))
+        if body.has_any(_ANY_BEFORE_THE_PROMPT):
+            root = b"\0".join((root, *map(body.raw, _BEFORE_THE_PROMPT)))
+        limit = body.get("max_completion_tokens") or body.get("max_tokens")
+        return Asked(
+            model=model if isinstance(model, str) else "",
+            num_tokens=int(num_tokens),
+            num_bytes=num_bytes,
+            max_tokens=limit if isinstance(limit, int) else None,
+            streams=body.get("stream") is True,
+            session=self._session(body, headers),
+            prefix=text_prefix(text, root, num_tokens / max(1, len(text)), token_ids),
+        )
+
+    def record(self, path: str, asked: Asked, request_id: bytes, arrived: float) -> Decision:
+        """Begin the record of a request that is about to be placed."""
+        return Decision(
+            request_id=request_id,
+            path=path,
+            policy=self._config.policy,
+            arrived=arrived,
+            model=asked.model[:200],
+            prompt_tokens=asked.num_tokens,
+            has_session=asked.session is not None,
+            cached=self._cached(asked),
+        )
+
+    def _cached(self, asked: Asked) -> Mapping[Instance, int]:
+        """How many tokens of the prompt each instance probably has cached. Instances that leave or have left are not
+        named; the index forgets the latter a moment later."""
+        return {one: num_tokens for one, num_tokens in self.index.match(asked.prefix).items() if not one.draining}
+
+    def choose(
+        self,
+        asked: Asked,
+        prefills: Sequence[Instance],
+        decodes: Sequence[Instance],
+        *,
+        may_stay_whole: bool = True,
+    ) -> Choice[Instance]:
+        """The policy's choice. The chosen instances are expected to have the prompt's KV cached from now on."""
+        if self._revision != self._pools.revision:
+            self._look_again()
+        if self._models_differ:
+            prefills, decodes = with_model(asked.model, prefills), with_model(asked.model, decodes)
+        # What is known of all pairs is not known of those with an instance that is leaving.
+        can_pair = _can_pair if any(one.draining for one in prefills) else self._can_pair
+        choice = self._ask_policy(asked, Options(prefills, decodes, may_stay_whole, can_pair))
+        if choice.prefill is not None:
+            self.index.served(choice.prefill, asked.prefix)
+        self.index.served(choice.decode, asked.prefix)
+        self._tell_policy(asked, choice)
+        return choice
+
+    def _ask_policy(self, asked: Asked, options: Options[Instance]) -> Choice[Instance]:
+        """The policy's choice, or that of the least loaded instances if it raises."""
+        try:
+            return self.policy.choose(asked, options)
+        except Exception:  # noqa: BLE001 - it is logged there
+            # The edge to other people's code: a fault in it must not cost a request its answer.
+            self._policy_failed()
+            return self._fallback.choose(asked, options)
+
+    def _tell_policy(self, asked: Asked, choice: Choice[Instance]) -> None:
+        try:
+            self.policy.placed(asked, choice)
+        except Exception:  # noqa: BLE001 - it is logged there
+            self._policy_failed()  # likewise
+
+    def _policy_failed(self) -> None:
+        now = self.clock.monotonic()
+        if now >= self._tell_of_policy_at:
+            self._tell_of_policy_at = now + _TELL_AGAIN_S
+            logger.exception("the policy %s failed; the least loaded instances are chosen", self._config.policy)
+
+    def readers(self, prefill: Instance, decodes: Sequence[Instance]) -> Sequence[Instance]:
+        """Those that can read the KV of this prefill instance, as far as is known."""
+        if self._revision != self._pools.revision:
+            self._look_again()
+        can_pair = _can_pair if prefill.draining else self._can_pair
+        return decodes if can_pair is any_pair else [one for one in decodes if can_pair(prefill, one)]
+
+    def _look_again(self) -> None:
+        """Instances came, went, or have said something new about themselves."""
+        prefill, decode = self._pools.prefill.instances, self._pools.decode.instances
+        everyone = [*prefill, *decode]
+        self._known = {one: self._known[one] for one in everyone if one in self._known}
+        for instance in everyone:
+            if self._known.get(instance) is not instance.facts:
+                self._note_facts(instance, instance.facts)
+        self._models_differ = any(one.model_names != everyone[0].model_names for one in everyone)
+        all_pair = all(_can_pair(one, other) for one in prefill for other in decode)
+        self._can_pair = any_pair if all_pair else _can_pair
+        self._revision = self._pools.revision
+
+    def _note_facts(self, instance: Instance, facts: Facts) -> None:
+        """An instance has reported about itself; it may be a new process, with an empty cache."""
+        if not isinstance(facts, InstanceFacts | VllmFacts):
+            return
+        before = self._known.get(instance)
+        if isinstance(before, InstanceFacts) and getattr(facts, "engine_id", None) != before.engine_id:
+            self.index.cleared(instance)
+        if facts.num_kv_tokens:
+            self.index.set_capacity(instance, facts.num_kv_tokens)
+        self._known[instance] = facts
+
+    def _session(self, body: RequestBody, headers: Mapping[bytes, bytes]) -> str | None:
+        found = headers.get(self._session_header)
+        named = found.decode("latin-1") if found else body.get("user")
+        return named[:_LONGEST_SESSION] if isinstance(named, str) and named else None
+
+
+def _can_pair(prefill: Instance, decode: Instance) -> bool:
+    return can_pair(prefill.facts, decode.facts)
+
+
+def with_model(model: str, instances: Sequence[Instance]) -> Sequence[Instance]:
+    """`instances` without those that are known to serve other models only. If none is known to have the model,
+    all of them: an adapter may have been loaded since, and an instance gives the best error for a model that it
+    does not have."""
+    return [one for one in instances if model in one.model_names] or instances

@@ -1,0 +1,138 @@
+"""Follows the KV events of the instances that publish any, and updates the prefix index with them.
+
+kvferry's instances report their address (`kv_events` at /kvferry/instance); for vLLM's servers, `--instance-kv-events`
+gives it. Owns one task for each instance; an error in one of them does not end the others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterable
+from contextlib import aclosing
+
+from kvferry.core.errors import ConfigError, MissingDependency
+from kvferry.core.instance_facts import EventsAddress, InstanceFacts
+from kvferry.kv_events.messages import DEVICE, AllBlocksCleared, BlockRemoved, BlockStored, Event
+from kvferry.kv_events.sockets import require_endpoint
+from kvferry.kv_events.subscriber import FeedUpdate, Missed, Restarted, follow
+from kvferry.router.choice.prefix_index import PrefixIndex
+from kvferry.router.instances.instance import Instance, Unasked, normalise_url
+from kvferry.router.metrics import Metrics
+
+logger = logging.getLogger(__name__)
+
+_AGAIN_S = 1.0
+
+_PAUSE_S = 5.0
+"""After which a feed that ended in an error is followed again."""
+
+
+class EventFeeds:
+    """The feeds of all instances of a router."""
+
+    def __init__(
+        self, instances: Iterable[Instance], index: PrefixIndex, metrics: Metrics, configured: Iterable[str]
+    ) -> None:
+        """`instances` is called again whenever the list is needed. Raises `ConfigError` when a setting is not an
+        address."""
+        self._instances, self._index, self._metrics = instances, index, metrics
+        self._configured = dict(parse_events_address(one) for one in configured)
+        self._tasks: dict[Instance, tuple[EventsAddress, asyncio.Task[None]]] = {}
+
+    async def watch(self) -> None:
+        """Follow every instance that publishes events, as instances come and go; runs until it is cancelled."""
+        async with asyncio.TaskGroup() as group:
+            while True:
+                self._reconcile(group)
+                await asyncio.sleep(_AGAIN_S)
+
+    def _reconcile(self, group: asyncio.TaskGroup) -> None:
+        wanted = {one: address for one in self._instances if (address := self._address(one)) is not None}
+        for instance, (address, task) in list(self._tasks.items()):
+            if wanted.get(instance) != address:
+                task.cancel()
+                del self._tasks[instance]
+                self._index.cleared(instance)
+        self._index.keep_only(self._instances)
+        self._metrics.keep_only(self._instances)  # not only when somebody asks for them
+        for instance, address in wanted.items():
+            if instance not in self._tasks:
+                self._tasks[instance] = (address, group.create_task(self._follow(instance, address)))
+
+    def _address(self, instance: Instance) -> EventsAddress | None:
+        if instance.url in self._configured:
+            return self._configured[instance.url]
+        facts = instance.facts
+        if isinstance(facts, Unasked) and instance in self._tasks:
+            return self._tasks[instance][0]  # It is away for a moment, and may be the same as before.
+        if not isinstance(facts, InstanceFacts) or facts.kv_events is None:
+            return None
+        return facts.kv_events.reachable_at(instance.host)
+
+    async def _follow(self, instance: Instance, address: EventsAddress) -> None:
+        num_errors = 0
+        while True:
+            try:
+                async with aclosing(follow(address.endpoint, address.replay_endpoint)) as told:
+                    async for one in told:
+                        self._take(instance, one)
+            except MissingDependency as error:
+                logger.warning("%s publishes KV events, which are not followed: %s", instance, error)
+                return
+            except Exception:
+                # The edge of this room: what one instance publishes must not end the others' feeds, nor its own.
+                if not num_errors:
+                    logger.exception("the KV events of %s cannot be followed; trying again", instance)
+                num_errors += 1
+            self._index.cleared(instance)  # what it has told since is not known
+            await asyncio.sleep(_PAUSE_S)
+
+    def _take(self, instance: Instance, told: FeedUpdate) -> None:
+        match told:
+            case Restarted():
+                self._index.cleared(instance)
+            case Missed(num_messages=num):
+                self._metrics.events_missed(instance, num)
+            case _:
+                for event in told:
+                    self._tell(instance, event)
+                self._metrics.events_heard(instance, len(told))
+
+    def _tell(self, instance: Instance, event: Event) -> None:
+        """What concerns the memory that prompts are found in: the device's, and the first group of layers."""
+        match event:
+            case AllBlocksCleared():
+                self._index.cleared(instance)
+            case BlockStored() if _is_ours(event.medium, event.group_idx) and not _has_extras(event):
+                self._index.stored(
+                    instance, event.block_hashes, event.parent_block_hash, event.token_ids, event.block_size
+                )
+            case BlockRemoved() if _is_ours(event.medium, event.group_idx):
+                self._index.removed(instance, event.block_hashes)
+
+
+def parse_events_address(setting: str) -> tuple[str, EventsAddress]:
+    """Parse `http://instance:8000=tcp://instance:5557,tcp://instance:5558`; the replay address may be left out.
+
+    Raises `ConfigError`.
+    """
+    url, equals, addresses = setting.partition("=")
+    endpoint, _, replay = addresses.partition(",")
+    if not equals:
+        raise ConfigError(
+            f"--instance-kv-events {setting!r} must be an instance's URL, =, and the address of its events, as in"
+            " http://10.0.0.1:8000=tcp://10.0.0.1:5557"
+        )
+    for one in (endpoint, replay or endpoint):
+        require_endpoint(one, "--instance-kv-events")
+    return normalise_url(url), EventsAddress(endpoint=endpoint, replay_endpoint=replay or None)
+
+
+def _is_ours(medium: str | None, group: int | None) -> bool:
+    return medium in (None, DEVICE) and group in (None, 0)
+
+
+def _has_extras(event: BlockStored) -> bool:
+    """Whether the blocks depend on more than their tokens: adapters, salts, images."""
+    return event.lora_id is not None or event.lora_name is not None or any(event.extra_keys or ())

@@ -1,0 +1,118 @@
+"""Which instances one request is sent to: the policy's choice, and the next one to try when a leg fails.
+
+Owns which instances have failed this request, how often each role was tried, and the record of the decision.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvferry.router.choice.chooser import Chooser
+from kvferry.router.choice.decisions import Attempt, Decision
+from kvferry.router.choice.plan import Plan, Split, Whole
+from kvferry.router.choice.policies.base import Asked, Choice
+from kvferry.router.instances.instance import Instance
+from kvferry.router.instances.pools import Pools
+from kvferry.router.metrics import Metrics
+
+_MOST_ATTEMPTS = 64
+"""Kept in the record of one request."""
+
+
+class Placement:
+    """Of one request. Each role may be tried once, and `retries` more times."""
+
+    def __init__(
+        self, chooser: Chooser, pools: Pools, metrics: Metrics, retries: int, asked: Asked, decision: Decision
+    ) -> None:
+        self._chooser, self._pools, self._metrics, self._retries = chooser, pools, metrics, retries
+        self.asked, self.decision = asked, decision
+        self._num_prefills = self._num_decodes = 0
+        self._failed: set[Instance] = set()
+
+    def plan(self, wanted: Plan) -> Plan:
+        """Let the policy choose, if the request can be served in several ways, and return its plan."""
+        decision, decodes = self.decision, self._decodes()
+        choice: Choice[Instance] | None = None
+        if decodes:
+            alive = self._pools.prefill.alive() if isinstance(wanted, Split) else ()
+            prefills = self._pools.prefill.hand_off(alive)
+            choice = self._choose(prefills, decodes)
+            if alive and not prefills:
+                wanted = Whole("no_ticket")
+        if isinstance(wanted, Whole):
+            decision.reason = wanted.reason
+        elif choice is None:
+            decision.reason = "no_decode"
+        self._chooser.decisions.note(decision)
+        return Split() if choice is not None and choice.prefill is not None else Whole(decision.reason)
+
+    def next_prefill(self) -> Instance | None:
+        """The next prefill instance to send a leg to; None: no other, or enough were tried."""
+        if self._num_prefills > self._retries:
+            return None
+        choice: Choice[Instance] | None = self.decision.choice
+        instance = choice.prefill if choice is not None else None
+        if instance is None or instance in self._failed:
+            prefills = self._pools.prefill.hand_off(self._pools.prefill.alive(self._failed))
+            decodes = self._decodes()
+            if not (prefills and decodes):
+                return None
+            instance = self._choose(prefills, decodes, may_stay_whole=False).prefill
+        if instance is not None:
+            if self._num_prefills:
+                self._metrics.retried("prefill")
+            self._num_prefills += 1
+        return instance
+
+    def next_decode(self, prefill: Instance | None = None) -> Instance | None:
+        """The same for decode instances; only those that can read the KV of `prefill`."""
+        if self._num_decodes > self._retries:
+            return None
+        choice: Choice[Instance] | None = self.decision.choice
+        instance = choice.decode if choice is not None and choice.prefill is prefill else None
+        if instance is None or not instance.usable or instance in self._failed:
+            decodes = self._decodes()
+            if prefill is not None:
+                decodes = self._chooser.readers(prefill, decodes)
+            if not decodes:
+                return None
+            prefills = [prefill] if prefill is not None else ()
+            instance = self._choose(prefills, decodes, may_stay_whole=False).decode
+        if self._num_decodes:
+            self._metrics.retried("decode")
+        self._num_decodes += 1
+        return instance
+
+    def readers(self, prefill: Instance) -> Sequence[Instance]:
+        """The decode instances that can read the KV of this prefill instance, as far as is known."""
+        return self._chooser.readers(prefill, self._pools.decode.instances)
+
+    def has_other_decode(self) -> bool:
+        """Whether there is a decode instance that has not failed this request."""
+        return any(instance not in self._failed for instance in self._pools.decode.instances)
+
+    def failed(self, instance: Instance, reason: str) -> None:
+        """This instance failed the request and is not tried again for it."""
+        self._failed.add(instance)
+        if len(self.decision.attempts) < _MOST_ATTEMPTS:
+            self.decision.attempts.append(Attempt(instance.role, instance.name, reason))
+
+    def forgive_decodes(self) -> None:
+        """Decode instances failed because prefill did; they may be tried again."""
+        self._failed -= set(self._pools.decode.instances)
+        self._num_decodes = 0
+
+    def _choose(
+        self, prefills: Sequence[Instance], decodes: Sequence[Instance], *, may_stay_whole: bool = True
+    ) -> Choice[Instance]:
+        """The policy's choice among these, of which there is at least one decode instance; it is recorded."""
+        choice = self._chooser.choose(self.asked, prefills, decodes, may_stay_whole=may_stay_whole)
+        self.decision.choice, self.decision.reason = choice, choice.reason
+        return choice
+
+    def _decodes(self) -> Sequence[Instance]:
+        """Instances that may be tried. If none of them seems alive, all of them, since an attempt is better than an
+        error."""
+        pool = self._pools.decode
+        return pool.alive(self._failed) or [one for one in pool.instances if one not in self._failed]

@@ -1,0 +1,84 @@
+"""Which legs a request gets. Pure: looks at the request and at the pools, and changes neither."""
+
+from __future__ import annotations
+
+import re
+
+import msgspec
+
+from kvferry.core.instance_facts import InstanceFacts
+from kvferry.router.body import RequestBody
+from kvferry.router.instances.pools import Pools
+from kvferry.router.paths import PROMPT_FIELDS
+
+
+class Split(msgspec.Struct, frozen=True):
+    """A prefill leg and a decode leg."""
+
+
+class Whole(msgspec.Struct, frozen=True):
+    """Both phases on one decode instance. `reason` is a short label for metrics."""
+
+    reason: str
+
+
+Plan = Split | Whole
+
+_UNUSUAL = frozenset({"prompt_logprobs", "echo", "use_beam_search", "n", "best_of"})
+"""Fields that may stand against a hand-off; most requests have none of them."""
+
+_BATCH = re.compile(rb'[ \t\r\n]*\[[ \t\r\n]*["\[]')
+
+
+def make_plan(path: str, body: RequestBody, pools: Pools) -> Plan:
+    """How to serve a POST to one of `PROMPT_FIELDS`."""
+    if not body.raw(PROMPT_FIELDS[path]):
+        return Whole("malformed")
+    unusual = body.has_any(_UNUSUAL)
+    reason = (_needs_one_instance(body) if unusual else None) or _cannot_be_split(path, body)
+    if reason is None and unusual:
+        reason = _cannot_be_shared(body, pools)
+    if reason is not None:
+        return Whole(reason)
+    return Split() if pools.prefill.any_alive else Whole("no_prefill")
+
+
+def _cannot_be_split(path: str, body: RequestBody) -> str | None:
+    """Why this request cannot be handed off because of its prompt or its limits, or None."""
+    if path == "/v1/completions" and is_batch(body.raw("prompt")):
+        return "prompt_batch"
+    return (
+        "malformed" if _is_no_limit(body.get("max_tokens")) or _is_no_limit(body.get("max_completion_tokens")) else None
+    )
+
+
+def _needs_one_instance(body: RequestBody) -> str | None:
+    """Why this request cannot be handed off because of what it asks for, or None."""
+    if body.get("prompt_logprobs") is not None:
+        return "prompt_logprobs"
+    if body.get("echo"):
+        return "echo"
+    return "beam_search" if body.get("use_beam_search") else None
+
+
+def _cannot_be_shared(body: RequestBody, pools: Pools) -> str | None:
+    """Several choices take a ticket several times, which only kvferry's own engine knows to do once.
+
+    vLLM's would read P's blocks again after they were given up.
+    """
+    counts = [body.get(field) for field in ("n", "best_of")]
+    if all(count is None or count == 1 for count in counts):
+        return None
+    return None if all(isinstance(one.facts, InstanceFacts) for one in pools.decode.instances) else "several_choices"
+
+
+def is_batch(prompt: bytes) -> bool:
+    """Whether the JSON text is a list of strings or of lists (a list of numbers is one prompt). A prompt may be very
+    long, so only its beginning is looked at."""
+    return _BATCH.match(prompt) is not None
+
+
+def _is_no_limit(limit: object) -> bool:
+    """Whether a length limit is there and is not a positive number: the prefill leg, which has a limit of its own,
+    would not report that."""
+    return limit is not None and not (isinstance(limit, int) and limit >= 1)

@@ -1,0 +1,57 @@
+"""The next turn of a conversation goes to where the last one went, on both legs.
+
+A conversation is known by the client's header or its `user` field, or else by its beginning: the prefix that the router
+has seen go to an instance. One whose instances are gone, or have failed, goes like a new one.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvferry.router.choice.policies.base import Asked, Choice, Leg, PolicyContext, T
+from kvferry.router.choice.policies.prefix import PrefixAware, PrefixSettings
+
+
+@dataclass(frozen=True)
+class SessionSettings(PrefixSettings):
+    """For conversations that are recognised by their beginning: as for the prefix policy."""
+
+    max_sessions: int = 65536
+    """Most conversations remembered; beyond, those that were silent longest are forgotten."""
+
+
+class SessionAffinity(PrefixAware):
+    """Named conversations stay on their instances; the others follow their prefix."""
+
+    Settings = SessionSettings
+
+    def __init__(self, context: PolicyContext, settings: object) -> None:
+        super().__init__(context, settings)
+        assert isinstance(settings, SessionSettings)
+        self._max_sessions = settings.max_sessions
+        self._where: OrderedDict[str, dict[Leg, str]] = OrderedDict()
+
+    def score(self, asked: Asked, leg: Leg, targets: Sequence[T]) -> Sequence[float]:
+        """Far lower for the instance that had the last turn than for all others."""
+        scores = super().score(asked, leg, targets)
+        side: Leg = "prefill" if leg == "prefill" else "decode"
+        last = self._where.get(asked.session, {}).get(side) if asked.session else None
+        return [
+            value - 2.0 * (asked.num_tokens + 1) if one.name == last else value
+            for one, value in zip(targets, scores, strict=True)
+        ]
+
+    def placed(self, asked: Asked, choice: Choice[T]) -> None:
+        """Remember the instances of both legs."""
+        super().placed(asked, choice)
+        if not asked.session:
+            return
+        legs = self._where.setdefault(asked.session, {})
+        legs["decode"] = choice.decode.name
+        if choice.prefill is not None:
+            legs["prefill"] = choice.prefill.name
+        self._where.move_to_end(asked.session)
+        while len(self._where) > self._max_sessions:
+            self._where.popitem(last=False)

@@ -1,0 +1,43 @@
+"""What one leg adds to the load of its instance, from when it is sent until it is over."""
+
+from __future__ import annotations
+
+from kvferry.router.instances.load import InstanceLoad
+
+
+class Work:
+    """`uncached`: tokens of the prompt that the instance probably does not have; `computes`: it will compute them;
+    `decodes`: it will answer. `ahead`: tokens that were still to be computed there before. `now` is on the policy's
+    clock."""
+
+    __slots__ = ("_computing", "_load", "_over", "ahead", "decodes", "num_beside", "uncached")
+
+    def __init__(self, load: InstanceLoad, uncached: int, now: float, *, computes: bool, decodes: bool) -> None:
+        self._load, self.uncached, self.decodes = load, uncached, decodes
+        self.ahead = load.prefill_tokens
+        self.num_beside = 0.0
+        """Answers that ran on the instance meanwhile, this one included: when it began, in the end the mean with the
+        end."""
+        self._computing, self._over = computes, False
+        load.num_decodes += decodes
+        load.note_taken(uncached, now)
+        if computes:
+            load.num_prefills += 1
+            load.prefill_tokens += uncached
+
+    def answered(self) -> None:
+        """The answer has begun: the prompt is computed."""
+        self.num_beside = self._load.num_decodes
+        if self._computing:
+            self._computing = False
+            self._load.num_prefills -= 1
+            self._load.prefill_tokens -= self.uncached
+
+    def end(self) -> None:
+        """It is over, however it ended. May be called several times."""
+        if self._over:
+            return
+        self._over, before = True, self.num_beside
+        self.answered()
+        self.num_beside = (before + self.num_beside) / 2
+        self._load.num_decodes -= self.decodes

@@ -1,0 +1,109 @@
+"""Requests to change the instances, over HTTP: of operators only, also where nothing else needs a key."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+
+from kvferry.core.errors import ConfigError, InvalidRequest
+from kvferry.http.errors import Unauthorized
+from kvferry.http.keys import Access
+from kvferry.http.request import HttpRequest
+from kvferry.http.response import Response
+from kvferry.http.routes import Route
+from kvferry.router.instances.instance import BOOTSTRAP_PORT, Instance, LegRole
+from kvferry.router.instances.membership import Membership
+
+INSTANCES_PATH = "/kvferry/instances"
+
+_LONGEST_BODY = 64 * 1024
+
+Text = Annotated[str, msgspec.Meta(min_length=1, max_length=2048)]
+
+
+class Add(msgspec.Struct, forbid_unknown_fields=True):
+    """POST /kvferry/instances/add."""
+
+    role: LegRole
+    url: Text
+    bootstrap_port: Annotated[int, msgspec.Meta(ge=1, le=65535)] = BOOTSTRAP_PORT
+
+
+class Named(msgspec.Struct, forbid_unknown_fields=True):
+    """POST /kvferry/instances/drain: an instance, by its name or URL."""
+
+    instance: Text
+
+
+class Remove(msgspec.Struct, forbid_unknown_fields=True):
+    """POST /kvferry/instances/remove. `force`: even if it is not drained."""
+
+    instance: Text
+    force: bool = False
+
+
+class ChangeRole(msgspec.Struct, forbid_unknown_fields=True):
+    """POST /kvferry/instances/role."""
+
+    instance: Text
+    role: LegRole
+
+
+Asked = TypeVar("Asked", bound=msgspec.Struct)
+
+
+class Admin:
+    """The routes that change which instances there are."""
+
+    def __init__(self, membership: Membership) -> None:
+        self._membership = membership
+
+    def routes(self) -> list[Route]:
+        """Served beside the router's other routes."""
+        handlers = {"add": self.add, "drain": self.drain, "remove": self.remove, "role": self.change_role}
+        return [Route("POST", f"{INSTANCES_PATH}/{name}", one, Access.OPERATE) for name, one in handlers.items()]
+
+    async def add(self, request: HttpRequest, response: Response) -> None:
+        """Add an instance."""
+        asked = await self._read(request, Add)
+        try:
+            instance = self._membership.add(asked.role, asked.url, asked.bootstrap_port)
+        except ConfigError as error:
+            raise InvalidRequest(str(error), param="url") from error
+        self._answer(response, instance)
+
+    async def drain(self, request: HttpRequest, response: Response) -> None:
+        """Send an instance no new requests. Operators ask again to see whether it is drained."""
+        self._answer(response, self._membership.drain((await self._read(request, Named)).instance))
+
+    async def remove(self, request: HttpRequest, response: Response) -> None:
+        """Remove an instance."""
+        asked = await self._read(request, Remove)
+        self._answer(response, self._membership.remove(asked.instance, force=asked.force))
+
+    async def change_role(self, request: HttpRequest, response: Response) -> None:
+        """Give an instance another role."""
+        asked = await self._read(request, ChangeRole)
+        self._answer(response, self._membership.change_role(asked.instance, asked.role))
+
+    def _answer(self, response: Response, instance: Instance) -> None:
+        shown = {"name": instance.name, "role": instance.role, "url": instance.url, **view_of_state(instance)}
+        response.send_json(msgspec.json.encode(shown))
+
+    async def _read(self, request: HttpRequest, kind: type[Asked]) -> Asked:
+        """The body of a request whose sender may do this. Raises `Unauthorized` and `InvalidRequest`."""
+        if not request.caller.is_operator:
+            raise Unauthorized("This needs an operator: an admin key, or a request that `kvferry fleet` has signed")
+        body = await request.body.read()
+        if len(body) > _LONGEST_BODY:
+            raise InvalidRequest(f"the body has {len(body)} bytes; at most {_LONGEST_BODY} are read here")
+        try:
+            return msgspec.json.decode(body, type=kind)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            raise InvalidRequest(f"the body cannot be read: {error}") from error
+
+
+def view_of_state(instance: Instance) -> dict[str, Any]:
+    """An instance's state, for operators who follow a change."""
+    return {"draining": instance.draining, "drained": instance.drained}

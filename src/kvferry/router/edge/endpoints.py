@@ -1,0 +1,98 @@
+"""The requests of clients that instances answer: a completion on two of them, or any other request on one.
+
+A request is forwarded only after it was read completely and strictly, and only to a path that is known to be for
+clients.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+
+from kvferry.api.decoding import require_json
+from kvferry.core.errors import InvalidRequest, PeerLost
+from kvferry.http.headers import RawHeaders, header_lines
+from kvferry.http.response import Response
+from kvferry.router.body import RequestBody
+from kvferry.router.client_request import ClientRequest
+from kvferry.router.errors import failure, unanswered
+from kvferry.router.headers import JSON, REQUEST_ID, content_type, for_instance
+from kvferry.router.instances.instance import Instance
+from kvferry.router.paths import PROMPT_FIELDS, PublicPath, PublicPaths
+from kvferry.router.request.exchange import Exchange, Services
+from kvferry.router.request.leg import LegState
+
+_READS = frozenset({"GET", "HEAD"})
+
+
+class Endpoints:
+    """Serves clients' requests, once they have been read."""
+
+    def __init__(self, services: Services) -> None:
+        self._services = services
+        self._paths = PublicPaths(services.config.forward_path)
+
+    def admit(self, method: str, path: str, query: str) -> PublicPath:
+        """The public path that a request is for, before its body is read. Raises `RequestError`."""
+        if query and any(not 32 < ord(character) < 127 for character in query):
+            raise InvalidRequest("the query of the URL must be percent-encoded ASCII")
+        return self._paths.find(method, path)
+
+    async def handle(self, request: ClientRequest, body: RequestBody | bytes | None, response: Response) -> None:
+        """Answer a request that has been read. Raises `RequestError` before anything was answered."""
+        if request.path in PROMPT_FIELDS and isinstance(body, RequestBody):
+            await Exchange(self._services, request, body, response).run()
+        else:
+            await self._forward(request, body, response)
+
+    def read(self, request: ClientRequest, public: PublicPath) -> RequestBody | bytes | None:
+        """The checked body, which must be JSON and say so; `public` is what `admit` returned.
+        Raises `InvalidRequest`."""
+        if request.method in _READS and not request.body:
+            return None
+        if public.takes_forms and content_type(request.headers) == b"multipart/form-data":
+            return request.body
+        if request.first.get(b"content-type") != JSON[1] or b"content-encoding" in request.first:
+            require_json(_text(request, b"content-type"), _text(request, b"content-encoding"))
+        return RequestBody.parse(request.body, trust_tickets=self._services.config.trust_client_tickets)
+
+    async def _forward(self, request: ClientRequest, body: RequestBody | bytes | None, response: Response) -> None:
+        """One instance answers the request as it is. A request that may have been started is repeated only if it
+        changes nothing, or if the instance hangs."""
+        services, news = self._services, asyncio.Event()
+        own: RawHeaders = [(REQUEST_ID, request.request_id)]
+        if isinstance(body, RequestBody):
+            body, own = body.encode(), [*own, JSON]
+        headers = header_lines(for_instance(request.headers, own + services.connections.authorization))
+        lost: PeerLost | None = None
+        for instance in self._candidates(request):
+            leg = services.legs.send(instance, request.method, request.target, headers, body, lambda _: news.set())
+            try:
+                while leg.state is LegState.SENT:
+                    await news.wait()
+                    news.clear()
+                if leg.state is not LegState.LOST or leg.first_byte_at:
+                    await services.relay.send(leg, response)
+                    return
+            finally:
+                leg.close()
+            lost = leg.error
+            assert lost is not None
+            services.metrics.leg_failed(instance, failure(lost))
+            if not leg.was_unreachable and request.method not in _READS:
+                break
+        raise unanswered(lost)
+
+    def _candidates(self, request: ClientRequest) -> Iterator[Instance]:
+        """Decode instances; for requests that only read, also prefill instances if no decode instance answers."""
+        pools = self._services.pools
+        tried: set[Instance] = set()
+        for pool in (pools.decode, pools.prefill) if request.method in _READS else (pools.decode,):
+            while (instance := pool.pick(tried)) is not None:
+                tried.add(instance)
+                yield instance
+
+
+def _text(request: ClientRequest, header: bytes) -> str | None:
+    value = request.first.get(header)
+    return None if value is None else value.decode("latin-1")

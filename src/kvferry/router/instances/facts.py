@@ -1,0 +1,172 @@
+"""Asks instances about themselves. kvferry's report what they are; vLLM's and SGLang's are recognised by their
+answers."""
+
+from __future__ import annotations
+
+import re
+from typing import TypeVar
+
+import msgspec
+
+from kvferry.core.errors import TransferError
+from kvferry.core.instance_facts import read_facts
+from kvferry.router.config import ProtocolName
+from kvferry.router.instances.connections import Connections
+from kvferry.router.instances.instance import Absent, Bootstrap, Facts, Instance, SglangFacts, Unasked, VllmFacts
+
+ABOUT_PATH = "/kvferry/instance"
+
+SGLANG_PATH, OLDER_SGLANG_PATH = "/server_info", "/get_server_info"
+
+T = TypeVar("T")
+
+_CACHE_CONFIG = re.compile(rb"^vllm:cache_config_info\{([^}\n]*)\}", re.MULTILINE)
+_LABEL = re.compile(rb'(\w+)="([^"]*)"')
+
+
+class _Version(msgspec.Struct):
+    version: str
+
+
+class _Model(msgspec.Struct):
+    id: str
+    owned_by: str = ""
+
+
+class _SglangServer(msgspec.Struct):
+    disaggregation_mode: str
+    disaggregation_bootstrap_port: int = 0
+    served_model_name: str | None = None
+    version: str = ""
+
+
+class _Models(msgspec.Struct):
+    data: list[_Model]
+
+
+class _Engine(msgspec.Struct):
+    engine_id: str
+    worker_addr: dict[int, dict[int, str]]
+
+
+async def ask_about(instance: Instance, connections: Connections, protocol: ProtocolName, timeout_s: float) -> Facts:
+    """What the instance is; `Unasked` if it cannot answer now, `Absent` if it never will. Each question may take
+    `timeout_s`. Raises `ProtocolError` for one that says of itself what no instance of kvferry's does.
+
+    If the protocol was set explicitly, only the questions of that protocol are asked.
+    """
+    match protocol:
+        case "kvferry":
+            return await _about_kvferry(instance, connections, timeout_s)
+        case "sglang":
+            found = await _about_sglang(instance, connections, timeout_s)
+            return SglangFacts() if isinstance(found, Absent) else found
+        case "nixl":
+            return VllmFacts()
+        case "mooncake":
+            bootstrap = await _bootstrap(instance, connections, timeout_s)
+            return VllmFacts(bootstrap=bootstrap) if bootstrap or instance.role == "decode" else Unasked()
+    facts = await _about_kvferry(instance, connections, timeout_s)
+    if not isinstance(facts, Absent):
+        return facts
+    other: Facts = facts
+    if not facts.refused:  # vLLM's servers guard no such path
+        other = await _about_vllm(instance, connections, timeout_s)
+    if isinstance(other, Absent):
+        other = await _about_sglang(instance, connections, timeout_s)
+    return facts if isinstance(other, Absent) else other
+
+
+async def _about_kvferry(instance: Instance, connections: Connections, timeout_s: float) -> Facts:
+    try:
+        status, content = await connections.ask(instance, "GET", ABOUT_PATH, timeout_s, purpose="probe")
+    except TransferError:
+        return Unasked()
+    if status >= 500 or status == 429:
+        return Unasked()
+    if status == 200 and content.lstrip().startswith(b"{"):
+        return read_facts(content)
+    return Absent(refused=status in (401, 403))
+
+
+async def _about_sglang(instance: Instance, connections: Connections, timeout_s: float) -> Facts:
+    about = await _ask(instance, connections, SGLANG_PATH, _SglangServer, timeout_s)
+    if isinstance(about, Absent):
+        about = await _ask(instance, connections, OLDER_SGLANG_PATH, _SglangServer, timeout_s)
+    if not isinstance(about, _SglangServer):
+        return about
+    return SglangFacts(
+        version=about.version,
+        model_names=[about.served_model_name] if about.served_model_name else [],
+        mode=about.disaggregation_mode,
+        bootstrap_port=about.disaggregation_bootstrap_port,
+    )
+
+
+async def _about_vllm(instance: Instance, connections: Connections, timeout_s: float) -> Facts:
+    version = await _ask(instance, connections, "/version", _Version, timeout_s)
+    if not isinstance(version, _Version):
+        return version
+    models = await _ask(instance, connections, "/v1/models", _Models, timeout_s)
+    cards = models.data if isinstance(models, _Models) else []  # a server with an API key does not tell
+    if any(card.owned_by != "vllm" for card in cards):
+        return Absent()
+    num_kv_tokens, cache_dtype = await _cache_config(instance, connections, timeout_s)
+    return VllmFacts(
+        version=version.version,
+        model_names=[card.id for card in cards],
+        num_kv_tokens=num_kv_tokens,
+        cache_dtype=cache_dtype,
+        bootstrap=await _bootstrap(instance, connections, timeout_s),
+    )
+
+
+async def _cache_config(instance: Instance, connections: Connections, timeout_s: float) -> tuple[int, str]:
+    """How many tokens vLLM's KV cache holds, and its type; 0 and empty if its metrics do not show them."""
+    try:
+        status, text = await connections.metrics(instance, timeout_s)
+    except TransferError:
+        return 0, ""
+    line = _CACHE_CONFIG.search(text) if status == 200 else None
+    labels = dict(_LABEL.findall(line[1])) if line else {}
+    blocks, size = labels.get(b"num_gpu_blocks", b""), labels.get(b"block_size", b"")
+    num_tokens = int(blocks) * int(size) if blocks.isdigit() and size.isdigit() else 0
+    return num_tokens, labels.get(b"cache_dtype", b"").decode(errors="replace")
+
+
+async def _bootstrap(instance: Instance, connections: Connections, timeout_s: float) -> Bootstrap | None:
+    """The answer of the bootstrap server of a prefill instance, if there is one."""
+    if instance.role != "prefill":
+        return None
+    host = f"[{instance.host}]" if ":" in instance.host else instance.host
+    server = Instance("prefill", f"http://{host}:{instance.bootstrap_port}")
+    try:
+        status, body = await connections.ask(server, "GET", "/query", timeout_s)
+    except TransferError:
+        return None
+    return read_bootstrap(server.url, body) if status == 200 else None
+
+
+def read_bootstrap(url: str, answer: bytes) -> Bootstrap | None:
+    """What a bootstrap server's answer says; None when it is another server, or no worker has registered yet."""
+    try:
+        engines = msgspec.json.decode(answer, type=dict[int, _Engine])
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
+    found = {rank: engine.engine_id for rank, engine in engines.items() if engine.worker_addr}
+    return Bootstrap(url=url, engines=found) if found else None
+
+
+async def _ask(
+    instance: Instance, connections: Connections, path: str, kind: type[T], timeout_s: float
+) -> T | Unasked | Absent:
+    try:
+        status, body = await connections.ask(instance, "GET", path, timeout_s)
+    except TransferError:
+        return Unasked()
+    if status >= 500 or status == 429:
+        return Unasked()
+    try:
+        return msgspec.json.decode(body, type=kind) if status == 200 else Absent()
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return Absent()

@@ -1,0 +1,282 @@
+"""One instance behind the router, as the router sees it."""
+
+from __future__ import annotations
+
+import logging
+from enum import Enum
+from typing import Literal
+from urllib.parse import urlsplit
+
+import msgspec
+
+from kvferry.core.errors import ConfigError
+from kvferry.core.instance_facts import InstanceFacts, KVSource
+from kvferry.http.origin import Origin
+from kvferry.router.instances.load import InstanceLoad
+
+logger = logging.getLogger(__name__)
+
+LegRole = Literal["prefill", "decode"]
+
+BOOTSTRAP_PORT = 8998
+"""Where vLLM's Mooncake connector has its bootstrap server unless VLLM_MOONCAKE_BOOTSTRAP_PORT says otherwise."""
+
+
+class Unasked(msgspec.Struct, frozen=True):
+    """The instance has not been asked yet, or has failed since then; it will be asked."""
+
+
+class Bootstrap(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer of vLLM's Mooncake bootstrap server at `url`: the engine id of each data-parallel rank."""
+
+    url: str
+    engines: dict[int, str]
+
+
+class VllmFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """A vLLM server. It does not report its connector: one with a bootstrap server has Mooncake's, one whose tickets
+    came from `origins` has kvferry's P2P. The last two origins are kept."""
+
+    version: str = ""
+    model_names: list[str] = []
+    num_kv_tokens: int = 0
+    cache_dtype: str = ""
+    """As its /metrics say (`vllm:cache_config_info`); 0 and empty where they do not."""
+    bootstrap: Bootstrap | None = None
+    origins: tuple[KVSource, ...] = ()
+
+    def with_origin(self, origin: KVSource) -> VllmFacts:
+        """The same after a ticket has come from there."""
+        if origin in self.origins:
+            return self
+        others = [one for one in self.origins if one.engine_id != origin.engine_id]
+        return msgspec.structs.replace(self, origins=(origin, *others[:1]))
+
+
+class SglangFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """An SGLang server. `bootstrap_port` 0: it did not say."""
+
+    version: str = ""
+    model_names: list[str] = []
+    mode: str = "null"
+    """What it was started for: prefill, decode or null, which is both."""
+    bootstrap_port: int = 0
+
+
+class Absent(msgspec.Struct, frozen=True):
+    """Another engine, about which nothing is known. `refused`: it wants a key that this router does not have."""
+
+    refused: bool = False
+
+
+Facts = InstanceFacts | VllmFacts | SglangFacts | Unasked | Absent
+
+
+class Revision:
+    """Grows whenever instances come, go or say something new about themselves, so that what was concluded from them is
+    known to be out of date."""
+
+    __slots__ = ("number",)
+
+    def __init__(self) -> None:
+        self.number = 0
+
+
+class InstanceState(Enum):
+    """What the router makes of an instance. `NEW`, `UP` and `LATE` may be given requests."""
+
+    NEW = "new"
+    """Nothing is known yet."""
+    UP = "up"
+    LATE = "late"
+    """Its health came too late, or not, in the last looks: it is chosen only if there is no better one."""
+    MUTE = "mute"
+    """It answers for its health, but gave a request no answer and no sign of work."""
+    DOWN = "down"
+    TWIN = "twin"
+    """The same process is here under another URL."""
+    DRAINING = "draining"
+    """It gets no new requests."""
+    DRAINED = "drained"
+    """Nothing is left of its requests."""
+
+
+_USABLE = frozenset({InstanceState.NEW, InstanceState.UP, InstanceState.LATE})
+_LEAVING = frozenset({InstanceState.DRAINING, InstanceState.DRAINED})
+LATE_BEFORE_DOWN = 3
+"""How often in a row an instance may be too late with its health: one that computes hard is busy, not dead."""
+
+
+class Instance:
+    """An instance's address, and its state as far as the router knows it. The methods under "what happens to it" alone
+    write `state`, and log what operators want to know of it; all in one thread."""
+
+    def __init__(
+        self,
+        role: LegRole,
+        url: str,
+        bootstrap_port: int = BOOTSTRAP_PORT,
+        *,
+        name: str = "",
+        revision: Revision | None = None,
+        member: int = 0,
+    ) -> None:
+        self.role = role
+        self.url = normalise_url(url)
+        parts = urlsplit(self.url)
+        self.origin = Origin.parse(f"{parts.scheme}://{parts.netloc}")
+        self.base_path = parts.path
+        self.host = parts.hostname or ""
+        self.name = name or f"{role} instance"
+        """What clients, metrics and logs call it; says no address."""
+        self.member = member
+        """The number that all routers of one port know it by."""
+        self.bootstrap_port = bootstrap_port
+        self.state = InstanceState.NEW
+        self._has_been_up = False
+        self.usable = self.trusted = True
+        """Whether it may be chosen if there is no better one; and whether nothing at all is known against it. They
+        follow from the state."""
+        self.num_late = 0
+        self.trouble = ""
+        """What was wrong at the last look at its health; empty: nothing."""
+        self.leaves_by_itself = False
+        """Whether it is forgotten once it is drained."""
+        self.num_tickets = 0
+        """Hand-offs of the router's requests for which it may keep blocks."""
+        self.in_flight = 0
+        self.last_sign = 0.0
+        """When it last showed that it works, on the router's monotonic clock: bytes of an answer, or steps made."""
+        self.gave_no_ticket = False
+        """Whether, as a prefill instance, it has answered without a ticket, and nobody has looked why."""
+        self.busy_until = 0.0
+        """Until when it has asked to be left alone (`Retry-After`), on the same clock."""
+        self._revision = revision or Revision()
+        self.facts: Facts = Unasked()
+        """Written by `learn` only."""
+        self.model_names: list[str] = []
+        """Of the facts; empty if it does not say which models it has."""
+        self.load = InstanceLoad()
+        """What the router has given it to do."""
+
+    # What happens to it.
+
+    def is_well(self) -> None:
+        """It has answered for its health."""
+        before, self.num_late, self.trouble = self.state, 0, ""
+        if before in (InstanceState.NEW, InstanceState.LATE, InstanceState.DOWN):
+            self._enter(InstanceState.UP)
+            if before is InstanceState.DOWN and self._has_been_up:
+                logger.warning("%s (%s) is back", self, self.url)
+            elif before is not InstanceState.LATE:
+                logger.info("%s (%s) is up", self, self.url)
+            self._has_been_up = True
+
+    def is_late(self, trouble: str) -> None:
+        """It has not answered for its health in time."""
+        self.num_late += 1
+        if self.num_late >= LATE_BEFORE_DOWN or self.state is InstanceState.DOWN:
+            self.is_down(trouble)
+        elif self.state in _USABLE:
+            self._enter(InstanceState.LATE)
+
+    def is_down(self, trouble: str) -> None:
+        """It refuses connections, says that it is not well, or was late too often. What was known may be about a
+        process that is gone."""
+        self.trouble = trouble
+        self.learn(Unasked())
+        if self.state in _USABLE or self.state in (InstanceState.MUTE, InstanceState.TWIN):
+            self._enter(InstanceState.DOWN)
+            logger.warning("%s (%s) is not alive: %s", self, self.url, trouble)
+
+    def lost_request(self) -> None:
+        """A request broke off there: another process may be at its address when it is asked next."""
+        self.learn(Unasked())
+
+    def is_silent(self) -> None:
+        """It gave a request no answer, and no sign of work."""
+        self.learn(Unasked())
+        if self.state in _USABLE:
+            self._enter(InstanceState.MUTE)
+            logger.warning("%s (%s) does not answer requests", self, self.url)
+
+    def speaks_again(self) -> None:
+        """It has answered a request of the router's own."""
+        if self.state is InstanceState.MUTE:
+            self._enter(InstanceState.UP)
+            logger.warning("%s (%s) answers requests again", self, self.url)
+
+    def is_twin_of(self, other: Instance | None) -> None:
+        """The same process is here as `other`; None: no longer."""
+        if other is None and self.state is InstanceState.TWIN:
+            self._enter(InstanceState.UP)
+        elif other is not None and self.state in _USABLE:
+            self._enter(InstanceState.TWIN)
+            logger.warning(
+                "%s (%s) is the same process as %s (%s), and gets no requests; remove one of the two",
+                self, self.url, other, other.url,
+            )  # fmt: skip
+
+    def drain(self) -> None:
+        """It gets no new requests from now on."""
+        if self.state not in _LEAVING:
+            self._enter(InstanceState.DRAINING)
+
+    def is_drained(self, drained: bool) -> None:
+        """Whether anything was left of its requests at the last look, while it is being drained."""
+        self._enter(InstanceState.DRAINED if drained else InstanceState.DRAINING)
+
+    def takes_after(self, before: Instance, state: InstanceState) -> None:
+        """It is the process of `before`, in another role; that one was in `state`."""
+        self.learn(before.facts)
+        self.num_late, self.last_sign, self.busy_until = before.num_late, before.last_sign, before.busy_until
+        self._enter(state)
+
+    def _enter(self, state: InstanceState) -> None:
+        self.state = state
+        self.usable = state in _USABLE
+        self.trusted = state is InstanceState.UP or state is InstanceState.NEW
+
+    def learn(self, facts: Facts) -> None:
+        """This is what is known about it from now on."""
+        before, self.facts = self.facts, facts
+        if facts != before:
+            self.model_names = facts.model_names if isinstance(facts, InstanceFacts | VllmFacts | SglangFacts) else []
+            self._revision.number += 1
+
+    # What is asked.
+
+    @property
+    def draining(self) -> bool:
+        """Whether it is leaving."""
+        return self.state in _LEAVING
+
+    @property
+    def drained(self) -> bool:
+        """Whether it is leaving, and nothing is left of its requests."""
+        return self.state is InstanceState.DRAINED
+
+    @property
+    def is_held(self) -> bool:
+        """Whether one of the router's requests runs there, or may still fetch from it."""
+        return bool(self.in_flight or self.num_tickets)
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+def normalise_url(url: str) -> str:
+    """A base URL without trailing slash; `http://` is assumed. Raises `ConfigError` when it is not one."""
+    full = url if "://" in url else f"http://{url}"
+    try:
+        parts = urlsplit(full)
+        port_is_valid = parts.port is None or parts.port > 0
+    except ValueError as error:
+        raise ConfigError(f"{url!r} is not an instance's URL: {error}") from error
+    if parts.scheme not in ("http", "https") or not parts.hostname or not port_is_valid:
+        raise ConfigError(f"{url!r} is not an instance's URL; give it as http://host:port")
+    if parts.path.rstrip("/").endswith("/v1"):
+        raise ConfigError(f"{url!r} must be a base URL; leave out /v1")
+    if parts.query or parts.fragment:
+        raise ConfigError(f"{url!r} must be a base URL, without query and fragment")
+    return full.rstrip("/")

@@ -1,0 +1,331 @@
+"""Which instances there are: they are added, drained, removed and given another role while requests are served.
+
+A draining instance gets no new requests. It is drained when no request runs there and nobody may fetch from it any
+more, by the count of each router of this port and by the instance's metrics. The members are what these routers share
+(`SharedState`); each makes its `Pools` follow them. Owns the file that may list all instances.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from kvferry.core.errors import ConfigError, TransferError
+from kvferry.core.instance_facts import InstanceFacts
+from kvferry.http.errors import Unreachable
+from kvferry.router.config import RouterConfig
+from kvferry.router.errors import InstanceConflict, UnknownInstance
+from kvferry.router.instances.connections import Connections
+from kvferry.router.instances.instance import BOOTSTRAP_PORT, Instance, LegRole, normalise_url
+from kvferry.router.instances.pools import Pools, given_instances
+from kvferry.router.instances.shared_state import SharedState
+
+logger = logging.getLogger(__name__)
+
+_FOLLOW_S, _LOOK_STEPS = 0.1, 5
+"""How often other routers are followed, and every how many times the file and draining instances are looked at."""
+_BUSY = re.compile(
+    rb"^(?:kvferry:num_hand_offs_held|vllm:num_requests_(?:running|waiting)|sglang:num_(?:running|queue)_reqs)"
+    rb"(?:\{[^\n]*\})? +(\S+)",
+    re.M,
+)
+"""What runs at an instance, and what it keeps for others, in the metrics of kvferry, vLLM and SGLang."""
+
+_LINE = re.compile(r"(prefill|decode)\s+(\S+)(?:\s+(\d{1,5}))?")
+
+Wanted = dict[str, tuple[LegRole, int]]
+"""By URL, the role and the bootstrap port."""
+
+
+class Membership:
+    """Changes what all routers of this port know of members, and makes `Pools` follow it."""
+
+    def __init__(self, config: RouterConfig, pools: Pools, connections: Connections, state: SharedState) -> None:
+        """The first router decides about the instances it was given; later ones find them. Raises `ConfigError` if
+        there is a file of instances and it cannot be used, or if the given instances are not enough for a router."""
+        self._config, self._pools, self._connections, self._state = config, pools, connections, state
+        self._last_text = self._last_error = ""
+        with state.changing():
+            if not state.fact("begun"):
+                given = given_instances(config)
+                for role, url, port in given:
+                    state.add_member(role, url, port)
+                if config.instances_file is not None:
+                    self._last_text = _read(config.instances_file)
+                    self._apply(self._last_text, config.instances_file)
+                state.set_fact("begun", "yes")
+        self.follow()
+
+    # What operators ask.
+
+    def add(self, role: LegRole, url: str, bootstrap_port: int = BOOTSTRAP_PORT) -> Instance:
+        """Add an instance, or take one back that is drained: what runs there is finished under its old name. Raises
+        `ConfigError` if the address is invalid, and `InstanceConflict` if the instance is already here."""
+        url = normalise_url(url)
+        with self._changing():
+            known = self._pools.find(url)
+            if known is not None and not known.draining:
+                raise InstanceConflict(f"{url} is here as {known.name}, {known.role}")
+            member = self._state.add_member(role, url, bootstrap_port)
+            self.supersede(url)
+        instance = self._pools.member(member)
+        logger.warning("%s (%s) was added", instance, instance.url)
+        return instance
+
+    def register(self, role: LegRole, url: str, bootstrap_port: int) -> Instance:
+        """Add an instance that registers itself, unless it has done so at another router meanwhile."""
+        with self._changing():
+            here = next((one for one in self._pools if one.url == url and not one.leaves_by_itself), None)
+            member = self._state.add_member(role, url, bootstrap_port) if here is None else here.member
+        return self._pools.member(member)
+
+    def drain(self, named: str) -> Instance:
+        """Send an instance, given by name or URL, no new requests. Raises `UnknownInstance`."""
+        instance = self.find(named)
+        if not instance.draining:
+            self.retire(instance)
+            logger.warning("%s (%s) is draining: it gets no new requests", instance, instance.url)
+            if not self._pools.decode.any_alive:
+                logger.warning("no decode instance is left: requests are answered with 503 until one is added")
+        return instance
+
+    def supersede(self, url: str) -> None:
+        """Instances at this URL that are draining are forgotten as soon as they are drained: there is a new one."""
+        for one in [one for one in self._pools.leaving if one.url == url]:
+            self.retire(one, leaves_by_itself=True)
+
+    def retire(self, instance: Instance, *, leaves_by_itself: bool = False) -> None:
+        """Send it no new requests, from any router; and remove it once it is drained, if it `leaves_by_itself`."""
+        with self._changing():
+            self._state.drain_member(instance.member, leaves_by_itself=leaves_by_itself)
+
+    def remove(self, named: str, *, force: bool = False) -> Instance:
+        """Remove a drained instance; with `force`, one that still works. Raises `UnknownInstance` and
+        `InstanceConflict`."""
+        instance = self.find(named)
+        if not force and not instance.drained:
+            raise InstanceConflict(
+                f"{instance} is not drained; drain it first and wait, or remove it by force (--force)"
+            )
+        self.forget(instance)
+        return instance
+
+    def change_role(self, named: str, role: LegRole) -> Instance:
+        """The instance with its new role. It gets requests of that role from now on, and finishes the others. Raises
+        `UnknownInstance` and `InstanceConflict`."""
+        before = self.find(named)
+        if before.role == role:
+            return before
+        if before.draining:
+            raise InstanceConflict(f"{before} is being drained; add it with its new role when that is done")
+        facts = before.facts
+        if isinstance(facts, InstanceFacts) and facts.role not in ("both", role):
+            raise InstanceConflict(f"{before} was started as a {facts.role} instance, which cannot {role}")
+        if isinstance(facts, InstanceFacts) and role == "prefill" and facts.connector is None:
+            raise InstanceConflict(f"{before} was started without a connector, and cannot hand off")
+        state = before.state
+        with self._changing():
+            self._state.drain_member(before.member, leaves_by_itself=True)
+            member = self._state.add_member(role, before.url, before.bootstrap_port)
+        after = self._pools.member(member)
+        after.takes_after(before, state)
+        logger.warning("%s (%s) is now %s", before, before.url, after)
+        return after
+
+    def find(self, named: str) -> Instance:
+        """The instance with this name or URL. Raises `UnknownInstance`."""
+        self.catch_up()
+        for instance in self._pools:
+            if named in (instance.name, instance.url) or named.rstrip("/") == instance.url:
+                return instance
+        raise UnknownInstance(f"no instance is called {named[:200]!r}; see GET /kvferry/instances")
+
+    def forget(self, instance: Instance) -> None:
+        """An instance is gone."""
+        with self._changing():
+            self._state.remove_member(instance.member)
+
+    def names(self, url: str) -> bool:
+        """Whether the file lists this URL."""
+        return url in self._wanted()
+
+    # What happens by itself.
+
+    async def watch(self) -> None:
+        """Follow other routers and the file, and notice which instances are drained; runs until it is cancelled."""
+        steps = 0
+        while True:
+            await asyncio.sleep(_FOLLOW_S)
+            steps += 1
+            try:
+                self.catch_up()
+                if steps % _LOOK_STEPS == 0:
+                    self._follow_file()
+            except Exception:
+                # The edge of this room: the router serves on with the instances that it has.
+                logger.exception("the instances could not be followed")
+            if steps % _LOOK_STEPS == 0:
+                await asyncio.gather(*(self._look_safely(one) for one in self._pools if one.draining))
+
+    def catch_up(self) -> None:
+        """Follow what other routers did."""
+        if self._state.has_changed():
+            self.follow()
+
+    def follow(self) -> None:
+        """Make the pools those that all routers share."""
+        here = {one.member: one for one in self._pools}
+        for row in self._state.members():
+            instance = here.pop(row.id, None)
+            if instance is None:
+                instance = self._pools.pool(row.role).add(row.url, row.bootstrap_port, name=row.name, member=row.id)
+            if row.draining:
+                self._pools.retire(instance)
+                instance.leaves_by_itself = row.leaves_by_itself
+                instance.is_drained(row.drained)
+        for gone in here.values():
+            self._pools.retire(gone)
+            self._pools.forget(gone)
+            if not any(one.origin == gone.origin for one in self._pools):
+                self._connections.close(gone)
+            logger.warning("%s (%s) was removed", gone, gone.url)
+
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        """The pools are those of all routers before the change, and after it."""
+        with self._state.changing():
+            self.catch_up()
+            yield
+            self.follow()
+
+    async def _look_safely(self, instance: Instance) -> None:
+        try:
+            await self._look_at(instance)
+        except Exception:
+            # Likewise: what one instance answers must not keep another from being drained.
+            logger.exception("could not find out whether %s is drained", instance)
+
+    async def _look_at(self, instance: Instance) -> None:
+        self._state.note_idle(instance.member, not instance.is_held)
+        drained = await self._is_idle(instance) and self._state.all_idle(instance.member) and not instance.is_held
+        if instance not in self._pools.leaving:
+            return  # it was removed meanwhile
+        if drained and not instance.drained:
+            logger.warning(
+                "%s (%s) is drained: nothing runs there, and it holds no KV for others", instance, instance.url
+            )
+        if drained and instance.leaves_by_itself:
+            self.forget(instance)
+        elif drained != instance.drained:
+            with self._changing():
+                self._state.set_drained(instance.member, drained)
+
+    async def _is_idle(self, instance: Instance) -> bool:
+        """By the router's count, and by the metrics of the process, which also show the requests of other routers.
+
+        These metrics cover all roles of one process, so they are not used if the process continues with another role. A
+        process that is gone is idle, whether it refuses connections or `Health` has given it up.
+        """
+        same = [one for one in self._pools if one.url == instance.url]
+        if not all(one.draining for one in same):
+            return not instance.is_held
+        if any(one.is_held for one in same):
+            return False
+        try:
+            status, text = await self._connections.metrics(instance, self._config.health_timeout_s)
+        except Unreachable:
+            return True
+        except TransferError:
+            return bool(instance.trouble)
+        return status == 404 or (status == 200 and not any(map(_is_some, _BUSY.findall(text))))
+
+    # The file.
+
+    def _wanted(self) -> Wanted:
+        """What the file said when it was last applied, by any router."""
+        path = self._config.instances_file
+        return {} if path is None else _parse(self._state.fact("instances file"), path)
+
+    def _follow_file(self) -> None:
+        path = self._config.instances_file
+        if path is None:
+            return
+        try:
+            text = _read(path)
+        except ConfigError as error:
+            self._keep(error)
+            return
+        is_settled, self._last_text = text == self._last_text, text
+        if not is_settled:  # someone may be in the middle of writing it
+            return
+        try:
+            with self._changing():
+                if text != self._state.fact("instances file"):
+                    self._apply(text, path)
+            self._last_error = ""
+        except ConfigError as error:
+            self._keep(error)
+
+    def _keep(self, error: ConfigError) -> None:
+        if str(error) != self._last_error:
+            logger.error("the instances are not changed: %s", error)
+        self._last_error = str(error)
+
+    def _apply(self, text: str, path: Path) -> None:
+        """Apply what has changed in the file since it was last applied; what operators did about other instances stays.
+        Raises `ConfigError`."""
+        wanted = _parse(text, path)
+        config, state = self._config, self._state
+        has_decode = config.decode_url or config.registration or any(role == "decode" for role, _ in wanted.values())
+        if not has_decode:
+            raise ConfigError(f"{path} names no decode instance; a router needs at least one ('decode URL')")
+        if not wanted:
+            raise ConfigError(f"{path} names no instance; if that is intended, use `kvferry fleet drain` instead")
+        before = self._wanted()
+        state.set_fact("instances file", text)
+        here = {(one.url, one.role) for one in state.members() if not one.draining}
+        for one in state.members():
+            was, is_now = before.get(one.url), wanted.get(one.url)
+            if was is not None and is_now != was and is_now != (one.role, one.bootstrap_port):
+                state.drain_member(one.id, leaves_by_itself=True)
+        for url, (role, port) in wanted.items():
+            if before.get(url) != (role, port) and (url, role) not in here:
+                state.add_member(role, url, port)
+
+
+def _read(path: Path) -> str:
+    """Raises `ConfigError`."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--instances-file {path}: {getattr(error, 'strerror', None) or error}") from error
+
+
+def _is_some(value: bytes) -> bool:
+    """Whether a metric's value is above 0. A value that is not a number counts as above 0."""
+    try:
+        return float(value) != 0
+    except ValueError:
+        return True
+
+
+def _parse(text: str, path: Path) -> Wanted:
+    """Parse `prefill URL [BOOTSTRAP-PORT]` or `decode URL` on each line; # begins a comment. Raises `ConfigError`."""
+    wanted: Wanted = {}
+    for number, line in enumerate(text.splitlines(), start=1):
+        said = line.partition("#")[0].strip()
+        if not said:
+            continue
+        match = _LINE.fullmatch(said)
+        if match is None:
+            raise ConfigError(f"{path}, line {number}: {said[:80]!r} is not 'prefill URL' or 'decode URL'")
+        role: LegRole = "prefill" if match[1] == "prefill" else "decode"
+        url = normalise_url(match[2])
+        if url in wanted:
+            raise ConfigError(f"{path}, line {number}: {url} is listed twice")
+        wanted[url] = role, int(match[3] or BOOTSTRAP_PORT)
+    return wanted

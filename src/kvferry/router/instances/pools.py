@@ -1,0 +1,168 @@
+"""The instances of each role. Owns the lists; does not know how to reach an instance."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from kvferry.core.clock import Clock, SystemClock
+from kvferry.core.errors import ConfigError
+from kvferry.router.config import RouterConfig
+from kvferry.router.instances.instance import BOOTSTRAP_PORT, Instance, LegRole, Revision, normalise_url
+
+NO_TICKETS_S, WITHOUT_KV_S = 60.0, 2.0
+"""How long requests are not split over a prefill instance that answers without tickets, or whose store takes no KV."""
+
+
+class RolePool:
+    """All instances of one role."""
+
+    def __init__(self, role: LegRole, clock: Clock | None = None) -> None:
+        self.role, self._clock = role, clock or SystemClock()
+        self.instances: list[Instance] = []
+        self.revision = Revision()
+        self._turn, self._last_turn = 0, dict[Instance, int]()
+        self.without_tickets: dict[Instance, float] = {}
+        """Until when requests are not split over a prefill instance, on the router's monotonic clock."""
+
+    def add(self, url: str, bootstrap_port: int = BOOTSTRAP_PORT, *, name: str = "", member: int = 0) -> Instance:
+        """Add an instance. Raises `ConfigError`."""
+        name = name or f"{self.role}-{len(self.instances)}"
+        instance = Instance(self.role, url, bootstrap_port, name=name, revision=self.revision, member=member)
+        self.instances.append(instance)
+        self.revision.number += 1
+        return instance
+
+    def leave_out(self, instance: Instance, seconds: float) -> None:
+        """Split no requests over a prefill instance for so long: D would compute the prompts again."""
+        self.without_tickets[instance] = self._clock.monotonic() + seconds
+
+    def hand_off(self, instances: Sequence[Instance]) -> Sequence[Instance]:
+        """`instances` without those that are left out."""
+        if not self.without_tickets:
+            return instances
+        now = self._clock.monotonic()
+        self.without_tickets = {one: until for one, until in self.without_tickets.items() if until > now}
+        return [one for one in instances if one not in self.without_tickets]
+
+    def drop(self, instance: Instance) -> None:
+        """Remove an instance from the choice."""
+        self.instances.remove(instance)
+        self.revision.number += 1
+        self._last_turn.pop(instance, None)
+        self.without_tickets.pop(instance, None)
+
+    def alive(self, exclude: Collection[Instance] = ()) -> list[Instance]:
+        """Instances that are usable and not excluded. One that is late with its health, or that asked for a pause
+        (`Retry-After`), is included only if there is no other."""
+        now = self._clock.monotonic()
+        best = [one for one in self.instances if one.trusted and one.busy_until <= now and one not in exclude]
+        return best or self._doubtful(exclude, now)
+
+    def _doubtful(self, exclude: Collection[Instance], now: float) -> list[Instance]:
+        usable = [one for one in self.instances if one.usable and one not in exclude]
+        trusted = [one for one in usable if one.trusted] or usable
+        return [one for one in trusted if one.busy_until <= now] or trusted
+
+    def pick(self, exclude: Collection[Instance] = ()) -> Instance | None:
+        """The next instance in turn, for requests without a prompt to choose by. If none seems usable, one of them
+        nevertheless: it may be back, and an attempt is better than an error. None if all are excluded.
+
+        The one that was picked longest ago comes next, so instances may come and go.
+        """
+        candidates = self.alive(exclude) or [one for one in self.instances if one not in exclude]
+        if not candidates:
+            return None
+        chosen = min(candidates, key=lambda instance: self._last_turn.get(instance, 0))
+        self._turn += 1
+        self._last_turn[chosen] = self._turn
+        return chosen
+
+    @property
+    def any_alive(self) -> bool:
+        """Whether an instance seems able to serve."""
+        return any(instance.usable for instance in self.instances)
+
+    @property
+    def num_alive(self) -> int:
+        """How many instances seem able to serve."""
+        return sum(instance.usable for instance in self.instances)
+
+
+@dataclass(frozen=True)
+class Pools:
+    """Both pools, and the instances that have been in them and are being drained."""
+
+    prefill: RolePool
+    decode: RolePool
+    leaving: list[Instance] = field(default_factory=list)
+
+    @classmethod
+    def from_config(cls, config: RouterConfig, clock: Clock | None = None) -> Pools:
+        """Pools with the instances that flags name. Raises as `given_instances`."""
+        pools = cls.empty(clock)
+        for role, url, port in given_instances(config):
+            pools.pool(role).add(url, port)
+        return pools
+
+    @classmethod
+    def empty(cls, clock: Clock | None = None) -> Pools:
+        """Pools without instances."""
+        return cls(RolePool("prefill", clock), RolePool("decode", clock))
+
+    def __iter__(self) -> Iterator[Instance]:
+        yield from self.prefill.instances
+        yield from self.decode.instances
+        yield from self.leaving
+
+    @property
+    def revision(self) -> int:
+        """Another number whenever an instance came, went or said something new about itself."""
+        return self.prefill.revision.number + self.decode.revision.number
+
+    def pool(self, role: LegRole) -> RolePool:
+        """The pool of a role."""
+        return self.prefill if role == "prefill" else self.decode
+
+    def find(self, url: str) -> Instance | None:
+        """The instance at this URL; one that is not draining comes first."""
+        return next((one for one in self if one.url == url), None)
+
+    def member(self, member: int) -> Instance:
+        """The instance with this number, which is here."""
+        return next(one for one in self if one.member == member)
+
+    def retire(self, instance: Instance) -> None:
+        """Send it no new requests. May be called repeatedly."""
+        if not instance.draining:
+            instance.drain()
+            self.pool(instance.role).drop(instance)
+            self.leaving.append(instance)
+
+    def forget(self, instance: Instance) -> None:
+        """It has been drained, and is removed."""
+        self.leaving.remove(instance)
+
+
+def given_instances(config: RouterConfig) -> list[tuple[LegRole, str, int]]:
+    """Role, URL and bootstrap port of each instance that flags name. Raises `ConfigError` when there is no decode
+    instance or an address is wrong."""
+    if not config.decode_url and config.instances_file is None and not config.registration:
+        raise ConfigError(
+            "the router needs at least one decode instance; name it with --decode-url http://host:port, or let"
+            " instances register themselves with --registration"
+        )
+    found: dict[str, tuple[LegRole, str, int]] = {}
+    ports = [*config.bootstrap_port, *[BOOTSTRAP_PORT] * len(config.prefill_url)]
+    for one in config.prefill_url:
+        if (url := normalise_url(one)) in found:
+            raise ConfigError(f"--prefill-url {url} is given twice")
+        found[url] = "prefill", url, ports[len(found)]
+    for one in config.decode_url:
+        url = normalise_url(one)
+        if found.get(url, ("",))[0] == "prefill":
+            raise ConfigError(f"--prefill-url {url} is a --decode-url too; an instance has one role")
+        if url in found:
+            raise ConfigError(f"--decode-url {url} is given twice")
+        found[url] = "decode", url, BOOTSTRAP_PORT
+    return [*found.values()]

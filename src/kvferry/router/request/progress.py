@@ -1,0 +1,194 @@
+"""How much of a stream the client has. The instance marks each event (`core.continuation`); the marks are removed on
+the way, and only whole events are forwarded.
+
+The event with the finish reason is held back until the rest (usage, `[DONE]`) has come: a stream either reaches the
+client up to its end, or it can be continued.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from array import array
+from typing import Any
+
+import msgspec
+
+from kvferry.core.continuation import CONTINUE_KEY, LAST_MARK, MARK, Continuation, decode_mark
+from kvferry.core.instance_facts import InstanceFacts
+from kvferry.http.fast_path import Pattern
+from kvferry.router.errors import UnreadableStream
+from kvferry.router.instances.instance import Facts
+from kvferry.router.request.leg_bodies import HAND_OFF_FIELD
+
+_END = b"\n\n"
+_DONE = b"data: [DONE]"
+ERROR_EVENT = b'data: {"error"'
+_MAY_GO_ELSEWHERE = frozenset({"unavailable_error", "server_error", "hand_off_error", "rate_limit_error"})
+"""Types of errors that are the instance's, not the request's."""
+
+_MOST_HELD_BYTES = 16 * 2**20
+"""Of what is held back until it is whole."""
+
+_BEFORE_THE_LAST = Pattern(MARK, "first line", (LAST_MARK,))
+
+_MOST_MARKS = 256
+"""More are read and kept as numbers: a line takes ten times the memory of its tokens."""
+
+
+class _Error(msgspec.Struct):
+    type: str = "server_error"
+
+
+class _ErrorEvent(msgspec.Struct):
+    error: _Error
+
+
+class EventPassage(ABC):
+    """The events of one stream, which several instances of the kind `kind` may send in turn: an event is forwarded
+    whole or not at all. `begun`: the client has some. `error`: an event with which the instance itself ended the
+    stream. `hopeless`: no instance can continue it."""
+
+    def __init__(self, kind: type[Facts]) -> None:
+        self.kind = kind
+        self.begun = self.hopeless = False
+        self.error = b""
+        self._partial = b""
+        self._closing: list[bytes] = []
+        self._num_closing_bytes = 0
+
+    @abstractmethod
+    def _event(self, event: bytes) -> bytes:
+        """What the client gets of an event now."""
+
+    @abstractmethod
+    def fields(self) -> dict[str, Any]:
+        """Fields added to the request for the instance that continues. Raises `msgspec.MsgspecError` and
+        `OverflowError` if the marks of the last instance were invalid."""
+
+    def restart(self) -> None:
+        """Another instance sends the rest; what was held back of the last one's is dropped."""
+        self.error, self._partial = b"", b""
+        self._closing.clear()
+        self._num_closing_bytes = 0
+
+    def take(self, payload: bytes) -> bytes:
+        """What the client gets of the next piece of the body. Raises `UnreadableStream` if an event, or the part after
+        the last one, has no end."""
+        if self._partial:
+            payload, self._partial = self._partial + payload, b""
+        if not payload.endswith(_END):
+            whole, end, self._partial = payload.rpartition(_END)
+            payload = whole + end
+            self._require_bounded(len(self._partial))
+        if payload.count(_END) == 1:
+            return self._event(payload)
+        return b"".join([self._event(event + _END) for event in payload.split(_END)[:-1]])
+
+    @abstractmethod
+    def _pattern(self) -> Pattern | None:
+        """Which events go to the client as they are, but for what is kept."""
+
+    def pattern(self) -> Pattern | None:
+        """Which chunks may be forwarded without `take`, because they contain one such event each."""
+        return self._pattern() if self.begun and not (self._partial or self._closing) else None
+
+    @abstractmethod
+    def passed(self, kept: bytes) -> None:
+        """What was kept of events that were forwarded without `take`. If it cannot be read, the stream is `hopeless`:
+        the client has those events."""
+
+    def _hold(self, event: bytes) -> bytes:
+        """Hold back the end of the stream until it is complete."""
+        self._closing.append(event)
+        self._num_closing_bytes += len(event)
+        self._require_bounded(self._num_closing_bytes)
+        return b""
+
+    def _require_bounded(self, num_bytes: int) -> None:
+        if num_bytes > _MOST_HELD_BYTES:
+            raise UnreadableStream(f"{num_bytes} bytes of a stream without the end of an event, or of the stream")
+
+    def _refuse(self, event: bytes) -> bytes:
+        """The stream ended with an error; the first error event counts."""
+        if event.startswith(ERROR_EVENT):
+            self.error = self.error or event
+        return b""
+
+    @property
+    def closing(self) -> bytes | None:
+        """The end of the stream, which the client does not have yet; None if it has not come completely."""
+        if not self._closing or not self._closing[-1].startswith(_DONE):
+            return None
+        return b"".join(self._closing)
+
+    @property
+    def can_go_elsewhere(self) -> bool:
+        """Whether the connection broke, or the instance reported an error that may be its own and not the request's."""
+        if self.hopeless or not self.error:
+            return not self.hopeless
+        try:
+            told = msgspec.json.decode(self.error.removeprefix(b"data: "), type=_ErrorEvent)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            return True
+        return told.error.type in _MAY_GO_ELSEWHERE
+
+
+class Progress(EventPassage):
+    """Of a stream whose events have marks."""
+
+    def __init__(self) -> None:
+        super().__init__(InstanceFacts)
+        self._first = b""
+        self._marks: list[bytes] = []
+        self._tokens = array("i")
+
+    def _event(self, event: bytes) -> bytes:
+        if self._closing:
+            return self._hold(event)
+        if not event.startswith(MARK):
+            return self._refuse(event)
+        mark, _, event = event.partition(b"\n")
+        if mark.endswith(LAST_MARK):
+            return self._hold(event)
+        if not self.begun:
+            self.begun, self._first = True, mark
+        marks = self._marks
+        marks.append(mark)
+        if len(marks) > _MOST_MARKS:
+            self._compact()
+        return event
+
+    def _pattern(self) -> Pattern:
+        return _BEFORE_THE_LAST
+
+    def passed(self, kept: bytes) -> None:
+        """The marks, a line each."""
+        self._marks += kept.split(b"\n")[:-1]
+        if len(self._marks) > _MOST_MARKS:
+            self._compact()
+
+    def _compact(self) -> None:
+        try:
+            self._read_marks()
+        except (msgspec.MsgspecError, UnicodeDecodeError, OverflowError, RecursionError):
+            self.hopeless = True
+            self._marks.clear()
+
+    def _read_marks(self) -> None:
+        for mark in self._marks:
+            self._tokens.extend(decode_mark(mark).tokens)
+        self._marks.clear()
+
+    def fields(self) -> dict[str, Any]:
+        """Where another instance continues; empty if the client has nothing yet."""
+        if not self.begun:
+            return {}
+        self._read_marks()
+        first = decode_mark(self._first)
+        told = {
+            "token_ids": self._tokens.tolist(),
+            "seed": first.seed,
+            "created": first.created,
+            "num_cached_tokens": first.num_cached_tokens or 0,
+        }
+        return {HAND_OFF_FIELD: {CONTINUE_KEY: msgspec.convert(told, Continuation)}}
