@@ -60,14 +60,21 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> Runs:
 
 
 @asynccontextmanager
-async def fork_servers() -> AsyncIterator[ForkServer]:
-    """One, which leaves nothing behind."""
+async def forking() -> AsyncIterator[tuple[ForkServer, Callable[[], set[int]]]]:
+    """A server, and what it has forked and still runs; they are ended, and nothing else is left behind."""
     others, server = children(), ForkServer()
+
+    def forked() -> set[int]:
+        return children() - others - ({server._server._process.pid} if server._server else set())
+
     async with asyncio.timeout(HANGS_S):
         try:
-            yield server
+            yield server, forked
         finally:
+            wanted = forked()
             await server.close()
+            for pid in wanted & children():
+                os.kill(pid, signal.SIGKILL)
         await until(lambda: children() <= others)
 
 
@@ -107,20 +114,20 @@ def fleet(grace_s: float = 0.2) -> tuple[LocalSupervisor, RecordingDisplay, asyn
 
 
 async def test_a_child_that_nobody_wants_any_more_is_ended_and_the_next_is_forked(runs: Runs) -> None:
-    async with fork_servers() as server:
+    async with forking() as (server, forked):
         wanted = await fork(server)
         assert wanted is not None
         for _ in range(5):
             await cancel_when_asked(server)
         second = await fork(server)
         assert second is not None
-        await until(lambda: server._server is not None and set(server._server._children) == {wanted.pid, second.pid})
+        await until(lambda: forked() == {wanted.pid, second.pid})
 
 
 async def test_a_child_that_comes_in_the_moment_of_the_cancellation_is_ended(
     runs: Runs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with fork_servers() as server:
+    async with forking() as (server, forked):
         assert await fork(server)
         starting = asyncio.create_task(fork(server))
         hear = fork_server._Server._hear
@@ -132,7 +139,7 @@ async def test_a_child_that_comes_in_the_moment_of_the_cancellation_is_ended(
         monkeypatch.setattr(fork_server._Server, "_hear", hear_and_cancel)
         await asyncio.wait([starting])
         assert starting.cancelled()
-        await until(lambda: server._server is not None and len(server._server._children) == 1)
+        await until(lambda: len(forked()) == 1)
 
 
 async def test_the_end_while_the_second_is_forked(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,6 +173,9 @@ async def test_the_end_while_the_forking_process_is_started_anew(
         first = one._fork_server and one._fork_server._server
         assert first
         first._process.kill()
+        instance = one._instances[0].process
+        assert instance
+        instance.kill()
         await until(lambda: one._fork_server is not None and one._fork_server._server not in (first, None))
         one.stop()
         assert await running == 0
@@ -191,10 +201,9 @@ async def test_one_that_stands_still_is_waited_for_no_longer_than_told(
 
 
 async def test_the_ends_of_children_are_seen_while_the_forking_process_hangs(
-    runs: Runs, monkeypatch: pytest.MonkeyPatch
+    runs: Runs,
 ) -> None:
-    monkeypatch.setattr(fork_server, "_TELL_S", 0.05)
-    async with fork_servers() as server:
+    async with forking() as (server, _):
         child = await fork(server)
         assert child is not None
         assert server._server is not None
@@ -202,8 +211,6 @@ async def test_the_ends_of_children_are_seen_while_the_forking_process_hangs(
         child.terminate()
         assert await child.wait() == -signal.SIGTERM
         os.kill(server._server._process.pid, signal.SIGCONT)
-        await until(lambda: server._server is not None and not server._server._children)
-        assert child.returncode == -signal.SIGTERM
         assert await fork(server) is not None  # of the same process
 
 
@@ -233,25 +240,39 @@ async def test_imports_that_take_too_long_are_not_waited_for(runs: Runs, monkeyp
     monkeypatch.setattr(fork_server, "_IMPORT_S", 0.1)
     monkeypatch.setattr(fork_server, "_END_S", HANGS_S)  # one that imports does not hear that it shall end
     runs(IMPORTS_FOR_EVER)
-    async with fork_servers() as server:
+    async with forking() as (server, _):
         assert await fork(server) is None
         assert await fork(server) is None
 
 
-async def test_a_message_that_is_not_understood_ends_all_waits(runs: Runs) -> None:
-    async with fork_servers() as server:
+async def test_children_go_on_when_the_forking_process_dies(runs: Runs) -> None:
+    async with forking() as (server, forked):
         child = await fork(server)
         assert child is not None
-        assert server._server is not None
-        server._server._children.clear()  # so that the end of one is not known to be its
-        server._server._children[0] = other = ForkedChild(0)
-        os.kill(child.pid, signal.SIGKILL)
-        assert await other.wait() == -signal.SIGKILL
+        first = server._server
+        assert first is not None
+        first._process.kill()
+        await until(lambda: first.is_gone)
+        second = await fork(server)
+        assert second is not None
+        assert server._server is not first
+        await until(lambda: forked() == {child.pid, second.pid})
+        child.terminate()
+        assert await child.wait() == -signal.SIGTERM
+
+
+async def test_a_message_that_is_not_understood_ends_all_waits(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with forking() as (server, _):
+        assert await fork(server) is not None
+        with monkeypatch.context() as patched:
+            patched.setattr(fork_server, "Message", fork_server.ForkRequest)
+            with pytest.raises(OSError, match="has ended"):
+                await fork(server)
         assert await fork(server) is not None  # of another forking process
 
 
 async def test_after_the_end_nothing_is_forked(runs: Runs) -> None:
-    async with fork_servers() as server:
+    async with forking() as (server, _):
         await server.close()
         with pytest.raises(OSError, match="the fleet ends"):
             await fork(server)

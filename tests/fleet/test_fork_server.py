@@ -17,6 +17,7 @@ import psutil
 import pytest
 
 from kvferry.fleet import fork_server
+from kvferry.fleet.asking import serves
 from kvferry.fleet.fork_server import ForkServer
 from kvferry.fleet.process import PROGRAM, Process, ProcessSpec
 
@@ -84,13 +85,11 @@ def children() -> set[int]:
 
 
 def is_forked(process: Process) -> bool:
-    """Whether something between it and this process has made it."""
-    parent: int = psutil.Process(process.pid).ppid()
-    return parent != os.getpid()
+    return isinstance(process._process, fork_server.ForkedChild)
 
 
 async def test_ends_are_told_and_nothing_is_left(tmp_path: Path, model_maker: Any) -> None:
-    """Also of one that was told something wrong, and of the server itself, after which there is another."""
+    """Also of one that was told something wrong. The end of the server itself ends none, and there is another."""
     before, others = descriptors(), children()
     async with fork_servers() as server:
         wrong = await Process.start(decode(tmp_path / "nowhere"), server)
@@ -108,8 +107,13 @@ async def test_ends_are_told_and_nothing_is_left(tmp_path: Path, model_maker: An
             assert killed.returncode == -signal.SIGKILL
             await kept.ready
             assert kept.returncode is None
-            psutil.Process(kept.pid).parent().kill()
-        assert kept.returncode == -signal.SIGKILL
+            assert psutil.Process(kept.pid).ppid() == os.getpid()
+            assert server._server is not None
+            server._server._process.kill()
+            await server._server._process.wait()
+            assert await serves(kept.ready.result().url)
+            kept.terminate()
+        assert kept.returncode == 0
 
         await it_is_as_one_started_from_nothing(server, decode(model_maker()))
     assert children() == others
@@ -165,28 +169,3 @@ async def test_where_forks_are_not_sound_each_is_started_from_nothing(
         async with watched(process):
             assert started == {process.pid}
         assert process.returncode == 2
-
-
-async def test_an_end_that_the_forking_process_has_seen_is_told_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fork_server, "_TELL_S", 0.2)
-    pid = a_process_that_has_ended(2)
-    child = fork_server.ForkedChild(pid)
-    assert fork_server._exit_code(pid) == 2
-    code = exit_code_for_its_parent(pid)
-    assert fork_server._exit_code(pid) is None
-    child._look()
-    assert child.returncode is None
-    child.ended(code)  # the report, which comes late
-    assert await child.wait() == 2
-
-
-def a_process_that_has_ended(code: int) -> int:
-    pid = os.fork()
-    if not pid:
-        os._exit(code)
-    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-    return pid
-
-
-def exit_code_for_its_parent(pid: int) -> int:
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])

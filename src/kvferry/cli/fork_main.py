@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import ctypes
 import os
-import selectors
 import signal
 import socket
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,10 +25,12 @@ from kvferry.cli.common import RUN_INSTANCE
 from kvferry.cli.main import main as command
 from kvferry.core.names import resolve, without_collections
 from kvferry.core.process_end import leave
-from kvferry.fleet.fork_messages import NUM_DESCRIPTORS, Ended, Forked, ForkRequest, Imported, Message, NotForked
+from kvferry.fleet.fork_messages import NUM_DESCRIPTORS, Forked, ForkRequest, Imported, Message, NotForked
 from kvferry.fleet.ready import READY_FLAG
 
 _PR_SET_PDEATHSIG = 1
+_ADOPTED_S = 0.001
+"""Seconds between two looks whether the supervisor has become the parent."""
 
 
 def main(descriptor: int) -> int:
@@ -53,74 +55,66 @@ class _Child:
 
 
 class _Forks:
-    """The children, and the supervisor's socket."""
+    """The supervisor's socket, and the requests that come over it."""
 
     def __init__(self, supervisor: socket.socket) -> None:
         self._supervisor = supervisor
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(supervisor, selectors.EVENT_READ)
-        self._children: dict[int, int] = {}
-        """The process id of each child, by the descriptor that becomes readable when it ends."""
 
     def run(self) -> _Child | None:
         """Returns in a child, which has nothing of this then; and here, with None, when the supervisor is done."""
         self._say(Imported())
         while True:
-            for key, _ in self._selector.select():
-                if key.fd in self._children:
-                    self._reap(key.fd)
-                    continue
-                _, descriptors, _, _ = socket.recv_fds(self._supervisor, 1, NUM_DESCRIPTORS)
-                if not descriptors:
-                    return None
-                if (child := self._fork(*descriptors)) is not None:
-                    return child
+            _, descriptors, _, _ = socket.recv_fds(self._supervisor, 1, NUM_DESCRIPTORS)
+            if not descriptors:
+                return None
+            if (child := self._fork(*descriptors)) is not None:
+                return child
+            for one in descriptors:
+                os.close(one)
 
     def _fork(self, asked: int, log: int, ready: int) -> _Child | None:
-        request = msgspec.json.decode(os.pread(asked, os.fstat(asked).st_size, 0), type=ForkRequest)
-        os.close(asked)
-        server = os.getpid()
+        """Forked twice: the process in between ends at once, so that the child becomes the supervisor's, and outlives
+        this process."""
+        try:
+            between = os.fork()
+        except OSError as error:
+            self._say(NotForked(error.errno or 0))
+            return None
+        if between:
+            os.waitpid(between, 0)
+            return None
+        between = os.getpid()
         try:
             pid = os.fork()
         except OSError as error:
             self._say(NotForked(error.errno or 0))
-        else:
-            if pid == 0:
-                self._close()
-                _stand_alone(server, log)
-                return _Child(request, ready)
-            end = os.pidfd_open(pid)
-            self._children[end] = pid
-            self._selector.register(end, selectors.EVENT_READ)
-            self._say(Forked(pid))
-        os.close(log)
-        os.close(ready)
-        return None
-
-    def _reap(self, end: int) -> None:
-        self._selector.unregister(end)
-        os.close(end)
-        pid = self._children.pop(end)
-        self._say(Ended(pid, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])))
+            os._exit(1)
+        if pid:
+            try:
+                self._say(Forked(pid))
+            except OSError:  # the supervisor is done, and would not end it
+                os.kill(pid, signal.SIGKILL)
+            os._exit(0)
+        self._supervisor.close()
+        request = msgspec.json.decode(os.pread(asked, os.fstat(asked).st_size, 0), type=ForkRequest)
+        os.close(asked)
+        _stand_alone(between, request.parent, log)
+        return _Child(request, ready)
 
     def _say(self, message: Message) -> None:
         self._supervisor.send(msgspec.json.encode(message))
-
-    def _close(self) -> None:
-        self._selector.close()
-        self._supervisor.close()
-        for end in self._children:
-            os.close(end)
 
 
 # In a child.
 
 
-def _stand_alone(server: int, log: int) -> None:
-    """Take a session and standard streams of its own; end with the server, which ends with the supervisor."""
+def _stand_alone(between: int, supervisor: int, log: int) -> None:
+    """Take a session and standard streams of its own; end with the supervisor."""
     os.setsid()
+    while os.getppid() == between:
+        time.sleep(_ADOPTED_S)
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != server:
+    if os.getppid() != supervisor:
         os._exit(1)
     os.dup2(log, 1)
     os.dup2(log, 2)

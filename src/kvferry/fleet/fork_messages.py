@@ -2,7 +2,7 @@
 
 The supervisor sends one byte with three descriptors: a file with a `ForkRequest`, the log, and the pipe for start
 messages. It receives one `Message` in each packet: `Imported` first, then `Forked` or `NotForked` for each request in
-turn, and `Ended` for each child.
+turn.
 """
 
 from __future__ import annotations
@@ -15,11 +15,13 @@ MOST_BYTES = 1024
 
 
 class ForkRequest(msgspec.Struct, frozen=True):
-    """Run `kvferry ARGUMENTS` with exactly this environment, on these cores; empty: on all."""
+    """Run `kvferry ARGUMENTS` with exactly this environment, on these cores (empty: on all), as a child of process
+    `parent`."""
 
     arguments: tuple[str, ...]
     environment: dict[str, str]
     cores: tuple[int, ...]
+    parent: int
 
 
 class Imported(msgspec.Struct, frozen=True, tag=True):
@@ -38,11 +40,4 @@ class NotForked(msgspec.Struct, frozen=True, tag=True):
     errno: int
 
 
-class Ended(msgspec.Struct, frozen=True, tag=True):
-    """The child's exit code, or minus the number of the signal that ended it."""
-
-    pid: int
-    code: int
-
-
-Message = Imported | Forked | NotForked | Ended
+Message = Imported | Forked | NotForked

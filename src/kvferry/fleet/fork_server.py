@@ -2,14 +2,16 @@
 
 These imports are most of the CPU time that an instance takes to start, and the same in each. A fleet pays for them
 once, and an instance that died is restarted in a moment. `cli.fork_main` is the process; it is started with the first
-instance, and ends with the supervisor. If it dies, its children end with it, and all are started again. If forking
-would not be sound (with CUDA, whose state a child cannot inherit, or when a library starts threads on import), each
-instance is started as a new process.
+instance, and ends with the supervisor. Each instance becomes a child of the supervisor, which is their subreaper, so
+none of them minds when the forking process dies; the next fork starts another one. If forking would not be sound (with
+CUDA, whose state a child cannot inherit, or when a library starts threads on import), each instance is started as a new
+process.
 """
 
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import errno
 import logging
 import os
@@ -24,7 +26,7 @@ from pathlib import Path
 import msgspec
 
 from kvferry.fleet.cpu import Cores, thread_variables
-from kvferry.fleet.fork_messages import MOST_BYTES, Ended, Forked, ForkRequest, Imported, Message, NotForked
+from kvferry.fleet.fork_messages import MOST_BYTES, Forked, ForkRequest, Imported, Message, NotForked
 from kvferry.fleet.launcher import launching
 
 logger = logging.getLogger(__name__)
@@ -33,30 +35,20 @@ _IMPORT_S = 120.0
 """Most seconds for the imports, before instances are started without them."""
 _FORK_S = 10.0
 _END_S = 5.0
-_TELL_S = 1.0
-"""Most seconds between a child's end and the forking process's report of its exit code; longer, and it has hung."""
-_EXIT_CODE = 48
-"""Place of the exit code among the fields of /proc/PID/stat that follow the state."""
+_AGAIN_S = 0.01
+_PR_SET_CHILD_SUBREAPER = 36
 _CUDA = Path("/dev/nvidiactl")
 
 
 class ForkedChild:
-    """A forked process, with the part of `asyncio.subprocess.Process` that `Process` uses.
-
-    The forking process reports its end and exit code; the end itself is seen here too, as that process may hang.
-    """
+    """A forked process, with the part of `asyncio.subprocess.Process` that `Process` uses."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
         self.returncode: int | None = None
         self._ended = asyncio.Event()
-        self._descriptor: int | None = None
-
-    def watch(self) -> None:
-        """See its end from now on."""
-        with suppress(OSError):  # it has ended already, or there is no descriptor left: then the report has to do
-            self._descriptor = os.pidfd_open(self.pid)
-            asyncio.get_running_loop().add_reader(self._descriptor, self._seen)
+        self._descriptor = os.pidfd_open(pid)
+        asyncio.get_running_loop().add_reader(self._descriptor, self._reap)
 
     async def wait(self) -> int:
         """Its exit code; minus the number of the signal that ended it."""
@@ -73,44 +65,34 @@ class ForkedChild:
         yet."""
         self._signal(signal.SIGKILL)
 
-    def ended(self, code: int) -> None:
-        """Called when it has ended; only the first call counts."""
-        self._unwatch()
-        if self.returncode is None:
-            self.returncode = code
-            self._ended.set()
-
-    def _seen(self) -> None:
-        self._unwatch()
-        asyncio.get_running_loop().call_later(_TELL_S, self._look)
-
-    def _look(self) -> None:
-        code = _exit_code(self.pid)
-        if code is not None:
-            self.ended(code)
-        else:  # its parent knows the code, and has sent it
-            asyncio.get_running_loop().call_later(_TELL_S, self.ended, -signal.SIGKILL)
-
-    def _unwatch(self) -> None:
-        if self._descriptor is not None:
-            asyncio.get_running_loop().remove_reader(self._descriptor)
-            os.close(self._descriptor)
-            self._descriptor = None
+    def _reap(self) -> None:
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(self._descriptor)
+        try:
+            _, status = os.waitpid(self.pid, 0)
+        except ChildProcessError:  # it ended so early that it is not this process's child yet
+            loop.call_later(_AGAIN_S, loop.add_reader, self._descriptor, self._reap)
+            return
+        os.close(self._descriptor)
+        self.returncode = os.waitstatus_to_exitcode(status)
+        self._ended.set()
 
     def _signal(self, number: int) -> None:
         if self.returncode is None:
             with suppress(ProcessLookupError):
-                os.kill(self.pid, number)
+                signal.pidfd_send_signal(self._descriptor, number)
 
 
 class ForkServer:
-    """Owns the forking process and the socket to it. One event loop. `close` it after its children are gone."""
+    """Owns the forking process and the socket to it. One event loop. Makes this process the subreaper of its
+    descendants: who is forked becomes its child."""
 
     def __init__(self) -> None:
         self._is_wanted = not _CUDA.exists()
         self._is_closed = False
         self._server: _Server | None = None
         self._lock = asyncio.Lock()
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
     async def fork(
         self, arguments: tuple[str, ...], environment: Mapping[str, str], cores: Cores, log: int, ready: int
@@ -126,7 +108,7 @@ class ForkServer:
         if server is None:
             return None
         try:
-            return await server.fork(ForkRequest(arguments, dict(environment), cores), log, ready)
+            return await server.fork(ForkRequest(arguments, dict(environment), cores, os.getpid()), log, ready)
         except (TimeoutError, BlockingIOError):
             logger.warning("the process that forks instances has hung; starting an instance without it")
             return None
@@ -147,7 +129,7 @@ class ForkServer:
         return self._server
 
     async def close(self) -> None:
-        """End the process, and with it its remaining children. A `fork` that waits for it ends at once."""
+        """End the process. A `fork` that waits for it ends at once."""
         self._is_wanted, self._is_closed = False, True
         if self._server is not None:
             await self._server.close()
@@ -158,7 +140,6 @@ class _Server:
 
     def __init__(self, process: asyncio.subprocess.Process, ours: socket.socket) -> None:
         self._process, self._socket = process, ours
-        self._children: dict[int, ForkedChild] = {}
         self._answers: deque[asyncio.Future[ForkedChild]] = deque()
         self._ready = asyncio.Event()
         self._listener = asyncio.create_task(self._listen())
@@ -213,21 +194,26 @@ class _Server:
             raise
 
     async def close(self) -> None:
-        """End it and its remaining children; returns when it has ended."""
-        if not self._ready.is_set():  # It receives nothing while it imports, and has no children.
-            with suppress(ProcessLookupError):
-                self._process.kill()
-        self._listener.cancel()
-        await asyncio.wait([self._listener])
-        self._lose_all()
-        self._socket.close()
+        """End it; returns when it has ended, and all that it has forked since for nobody is killed."""
+        for answer in self._answers:
+            _fail(answer, OSError(errno.ESHUTDOWN, "the fleet ends"))
+        if self._ready.is_set():
+            with suppress(OSError):  # it has ended
+                self._socket.shutdown(socket.SHUT_WR)
+        else:  # it receives nothing while it imports
+            self._kill()
         try:
             async with asyncio.timeout(_END_S):
                 await self._process.wait()
         except TimeoutError:
-            with suppress(ProcessLookupError):
-                self._process.kill()
+            self._kill()
             await self._process.wait()
+        await asyncio.wait([self._listener])
+        self._socket.close()
+
+    def _kill(self) -> None:
+        with suppress(ProcessLookupError):
+            self._process.kill()
 
     async def _listen(self) -> None:
         loop = asyncio.get_running_loop()
@@ -236,44 +222,35 @@ class _Server:
                 while packet := await loop.sock_recv(self._socket, MOST_BYTES):
                     self._hear(msgspec.json.decode(packet, type=Message))
         finally:  # Whatever happened, nobody may wait for messages that will not come.
-            self._lose_all()
+            self._give_up()
 
     def _hear(self, message: Message) -> None:
         match message:
             case Imported():
                 self._ready.set()
             case Forked(pid):
-                child = self._children[pid] = ForkedChild(pid)
-                child.watch()
-                answer = self._answers.popleft()
-                if answer.done():  # nobody waits any more, and so nobody would end it
-                    child.kill()
-                else:
-                    answer.set_result(child)
+                self._hand_over(pid, self._answers.popleft())
             case NotForked(number):
                 _fail(self._answers.popleft(), OSError(number, os.strerror(number)))
-            case Ended(pid, code):
-                self._children.pop(pid).ended(code)
 
-    def _lose_all(self) -> None:
-        """Count all children as ended: the process that forks has ended, and the kernel ends its children, or nothing
-        is received from it any more, and `close` ends all of them."""
+    def _hand_over(self, pid: int, answer: asyncio.Future[ForkedChild]) -> None:
+        try:
+            child = ForkedChild(pid)
+        except OSError as error:  # no descriptor is left
+            os.kill(pid, signal.SIGKILL)
+            _fail(answer, error)
+            return
+        if answer.done():  # nobody waits any more, and so nobody would end it
+            child.kill()
+        else:
+            answer.set_result(child)
+
+    def _give_up(self) -> None:
+        """The process has ended, or nothing is received from it any more: fail all that wait for it."""
         self.is_gone = True
         self._ready.set()
-        for child in self._children.values():
-            child.ended(-signal.SIGKILL)
-        self._children.clear()
         while self._answers:
             _fail(self._answers.popleft(), OSError(errno.ECHILD, "the process that forks instances has ended"))
-
-
-def _exit_code(pid: int) -> int | None:
-    """The exit code of a process that has ended, if its parent has not asked for it yet."""
-    with suppress(OSError):
-        state, *fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
-        if state == "Z":
-            return os.waitstatus_to_exitcode(int(fields[_EXIT_CODE]))
-    return None
 
 
 def _fail(answer: asyncio.Future[ForkedChild], error: OSError) -> None:

@@ -152,6 +152,7 @@ class Process:
         with suppress(TimeoutError):
             async with asyncio.timeout(_DRAIN_S):
                 await self._process.wait()
+                _reap_group(self.pid)
         self._log.close()
         self._messages.close()
         self.gone.set()
@@ -203,6 +204,13 @@ class Process:
                 on_progress(message)
             elif not self.ready.done():
                 self.ready.set_result(message)
+
+
+def _reap_group(leader: int) -> None:
+    """Processes whose parent has ended are children of this process, if it is a subreaper."""
+    with suppress(ChildProcessError):
+        while os.waitpid(-leader, os.WNOHANG)[0]:
+            pass
 
 
 async def _forked(spec: ProcessSpec, fork_server: ForkServer | None, log: int, ready: int) -> ForkedChild | None:
