@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib.util
+import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
@@ -26,6 +27,12 @@ ModelMaker = Callable[..., Path]
 # Collections would look through all that is imported again and again, now and in every test: a third of the time that
 # it takes to import the tests, and a tenth of theirs.
 gc.disable()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _memory_of_its_own(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Stores in memory are found by their names, which other workers and other runs of the tests use as well."""
+    os.environ["XDG_RUNTIME_DIR"] = str(tmp_path_factory.mktemp("run"))
 
 
 @pytest.fixture(scope="session")

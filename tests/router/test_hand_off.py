@@ -124,8 +124,9 @@ async def test_decode_is_told_of_all_ranks_of_a_prefill_instance() -> None:
     assert (early["tp_size"], early["remote_ranks"]) == (2, [["127.0.0.1", 4711], ["127.0.0.1", 4712]])
 
 
-async def test_a_prefill_instance_whose_store_takes_nothing_is_left_out_for_a_while() -> None:
-    """D would compute each prompt once more. The request that tells is served with P's first token."""
+async def test_a_prefill_instance_whose_store_takes_nothing_is_left_out_until_it_does() -> None:
+    """D would compute each prompt once more. The request that tells is served with P's first token; P itself tells
+    when its store takes KV again."""
 
     async def full(peer: Peer, request: Request, body: Any) -> Response:
         return JSONResponse({"choices": [], "kv_transfer_params": {**ticket_for(peer, body), "remote_stores": stores}})
@@ -133,15 +134,36 @@ async def test_a_prefill_instance_whose_store_takes_nothing_is_left_out_for_a_wh
     stores: list[str] = []
     p, d = Peer("prefill", full, facts={**CONCURRENT, "connector": "KVStoreConnector"}), a_decode()
     async with instances(p, d), routing([p.url], [d.url]) as (router, url):
-        for _ in range(2):
-            assert (await post(url))[0] == 200
+        assert (await post(url))[0] == 200
+        p.facts["stores_take_kv"] = False
+        assert (await post(url))[0] == 200
         assert len(p.calls) == 1
         stores.append("valkey")
-        router.services.pools.prefill.without_tickets.clear()  # as when their time is over
+        await router.health.look(router.services.pools)
+        assert (await post(url))[0] == 200
+        assert len(p.calls) == 1
+        p.facts["stores_take_kv"] = True
+        await router.health.look(router.services.pools)
         for _ in range(2):
             assert (await post(url))[0] == 200
     told = [one.body.get("kv_transfer_params", {}).get("remote_stores") for one in d.calls]
-    assert told == [[], None, ["valkey"], ["valkey"]]
+    assert told == [[], None, None, ["valkey"], ["valkey"]]
+
+
+async def test_a_vllm_whose_store_takes_nothing_is_left_out_for_a_while() -> None:
+    """It cannot be asked."""
+
+    async def full(peer: Peer, request: Request, body: Any) -> Response:
+        params = {**ticket_for(peer, {**body, "seed": 1}), "remote_stores": []}
+        return JSONResponse({"choices": [], "kv_transfer_params": params})
+
+    p, d = Peer("prefill", full, vllm="0.32"), Peer("decode", answer, vllm="0.32")
+    async with instances(p, d), routing([p.url], [d.url]) as (router, url):
+        for num_calls in (1, 1, 2):
+            if num_calls == 2:
+                router.services.pools.prefill.without_tickets.clear()  # as when their time is over
+            assert (await post(url))[0] == 200
+            assert len(p.calls) == num_calls
 
 
 async def _with_go_once_both_are_called(p: Peer, d: Peer, request: Any) -> Any:

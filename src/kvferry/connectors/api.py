@@ -200,8 +200,9 @@ class Prefilled(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Saved(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """A hand-off through stores was written, as far as they took it. `request_id`: its transfer id. `stores`: those of
-    the connector's shared stores, by their numbers among these, that take what they are given."""
+    """A hand-off through stores was written, as far as they took it; again, when that has changed for the next one.
+    `request_id`: its transfer id. `stores`: those of the connector's shared stores, by their numbers among these, that
+    take what they are given."""
 
     request_id: str
     stores: list[int]
@@ -428,6 +429,11 @@ class HandsOff(ABC):
     def release(self, transfer_id: str) -> bool:
         """End the lease of this transfer, which nobody will fetch. True if there was one. Default: there are none."""
         return False
+
+    def stores_take_kv(self) -> bool:
+        """Whether others can fetch what this side hands off. False while it does so through stores that take nothing: a
+        router then splits no requests over this instance. Any thread. Default: True."""
+        return True
 
     def refused(self, transfer_id: str) -> None:
         """A prefill for another instance was refused before it was admitted: tell consumers that wait for it. Default:

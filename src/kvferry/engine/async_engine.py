@@ -98,6 +98,7 @@ class AsyncEngine:
             engine_id=transfer.engine_id if transfer else self._engine_id,
             connector=transfer.kv_connector if transfer else None,
             tickets=side.tickets() if side is not None else TicketKinds(),
+            stores_take_kv=side is None or side.stores_take_kv(),
             kv_host=kv_host,
             kv_port=kv_port,
             kv_ranks=ranks if len(ranks) > 1 else None,

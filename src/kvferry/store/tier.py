@@ -2,7 +2,8 @@
 
 A tier never raises for what its store does: a call that fails, or is late, gives the caller's default instead (nothing
 found, nothing stored), and its `Breaker` keeps all others from asking until it answers again. A put that is refused,
-as by a full or a read-only store, says nothing of what can be read there, and only `takes` remembers it.
+as by a full or a read-only store, says nothing of what can be read there: it is only tried again in the background,
+so that `takes` is true soon after the store takes blocks again.
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ MOST_LOOKED_AT = 32
 """Blocks that are read again to find out whether the tier is still too slow."""
 APART_S = 1.0
 """For the end of a loop apart; one in a call that does not return is left behind."""
+PUT_AGAIN_S = 0.5
+"""Pause before what the store did not take is put again."""
 GRACE_S = 0.1
 """A timer that comes so much too late says that this machine is busy, not the store."""
 NO_BLOCK: BlockHash = bytes(32)
@@ -52,8 +55,12 @@ class Tier:
         self.name, self.store, self.deadline_s = name, store, deadline_s
         self.breaker = Breaker(url, self._look)
         self.is_open = self._is_closed = False
-        self.takes: bool | None = None
-        """Whether it took all that it was last given; None: nothing was."""
+        self._refused: Block | None = None
+        self._refused_note: tuple[str, bytes, float] | None = None
+        """What it did not take of the blocks, and of the notes, that it was last given."""
+        self._putting_again: asyncio.Task[None] | None = None
+        self.on_takes: Callable[[], None] = lambda: None
+        """Called when `takes` has changed."""
         self.num_late = 0
         """Calls that had no answer by the deadline."""
         self._apart: TransferLoop | None = None
@@ -69,6 +76,11 @@ class Tier:
     def is_up(self) -> bool:
         """Whether it is asked."""
         return not self.breaker.is_open
+
+    @property
+    def takes(self) -> bool:
+        """Whether it took all that it was last given."""
+        return self._refused is None and self._refused_note is None
 
     async def open(self) -> None:
         """Open the store unless it is open. A call while an attempt is under way waits for that attempt, so that one
@@ -93,6 +105,9 @@ class Tier:
         """End the looks at it and an attempt to open, and close the store. Raises what `KVStore.close` raises."""
         self._is_closed = True
         await self.breaker.close()
+        if self._putting_again is not None:
+            self._putting_again.cancel()
+            await asyncio.wait({self._putting_again}, timeout=self.deadline_s / 2)
         if self._opening is not None and not self._opening.done():
             self._opening.cancel()
             await asyncio.wait({self._opening}, timeout=self.deadline_s / 2)
@@ -144,10 +159,13 @@ class Tier:
 
     async def put(self, blocks: Sequence[Block]) -> list[Put]:
         """`KVStore.put`; all `DROPPED` as above, or if the store takes no blocks."""
-        num_bytes = sum(map(len, blocks[0].layers)) * len(blocks) if blocks else 0
+        if not blocks:
+            return []
+        num_bytes = sum(map(len, blocks[0].layers)) * len(blocks)
         none, limit_s = [Put.DROPPED] * len(blocks), max(self.deadline_s, PUT_S)
         outcomes = await self._ask(partial(self._put, blocks), none, limit_s, num_bytes)
-        self.takes = Put.DROPPED not in outcomes
+        dropped = (block for block, outcome in zip(blocks, outcomes, strict=True) if outcome is Put.DROPPED)
+        self._remember(next(dropped, None), self._refused_note)
         return outcomes
 
     async def _put(self, blocks: Sequence[Block]) -> list[Put]:
@@ -169,8 +187,25 @@ class Tier:
             return True
 
         took = await self.ask(write, False)
-        self.takes = took and self.takes is not False
+        self._remember(self._refused, None if took else (name, content, ttl_s))
         return took
+
+    def _remember(self, block: Block | None, note: tuple[str, bytes, float] | None) -> None:
+        """It did not take these."""
+        before, self._refused, self._refused_note = self.takes, block, note
+        if self.takes != before:
+            self.on_takes()
+        if not self.takes and self._putting_again is None and not self._is_closed:
+            self._putting_again = asyncio.create_task(self._put_again())
+
+    async def _put_again(self) -> None:
+        while not self.takes:
+            await asyncio.sleep(PUT_AGAIN_S)
+            if self.is_up and self._refused is not None:
+                await self.put([self._refused])
+            if self.is_up and self._refused_note is not None:
+                await self.write_note(*self._refused_note)
+        self._putting_again = None
 
     async def _ask(
         self,

@@ -226,10 +226,17 @@ class TieredStore(KVStore):
             await tier.ask(lambda tier=tier: _and_true(tier.store.remove_note(name)), False)  # type: ignore[misc]
 
     def answers(self, shared: Collection[int]) -> bool:
+        """Whether one of these shared tiers, by their numbers among these, can be asked."""
         return any(tier.is_up for number, tier in enumerate(self._shared()) if number in shared)
 
+    def on_takes(self, call: Callable[[], None]) -> None:
+        """Call this whenever `takes` has changed, on the store's loop."""
+        for tier in self._shared():
+            tier.on_takes = call
+
     def takes(self) -> list[int]:
-        return [number for number, tier in enumerate(self._shared()) if tier.takes is not False]
+        """The shared tiers, by their numbers among these, that took all that they were last given."""
+        return [number for number, tier in enumerate(self._shared()) if tier.takes]
 
     # Insight.
 

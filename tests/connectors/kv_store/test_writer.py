@@ -30,6 +30,7 @@ class SlowStore:
         self.works = True
         self.noted: list[str] = []
         self.changed = threading.Semaphore(0)
+        self.taking_changed: Any = None
 
     async def put(self, blocks: list[Block]) -> list[Put]:
         await self.gate.wait()
@@ -43,6 +44,9 @@ class SlowStore:
 
     async def remove_note(self, name: str) -> None:
         self.noted.append(f"-{name}")
+
+    def on_takes(self, call: Any) -> None:
+        self.taking_changed = call
 
     def takes(self) -> list[int]:
         return [0, 2] if self.works else []
@@ -101,7 +105,10 @@ def test_a_hand_off_is_told_with_the_stores_that_took_it(loop: TransferLoop) -> 
     producer.store.works = False
     producer.mark("b")
     assert producer.told.acquire(timeout=60)
-    assert producer.saved == [Saved("a", [0, 2]), Saved("b", [])]
+    producer.store.works = True
+    loop.call(producer.store.taking_changed)
+    assert producer.told.acquire(timeout=60)
+    assert producer.saved == [Saved("a", [0, 2]), Saved("b", []), Saved("b", [0, 2])]
     assert producer.store.noted[-1] == "b.0"
     producer.writer.close()
 

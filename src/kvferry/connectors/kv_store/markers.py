@@ -113,7 +113,8 @@ class Markers:
 
 class MarkerProducer:
     """Leaves markers, and gives signs while the producer writes, so that a consumer knows for how long to wait for one.
-    A store that takes nothing gets no signs. Used on the store's loop."""
+    A store that takes nothing gets no signs. Reports which stores took a marker, and later changes of that. Used on
+    the store's loop."""
 
     def __init__(
         self,
@@ -126,7 +127,9 @@ class MarkerProducer:
     ) -> None:
         self._store, self._markers, self._engine_id = store, markers, engine_id
         self._is_writing, self._report = is_writing, report
+        self._marked_last: str | None = None
         self._wrote_at = 0.0
+        store.on_takes(self._taking_changed)
         self.signs: asyncio.Task[None] | None = None
 
     def writes(self) -> None:
@@ -140,7 +143,12 @@ class MarkerProducer:
         try:
             await self._markers.write(self._store, marker)
         finally:
+            self._marked_last = marker.transfer_id
             self._report(Saved(marker.transfer_id, self._store.takes()))
+
+    def _taking_changed(self) -> None:
+        if self._marked_last is not None:
+            self._report(Saved(self._marked_last, self._store.takes()))
 
     async def _give_signs(self) -> None:
         name, gave = sign_of(self._engine_id), False

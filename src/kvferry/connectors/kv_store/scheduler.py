@@ -111,7 +111,7 @@ class KVStoreSchedulerSide(SchedulerSide[StorePlan], HandsOff, KeepsBlocks[Store
         self._ways = ways_to_hand_off(specs, context.layout)
         self._kinds = tuple(f"store: {way}" for way in self._ways)
         self._reached: list[str] | None = None
-        """The `_ways` by which the last hand-off could go; None: there was none."""
+        """The `_ways` by which a hand-off could go now; None: there was none."""
         self._sealer = TicketSealer(context.auth_token, context.clock)
         self._work = StorePlan()
         self._requests: dict[str, _RequestState] = {}
@@ -136,6 +136,10 @@ class KVStoreSchedulerSide(SchedulerSide[StorePlan], HandsOff, KeepsBlocks[Store
         """Tickets whose marker lies in a store; none, if other instances do not see this store."""
         kinds = TicketKinds(writes=self._kinds, reads=self._kinds)
         return kinds.within(produces=self._config.produces, consumes=self._config.consumes)
+
+    def stores_take_kv(self) -> bool:
+        """False while none of the shared tiers takes anything."""
+        return self._reached != []
 
     def reads(self, ticket: Ticket) -> bool:
         """Whether the ticket has no address and this side can find its marker."""

@@ -280,6 +280,10 @@ class MultiSchedulerSide(SchedulerSide[MultiPlan], HandsOff, KeepsBlocks[MultiPl
         """Release a hand-off of the child that hands off."""
         return self._hands_off is not None and self._hands_off.release(transfer_id)
 
+    def stores_take_kv(self) -> bool:
+        """Whether those of the child that hands off do."""
+        return self._hands_off is None or self._hands_off.stores_take_kv()
+
     def refused(self, transfer_id: str) -> None:
         """Have the child that hands off report a refused prefill to consumers that wait for it."""
         if self._hands_off is not None:

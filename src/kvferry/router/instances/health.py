@@ -42,8 +42,8 @@ _PROBED_MODEL = "kvferry-probe"
 
 class Health:
     """Tells instances how they are. One that is well and not known yet is asked about itself, so that no request has to
-    wait for that. One that left a request without an answer gets a request of the router's own, and one that answered
-    without a ticket is looked at for a connector."""
+    wait for that; again each time, while its stores take no KV. One that left a request without an answer gets a
+    request of the router's own, and one that answered without a ticket is looked at for a connector."""
 
     def __init__(self, pools: Pools, connections: Connections, config: RouterConfig, clock: Clock) -> None:
         self._pools, self._connections, self._config, self._clock = pools, connections, config, clock
@@ -106,7 +106,7 @@ class Health:
         if status != 200:
             instance.is_down(f"it answers GET /health with {status}")
             return
-        if isinstance(instance.facts, Unasked):
+        if isinstance(instance.facts, Unasked) or not instance.stores_take_kv:
             try:
                 instance.learn(await ask_about(instance, self._connections, self._config.protocol, timeout_s))
             except ProtocolError as error:

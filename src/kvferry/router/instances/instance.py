@@ -154,6 +154,8 @@ class Instance:
         self._revision = revision or Revision()
         self.facts: Facts = Unasked()
         """Written by `learn` only."""
+        self.stores_take_kv = True
+        """Of the facts; False while whatever it hands off has to be computed again."""
         self.model_names: list[str] = []
         """Of the facts; empty if it does not say which models it has."""
         self.load = InstanceLoad()
@@ -242,6 +244,12 @@ class Instance:
         before, self.facts = self.facts, facts
         if facts != before:
             self.model_names = facts.model_names if isinstance(facts, InstanceFacts | VllmFacts | SglangFacts) else []
+            took, self.stores_take_kv = self.stores_take_kv, True
+            if isinstance(facts, InstanceFacts):
+                self.stores_take_kv = facts.stores_take_kv
+                if took != facts.stores_take_kv:
+                    what = "no KV; no requests are split over it meanwhile" if took else "KV again"
+                    logger.warning("%s (%s): its stores take %s", self, self.url, what)
             self._revision.number += 1
 
     # What is asked.

@@ -11,7 +11,8 @@ from kvferry.router.config import RouterConfig
 from kvferry.router.instances.instance import BOOTSTRAP_PORT, Instance, LegRole, Revision, normalise_url
 
 NO_TICKETS_S, WITHOUT_KV_S = 60.0, 2.0
-"""How long requests are not split over a prefill instance that answers without tickets, or whose store takes no KV."""
+"""How long requests are not split over a prefill instance that answers without tickets, or whose store takes no KV and
+which cannot be asked whether it does again."""
 
 
 class RolePool:
@@ -38,12 +39,11 @@ class RolePool:
         self.without_tickets[instance] = self._clock.monotonic() + seconds
 
     def hand_off(self, instances: Sequence[Instance]) -> Sequence[Instance]:
-        """`instances` without those that are left out."""
-        if not self.without_tickets:
-            return instances
-        now = self._clock.monotonic()
-        self.without_tickets = {one: until for one, until in self.without_tickets.items() if until > now}
-        return [one for one in instances if one not in self.without_tickets]
+        """`instances` without those that are left out, or whose stores take no KV."""
+        if self.without_tickets:
+            now = self._clock.monotonic()
+            self.without_tickets = {one: until for one, until in self.without_tickets.items() if until > now}
+        return [one for one in instances if one.stores_take_kv and one not in self.without_tickets]
 
     def drop(self, instance: Instance) -> None:
         """Remove an instance from the choice."""

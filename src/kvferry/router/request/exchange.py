@@ -245,11 +245,18 @@ class Exchange:
         """A decode instance is called with P's ticket. `last` has failed with the early one."""
         self._fetched = hand_off
         if hand_off.ticket is not None and is_without_kv(hand_off.ticket):
-            self._services.pools.prefill.leave_out(hand_off.prefill, WITHOUT_KV_S)
+            self._leave_out(hand_off.prefill)
         answer = await self._decode(self._decode_body(hand_off.ticket, hand_off.form), hand_off, last)
         if answer.verdict == "fault" and isinstance(hand_off.prefill.facts, VllmFacts):
             hand_off.prefill.learn(Unasked())  # Another process may be at its address now; `Health` asks it.
         return answer
+
+    def _leave_out(self, prefill: Instance) -> None:
+        """Its stores take no KV: split no requests over it until `Health` hears that they do, or for a while."""
+        if isinstance(prefill.facts, InstanceFacts):
+            prefill.learn(msgspec.structs.replace(prefill.facts, stores_take_kv=False))
+        else:
+            self._services.pools.prefill.leave_out(prefill, WITHOUT_KV_S)
 
     async def _decode(self, body: bytes, hand_off: HandOff | None, last: Leg | None = None) -> Leg:
         """The first good answer of a decode instance, after a pause if all are full; otherwise the last bad answer, so
