@@ -15,11 +15,11 @@ from fleet.recording import RecordingDisplay
 from fleet.test_foreign import foreign, up
 from kvferry.core.errors import ConfigError
 from kvferry.engine.config import EngineConfig
+from kvferry.engine.server.registrar import make_registrar
 from kvferry.fleet.local import TOKEN_VARIABLE, LocalFleet
 from kvferry.fleet.restart import RestartPolicy
 from kvferry.fleet.spec import FleetSpec, InstanceSpec, Listen
 from kvferry.http.config import HttpConfig
-from kvferry.http.registrar import make_registrar
 from kvferry.router.config import RouterConfig
 from router.peers import SECRET, routing
 from router.test_membership import holds

@@ -18,10 +18,10 @@ import pytest
 from kvferry.core.errors import ConfigError, Unavailable
 from kvferry.core.keys import CHALLENGE_PATH, Signer, Verifier
 from kvferry.core.registration import REGISTER_PATH, Registered
-from kvferry.http import registrar as registrar_module
+from kvferry.engine.server import registrar as registrar_module
+from kvferry.engine.server.registrar import Registrar, RegistrarConfig, make_registrar
 from kvferry.http.config import HttpConfig
 from kvferry.http.origin import Origin
-from kvferry.http.registrar import Registrar, RegistrarConfig, make_registrar
 from kvferry.router.app import Router
 from kvferry.router.config import RouterConfig
 from kvferry.router.instances.instance import Unasked

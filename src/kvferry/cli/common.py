@@ -16,6 +16,7 @@ from kvferry.core.names import resolve, without_collections
 from kvferry.core.transfer_config import KVTransferConfig
 from kvferry.engine.config import EngineConfig
 from kvferry.engine.server.config import ServerConfig
+from kvferry.engine.server.registrar import make_registrar
 from kvferry.fleet.arguments import variable_name
 from kvferry.fleet.display import ReportingDisplay, make_display
 from kvferry.fleet.ready import ReadyWriter
@@ -25,7 +26,6 @@ from kvferry.fleet.supervisor import DEFAULT_POLICY, FleetPlan, LocalSupervisor
 from kvferry.fleet.transfer import InstanceRole, require_registrable
 from kvferry.http.config import HttpAccess, InstanceAccess
 from kvferry.http.limits import HttpLimits
-from kvferry.http.registrar import make_registrar
 from kvferry.models.digest_cache import DigestCache
 from kvferry.observe.logs import LogConfig, set_up_logging
 from kvferry.router.config import RouterConfig

@@ -19,8 +19,8 @@ from kvferry.engine.config import EngineConfig
 from kvferry.engine.engine import Engine
 from kvferry.engine.server.app import serve
 from kvferry.engine.server.config import ServerConfig
+from kvferry.engine.server.registrar import RegistrarConfig
 from kvferry.http.listen import authority
-from kvferry.http.registrar import RegistrarConfig
 
 log = logging.getLogger(__name__)
 

@@ -11,6 +11,7 @@ from kvferry.core import environment
 from kvferry.core.errors import ConfigError
 from kvferry.core.keys import shared_token, users_token
 from kvferry.engine.config import EngineConfig
+from kvferry.engine.server.registrar import make_registrar
 from kvferry.fleet.arguments import flag_name, to_arguments
 from kvferry.fleet.cpu import CorePlan, Cores, available_cores, parse_cores, plan_cores, thread_variables
 from kvferry.fleet.process import PROGRAM, ProcessSpec
@@ -22,7 +23,6 @@ from kvferry.fleet.vllm.instances import InstancePlace, VllmInstances
 from kvferry.fleet.vllm.ports import free_ports
 from kvferry.http.config import HttpAccess, InstanceAccess
 from kvferry.http.limits import HttpLimits
-from kvferry.http.registrar import make_registrar
 from kvferry.observe.logs import INSTANCE_VARIABLE, TEXT, LogConfig
 from kvferry.router.config import RouterConfig
 

@@ -18,13 +18,13 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from kvferry.core.errors import ProtocolError
+from kvferry.engine.server.registrar import RegistrarConfig
 from kvferry.fleet.asking import serves
 from kvferry.fleet.cpu import Cores
 from kvferry.fleet.first_cause import FirstCause
 from kvferry.fleet.fork_server import ForkedChild, ForkServer
 from kvferry.fleet.launcher import launching
 from kvferry.fleet.ready import MAX_LINE_BYTES, READY_FLAG, InstanceReady, StartProgress, parse_message
-from kvferry.http.registrar import RegistrarConfig
 
 PROGRAM = (sys.executable, "-m", "kvferry.cli.main")
 

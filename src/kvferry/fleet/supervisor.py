@@ -24,6 +24,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
+from kvferry.engine.server.registrar import Registrar
 from kvferry.fleet.asking import serves
 from kvferry.fleet.display import Display
 from kvferry.fleet.fork_server import ForkServer
@@ -32,7 +33,6 @@ from kvferry.fleet.process import Process, ProcessSpec
 from kvferry.fleet.ready import InstanceReady
 from kvferry.fleet.restart import Again, GiveUp, RestartPolicy
 from kvferry.http.listen import BACKLOG, reserve
-from kvferry.http.registrar import Registrar
 
 logger = logging.getLogger(__name__)
 

@@ -9,8 +9,8 @@ from kvferry.engine.server.config import ServerConfig
 from kvferry.engine.server.context import ServerContext
 from kvferry.engine.server.endpoint import chat_route, completions_route
 from kvferry.engine.server.engine_protocol import EngineFront
+from kvferry.engine.server.registrar import RegisteredServer, RegistrarConfig
 from kvferry.engine.server.utility_routes import UtilityRoutes
-from kvferry.http.registrar import RegisteredServer, RegistrarConfig
 from kvferry.http.routes import Route, Routes
 from kvferry.http.server import HttpServer, OnListening, signals_end
 
