@@ -14,10 +14,10 @@ import httptools
 from kvferry.http.call import Call
 from kvferry.http.client import HttpClient
 from kvferry.http.config import HttpConfig
-from kvferry.http.fast_path import Pattern
 from kvferry.http.keys import Access
 from kvferry.http.limits import HttpLimits
 from kvferry.http.origin import Origin
+from kvferry.http.relay import Pattern
 from kvferry.http.request import HttpRequest
 from kvferry.http.response import Response
 from kvferry.http.routes import Route, Routes

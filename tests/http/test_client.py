@@ -14,6 +14,7 @@ from kvferry.http.call import Call
 from kvferry.http.client import HttpClient
 from kvferry.http.errors import AnswerTimeout, Unreachable
 from kvferry.http.origin import Origin
+from kvferry.http.relay import relay
 from kvferry.http.request import HttpRequest
 from kvferry.http.response import Response
 from kvferry.http.routes import Route, Routes
@@ -275,7 +276,7 @@ def proxy(client: HttpClient, origin: Origin, seen: list[bytes] | None = None) -
             return
         try:
             response.start(answer.status, [one for one in answer.headers if one[0] not in _HOP])
-            await answer.relay(response, Seen(see if seen is not None else bytes))
+            await relay(answer, response, Seen(see if seen is not None else bytes))
             response.end()
         except TransferError:
             response.cut()
@@ -408,7 +409,7 @@ async def test_a_connection_that_the_end_of_an_answer_paused_is_read_again() -> 
         (caller,) = front.server._connections
         caller._transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         response.start(200, [(b"content-length", b"%d" % NUM_BYTES)])
-        await answer.relay(response, Seen(bytes))  # in one piece, which the client does not read
+        await relay(answer, response, Seen(bytes))  # in one piece, which the client does not read
         response.end()
         ended_slow.set_result(response.slow)
 
@@ -461,7 +462,7 @@ async def test_who_was_slow_already_has_the_next_answers_instance_wait() -> None
 
         try:
             calls.append(answer)
-            await answer.relay(response, Seen(see))
+            await relay(answer, response, Seen(see))
         finally:
             handlers.cancelled.set()
             answer.close()

@@ -21,7 +21,7 @@ import pytest
 
 from kvferry.core.errors import TransferError
 from kvferry.http.client import HttpClient
-from kvferry.http.fast_path import Pattern, library
+from kvferry.http.relay import Pattern, library, relay
 from kvferry.http.request import HttpRequest
 from kvferry.http.response import Response
 from kvferry.http.routes import Route, Routes
@@ -164,7 +164,7 @@ async def forwarding(cases: Cases, how: Callable[[], Any], *, fast_path: bool) -
             return
         try:
             response.start(answer.status, [one for one in answer.headers if one[0] == b"content-length"])
-            await answer.relay(response, how())
+            await relay(answer, response, how())
             response.end()
         except TransferError:
             response.cut()

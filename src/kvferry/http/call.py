@@ -16,13 +16,11 @@ from enum import Enum, auto
 from typing import TYPE_CHECKING, Protocol
 
 from kvferry.core.errors import PeerLost, ProtocolError, TransferError
-from kvferry.http.fast_path import FastStream, Pattern
 from kvferry.http.headers import RawHeaders
 
 if TYPE_CHECKING:
     from kvferry.http.client_connection import ClientConnection
     from kvferry.http.pool import Pool
-    from kvferry.http.response import Response
 
 _BUFFERED_BYTES = 256 * 1024
 """Of a body that nobody reads yet; the instance then waits."""
@@ -39,17 +37,21 @@ class CallState(Enum):
     CLOSED = auto()
 
 
-class Reader(Protocol):
-    """Makes of a body what the client gets."""
+class Bypass(Protocol):
+    """What reads an answer's body from the socket in place of its transport."""
 
-    def take(self, payload: bytes) -> bytes:
-        """What is written for the next piece. Raises `TransferError`, which ends the call."""
+    @property
+    def num_received(self) -> int:
+        """Bytes that have come and that the call has not counted yet."""
 
-    def pattern(self) -> Pattern | None:
-        """Which chunks may be passed on without `take`; None: none. Asked after each piece."""
+    def pause_reading(self) -> None:
+        """Let the instance wait."""
 
-    def passed(self, kept: bytes) -> None:
-        """What was kept of chunks that were passed on without `take`. Called before the next piece is taken."""
+    def resume_reading(self) -> None:
+        """Read on."""
+
+    def stop(self) -> None:
+        """Let the transport read again. May be called repeatedly."""
 
 
 class Call:
@@ -57,9 +59,9 @@ class Call:
     ended, so that the instance stops."""
 
     __slots__ = (
-        "_buffered", "_connect_s", "_connection", "_data", "_fast", "_most_kept", "_on_change", "_paused", "_pieces",
+        "_buffered", "_bypass", "_connect_s", "_connection", "_data", "_most_kept", "_on_change", "_paused", "_pieces",
         "_pool", "_repeatable", "_reused", "_sink", "_task", "_waiter", "bodiless", "chunked", "error", "first",
-        "headers", "num_received", "state", "status",
+        "headers", "num_received", "relays", "state", "status",
     )  # fmt: skip
 
     def __init__(
@@ -72,6 +74,8 @@ class Call:
         bodiless: bool,
     ) -> None:
         self._pool, self._data, self._connect_s = pool, data, connect_s
+        self.relays = pool.relays
+        """What passes bodies on in compiled code, for `relay`."""
         self._repeatable, self.bodiless = repeatable, bodiless
         self._on_change: Callable[[], None] | None = None
         self.state = CallState.CONNECTING
@@ -92,7 +96,7 @@ class Call:
         self._pieces: list[bytes] = []
         self._buffered, self._most_kept = 0, 0
         self._sink: Callable[[bytes], None] | None = None
-        self._fast: FastStream | None = None
+        self._bypass: Bypass | None = None
         connection = pool.take_free()
         if connection is not None:
             self._send(connection, reused=True)
@@ -168,8 +172,8 @@ class Call:
             return
         connection, self._connection = self._connection, None
         self.state, self.error = state, error
-        if self._fast is not None:
-            self._fast.stop()
+        if self._bypass is not None:
+            self._bypass.stop()
         if connection is not None:
             if self._paused and state is CallState.COMPLETE and connection.transport is not None:
                 connection.transport.resume_reading()
@@ -203,8 +207,13 @@ class Call:
 
     @property
     def num_received_so_far(self) -> int:
-        """`num_received`, with what the fast path has passed on."""
-        return self.num_received + (0 if self._fast is None else self._fast.num_received)
+        """`num_received`, with what a bypass has passed on."""
+        return self.num_received + (0 if self._bypass is None else self._bypass.num_received)
+
+    @property
+    def connection(self) -> ClientConnection | None:
+        """The connection that the answer comes on."""
+        return self._connection
 
     @property
     def paused(self) -> bool:
@@ -269,36 +278,14 @@ class Call:
         self._most_kept = max_bytes
         self.resume_reading()
 
-    async def relay(self, response: Response, reader: Reader) -> None:
-        """Write what `reader` makes of the body to a response that has begun, as it comes and no faster than its client
-        reads. The response is left open: call its `end`, or go on with another call. Raises what ended the call
-        early."""
+    def pass_to(self, sink: Callable[[bytes], None] | None) -> None:
+        """Give further pieces of the body to `sink`, which may raise `TransferError` to end the call; None: keep them
+        until they are taken."""
+        self._sink = sink
 
-        def write(payload: bytes) -> None:
-            response.write(reader.take(payload))
-
-        if self._pieces:
-            try:
-                write(self.take())
-            except TransferError as error:
-                self.fail(error)
-                raise
-        if self.state is CallState.COMPLETE:
-            return
-        self._sink = write
-        response.pauses(self)
-        try:
-            if self._pool.fast_path is not None and self.chunked and self._connection is not None:
-                self._pool.fast_path.forward(self._connection, self, response, reader)
-            while not self.is_over:
-                await self.changed()
-        finally:
-            self._sink = None
-            if self._fast is not None:
-                self._fast.stop()
-            response.pauses(None)
-        if self.error is not None:
-            raise self.error
+    def read_by(self, bypass: Bypass | None) -> None:
+        """The body is read by `bypass`; None: by the connection's transport again."""
+        self._bypass = bypass
 
     def pause_reading(self) -> None:
         """Make the instance wait."""
@@ -312,13 +299,9 @@ class Call:
         if self._paused == paused:
             return
         self._paused = paused
-        source = self._fast or (self._connection.transport if self._connection is not None else None)
+        source = self._bypass or (self._connection.transport if self._connection is not None else None)
         if source is not None:
             source.pause_reading() if paused else source.resume_reading()
-
-    def take_over(self, fast: FastStream | None) -> None:
-        """The body's bytes are read by `fast`; None: by the connection again."""
-        self._fast = fast
 
     def fail(self, error: TransferError) -> None:
         """End it because of `error`."""
@@ -337,8 +320,8 @@ class Call:
         if self._task is not None:
             self._task.cancel()
         connection, self._connection, self.state = self._connection, None, CallState.CLOSED
-        if self._fast is not None:
-            self._fast.stop()
+        if self._bypass is not None:
+            self._bypass.stop()
         if connection is not None:
             connection.close()
 

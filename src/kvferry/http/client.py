@@ -17,10 +17,10 @@ from typing import Self
 from kvferry.core.errors import ConfigError
 from kvferry.http.call import Call
 from kvferry.http.errors import AnswerTimeout
-from kvferry.http.fast_path import FastPath, library
 from kvferry.http.headers import RawHeaders, header_lines, request_line
 from kvferry.http.origin import Origin
 from kvferry.http.pool import Pool
+from kvferry.http.relay import Relays, library
 
 _TICK_S = 0.1
 _REPEATABLE = frozenset({"GET", "HEAD", "OPTIONS", "PUT", "DELETE"})
@@ -35,7 +35,7 @@ class HttpClient:
     """An asynchronous context manager; used on one event loop. Owns a `Pool` for each origin that is in use.
 
     `idle_s`: how long a free connection is kept, less than the 5 s after which uvicorn, and so vLLM, closes it.
-    `fast_path`: whether streamed answers are passed on in compiled code, compiled in the background if it must be.
+    `fast_path`: whether streamed answers are relayed in compiled code, compiled in the background if it must be.
     `who`: whose client it is, for errors.
     """
 
@@ -53,14 +53,14 @@ class HttpClient:
         self._wants_fast_path = fast_path
         self._pools: dict[Origin, Pool] = {}
         self._ticking: asyncio.TimerHandle | None = None
-        self._fast_path: FastPath | None = None
+        self._relays: Relays | None = None
         self._opening: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
         self._tick()
         if self._wants_fast_path:
-            self._fast_path = FastPath()
-            self._opening = asyncio.create_task(_open_fast_path(self._fast_path))
+            self._relays = Relays()
+            self._opening = asyncio.create_task(_open(self._relays))
         return self
 
     async def __aexit__(
@@ -71,9 +71,9 @@ class HttpClient:
         for pool in self._pools.values():
             pool.close()
         self._pools.clear()
-        if self._opening is not None and self._fast_path is not None:
+        if self._opening is not None and self._relays is not None:
             self._opening.cancel()
-            self._fast_path.close()
+            self._relays.close()
         await asyncio.sleep(0)  # transports close with the loop's next turn
 
     def start(
@@ -130,7 +130,7 @@ class HttpClient:
             if origin.tls and self._tls is None:
                 raise ConfigError(f"{origin} needs TLS, and this client was given none")
             context = self._tls if origin.tls else None
-            pool = self._pools[origin] = Pool(origin, self._most, self._idle_s, context, self._fast_path, self._who)
+            pool = self._pools[origin] = Pool(origin, self._most, self._idle_s, context, self._relays, self._who)
         return pool
 
     def forget(self, origin: Origin) -> None:
@@ -158,7 +158,7 @@ class HttpClient:
             pool.check()
 
 
-async def _open_fast_path(fast_path: FastPath) -> None:
+async def _open(relays: Relays) -> None:
     """In a thread that nobody waits for at the end: what is compiled may wait for what another process compiles."""
     found: asyncio.Future[ctypes.PyDLL | None] = asyncio.get_running_loop().create_future()
 
@@ -167,5 +167,5 @@ async def _open_fast_path(fast_path: FastPath) -> None:
         with suppress(RuntimeError):  # the loop is closed
             found.get_loop().call_soon_threadsafe(lambda: None if found.done() else found.set_result(result))
 
-    Thread(target=find, name="compiles the fast path", daemon=True).start()
-    fast_path.open(await found)
+    Thread(target=find, name="compiles the relay", daemon=True).start()
+    relays.open(await found)

@@ -28,7 +28,6 @@ from kvferry.core.errors import RequestError, Unavailable
 from kvferry.core.openai import error_envelope, internal_error
 from kvferry.http.body import Body
 from kvferry.http.errors import BadHttp, HeadersTooLarge, RequestTimeout
-from kvferry.http.fast_path import FastStream, plain_fd
 from kvferry.http.headers import HttpDate, RawHeaders, response_head
 from kvferry.http.keys import Side
 from kvferry.http.limits import HttpLimits
@@ -124,7 +123,6 @@ class ServerConnection(asyncio.Protocol):
         self._writable = True
         self._drained: list[asyncio.Future[None]] = []
         self._producer: Producer | None = None
-        self._fast: FastStream | None = None
         self._stalled_since, self._stalled_bytes = 0.0, 0
         self._lingered = 0
 
@@ -189,8 +187,6 @@ class ServerConnection(asyncio.Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         """The client is gone; its work is cancelled, unless it has its whole answer."""
-        if self._fast is not None:
-            self._fast.stop()  # now: the socket is closed when this call returns, and its number may be another's
         if self._lost:
             return
         self._lost = True
@@ -495,11 +491,9 @@ class ServerConnection(asyncio.Protocol):
         if producer is not None and not self._writable:
             producer.pause_reading()
 
-    def plain_fd(self) -> int:
-        return -1 if self._lost else plain_fd(self._transport)
-
-    def take_over(self, fast: FastStream | None) -> None:
-        self._fast = fast
+    @property
+    def transport(self) -> asyncio.Transport | None:
+        return None if self._lost else self._transport
 
     @property
     def num_unsent(self) -> int:

@@ -13,7 +13,6 @@ from collections import deque
 from kvferry.core.errors import LeakError
 from kvferry.http.client_connection import ClientConnection
 from kvferry.http.errors import AnswerTimeout, Unreachable
-from kvferry.http.fast_path import FastPath
 from kvferry.http.origin import Origin
 from kvferry.http.tls import advice
 
@@ -27,11 +26,11 @@ class Pool:
         most: int,
         idle_s: float,
         context: ssl.SSLContext | None,
-        fast_path: FastPath | None,
+        relays: object,
         who: str,
     ) -> None:
         self._origin, self._most, self._idle_s, self._who = origin, most, idle_s, who
-        self._context, self.fast_path = context, fast_path
+        self._context, self.relays = context, relays
         self.authority = origin.authority.encode()
         self._loop = asyncio.get_running_loop()
         self._free: deque[ClientConnection] = deque()  # the freshest last

@@ -7,17 +7,15 @@ returns without completing its answer, the connection is cut, so that the client
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import Literal, Protocol
 
 from kvferry.core.errors import RequestError
 from kvferry.core.openai import REQUEST_ID_HEADER, SSE_DONE, error_envelope, error_headers, sse_event
 from kvferry.http.errors import HttpRefusal
 from kvferry.http.headers import RawHeaders, as_raw, first_values, response_head
 from kvferry.http.request import HttpRequest
-
-if TYPE_CHECKING:
-    from kvferry.http.fast_path import FastStream
 
 _REQUEST_ID = REQUEST_ID_HEADER.lower().encode()
 _CHUNKED = (b"transfer-encoding", b"chunked")
@@ -60,12 +58,9 @@ class Wire(Protocol):
     def set_producer(self, producer: Producer | None) -> None:
         """Pause this source while the client is slow."""
 
-    def plain_fd(self) -> int:
-        """The socket; -1 if what is sent must pass through the connection, because of TLS, or it is lost."""
-
-    def take_over(self, fast: FastStream | None) -> None:
-        """Something else writes to the socket too, while nothing is unsent here; it is stopped when the client is
-        gone."""
+    @property
+    def transport(self) -> asyncio.Transport | None:
+        """The client's; None when it has left."""
 
     @property
     def num_unsent(self) -> int:
@@ -221,16 +216,11 @@ class Response:
         """Pause `producer` while the client is slow; for callers that write without awaiting `drain`."""
         self._wire.set_producer(producer)
 
-    # For what forwards chunks past this object.
+    # For what writes chunks past this object.
 
-    def plain_fd(self) -> int:
-        """The client's socket if whole chunks may be written to it directly once nothing is unsent here; otherwise
-        -1."""
-        return self._wire.plain_fd() if self.framing == "chunked" and not self.ended else -1
-
-    def take_over(self, fast: FastStream | None) -> None:
-        """`fast` writes to the socket; None: no longer. It is stopped when the client is gone."""
-        self._wire.take_over(fast)
+    def chunks_to(self) -> asyncio.Transport | None:
+        """The client's transport if whole chunks may be written to its socket directly once nothing is unsent here."""
+        return self._wire.transport if self.framing == "chunked" and not self.ended else None
 
     @property
     def num_unsent(self) -> int:

@@ -21,9 +21,10 @@ import msgspec
 
 from kvferry.core.clock import Clock
 from kvferry.core.errors import PeerLost, TransferError
-from kvferry.http.call import Call, CallState, Reader
+from kvferry.http.call import Call, CallState
 from kvferry.http.errors import AnswerTimeout, Unreachable
 from kvferry.http.headers import RawHeaders
+from kvferry.http.relay import Reader, relay
 from kvferry.http.response import Response
 from kvferry.observe.tracing import Span
 from kvferry.router.choice.work import Work
@@ -240,7 +241,7 @@ class Leg:
         if movable:
             self.patience = msgspec.structs.replace(self.patience, movable=True)
         try:
-            await self._call.relay(response, reader)
+            await relay(self._call, response, reader)
         except TransferError as error:
             raise self.error or PeerLost(f"the answer of {self.instance} cannot be read: {error}") from error
 

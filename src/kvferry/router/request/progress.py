@@ -15,7 +15,7 @@ import msgspec
 
 from kvferry.core.continuation import CONTINUE_KEY, LAST_MARK, MARK, Continuation, decode_mark
 from kvferry.core.instance_facts import InstanceFacts
-from kvferry.http.fast_path import Pattern
+from kvferry.http.relay import Pattern
 from kvferry.router.errors import UnreadableStream
 from kvferry.router.instances.instance import Facts
 from kvferry.router.request.leg_bodies import HAND_OFF_FIELD

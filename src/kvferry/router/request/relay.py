@@ -13,8 +13,8 @@ from operator import is_
 from kvferry.core.clock import Clock
 from kvferry.core.errors import PeerLost
 from kvferry.core.instance_facts import InstanceFacts
-from kvferry.http.fast_path import Pattern
 from kvferry.http.headers import RawHeaders
+from kvferry.http.relay import Pattern
 from kvferry.http.response import Response
 from kvferry.router.errors import BadAnswer, InstanceLost, InstanceSilent, Silent
 from kvferry.router.headers import for_client

@@ -12,7 +12,7 @@ from collections.abc import Collection
 from contextlib import suppress
 from typing import Any
 
-from kvferry.http.fast_path import Pattern
+from kvferry.http.relay import Pattern
 from kvferry.router.errors import UnreadableStream
 from kvferry.router.instances.instance import Facts
 from kvferry.router.request.progress import ERROR_EVENT, EventPassage

