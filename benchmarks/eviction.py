@@ -1,9 +1,10 @@
-"""How much of the prompts does each eviction policy find again, and how many operations a second does it take?
+"""How much of the prompts does each eviction policy find again, and what does it cost?
 
     python benchmarks/eviction.py --trace mooncake_synthetic.jsonl
 
 Hit ratios are of the recorded trace, if one is given, and of made-up conversations of several shapes, beside Belady's
-optimum. They do not depend on the machine. Operations a second are of one thread, with a million blocks kept.
+optimum. They do not depend on the machine. Microseconds are of processor time for each block of a trace, the replay
+included. Operations a second are of one thread, with a million blocks kept.
 """
 
 from __future__ import annotations
@@ -60,9 +61,11 @@ def _comparisons(trace: Path | None) -> Sequence[tuple[str, Comparison]]:
 
 
 def _table(found: Comparison) -> str:
-    rows = [["", *(f"{tokens / MILLION:g}M" for tokens in found.optimal_hit_ratio)]]
+    rows = [["", *(f"{tokens / MILLION:g}M" for tokens in found.optimal_hit_ratio), "µs a block"]]
     for name in POLICIES:
-        rows.append([name, *(f"{row.hit_ratio:.3f}" for row in found.policies if row.policy == name)])
+        of_one = [row for row in found.policies if row.policy == name]
+        costs = [row.cpu_s / row.operations * 1e6 for row in of_one]
+        rows.append([name, *(f"{row.hit_ratio:.3f}" for row in of_one), f"{min(costs):.1f}-{max(costs):.1f}"])
     rows.append(["optimum", *(f"{ratio:.3f}" for ratio in found.optimal_hit_ratio.values())])
     rows.append(["infinite", f"{found.infinite_hit_ratio:.3f}"])
     rows.insert(1, ["---"] * len(rows[0]))
