@@ -210,6 +210,7 @@ class _Server:
         self._core = self._engine.engine_core.engine_core
         self._answers: dict[str, Answer] = {}
         self._frozen = False
+        self._disk: Any = None
         while self._core.scheduler.has_requests():  # as a server's loop does: the connector hears from its workers
             self._step()
 
@@ -291,6 +292,13 @@ class _Server:
             abort_immediately=True,
         )
         self._core.add_request(*self._core.preprocess_add_request(request))
+
+    def hold_up_disk(self, seconds: float) -> None:
+        """Calls into directories of stores take so long from now on."""
+        from support.troubled_stores import HeldUpDisk
+
+        self._disk = self._disk or HeldUpDisk()
+        self._disk.set(seconds)
 
     def freeze(self) -> None:
         """No steps until `thaw`."""
