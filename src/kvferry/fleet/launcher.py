@@ -65,12 +65,15 @@ def _become(command: list[str]) -> None:
 
 def _guard(command: list[str]) -> None:
     """Run the command as a child, forward SIGTERM to it, and end as it ends. The supervisor then ends the group."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # until there is a child to forward it to
     child = os.fork()
     if child == 0:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
         signal.signal(signal.SIGUSR1, signal.SIG_DFL)
         _signal_when_gone(os.getppid(), signal.SIGKILL)
         _become(command)
     signal.signal(signal.SIGTERM, lambda *_: os.kill(child, signal.SIGTERM))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)  # so that its pid is its own for as long as it may be signalled
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
