@@ -14,6 +14,9 @@ from zlib import crc32
 import pytest
 from hypothesis import HealthCheck, settings
 
+from kvferry.connectors.kv_store import prober
+from kvferry.store.base import KVStore, StoreOptions
+from kvferry.store.tier import Tier
 from support.lmcache_server import LMCacheServer, is_installed
 from support.long_files import starting_place
 from support.valkey_server import BINARIES, ValkeyServer, server_binary
@@ -21,6 +24,8 @@ from support.valkey_server import BINARIES, ValkeyServer, server_binary
 # How fast this machine is at the moment is not what a test is about.
 settings.register_profile("kvferry", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("kvferry")
+
+PATIENCE_S = 5.0
 
 ModelMaker = Callable[..., Path]
 
@@ -33,6 +38,21 @@ gc.disable()
 def _memory_of_its_own(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Stores in memory are found by their names, which other workers and other runs of the tests use as well."""
     os.environ["XDG_RUNTIME_DIR"] = str(tmp_path_factory.mktemp("run"))
+
+
+@pytest.fixture(autouse=True)
+def _patience(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A store, or a P that writes to one, is slow here because other tests compute, and is waited for all the same;
+    but in tests of what happens to those that do not answer."""
+    if request.node.get_closest_marker("short_deadlines"):
+        return
+    init, usual_s = Tier.__init__, StoreOptions().deadline_s
+
+    def patient(self: Tier, name: str, url: str, store: KVStore, deadline_s: float) -> None:
+        init(self, name, url, store, PATIENCE_S if deadline_s == usual_s else deadline_s)
+
+    monkeypatch.setattr(Tier, "__init__", patient)
+    monkeypatch.setattr(prober, "SILENT_S", PATIENCE_S)
 
 
 @pytest.fixture(scope="session")

@@ -14,7 +14,7 @@ from adapters.test_hand_off import loaded
 from support.troubled_stores import DISK_STATES, MOUNTED, SERVER_STATES, OnDisk, OnServer
 from support.vllm_process import VllmProcess
 
-pytestmark = [pytest.mark.vllm, pytest.mark.processes, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.vllm, pytest.mark.processes, pytest.mark.timeout(300), pytest.mark.short_deadlines]
 
 NUM_TOKENS, PROMPT = 8, 200
 TIMEOUT_S = 300.0

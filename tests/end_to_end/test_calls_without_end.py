@@ -18,7 +18,7 @@ import pytest
 from support.endless import PLANTED
 from support.processes import KvferryProcess, begun, until
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.short_deadlines]
 
 FIRST, SECOND = list(range(7, 120)), list(range(200, 320))
 ANSWER_S = 20.0

@@ -15,6 +15,8 @@ from support.endless import EndlessFabric
 from support.engines import GREEDY, random_prompts, require_same
 from support.pairs import pair_of
 
+pytestmark = pytest.mark.short_deadlines
+
 TIMEOUT_S = 0.3
 EXTRA = {"transport": "support.endless:EndlessFabric", "timeout_s": TIMEOUT_S}
 BLOCK = {"block_size": 8}

@@ -17,6 +17,8 @@ from support.engines import GREEDY, Answer, random_prompts, require_same, run_pr
 from support.pairs import Pair, pair_of
 from support.troubled_stores import DISK_STATES, MOUNTED, ON_SERVER, SERVER_STATES, HeldUpDisk, OnDisk, OnServer
 
+pytestmark = pytest.mark.short_deadlines
+
 TIMEOUT_S = 300.0
 AT_ONCE_S = 8.0
 """For a request beside a store that is down, on a machine that does other things as well."""

@@ -34,6 +34,8 @@ from kvferry.store.upkeep import export, import_, verify
 from kvferry.testing.stores import LAYOUT, block_of, fetch, is_block, name_of, names_of, read_of
 from support.stopping import stop
 
+pytestmark = pytest.mark.short_deadlines
+
 WRITER = """
 import asyncio, itertools, os, signal, sys
 from kvferry.store.table import find_store

@@ -26,6 +26,8 @@ from kvferry.store.table import find_stores
 from kvferry.store.tiers import TieredStore
 from kvferry.transport.transfer_loop import TransferLoop
 
+pytestmark = pytest.mark.short_deadlines
+
 LAYOUT = make_layout(num_layers=2)
 MakeLoader = Callable[..., StoreLoader]
 
