@@ -2,7 +2,7 @@
 
     "lookup_buffer": "in_process_lookup_buffer:InProcessLookupBuffer"
 
-D hears of what P's table has directly, where others send messages, and copies from P's memory. `EntryTable` and
+D asks P's table for its news directly, where others send messages, and copies from P's memory. `EntryTable` and
 `Selection` do the rest for any lookup buffer: keys, leases and the fence at P, and at D where each block belongs. It is
 meant to be read, and for tests: a lease is not renewed while a request waits in D's queue.
 """
@@ -54,20 +54,20 @@ class InProcessLookupBuffer(LookupBuffer):
         def take(generation: int) -> None:
             share = selection.share
             if producer.table.take(want.key, generation, share.reader, share.num_readers, self.engine_id):
-                selection.hear(News(0, generation, held=True))
+                selection.on_news(News(0, generation, held=True))
 
         cursor, loop = Cursor(want.key), asyncio.get_running_loop()
 
-        def tell() -> None:
+        def pass_on() -> None:
             while (news := producer.table.news(cursor)) is not None:
-                selection.hear(news)
+                selection.on_news(news)
 
         def on_change() -> None:  # called on P's threads
-            loop.call_soon_threadsafe(tell)
+            loop.call_soon_threadsafe(pass_on)
 
         producer.table.listen(on_change)
         try:
-            tell()
+            pass_on()
             async with limited_to(want.deadline, f"hand-off {want.key!r}"):
                 return await selection.load(read, take, "memory")
         finally:

@@ -76,7 +76,7 @@ ALONE = [
     *(BUFFER + "entries:EntryTable." + name for name in ("open", "insert", "seal", "expire", "ended")),
     BUFFER + "fabric:FabricLookupBuffer.drop_select",
     BUFFER + "fabric:FabricLookupBuffer.keep",
-    BUFFER + "selection:Selection._hear",
+    BUFFER + "selection:Selection._record",
     BUFFER + "selection:Selection._read_batch",
     BUFFER + "selection:ArrivalMap.cover",
     BUFFER + "selection:ArrivalMap.spans",
@@ -108,9 +108,9 @@ TOGETHER = [
     BUFFER + "entries:EntryTable.take",
     BUFFER + "entries:EntryTable.renew",
     BUFFER + "fabric:Session._select",
-    BUFFER + "fabric:Session._tell",
+    BUFFER + "fabric:Session._send_news",
     BUFFER + "peers:PeerPool._find",
-    BUFFER + "peers:Peer.tell",
+    BUFFER + "peers:Peer.post",
 ]
 BY_TIME = [BUFFER + "entries:EntryTable.renew"]
 """Met only where a load takes long enough."""

@@ -157,7 +157,7 @@ async def test_hostile_frames_after_the_handshake_end_the_connection() -> None:
 async def test_a_frame_that_is_not_the_next_one_ends_the_connection(what: str) -> None:
     async with echo_listener() as listener:
         connection, other = [await dial(listener.host, listener.port, "echo", HERE, "secret", soon()) for _ in range(2)]
-        frame, following = (connection.encode(Hello(1, "ping", b"nonce")) for _ in range(2))
+        frame, following = (connection.sealed(encode_frame(Hello(1, "ping", b"nonce"))) for _ in range(2))
         match what:
             case "changed":
                 frame[-20] ^= 1
@@ -166,7 +166,7 @@ async def test_a_frame_that_is_not_the_next_one_ends_the_connection(what: str) -
             case "left out":
                 frame = following
             case "of another connection":
-                frame = other.encode(Hello(1, "ping", b"nonce"))
+                frame = other.sealed(encode_frame(Hello(1, "ping", b"nonce")))
             case "sent back":
                 await asyncio.get_running_loop().sock_sendall(connection.socket, frame)
                 header = await asyncio.get_running_loop().sock_recv(connection.socket, 4)

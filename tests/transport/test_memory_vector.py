@@ -7,8 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from kvferry.transport.connection import CALL_PIECES
-from kvferry.transport.memory_vector import MemoryVector
+from kvferry.transport.memory_vector import CALL_PIECES, MemoryVector
 
 
 @pytest.fixture
@@ -45,8 +44,8 @@ def test_bytes_arrive_in_order_however_the_kernel_cuts_them(
     lengths = [dice.randint(1, longest) for _ in range(count)]
     source = np.frombuffer(dice.randbytes(sum(lengths) + count), np.uint8)
     target = np.zeros_like(source)
-    sent, received = vector(source, spans_of(dice, lengths)), vector(target, spans_of(dice, lengths))
-    from_order, to_order = sent._vector.copy(), received._vector.copy()
+    from_order, to_order = spans_of(dice, lengths), spans_of(dice, lengths)
+    sent, received = vector(source, from_order), vector(target, to_order)
     while received.num_left:
         for part, sock in ((sent, ends[0]), (received, ends[1])):
             try:
@@ -59,9 +58,8 @@ def test_bytes_arrive_in_order_however_the_kernel_cuts_them(
     assert np.count_nonzero(target) <= sum(lengths)
 
 
-def gathered(memory: np.ndarray, order: np.ndarray) -> bytes:
-    start = memory.ctypes.data
-    return b"".join(memory[address - start : address - start + length].tobytes() for address, length in order.tolist())
+def gathered(memory: np.ndarray, spans: list[tuple[int, int]]) -> bytes:
+    return b"".join(memory[offset : offset + length].tobytes() for offset, length in spans)
 
 
 def test_what_the_socket_says(ends: tuple[socket.socket, socket.socket]) -> None:

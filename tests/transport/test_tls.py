@@ -16,13 +16,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 from kv_support import BlockRegion, make_layout, soon, until
+from numpy.typing import NDArray
 
 from kvferry.core.errors import AuthenticationFailed, ConfigError, KvferryError, PeerLost, ProtocolError
 from kvferry.core.transfer_config import KVTransferConfig
 from kvferry.transport.connection import PROTOCOL_VERSION, Connection, Identity
 from kvferry.transport.control import Listener, dial
 from kvferry.transport.fabric.base import FABRICS, FabricContext, build_fabrics, fabric_class
-from kvferry.transport.fabric.tcp import send_with
 from kvferry.transport.handshake import Hello
 from kvferry.transport.lookup_buffer.base import check as check_config
 from kvferry.transport.memory_vector import MemoryVector
@@ -249,7 +249,7 @@ async def test_bytes_go_between_the_places_they_belong_to(member: ChannelTls, lo
             except BlockingIOError:
                 continue
 
-    sending = asyncio.create_task(send_with(ours, PING, MemoryVector(addresses + source.ctypes.data, table)))
+    sending = asyncio.create_task(ours.send(PING, MemoryVector(addresses + source.ctypes.data, table)))
     assert await theirs.receive(Hello) == PING
     await asyncio.gather(sending, receive())
     for start, length in zip(starts.tolist(), lengths, strict=True):
@@ -259,10 +259,15 @@ async def test_bytes_go_between_the_places_they_belong_to(member: ChannelTls, lo
     await theirs.close()
 
 
+def whole(array: NDArray[np.uint8]) -> MemoryVector:
+    """All bytes of an array, which the caller keeps."""
+    return MemoryVector(np.array([array.ctypes.data]), np.array([len(array)]))
+
+
 async def test_a_send_that_is_cut_off_ends_the_connection(member: ChannelTls) -> None:
     ours, theirs = await joined(member)
     source = np.ones(64 * 2**20, np.uint8)
-    sending = asyncio.create_task(ours.send_bytes([source.data]))
+    sending = asyncio.create_task(ours.send(PING, whole(source)))
     await theirs.receive_into(memoryview(bytearray(100)))
     sending.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -277,7 +282,8 @@ async def test_a_send_that_is_cut_off_ends_the_connection(member: ChannelTls) ->
 
 async def test_an_aborted_connection_gives_out_nothing_that_is_not_clear_text(member: ChannelTls) -> None:
     ours, theirs = await joined(member)
-    await ours.send_bytes([bytearray(b"\x07" * 100_000)])
+    await ours.send(PING, whole(np.full(100_000, 7, np.uint8)))
+    await theirs.receive(Hello)
     theirs.abort()
     found = bytearray(100_000)
     with pytest.raises(PeerLost):

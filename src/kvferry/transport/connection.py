@@ -12,11 +12,9 @@ import asyncio
 import hashlib
 import hmac
 import socket
-from collections import deque
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from functools import cache
-from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -33,10 +31,6 @@ SEAL_BYTES = 16
 MAX_FRAME_BYTES = 16 * 2**20
 MAX_GREETING_BYTES = 64 * 2**10
 """The longest frame that is accepted from a peer that has not proved who it is."""
-CALL_BYTES = 2**20
-"""Offered to the kernel, or asked of it, in one call, which looks through all pieces even if it moves few."""
-CALL_PIECES = 512
-"""As `CALL_BYTES`, in number. Below Linux' IOV_MAX of 1024."""
 KEEPALIVE_IDLE_S = 10
 UNACKNOWLEDGED_MS = 20_000
 
@@ -67,7 +61,7 @@ def encode_frame(message: Message) -> bytearray:
 
 
 def seal_frame(frame: bytearray, key: bytes, number: int) -> bytearray:
-    """The same frame, sealed as number `number` of its connection's direction."""
+    """Seal a frame in place, as number `number` of its connection's direction; returns it."""
     frame += _seal(memoryview(frame)[HEADER_BYTES:].tobytes(), key, number)
     frame[:HEADER_BYTES] = (len(frame) - HEADER_BYTES).to_bytes(HEADER_BYTES, "big")
     return frame
@@ -118,18 +112,12 @@ class PlainSocket:
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
 
-    def send(self, views: deque[memoryview]) -> int:
-        """Send of these bytes, in order, what one call should have. Returns how many went."""
-        taken, num_bytes = list[memoryview](), 0
-        for view in islice(views, CALL_PIECES):
-            taken.append(view)
-            num_bytes += len(view)
-            if num_bytes >= CALL_BYTES:
-                break
-        return self._socket.sendmsg(taken)
+    def send(self, view: memoryview) -> int:
+        """Send of these bytes what fits. Returns how many were sent."""
+        return self._socket.send(view)
 
     def send_vector(self, vector: MemoryVector) -> int:
-        """Send of what is left of the vector, which advances by what went. Returns how many bytes."""
+        """Send of what is left of the vector, which advances. Returns how many bytes were sent."""
         return vector.send(self._socket)
 
     def receive(self, view: memoryview) -> tuple[int, bool]:
@@ -161,8 +149,12 @@ class Connection:
     peer: Identity
 
     def __init__(self, sock: socket.socket) -> None:
-        sock.setblocking(False)
-        _tune(sock)
+        """Raises `PeerLost`, and closes the socket, if the peer is gone already."""
+        try:
+            _tune(sock)
+        except OSError as error:
+            sock.close()
+            raise PeerLost(f"the peer left at once: {error}") from error
         self.socket = sock
         self.io = PlainSocket(sock)
         self._frame_limit = MAX_GREETING_BYTES
@@ -172,6 +164,12 @@ class Connection:
         self._sending = asyncio.Lock()
         self._cut_off = False
 
+    async def __aenter__(self) -> Connection:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
     # Frames.
 
     def trust(self, peer: Identity, send_key: bytes, receive_key: bytes) -> None:
@@ -180,15 +178,12 @@ class Connection:
         self.peer, self._frame_limit = peer, MAX_FRAME_BYTES
         self._send_key, self._receive_key = send_key, receive_key
 
-    def encode(self, message: Message) -> bytearray:
-        """The next frame of this connection, to be sent within `sending`."""
-        return self._sealed(encode_frame(message))
-
-    def _sealed(self, frame: bytearray) -> bytearray:
-        if not self._send_key:
-            return frame
-        self._num_sent += 1
-        return seal_frame(frame, self._send_key, self._num_sent)
+    def sealed(self, frame: bytearray) -> bytearray:
+        """The same frame, sealed in place as the next one that is sent, once both ends have proved who they are."""
+        if self._send_key:
+            self._num_sent += 1
+            seal_frame(frame, self._send_key, self._num_sent)
+        return frame
 
     def decode(self, body: bytes | bytearray | memoryview, kinds: Any) -> Any:
         """The message in the body of the next frame that came on this connection. Raises `ProtocolError`."""
@@ -199,65 +194,47 @@ class Connection:
         """The length of the body that a frame's header announces. Raises `ProtocolError` if it is too long."""
         return frame_length(header, self._frame_limit + SEAL_BYTES * bool(self._receive_key))
 
-    async def send(self, message: Message) -> None:
-        """Send one frame. Raises `ProtocolError` for one that is too long."""
+    async def send(self, message: Message, payload: MemoryVector | None = None) -> None:
+        """Send one frame, and the payload behind it, directly from its memory and with nobody else's bytes in between.
+
+        Raises `ProtocolError` for a frame that is too long. If it raises anything else or is cancelled, the connection
+        ends, since nothing can follow half a message.
+        """
         frame = encode_frame(message)
-        async with self.sending():
-            await self.send_all([self._sealed(frame)])
-
-    async def receive(self, kinds: Any) -> Any:
-        """The next frame, one of `kinds`. Raises `ProtocolError` on anything else."""
-        return self.decode(await self.receive_body(), kinds)
-
-    async def receive_body(self) -> bytearray:
-        """The next frame's bytes."""
-        header = bytearray(HEADER_BYTES)
-        await self.receive_into(memoryview(header))
-        body = bytearray(self.length_in(header))
-        await self.receive_into(memoryview(body))
-        return body
-
-    # Bytes.
-
-    async def send_bytes(self, pieces: Sequence[bytearray | memoryview]) -> None:
-        """Send these bytes in order, directly from their memory, with nobody else's in between."""
-        async with self.sending():
-            await self.send_all(pieces)
-
-    @asynccontextmanager
-    async def sending(self) -> AsyncIterator[None]:
-        """While the body runs, nobody else sends. If it raises, the connection ends, since nothing can follow half a
-        message."""
         async with self._sending:
             if self._cut_off:
                 raise PeerLost("the connection was closed in the middle of a message")
             try:
                 with translated_errors():
-                    yield
+                    await self._transmit(self.sealed(frame), payload)
             except BaseException:
                 self._cut_off = True
                 self.abort()
                 raise
 
-    async def send_all(self, pieces: Sequence[bytearray | memoryview]) -> None:
-        """What `send_bytes` does, for use within `sending`."""
-        rest = deque(memoryview(piece) for piece in pieces if len(piece))
-        num_since = 0
-        while rest:
+    async def _transmit(self, frame: bytearray, payload: MemoryVector | None) -> None:
+        rest, num_since = memoryview(frame), 0
+        while rest or (payload is not None and payload.num_left):
             try:
-                sent = self.io.send(rest)
+                num_sent = self.io.send(rest) if rest or payload is None else self.io.send_vector(payload)
             except BlockingIOError:
                 await self.writable()
                 num_since = 0
                 continue
-            num_since += sent
-            while sent and sent >= len(rest[0]):
-                sent -= len(rest.popleft())
-            if sent:
-                rest[0] = rest[0][sent:]
+            rest, num_since = rest[num_sent:], num_since + num_sent
             if num_since >= self.io.turn_bytes:  # the kernel takes much at once: let other tasks have the loop
                 await asyncio.sleep(0)
                 num_since = 0
+
+    async def receive(self, kinds: Any) -> Any:
+        """The next frame, one of `kinds`. Raises `ProtocolError` on anything else."""
+        header = bytearray(HEADER_BYTES)
+        await self.receive_into(memoryview(header))
+        body = bytearray(self.length_in(header))
+        await self.receive_into(memoryview(body))
+        return self.decode(body, kinds)
+
+    # Bytes.
 
     async def receive_into(self, rest: memoryview) -> None:
         """Fill this memory with what comes next."""
@@ -337,6 +314,7 @@ async def limited_to(deadline: float, what: str) -> AsyncIterator[None]:
 
 def _tune(sock: socket.socket) -> None:
     """Small frames leave at once; a peer whose machine vanished is noticed within half a minute."""
+    sock.setblocking(False)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     if hasattr(socket, "TCP_USER_TIMEOUT"):

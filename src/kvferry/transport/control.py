@@ -11,8 +11,8 @@ import ipaddress
 import logging
 import socket
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import ExitStack, asynccontextmanager, suppress
+from collections.abc import Awaitable, Callable
+from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, Any
 
 from kvferry.core.errors import ConfigError, KvferryError, PeerLost
@@ -59,7 +59,7 @@ class Listener:
         `advertised_host` and `advertised_port`: where peers find it, if not where it is bound (address translation).
         With `tls`, connections without TLS are refused.
         """
-        self.identity, self.tls, self._token, self._handshake_s = identity, tls, token, handshake_s
+        self.identity, self.tls, self._token, self.handshake_s = identity, tls, token, handshake_s
         self._handlers: dict[str, Handler] = {}
         self._num_open = 0
         self._strangers: Counter[str] = Counter()
@@ -110,7 +110,7 @@ class Listener:
         try:
             with ExitStack() as while_a_stranger:
                 while_a_stranger.callback(self._no_stranger, host)
-                async with closing_connection(sock) as connection:
+                async with Connection(sock) as connection:
                     purpose = await self._admit(connection)
                     while_a_stranger.close()
                     await self._handlers[purpose](connection)
@@ -131,7 +131,7 @@ class Listener:
             del self._strangers[host]
 
     async def _admit(self, connection: Connection) -> str:
-        deadline = asyncio.get_running_loop().time() + self._handshake_s
+        deadline = asyncio.get_running_loop().time() + self.handshake_s
         async with limited_to(deadline, "handshake"):
             if (first := await connection.first_byte()) is None:
                 raise PeerLost("the peer disconnected without sending anything")
@@ -153,27 +153,12 @@ class Listener:
         self._socket.close()
 
 
-@asynccontextmanager
-async def closing_connection(sock: socket.socket) -> AsyncIterator[Connection]:
-    """A connection over an accepted socket, closed after the body. Raises `PeerLost` if the peer is gone already."""
-    try:
-        connection = Connection(sock)
-    except OSError as error:  # its options can no longer be set
-        sock.close()
-        raise PeerLost(f"the peer left at once: {error}") from error
-    try:
-        yield connection
-    finally:
-        await connection.close()
-
-
 async def dial(
     host: str, port: int, purpose: str, identity: Identity, token: str, deadline: float, tls: ChannelTls | None = None
 ) -> Connection:
     """Connect and authenticate before `deadline` (s, monotonic), under TLS if `tls` is given. The caller owns the
     connection. Raises `PeerLost` if nobody answers, `TransferTimeout`, or as `greet`."""
-    sock = await _connect(host, port, deadline)
-    connection = Connection(sock)
+    connection = Connection(await _connect(host, port, deadline))
     try:
         async with limited_to(deadline, f"handshake with {host}:{port}"):
             if tls is not None:

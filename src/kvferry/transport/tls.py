@@ -9,26 +9,21 @@ from __future__ import annotations
 
 import socket
 import ssl
-from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from kvferry.core.errors import AuthenticationFailed, ConfigError, KvferryError, PeerLost, ProtocolError
 from kvferry.core.tls_files import NOT_TLS, load_authority, load_certificate
 from kvferry.transport.connection import (
-    CALL_BYTES,
     MAX_GREETING_BYTES,
     Connection,
     PlainSocket,
     translated_errors,
 )
 from kvferry.transport.handshake import Refused
+from kvferry.transport.memory_vector import CALL_BYTES, MemoryVector
 from kvferry.transport.options import TransportOptions
-
-if TYPE_CHECKING:
-    from kvferry.transport.memory_vector import MemoryVector
 
 _EXTRA = "kv_connector_extra_config."
 _HANDSHAKE_FLIGHTS = 4
@@ -108,16 +103,19 @@ class TlsSocket(PlainSocket):
         self._tls = sock
         self._gathered = memoryview(bytearray(RECORD_BYTES))
 
-    def send(self, views: deque[memoryview]) -> int:
-        """Send of the first piece."""
-        return self._send(views[0])
+    def send(self, view: memoryview) -> int:
+        """Send at most one record."""
+        try:
+            return self._tls.send(view)
+        except ssl.SSLError as error:
+            raise translated_tls(error) from error
 
     def send_vector(self, vector: MemoryVector) -> int:
         """Send at most one record."""
         view = vector.leading(RECORD_BYTES)
         if len(view) < min(RECORD_BYTES, vector.num_left):
             view = self._gathered[: vector.gather(self._gathered)]
-        sent = self._send(view)
+        sent = self.send(view)
         vector.advance(sent)
         return sent
 
@@ -142,12 +140,6 @@ class TlsSocket(PlainSocket):
     def wait_for(self, num_bytes: int) -> None:
         """As of the plain socket, less what OpenSSL may hold already."""
         self._tls.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, max(1, num_bytes - HELD_BYTES))
-
-    def _send(self, view: memoryview) -> int:
-        try:
-            return self._tls.send(view)
-        except ssl.SSLError as error:
-            raise translated_tls(error) from error
 
 
 def translated_tls(error: ssl.SSLError) -> BlockingIOError | KvferryError:

@@ -51,7 +51,7 @@ def build(region: BlockRegion, **extra: object) -> LookupBuffer:
 def test_what_is_asked_for(make_region: MakeRegion, extra: dict[str, object], names: list[str]) -> None:
     buffer = build(make_region(), **extra)
     assert isinstance(buffer, FabricLookupBuffer)
-    assert [fabric.name for fabric in buffer._fabrics] == names
+    assert [fabric.name for fabric in buffer.fabrics] == names
     assert buffer.address()["port"] > 0
 
 

@@ -122,7 +122,7 @@ async def test_a_killed_producer_fails_all_its_hand_offs_at_once(
             asyncio.ensure_future(consumer.drop_select(Want(key, producer.source, [0], soon(60))))
             for key in ("begun", "unknown")
         ]
-        await until(lambda: len(consumer._pool._peers) == 1)
+        await until(lambda: len(consumer.pool.peers) == 1)
         producer.kill()
         for fetch in fetches:
             with pytest.raises(PeerLost):
@@ -141,7 +141,7 @@ async def test_a_stopped_producer_is_waited_for_once(
     async with instance(make_region(seed=2), transport) as (consumer, _):
         want = Want("begun", producer.source, [0], soon(60))
         under_way = [asyncio.ensure_future(consumer.drop_select(replaced(want, key=key))) for key in ("begun", "never")]
-        await until(lambda: [len(peer._followers) for peer, _ in consumer._pool._peers.values()] == [2])
+        await until(lambda: [len(peer.followers) for peer in consumer.pool.peers.values()] == [2])
         await asyncio.to_thread(stop, producer.process)
         for fetch in under_way:
             with pytest.raises(PeerLost):
@@ -163,7 +163,7 @@ async def test_a_producer_without_news_is_not_lost(
     monkeypatch.setattr(peers, "ANSWER_S", 0.5)
     async with instance(make_region(seed=1)) as (producer, source), instance(make_region()) as (consumer, _):
         fetching = asyncio.ensure_future(consumer.drop_select(Want("k", source, [0], soon(60))))
-        await until(lambda: source in consumer._pool._peers)
+        await until(lambda: source in consumer.pool.peers)
         done, _ = await asyncio.wait([fetching], timeout=1.2)
         assert not done
         offer(producer, "k")
@@ -316,15 +316,15 @@ async def test_the_fence_a_reset_while_the_consumer_reads(make_region: Callable[
 
 async def test_the_fence_a_lease_that_ends_while_the_consumer_reads(make_region: Callable[..., BlockRegion]) -> None:
     """A renewal may be lost on the way: the blocks are somebody else's, and what is read of them must not count."""
-    theirs = make_region(seed=1)
+    theirs, clock = make_region(seed=1), ManualClock()
     async with (
-        instance(theirs, "shm") as (producer, source),
+        instance(theirs, "shm", clock=clock) as (producer, source),
         gated_instance(make_region()) as (consumer, gate, reading),
     ):
         fetching = asyncio.ensure_future(consumer.drop_select(Want("k", source, [0], soon())))
         offer(producer, "k")
         await reading.wait()
-        producer.table._entries["k"].deadline = 0.0
+        clock.advance(31)
         assert producer.table.ended() == [("k", "expired")]
         theirs.fill(66)
         gate.set()
@@ -360,7 +360,7 @@ async def test_keeping_ends_with_the_key_and_with_the_producer(make_region: Call
             keeping = asyncio.ensure_future(consumer.keep("k", source, is_sealed.set))
             assert producer.table.open("k")
             producer.table.insert("k", ALL)
-            await until(lambda: len(consumer._pool._peers) == 1)
+            await until(lambda: len(consumer.pool.peers) == 1)
             assert not is_sealed.is_set()
             producer.table.seal("k", b"meta")
             await is_sealed.wait()
@@ -519,7 +519,7 @@ async def test_a_lost_read_connection_is_made_anew(make_region: Callable[..., Bl
     """The control connection lives, the one that carries blocks does not."""
     theirs, ours = make_region(seed=1), make_region()
     async with instance(theirs, "tcp") as (producer, source), instance(ours, "tcp") as (consumer, _):
-        [fabric] = consumer._fabrics
+        [fabric] = consumer.fabrics
         connect, fabric_peers = fabric.connect, []
 
         async def remembering(description: dict[str, object], deadline: float) -> FabricPeer:

@@ -100,7 +100,7 @@ class TcpFabric(DialledFabric):
                 await connection.send(ReadAnswer(request.request_id, 0, str(error)))
                 continue
             payload = MemoryVector(addresses, lengths)
-            await send_with(connection, ReadAnswer(request.request_id, payload.num_bytes), payload)
+            await connection.send(ReadAnswer(request.request_id, payload.num_bytes), payload)
 
 
 class TcpPeer(FabricPeer):
@@ -276,22 +276,6 @@ class _Stream:
         for read in self._answers.reads:
             read.finish(error)
         self._answers.reads.clear()
-
-
-async def send_with(connection: Connection, message: Message, payload: MemoryVector) -> None:
-    """Send one frame and then the payload, directly from its memory."""
-    async with connection.sending():
-        await connection.send_all([connection.encode(message)])
-        num_since = 0
-        while payload.num_left:
-            try:
-                num_since += connection.io.send_vector(payload)
-            except BlockingIOError:
-                await connection.writable()
-                num_since = 0
-            if num_since >= connection.io.turn_bytes:  # as in `Connection.send_all`
-                await asyncio.sleep(0)
-                num_since = 0
 
 
 def _packed(offsets: Numbers, lengths: Numbers) -> bytes:

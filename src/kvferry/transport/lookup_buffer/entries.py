@@ -1,6 +1,6 @@
 """The keys that a producer offers, and their leases. Pure bookkeeping under one lock: no socket, no thread of its own.
 
-Owns the entries. The engine's thread inserts and drops, the transfer thread looks for news and takes. Each call returns
+Owns the entries. The engine's thread inserts and drops, the transfer thread asks for news and takes. Each call returns
 at once, with its effect complete. The fence relies on that: `take` and `drop` cannot both succeed.
 """
 
@@ -25,13 +25,13 @@ MAX_REMEMBERED = 4096
 """For so many keys it is remembered why they are over; then the oldest are forgotten."""
 
 EndReason = Literal["taken", "released", "unwanted", "expired", "dropped", "full"]
-"""Why a key is over: a consumer has it; nobody wants it ("unwanted": said before it began); its lease expired; the
+"""Why a key is over: a consumer has it; nobody wants it ("unwanted": released before it began); its lease expired; the
 producer withdrew it; the table had no room for it."""
 
 
 @dataclass
 class Cursor:
-    """How much one consumer has been told of a key."""
+    """How much of a key's news one consumer has been sent."""
 
     key: str
     select_id: int = 0
@@ -46,8 +46,8 @@ class EntryBounds:
     """Bounds of a table. A lease of `lease_s` runs from the seal or the last renewal; an unsealed key expires
     `unsealed_s` after its last part. For `unsealed_s` it is also remembered why a key is over.
 
-    `gather_bytes`: consumers are told of parts when they have so many bytes together, or at the seal. A message costs
-    the producer CPU time, and a consumer gains nothing from learning early of a few bytes.
+    `gather_bytes`: parts are sent to consumers when they have so many bytes together, or at the seal. A message costs
+    the producer CPU time, and a consumer gains nothing from an early announcement of a few bytes.
     """
 
     lease_s: float = 30.0
@@ -64,7 +64,7 @@ class _Entry:
     lease_s: float
     parts: list[Part] = field(default_factory=list)
     num_bytes: int = 0
-    num_unheard_bytes: int = 0
+    num_gathered_bytes: int = 0
     meta: bytes | None = None
     readers: defaultdict[str, set[int]] = field(default_factory=lambda: defaultdict(set))  # by consumer
 
@@ -92,13 +92,13 @@ class EntryTable:
         self._listeners |= {on_change}  # a new set: `_notify` may be iterating the old one
 
     def unlisten(self, on_change: Callable[[], None]) -> None:
-        """Undo `listen`."""
+        """Stop calling `on_change`."""
         self._listeners -= {on_change}
 
     # The producer.
 
     def open(self, key: str) -> bool:
-        """Begin a key. False: the table is at its bounds, and consumers are told "full".
+        """Begin a key. False: the table is at its bounds, and consumers get the reason "full".
 
         Bounds are checked here only: a key may always grow, since its blocks are held in the KV cache whether they are
         announced or not. A producer that would rather wait has to count ahead, as the P2P scheduler side does.
@@ -129,10 +129,10 @@ class EntryTable:
             num_bytes = sum(self._geometry.span_sizes[layer] for layer in layers) * len(part.block_ids)
             entry.num_bytes += num_bytes
             self._num_bytes += num_bytes
-            entry.num_unheard_bytes += num_bytes
-            if entry.num_unheard_bytes < self.bounds.gather_bytes:
+            entry.num_gathered_bytes += num_bytes
+            if entry.num_gathered_bytes < self.bounds.gather_bytes:
                 return True
-            entry.num_unheard_bytes = 0
+            entry.num_gathered_bytes = 0
         self._notify()
         return True
 
@@ -154,10 +154,10 @@ class EntryTable:
                 self._entries[key] = self._new_entry(entry.lease_s)
 
     def drop(self, key: str) -> None:
-        """Withdraw a key: from now on no take is acknowledged. Of a key that was never opened, consumers that wait or
-        come later are told "dropped"."""
+        """Withdraw a key: from now on no take is acknowledged. Consumers that wait for one that was never opened, or
+        come later, get the reason "dropped"."""
         with self._changing():
-            if self._why_over(key) == "unwanted":  # that was of the request which will not begin now
+            if self._why_over(key) == "unwanted":  # the request that was to open it will not begin now
                 self._remember(key, "released")
             self._end_or_remember(key, "dropped")
 
@@ -209,7 +209,7 @@ class EntryTable:
 
     def release(self, key: str) -> bool:
         """Nobody will fetch this key: end it as "released". True if it was there; otherwise it ends as soon as it
-        begins, and consumers that wait for it are told now."""
+        begins, and consumers that wait for it get the reason now."""
         with self._changing():
             is_open = key in self._entries
             self._end_or_remember(key, "released" if is_open else "unwanted")

@@ -55,8 +55,8 @@ class FabricLookupBuffer(LookupBuffer):
         if self._checksum and context.memory.device != "cpu":
             raise ConfigError("checksum needs KV in host memory; leave it out of kv_connector_extra_config")
         super().__init__(table)
-        self._memory, self._listener, self._fabrics = context.memory, context.listener, fabrics
-        self._pool = PeerPool(context.listener, fabrics)
+        self._memory, self._listener, self.fabrics = context.memory, context.listener, fabrics
+        self.pool = PeerPool(context.listener, fabrics)
         described = {fabric.name: fabric.describe() for fabric in fabrics}
         self._offer = Offer(self._memory.num_blocks, self._memory.geometry.places, table.bounds.lease_s, described)
         self._sessions: set[Session] = set()
@@ -65,7 +65,7 @@ class FabricLookupBuffer(LookupBuffer):
 
     @classmethod
     def build(cls, context: LookupBufferContext) -> FabricLookupBuffer:
-        """With a listener of its own."""
+        """A buffer with a listener of its own."""
         config, settings, tls = context.config, context.settings, _tls(context.settings)
         listener = Listener(
             context.identity,
@@ -93,7 +93,7 @@ class FabricLookupBuffer(LookupBuffer):
 
     async def drop_select(self, want: Want) -> Taken:
         """Read what is announced, and take it."""
-        async with limited_to(want.deadline, f"hand-off {want.key!r}"), self._pool.using(want.source) as peer:
+        async with limited_to(want.deadline, f"hand-off {want.key!r}"), self.pool.using(want.source) as peer:
             selection = Selection(want, peer.geometry, self._memory.geometry)
 
             async def read(remote: Sequence[Span], local: Sequence[Span]) -> bool:
@@ -105,17 +105,17 @@ class FabricLookupBuffer(LookupBuffer):
                 if not self._checks(peer.fabric):
                     return True
                 digest = selection.expect_digest()
-                peer.tell(Verify(select_id, list(remote)))
+                peer.post(Verify(select_id, list(remote)))
                 return await self._agrees(local, digest)
 
             def take(generation: int) -> None:
-                peer.tell(Take(select_id, generation, selection.share.reader, selection.share.num_readers))
+                peer.post(Take(select_id, generation, selection.share.reader, selection.share.num_readers))
 
-            with peer.following(want.key, selection.hear) as select_id:
+            with peer.following(want.key, selection.on_news) as select_id:
                 return await selection.load(read, take, peer.fabric.name)
 
     def _checks(self, fabric: Fabric) -> bool:
-        """Whether digests are compared of what is read over this fabric. Default: over TCP without TLS, since TLS
+        """Whether what is read over this fabric is compared by digest. Default: over TCP without TLS, since TLS
         authenticates what it carries."""
         if self._checksum is None:
             is_bare = fabric.over_tcp and not (fabric.under_tls and self._listener.tls)
@@ -131,16 +131,16 @@ class FabricLookupBuffer(LookupBuffer):
 
     async def layout_at(self, source: Source, *, deadline: float) -> KVLayout:
         """The layout that the producer's rank there has shown in the handshake."""
-        async with limited_to(deadline, f"reaching {source.host}:{source.port}"), self._pool.using(source) as peer:
+        async with limited_to(deadline, f"reaching {source.host}:{source.port}"), self.pool.using(source) as peer:
             return peer.geometry.layout
 
     async def keep(self, key: str, source: Source, on_sealed: Callable[[], None]) -> None:
-        """Select without reading, since a connection renews the leases of everything that is selected: of so many keys
-        of one producer as may be watched, one after the other."""
+        """Select without reading, since a connection renews the leases of everything that is selected. At most
+        `peers.MAX_WATCHED` keys of one producer are kept at a time; others wait for their turn."""
         over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         over.add_done_callback(lambda done: done.cancelled() or done.exception())  # else asyncio may log it
 
-        def hear(news: News | KvferryError) -> None:
+        def on_news(news: News | KvferryError) -> None:
             if over.done():
                 return
             if isinstance(news, KvferryError):
@@ -150,15 +150,15 @@ class FabricLookupBuffer(LookupBuffer):
             elif news.meta is not None:
                 on_sealed()
 
-        async with self._pool.using(source) as peer, peer.watching:
+        async with self.pool.using(source) as peer, peer.watching:
             await peer.reached()  # it may have been lost meanwhile
-            with peer.following(key, hear):
+            with peer.following(key, on_news):
                 await over
 
     async def release(self, key: str, source: Source, *, deadline: float) -> None:
         """Tell the producer that nobody will fetch the key."""
-        async with limited_to(deadline, f"release of {key!r}"), self._pool.using(source) as peer:
-            peer.tell(ReleaseKey(key))
+        async with limited_to(deadline, f"release of {key!r}"), self.pool.using(source) as peer:
+            peer.post(ReleaseKey(key))
 
     # Producer.
 
@@ -169,7 +169,7 @@ class FabricLookupBuffer(LookupBuffer):
         self.table.listen(session.wake)
         try:
             await connection.send(self._offer)
-            await run_together(session.listen(), session.tell())
+            await run_together(session.receive(), session.send())
         finally:
             self.table.unlisten(session.wake)
             self._sessions.discard(session)
@@ -183,9 +183,9 @@ class FabricLookupBuffer(LookupBuffer):
     async def run(self) -> None:
         """Serve consumers, keep connections to producers, and let leases expire, until cancelled."""
         try:
-            await run_together(self._listener.serve(), self._pool.run(), self._expire())
+            await run_together(self._listener.serve(), self.pool.run(), self._expire())
         finally:
-            for fabric in self._fabrics:
+            for fabric in self.fabrics:
                 await fabric.close()
 
     async def _expire(self) -> None:
@@ -205,8 +205,8 @@ class FabricLookupBuffer(LookupBuffer):
 
 
 class Session:
-    """What one consumer has selected. News is not queued: a cursor for each key remembers how much was told, and the
-    table has the rest, so that a slow consumer costs no memory. Used on the transfer loop, except `wake`."""
+    """What one consumer has selected. News is not queued: a cursor for each key remembers how much has been sent, and
+    the table has the rest, so that a slow consumer costs no memory. Used on the transfer loop, except `wake`."""
 
     def __init__(
         self, table: EntryTable, connection: Connection, memory: BlockMemory, sessions: Collection[Session]
@@ -220,15 +220,15 @@ class Session:
 
     def wake(self) -> None:
         """There may be news. From any thread; several calls before the loop runs count as one."""
-        if self._selected and not self._woken:  # a `Select` that comes meanwhile looks for news itself
+        if self._selected and not self._woken:  # a `Select` that comes meanwhile wakes `send` itself
             self._woken = True
             self._loop.call_soon_threadsafe(self._on_wake)
 
     def _on_wake(self) -> None:
-        self._woken = False  # before looking, so that a change after the look wakes again
+        self._woken = False  # first, so that a change during `send` wakes it again
         self._news.set()
 
-    async def listen(self) -> None:
+    async def receive(self) -> None:
         """Handle the consumer's messages."""
         while True:
             message: FromConsumer = await self._connection.receive(FromConsumer)
@@ -274,7 +274,7 @@ class Session:
 
     @property
     def engine_id(self) -> str:
-        """The consumer's."""
+        """The engine id of the consumer."""
         return self._connection.peer.engine_id
 
     def selects(self, key: str) -> bool:
@@ -287,20 +287,22 @@ class Session:
         self._answers.append(answer)
         self._news.set()
 
-    async def tell(self) -> None:
-        """Send the consumer what is new."""
+    async def send(self) -> None:
+        """Send answers, and what is new of the selected keys."""
         while True:
             await self._news.wait()
             self._news.clear()
             while self._answers:
                 answer = self._answers.popleft()
                 if (cursor := self._selected.get(answer.select_id)) is not None:
-                    await self._tell(cursor)  # first: a digest of blocks that were withdrawn must not precede that news
+                    await self._send_news(
+                        cursor
+                    )  # first: a digest of blocks that were withdrawn must not precede that news
                 await self._connection.send(answer)
             for cursor in list(self._selected.values()):
-                await self._tell(cursor)
+                await self._send_news(cursor)
 
-    async def _tell(self, cursor: Cursor) -> None:
+    async def _send_news(self, cursor: Cursor) -> None:
         while self._selected.get(cursor.select_id) is cursor:
             news = self._table.news(cursor)
             if news is None:

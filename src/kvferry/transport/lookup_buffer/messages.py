@@ -1,11 +1,11 @@
-"""What consumer and producer of a fabric lookup buffer say to each other, after the handshake.
+"""The messages between consumer and producer of a fabric lookup buffer, after the handshake.
 
 producer ── Offer ─────────────────────────────► consumer     once: where its blocks lie, and how to read them
          ◄───────────────── Select(id, key) ────
          ── News(id, generation, parts, …) ────►              as it happens; with the seal its `meta`
          ◄─────────────────────── Renew() ─────               now and then, while any key is selected
          ── Renew() ───────────────────────────►              the answer: this producer has not stopped
-         ◄────────────── Verify(id, spans) ────               what do you have there? (with checksums only)
+         ◄────────────── Verify(id, spans) ────               the digest of these spans? (with checksums only)
          ── News(id, digest) ──────────────────►
          ◄──────────── Take(id, generation) ────              everything is read
          ── News(id, held) ────────────────────►              the fence; if not kept, other news says why
@@ -51,7 +51,7 @@ class News(Message, frozen=True):
 
     `parts`: further ones; those of another `generation` are void. `meta`: the key is sealed, no more parts come.
     `over`: why the key has ended. `held`: the answer to `Take`: everything was kept until now, and the key is the
-    consumer's. `digest`: the answer to the last `Verify`; a reset before it is told before it.
+    consumer's. `digest`: the answer to the last `Verify`; news of a reset that came before it is sent before it.
     """
 
     select_id: int

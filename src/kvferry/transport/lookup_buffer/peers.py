@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 
@@ -51,10 +50,11 @@ Follower = Callable[[News | KvferryError], None]
 
 
 class Peer:
-    """One producer. `run` is its task; hand-offs call the rest on the same loop. `geometry`, `fabric` and `fabric_peer`
+    """One producer. `task` runs `run`; hand-offs call the rest on the same loop. `geometry`, `fabric` and `fabric_peer`
     say where its blocks are and read them; they are set when `reached` returns. `connect_s`: how long it has to answer
-    the handshake; `answers`: whether it has answered the last question."""
+    the handshake; `answers`: whether it has answered the last message that wants an answer."""
 
+    task: asyncio.Task[None]
     geometry: BlockGeometry
     fabric: Fabric
     fabric_peer: FabricPeer
@@ -68,9 +68,9 @@ class Peer:
         self._unanswered_since: float | None = None
         self._listener, self._fabrics = listener, fabrics
         self._ids = itertools.count()
-        self._followers: dict[int, Follower] = {}
-        self._outbox: deque[FromConsumer] = deque()
-        self._mail = asyncio.Event()
+        self.followers: dict[int, Follower] = {}
+        """Who gets the news of each selected key, by select id."""
+        self._outbox: asyncio.Queue[FromConsumer] = asyncio.Queue(MAX_OUTBOX)
         self._settled = asyncio.Event()
         self._connection: Connection | None = None
 
@@ -79,7 +79,7 @@ class Peer:
         try:
             async with self._connected() as (connection, lease_s):
                 self._settled.set()
-                await run_together(self._listen(connection), self._speak(connection), self._renew(lease_s))
+                await run_together(self._receive(connection), self._send(connection), self._renew(lease_s))
         except KvferryError as error:
             self.fail(error)
         except Exception as error:  # the edge between one producer and the instance: the other producers stay
@@ -94,37 +94,34 @@ class Peer:
         if self.failure is not None:
             raise self.failure
 
-    def tell(self, message: FromConsumer) -> None:
+    def post(self, message: FromConsumer) -> None:
         """Queue a message; messages are sent in order."""
-        if self.failure is not None:
-            return
-        if len(self._outbox) >= MAX_OUTBOX:
-            self.fail(PeerLost(f"{self.where} does not read the messages that are sent to it"))
-            return
-        self._outbox.append(message)
-        self._mail.set()
+        if self.failure is None:
+            try:
+                self._outbox.put_nowait(message)
+            except asyncio.QueueFull:
+                self.fail(PeerLost(f"{self.where} does not read the messages that are sent to it"))
 
     @contextmanager
-    def following(self, key: str, hear: Follower) -> Iterator[int]:
-        """Select a key while the body runs: `hear` gets its news, and its lease is renewed. Yields the select id."""
+    def following(self, key: str, on_news: Follower) -> Iterator[int]:
+        """Select a key while the body runs: `on_news` gets its news, and its lease is renewed. Yields the select id."""
         select_id = next(self._ids)
-        self._followers[select_id] = hear
-        self.tell(Select(select_id, key))
+        self.followers[select_id] = on_news
+        self.post(Select(select_id, key))
         try:
             yield select_id
         finally:
-            del self._followers[select_id]
-            self.tell(Unselect(select_id))
+            del self.followers[select_id]
+            self.post(Unselect(select_id))
 
     def fail(self, error: KvferryError) -> None:
         """The producer is lost, or cannot be read any more: the next hand-off opens a new connection."""
         self.failure = self.failure or error
         self._settled.set()
-        self._outbox.clear()
         if self._connection is not None:
             self._connection.abort()
-        for hear in self._followers.values():
-            hear(self.failure)
+        for on_news in self.followers.values():
+            on_news(self.failure)
 
     @asynccontextmanager
     async def _connected(self) -> AsyncIterator[tuple[Connection, float]]:
@@ -154,40 +151,37 @@ class Peer:
         finally:
             await connection.close()
 
-    async def _listen(self, connection: Connection) -> None:
+    async def _receive(self, connection: Connection) -> None:
         while True:
             message: News | Renew = await connection.receive(News | Renew)
             self._unanswered_since = None
-            if isinstance(message, News) and (hear := self._followers.get(message.select_id)) is not None:
-                hear(message)  # otherwise it crossed our `Unselect` on the way
+            if isinstance(message, News) and (on_news := self.followers.get(message.select_id)) is not None:
+                on_news(message)  # otherwise it crossed our `Unselect` on the way
 
-    async def _speak(self, connection: Connection) -> None:
+    async def _send(self, connection: Connection) -> None:
         while True:
-            await self._mail.wait()
-            self._mail.clear()
-            while self._outbox:
-                await connection.send(self._outbox.popleft())
+            await connection.send(await self._outbox.get())
 
     async def _renew(self, lease_s: float) -> None:
-        """Renew the leases of what is followed, until the producer leaves this unanswered. If it was this process that
-        had stopped, the question before has been answered."""
+        """Renew the leases of what is followed, until the producer leaves a renewal unanswered. If it was this process
+        that had stopped, the answer to the last one has been received by now."""
         loop = asyncio.get_running_loop()
         while True:
             await asyncio.sleep(min(lease_s / RENEWALS_PER_LEASE, ANSWER_S))
             if self._unanswered_since is not None and loop.time() - self._unanswered_since >= ANSWER_S:
                 self.answers = False
                 self.fail(PeerLost(f"{self.where} is connected, and has not answered for {ANSWER_S:g} s"))
-            elif self._followers:
+            elif self.followers:
                 self._unanswered_since = self._unanswered_since or loop.time()
-                self.tell(Renew())
+                self.post(Renew())
 
 
 class PeerPool:
-    """All producers that this instance is connected to, and those that did not answer the last time."""
+    """The producers that this instance is connected to, and those that did not answer the last time: `peers`."""
 
     def __init__(self, listener: Listener, fabrics: Sequence[Fabric]) -> None:
         self._listener, self._fabrics = listener, fabrics
-        self._peers: dict[Source, tuple[Peer, asyncio.Task[None]]] = {}
+        self.peers: dict[Source, Peer] = {}
         self._group: asyncio.TaskGroup | None = None
         self._started = asyncio.Event()
 
@@ -214,7 +208,7 @@ class PeerPool:
             peer.num_users -= 1
 
     def _find(self, source: Source) -> Peer:
-        peer, _ = self._peers.get(source, (None, None))
+        peer = self.peers.get(source)
         if peer is not None and peer.failure is None:
             return peer
         if self._group is None:
@@ -222,22 +216,24 @@ class PeerPool:
         self._make_room()
         was_silent = peer is not None and not peer.answers
         peer = Peer(source, self._listener, self._fabrics, CONNECT_AGAIN_S if was_silent else CONNECT_S)
-        self._peers[source] = peer, self._group.create_task(self._keep(peer))
+        self.peers[source] = peer
+        peer.task = self._group.create_task(self._keep(peer))
         return peer
 
     async def _keep(self, peer: Peer) -> None:
         try:
             await peer.run()
         finally:
-            if peer.answers and peer is self._peers.get(peer.source, (None,))[0]:
-                del self._peers[peer.source]
+            if peer.answers and peer is self.peers.get(peer.source):
+                del self.peers[peer.source]
 
     def _make_room(self) -> None:
         """Close the oldest connection without users, and forget it, if there are `MAX_PEERS`."""
-        if len(self._peers) >= MAX_PEERS:
-            idle = next((source for source, (peer, _) in self._peers.items() if not peer.num_users), None)
+        if len(self.peers) >= MAX_PEERS:
+            idle = next((peer for peer in self.peers.values() if not peer.num_users), None)
             if idle is not None:
-                self._peers.pop(idle)[1].cancel()
+                del self.peers[idle.source]
+                idle.task.cancel()
 
 
 def _shared_fabric(fabrics: Sequence[Fabric], offer: Offer) -> Fabric:

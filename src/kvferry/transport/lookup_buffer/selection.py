@@ -107,7 +107,7 @@ class ArrivalMap:
 
 
 class Selection:
-    """The arrival of one hand-off: `hear` gets the producer's news, while `load` reads."""
+    """The arrival of one hand-off: `on_news` gets the producer's news, while `load` reads."""
 
     def __init__(self, want: Want, remote: BlockGeometry, local: BlockGeometry) -> None:
         self.key, self._on_sealed = want.key, want.on_sealed
@@ -122,19 +122,19 @@ class Selection:
         self._error: KvferryError | None = None
         self._changed = asyncio.Event()
 
-    def hear(self, news: News | KvferryError) -> None:
-        """Take note of news, or of the error because of which there will be no more."""
+    def on_news(self, news: News | KvferryError) -> None:
+        """The producer has sent news, or there will be no more because of this error."""
         try:
             if isinstance(news, KvferryError):
                 raise news
-            self._hear(news)
+            self._record(news)
         except Exception as error:  # noqa: BLE001 - ends this hand-off, not the others on its connection
             self._error = self._error or translated(error)
             if self._digest is not None and not self._digest.done():
                 self._digest.set_exception(self._error)
         self._changed.set()
 
-    def _hear(self, news: News) -> None:
+    def _record(self, news: News) -> None:
         if news.digest:
             if self._digest is None or self._digest.done():
                 raise ProtocolError("a digest that was not requested")
