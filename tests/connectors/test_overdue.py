@@ -17,9 +17,9 @@ def overdue_load() -> tuple[OverdueLoads, ManualClock, Failed]:
     clock = ManualClock()
     loads = OverdueLoads(LIMIT_S, clock)
     loads.begin("r")
-    assert loads.judged([]) == []
+    assert loads.checked([]) == []
     clock.advance(LIMIT_S + SPARE_S + 1)
-    [failed] = loads.judged([])
+    [failed] = loads.checked([])
     assert isinstance(failed, Failed)
     assert isinstance(failed.error, TransferTimeout)
     assert (failed.request_id, bool(failed.kept_as), loads.num_parked) == ("r", True, 1)
@@ -30,8 +30,8 @@ def test_a_load_that_is_overdue_has_failed_and_its_blocks_are_released_when_it_e
     for late in (Loaded("r"), Failed("r", LeaseEnded("late")), Released("r")):
         loads, clock, failed = overdue_load()
         clock.advance(1000)
-        assert loads.judged([Prefilled("r", PrefillResult(first_token=1))]) == []
-        assert loads.judged([late]) == [Released(failed.kept_as)]
+        assert loads.checked([Prefilled("r", PrefillResult(first_token=1))]) == []
+        assert loads.checked([late]) == [Released(failed.kept_as)]
         assert loads.num_parked == 0
 
 
@@ -41,13 +41,13 @@ def test_loads_that_end_in_time_or_are_given_up_are_never_overdue() -> None:
     for name in "abc":
         loads.begin(name)
     report = [Loaded("a"), Failed("b", LeaseEnded("gone"))]
-    assert loads.judged(report) == report
+    assert loads.checked(report) == report
     loads.forget("c")
     clock.advance(1000)
-    assert loads.judged([Released("c")]) == [Released("c")]
+    assert loads.checked([Released("c")]) == [Released("c")]
     loads, clock, _ = overdue_load()
     loads.forget("r")
-    assert loads.judged([Released("r")]) == [Released("r")]
+    assert loads.checked([Released("r")]) == [Released("r")]
 
 
 def test_of_several_ranks_those_whose_blocks_are_kept_release_them() -> None:

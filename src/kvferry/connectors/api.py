@@ -76,7 +76,7 @@ class HasAnswer(Protocol):
     def finish_reason(self) -> str | None: ...
 
 
-# What `match` answers.
+# The results of `match`.
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ class Hit:
 Match = Hit | Miss | Pending
 
 
-# What `finish` answers.
+# The results of `finish`.
 
 
 @dataclass(frozen=True)
@@ -200,17 +200,17 @@ class Prefilled(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Saved(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """A hand-off through stores was written, as far as they took it; again, when that has changed for the next one.
-    `request_id`: its transfer id. `stores`: those of the connector's shared stores, by their numbers among these, that
-    take what they are given."""
+    """A hand-off through stores was written, as far as they accepted it; again, when that has changed for the next one.
+    `request_id`: its transfer id. `stores`: the numbers, among the connector's shared stores, of those that accept what
+    is written to them."""
 
     request_id: str
     stores: list[int]
 
 
 class Fetchable(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """A request's hand-off need not be waited for any more: its producer has finished, or cannot be asked, which a load
-    will report. There is no such event for tickets that were made after the prefill."""
+    """A request's hand-off can be fetched without waiting for the prefill: the producer has finished. Or it cannot be
+    reached, which a load will report. There is no such event for tickets that were made after the prefill."""
 
     request_id: str
 
@@ -279,8 +279,8 @@ class ConnectorContext:
     device."""
     has_room: Callable[[int], bool] = lambda num_blocks: True
     """Whether a request may be given so many blocks before the instance that computes their KV has finished. If so, at
-    least half of all blocks stay free, enough for the longest request, and a place to run it: whatever waits for others
-    leaves enough for what waits for nobody, and so no instances wait for each other in a circle."""
+    least half of all blocks stay free, enough for the longest request, and a place to run it: requests that wait for
+    other instances leave enough for those that do not, and so no instances wait for each other in a circle."""
 
 
 class SchedulerSide(ABC, Generic[Plan]):
@@ -296,7 +296,7 @@ class SchedulerSide(ABC, Generic[Plan]):
     | `plan` | ends the requests of the step |
     | `completed` | gives the report again event by event, and ends the requests whose event raises again |
     | `finish` | calls it once more; if it raises again, the request's blocks are never reused |
-    | `has_work` | ends: it cannot tell any more whether to make a step |
+    | `has_work` | ends: it no longer knows whether to make a step |
     | `release`, `refused`, `kept`, `reset_cache`, `statistics`, `check` | the caller gets the error; serving goes on |
     | `close` | the process exits with that error |
     """
@@ -389,12 +389,12 @@ class WorkerSide(ABC, Generic[Plan]):
         """End every transfer, thread, socket and segment. Called once, last."""
 
 
-# What some sides do.
+# What only some sides do.
 
 
 class HandsOff(ABC):
-    """A scheduler side with whose tickets other instances fetch KV, or which fetches with theirs. Of several
-    connectors, the first that hands off and does not keep blocks takes part in hand-offs."""
+    """A scheduler side that makes tickets with which other instances fetch KV, or that fetches with their tickets. In a
+    `MultiConnector`, the first child that hands off and does not keep blocks takes part in hand-offs."""
 
     takes_parts: ClassVar[bool] = False
     """Whether the engine may present one request as several, each with a part of the prompt and with blocks and a
@@ -403,9 +403,9 @@ class HandsOff(ABC):
 
     @abstractmethod
     def tickets(self) -> TicketKinds:
-        """The kinds of tickets that it writes and reads: words of its own, the same on both sides. A router then forms
-        no pair of instances that have none in common. Writes none if the `kv_role` does not produce, and reads none if
-        it does not consume."""
+        """The kinds of tickets that it writes and reads, by names of its own choice that are the same on both sides. A
+        router forms no pair of instances that have none in common. It writes none if the `kv_role` does not produce,
+        and reads none if it does not consume."""
 
     def refusal(self, request: RequestView) -> KvferryError | None:
         """Why the request's ticket must not be trusted, including the first token in it; None: it may be. `match` then
@@ -506,7 +506,7 @@ class ByLayers:
 
 
 class HasStatistics(ABC):
-    """Either side."""
+    """A scheduler or worker side with metrics."""
 
     gauges: ClassVar[frozenset[str]] = frozenset()
     """Names in `statistics` that are gauges; all others are counters."""

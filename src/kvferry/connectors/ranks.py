@@ -9,8 +9,8 @@ reports of the several hand-offs that make up one request there.
 | `Loaded` | every rank has loaded its share; `num_tokens` is the least of theirs, `seconds` the most |
 | `Failed` | any rank failed, and on every rank the load has ended, so that no rank still writes, or keeps its blocks |
 | `Released` | every rank has released it |
-| `Prefilled`, `Fetchable` | the first rank brings it: it is the same on all |
-| `Saved` | at any rank's word; `stores` are those that take what all ranks give them, as far as they have said so |
+| `Prefilled`, `Fetchable` | any rank reports it: it is the same on all |
+| `Saved` | any rank reports it; `stores` are those that accept what each rank writes, as far as ranks have reported |
 
 Each rank ends each load once, within its connector's own deadline, and so does the whole.
 """
@@ -68,7 +68,7 @@ class RankReports:
         if len(ended) == self._num_ranks:
             del self._ended[event.request_id]
             kept_as = next((one.kept_as for one in ended.values() if isinstance(one, Failed) and one.kept_as), "")
-            whole = _of_all(ended.values())
+            whole = _joined(ended.values())
             self._whole.append(msgspec.structs.replace(whole, kept_as=kept_as) if isinstance(whole, Failed) else whole)
             for other, one in ended.items():
                 if kept_as and not (isinstance(one, Failed) and one.kept_as):
@@ -83,7 +83,7 @@ class RankReports:
             self._whole.append(Released(request_id))
 
 
-def _of_all(ended: Collection[Loaded | Failed]) -> Loaded | Failed:
+def _joined(ended: Collection[Loaded | Failed]) -> Loaded | Failed:
     """How a load ended that has ended on all ranks."""
     failed = [event for event in ended if isinstance(event, Failed)]
     if failed:

@@ -1,7 +1,7 @@
 """Which numbers a setting may have, written beside its type: `grace_s: SecondsOrZero = 30.0`.
 
-A class of settings calls `check_bounds(self)` in its `__post_init__`; a number that no bound is named for is a mistake
-that a test finds. Not-a-number is within no bounds, and infinity is above all of them: a wait has an end.
+A class of settings calls `check_bounds(self)` in its `__post_init__`; a test finds the
+numbers without bounds. Not-a-number is within no bounds, and infinity is above all of them: every wait ends.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ Seed = Annotated[int, Bounds(-(2**63), 2**64 - 1)]
 
 def check_bounds(config: Any) -> None:
     """Raise `ConfigError` that names the flag of the first field of a dataclass whose number is not within the bounds
-    of its annotation. Of a tuple, every item is meant; None is within all bounds."""
+    of its annotation. Of a tuple, every item must be within them; None is within all bounds."""
     kind: Any = type(config)
     for name, bounds in bounds_of(kind).items():
         value = getattr(config, name)

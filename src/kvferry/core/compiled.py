@@ -91,7 +91,7 @@ def _private_place() -> Path:
 
 
 def _exists(path: Path) -> bool:
-    """Whether the path exists; False if this user may not look."""
+    """Whether the path exists; False if this user may not access it."""
     try:
         return path.exists()
     except OSError:

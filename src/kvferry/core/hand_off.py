@@ -11,11 +11,11 @@ The keys are vLLM's (`do_remote_decode`, `do_remote_prefill`, `remote_engine_id`
 | `keep_for_next_turn` | true: D keeps its blocks and answers with a ticket for the next P; false: it must not |
 | `remote_transfer_id` | in that ticket: the transfer id under which D keeps them |
 | `remote_prefixes` | [number of tokens, digest of them and of the salt] of the prefixes that there is KV for |
-| `remote_stores` | stores that have the KV: of those of P, those that took all that P last gave them |
+| `remote_stores` | those of P's stores that have the KV: they accepted all that P last wrote to them |
 | `remote_address_seal` | authenticates the addresses (`core.ticket_seal`) |
 | `remote_seal` | authenticates everything else that D acts on |
 
-Who only forwards a ticket need not know any of them. All fields are validated, within bounds, before they are used.
+A program that only forwards a ticket need not know any of them. All fields are validated, within bounds, before they are used.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""What an instance of kvferry's tells about itself at GET /kvferry/instance: the engine's server writes it, routers
-read it. Both are of the same release: what is not understood is not believed."""
+"""What a kvferry instance reports at GET /kvferry/instance: the engine's server writes it, routers read it. Both are of
+the same release: an answer that is not understood is rejected."""
 
 from __future__ import annotations
 
@@ -49,18 +49,18 @@ def _at_host(endpoint: str, host: str) -> str:
 
 
 class TicketKinds(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The kinds of tickets that a connector writes for D, and those with which it finds KV as D. None: it does not say,
-    as connectors of other packages may not."""
+    """The kinds of tickets that a connector writes for D, and those with which it finds KV as D. None: not
+    known, as with connectors of other packages that do not name them."""
 
     writes: tuple[str, ...] | None = None
     reads: tuple[str, ...] | None = None
 
     def within(self, *, produces: bool, consumes: bool) -> TicketKinds:
-        """Without what a `kv_role` excludes."""
+        """These kinds without those that a `kv_role` excludes."""
         return TicketKinds(writes=self.writes if produces else (), reads=self.reads if consumes else ())
 
     def fit(self, theirs: TicketKinds) -> bool:
-        """Whether D, which has `theirs`, reads a kind that is written here, as far as both say."""
+        """Whether D, which has `theirs`, reads a kind that is written here, as far as both are known."""
         return self.writes is None or theirs.reads is None or not set(self.writes).isdisjoint(theirs.reads)
 
 
@@ -111,7 +111,7 @@ class InstanceFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 def read_facts(content: bytes) -> InstanceFacts:
-    """What an instance answers. Raises `ProtocolError` for anything that no instance of this release says."""
+    """Decode an instance's answer. Raises `ProtocolError` for anything that no instance of this release sends."""
     try:
         facts = msgspec.json.decode(content, type=InstanceFacts)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:

@@ -10,7 +10,7 @@ from it for one purpose in one direction (HKDF-SHA256, RFC 5869), and is good fo
     probe      router → instance            what it is, its metrics
     release    router → instance            a hand-off that nobody will fetch
     operate    operator → router, instance  everything that needs an admin key
-    register   instance → router            it is there, or will be gone
+    register   instance → router            that it serves, or is about to leave
 
 A client first sends a `challenge`, and nothing else, to a server (GET /kvferry/challenge). The answer proves that the
 server holds the secret, and has its name, which it draws at its start, and its time. Each request is then signed for
@@ -79,7 +79,7 @@ class Signer:
     """Signs requests to one server, which has proved that it holds the secret."""
 
     def __init__(self, secret: str, nonce: str, answer: bytes, clock: Clock = SYSTEM_CLOCK) -> None:
-        """`answer`: what the server says to `nonce`. Raises `AuthenticationFailed`, and nothing must be sent then."""
+        """`answer`: the server's answer to `nonce`. Raises `AuthenticationFailed`, and nothing must be sent then."""
         try:
             found = msgspec.json.decode(answer, type=Challenge)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
@@ -92,15 +92,15 @@ class Signer:
     def sign(self, purpose: Purpose, method: str, target: str, body: bytes = b"") -> str:
         """The `Authorization` header of one request."""
         at = str(int(self._clock.monotonic() * 1e9) + self._ahead_ns)
-        said = [purpose, self._server, at, secrets.token_hex(16), hashlib.sha256(body).hexdigest()]
-        return f"{SCHEME} {'.'.join([*said, _code(derive(self._secret, purpose), said, method, target)])}"
+        claims = [purpose, self._server, at, secrets.token_hex(16), hashlib.sha256(body).hexdigest()]
+        return f"{SCHEME} {'.'.join([*claims, _code(derive(self._secret, purpose), claims, method, target)])}"
 
 
 # The server's side.
 
 
 class Used(Protocol):
-    """Which signed requests were used."""
+    """Remembers which signed requests were used."""
 
     def use(self, nonce: str, at_ns: int, oldest_ns: int) -> bool:
         """Whether a request of `at_ns` is new; it is remembered from now on, until it is older than `oldest_ns`. False
@@ -108,7 +108,7 @@ class Used(Protocol):
 
 
 class UsedHere:
-    """Those of this process."""
+    """The signed requests that were used at this process."""
 
     def __init__(self) -> None:
         self._used: dict[str, int] = {}
@@ -166,8 +166,8 @@ def _proof(secret: str, nonce: str, server: str, now_ns: int) -> str:
     return _code(derive(secret, "proof"), [nonce, server, str(now_ns)])
 
 
-def _code(key: bytes, *said: str | list[str]) -> str:
-    return hmac.new(key, msgspec.msgpack.encode(said), hashlib.sha256).hexdigest()
+def _code(key: bytes, *claims: str | list[str]) -> str:
+    return hmac.new(key, msgspec.msgpack.encode(claims), hashlib.sha256).hexdigest()
 
 
 # Secrets.
@@ -209,7 +209,7 @@ def users_token() -> str:
 
 
 def _write_once(path: Path, text: str) -> None:
-    """Never seen half written, and never replaced."""
+    """Write a file that nobody sees half written, and that is never replaced."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     draft = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
     try:

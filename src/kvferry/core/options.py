@@ -52,7 +52,7 @@ def read_value(where: str, value: Any, wanted: Any) -> Any:
 
 
 def _bounds(wanted: Any) -> str:
-    """The bounds of a number or what a text is to be, in words; empty if nothing is said of it."""
+    """The bounds of a number or what a text is to be, in words; empty if there are none."""
     if get_origin(wanted) in (Union, UnionType):
         return next((found for part in get_args(wanted) if (found := _bounds(part))), "")
     if get_origin(wanted) is not Annotated:

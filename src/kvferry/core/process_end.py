@@ -25,7 +25,7 @@ EXIT_S = 2.0
 
 
 def leave(code: int) -> NoReturn:
-    """End this process. What was registered for its exit is done, but threads are not waited for."""
+    """End this process. Its exit handlers run, but threads are not waited for."""
     leaving = threading.Thread(target=atexit._run_exitfuncs, name="kvferry-exit", daemon=True)
     leaving.start()
     leaving.join(EXIT_S)
@@ -43,11 +43,11 @@ class EndLimit:
         self._timer.daemon = True
 
     def begin(self) -> None:
-        """The last request is over. Called once."""
+        """Start the limit, once the last request is over. Called once."""
         self._timer.start()
 
     def cancel(self) -> None:
-        """Everything is closed in time: the process ends by itself."""
+        """End the limit: everything was closed in time, and the process ends by itself."""
         self._timer.cancel()
 
     def _over(self) -> None:

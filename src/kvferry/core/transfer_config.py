@@ -106,8 +106,8 @@ def parse_transfer_config(text: str) -> KVTransferConfig:
 
 
 def read_transfer_json(text: str) -> dict[str, Any]:
-    """The JSON of `--kv-transfer-config`, whoever knows its keys. Raises `ConfigError`, also for a key that is there
-    twice."""
+    """The JSON of `--kv-transfer-config`, whichever program defines its keys. Raises `ConfigError`, also for a key that
+    is there twice."""
     try:
         raw = STRICT.decode(text)
         msgspec.json.encode(raw)  # for whoever the configuration is passed on to

@@ -71,7 +71,7 @@ def encode_batch(now: float, events: list[Event]) -> bytes:
 
 
 def decode_batch(payload: bytes) -> list[Event]:
-    """Its events; those that are not understood here are left out. Raises `ProtocolError`."""
+    """The events of a payload; those that are not understood here are left out. Raises `ProtocolError`."""
     try:
         batch = _BATCH.decode(payload)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:

@@ -1,7 +1,7 @@
 """Publishes an instance's KV events, and replays the last of them for followers that missed some.
 
 Owns both sockets, the numbers, and what is kept for replay. `publish` belongs to one thread; another serves replays.
-ZeroMQ asks nobody who they are, and events have the tokens of prompts: bind to networks you trust.
+ZeroMQ authenticates nobody, and events contain the tokens of prompts: bind to trusted networks only.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class KVEventPublisher:
     `replay_endpoint` says otherwise."""
 
     def __init__(self, endpoint: str, replay_endpoint: str | None, clock: Clock, *, most_kept: int = 10_000) -> None:
-        """Raises `ConfigError` when an address cannot be had, of which `MissingDependency`."""
+        """Raises `ConfigError` if an address cannot be bound, `MissingDependency` without ZeroMQ."""
         require_endpoint(endpoint, "--kv-events")
         replay_endpoint = replay_endpoint or f"{endpoint.rpartition(':')[0]}:*"
         require_endpoint(replay_endpoint, "--kv-events-replay")

@@ -58,7 +58,7 @@ class Replays:
                 del self._under_way[follower]
 
     def _send(self, follower: bytes, left: deque[tuple[bytes, bytes]]) -> bool:
-        """Whether the follower took some. Of a follower that is gone, nothing is left to send."""
+        """Whether the follower took some messages. Those for a follower that is gone are dropped."""
         num_before, library = len(left), zmq()
         try:
             while left:

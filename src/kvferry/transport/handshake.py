@@ -64,18 +64,21 @@ async def greet(connection: Connection, purpose: str, identity: Identity, token:
     await connection.send(hello)
     answered = await _receive(connection, Hello)
     _require_version(answered)
-    said: list[Message] = [hello, answered, identity]
-    await connection.send(Proof(identity, _code(token, "dialler", said)))
+    transcript: list[Message] = [hello, answered, identity]
+    await connection.send(Proof(identity, _code(token, "dialler", transcript)))
     proof = await _receive(connection, Proof)
-    said.append(proof.identity)
-    if not hmac.compare_digest(proof.code, _code(token, "listener", said)):
+    transcript.append(proof.identity)
+    if not hmac.compare_digest(proof.code, _code(token, "listener", transcript)):
         raise AuthenticationFailed(f"the listener cannot authenticate itself: {_UNKNOWN_TOKEN}")
-    connection.trust(proof.identity, _code(token, "dialler's frames", said), _code(token, "listener's frames", said))
+    connection.trust(
+        proof.identity, _code(token, "dialler's frames", transcript), _code(token, "listener's frames", transcript)
+    )
     identity.layout.require_reconcilable(proof.identity.layout)
 
 
 async def answer(connection: Connection, purposes: Collection[str], identity: Identity, token: str) -> str:
-    """The listener's half of the handshake; returns the purpose. Raises as `greet`; a peer that is refused is told."""
+    """The listener's half of the handshake; returns the purpose. Raises as `greet`; a peer that is refused gets a
+    `Refused`."""
     try:
         hello: Hello = await connection.receive(Hello)
         _require_version(hello)
@@ -86,24 +89,26 @@ async def answer(connection: Connection, purposes: Collection[str], identity: Id
         ours = Hello(PROTOCOL_VERSION, "", secrets.token_bytes(NONCE_BYTES))
         await connection.send(ours)
         proof: Proof = await connection.receive(Proof)
-        said: list[Message] = [hello, ours, proof.identity]
-        if not hmac.compare_digest(proof.code, _code(token, "dialler", said)):
+        transcript: list[Message] = [hello, ours, proof.identity]
+        if not hmac.compare_digest(proof.code, _code(token, "dialler", transcript)):
             raise AuthenticationFailed(f"the peer cannot authenticate itself: {_UNKNOWN_TOKEN}")
     except (AuthenticationFailed, ProtocolError) as error:
         kind = "authentication" if isinstance(error, AuthenticationFailed) else "protocol"
         with suppress(PeerLost):
             await connection.send(Refused(kind, str(error)))
         raise
-    said.append(identity)
-    await connection.send(Proof(identity, _code(token, "listener", said)))
-    connection.trust(proof.identity, _code(token, "listener's frames", said), _code(token, "dialler's frames", said))
+    transcript.append(identity)
+    await connection.send(Proof(identity, _code(token, "listener", transcript)))
+    connection.trust(
+        proof.identity, _code(token, "listener's frames", transcript), _code(token, "dialler's frames", transcript)
+    )
     identity.layout.require_reconcilable(proof.identity.layout)
     return hello.purpose
 
 
-def _code(token: str, side: str, said: list[Message]) -> bytes:
+def _code(token: str, side: str, transcript: list[Message]) -> bytes:
     digest = hashlib.sha256()
-    for message in said:
+    for message in transcript:
         body = msgspec.msgpack.encode(message)
         digest.update(len(body).to_bytes(8, "big") + body)
     return hmac.digest(derive(token, "kv"), side.encode() + digest.digest(), "sha256")

@@ -63,8 +63,8 @@ class ChannelTls:
 
 
 async def accept_tls(connection: Connection, tls: ChannelTls | None, *, speaks_tls: bool) -> None:
-    """The listener's part. A peer that uses TLS where this instance does not, or the reverse, is told. Raises as
-    `encrypt`."""
+    """The listener's part. A peer that uses TLS where this instance does not, or the reverse, gets a `Refused`. Raises
+    as `encrypt`."""
     if tls is not None and speaks_tls:
         return await encrypt(connection, tls.server, server_side=True)
     with suppress(OSError):  # bytes left unread would make `close` reset the connection, and our answer be lost
@@ -138,7 +138,7 @@ class TlsSocket(PlainSocket):
         return self._tls.pending()
 
     def wait_for(self, num_bytes: int) -> None:
-        """As of the plain socket, less what OpenSSL may hold already."""
+        """Let the socket become readable only when so many bytes are there, less what OpenSSL may hold already."""
         self._tls.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, max(1, num_bytes - HELD_BYTES))
 
 
@@ -188,7 +188,7 @@ def channel_tls(options: TransportOptions) -> ChannelTls | None:
     server, client = (_context(protocol, *files) for protocol in (ssl.PROTOCOL_TLS_SERVER, ssl.PROTOCOL_TLS_CLIENT))
     tls = ChannelTls(server, client, options.tls_control_only)
     try:
-        _shake_hands_with_oneself(tls)
+        _try_handshake(tls)
     except ssl.SSLError as error:
         raise ConfigError(f"{_EXTRA}tls_cert {cert}: {_reason(error)}; other instances would refuse it") from error
     return tls
@@ -207,8 +207,9 @@ def _context(protocol: int, cert: Path, key: Path | None, ca: Path) -> ssl.SSLCo
     return context
 
 
-def _shake_hands_with_oneself(tls: ChannelTls) -> None:
-    """Raises `ssl.SSLError` when one of our ends would not take the other's certificate."""
+def _try_handshake(tls: ChannelTls) -> None:
+    """A handshake between the two ends of this instance. Raises `ssl.SSLError` if one refuses the other's
+    certificate."""
     to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
     ends = (
         tls.client.wrap_bio(to_client, to_server),

@@ -47,7 +47,7 @@ def make(make_engine: MakeEngine) -> MakeEngine:
 
 def settle(engine: FakeEngine, index: int = 1) -> None:
     """Until all that was saved is in that one's store."""
-    engine.run_until(engine.worker._children[index]._writer.is_empty)
+    engine.run_until(engine.worker.children[index]._writer.is_empty)
 
 
 def consumed(tokens: Sequence[int], ticket: dict[str, Any] | None, name: str = "d") -> FakeRequest:
@@ -244,7 +244,7 @@ def test_one_that_is_lost_takes_no_request_along(make: MakeEngine, tmp_path: Pat
     engine.run(FakeRequest("a", PROMPT))
     settle(engine, 0)
     settle(engine, 1)
-    lost = engine.worker._children[0]
+    lost = engine.worker.children[0]
 
     def poll() -> list[Any]:
         raise ConnectorLost("gone")
@@ -254,7 +254,7 @@ def test_one_that_is_lost_takes_no_request_along(make: MakeEngine, tmp_path: Pat
     engine.require_right(request)
     request = engine.run(FakeRequest("c", PROMPT))
     engine.require_right(request)
-    assert engine.worker._lost == {0}
+    assert engine.worker.lost == {0}
 
 
 def test_one_that_is_lost_is_not_asked_any_more(make: MakeEngine, tmp_path: Path) -> None:
@@ -266,13 +266,13 @@ def test_one_that_is_lost_is_not_asked_any_more(make: MakeEngine, tmp_path: Path
     def poll() -> list[Any]:
         raise StoreError("gone")
 
-    engine.worker._children[0].poll = poll
+    engine.worker.children[0].poll = poll
     engine.require_right(engine.run(FakeRequest("b", PROMPT)))
 
     def asked(*arguments: Any) -> None:
         raise AssertionError("it is lost")
 
-    engine.scheduler._children[0].match = engine.scheduler._children[0].arrived = asked
+    engine.scheduler.children[0].match = engine.scheduler.children[0].arrived = asked
     request = engine.run(FakeRequest("c", PROMPT))
     assert (request.error, request.num_computed_here) == (None, 3), "the other had it"
     engine.require_right(request)
@@ -284,7 +284,7 @@ def test_one_that_is_long_in_closing_holds_nobody_up(make: MakeEngine, tmp_path:
     engine.run(FakeRequest("a", PROMPT))
     settle(engine, 0)
     settle(engine, 1)
-    lost, may_end = engine.worker._children[0], threading.Event()
+    lost, may_end = engine.worker.children[0], threading.Event()
     close, start = lost.close, lost.start
 
     def close_late() -> None:
@@ -297,7 +297,7 @@ def test_one_that_is_long_in_closing_holds_nobody_up(make: MakeEngine, tmp_path:
 
     lost.close, lost.start = close_late, begin_and_stumble
     request = engine.add(FakeRequest("b", PROMPT))
-    engine.run_until(lambda: engine.worker._lost == {0})
+    engine.run_until(lambda: engine.worker.lost == {0})
     other = engine.run(FakeRequest("c", [*PROMPT[:4], *range(200, 220)]))
     engine.require_right(other)
     assert request.state == "loading"
@@ -325,7 +325,7 @@ def test_an_instance_whose_hand_offs_are_lost_ends(tmp_path: Path, stumbles: str
     def stumble(*arguments: Any) -> Any:
         raise ConnectorLost("gone") if stumbles == "poll" else StoreError("a mistake")
 
-    setattr(engine.worker._children[1], stumbles, stumble)
+    setattr(engine.worker.children[1], stumbles, stumble)
     engine.add(FakeRequest("p", PROMPT, Produce("t")))
     with pytest.raises(ConnectorLost):
         engine.run_until(lambda: False)
@@ -340,7 +340,7 @@ def test_one_that_stumbles_in_the_scheduler_is_left_out(make: MakeEngine, tmp_pa
     def match(*arguments: Any) -> Miss:
         raise StoreError("broken")
 
-    engine.scheduler._children[0].match = match
+    engine.scheduler.children[0].match = match
     request = engine.run(FakeRequest("b", PROMPT))
     assert (request.error, request.num_computed_here) == (None, 3), "the other had it"
     engine.require_right(request)
@@ -350,7 +350,7 @@ def test_one_that_is_slow_is_not_waited_for_when_another_has_it(make: MakeEngine
     engine = make("kv_both", storage(tmp_path / "a"), storage(tmp_path / "b"))
     engine.run(FakeRequest("a", PROMPT))
     settle(engine, 1)
-    engine.scheduler._children[0]._prober.answer = lambda request_id: None
+    engine.scheduler.children[0]._prober.answer = lambda request_id: None
     request = engine.run(FakeRequest("b", PROMPT))
     assert (request.error, request.num_computed_here) == (None, 3)
 
@@ -382,7 +382,7 @@ def test_nobody_loads_layer_by_layer_beside_others(
 ) -> None:
     """Whatever connector says that it would: the others would take what the model computes on a load that fails."""
     engine = make("kv_both", storage(tmp_path / "a"), storage(tmp_path / "b"))
-    engine.scheduler._children[0].match = lambda request, num_computed_tokens: Hit(16, layerwise=True)
+    engine.scheduler.children[0].match = lambda request, num_computed_tokens: Hit(16, layerwise=True)
     request = engine.run(FakeRequest("a", PROMPT))
     assert (request.error, request.num_computed_here) == (None, len(PROMPT))
     engine.require_right(request)

@@ -38,7 +38,7 @@ class HostDriver:
     def unmap(self, address: int) -> None:
         self.mapped.remove(address)
 
-    def begin(self) -> None:
+    def make_current(self) -> None:
         pass
 
     def copy(self, target: int, source: int, num_bytes: int) -> None:

@@ -182,7 +182,7 @@ class KVStoreWorkerSide(WorkerSide[StorePlan], ByLayers, StoresBlocks, HasStatis
 
     def poll(self) -> TransferReport:
         """Loads that ended, and hand-offs that were written."""
-        return self._overdue.judged(self._reports.take())
+        return self._overdue.checked(self._reports.take())
 
     def on_report(self, wake: Callable[[], None]) -> None:
         """`wake` is called from the store's thread."""

@@ -17,6 +17,7 @@ import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
+from operator import attrgetter
 from typing import Any, TypeVar
 
 from kvferry.connectors.api import (
@@ -48,7 +49,7 @@ from kvferry.connectors.registry import ConnectorSpec, find_connector
 from kvferry.core.block_hash import BlockHash
 from kvferry.core.closing import close_all
 from kvferry.core.errors import ChildLost, KvferryError, LeakError
-from kvferry.core.hand_off import Consume, HandOff, PrefillResult, Produce, Ticket
+from kvferry.core.hand_off import Consume, HandOff, Produce, Ticket
 from kvferry.core.instance_facts import TicketKinds
 from kvferry.core.kept import TierShare
 from kvferry.core.transfer_config import KVTransferConfig
@@ -60,54 +61,25 @@ Result = TypeVar("Result")
 
 
 class _WithoutHandOff:
-    """A request as the children see it that have no part in its hand-off."""
+    """A request as children see it that take no part in its hand-off."""
+
+    hand_off: HandOff = None
+    request_id: Any = property(attrgetter("request.request_id"))
+    prompt_token_ids: Any = property(attrgetter("request.prompt_token_ids"))
+    salt: Any = property(attrgetter("request.salt"))
+    block_hashes: Any = property(attrgetter("request.block_hashes"))
+    prefill_result: Any = property(attrgetter("request.prefill_result"))
 
     def __init__(self, request: RequestView) -> None:
-        self._request = request
-
-    @property
-    def hand_off(self) -> HandOff:
-        return None
-
-    @property
-    def request_id(self) -> str:
-        return self._request.request_id
-
-    @property
-    def prompt_token_ids(self) -> Sequence[int]:
-        return self._request.prompt_token_ids
-
-    @property
-    def salt(self) -> str:
-        return self._request.salt
-
-    @property
-    def block_hashes(self) -> Sequence[BlockHash]:
-        return self._request.block_hashes
-
-    @property
-    def prefill_result(self) -> PrefillResult | None:
-        return self._request.prefill_result
+        self.request = request
 
 
 class _AnsweredWithoutHandOff(_WithoutHandOff):
-    """The same of a request that is answered here (`HasAnswer`), not of one that only prefills."""
+    """The same for a request that is answered here (`HasAnswer`), and not only prefilled."""
 
-    _request: Any
-
-    @property
-    def tokens(self) -> Sequence[int]:
-        tokens: Sequence[int] = self._request.tokens
-        return tokens
-
-    @property
-    def num_computed_tokens(self) -> int:
-        return int(self._request.num_computed_tokens)
-
-    @property
-    def finish_reason(self) -> str | None:
-        reason: str | None = self._request.finish_reason
-        return reason
+    tokens: Any = property(attrgetter("request.tokens"))
+    num_computed_tokens: Any = property(attrgetter("request.num_computed_tokens"))
+    finish_reason: Any = property(attrgetter("request.finish_reason"))
 
 
 class MultiSchedulerSide(SchedulerSide[MultiPlan], HandsOff, KeepsBlocks[MultiPlan], HasStatistics):
@@ -119,10 +91,10 @@ class MultiSchedulerSide(SchedulerSide[MultiPlan], HandsOff, KeepsBlocks[MultiPl
         super().__init__(context)
         self._clock, self._config = context.clock, context.config
         children = read_children(context)
-        self._children = [spec.build_scheduler_side(own) for spec, own in children]
+        self.children = [spec.build_scheduler_side(own) for spec, own in children]
         self._configs = [own.config for _, own in children]
         self._index = handing_off(self._configs) or 0
-        chosen = self._children[self._index]
+        chosen = self.children[self._index]
         self._hands_off = chosen if isinstance(chosen, HandsOff) else None
         """The child that hands off, if there is one."""
         self._chosen: dict[str, int] = {}
@@ -138,18 +110,18 @@ class MultiSchedulerSide(SchedulerSide[MultiPlan], HandsOff, KeepsBlocks[MultiPl
 
     def arrived(self, request: RequestView) -> None:
         """Announce the request to all children."""
-        for index, child in enumerate(self._children):
+        for index, child in enumerate(self.children):
             if index not in self._lost:
                 self._try(index, partial(child.arrived, self._seen(index, request)), None)
 
     def refusal(self, request: RequestView) -> KvferryError | None:
         """Why the child that takes part in the hand-off refuses the request, if it does."""
-        side = self._children[self._takes_part(request.hand_off)]
+        side = self.children[self._takes_part(request.hand_off)]
         return side.refusal(request) if isinstance(side, HandsOff) else None
 
     def match(self, request: RequestView, num_computed_tokens: int) -> Match:
         """The match of the child that has the most of the prompt."""
-        matches = [self._match(index, request, num_computed_tokens) for index in range(len(self._children))]
+        matches = [self._match(index, request, num_computed_tokens) for index in range(len(self.children))]
         takes_part = self._takes_part(request.hand_off)
         own = matches[takes_part]
         if request.hand_off is not None and isinstance(own, Pending):
@@ -169,7 +141,7 @@ class MultiSchedulerSide(SchedulerSide[MultiPlan], HandsOff, KeepsBlocks[MultiPl
         nothing: Match = Miss()
         if index in self._lost:
             return nothing
-        match = self._children[index].match
+        match = self.children[index].match
         found = self._try(index, partial(match, self._seen(index, request), num_computed_tokens), nothing)
         return self._whole(index, found)
 
@@ -203,13 +175,13 @@ class MultiSchedulerSide(SchedulerSide[MultiPlan], HandsOff, KeepsBlocks[MultiPl
         """Have the child load whose match was chosen."""
         index = self._chosen[request.request_id]
         self._loads[request.request_id] = index
-        self._children[index].allocated(self._seen(index, request), block_ids, num_computed_tokens, hit)
+        self.children[index].allocated(self._seen(index, request), block_ids, num_computed_tokens, hit)
 
     # Steps.
 
     def plan(self, step: StepView) -> MultiPlan | None:
         """The plans of all children, and which of them loads and keeps what since the last plan."""
-        plans = [self._plan(index, step) for index in range(len(self._children))]
+        plans = [self._plan(index, step) for index in range(len(self.children))]
         loads, self._loads = self._loads, {}
         holds, self._holds = self._holds, {}
         if not (loads or holds or any(plan is not None for plan in plans)):
@@ -217,7 +189,7 @@ class MultiSchedulerSide(SchedulerSide[MultiPlan], HandsOff, KeepsBlocks[MultiPl
         return MultiPlan(plans=plans, loads=loads, holds=holds)
 
     def _plan(self, index: int, step: StepView) -> Any:
-        child = self._children[index]
+        child = self.children[index]
         seen = StepView(
             [
                 ScheduledChunk(self._seen(index, chunk.request), chunk.start, chunk.num_tokens, chunk.block_ids)
@@ -230,14 +202,14 @@ class MultiSchedulerSide(SchedulerSide[MultiPlan], HandsOff, KeepsBlocks[MultiPl
     def saves(self, plan: MultiPlan | None) -> Sequence[tuple[str, Sequence[BlockHash]]]:
         """The saves of all children that keep blocks."""
         found: list[tuple[str, Sequence[BlockHash]]] = []
-        for child, part in zip(self._children, plan.plans if plan is not None else (), strict=False):
+        for child, part in zip(self.children, plan.plans if plan is not None else (), strict=False):
             if part is not None and isinstance(child, KeepsBlocks):
                 found += child.saves(part)
         return found
 
     def has_work(self) -> bool:
         """Whether a plan waits."""
-        return bool(self._loads or self._holds) or any(child.has_work() for child in self._children)
+        return bool(self._loads or self._holds) or any(child.has_work() for child in self.children)
 
     def completed(self, report: TransferReport) -> None:
         """Pass the report on: events of a load to the child that loaded, all others to all. Each child is called for
@@ -245,7 +217,7 @@ class MultiSchedulerSide(SchedulerSide[MultiPlan], HandsOff, KeepsBlocks[MultiPl
         for event in report:
             if isinstance(event, Failed) and isinstance(event.error, ChildLost):
                 self._is_lost(self._chosen.get(event.request_id))
-        for index, child in enumerate(self._children):
+        for index, child in enumerate(self.children):
             part = [
                 event
                 for event in report
@@ -265,7 +237,7 @@ class MultiSchedulerSide(SchedulerSide[MultiPlan], HandsOff, KeepsBlocks[MultiPl
 
     def finish(self, request: RequestView, block_ids: Sequence[int]) -> Finish:
         """Blocks stay as long as one child keeps them; the ticket is that of the child that hands off."""
-        verdicts = [child.finish(self._seen(index, request), block_ids) for index, child in enumerate(self._children)]
+        verdicts = [child.finish(self._seen(index, request), block_ids) for index, child in enumerate(self.children)]
         self._chosen.pop(request.request_id, None)
         self._answered_at.pop(request.request_id, None)
         ticket = verdicts[self._index].ticket
@@ -304,9 +276,9 @@ class MultiSchedulerSide(SchedulerSide[MultiPlan], HandsOff, KeepsBlocks[MultiPl
         return self._hands_off.address_seal() if self._hands_off is not None else ""
 
     def tickets(self) -> TicketKinds:
-        """It writes the tickets of the child that hands off, and reads those of all. If that child writes none, what it
-        writes is not known: D may find the KV in another child's store."""
-        kinds = [_tickets(child) for child in self._children]
+        """The kinds that the child that hands off writes, and those that any child reads. If that child writes none, what
+        is written is not known: D may find the KV in another child's store."""
+        kinds = [_tickets(child) for child in self.children]
         writes = kinds[self._index].writes
         if not writes and self._configs[self._index].produces:
             writes = None
@@ -319,7 +291,7 @@ class MultiSchedulerSide(SchedulerSide[MultiPlan], HandsOff, KeepsBlocks[MultiPl
 
     def reset_cache(self) -> bool:
         """Empty the caches of all children; whether all could be emptied."""
-        forgot = [child.reset_cache() for child in self._children if isinstance(child, KeepsBlocks)]
+        forgot = [child.reset_cache() for child in self.children if isinstance(child, KeepsBlocks)]
         return all(forgot)
 
     @classmethod
@@ -328,31 +300,31 @@ class MultiSchedulerSide(SchedulerSide[MultiPlan], HandsOff, KeepsBlocks[MultiPl
         lossy = [find_connector(child).lossy_codecs(child) for child in child_configs(config)]
         return next((names for names in lossy if names is not None), [])
 
-    # Insight and end.
+    # Statistics and checks, and the end.
 
     def kept(self, hashes: Sequence[BlockHash], *, pin: bool | None) -> Sequence[Future[list[TierShare]]]:
         """What the tiers of all children that keep blocks have of a prompt."""
-        keep = [child for child in self._children if isinstance(child, KeepsBlocks)]
+        keep = [child for child in self.children if isinstance(child, KeepsBlocks)]
         return [shares for child in keep for shares in child.kept(hashes, pin=pin)]
 
     def statistics(self) -> dict[str, float]:
         """The statistics of each child, with its number before the names."""
         return {
             f"{index}_{name}": value
-            for index, child in enumerate(self._children)
+            for index, child in enumerate(self.children)
             for name, value in statistics_of(child).items()
         }
 
     def check(self) -> None:
         """Raise `LeakError` when a child keeps something."""
-        for child in self._children:
+        for child in self.children:
             check_side(child)
         if self._chosen or self._held or self._holds:
             raise LeakError(f"several connectors still keep {[*self._chosen, *self._held][:8]}")
 
     def close(self) -> None:
         """Close all children."""
-        close_all(*(child.close for child in self._children))
+        close_all(*(child.close for child in self.children))
 
     def _seen(self, index: int, request: RequestView) -> RequestView:
         if request.hand_off is None or index == self._takes_part(request.hand_off):
@@ -362,10 +334,10 @@ class MultiSchedulerSide(SchedulerSide[MultiPlan], HandsOff, KeepsBlocks[MultiPl
 
     def _takes_part(self, hand_off: HandOff) -> int:
         """The child that takes part in this hand-off."""
-        if not isinstance(hand_off, Consume) or _reads(self._children[self._index], hand_off.ticket):
+        if not isinstance(hand_off, Consume) or _reads(self.children[self._index], hand_off.ticket):
             return self._index
-        others = (index for index, child in enumerate(self._children) if _tickets(child).reads)
-        return next((index for index in others if _reads(self._children[index], hand_off.ticket)), self._index)
+        others = (index for index, child in enumerate(self.children) if _tickets(child).reads)
+        return next((index for index in others if _reads(self.children[index], hand_off.ticket)), self._index)
 
     def _try(self, index: int, call: Callable[[], Result], otherwise: Result) -> Result:
         """What a call of a child returns; `otherwise` when it raises, so that the others continue."""

@@ -33,6 +33,7 @@ from kvferry.connectors.api import (
 from kvferry.connectors.multi.plan import MultiPlan
 from kvferry.connectors.multi.settings import child_gauges, handing_off, read_children
 from kvferry.connectors.registry import ConnectorSpec
+from kvferry.core.closing import close_all
 from kvferry.core.errors import ChildLost, ConfigError, ConnectorLost, LeakError
 from kvferry.transport.memory import BlockMemory
 
@@ -52,11 +53,12 @@ class MultiWorkerSide(WorkerSide[MultiPlan], ServesPeers[MultiPlan], ByLayers, S
     def __init__(self, context: ConnectorContext) -> None:
         super().__init__(context)
         children = read_children(context)
-        self._children = [spec.build_worker_side(own) for spec, own in children]
-        if context.layout.tp_size > 1 and any(child.plan_type is None for child in self._children):
+        self.children = [spec.build_worker_side(own) for spec, own in children]
+        if context.layout.tp_size > 1 and any(child.plan_type is None for child in self.children):
             raise ConfigError("one of the connectors of MultiConnector works on one rank only")
         self._hands_off = handing_off([own.config for _, own in children])
-        self._lost: set[int] = set()
+        self.lost: set[int] = set()
+        """The numbers of the children that raised and are no longer called."""
         self._closing: dict[int, threading.Thread] = {}
         """The threads that close lost children, until nothing of these touches blocks any more."""
         self._closed: set[int] = set()
@@ -72,17 +74,16 @@ class MultiWorkerSide(WorkerSide[MultiPlan], ServesPeers[MultiPlan], ByLayers, S
 
     def register(self, memory: BlockMemory) -> None:
         """Register the memory with all children. If one raises, all are closed again."""
-        for index, child in enumerate(self._children):
+        for index, child in enumerate(self.children):
             try:
                 child.register(memory)
             except BaseException:
-                for begun in self._children[: index + 1]:
-                    begun.close()
+                close_all(*(begun.close for begun in self.children[: index + 1]))
                 raise
 
     def close(self) -> None:
         """Close all children, even if one raises."""
-        for index in range(len(self._children)):
+        for index in range(len(self.children)):
             if index in self._closing:
                 self._closing[index].join(CLOSE_S)
             else:
@@ -90,7 +91,7 @@ class MultiWorkerSide(WorkerSide[MultiPlan], ServesPeers[MultiPlan], ByLayers, S
 
     def _close(self, index: int) -> None:
         try:
-            self._children[index].close()
+            self.children[index].close()
         except Exception:
             log.exception("connector %d of MultiConnector could not be closed", index)
 
@@ -107,10 +108,10 @@ class MultiWorkerSide(WorkerSide[MultiPlan], ServesPeers[MultiPlan], ByLayers, S
             return
         self._loads |= plan.loads
         for request_id, keepers in plan.holds.items():
-            left = set(keepers) - self._early.pop(request_id, set()) - (self._lost - self._closing.keys())
+            left = set(keepers) - self._early.pop(request_id, set()) - (self.lost - self._closing.keys())
             self._hold(request_id, left)
         for request_id, index in plan.loads.items():
-            if index in self._lost:
+            if index in self.lost:
                 self._give_up(request_id, index)
         for index, part in self._parts(plan):
             self._try(index, partial(_start, part), None)
@@ -118,9 +119,7 @@ class MultiWorkerSide(WorkerSide[MultiPlan], ServesPeers[MultiPlan], ByLayers, S
     def _parts(self, plan: MultiPlan | None) -> list[tuple[int, Any]]:
         """Each child's part of a plan. One that came from another process is converted to its class again."""
         parts = []
-        for index, (child, part) in enumerate(
-            zip(self._children, plan.plans if plan is not None else (), strict=False)
-        ):
+        for index, (child, part) in enumerate(zip(self.children, plan.plans if plan is not None else (), strict=False)):
             if child.plan_type is not None and part is not None and not isinstance(part, child.plan_type):
                 part = msgspec.convert(part, child.plan_type)
             if part is not None:
@@ -147,11 +146,11 @@ class MultiWorkerSide(WorkerSide[MultiPlan], ServesPeers[MultiPlan], ByLayers, S
         """The events of all children. Blocks are released when no child keeps them any more. Raises `ConnectorLost`
         when the child that hands off is lost: without it, the instance is of no use to the fleet, which starts
         another."""
-        if self._hands_off in self._lost:
+        if self._hands_off in self.lost:
             raise ConnectorLost("the connector of MultiConnector that hands off is lost")
         for index in [index for index in self._closing if index in self._closed]:
             self._is_closed(index)
-        for index in range(len(self._children)):
+        for index in range(len(self.children)):
             nothing: TransferReport = []
             for event in self._try(index, lambda child: child.poll(), nothing):
                 self._happened(index, event)
@@ -183,27 +182,27 @@ class MultiWorkerSide(WorkerSide[MultiPlan], ServesPeers[MultiPlan], ByLayers, S
 
     def address(self) -> dict[str, Any] | None:
         """The address of the child that hands off."""
-        chosen = None if self._hands_off is None else self._children[self._hands_off]
+        chosen = None if self._hands_off is None else self.children[self._hands_off]
         return chosen.address() if isinstance(chosen, ServesPeers) else None
 
     def on_report(self, wake: Callable[[], None]) -> None:
         """`wake` is called when a child has something to report, and when a lost child is closed."""
         self._wake = wake
-        for child in self._children:
+        for child in self.children:
             child.on_report(wake)
 
-    # Insight.
+    # Statistics and checks.
 
     def watch_store(self) -> None:
         """Watch the stores of all children that have one."""
-        for child in self._children:
+        for child in self.children:
             if isinstance(child, StoresBlocks):
                 child.watch_store()
 
     def store_events(self) -> StoreEvents:
         """The events of all children's stores."""
         events = StoreEvents()
-        for more in (child.store_events() for child in self._children if isinstance(child, StoresBlocks)):
+        for more in (child.store_events() for child in self.children if isinstance(child, StoresBlocks)):
             events.stored += more.stored
             events.dropped += more.dropped
             events.changes += more.changes
@@ -213,14 +212,14 @@ class MultiWorkerSide(WorkerSide[MultiPlan], ServesPeers[MultiPlan], ByLayers, S
         """The statistics of each child, with its number before the names."""
         return {
             f"{index}_{name}": value
-            for index, child in enumerate(self._children)
+            for index, child in enumerate(self.children)
             for name, value in statistics_of(child).items()
         }
 
     def check(self) -> None:
         """Raise `LeakError` when a child keeps something, or when something is still noted of one."""
-        for index, child in enumerate(self._children):
-            if index not in self._lost:
+        for index, child in enumerate(self.children):
+            if index not in self.lost:
                 check_side(child)
         if self._closing:
             raise LeakError(f"connectors {sorted(self._closing)} of several are lost and not closed yet")
@@ -230,15 +229,15 @@ class MultiWorkerSide(WorkerSide[MultiPlan], ServesPeers[MultiPlan], ByLayers, S
     # A child that is lost.
 
     def _all(self, call: Callable[[WorkerSide[StepPlan]], None]) -> None:
-        for index in range(len(self._children)):
+        for index in range(len(self.children)):
             self._try(index, call, None)
 
     def _try(self, index: int, call: Callable[[WorkerSide[StepPlan]], Result], otherwise: Result) -> Result:
         """What a call of a child returns; `otherwise` if it is lost. A child that raises is lost from then on."""
-        if index in self._lost:
+        if index in self.lost:
             return otherwise
         try:
-            return call(self._children[index])
+            return call(self.children[index])
         except Exception as error:
             if isinstance(error, ConnectorLost) and index == self._hands_off:
                 raise
@@ -248,7 +247,7 @@ class MultiWorkerSide(WorkerSide[MultiPlan], ServesPeers[MultiPlan], ByLayers, S
 
     def _lose(self, index: int) -> None:
         """Close a child on a thread of its own, because that may take a while; the others go on meanwhile."""
-        self._lost.add(index)
+        self.lost.add(index)
         self._closing[index] = threading.Thread(
             target=self._close_lost, args=(index,), name=f"kvferry-close-{index}", daemon=True
         )

@@ -155,7 +155,7 @@ class Arrivals:
     ) -> list[asyncio.Task[None]]:
         """A task for each of the producer's ranks; errors are only logged."""
 
-        async def one(rank: int) -> None:
+        async def on_rank(rank: int) -> None:
             try:
                 await act(ticket.transfer_id, _source(ticket, rank))
             except Exception as unexpected:  # leases expire by themselves, and a load with the same error reports it
@@ -163,10 +163,10 @@ class Arrivals:
                 log.info("could not %s: %s", name, error, exc_info=error is not unexpected)
 
         name = f"{what} hand-off {ticket.transfer_id}"
-        return [self._create_task(one(rank), name) for rank in ranks]
+        return [self._create_task(on_rank(rank), name) for rank in ranks]
 
     def _own_ranks(self, ticket: Ticket) -> Sequence[int]:
-        """The producer's ranks that this rank speaks to while the producer's layout is not known. Together, our ranks
+        """The producer's ranks that this rank connects to while the producer's layout is not known. Together, our ranks
         reach all of them."""
         ours, theirs = self._layout.tp_size, ticket.tp_size
         return sorted({self._layout.tp_rank * theirs // ours, *range(self._layout.tp_rank, theirs, ours)})
@@ -178,7 +178,7 @@ class Arrivals:
         ranks = self._own_ranks(load.ticket)
         try:
             ranks, unread = await self._sources(load.ticket, deadline)
-            report = _judge(load, await self._fetch(load, ranks, deadline))
+            report = _report(load, await self._fetch(load, ranks, deadline))
             self._release(load.ticket, unread)
             return report
         except Exception as unexpected:  # the edge between this load and all others
@@ -236,13 +236,13 @@ class Arrivals:
         """P has finished: report its first token before the KV is here, since the token is right even if the KV never
         comes. Not called with `keep_lease_on_failure`: another instance may take over as long as nothing was reported.
         """
-        with suppress(ProtocolError):  # `_judge` raises it when everything has come
+        with suppress(ProtocolError):  # `_report` raises it when everything has come
             meta = decode_meta(encoded)
             result = _result_for(load, meta, common_prefix(meta.prefixes, load.tokens, load.salt))
             if result is not None:
                 self._reports.add(Prefilled(load.request_id, result))
 
-    # Insight.
+    # Statistics and checks.
 
     def statistics(self) -> dict[str, float]:
         """Loads under way, what was taken, and failures by kind of error."""
@@ -254,7 +254,7 @@ class Arrivals:
         return not (self._tasks or self._waits)
 
 
-def _judge(load: Load, taken: Sequence[Taken]) -> TransferReport:
+def _report(load: Load, taken: Sequence[Taken]) -> TransferReport:
     """What to report of a load that all ranks have delivered. Raises `ProtocolError` if it is not what was promised."""
     metas = [decode_meta(one.meta) for one in taken]
     meta = metas[0]

@@ -284,7 +284,7 @@ class Offers:
         self._work.ends.append(transfer_id)
         return transfer_id in self._by_transfer
 
-    # Insight.
+    # Statistics and checks.
 
     @property
     def admitted(self) -> list[str]:

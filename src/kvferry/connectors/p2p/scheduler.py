@@ -264,7 +264,7 @@ class P2pSchedulerSide(SchedulerSide[P2pPlan], HandsOff, HasStatistics):
         """What is kept for next turns gives way."""
         self._offers.make_room(num_blocks)
 
-    # Insight.
+    # Statistics and checks.
 
     def statistics(self) -> dict[str, float]:
         """Hand-offs in the making or under lease, and loads begun."""

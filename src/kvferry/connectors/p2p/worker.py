@@ -198,14 +198,14 @@ class P2pWorkerSide(WorkerSide[P2pPlan], ServesPeers[P2pPlan], ByLayers, HasStat
         self._over.update(transfer_id for transfer_id, _ in self._table.ended())
         released = self._over & self._held.keys()
         self._over -= released
-        arrived = self._overdue.judged(self._reports.take())
+        arrived = self._overdue.checked(self._reports.take())
         return [*(Released(self._held.pop(transfer_id)) for transfer_id in released), *arrived]
 
     def on_report(self, wake: Callable[[], None]) -> None:
         """`wake` is called from the transfer thread."""
         self._reports.wake = self._table.on_end = wake
 
-    # Insight.
+    # Statistics and checks.
 
     def statistics(self) -> dict[str, float]:
         """The statistics of the table, the lookup buffer and loads, and `transfer_errors`: errors on the transfer

@@ -35,7 +35,7 @@ class CudaDriver:
             self._call("cuInit", 0)
             self._call("cuDeviceGet", ctypes.byref(self._device), device)
             self._call("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), self._device)
-            self._current()
+            self.make_current()
             self._call("cuStreamCreate", ctypes.byref(self._stream), NON_BLOCKING)
         except PeerLost as error:
             raise ConfigError(f"transport cuda_ipc cannot use device {device}: {error}") from error
@@ -44,7 +44,7 @@ class CudaDriver:
         """(handle of the allocation that contains `address`, offset of `address` in it). Raises `ConfigError` if the
         memory cannot be shared, such as that of expandable segments."""
         base, size, handle = ctypes.c_uint64(), ctypes.c_size_t(), _Handle()
-        self._current()
+        self.make_current()
         try:
             self._call("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(size), ctypes.c_uint64(address))
             self._call("cuIpcGetMemHandle", ctypes.byref(handle), base)
@@ -58,7 +58,7 @@ class CudaDriver:
     def open(self, handle: bytes) -> int:
         """Map another process's allocation. Returns its address here. Raises `PeerLost`."""
         found = ctypes.c_uint64()
-        self._current()
+        self.make_current()
         self._call(
             "cuIpcOpenMemHandle_v2",
             ctypes.byref(found),
@@ -69,7 +69,7 @@ class CudaDriver:
 
     def unmap(self, address: int) -> None:
         """Remove a mapping."""
-        self._current()
+        self.make_current()
         self._call("cuIpcCloseMemHandle", ctypes.c_uint64(address))
 
     def copy(self, target: int, source: int, num_bytes: int) -> None:
@@ -77,22 +77,19 @@ class CudaDriver:
         pointers = ctypes.c_uint64(target), ctypes.c_uint64(source)
         self._call("cuMemcpyDtoDAsync_v2", *pointers, ctypes.c_size_t(num_bytes), self._stream)
 
-    def begin(self) -> None:
-        """Call this before the first of several copies on this thread."""
-        self._current()
-
     def is_idle(self) -> bool:
         """Whether all copies that were begun are done. Raises `PeerLost` if one has failed."""
-        self._current()
+        self.make_current()
         return self._call("cuStreamQuery", self._stream, allowed=NOT_READY) == 0
 
     def close(self) -> None:
         """Release stream and context."""
-        self._current()
+        self.make_current()
         self._call("cuStreamDestroy_v2", self._stream)
         self._call("cuDevicePrimaryCtxRelease_v2", self._device)
 
-    def _current(self) -> None:
+    def make_current(self) -> None:
+        """Use this device on this thread. Call it before the first of several copies."""
         self._call("cuCtxSetCurrent", self._context)
 
     def _call(self, name: str, *arguments: Any, allowed: int = 0) -> int:

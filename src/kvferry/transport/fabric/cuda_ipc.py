@@ -99,7 +99,7 @@ class CudaIpcPeer(FabricPeer):
         for part in pieces.slices(SLICE_BYTES, SLICE_PIECES):
             async with self._copying:
                 self.require_going(deadline)
-                self._driver.begin()
+                self._driver.make_current()
                 try:
                     for source, target, length in part.rows():
                         self._driver.copy(target, source, length)

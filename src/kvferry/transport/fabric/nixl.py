@@ -39,7 +39,7 @@ SLICE_BYTES = 16 * 2**20
 """Read by one transfer. Where UCX copies at once, the loop is blocked for so much."""
 SLICE_PIECES = 8192
 MAX_UNDER_WAY = 4
-ASK_S = 0.0002
+POLL_S = 0.0002
 """NIXL makes progress while it is polled: it is polled for so long before other tasks get the loop."""
 SPIN_S = 0.0005
 """For so long a transfer is polled in every turn of the loop; after that once a millisecond."""
@@ -172,7 +172,7 @@ class _Reader:
         known.num_users += 1
         return known
 
-    def give_back(self, remote: _Remote) -> None:
+    def release(self, remote: _Remote) -> None:
         """End one use of a peer's agent; after the last one, the connection to it is closed."""
         remote.num_users -= 1
         if not remote.num_users and not self.condemned:
@@ -235,18 +235,18 @@ class NixlPeer(FabricPeer):
 
     async def _settle(self, under_way: deque[Handle], num_left: int, deadline: float) -> None:
         """Wait until at most `num_left` are under way."""
-        waiting = _Waiting()
+        pauses = _Pauses()
         while len(under_way) > num_left:
-            if self._goes_through(under_way[0]):
+            if self._poll(under_way[0]):
                 self._agent.release(under_way.popleft())
-                waiting = _Waiting()
+                pauses = _Pauses()
                 continue
-            await waiting.turn()
+            await pauses.next()
             self.require_going(deadline)
 
-    def _goes_through(self, handle: Handle) -> bool:
-        """Poll a transfer for up to `ASK_S`. True: it is done."""
-        until = SYSTEM_CLOCK.monotonic() + ASK_S
+    def _poll(self, handle: Handle) -> bool:
+        """Poll a transfer for up to `POLL_S`. True: it is done."""
+        until = SYSTEM_CLOCK.monotonic() + POLL_S
         while not self._agent.is_done(handle):
             if SYSTEM_CLOCK.monotonic() >= until:
                 return False
@@ -255,12 +255,12 @@ class NixlPeer(FabricPeer):
     async def _quiesce(self, under_way: deque[Handle]) -> None:
         """Wait until none of these transfers writes any more."""
         given_up = asyncio.get_running_loop().time() + GRACE_S
-        waiting, reader = _Waiting(), self._reader
+        pauses, reader = _Pauses(), self._reader
         while under_way and not reader.condemned:
             if self._is_over(under_way[0]):
                 self._agent.release(under_way.popleft())
                 continue
-            await waiting.turn()
+            await pauses.next()
             if asyncio.get_running_loop().time() >= given_up:
                 log.warning(
                     "NIXL agent %s does not answer a read; closing the local agent to end it", self._remote.name
@@ -286,15 +286,15 @@ class NixlPeer(FabricPeer):
             return
         self.closed = True
         await self._idle.wait()
-        self._reader.give_back(self._remote)
+        self._reader.release(self._remote)
 
 
-class _Waiting:
+class _Pauses:
     """The pauses between two polls: short ones at first."""
 
     def __init__(self) -> None:
         self._spin_until = asyncio.get_running_loop().time() + SPIN_S
 
-    async def turn(self) -> None:
-        """Let other tasks have the loop."""
+    async def next(self) -> None:
+        """Pause: let other tasks have the loop."""
         await asyncio.sleep(0 if asyncio.get_running_loop().time() < self._spin_until else 0.001)

@@ -84,20 +84,20 @@ class ProcessGroupFabric(PipeFabric):
             else:
                 outbox.put_nowait(Formed())
 
-        async def speak() -> None:
+        async def send() -> None:
             message: Message | None = None
             while not isinstance(message, Formed):
                 message = await outbox.get()
                 await connection.send(message)
             _require(message, "this end")
 
-        async def listen() -> None:
+        async def receive() -> None:
             while isinstance(message := await connection.receive(Published | Formed), Published):
                 store.learn(message)
             _require(message, "the peer")
 
         try:
-            await run_together(make(), speak(), listen())
+            await run_together(make(), send(), receive())
         except BaseException:
             store.fail("the group was abandoned")
             for group in groups:
