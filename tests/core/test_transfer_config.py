@@ -48,17 +48,3 @@ def test_bad_json_is_a_config_error(text: str) -> None:
 def test_bad_role_lists_the_field() -> None:
     with pytest.raises(ConfigError, match="kv_role"):
         parse_transfer_config('{"kv_connector": "P2pConnector", "kv_role": "producer"}')
-
-
-def test_extra_values_are_converted_or_named() -> None:
-    config = parse_transfer_config('{"kv_connector":"X","kv_connector_extra_config":{"lease_s":5,"bad":"x"}}')
-    assert config.extra("lease_s", 30.0) == 5.0
-    assert config.extra("missing", "auto") == "auto"
-    with pytest.raises(ConfigError, match=r"kv_connector_extra_config\.bad"):
-        config.extra("bad", 1.0)
-
-
-def test_unknown_extra_names_the_nearest() -> None:
-    config = parse_transfer_config('{"kv_connector":"X","kv_connector_extra_config":{"leases":5}}')
-    with pytest.raises(ConfigError, match="did you mean 'lease_s'"):
-        config.require_extras_known(("lease_s", "transport"))

@@ -50,11 +50,6 @@ class OverdueLoads:
             checked.append(Failed(request_id, error, _aside(request_id)))
         return checked
 
-    @property
-    def num_parked(self) -> int:
-        """The number of overdue loads that have not ended yet."""
-        return len(self._parked)
-
 
 def _aside(request_id: str) -> str:
     return f"{request_id} (blocks kept aside)"

@@ -15,7 +15,8 @@ The keys are vLLM's (`do_remote_decode`, `do_remote_prefill`, `remote_engine_id`
 | `remote_address_seal` | authenticates the addresses (`core.ticket_seal`) |
 | `remote_seal` | authenticates everything else that D acts on |
 
-A program that only forwards a ticket need not know any of them. All fields are validated, within bounds, before they are used.
+A program that only forwards a ticket need not know any of them. All fields are validated, within bounds, before they
+are used.
 """
 
 from __future__ import annotations

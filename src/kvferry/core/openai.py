@@ -25,9 +25,6 @@ TIMELINE_HEADER = "X-Kvferry-Timeline"
 
 RETRY_AFTER_HEADER = "Retry-After"
 
-RETRY_AFTER_S = 1
-"""Seconds after which to try an instance again that answered 429 or 503 without `Retry-After`."""
-
 MAX_BODY_BYTES = 16 * 1024 * 1024
 """Longest request body by default."""
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import uuid
-from collections.abc import Mapping
 from typing import Any, Literal
 
 import msgspec
@@ -69,25 +68,6 @@ class KVTransferConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     def consumes(self) -> bool:
         """Whether KV comes to this instance."""
         return self.kv_role in ("kv_consumer", "kv_both")
-
-    def extra(self, key: str, default: Any) -> Any:
-        """A value of `kv_connector_extra_config`, of the default's type; `ConfigError` names the key otherwise."""
-        return extra_value(self.kv_connector_extra_config, key, default)
-
-    def require_extras_known(self, known: tuple[str, ...]) -> None:
-        """Raise `ConfigError` for keys of `kv_connector_extra_config` that the connector does not have."""
-        for key in self.kv_connector_extra_config:
-            if key not in known:
-                raise ConfigError(unknown_key(f"kv_connector_extra_config.{key}", key, known))
-
-
-def extra_value(extras: Mapping[str, Any], key: str, default: Any) -> Any:
-    """A value of a `kv_connector_extra_config`, of the default's type. Raises `ConfigError` that names the key."""
-    value = extras.get(key, default)
-    try:
-        return value if default is None else msgspec.convert(value, type(default), strict=False)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"kv_connector_extra_config.{key}: {error}") from error
 
 
 def parse_transfer_config(text: str) -> KVTransferConfig:

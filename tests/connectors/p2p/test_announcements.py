@@ -50,7 +50,7 @@ def started() -> Iterator[P2pWorkerSide]:
 
 
 def told(side: P2pWorkerSide) -> News | None:
-    return side._table.news(Cursor("t"))
+    return side.table.news(Cursor("t"))
 
 
 def test_layers_are_announced_when_their_kv_is_there(
@@ -80,7 +80,7 @@ def test_layers_are_announced_when_their_kv_is_there(
         assert seen == [("started", []), ("saved 0", []), ("saved 1", []), ("device", []), *after]
     else:
         assert seen == [("started", []), ("saved 0", [0]), ("saved 1", [0, 1]), *after]
-    side._table.drop("t")
+    side.table.drop("t")
 
 
 @pytest.mark.parametrize("is_told", [False, True])
@@ -99,7 +99,7 @@ def test_a_step_that_broke_off_hands_nothing_off(side_of_either: P2pWorkerSide, 
 
 
 def test_a_hand_off_that_cannot_be_begun_is_over_for_its_consumer(side: P2pWorkerSide) -> None:
-    side._table.open = fails  # type: ignore[method-assign]
+    side.table.open = fails  # type: ignore[method-assign]
     side.start(SAVE)
     assert told(side) == News(0, -1, over="dropped")
 
@@ -114,7 +114,7 @@ def test_blocks_of_a_request_that_is_over_are_announced_at_once(side: P2pWorkerS
     assert news is not None
     assert [part.block_ids for part in news.parts] == [[3, 4]]
     assert news.meta == b"meta"
-    assert side._table._entries["t"].lease_s == 480.0
-    side._table.release("t")
+    assert side.table._entries["t"].lease_s == 480.0
+    side.table.release("t")
     assert side.poll() == [Released("r")]
     side.check()

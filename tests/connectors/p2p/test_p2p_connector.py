@@ -621,7 +621,7 @@ def test_a_device_is_waited_for_unless_the_engine_has_done_so(
             side.save_layer(layer)
         side.flush()
         assert waits == ([] if complete else ["cpu"])
-        side._table.drop("t")
+        side.table.drop("t")
     finally:
         side.close()
         region.close()

@@ -152,7 +152,7 @@ class FakeEngine:
         for worker in self.workers:
             worker.on_report(self._woken.set)
             if isinstance(worker, P2pWorkerSide):
-                worker._table.insert = partial(self._announced, worker._table.insert)  # type: ignore[method-assign]
+                worker.table.insert = partial(self._announced, worker.table.insert)  # type: ignore[method-assign]
 
     def _announced(self, insert: Callable[[str, Part], bool], key: str, part: Part) -> bool:
         """A part is told of: it must be there by now."""

@@ -276,8 +276,8 @@ class MultiSchedulerSide(SchedulerSide[MultiPlan], HandsOff, KeepsBlocks[MultiPl
         return self._hands_off.address_seal() if self._hands_off is not None else ""
 
     def tickets(self) -> TicketKinds:
-        """The kinds that the child that hands off writes, and those that any child reads. If that child writes none, what
-        is written is not known: D may find the KV in another child's store."""
+        """The kinds that the child that hands off writes, and those that any child reads. If that child writes none, it
+        is not known what is written: D may find the KV in another child's store."""
         kinds = [_tickets(child) for child in self.children]
         writes = kinds[self._index].writes
         if not writes and self._configs[self._index].produces:

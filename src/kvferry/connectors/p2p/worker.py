@@ -51,7 +51,7 @@ class P2pWorkerSide(WorkerSide[P2pPlan], ServesPeers[P2pPlan], ByLayers, HasStat
     plan_type = P2pPlan
     gauges = frozenset({"num_loading", "num_keys", "held_bytes", "open_connections"})
 
-    _table: EntryTable
+    table: EntryTable
     _buffer: LookupBuffer
     _arrivals: Arrivals
 
@@ -85,10 +85,10 @@ class P2pWorkerSide(WorkerSide[P2pPlan], ServesPeers[P2pPlan], ByLayers, HasStat
             capacity_bytes=2 * config.kv_buffer_size,
             gather_bytes=GATHER_BYTES,
         )
-        self._table = EntryTable(memory.geometry, SystemClock(), bounds)
+        self.table = EntryTable(memory.geometry, SystemClock(), bounds)
         identity = Identity(config.engine_id, layout)
         self._buffer = lookup_buffer_class(settings).build(
-            LookupBufferContext(config, settings, memory, identity, self.context.auth_token, self._table)
+            LookupBufferContext(config, settings, memory, identity, self.context.auth_token, self.table)
         )
         self._wait_for_device = None if self.context.saves_are_complete else _device_wait(memory.device)
         keeps = config.kv_load_failure_policy == "fail"
@@ -112,7 +112,7 @@ class P2pWorkerSide(WorkerSide[P2pPlan], ServesPeers[P2pPlan], ByLayers, HasStat
     def withdraw(self, plan: P2pPlan | None) -> None:
         """Void what was announced of hand-offs that begin again: from here on nobody can take it."""
         for transfer_id in plan.resets if plan is not None else ():
-            self._table.reset(transfer_id)
+            self.table.reset(transfer_id)
 
     def start(self, plan: P2pPlan | None) -> None:
         """Carry out the plan, except that its `saves` wait for the layers of this step."""
@@ -122,9 +122,9 @@ class P2pWorkerSide(WorkerSide[P2pPlan], ServesPeers[P2pPlan], ByLayers, HasStat
         for transfer_id, request_id in plan.drops.items():
             if request_id:
                 self._held[transfer_id] = request_id
-            self._each(transfer_id, partial(self._table.drop, transfer_id))
+            self._each(transfer_id, partial(self.table.drop, transfer_id))
         for transfer_id in plan.ends:
-            self._each(transfer_id, partial(self._table.release, transfer_id))
+            self._each(transfer_id, partial(self.table.release, transfer_id))
         for save in plan.saves:
             self._each(save.transfer_id, partial(self._begin, save))
         for seal in plan.seals:
@@ -159,23 +159,23 @@ class P2pWorkerSide(WorkerSide[P2pPlan], ServesPeers[P2pPlan], ByLayers, HasStat
         self._written, self._saves = [], []
 
     def _begin(self, save: Save) -> None:
-        if save.opens and not self._table.open(save.transfer_id):
+        if save.opens and not self.table.open(save.transfer_id):
             self._over.add(save.transfer_id)
         elif save.block_ids:
             self._saves.append(save)
 
     def _seal(self, seal: Seal) -> None:
         if seal.kept_blocks:
-            if not self._table.open(seal.transfer_id):
+            if not self.table.open(seal.transfer_id):
                 self._over.add(seal.transfer_id)
                 return
-            self._table.insert(seal.transfer_id, Part(0, self.context.layout.num_layers, 0, seal.kept_blocks))
-        self._table.seal(seal.transfer_id, seal.meta, seal.lease_s)
+            self.table.insert(seal.transfer_id, Part(0, self.context.layout.num_layers, 0, seal.kept_blocks))
+        self.table.seal(seal.transfer_id, seal.meta, seal.lease_s)
 
     def _announce(self, layer: int) -> None:
         for save in self._saves:
             part = Part(layer, 1, save.first_block, save.block_ids)
-            self._each(save.transfer_id, partial(self._table.insert, save.transfer_id, part))
+            self._each(save.transfer_id, partial(self.table.insert, save.transfer_id, part))
 
     def _each(self, transfer_id: str, act: Callable[[], object]) -> None:
         """Do something for one hand-off. If it fails, this hand-off is withdrawn; the others go on."""
@@ -184,7 +184,7 @@ class P2pWorkerSide(WorkerSide[P2pPlan], ServesPeers[P2pPlan], ByLayers, HasStat
     def _void(self, transfer_id: str) -> None:
         """Withdraw a hand-off: from here on nobody can take it. If even that fails, its lease expires."""
         self._saves = [save for save in self._saves if save.transfer_id != transfer_id]
-        self._table.drop(transfer_id)
+        self.table.drop(transfer_id)
         self._over.add(transfer_id)
 
     def poll(self) -> TransferReport:
@@ -195,7 +195,7 @@ class P2pWorkerSide(WorkerSide[P2pPlan], ServesPeers[P2pPlan], ByLayers, HasStat
                 self._service.result()
             except Exception as error:
                 raise ConnectorLost(f"the transfers of this instance have ended: {error!r}") from error
-        self._over.update(transfer_id for transfer_id, _ in self._table.ended())
+        self._over.update(transfer_id for transfer_id, _ in self.table.ended())
         released = self._over & self._held.keys()
         self._over -= released
         arrived = self._overdue.checked(self._reports.take())
@@ -203,7 +203,7 @@ class P2pWorkerSide(WorkerSide[P2pPlan], ServesPeers[P2pPlan], ByLayers, HasStat
 
     def on_report(self, wake: Callable[[], None]) -> None:
         """`wake` is called from the transfer thread."""
-        self._reports.wake = self._table.on_end = wake
+        self._reports.wake = self.table.on_end = wake
 
     # Statistics and checks.
 
@@ -211,11 +211,11 @@ class P2pWorkerSide(WorkerSide[P2pPlan], ServesPeers[P2pPlan], ByLayers, HasStat
         """The statistics of the table, the lookup buffer and loads, and `transfer_errors`: errors on the transfer
         thread."""
         errors = {"transfer_errors": float(self._loop.num_errors)}
-        return self._table.statistics() | self._buffer.statistics() | self._arrivals.statistics() | errors
+        return self.table.statistics() | self._buffer.statistics() | self._arrivals.statistics() | errors
 
     def check(self) -> None:
         """Raise `LeakError` when a hand-off, a load or a report is left."""
-        self._table.check()
+        self.table.check()
         if self._held or self._over or self._reports or not self._arrivals.is_empty():
             raise LeakError("the P2P connector still waits for the end of hand-offs")
 
