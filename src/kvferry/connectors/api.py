@@ -106,8 +106,8 @@ class Hit:
     num_tokens: int
     layerwise: bool = False
     num_computed_meanwhile: int = 0
-    """So many of these tokens, from the first on, are not loaded: the engine computes them while the others are loaded.
-    Whole blocks; only with `ConnectorContext.computes_meanwhile`, and not `layerwise`."""
+    """The number of these tokens, from the first on, that the engine computes while the others are loaded. Whole
+    blocks; only with `ConnectorContext.computes_meanwhile`, and not `layerwise`."""
 
 
 Match = Hit | Miss | Pending
@@ -278,9 +278,9 @@ class ConnectorContext:
     """Whether a layer's KV has been written when `save_layer` is called, so that a worker side need not wait for a
     device."""
     has_room: Callable[[int], bool] = lambda num_blocks: True
-    """Whether a request may be given so many blocks before the instance that computes their KV has finished. If so, at
-    least half of all blocks stay free, enough for the longest request, and a place to run it: requests that wait for
-    other instances leave enough for those that do not, and so no instances wait for each other in a circle."""
+    """Whether a request may be given this number of blocks before the instance that computes their KV has finished. If
+    so, at least half of all blocks stay free, enough for the longest request, and a place to run it: requests that wait
+    for other instances leave enough for those that do not, and so no instances wait for each other in a circle."""
 
 
 class SchedulerSide(ABC, Generic[Plan]):
@@ -441,7 +441,7 @@ class HandsOff(ABC):
 
     def make_room(self, num_blocks: int) -> None:
         """A request waits because `num_blocks` too few are free. End leases that nobody may ever ask for, of at least
-        so many blocks if there are, with the next plan. Called with each step for as long as it waits. Default:
+        that many blocks if there are, with the next plan. Called with each step for as long as it waits. Default:
         nothing."""
 
 

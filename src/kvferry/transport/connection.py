@@ -106,8 +106,8 @@ class PlainSocket:
     """
 
     turn_bytes = 4 * 2**20
-    """After so many bytes, other tasks should have the loop. A turn costs 20 to 40 µs between two copies that fill the
-    caches."""
+    """After this many bytes, other tasks should have the loop. A turn costs 20 to 40 µs between two copies that fill
+    the caches."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
@@ -136,7 +136,7 @@ class PlainSocket:
         return 0
 
     def wait_for(self, num_bytes: int) -> None:
-        """Let the socket become readable only when so many bytes are there, or the connection has ended."""
+        """Let the socket become readable only when `num_bytes` are there, or the connection has ended."""
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, num_bytes)
 
 
@@ -287,7 +287,7 @@ class Connection:
     async def close(self) -> None:
         """Close the socket. The task that receives must have ended; those that send see the connection break."""
         self.abort()
-        async with self._sending:  # whoever sends lets go first, or the loop would watch a closed descriptor
+        async with self._sending:  # a task that sends ends first, or the loop would watch a closed descriptor
             self.socket.close()
 
 

@@ -39,8 +39,8 @@ TLS_HANDSHAKE = 0x16
 
 
 class Listener:
-    """A bound port, and who this instance is to others. Name the handlers, then run `serve` on the instance's
-    `TransferLoop`."""
+    """A bound port, and the identity that this instance shows to others. Register handlers with `handle`, then run
+    `serve` on the instance's `TransferLoop`."""
 
     def __init__(
         self,
@@ -126,9 +126,7 @@ class Listener:
             self._num_open -= 1
 
     def _no_stranger(self, host: str) -> None:
-        self._strangers[host] -= 1
-        if not self._strangers[host]:
-            del self._strangers[host]
+        self._strangers -= Counter((host,))  # this keeps positive counts only
 
     async def _admit(self, connection: Connection) -> str:
         deadline = asyncio.get_running_loop().time() + self.handshake_s

@@ -204,7 +204,7 @@ class Pieces:
         return zip(self.remote.tolist(), self.local.tolist(), self.lengths.tolist(), strict=True)
 
     def slices(self, num_bytes: int, num_pieces: int) -> Iterator[Pieces]:
-        """Parts of at most so many pieces and bytes, in order. A single piece is not divided."""
+        """Parts of at most `num_pieces` pieces and `num_bytes` bytes, in order. A single piece is not divided."""
         ends = np.cumsum(self.lengths)
         start = done = 0
         while start < len(self):

@@ -50,7 +50,7 @@ _SEND_FLAGS = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
 
 
 class MemoryVector:
-    """`lengths[i]` bytes (not 0) at `addresses[i]`, both int64, and how many bytes are done. Whoever makes one has
+    """`lengths[i]` bytes (not 0) at `addresses[i]`, both int64, and how many bytes are done. The caller has
     checked that the addresses are mapped, and stay so until it is done."""
 
     def __init__(self, addresses: NDArray[np.int64], lengths: NDArray[np.int64]) -> None:
@@ -111,7 +111,7 @@ class MemoryVector:
         return count
 
     def advance(self, num_bytes: int) -> None:
-        """Count so many more bytes as done."""
+        """Count `num_bytes` more as done."""
         self.num_done += num_bytes
         left = int(self._ends[self._first]) - self.num_done
         if left < 0:

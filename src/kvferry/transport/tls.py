@@ -1,9 +1,8 @@
 """TLS between instances, for the control channel and whatever else goes over a `Connection`.
 
-It is mutual: both ends show a certificate that the fleet's own authority (`tls_ca`) has signed. Whoever has one is a
-member of the fleet. The host that it names is not checked, since instances come and go with their addresses. Inside of
-TLS, the handshake with the shared token takes place as without.
-"""
+It is mutual: both ends show a certificate that the fleet's own authority (`tls_ca`) has signed. An instance with one is
+a member of the fleet. The host that it names is not checked, since instances come and go with their addresses. Inside
+of TLS, the handshake with the shared token takes place as without."""
 
 from __future__ import annotations
 
@@ -32,7 +31,7 @@ _ALL_OR_NONE = "set tls_cert, tls_key and tls_ca in the kv_connector_extra_confi
 RECORD_BYTES = 2**14
 """The largest payload of a TLS record."""
 HELD_BYTES = RECORD_BYTES + 1024
-"""OpenSSL may hold so much of a record that has arrived in part."""
+"""The most that OpenSSL holds of a record that has arrived in part."""
 
 
 @dataclass(frozen=True)
@@ -138,7 +137,7 @@ class TlsSocket(PlainSocket):
         return self._tls.pending()
 
     def wait_for(self, num_bytes: int) -> None:
-        """Let the socket become readable only when so many bytes are there, less what OpenSSL may hold already."""
+        """Let the socket become readable only when `num_bytes` are there, less what OpenSSL may hold already."""
         self._tls.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, max(1, num_bytes - HELD_BYTES))
 
 

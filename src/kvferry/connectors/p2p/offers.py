@@ -5,8 +5,8 @@ how: the worker sides report when blocks are free again.
 
 A block is announced once, when its last token is scheduled: when it is full, or when the prompt ends in it. If a step
 computes tokens again whose blocks were announced, as after a load that failed, everything announced of that hand-off is
-void, and it begins again; this holds for the request's own tokens, and for those of another that shares its blocks.
-"""
+void, and it begins again; this holds for the request's own tokens, and for the tokens of another request that shares
+its blocks."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ from kvferry.core.ticket_seal import TicketSealer
 from kvferry.transport.options import TransportOptions
 
 QUEUED_S = 600.0
-"""A ticket is accepted for so long beyond its lease: it may have waited in a router's queue, and its first token stays
-right when the KV is gone."""
+"""A ticket is accepted for this time beyond its lease: it may have waited in a router's queue, and its first token
+stays right when the KV is gone."""
 NUM_PREFIXES = 16
 """Digests in the ticket of kept blocks, so that a next turn which differs near the end can still use most of them."""
 

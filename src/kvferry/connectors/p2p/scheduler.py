@@ -162,7 +162,7 @@ class P2pSchedulerSide(SchedulerSide[P2pPlan], HandsOff, HasStatistics):
         return None
 
     def allocated(self, request: RequestView, block_ids: Sequence[int], num_computed_tokens: int, hit: Hit) -> None:
-        """The load goes out with the next plan."""
+        """Put the load into the next plan."""
         fetch = self._find(request)
         assert isinstance(fetch, _Fetch), "a hit without a ticket"
         self._fetches[request.request_id] = fetch

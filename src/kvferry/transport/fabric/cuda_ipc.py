@@ -23,7 +23,7 @@ from kvferry.transport.transfer_loop import uncancelled
 
 SLICE_BYTES = 64 * 2**20
 SLICE_PIECES = 4096
-"""So many copies are begun before the stream is waited for."""
+"""The most copies that are begun before the stream is waited for."""
 POLL_S = 0.0002
 
 

@@ -36,15 +36,15 @@ from kvferry.transport.transfer_loop import uncancelled
 log = logging.getLogger(__name__)
 
 SLICE_BYTES = 16 * 2**20
-"""Read by one transfer. Where UCX copies at once, the loop is blocked for so much."""
+"""Read by one transfer. Where UCX copies at once, this is what blocks the loop at a time."""
 SLICE_PIECES = 8192
 MAX_UNDER_WAY = 4
 POLL_S = 0.0002
-"""NIXL makes progress while it is polled: it is polled for so long before other tasks get the loop."""
+"""NIXL makes progress while it is polled. It is polled for this time before other tasks get the loop."""
 SPIN_S = 0.0005
-"""For so long a transfer is polled in every turn of the loop; after that once a millisecond."""
+"""A transfer is polled in every turn of the loop for this time, and then once a millisecond."""
 GRACE_S = 1.0
-"""A transfer that was given up may go on for so long before the agent that reads is closed."""
+"""How long a transfer that was given up may go on before the agent that reads is closed."""
 BEACON_BYTES = 16
 DRAM = MemoryKind("DRAM")
 

@@ -32,7 +32,7 @@ PIECE_BYTES = 8 * 2**20
 PIECE_SPANS = 2**16
 OPEN_S = 10.0
 STALL_S = 60.0
-"""A reader that lets a piece wait for so long is given up."""
+"""A reader that does not receive a piece within this time is given up."""
 
 
 class Pull(Message, frozen=True):

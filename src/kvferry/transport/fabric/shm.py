@@ -39,7 +39,7 @@ ADDRESS_BITS = 47
 """User addresses on x86-64 and 64-bit Arm stay below this, unless a process asks the kernel for more."""
 MEMORY = memoryview((ctypes.c_char * 2**ADDRESS_BITS).from_address(0)).cast("B")
 """This process's memory, indexed by address. Copying between slices of it is the cheapest copy of a short block in
-Python: 0.4 µs beyond the copy itself, half of a call through ctypes. Whoever slices it has checked the addresses."""
+Python: 0.4 µs beyond the copy itself, half of a call through ctypes. The caller has checked the addresses."""
 
 CopyPieces = Callable[[Pieces], None]
 SLICE_BYTES = 8 * 2**20

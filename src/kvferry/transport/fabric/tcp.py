@@ -41,7 +41,7 @@ STREAM_BYTES = 2**20
 """A read is divided among streams into parts of at least this size."""
 WASTE_BYTES = 2**18
 LOW_WATER_BYTES = 2**18
-"""The loop is woken when so much of an answer is there: a turn of it costs as much as the copy of 100 KiB."""
+"""The loop is woken when this much of an answer is there: a turn of it costs as much as the copy of 100 KiB."""
 _ON_THE_WIRE = np.dtype("<i8")
 
 
@@ -261,7 +261,7 @@ class _Stream:
             self._fail(error)
 
     def _wait_for(self, num_bytes: int) -> None:
-        """Have `_on_readable` called when so many bytes are there, or the connection has ended."""
+        """Have `_on_readable` called when `num_bytes` are there, or the connection has ended."""
         if num_bytes != self._low_water:
             self._connection.io.wait_for(num_bytes)
             self._low_water = num_bytes

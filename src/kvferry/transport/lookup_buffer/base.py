@@ -65,7 +65,7 @@ class Want:
 class Taken:
     """A hand-off that is complete and acknowledged. `seconds`: from the first read to the acknowledgement.
 
-    `num_tokens`: of so many tokens from the beginning of the prompt, counted in whole blocks, the KV is here; None: of
+    `num_tokens`: how many tokens from the beginning of the prompt, counted in whole blocks, have their KV here; None:
     all that `into` holds.
     """
 
@@ -148,8 +148,8 @@ class LookupBuffer(ABC):
         """Release what the constructor took; also for a buffer that never ran."""
 
     def statistics(self) -> dict[str, float]:
-        """Metrics of the buffer's own, as `HasStatistics.statistics` of a connector; those of `table`, and of what was
-        taken, are not among them."""
+        """Metrics of the buffer itself, in the form of `HasStatistics.statistics`; those of `table` and of what was
+        taken are not among them."""
         return {}
 
 

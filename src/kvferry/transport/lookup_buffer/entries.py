@@ -20,9 +20,9 @@ from kvferry.transport.lookup_buffer.messages import News, Part
 from kvferry.transport.memory import BlockGeometry
 
 MAX_IDS_PER_NEWS = 2**17
-"""About so many block ids go into one message, which keeps it well below the limit of a frame."""
+"""About the most block ids in one message, which keeps it well below the limit of a frame."""
 MAX_REMEMBERED = 4096
-"""For so many keys it is remembered why they are over; then the oldest are forgotten."""
+"""The most keys of which the table remembers why they are over; the oldest are forgotten first."""
 
 EndReason = Literal["taken", "released", "unwanted", "expired", "dropped", "full"]
 """Why a key is over: a consumer has it; nobody wants it ("unwanted": released before it began); its lease expired; the
@@ -46,7 +46,7 @@ class EntryBounds:
     """Bounds of a table. A lease of `lease_s` runs from the seal or the last renewal; an unsealed key expires
     `unsealed_s` after its last part. For `unsealed_s` it is also remembered why a key is over.
 
-    `gather_bytes`: parts are sent to consumers when they have so many bytes together, or at the seal. A message costs
+    `gather_bytes`: parts are sent to consumers when they have this size together, or at the seal. A message costs
     the producer CPU time, and a consumer gains nothing from an early announcement of a few bytes.
     """
 

@@ -10,7 +10,7 @@ producer ── Offer ───────────────────�
          ◄──────────── Take(id, generation) ────              everything is read
          ── News(id, held) ────────────────────►              the fence; if not kept, other news says why
          ◄───────────────────── Unselect(id) ───              no more news, please
-         ◄────────────────── ReleaseKey(key) ───              nobody will come
+         ◄────────────────── ReleaseKey(key) ───              nobody will fetch it
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 CONNECT_S = 10.0
 ANSWER_S = 5.0
-"""A connected producer that does not answer a `Renew` for so long is lost: its process has stopped, or its network."""
+"""A connected producer that leaves a `Renew` unanswered for this time is lost: its process or network has stopped."""
 CONNECT_AGAIN_S = 1.0
 """As `CONNECT_S`, for a producer that did not answer the last time."""
 MAX_PEERS = 256
