@@ -70,7 +70,7 @@ ALONE = [
     *(P2P + "offers:Offers." + name for name in ("match", "finish", "released", "_ticket")),
     *(P2P + "arrivals:Arrivals." + name for name in ("_wait", "_start", "_cancel", "_give_up", "_each_rank")),
     *(P2P + "arrivals:Arrivals." + name for name in ("_release", "_sources", "_fetch_one", "_sealed", "_fetch")),
-    P2P + "arrivals:_judge",
+    P2P + "arrivals:_report",
     P2P + "worker:P2pWorkerSide._begin",
     P2P + "worker:P2pWorkerSide.poll",
     *(BUFFER + "entries:EntryTable." + name for name in ("open", "insert", "seal", "expire", "ended")),
