@@ -124,9 +124,8 @@ def states(server: Server, disk: Path) -> dict[str, dict[str, State]]:
     """By store, and by name."""
 
     def fill() -> None:
-        (disk / "filler").touch()
-        with suppress(OSError):
-            os.posix_fallocate(os.open(disk / "filler", os.O_WRONLY), 0, shutil.disk_usage(disk).free)
+        with suppress(OSError), (disk / "filler").open("wb") as filler:
+            os.posix_fallocate(filler.fileno(), 0, shutil.disk_usage(disk).free)
         with suppress(OSError), (disk / "rest").open("wb", buffering=0) as rest:
             while True:
                 rest.write(bytes(4096))
