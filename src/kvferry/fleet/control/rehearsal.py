@@ -1,0 +1,51 @@
+"""The steps that a change will take, seen before it is made."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import msgspec
+
+from kvferry.core.errors import ConfigError
+from kvferry.fleet.control.facts import ChangeRole, Drain, Member, Phase, Start, Step, Stop
+from kvferry.fleet.control.loop import plan
+from kvferry.fleet.control.spec import Fleet
+
+_MOST_STEPS = 100_000
+
+
+def rehearse(fleet: Fleet, members: Sequence[Member], now: float = 0.0) -> list[Step]:
+    """All steps until the fleet is as it is to be, if every step succeeds at once. Raises `ConfigError` if it would
+    come to a stop before: the settings leave no way to replace what is there."""
+    steps: list[Step] = []
+    present = {one.name: one for one in members}
+    fleet = _unpaused(fleet)
+    while len(steps) < _MOST_STEPS:
+        new = plan(fleet, list(present.values()), (), now)
+        if not new:
+            break
+        steps += new
+        for step in new:
+            _imagine(present, step, now)
+    stuck = [one.name for one in present.values() if one.revision != fleet.revision]
+    if stuck:
+        raise ConfigError(
+            f"{', '.join(sorted(stuck)[:3])} could never be replaced: there is no room (max) for roll.surge ="
+            f" {fleet.roll.surge}, and roll.unavailable = {fleet.roll.unavailable} lets too few be missing; raise one"
+        )
+    return steps
+
+
+def _unpaused(fleet: Fleet) -> Fleet:
+    return msgspec.structs.replace(fleet, roll=msgspec.structs.replace(fleet.roll, pause=False))
+
+
+def _imagine(present: dict[str, Member], step: Step, now: float) -> None:
+    match step:
+        case Start():
+            present[step.name] = Member(step.name, step.role, step.revision, Phase.READY, now, step.unit)
+        case ChangeRole():
+            present[step.name] = replace(present[step.name], role=step.role, phase=Phase.READY, since=now)
+        case Drain() | Stop():
+            present.pop(step.name, None)

@@ -1,0 +1,246 @@
+"""What a fleet is to be: one frozen value, read from TOML.
+
+    name = "chat"; model = "Qwen/Qwen3-8B"; mode = "pooling"
+
+Every table and key is a field below. `Fleet.revision` names what cannot be changed in a running instance: a fleet with
+another one is *rolled*, one with other numbers is *scaled*.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args
+
+import msgspec
+
+from kvferry.core.errors import ConfigError
+from kvferry.core.options import read_options, read_value, unknown_key
+
+Role = Literal["prefill", "decode", "both"]
+ROLES: tuple[Role, ...] = get_args(Role)
+
+MOST = 4096
+"""Instances of one role, or units."""
+
+_UNITS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
+_DURATION = re.compile(r"([0-9]+(?:\.[0-9]+)?)(ms|s|m|h)")
+
+Number = Annotated[int, msgspec.Meta(ge=0, le=MOST)]
+Positive = Annotated[int, msgspec.Meta(ge=1, le=MOST)]
+Duration = Annotated[
+    str, msgspec.Meta(pattern=rf"^{_DURATION.pattern}$", description='a duration such as "90s", "2m" or "500ms"')
+]
+Name = Annotated[
+    str,
+    msgspec.Meta(
+        pattern=r"^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?$",
+        description="lower-case letters, digits and hyphens, 40 at most",
+    ),
+]
+
+
+def seconds(duration: str) -> float:
+    """A `Duration` in seconds."""
+    match = _DURATION.fullmatch(duration)
+    if match is None:
+        raise ConfigError(f"{duration!r} is not a duration such as '90s', '2m' or '500ms'")
+    return float(match[1]) * _UNITS[match[2]]
+
+
+class Engine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`[engine]`: what runs the model, on every instance."""
+
+    kind: Literal["kvferry", "vllm"] = "kvferry"
+    """kvferry's own engine, or vLLM's servers."""
+    connector: tuple[str, ...] = ("P2pConnector",)
+    """Connectors, by the names that --kv-transfer-config takes; several become a MultiConnector."""
+    args: tuple[str, ...] = ()
+    """Further flags of every instance, as on the command line."""
+    python: str = ""
+    """Python of an environment with vLLM; default: the Python that runs kvferry."""
+
+
+class RoleSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`[role.prefill]`, `[role.decode]`, `[role.both]`: how many instances do this, in pooling mode."""
+
+    count: Number = 1
+    """Instances wanted; what `kvferry fleet scale` changes."""
+    min: Number = 0
+    """No fewer are kept, whoever asks."""
+    max: Number | None = None
+    """No more are ever there, those that a roll starts in advance included. Default: `count`, and those."""
+    tensor_parallel_size: Positive = 1
+    """Ranks of one instance."""
+    can_be: tuple[Role, ...] = ()
+    """Roles that an instance of this one may change to without a restart."""
+    args: tuple[str, ...] = ()
+    """Further flags of instances of this role."""
+
+
+class Unit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`[unit]`, in replica mode: what is started, scaled and rolled as one. Hand-offs stay within a unit."""
+
+    members: dict[Role, Positive]
+    """Instances of each role in one unit, such as { prefill = 1, decode = 2 }."""
+    count: Number = 1
+    """Units wanted."""
+    max: Number | None = None
+    """No more are ever there, those that a roll starts in advance included. Default: `count`, and those."""
+    place: Literal["same-host", "pack", "spread"] = "same-host"
+    """Where the members of one unit are."""
+
+
+class Roll(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`[roll]`: how instances of an old revision are replaced."""
+
+    surge: Number = 1
+    """Instances of a role (units, in replica mode) beyond its count at a time."""
+    unavailable: Number = 0
+    """Instances of a role that may be missing from its count meanwhile."""
+    max_skew: Positive = 1
+    """How many instances one role may be ahead of another, in proportion to their counts."""
+    pause: bool = False
+    """Start nothing and replace nothing, for as long as this is set."""
+    history: Positive = 10
+    """Earlier revisions that can be rolled back to."""
+
+
+class Failing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`[failure]`: what happens to instances that end, hang or never serve."""
+
+    restart: Literal["instance", "unit"] = "instance"
+    """What is replaced when an instance of a unit fails: it alone, or the whole unit."""
+    backoff: tuple[Duration, Duration] = ("1s", "60s")
+    """Waits before a further start after failures in a row: the first, which doubles each time, and the longest."""
+    crash_loop: Positive = 5
+    """After so many failures in a row nothing of that revision and role is started any more, and `status` says why."""
+    start: Duration = "10m"
+    """How long an instance may take until it serves; in replica mode, all of a unit together."""
+    drain: Duration = "120s"
+    """How long an instance may take until its requests and tickets have ended; then it is stopped."""
+
+
+class Backend(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`[backend]`: where the instances are."""
+
+    kind: Literal["local"] = "local"
+    """`local`: processes of this machine."""
+
+
+class Fleet(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A fleet. Read it with `read_fleet`, which checks it."""
+
+    name: Name
+    """What the fleet is called; it is found again by this name."""
+    model: str
+    """A local directory, a Hugging Face id, or kvferry/tiny-python."""
+    mode: Literal["pooling", "replica"]
+    """`pooling`: each role is scaled for itself, and any P hands over to any D. `replica`: units of fixed members."""
+    engine: Engine = Engine()
+    role: dict[Role, RoleSpec] = {}
+    unit: Unit | None = None
+    roll: Roll = Roll()
+    failure: Failing = Failing()
+    backend: Backend = Backend()
+
+    @property
+    def revision(self) -> str:
+        """Names the settings of the instances: eight hexadecimal digits, the same for the same settings."""
+        fixed = {name: (one.tensor_parallel_size, one.args) for name, one in sorted(self.role.items())}
+        members = None if self.unit is None else dict(sorted(self.unit.members.items()))
+        settings = msgspec.json.encode([self.model, self.mode, self.engine, fixed, members], order="deterministic")
+        return hashlib.sha256(settings).hexdigest()[:8]
+
+
+def read_fleet(path: Path) -> Fleet:
+    """The fleet in a TOML file. Raises `ConfigError`: one line with the file, the key and what is wrong with it."""
+    try:
+        given = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror or error}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}") from error
+    try:
+        return fleet_from(given)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
+
+
+_TABLES: dict[str, type[msgspec.Struct]] = {
+    "engine": Engine,
+    "unit": Unit,
+    "roll": Roll,
+    "failure": Failing,
+    "backend": Backend,
+}
+
+
+def fleet_from(given: Mapping[str, Any]) -> Fleet:
+    """The fleet of these tables. Raises `ConfigError` that names the key, and the nearest one that exists."""
+    known = {one.encode_name: one for one in msgspec.structs.fields(Fleet)}
+    values: dict[str, Any] = {}
+    for key, value in given.items():
+        if key not in known:
+            raise ConfigError(unknown_key(key, key, known))
+        if key == "role":
+            values[key] = {
+                _role(name): read_options(RoleSpec, _table(f"role.{name}", one), f"role.{name}")
+                for name, one in _table("role", value).items()
+            }
+        elif key in _TABLES:
+            values[key] = read_options(_TABLES[key], _table(key, value), key)
+        else:
+            values[key] = read_value(key, value, known[key].type)
+    for key in ("name", "model", "mode"):
+        if key not in values:
+            raise ConfigError(f"{key} is required")
+    fleet = Fleet(**values)
+    _check(fleet)
+    return fleet
+
+
+def _table(where: str, value: object) -> Mapping[str, Any]:
+    if not isinstance(value, dict):
+        raise ConfigError(f"{where} must be a table")
+    return value
+
+
+def _role(name: str) -> Role:
+    if name not in ROLES:
+        raise ConfigError(unknown_key(f"role.{name}", name, ROLES))
+    return name
+
+
+def _check(fleet: Fleet) -> None:
+    """Raise `ConfigError` for tables that contradict each other."""
+    if fleet.mode == "replica":
+        if fleet.unit is None:
+            raise ConfigError('mode = "replica" needs a table [unit] with its members')
+        if not fleet.unit.members:
+            raise ConfigError("unit.members names no role")
+    elif fleet.unit is not None:
+        raise ConfigError('[unit] is for mode = "replica"; in pooling mode, roles have counts')
+    elif not fleet.role:
+        raise ConfigError("there is no role; add [role.prefill] and [role.decode], or [role.both]")
+    roles = set(fleet.role) if fleet.unit is None else set(fleet.unit.members)
+    if len(roles & {"prefill", "decode"}) == 1 and "both" not in roles:
+        alone, other = ("prefill", "decode") if "prefill" in roles else ("decode", "prefill")
+        raise ConfigError(f"there are {alone} instances, and none for {other}")
+    for name, one in fleet.role.items():
+        if one.max is not None and not one.min <= one.count <= one.max:
+            raise ConfigError(f"role.{name}: count = {one.count} is not between min = {one.min} and max = {one.max}")
+        if one.count < one.min:
+            raise ConfigError(f"role.{name}: count = {one.count} is less than min = {one.min}")
+        if name in one.can_be:
+            raise ConfigError(f"role.{name}.can_be names the role itself")
+    if fleet.unit is not None and fleet.unit.max is not None and fleet.unit.count > fleet.unit.max:
+        raise ConfigError(f"unit: count = {fleet.unit.count} is more than max = {fleet.unit.max}")
+    if not fleet.roll.surge and not fleet.roll.unavailable:
+        raise ConfigError("roll: with surge = 0 and unavailable = 0 nothing could ever be replaced")
+    first, longest = map(seconds, fleet.failure.backoff)
+    if first > longest:
+        raise ConfigError("failure.backoff: the first wait is longer than the longest")

@@ -1,0 +1,104 @@
+"""A fleet's file: read as it is written, or refused in one line that names the key."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvferry.core.errors import ConfigError
+from kvferry.fleet.control.spec import fleet_from, read_fleet, seconds
+
+BASE: dict[str, Any] = {"name": "chat", "model": "m", "mode": "pooling", "role": {"prefill": {}, "decode": {}}}
+UNIT: dict[str, Any] = {**BASE, "mode": "replica", "role": {}, "unit": {"members": {"prefill": 1, "decode": 2}}}
+
+TEXT = """
+name = "chat"; model = "Qwen/Qwen3-8B"; mode = "pooling"
+[engine]
+kind = "vllm"
+connector = ["P2pConnector", "KVStoreConnector"]
+args = ["--dtype", "bfloat16"]
+[role.prefill]
+count = 2
+max = 6
+can_be = ["decode"]
+[role.decode]
+count = 3
+[failure]
+backoff = ["500ms", "2m"]
+""".replace("; ", "\n")
+
+
+def test_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "chat.toml"
+    path.write_text(TEXT)
+    fleet = read_fleet(path)
+    assert (fleet.engine.kind, fleet.engine.connector) == ("vllm", ("P2pConnector", "KVStoreConnector"))
+    assert (fleet.role["prefill"].count, fleet.role["prefill"].can_be, fleet.role["decode"].max) == (
+        2,
+        ("decode",),
+        None,
+    )
+    assert [seconds(one) for one in fleet.failure.backoff] == [0.5, 120.0]
+
+
+@pytest.mark.parametrize(
+    ("given", "complaint"),
+    [
+        ({**BASE, "modle": 1}, "modle is not a known key; did you mean 'mode'"),
+        ({**BASE, "mode": "pool"}, "mode: .*pool"),
+        ({**BASE, "name": "My Fleet"}, "name: .*lower-case"),
+        ({"model": "m", "mode": "pooling"}, "name is required"),
+        ({**BASE, "role": {"prefil": {}}}, "role.prefil is not a known key; did you mean 'prefill'"),
+        ({**BASE, "role": {"prefill": {"cuont": 2}, "decode": {}}}, "role.prefill.cuont .*did you mean 'count'"),
+        ({**BASE, "role": {"prefill": {"count": -1}, "decode": {}}}, "role.prefill.count: must be 0 to 4096, got -1"),
+        ({**BASE, "role": {"prefill": {"count": "two"}, "decode": {}}}, "role.prefill.count"),
+        ({**BASE, "role": {"prefill": {}}}, "there are prefill instances, and none for decode"),
+        ({**BASE, "role": {}}, "there is no role"),
+        ({**BASE, "role": 3}, "role must be a table"),
+        ({**BASE, "role": {"prefill": {"count": 3, "max": 2}, "decode": {}}}, "count = 3 is not between"),
+        ({**BASE, "role": {"prefill": {"count": 1, "min": 2}, "decode": {}}}, "count = 1 is less than min = 2"),
+        ({**BASE, "role": {"prefill": {"can_be": ["prefill"]}, "decode": {}}}, "names the role itself"),
+        ({**BASE, "unit": {"members": {"both": 1}}}, "in pooling mode, roles have counts"),
+        ({**UNIT, "unit": {"members": {}}}, "names no role"),
+        ({**UNIT, "unit": {}}, "unit.members is required"),
+        ({**BASE, "mode": "replica"}, r"needs a table \[unit\]"),
+        ({**UNIT, "unit": {"members": {"both": 1}, "count": 3, "max": 1}}, "count = 3 is more than max = 1"),
+        ({**BASE, "roll": {"surge": 0}}, "nothing could ever be replaced"),
+        ({**BASE, "failure": {"drain": "2 minutes"}}, "failure.drain: .*duration"),
+        ({**BASE, "failure": {"backoff": ["2m", "1s"]}}, "longer than the longest"),
+        ({**BASE, "backend": {"kind": "locale"}}, "backend.kind: .*locale"),
+        ({**BASE, "engine": {"kind": "vlm"}}, "engine.kind: .*vlm"),
+    ],
+)
+def test_what_is_wrong_is_told_in_one_line(given: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint) as raised:
+        fleet_from(given)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("text", ["name = ", "\x00", "a = 1\na = 2"])
+def test_a_file_that_is_no_toml_is_named(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "chat.toml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=r"chat\.toml is not valid TOML"):
+        read_fleet(path)
+    with pytest.raises(ConfigError, match="No such file"):
+        read_fleet(tmp_path / "nowhere.toml")
+
+
+@pytest.mark.parametrize(
+    ("change", "is_another"),
+    [
+        ({"name": "other"}, False),
+        ({"roll": {"surge": 2}}, False),
+        ({"role": {"prefill": {"count": 5}, "decode": {}}}, False),
+        ({"role": {"prefill": {"args": ["--block-size=8"]}, "decode": {}}}, True),
+        ({"role": {"prefill": {"tensor_parallel_size": 2}, "decode": {}}}, True),
+        ({"model": "other"}, True),
+        ({"engine": {"args": ["--dtype=bfloat16"]}}, True),
+    ],
+)
+def test_only_what_instances_were_started_with_makes_a_revision(change: dict[str, Any], is_another: bool) -> None:
+    assert (fleet_from({**BASE, **change}).revision != fleet_from(BASE).revision) is is_another
