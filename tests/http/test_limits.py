@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvferry.core.errors import ConfigError
-from kvferry.http import server
+from kvferry.http import service
 from kvferry.http.limits import HttpLimits
 from kvferry.http.request import HttpRequest
 from kvferry.http.response import Response
@@ -70,7 +70,7 @@ async def test_where_few_files_may_be_opened_fewer_connections_are_served(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Told once, at the start; a part of the descriptors is left for everything else."""
-    monkeypatch.setattr(server, "_file_limit", lambda wanted: 8)
+    monkeypatch.setattr(service, "_file_limit", lambda wanted: 8)
     async with running() as served, AsyncExitStack() as stack:
         open_ones = [await stack.enter_async_context(wire(served.port)) for _ in range(4)]
         open_ones[0].send(request("/ok"))
@@ -165,9 +165,9 @@ async def test_a_body_that_nobody_reads_is_not_kept() -> None:
     async with running(handlers) as served, wire(served.port) as client:
         client.send(b"GET /wait HTTP/1.1\r\nHost: a\r\nContent-Length: 30000000\r\n\r\n")
         await handlers.running.wait()
-        (connection,) = served.server._connections
+        (connection,) = served.server._service.connections
         sent = 0
-        while connection._reading:
+        while connection._is_reading:
             client.send(bytes(65536))
             sent += 65536
             await asyncio.sleep(0)
@@ -236,8 +236,8 @@ async def test_a_client_that_reads_nothing_has_its_next_requests_wait() -> None:
             seen = num_begun
             await asyncio.sleep(0.05)
         assert num_begun < num_requests
-        (connection,) = served.server._connections
-        assert connection._transport.get_write_buffer_size() < 2**21
+        (connection,) = served.server._service.connections
+        assert connection._writer.transport.get_write_buffer_size() < 2**21
         client.reader._transport.resume_reading()  # type: ignore[attr-defined]
         for _ in range(num_requests):
             await client.reader.readuntil(b"\r\n\r\n")

@@ -232,8 +232,8 @@ async def test_nagles_algorithm_is_off() -> None:
     async with running() as served, wire(served.port) as client:
         client.send(request("/ok"))
         await client.reply()
-        (connection,) = served.server._connections
-        of_server = connection._transport.get_extra_info("socket")
+        (connection,) = served.server._service.connections
+        of_server = connection._writer.transport.get_extra_info("socket")
         assert of_server.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) == 1
 
 
@@ -244,7 +244,7 @@ async def test_servers_that_share_a_socket_serve_while_one_of_them_lives() -> No
             for server in (None, one.server, other.server):
                 if server is not None:
                     server.stop()
-                    while not server.draining:
+                    while not server.lifecycle.draining:
                         await asyncio.sleep(0)
                 async with wire(one.port) as client:
                     client.send(request("/ok"))

@@ -13,14 +13,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from enum import Enum, auto
-from typing import TYPE_CHECKING, Protocol
+from typing import NamedTuple, Protocol
 
 from kvferry.core.errors import PeerLost, ProtocolError, TransferError
+from kvferry.http.client_connection import ClientConnection
 from kvferry.http.headers import RawHeaders
-
-if TYPE_CHECKING:
-    from kvferry.http.client_connection import ClientConnection
-    from kvferry.http.pool import Pool
+from kvferry.http.message import AnswerHead
+from kvferry.http.pool import Pool
 
 _BUFFERED_BYTES = 256 * 1024
 """Of a body that nobody reads yet; the instance then waits."""
@@ -35,6 +34,16 @@ class CallState(Enum):
     COMPLETE = auto()
     LOST = auto()
     CLOSED = auto()
+
+
+class SentRequest(NamedTuple):
+    """What is sent, for up to `connect_s` to a free connection; `repeatable`: once more if the connection had just been
+    closed; `bodiless`: the answer has no body."""
+
+    data: tuple[bytes, ...]
+    connect_s: float
+    repeatable: bool
+    bodiless: bool
 
 
 class Bypass(Protocol):
@@ -54,47 +63,41 @@ class Bypass(Protocol):
         """Let the transport read again. May be called repeatedly."""
 
 
+class _Kept:
+    """What has come of a body and was not taken; `most`: 0, or how long all of it may be."""
+
+    __slots__ = ("most", "num_bytes", "pieces")
+
+    def __init__(self) -> None:
+        self.pieces: list[bytes] = []
+        self.num_bytes = self.most = 0
+
+
+_NO_HEAD = AnswerHead(0, [], {}, chunked=False, keep_alive=False)
+
+
 class Call:
     """Made by `HttpClient.start`. Whoever starts a call closes it, which cuts the connection of an answer that has not
     ended, so that the instance stops."""
 
     __slots__ = (
-        "_buffered", "_bypass", "_connect_s", "_connection", "_data", "_most_kept", "_on_change", "_paused", "_pieces",
-        "_pool", "_repeatable", "_reused", "_sink", "_task", "_waiter", "bodiless", "chunked", "error", "first",
-        "headers", "num_received", "relays", "state", "status",
+        "_bypass", "_connection", "_head", "_kept", "_on_change", "_paused", "_pool", "_request", "_reused",
+        "_sink", "_task", "_waiter", "error", "num_received", "state",
     )  # fmt: skip
 
-    def __init__(
-        self,
-        pool: Pool,
-        data: tuple[bytes, ...],
-        connect_s: float,
-        *,
-        repeatable: bool,
-        bodiless: bool,
-    ) -> None:
-        self._pool, self._data, self._connect_s = pool, data, connect_s
-        self.relays = pool.relays
-        """What passes bodies on in compiled code, for `relay`."""
-        self._repeatable, self.bodiless = repeatable, bodiless
+    def __init__(self, pool: Pool, request: SentRequest) -> None:
+        self._pool, self._request = pool, request
         self._on_change: Callable[[], None] | None = None
         self.state = CallState.CONNECTING
         self.error: TransferError | None = None
-        self.status = 0
-        """0 until it is here."""
-        self.headers: RawHeaders = []
-        """Names in lower case."""
-        self.first: dict[bytes, bytes] = {}
-        """Of each header, the first value."""
-        self.chunked = False
+        self._head = _NO_HEAD
         self.num_received = 0
         """Bytes of the answer that have come, as a sign of life."""
         self._connection: ClientConnection | None = None
         self._reused = self._paused = False
         self._task: asyncio.Task[None] | None = None
         self._waiter: asyncio.Future[None] | None = None
-        self._pieces: list[bytes] = []
-        self._buffered, self._most_kept = 0, 0
+        self._kept = _Kept()
         self._sink: Callable[[bytes], None] | None = None
         self._bypass: Bypass | None = None
         connection = pool.take_free()
@@ -109,7 +112,7 @@ class Call:
 
     async def _wait_for_connection(self, *, fresh: bool) -> None:
         try:
-            connection = await self._pool.take(self._connect_s, fresh=fresh)
+            connection = await self._pool.take(self._request.connect_s, fresh=fresh)
         except TransferError as error:
             self._end(CallState.LOST, error)
             return
@@ -117,18 +120,19 @@ class Call:
 
     def _send(self, connection: ClientConnection, *, reused: bool) -> None:
         self._connection, self._reused, self.state = connection, reused, CallState.SENT
-        connection.begin(self, self._data)
+        connection.begin(self, self._request.data)
 
     # What the connection tells.
 
     @property
     def ends_with_connection(self) -> bool:
         """Whether the end of the connection is the end of the body."""
-        return not self.chunked and b"content-length" not in self.first
+        return not self.chunked and b"content-length" not in self._head.first
 
-    def begin(self, status: int, headers: RawHeaders, first: dict[bytes, bytes], *, chunked: bool) -> None:
-        """Status and headers are here."""
-        self.status, self.headers, self.first, self.chunked = status, headers, first, chunked
+    def begin(self, head: AnswerHead) -> bool:
+        """Status and headers are here; returns whether a body comes."""
+        self._head = head
+        return not self._request.bodiless
 
     def receive(self, payload: bytes, num_bytes: int) -> None:
         """More of the answer has come."""
@@ -143,12 +147,13 @@ class Call:
                     connection.close(error)
                     return
             else:
-                self._pieces.append(payload)
-                self._buffered += len(payload)
-                if self._most_kept and self._buffered > self._most_kept:
-                    connection.close(ProtocolError(f"an answer is longer than {self._most_kept} bytes"))
+                kept = self._kept
+                kept.pieces.append(payload)
+                kept.num_bytes += len(payload)
+                if kept.most and kept.num_bytes > kept.most:
+                    connection.close(ProtocolError(f"an answer is longer than {kept.most} bytes"))
                     return
-                if not self._most_kept and self._buffered > _BUFFERED_BYTES:
+                if not kept.most and kept.num_bytes > _BUFFERED_BYTES:
                     self.pause_reading()
             if self.state is CallState.SENT:
                 self.state = CallState.ANSWERING
@@ -161,7 +166,7 @@ class Call:
         """The connection is closed. A request may be sent once more on a new one if the connection had been idle: the
         instance may have closed it at the very moment at which it was used again, and has seen nothing."""
         untouched = self.state is CallState.SENT and self._reused and not self.num_received
-        if untouched and self._repeatable and isinstance(error, PeerLost):
+        if untouched and self._request.repeatable and isinstance(error, PeerLost):
             self._connection = None
             self._connect(fresh=True)
             return
@@ -188,6 +193,31 @@ class Call:
             self._on_change()
 
     # What its user asks.
+
+    @property
+    def status(self) -> int:
+        """0 until it is here."""
+        return self._head.status
+
+    @property
+    def headers(self) -> RawHeaders:
+        """Names in lower case."""
+        return self._head.headers
+
+    @property
+    def first(self) -> dict[bytes, bytes]:
+        """Of each header, the first value."""
+        return self._head.first
+
+    @property
+    def chunked(self) -> bool:
+        """Whether the body comes in chunks."""
+        return self._head.chunked
+
+    @property
+    def relays(self) -> object:
+        """What passes bodies on in compiled code, for `relay`."""
+        return self._pool.relays
 
     @property
     def is_over(self) -> bool:
@@ -264,18 +294,19 @@ class Call:
     @property
     def num_buffered(self) -> int:
         """Bytes of the body that `take` would return."""
-        return self._buffered
+        return self._kept.num_bytes
 
     def take(self) -> bytes:
         """What is here of the body and has not been taken."""
-        pieces, self._pieces, self._buffered = self._pieces, [], 0
+        kept = self._kept
+        pieces, kept.pieces, kept.num_bytes = kept.pieces, [], 0
         if self._paused:
             self.resume_reading()
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     def collect(self, max_bytes: int) -> None:
         """Keep all of the body until it is taken, whole; one that is longer is lost, with a `ProtocolError`."""
-        self._most_kept = max_bytes
+        self._kept.most = max_bytes
         self.resume_reading()
 
     def pass_to(self, sink: Callable[[bytes], None] | None) -> None:
@@ -305,7 +336,7 @@ class Call:
 
     def fail(self, error: TransferError) -> None:
         """End it because of `error`."""
-        self._repeatable = False
+        self._request = self._request._replace(repeatable=False)
         if self._task is not None:
             self._task.cancel()
         if self._connection is not None:

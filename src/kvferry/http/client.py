@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Self
 
 from kvferry.core.errors import ConfigError
-from kvferry.http.call import Call
+from kvferry.http.call import Call, SentRequest
 from kvferry.http.errors import AnswerTimeout
 from kvferry.http.headers import RawHeaders, header_lines, request_line
 from kvferry.http.origin import Origin
@@ -98,9 +98,7 @@ class HttpClient:
         length = b"" if body is None and method not in _WITH_BODY else b"content-length: %d\r\n" % len(body or b"")
         head = b"%bhost: %b\r\n%b%b\r\n" % (request_line(method, target), pool.authority, lines, length)
         data = (head,) if not body else (head + body,) if len(body) < _JOINED_BYTES else (head, body)
-        repeatable = repeatable or method in _REPEATABLE
-        bodiless = method == "HEAD"
-        return Call(pool, data, connect_s, repeatable=repeatable, bodiless=bodiless)
+        return Call(pool, SentRequest(data, connect_s, repeatable or method in _REPEATABLE, method == "HEAD"))
 
     async def ask(
         self,

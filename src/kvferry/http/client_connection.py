@@ -1,11 +1,10 @@
 """One connection to an instance: bytes to answers, one answer after the other.
 
-Owns the transport and the parser, which is llhttp in its strict form (httptools): whatever it refuses, a byte that
-belongs to no answer, and an answer that ends early end the connection. What an answer says is told to its `Call`.
+Owns the transport. Whatever the parser refuses, a byte that belongs to no answer, and an answer that ends early end the
+connection. What an answer says is told to its `Call`.
 
     free      between two calls: nothing may come
-    sent      a request is on its way; nothing of its answer has come
-    head      a part of the answer's head is here
+    sent      a request is on its way; its answer's head is not here
     body      status and headers are here
     complete  all of the answer is here
     closed    for good; `error` says why
@@ -16,19 +15,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from enum import Enum, auto
-from typing import TYPE_CHECKING, cast
-
-import httptools
+from typing import Protocol, cast
 
 from kvferry.core.errors import PeerLost, ProtocolError, TransferError
-from kvferry.http.headers import RawHeaders, first_values
+from kvferry.http.message import AnswerHead, AnswerParser
 from kvferry.http.tls import advice, closed_at_once
-
-if TYPE_CHECKING:
-    from kvferry.http.call import Call
-
-_MOST_OVERHEAD = 64 * 1024
-"""Bytes of a head, of a chunk's size or of trailers."""
 
 
 class Phase(Enum):
@@ -36,10 +27,26 @@ class Phase(Enum):
 
     FREE = auto()
     SENT = auto()
-    HEAD = auto()
     BODY = auto()
     COMPLETE = auto()
     CLOSED = auto()
+
+
+class Receiver(Protocol):
+    """A call, as its connection uses it."""
+
+    def begin(self, head: AnswerHead) -> bool:
+        """Status and headers are here; returns whether a body comes."""
+
+    def receive(self, payload: bytes, num_bytes: int) -> None:
+        """More of the answer has come."""
+
+    def lose(self, error: TransferError) -> None:
+        """The connection is closed."""
+
+    @property
+    def ends_with_connection(self) -> bool:
+        """Whether the end of the connection is the end of the body."""
 
 
 class ClientConnection(asyncio.Protocol):
@@ -54,15 +61,9 @@ class ClientConnection(asyncio.Protocol):
         self.on_closed: Callable[[ClientConnection], None] | None = None
         self.num_calls = 0
         self.free_since = 0.0
-        self._parser = httptools.HttpResponseParser(self)
-        self._call: Call | None = None
+        self._parser = AnswerParser(self._head_is_here)
+        self._call: Receiver | None = None
         self._reusable = True
-        self._headers: RawHeaders = []
-        self._pieces: list[bytes] = []
-        self._num_overhead = 0
-        self._in_chunk = False
-        self.between_chunks = False
-        """Whether a chunk would begin with the next byte."""
 
     @property
     def is_usable(self) -> bool:
@@ -74,10 +75,16 @@ class ClientConnection(asyncio.Protocol):
         """Whether all of the answer is here."""
         return self.phase is Phase.COMPLETE
 
-    def begin(self, call: Call, data: tuple[bytes, ...]) -> None:
+    @property
+    def between_chunks(self) -> bool:
+        """Whether a chunk would begin with the next byte."""
+        return self._parser.between_chunks
+
+    def begin(self, call: Receiver, data: tuple[bytes, ...]) -> None:
         """Send a request; `call` is told of its answer."""
         assert self.transport is not None
-        self._call, self.phase, self._num_overhead = call, Phase.SENT, 0
+        self._call, self.phase = call, Phase.SENT
+        self._parser.next()
         self.num_calls += 1
         for part in data:
             self.transport.write(part)
@@ -114,26 +121,30 @@ class ClientConnection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Bytes have come, from the transport or handed back by the fast path."""
-        call = self._call
+        call, parser = self._call, self._parser
         if call is None or self.phase is Phase.COMPLETE:
             self.close(ProtocolError(f"{self._name} sent more than its answer"))
             return
-        self._num_overhead += len(data)
         try:
-            self._parser.feed_data(data)
-        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
-            cause = error.__context__ if isinstance(error.__context__, ProtocolError) else error
-            self.close(ProtocolError(f"{self._name} does not answer in HTTP/1.1: {cause}"))
+            parser.feed(data)
+        except ProtocolError as error:
+            self.close(ProtocolError(f"{self._name} does not answer in HTTP/1.1: {error}"))
             return
-        self.between_chunks = not self._in_chunk and data.endswith(b"\r\n")
-        if self._pieces:
-            pieces, self._pieces = self._pieces, []
-            self._num_overhead = 0
+        if parser.complete:
+            self.phase = Phase.COMPLETE
+        if pieces := parser.pieces:
+            parser.pieces = []
             call.receive(pieces[0] if len(pieces) == 1 else b"".join(pieces), len(data))
-        elif self._num_overhead > _MOST_OVERHEAD:
-            self.close(ProtocolError(f"{self._name} sent {self._num_overhead} bytes of a head, or of a chunk's size"))
-        elif self.phase is not Phase.HEAD:
+        elif not parser.in_head:
             call.receive(b"", len(data))
+
+    def _head_is_here(self, head: AnswerHead) -> bool:
+        self.phase, self._reusable = Phase.BODY, head.keep_alive
+        assert self._call is not None
+        if self._call.begin(head):
+            return True
+        self._reusable = False  # the parser would wait for a body
+        return False
 
     def eof_received(self) -> None:
         """The instance sends no more, which is the end of an answer without a length; the transport closes itself."""
@@ -147,55 +158,3 @@ class ClientConnection(asyncio.Protocol):
         if error is None and self.num_calls == 1 and self.phase is Phase.SENT:
             why += f" ({closed_at_once(self._name, self._who)})"
         self.close(PeerLost(f"{self._name} broke off: {why}"))
-
-    # The parser's calls.
-
-    def on_message_begin(self) -> None:
-        """An answer begins."""
-        if self.phase is Phase.COMPLETE:
-            raise ProtocolError("more than one answer came")
-        self.phase, self._headers = Phase.HEAD, []
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        """A header, or a trailer, which nobody reads."""
-        if self.phase is Phase.HEAD:
-            self._headers.append((name.lower(), value))
-        elif name.lower() in (b"content-length", b"transfer-encoding"):
-            raise ProtocolError("it says behind its body how long that was")
-
-    def on_headers_complete(self) -> None:
-        """Status and headers are here."""
-        status, call = self._parser.get_status_code(), self._call
-        if status < 100 or status == 101:
-            raise ProtocolError(f"its status is {status}")
-        codings = [value.strip().lower() for name, value in self._headers if name == b"transfer-encoding"]
-        if codings and (codings != [b"chunked"] or self._parser.get_http_version() != "1.1"):
-            raise ProtocolError(f"its transfer coding is {b', '.join(codings)[:40]!r}")
-        if status < 200 or call is None:
-            return  # of an interim answer
-        first = first_values(self._headers)
-        self._reusable = bool(self._parser.should_keep_alive())
-        self._num_overhead, self._in_chunk = 0, False
-        self.phase = Phase.BODY
-        call.begin(status, self._headers, first, chunked=bool(codings))
-        if call.bodiless:
-            self.phase, self._reusable = Phase.COMPLETE, False  # the parser would wait for a body
-
-    def on_body(self, piece: bytes) -> None:
-        """A part of the body."""
-        if self.phase is Phase.COMPLETE:
-            raise ProtocolError("a body came where there is none")
-        self._pieces.append(piece)
-
-    def on_chunk_header(self) -> None:
-        """A chunk begins."""
-        self._in_chunk = True
-
-    def on_chunk_complete(self) -> None:
-        """It is here."""
-        self._in_chunk = False
-
-    def on_message_complete(self) -> None:
-        """All of an answer is here."""
-        if self.phase is Phase.BODY:
-            self.phase = Phase.COMPLETE

@@ -12,8 +12,9 @@ import logging
 import socket
 import ssl
 
-from kvferry.http.connection import Owner, ServerConnection
+from kvferry.http.connection import ServerConnection
 from kvferry.http.keys import Side
+from kvferry.http.service import Service
 
 logger = logging.getLogger(__name__)
 
@@ -24,8 +25,9 @@ _WAIT_S = 0.5
 class Door:
     """Owns the listening socket, from `open` to `close`. `context`: for TLS."""
 
-    def __init__(self, owner: Owner, side: Side, listener: socket.socket, context: ssl.SSLContext | None) -> None:
-        self._owner, self._side, self._listener, self._context = owner, side, listener, context
+    def __init__(self, service: Service, side: Side, listener: socket.socket, context: ssl.SSLContext | None) -> None:
+        self._service, self._side, self._listener, self._context = service, side, listener, context
+        self._loop = asyncio.get_running_loop()
         self._later: asyncio.TimerHandle | None = None
         self._handshakes: set[asyncio.Task[None]] = set()
 
@@ -41,11 +43,11 @@ class Door:
 
     def open(self) -> None:
         """Begin to accept."""
-        self._owner.loop.add_reader(self._listener, self._accept)
+        self._loop.add_reader(self._listener, self._accept)
 
     def close(self) -> None:
         """Stop accepting; handshakes in progress continue within their time, or until `abort`."""
-        self._owner.loop.remove_reader(self._listener)
+        self._loop.remove_reader(self._listener)
         if self._later is not None:
             self._later.cancel()
         self._listener.close()
@@ -62,27 +64,27 @@ class Door:
             return  # another process was faster, or the client has left
         except OSError as error:
             logger.warning("a connection could not be accepted: %s", error)
-            self._owner.loop.remove_reader(self._listener)
-            self._later = self._owner.loop.call_later(_WAIT_S, self.open)
+            self._loop.remove_reader(self._listener)
+            self._later = self._loop.call_later(_WAIT_S, self.open)
             return
         accepted.setblocking(False)
         self._let_in(accepted, str(address[0]))
 
     def _let_in(self, accepted: socket.socket, client: str) -> None:
-        """With TLS, one connection too many is closed without a message: that would take a handshake."""
-        connection = ServerConnection(self._owner, self._side)
-        if self._context is not None and connection.knock(client) is not None:
+        """One connection too many is closed without a message if that would take a handshake, or there is no room."""
+        connection = ServerConnection(self._service, self._side, client)
+        if not connection.admit() and (self._context is not None or self._service.crowded):
             accepted.close()
             connection.connection_lost(None)
             return
-        task = self._owner.loop.create_task(self._connect(connection, accepted))
+        task = self._loop.create_task(self._connect(connection, accepted))
         self._handshakes.add(task)
         task.add_done_callback(self._handshakes.discard)
 
     async def _connect(self, connection: ServerConnection, accepted: socket.socket) -> None:
-        timeout_s = self._owner.limits.http_header_s if self._context is not None else None
+        timeout_s = self._service.config.limits.http_header_s if self._context is not None else None
         try:
-            await self._owner.loop.connect_accepted_socket(
+            await self._loop.connect_accepted_socket(
                 lambda: connection, accepted, ssl=self._context, ssl_handshake_timeout=timeout_s
             )
         except BaseException as error:

@@ -68,15 +68,11 @@ _USUAL_TARGET = 256
 """Characters: most requests are for one of a few short targets."""
 
 
-class HttpDate:
+def date_header() -> tuple[bytes, bytes]:
     """The `date` header, formatted once a second."""
+    return _date_of(int(SYSTEM_CLOCK.wall()))
 
-    def __init__(self) -> None:
-        self._second, self._header = -1, (b"date", b"")
 
-    def header(self) -> tuple[bytes, bytes]:
-        """The current `Date` header, formatted at most once a second."""
-        now = int(SYSTEM_CLOCK.wall())
-        if now != self._second:
-            self._second, self._header = now, (b"date", formatdate(now, usegmt=True).encode())
-        return self._header
+@lru_cache(1)
+def _date_of(second: int) -> tuple[bytes, bytes]:
+    return b"date", formatdate(second, usegmt=True).encode()

@@ -75,7 +75,7 @@ async def relay(call: Call, response: Response, reader: Reader) -> None:
         return
     stream = None
     call.pass_to(write)
-    response.pauses(call)
+    response.writer.pauses(call)
     try:
         if isinstance(call.relays, Relays):
             stream = call.relays.add(call, response, reader)
@@ -85,7 +85,7 @@ async def relay(call: Call, response: Response, reader: Reader) -> None:
         call.pass_to(None)
         if stream is not None:
             stream.stop()
-        response.pauses(None)
+        response.writer.pauses(None)
     if call.error is not None:
         raise call.error
 
@@ -180,10 +180,11 @@ class Relays:
         connection = call.connection
         if self._epoll is None or connection is None or connection.transport is None or call.paused or not call.chunked:
             return None
-        source, target = _plain_fd(connection.transport), response.chunks_to()
-        if source < 0 or target is None or (target_fd := _plain_fd(target)) < 0:
+        target = response.writer.transport
+        source_fd, target_fd = _plain_fd(connection.transport), _plain_fd(target)
+        if min(source_fd, target_fd) < 0 or response.framing != "chunked" or response.ended:
             return None
-        stream = _Stream(self, _Relay(source=source, target=target_fd), connection, call, target, response, reader)
+        stream = _Stream(self, _Relay(source=source_fd, target=target_fd), connection, call, target, response, reader)
         return stream if stream.start() else None
 
     def watch(self, stream: _Stream, fd: int) -> bool:
@@ -291,7 +292,7 @@ class _Stream:
         unread = ctypes.string_at(state.unread, state.unread_bytes) if state.unread_bytes else b""
         kept = self._sync()
         if unsent:
-            self._response.transmit_rest(unsent)
+            self._response.writer.write(unsent)
         self._pass(kept)
         if unread and not self._stopped:
             try:

@@ -7,15 +7,16 @@ returns without completing its answer, the connection is cut, so that the client
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterable, Mapping
-from typing import Literal, Protocol
+from typing import Literal
 
 from kvferry.core.errors import RequestError
 from kvferry.core.openai import REQUEST_ID_HEADER, SSE_DONE, error_envelope, error_headers, sse_event
 from kvferry.http.errors import HttpRefusal
-from kvferry.http.headers import RawHeaders, as_raw, first_values, response_head
+from kvferry.http.headers import RawHeaders, as_raw, date_header, first_values, response_head
+from kvferry.http.lifecycle import Lifecycle
 from kvferry.http.request import HttpRequest
+from kvferry.http.writer import ClientWriter
 
 _REQUEST_ID = REQUEST_ID_HEADER.lower().encode()
 _CHUNKED = (b"transfer-encoding", b"chunked")
@@ -30,54 +31,6 @@ Framing = Literal["chunked", "length", "close", "none"]
 """How the client knows where the body ends; `none`: there is no body (HEAD, 204, 304)."""
 
 
-class Producer(Protocol):
-    """A source that can be paused for a slow client: the transport of a connection to an instance."""
-
-    def pause_reading(self) -> None:
-        """Stop producing."""
-
-    def resume_reading(self) -> None:
-        """Continue."""
-
-
-class Wire(Protocol):
-    """The connection, as a response uses it."""
-
-    def transmit(self, data: bytes) -> None:
-        """Send, or keep until it can be sent."""
-
-    def answered(self, response: Response) -> None:
-        """The response is complete."""
-
-    def cut(self) -> None:
-        """Close the connection without completing the answer."""
-
-    async def drain(self) -> None:
-        """Wait until the client has read most of what was sent."""
-
-    def set_producer(self, producer: Producer | None) -> None:
-        """Pause this source while the client is slow."""
-
-    @property
-    def transport(self) -> asyncio.Transport | None:
-        """The client's; None when it has left."""
-
-    @property
-    def num_unsent(self) -> int:
-        """Bytes that are not in the socket yet."""
-
-    @property
-    def slow(self) -> bool:
-        """Whether more is buffered than a client that keeps up would leave."""
-
-    @property
-    def closing(self) -> bool:
-        """Whether the connection ends with this response."""
-
-    def date(self) -> tuple[bytes, bytes]:
-        """The `date` header."""
-
-
 class Response:
     """One response. `status` is None until it has begun; `num_bytes` counts what was sent of the body."""
 
@@ -86,22 +39,27 @@ class Response:
         "_declared",
         "_events",
         "_head",
+        "_keep_alive",
         "_last",
-        "_wire",
+        "_lifecycle",
+        "_version_1_0",
         "ended",
         "framing",
         "num_bytes",
         "request",
         "status",
-        "version_1_0",
+        "was_cut",
+        "writer",
     )
 
-    def __init__(self, wire: Wire, request: HttpRequest, *, version_1_0: bool) -> None:
-        self._wire = wire
+    def __init__(
+        self, writer: ClientWriter, request: HttpRequest, lifecycle: Lifecycle, *, version_1_0: bool, keep_alive: bool
+    ) -> None:
+        self.writer, self._lifecycle = writer, lifecycle
         self.request = request
-        self.version_1_0 = version_1_0
+        self._version_1_0, self._keep_alive = version_1_0, keep_alive
         self.status: int | None = None
-        self.ended = False
+        self.ended = self.was_cut = False
         self.framing: Framing = "none"
         self.num_bytes = 0
         self._added: RawHeaders = []
@@ -109,6 +67,11 @@ class Response:
         self._head = b""
         self._last = b""
         self._events = False
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the connection ends with this response."""
+        return not self._keep_alive or self.request.body.failed or self._lifecycle.draining
 
     @property
     def started(self) -> bool:
@@ -145,10 +108,10 @@ class Response:
             sent.append(_CHUNKED)
         if _REQUEST_ID not in first:
             sent.append((_REQUEST_ID, self.request.id.encode()))
-        sent.append(self._wire.date())
-        if self._wire.closing or self.framing == "close":
+        sent.append(date_header())
+        if self.is_last or self.framing == "close":
             sent.append(_CLOSE)
-        elif self.version_1_0:
+        elif self._version_1_0:
             sent.append(_KEEP_ALIVE)
         kind = first.get(b"content-type", b"")
         self._events = kind.startswith(b"text/event-stream") and b"content-encoding" not in first
@@ -160,7 +123,7 @@ class Response:
         if (declared := first.get(b"content-length")) is not None:
             self._declared = declared
             return "length"
-        return "close" if self.version_1_0 else "chunked"
+        return "close" if self._version_1_0 else "chunked"
 
     def write(self, data: bytes) -> None:
         """Write more of the body."""
@@ -173,7 +136,7 @@ class Response:
             framed = b"%x\r\n%b\r\n" % (length, data)
             if self._head:
                 framed, self._head = self._head + framed, b""
-            self._wire.transmit(framed)
+            self.writer.write(framed)
         else:
             self._transmit(b"" if self.framing == "none" else data)
 
@@ -201,40 +164,27 @@ class Response:
             self.cut()
             return
         self.ended = True
-        self._wire.answered(self)
 
     @property
     def slow(self) -> bool:
         """Whether `drain` would wait; for callers that write so often that an await is expensive."""
-        return self._wire.slow
+        return self.writer.slow
 
     async def drain(self) -> None:
         """Wait while the client is slow to read; returns at once if it is not. To be awaited between writes."""
-        await self._wire.drain()
-
-    def pauses(self, producer: Producer | None) -> None:
-        """Pause `producer` while the client is slow; for callers that write without awaiting `drain`."""
-        self._wire.set_producer(producer)
+        await self.writer.drain()
 
     # For what writes chunks past this object.
-
-    def chunks_to(self) -> asyncio.Transport | None:
-        """The client's transport if whole chunks may be written to its socket directly once nothing is unsent here."""
-        return self._wire.transport if self.framing == "chunked" and not self.ended else None
 
     @property
     def num_unsent(self) -> int:
         """Bytes that were written and are not in the socket yet, the head included."""
-        return self._wire.num_unsent + len(self._head)
+        return self.writer.num_unsent + len(self._head)
 
     def forwarded(self, num_bytes: int, last: bytes) -> None:
         """So many bytes of payload were written directly; `last` is their end."""
         self.num_bytes += num_bytes
         self._last = last
-
-    def transmit_rest(self, data: bytes) -> None:
-        """The rest of chunks of which a part was written directly."""
-        self._wire.transmit(data)
 
     def fail(self, error: RequestError) -> None:
         """Report `error` to the client in the best way still possible: with its status and OpenAI's error body if
@@ -253,14 +203,17 @@ class Response:
     def cut(self) -> None:
         """Cut the connection: what was sent must not look complete."""
         if not self.ended:
-            self.ended = True
-            self._wire.cut()
+            self.ended = self.was_cut = True
+            if self.framing == "close":
+                self.writer.transport.abort()  # the end of the connection would look like the end of the body
+            else:
+                self.writer.transport.close()
 
     def _transmit(self, data: bytes) -> None:
         if self._head:
             data, self._head = self._head + data, b""
         if data:
-            self._wire.transmit(data)
+            self.writer.write(data)
 
 
 def answer_headers(error: RequestError) -> RawHeaders:

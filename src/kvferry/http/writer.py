@@ -1,0 +1,92 @@
+"""What goes to one client: bytes, and how slowly it reads them."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Protocol
+
+_HIGH_WATER, _LOW_WATER = 64 * 1024, 16 * 1024
+
+
+class Producer(Protocol):
+    """A source that can be paused for a slow client: a call to an instance."""
+
+    def pause_reading(self) -> None:
+        """Stop producing."""
+
+    def resume_reading(self) -> None:
+        """Continue."""
+
+
+class ClientWriter:
+    """Owns what waits for the client. The connection passes on what its transport tells of the client's reading."""
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        transport.set_write_buffer_limits(high=_HIGH_WATER, low=_LOW_WATER)
+        self.transport = transport
+        self._writable = asyncio.Event()
+        self._writable.set()
+        self._lost = False
+        self._producer: Producer | None = None
+        self._stalled_since, self._stalled_bytes = 0.0, 0
+
+    def write(self, data: bytes) -> None:
+        """Send, or keep until it can be sent."""
+        if not self._lost:
+            self.transport.write(data)
+
+    @property
+    def num_unsent(self) -> int:
+        """Bytes that are not in the socket yet."""
+        return self.transport.get_write_buffer_size()
+
+    @property
+    def is_writable(self) -> bool:
+        """Whether the client keeps up, or has left."""
+        return self._writable.is_set()
+
+    @property
+    def slow(self) -> bool:
+        """Whether `drain` would wait."""
+        return not self._writable.is_set() or self.transport.is_closing()
+
+    async def drain(self) -> None:
+        """Wait until the client has read most of what was sent."""
+        if self._lost or self.transport.is_closing():
+            # A closed transport takes everything and is never full: who only writes would never hear of the end.
+            await asyncio.sleep(0)
+        await self._writable.wait()
+
+    def pauses(self, producer: Producer | None) -> None:
+        """Pause this source while the client is slow."""
+        self._producer = producer
+        if producer is not None and not self._writable.is_set():
+            producer.pause_reading()
+
+    # For the connection.
+
+    def pause(self, now: float) -> None:
+        """The client reads more slowly than we write."""
+        self._writable.clear()
+        self._stalled_since, self._stalled_bytes = now, self.num_unsent
+        if self._producer is not None:
+            self._producer.pause_reading()
+
+    def resume(self) -> None:
+        """It has caught up."""
+        self._writable.set()
+        if self._producer is not None:
+            self._producer.resume_reading()
+
+    def lose(self) -> None:
+        """It has left."""
+        self._lost, self._producer = True, None
+        self._writable.set()
+
+    def stalled_s(self, now: float) -> float:
+        """For how long the client has read nothing, though something waits for it."""
+        if self._writable.is_set():
+            return 0.0
+        if (buffered := self.num_unsent) < self._stalled_bytes:
+            self._stalled_since, self._stalled_bytes = now, buffered
+        return now - self._stalled_since
