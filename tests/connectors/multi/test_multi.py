@@ -76,6 +76,24 @@ def test_a_hand_off_and_a_cache_in_both_roles(make: MakeEngine, order: int) -> N
     producer.run_until(lambda: not producer.held)
 
 
+def test_what_stores_take_of_a_hand_off_is_told_to_the_one_that_hands_off(
+    make: MakeEngine, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The other has fewer stores."""
+    tiers = {"store": [f"file:{tmp_path}/a", f"file:{tmp_path}/b"]}
+    children = [{"kv_connector": "KVStoreConnector", "kv_connector_extra_config": tiers}, memory("told")]
+    producer, consumer = make("kv_producer", *children), make("kv_consumer", *children)
+    for name in ("a", "b"):
+        prefill = producer.run(FakeRequest(name, PROMPT, Produce(name)))
+        assert consumer.run(consumed(PROMPT, prefill.ticket, name)).error is None
+        producer.run_until(producer.worker.children[0]._writer.is_empty)
+    producer.run_until(lambda: producer.scheduler.stores_take_kv() and not producer.held)
+    again = producer.run(FakeRequest("c", PROMPT, Produce("c")))
+    assert again.ticket is not None
+    assert len(again.ticket["remote_stores"]) == 2
+    assert "failed" not in caplog.text
+
+
 def test_prefills_that_a_cache_loads_wait_while_too_much_is_held(make: MakeEngine, tmp_path: Path) -> None:
     prompts = [[number, *PROMPT] for number in range(4)]
     filler = make("kv_both", storage(tmp_path))

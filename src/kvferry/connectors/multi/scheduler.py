@@ -36,9 +36,11 @@ from kvferry.connectors.api import (
     Release,
     Released,
     RequestView,
+    Saved,
     ScheduledChunk,
     SchedulerSide,
     StepView,
+    TransferEvent,
     TransferReport,
     check_side,
     statistics_of,
@@ -212,21 +214,26 @@ class MultiSchedulerSide(SchedulerSide[MultiPlan], HandsOff, KeepsBlocks[MultiPl
         return bool(self._loads or self._holds) or any(child.has_work() for child in self.children)
 
     def completed(self, report: TransferReport) -> None:
-        """Pass the report on: events of a load to the child that loaded, all others to all. Each child is called for
-        each step, as it would be alone, because it may measure how long steps take."""
+        """Pass the report on: events of a load to the child that loaded, what stores took to the one that hands off,
+        and all others to all. Each child is called for each step, as it would be alone, because it may measure how long
+        steps take."""
         for event in report:
             if isinstance(event, Failed) and isinstance(event.error, ChildLost):
                 self._is_lost(self._chosen.get(event.request_id))
         for index, child in enumerate(self.children):
-            part = [
-                event
-                for event in report
-                if isinstance(event, Released) or self._chosen.get(event.request_id, index) == index
-            ]
+            part = [event for event in report if self._concerns(index, event)]
             self._try(index, partial(child.completed, part), None)
         for event in report:
             if isinstance(event, Released):
                 self._held.discard(event.request_id)
+
+    def _concerns(self, index: int, event: TransferEvent) -> bool:
+        match event:
+            case Released():
+                return True
+            case Saved():
+                return index == self._index
+        return self._chosen.get(event.request_id, index) == index
 
     def _is_lost(self, index: int | None) -> None:
         if index is not None and index not in self._lost:
