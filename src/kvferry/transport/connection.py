@@ -12,7 +12,7 @@ import asyncio
 import hashlib
 import hmac
 import socket
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -257,25 +257,22 @@ class Connection:
 
     async def readable(self) -> None:
         """Wait until there is something to receive, or the connection has ended. May be cancelled: nothing is lost."""
-        if self.io.num_pending:
-            return
-        loop = asyncio.get_running_loop()
-        ready: asyncio.Future[None] = loop.create_future()
-        loop.add_reader(self.socket, _resolve, ready)
-        try:
-            await ready
-        finally:
-            loop.remove_reader(self.socket)
+        if not self.io.num_pending:
+            loop = asyncio.get_running_loop()
+            await self._called_by(loop.add_reader, loop.remove_reader)
 
     async def writable(self) -> None:
         """Wait until something can be sent, or the connection has ended."""
         loop = asyncio.get_running_loop()
-        ready: asyncio.Future[None] = loop.create_future()
-        loop.add_writer(self.socket, _resolve, ready)
+        await self._called_by(loop.add_writer, loop.remove_writer)
+
+    async def _called_by(self, add: Callable[..., object], remove: Callable[..., object]) -> None:
+        ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        add(self.socket, _resolve, ready)
         try:
             await ready
         finally:
-            loop.remove_writer(self.socket)
+            remove(self.socket)
 
     # The end.
 

@@ -16,6 +16,7 @@ from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, Any
 
 from kvferry.core.errors import ConfigError, KvferryError, PeerLost
+from kvferry.core.transfer_config import KVTransferConfig
 from kvferry.transport.connection import Connection, Identity, limited_to
 from kvferry.transport.handshake import answer, greet
 
@@ -197,9 +198,9 @@ async def _accept(loop: asyncio.AbstractEventLoop, listening: socket.socket) -> 
             await asyncio.sleep(0.05)
 
 
-def require_listenable(host: str, port: int, *, allow_strangers: bool) -> None:
-    """Raise `ConfigError` if a `Listener` could not be bound there now."""
-    _bind(host, port, allow_strangers=allow_strangers).close()
+def check_here(config: KVTransferConfig, *, known: bool) -> None:
+    """Raise `ConfigError` if `kv_ip` and `kv_port` cannot be listened on now. `known`: instances share a token."""
+    _bind(config.kv_ip, config.kv_port, allow_strangers=known).close()
 
 
 def _bind(host: str, port: int, *, allow_strangers: bool) -> socket.socket:

@@ -251,7 +251,7 @@ def test_a_load_that_fails_on_one_rank_fails_when_no_other_writes(
 
     def refuse(plan: P2pPlan | None) -> None:
         for load in plan.loads.values() if plan else ():
-            consumer.workers[1]._reports.add(Failed(load.request_id, ProtocolError("of this rank alone")))
+            consumer.workers[1].reports.add(Failed(load.request_id, ProtocolError("of this rank alone")))
 
     monkeypatch.setattr(consumer.workers[1], "start", refuse)
     decode = consumer.run(consumed(PROMPT, ticket))

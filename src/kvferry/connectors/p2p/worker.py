@@ -61,7 +61,7 @@ class P2pWorkerSide(WorkerSide[P2pPlan], ServesPeers[P2pPlan], ByLayers, HasStat
         self._settings = options_of(context.config)
         self._overdue = OverdueLoads(self._settings.timeout_s, context.clock)
         self._loop = TransferLoop()
-        self._reports = Reports()
+        self.reports = Reports()
         self._service: Future[list[None]] | None = None
         self._wait_for_device: Callable[[], None] | None = None
         self._saves: list[Save] = []
@@ -92,7 +92,7 @@ class P2pWorkerSide(WorkerSide[P2pPlan], ServesPeers[P2pPlan], ByLayers, HasStat
         )
         self._wait_for_device = None if self.context.saves_are_complete else _device_wait(memory.device)
         keeps = config.kv_load_failure_policy == "fail"
-        self._arrivals = Arrivals(self._buffer, layout, settings.timeout_s, self._reports, keep_lease_on_failure=keeps)
+        self._arrivals = Arrivals(self._buffer, layout, settings.timeout_s, self.reports, keep_lease_on_failure=keeps)
         self._loop.start()
         self._service = self._loop.submit(run_together(self._buffer.run(), self._arrivals.run()))
         self._loop.submit(self._arrivals.started.wait()).result(START_S)
@@ -198,12 +198,12 @@ class P2pWorkerSide(WorkerSide[P2pPlan], ServesPeers[P2pPlan], ByLayers, HasStat
         self._over.update(transfer_id for transfer_id, _ in self.table.ended())
         released = self._over & self._held.keys()
         self._over -= released
-        arrived = self._overdue.checked(self._reports.take())
+        arrived = self._overdue.checked(self.reports.take())
         return [*(Released(self._held.pop(transfer_id)) for transfer_id in released), *arrived]
 
     def on_report(self, wake: Callable[[], None]) -> None:
         """`wake` is called from the transfer thread."""
-        self._reports.wake = self.table.on_end = wake
+        self.reports.wake = self.table.on_end = wake
 
     # Statistics and checks.
 
@@ -216,7 +216,7 @@ class P2pWorkerSide(WorkerSide[P2pPlan], ServesPeers[P2pPlan], ByLayers, HasStat
     def check(self) -> None:
         """Raise `LeakError` when a hand-off, a load or a report is left."""
         self.table.check()
-        if self._held or self._over or self._reports or not self._arrivals.is_empty():
+        if self._held or self._over or self.reports or not self._arrivals.is_empty():
             raise LeakError("the P2P connector still waits for the end of hand-offs")
 
 

@@ -11,10 +11,12 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+
+import msgspec
 
 from kvferry.core.dependencies import require_library
-from kvferry.core.errors import ConfigError, PeerLost, TransferTimeout
+from kvferry.core.errors import ConfigError, PeerLost, ProtocolError, TransferTimeout
 from kvferry.core.names import ExtensionPoint
 from kvferry.transport.control import Listener
 from kvferry.transport.memory import BlockMemory, Span
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     from kvferry.transport.tls import ChannelTls
 
 log = logging.getLogger(__name__)
+Described = TypeVar("Described", bound=msgspec.Struct)
 
 
 @dataclass(frozen=True)
@@ -95,6 +98,14 @@ class Fabric(ABC):
 
     async def close(self) -> None:
         """Release everything but the peers made by `connect`, which their holders close."""
+
+
+def read_description(transport: str, description: dict[str, Any], kind: type[Described]) -> Described:
+    """What a peer's fabric has described of itself. Raises `ProtocolError` if it is malformed."""
+    try:
+        return msgspec.convert(description, kind)
+    except msgspec.ValidationError as error:
+        raise ProtocolError(f"a peer's description for transport {transport} cannot be read: {error}") from error
 
 
 # By name.

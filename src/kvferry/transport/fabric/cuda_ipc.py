@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from kvferry.core.errors import ConfigError, ProtocolError
-from kvferry.transport.fabric.base import Fabric, FabricContext, FabricPeer
+from kvferry.transport.fabric.base import Fabric, FabricContext, FabricPeer, read_description
 from kvferry.transport.fabric.cuda_driver import HANDLE_BYTES, CudaDriver
 from kvferry.transport.fabric.shm import machine_id
 from kvferry.transport.memory import Region, RegionMap, Span, join
@@ -61,10 +61,7 @@ class CudaIpcFabric(Fabric):
 
     async def connect(self, description: dict[str, Any], deadline: float) -> FabricPeer:
         """Map the peer's allocations."""
-        try:
-            described = msgspec.convert(description, CudaIpcDescription)
-        except msgspec.ValidationError as error:
-            raise ProtocolError(f"a CUDA IPC description that cannot be read: {error}") from error
+        described = read_description(self.name, description, CudaIpcDescription)
         if any(len(handle) != HANDLE_BYTES or offset < 0 for handle, offset, _ in described.regions):
             raise ProtocolError("a CUDA IPC description with invalid handles")
         mapped: dict[bytes, int] = {}

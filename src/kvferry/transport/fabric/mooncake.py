@@ -21,8 +21,8 @@ from typing import Any
 
 import msgspec
 
-from kvferry.core.errors import PeerLost, ProtocolError
-from kvferry.transport.fabric.base import Fabric, FabricContext, FabricPeer
+from kvferry.core.errors import PeerLost
+from kvferry.transport.fabric.base import Fabric, FabricContext, FabricPeer, read_description
 from kvferry.transport.fabric.mooncake_engine import MooncakeEngine
 from kvferry.transport.memory import Pieces, Region, RegionMap, Span, join
 from kvferry.transport.transfer_loop import uncancelled
@@ -79,10 +79,7 @@ class MooncakeFabric(Fabric):
 
     async def connect(self, description: dict[str, Any], deadline: float) -> FabricPeer:
         """Fetch the peer's beacon. Raises `PeerLost` if it is another process's."""
-        try:
-            described = msgspec.convert(description, MooncakeDescription)
-        except msgspec.ValidationError as error:
-            raise ProtocolError(f"a Mooncake description that cannot be read: {error}") from error
+        described = read_description(self.name, description, MooncakeDescription)
         peer = MooncakePeer(self, described)
         address, expected = described.beacon
         theirs = RegionMap([Region(address, BEACON_BYTES)], "peer's")

@@ -13,8 +13,6 @@ Never run on a GPU or on RDMA hardware.
 from __future__ import annotations
 
 import asyncio
-import base64
-import binascii
 import ctypes
 import logging
 import secrets
@@ -28,7 +26,7 @@ import msgspec
 from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.core.errors import KvferryError, PeerLost, ProtocolError
 from kvferry.transport.connection import limited_to
-from kvferry.transport.fabric.base import Fabric, FabricContext, FabricPeer
+from kvferry.transport.fabric.base import Fabric, FabricContext, FabricPeer, read_description
 from kvferry.transport.fabric.nixl_agent import Handle, MemoryKind, NixlAgent
 from kvferry.transport.memory import Pieces, Region, RegionMap, Span, join
 from kvferry.transport.transfer_loop import uncancelled
@@ -50,11 +48,11 @@ DRAM = MemoryKind("DRAM")
 
 
 class NixlDescription(msgspec.Struct, frozen=True):
-    """What a reader needs to know of a peer. `metadata`: NIXL's own, in base64. `beacon`: its address, and its bytes in
+    """What a reader needs to know of a peer. `metadata`: NIXL's own. `beacon`: its address, and its bytes in
     hexadecimal."""
 
     agent: str
-    metadata: str
+    metadata: bytes
     segment: str
     device: int
     regions: list[tuple[int, int]]
@@ -90,7 +88,7 @@ class NixlFabric(Fabric):
     def describe(self) -> dict[str, Any]:
         """The addresses of KV cache and beacon, and the serving agent's metadata."""
         regions = [(part.address, part.num_bytes) for part in self.context.memory.regions]
-        metadata = base64.b64encode(self._serving.metadata()).decode()
+        metadata = self._serving.metadata()
         beacon = (ctypes.addressof(self._beacon), self._beacon.raw.hex())
         kind = self.kind
         described = NixlDescription(self._serving.name, metadata, kind.segment, kind.device, regions, beacon)
@@ -102,15 +100,11 @@ class NixlFabric(Fabric):
 
     async def connect(self, description: dict[str, Any], deadline: float) -> FabricPeer:
         """Load the peer's metadata, and fetch its beacon."""
-        try:
-            described = msgspec.convert(description, NixlDescription)
-            metadata = base64.b64decode(described.metadata, validate=True)
-        except (msgspec.ValidationError, binascii.Error) as error:
-            raise ProtocolError(f"a NIXL description that cannot be read: {error}") from error
+        described = read_description(self.name, description, NixlDescription)
         async with limited_to(deadline, "connecting by NIXL"), self._connecting:
             if self._reader is None or self._reader.condemned:
                 self._reader = await asyncio.to_thread(self._new_reader)
-            peer = NixlPeer(self, self._reader, self._reader.acquire(described.agent, metadata), described)
+            peer = NixlPeer(self, self._reader, self._reader.acquire(described.agent, described.metadata), described)
             try:
                 await self._probe(peer, self._reader, described, deadline)
             except BaseException:

@@ -21,7 +21,6 @@ from kvferry.core.layout import KVLayout
 from kvferry.core.names import ExtensionPoint
 from kvferry.core.transfer_config import KVTransferConfig
 from kvferry.transport.connection import Identity
-from kvferry.transport.control import require_listenable
 from kvferry.transport.lookup_buffer.entries import EntryTable
 from kvferry.transport.memory import BlockMemory
 from kvferry.transport.options import TransportOptions, options_of
@@ -173,8 +172,3 @@ def check(config: KVTransferConfig) -> None:
     LOOKUP_BUFFERS.require_known(settings.lookup_buffer)
     if ":" not in settings.lookup_buffer:
         lookup_buffer_class(settings).check_settings(settings)
-
-
-def check_here(config: KVTransferConfig, *, known: bool) -> None:
-    """Raise `ConfigError` if `kv_ip` and `kv_port` cannot be listened on now. `known`: instances share a token."""
-    require_listenable(config.kv_ip, config.kv_port, allow_strangers=known)
