@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterator
 
 import msgspec
 import pytest
-from fake_engine import FakeEngine, FakeRequest
+from fake_engine import FakeEngine, FakeRequest, consumed, produced
 
 from kvferry.connectors.kv_store.markers import MARKER_S, SKEW_S, BadMarker, Marker, Markers
 from kvferry.core.clock import ManualClock
 from kvferry.core.errors import LeaseEnded, ProtocolError, StoreError, TransferTimeout
-from kvferry.core.hand_off import Consume, Produce, Ticket, parse_hand_off
+from kvferry.core.hand_off import Ticket
 from kvferry.store.table import find_store
 from kvferry.store.valkey import _note_key
 from kvferry.transport.transfer_loop import TransferLoop
@@ -55,19 +55,6 @@ def test_a_server_that_is_down_at_the_start_is_told_of_at_once(
     assert "prompts are computed" in told
     assert "tried again" in told
     assert "secret" not in told
-
-
-def produced(tokens: list[int], key: str = "t") -> FakeRequest:
-    return FakeRequest(f"{key}-prefill", tokens, Produce(key))
-
-
-def consumed(tokens: list[int], ticket: dict[str, object] | None, key: str = "t") -> FakeRequest:
-    hand_off = parse_hand_off(ticket, key)
-    assert isinstance(hand_off, Consume)
-    request = FakeRequest(f"{key}-decode", tokens, hand_off)
-    if hand_off.ticket.is_of(tokens):
-        request.prefill_result = hand_off.ticket.prefill_result
-    return request
 
 
 def early_ticket(key: str = "t") -> dict[str, object]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_engine import FakeEngine, FakeRequest, ProducerEngine, lay_out
+from fake_engine import FakeEngine, FakeRequest, ProducerEngine, consumed, lay_out, produced
 from kv_support import make_layout
 
 from kvferry.connectors.api import (
@@ -33,7 +33,7 @@ from kvferry.core.errors import (
     StoreError,
     TransferTimeout,
 )
-from kvferry.core.hand_off import Consume, Produce, Ticket, parse_hand_off
+from kvferry.core.hand_off import Produce, Ticket
 from kvferry.core.transfer_config import KVTransferConfig
 from kvferry.store.base import Changes, Read
 from kvferry.store.eviction.learned import UNKNOWN_OUTPUT
@@ -60,18 +60,6 @@ def make(make_engine: MakeEngine, tmp_path: Path) -> MakeEngine:
         return make_engine(NAME, role, **({"shared_storage_path": str(tmp_path)} | options))
 
     return make
-
-
-def produced(tokens: list[int], key: str = "t") -> FakeRequest:
-    return FakeRequest(f"{key}-prefill", tokens, Produce(key))
-
-
-def consumed(tokens: list[int], ticket: dict[str, object] | None, key: str = "t", **more: object) -> FakeRequest:
-    hand_off = parse_hand_off(ticket, key)
-    assert isinstance(hand_off, Consume)
-    request = FakeRequest(f"{key}-decode", tokens, hand_off, **more)
-    request.prefill_result = hand_off.ticket.prefill_result
-    return request
 
 
 def early_ticket(key: str = "t") -> dict[str, object]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from fake_engine import FakeEngine, FakeRequest, ProducerEngine
+from fake_engine import FakeEngine, FakeRequest, ProducerEngine, consumed, produced
 from kv_support import BlockRegion, make_layout
 
 from kvferry.connectors.api import ConnectorContext, Hit, Miss, Pending
@@ -28,7 +28,7 @@ from kvferry.core.errors import (
     ProtocolError,
     TransferTimeout,
 )
-from kvferry.core.hand_off import Consume, Produce, parse_hand_off
+from kvferry.core.hand_off import Consume, Produce
 from kvferry.core.ticket_seal import TicketSealer
 from kvferry.core.transfer_config import KVTransferConfig
 from kvferry.testing import tickets
@@ -53,19 +53,6 @@ def pair(request: pytest.FixtureRequest, make_engine: MakeEngine) -> tuple[FakeE
 def make_pair(make_engine: MakeEngine, **options: object) -> tuple[FakeEngine, FakeEngine]:
     options = {"transport": "shm"} | options
     return make_engine("P2pConnector", "kv_producer", **options), make_engine("P2pConnector", "kv_consumer", **options)
-
-
-def produced(tokens: list[int], key: str = "t") -> FakeRequest:
-    return FakeRequest(f"{key}-prefill", tokens, Produce(key))
-
-
-def consumed(tokens: list[int], ticket: dict[str, object] | None, key: str = "t", **more: object) -> FakeRequest:
-    hand_off = parse_hand_off(ticket, key)
-    assert isinstance(hand_off, Consume)
-    request = FakeRequest(f"{key}-decode", tokens, hand_off, **more)
-    if hand_off.ticket.is_of(tokens):
-        request.prefill_result = hand_off.ticket.prefill_result
-    return request
 
 
 def early_ticket(producer: FakeEngine, key: str = "t") -> dict[str, object]:

@@ -7,7 +7,7 @@ from contextlib import closing
 from typing import Any
 
 import pytest
-from fake_engine import FakeEngine, FakeRequest
+from fake_engine import FakeEngine, FakeRequest, consumed, produced
 from kv_support import make_layout, sharded
 
 from kvferry.connectors.api import Failed, Hit
@@ -46,19 +46,6 @@ def make_pair(make_engine: MakeEngine, shape: str, **options: object) -> tuple[F
     theirs, ours = SHAPES[shape]
     options = {"lease_s": LONG_S} | options
     return make_engine("P2pConnector", layout=theirs, **options), make_engine("P2pConnector", layout=ours, **options)
-
-
-def produced(tokens: list[int], key: str = "t") -> FakeRequest:
-    return FakeRequest(f"{key}-prefill", tokens, Produce(key))
-
-
-def consumed(tokens: list[int], ticket: dict[str, Any] | None, key: str = "t", **more: Any) -> FakeRequest:
-    hand_off = parse_hand_off(ticket, key)
-    assert isinstance(hand_off, Consume)
-    request = FakeRequest(f"{key}-decode", tokens, hand_off, **more)
-    if hand_off.ticket.is_of(tokens):
-        request.prefill_result = hand_off.ticket.prefill_result
-    return request
 
 
 def resealed(ticket: dict[str, Any]) -> dict[str, Any]:

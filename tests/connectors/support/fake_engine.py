@@ -47,7 +47,7 @@ from kvferry.connectors.ranks import RankReports
 from kvferry.connectors.registry import find_connector
 from kvferry.core.block_hash import BlockHash, extend_hashes, root_hash
 from kvferry.core.errors import KvferryError
-from kvferry.core.hand_off import HandOff, PrefillResult, Produce
+from kvferry.core.hand_off import Consume, HandOff, PrefillResult, Produce, parse_hand_off
 from kvferry.core.layout import DTYPE_BYTES, KVLayout
 from kvferry.core.sharding import on_rank
 from kvferry.core.transfer_config import KVTransferConfig
@@ -92,6 +92,21 @@ class FakeRequest:
     @property
     def finish_reason(self) -> str | None:
         return {"done": "stop", "aborted": "abort"}.get(self.state)
+
+
+def produced(tokens: list[int], key: str = "t") -> FakeRequest:
+    """A request that P prefills under the transfer id `key`."""
+    return FakeRequest(f"{key}-prefill", tokens, Produce(key))
+
+
+def consumed(tokens: list[int], ticket: dict[str, Any] | None, key: str = "t", **more: Any) -> FakeRequest:
+    """A request that D decodes with this ticket."""
+    hand_off = parse_hand_off(ticket, key)
+    assert isinstance(hand_off, Consume)
+    request = FakeRequest(f"{key}-decode", tokens, hand_off, **more)
+    if hand_off.ticket.is_of(tokens):
+        request.prefill_result = hand_off.ticket.prefill_result
+    return request
 
 
 class FakeEngine:
