@@ -27,8 +27,9 @@ import trustme
 import uvloop
 
 from kvferry.core.layout import KVLayout, LayerLayout
+from kvferry.core.wire import Message
 from kvferry.transport.checksum import digest
-from kvferry.transport.connection import Connection, Identity, Message
+from kvferry.transport.connection import Connection, Identity
 from kvferry.transport.control import Listener
 from kvferry.transport.fabric.base import FabricContext, build_fabrics
 from kvferry.transport.memory import BlockMemory, Span

@@ -19,7 +19,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from kvferry.transport.connection import Connection, Message
+from kvferry.core.wire import Message
+from kvferry.transport.connection import Connection
 from kvferry.transport.fabric.pipe import PipeFabric, TensorPipe
 
 

@@ -193,7 +193,7 @@ async def test_a_connection_that_the_instance_closed_is_not_used_again() -> None
     async with running(handlers) as served, HttpClient() as client:
         for _ in range(3):
             assert (await client.ask(served.origin, "GET", "/ok", timeout_s=5))[0] == 200
-            (connection,) = served.server._service.connections
+            (connection,) = served.server.service.connections
             connection._writer.transport.close()
             while served.server.statistics()["connections"]:
                 await asyncio.sleep(0)
@@ -406,7 +406,7 @@ async def test_a_connection_that_the_end_of_an_answer_paused_is_read_again() -> 
         answer = await opened(client, origin, "GET", "/", [])
         while answer.num_buffered < NUM_BYTES:
             await answer.changed()
-        (caller,) = front.server._service.connections
+        (caller,) = front.server.service.connections
         caller._writer.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         response.start(200, [(b"content-length", b"%d" % NUM_BYTES)])
         await relay(answer, response, Seen(bytes))  # in one piece, which the client does not read

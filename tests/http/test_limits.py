@@ -165,7 +165,7 @@ async def test_a_body_that_nobody_reads_is_not_kept() -> None:
     async with running(handlers) as served, wire(served.port) as client:
         client.send(b"GET /wait HTTP/1.1\r\nHost: a\r\nContent-Length: 30000000\r\n\r\n")
         await handlers.running.wait()
-        (connection,) = served.server._service.connections
+        (connection,) = served.server.service.connections
         sent = 0
         while connection._is_reading:
             client.send(bytes(65536))
@@ -236,7 +236,7 @@ async def test_a_client_that_reads_nothing_has_its_next_requests_wait() -> None:
             seen = num_begun
             await asyncio.sleep(0.05)
         assert num_begun < num_requests
-        (connection,) = served.server._service.connections
+        (connection,) = served.server.service.connections
         assert connection._writer.transport.get_write_buffer_size() < 2**21
         client.reader._transport.resume_reading()  # type: ignore[attr-defined]
         for _ in range(num_requests):

@@ -232,7 +232,7 @@ async def test_nagles_algorithm_is_off() -> None:
     async with running() as served, wire(served.port) as client:
         client.send(request("/ok"))
         await client.reply()
-        (connection,) = served.server._service.connections
+        (connection,) = served.server.service.connections
         of_server = connection._writer.transport.get_extra_info("socket")
         assert of_server.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) == 1
 

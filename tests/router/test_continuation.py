@@ -77,7 +77,7 @@ async def fleet(*decode: Failing, prefill: tuple[Failing, ...] = (), **settings:
             engine.role = "prefill"
         for engine in (*decode, *prefill):
             server = await stack.enter_async_context(running(engine))
-            engine.stop = lambda server=server.server: [one.abort() for one in tuple(server._connections)]
+            engine.stop = lambda server=server.server: [one.abort() for one in tuple(server.service.connections)]
             urls.append(server.url)
         where = urls[len(decode) :], urls[: len(decode)]
         yield await stack.enter_async_context(routing(*where, **settings))

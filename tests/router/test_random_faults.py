@@ -104,7 +104,7 @@ class Place:
     async def _serve(self) -> None:
         async with running(self.engine, port=self._port) as server:
             self.url = server.url
-            self.engine.stop = lambda: [one.abort() for one in tuple(server.server._connections)]
+            self.engine.stop = lambda: [one.abort() for one in tuple(server.server.service.connections)]
             self._ready.set()
             await self._over.wait()
 

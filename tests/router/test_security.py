@@ -289,9 +289,9 @@ async def test_who_is_restarted_is_met_again_and_what_is_busy_is_no_stranger() -
             await status()
         one.server.lifecycle._draining = False
         assert await status() == 200
-        one.server._guard = Guard.from_config(replace(one.server.config, name="after a restart"))
+        one.server.service.guard = Guard.from_config(replace(one.server.config, name="after a restart"))
         assert await status() == 200
-        one.server._guard = Guard.from_config(replace(one.server.config, secret="another token"))
+        one.server.service.guard = Guard.from_config(replace(one.server.config, secret="another token"))
         assert await status() == 401
 
 

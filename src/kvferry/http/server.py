@@ -49,7 +49,7 @@ class HttpServer:
     ) -> None:
         self.config = config
         self.lifecycle = lifecycle or Lifecycle()
-        self._service = Service(routes, config, self.lifecycle, guard or Guard.from_config(config))
+        self.service = Service(routes, config, self.lifecycle, guard or Guard.from_config(config))
         self._listeners: list[tuple[socket.socket, Side]] = []
         self._doors: list[Door] = []
         self.ports: tuple[int, ...] = ()
@@ -80,11 +80,11 @@ class HttpServer:
     async def run(self, on_listening: OnListening | None = None) -> None:
         """Serve until `stop` is called or until cancelled, then shut down in stages. Raises `ConfigError` if an address
         or a TLS file cannot be used."""
-        self._service.limit_connections()
+        self.service.limit_connections()
         context = self.config.tls_context()
         if not self._listeners:
             self.listen()
-        self._doors = [Door(self._service, side, listener, context) for listener, side in self._listeners]
+        self._doors = [Door(self.service, side, listener, context) for listener, side in self._listeners]
         self._tick()
         try:
             for door in self._doors:
@@ -103,7 +103,7 @@ class HttpServer:
     def _tick(self) -> None:
         loop = asyncio.get_running_loop()
         now = loop.time()
-        for connection in tuple(self._service.connections):
+        for connection in tuple(self.service.connections):
             connection.check(now)
         self._ticking = loop.call_later(_TICK_S, self._tick)
 
@@ -138,7 +138,7 @@ class HttpServer:
             doing.result()
 
     async def _end(self) -> None:
-        service, grace_s = self._service, self.config.shutdown_grace_s
+        service, grace_s = self.service, self.config.shutdown_grace_s
         self._ending.set()
         self.lifecycle.drain()
         for connection in tuple(service.connections):
@@ -164,8 +164,8 @@ class HttpServer:
 
     async def _quiet_within(self, seconds: float, unless: asyncio.Event | None = None) -> bool:
         """Wait until no connection and no handler is left; False if the time is over, or `unless` is set, first."""
-        quiet = self._service.quiet
-        self._service.note_quiet()
+        quiet = self.service.quiet
+        self.service.note_quiet()
         waits = [asyncio.ensure_future(event.wait()) for event in (quiet, unless) if event is not None]
         try:
             await asyncio.wait(waits, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
@@ -176,7 +176,7 @@ class HttpServer:
 
     def statistics(self) -> dict[str, int]:
         """What is open now, and what has been served and refused so far."""
-        return self._service.statistics()
+        return self.service.statistics()
 
     def check(self) -> None:
         """Raise `LeakError` if something is left after `run`."""

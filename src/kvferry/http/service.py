@@ -47,7 +47,7 @@ class Service:
 
     def __init__(self, routes: Routes, config: HttpConfig, lifecycle: Lifecycle, guard: Guard) -> None:
         self.config, self.lifecycle = config, lifecycle
-        self._routes, self._guard = routes, guard
+        self._routes, self.guard = routes, guard
         self.connections: set[Connection] = set()
         self.running: set[Connection] = set()
         self.quiet = asyncio.Event()
@@ -101,9 +101,9 @@ class Service:
         self._num_served += 1
         self.lifecycle.require_accepting()
         if request.path == CHALLENGE_PATH and request.method == "GET":
-            return self._guard.challenge
+            return self.guard.challenge
         route = self._routes.find(request)
-        request.caller = self._guard.admit(route.access, side, request)
+        request.caller = self.guard.admit(route.access, side, request)
         is_known = request.caller.is_signed or not self.config.tls_verify_clients
         if not (is_known or route.access is Access.OPEN or transport.get_extra_info("peercert")):
             raise Unauthorized("This server needs a client certificate of an authority in its --tls-ca")

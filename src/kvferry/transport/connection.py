@@ -1,6 +1,5 @@
-"""One TCP connection between two instances, and the frames on it. Used on a `TransferLoop`.
+"""One TCP connection between two instances, and the frames on it (`core.wire`). Used on a `TransferLoop`.
 
-A frame is its length (4 bytes, big-endian) and that many bytes of msgpack, one tagged struct; nothing is unpickled.
 Once both ends have proved who they are (`transport.handshake`), each frame ends with a digest keyed by their session.
 
 Raw non-blocking sockets rather than asyncio's streams, so that KV bytes go between socket and KV memory uncopied.
@@ -9,34 +8,32 @@ Raw non-blocking sockets rather than asyncio's streams, so that KV bytes go betw
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import hmac
 import socket
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
-from kvferry.core.errors import PeerLost, ProtocolError, TransferTimeout
+from kvferry.core.errors import PeerLost, TransferTimeout
 from kvferry.core.layout import KVLayout
+from kvferry.core.wire import (
+    HEADER_BYTES,
+    MAX_FRAME_BYTES,
+    SEAL_BYTES,
+    Message,
+    decode_frame,
+    encode_frame,
+    frame_length,
+    seal_frame,
+)
 
 if TYPE_CHECKING:
     from kvferry.transport.memory_vector import MemoryVector
 
 PROTOCOL_VERSION = 7
-HEADER_BYTES = 4
-SEAL_BYTES = 16
-MAX_FRAME_BYTES = 16 * 2**20
 MAX_GREETING_BYTES = 64 * 2**10
 """The longest frame that is accepted from a peer that has not proved who it is."""
 KEEPALIVE_IDLE_S = 10
 UNACKNOWLEDGED_MS = 20_000
-
-
-class Message(msgspec.Struct, frozen=True, tag=True, array_like=True, forbid_unknown_fields=True):
-    """Base of everything that travels in a frame; the tag is the class's name."""
 
 
 class Identity(Message, frozen=True):
@@ -44,57 +41,6 @@ class Identity(Message, frozen=True):
 
     engine_id: str
     layout: KVLayout
-
-
-_encoder = msgspec.msgpack.Encoder()
-
-
-def encode_frame(message: Message) -> bytearray:
-    """The message as one frame. Raises `ProtocolError` when it is too long."""
-    frame = bytearray(HEADER_BYTES)
-    _encoder.encode_into(message, frame, HEADER_BYTES)
-    num_bytes = len(frame) - HEADER_BYTES
-    if num_bytes > MAX_FRAME_BYTES:
-        raise ProtocolError(f"{type(message).__name__} of {num_bytes} bytes is longer than a frame may be")
-    frame[:HEADER_BYTES] = num_bytes.to_bytes(HEADER_BYTES, "big")
-    return frame
-
-
-def seal_frame(frame: bytearray, key: bytes, number: int) -> bytearray:
-    """Seal a frame in place, as number `number` of its connection's direction; returns it."""
-    frame += _seal(memoryview(frame)[HEADER_BYTES:].tobytes(), key, number)
-    frame[:HEADER_BYTES] = (len(frame) - HEADER_BYTES).to_bytes(HEADER_BYTES, "big")
-    return frame
-
-
-def frame_length(header: bytes | bytearray, limit: int) -> int:
-    """The length that a header announces. Raises `ProtocolError` when it is 0 or beyond `limit`."""
-    num_bytes = int.from_bytes(header, "big")
-    if not 0 < num_bytes <= limit:
-        raise ProtocolError(f"a frame of {num_bytes} bytes; at most {limit} are accepted")
-    return num_bytes
-
-
-def decode_frame(body: bytes | bytearray | memoryview, kinds: Any, key: bytes = b"", number: int = 0) -> Any:
-    """The message in a frame's body, one of `kinds` (a struct or a union), whose seal is checked if there is a `key`.
-    Raises `ProtocolError`."""
-    if key:
-        body, seal = body[:-SEAL_BYTES], body[-SEAL_BYTES:]
-        if not hmac.compare_digest(_seal(body, key, number), bytes(seal)):
-            raise ProtocolError("a frame that was modified, left out or repeated in transit")
-    try:
-        return _decoder(kinds).decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:  # text, depth and shape are the peer's
-        raise ProtocolError(f"a frame that cannot be read: {error}") from error
-
-
-def _seal(body: bytes | bytearray | memoryview, key: bytes, number: int) -> bytes:
-    return hashlib.blake2b(body, key=key, salt=number.to_bytes(8, "big"), digest_size=SEAL_BYTES).digest()
-
-
-@cache
-def _decoder(kinds: Any) -> msgspec.msgpack.Decoder[Any]:
-    return msgspec.msgpack.Decoder(kinds)
 
 
 class PlainSocket:

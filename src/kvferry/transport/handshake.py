@@ -24,7 +24,8 @@ import msgspec
 
 from kvferry.core.errors import AuthenticationFailed, PeerLost, ProtocolError
 from kvferry.core.keys import derive
-from kvferry.transport.connection import PROTOCOL_VERSION, Connection, Identity, Message
+from kvferry.core.wire import Message
+from kvferry.transport.connection import PROTOCOL_VERSION, Connection, Identity
 
 NONCE_BYTES = 32
 _UNKNOWN_TOKEN = "the shared token differs; start both instances with the same KVFERRY_AUTH_TOKEN"

@@ -15,6 +15,7 @@ from kvferry.connectors.p2p.plan import Load, P2pPlan
 from kvferry.core.errors import PeerLost, ProtocolError
 from kvferry.core.hand_off import PrefillResult, Ticket, TokenLogprobs
 from kvferry.core.transfer_config import KVTransferConfig
+from kvferry.core.wire import Pipe
 from kvferry.engine.config import EngineConfig
 from kvferry.engine.executor import messages
 from kvferry.engine.executor.messages import (
@@ -25,10 +26,11 @@ from kvferry.engine.executor.messages import (
     ModelLoaded,
     OpenCache,
     Opened,
-    Pipe,
     Proceed,
     RankFailed,
     RankStep,
+    engine_end,
+    rank_end,
 )
 from kvferry.engine.model_runner import StepInputs
 
@@ -36,7 +38,7 @@ from kvferry.engine.model_runner import StepInputs
 @pytest.fixture
 def ends() -> Iterator[tuple[Pipe, Pipe]]:
     ours, theirs = socket.socketpair()
-    pipes = Pipe(ours.detach()), Pipe(theirs.detach())
+    pipes = engine_end(ours.detach()), rank_end(theirs.detach())
     yield pipes
     for pipe in pipes:
         pipe.close()
@@ -63,15 +65,15 @@ COMMANDS = [
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: type(command).__name__)
 def test_commands_arrive_as_they_were(command: Any, ends: tuple[Pipe, Pipe]) -> None:
     ends[0].send(command)
-    assert ends[1].receive_command() == command
+    assert ends[1].receive() == command
 
 
 @pytest.mark.parametrize(
     "message", [ModelLoaded("f", 3), Opened(None), Opened({"port": 5}), Done(b"x", 4, "why"), RankFailed("E", "why")]
 )
 def test_messages_arrive_as_they_were(message: Any, ends: tuple[Pipe, Pipe]) -> None:
-    ends[0].send(message)
-    assert ends[1].receive_message() == message
+    ends[1].send(message)
+    assert ends[0].receive() == message
 
 
 def test_a_plan_arrives_as_it_was() -> None:
@@ -84,21 +86,21 @@ def test_a_plan_arrives_as_it_was() -> None:
 def test_the_end_of_the_other_side_is_noticed(ends: tuple[Pipe, Pipe]) -> None:
     ends[0].close()
     with pytest.raises(PeerLost):
-        ends[1].receive_command()
+        ends[1].receive()
     with pytest.raises(PeerLost):
         ends[1].send(Check())
 
 
 def test_what_is_no_message_is_refused() -> None:
     ours, theirs = socket.socketpair()
-    pipe = Pipe(theirs.detach())
+    pipe = rank_end(theirs.detach())
     body = msgspec.msgpack.encode(["Nonsense", 1])
     ours.sendall(len(body).to_bytes(4, "big") + body)
     with pytest.raises(ProtocolError):
-        pipe.receive_command()
+        pipe.receive()
     ours.sendall((2**31 - 1).to_bytes(4, "big"))
-    with pytest.raises(PeerLost):  # longer than any message is: not read at all
-        pipe.receive_command()
+    with pytest.raises(ProtocolError):  # longer than any message is: not read at all
+        pipe.receive()
     ours.close()
     pipe.close()
 
@@ -106,7 +108,7 @@ def test_what_is_no_message_is_refused() -> None:
 def test_nobody_waits_for_ever_for_one_who_does_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(messages, "SEND_S", 1)
     ours, theirs = socket.socketpair()
-    pipe = Pipe(ours.detach())
+    pipe = rank_end(ours.detach())
     start = time.monotonic()
     with pytest.raises(PeerLost):
         pipe.send(Done(os.urandom(16 * 2**20), 0))

@@ -17,7 +17,7 @@ def test_a_transfer_that_moves_on_while_a_failed_rank_waits_is_asked_for_afterwa
     answer: Any, *, may_proceed: bool
 ) -> None:
     commands: SimpleQueue[Any] = SimpleQueue()
-    pipe: Any = SimpleNamespace(receive_command=commands.get)
+    pipe: Any = SimpleNamespace(receive=commands.get)
     main = RankProcessMain(pipe)
     main._inbox.wake()
     commands.put(answer)

@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 from kvferry.core.errors import RankLost
+from kvferry.core.wire import Pipe
 from kvferry.engine.executor import rank_process
-from kvferry.engine.executor.messages import Check, Checked, Close, Done, Pipe, Proceed, RankStep, Statistics
+from kvferry.engine.executor.messages import Check, Checked, Close, Done, Proceed, RankStep, Statistics, rank_end
 from kvferry.engine.executor.rank_process import Losses, RankProcess
 
 STEP = RankStep(None, [], 0, 0)
@@ -26,14 +27,14 @@ def rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[RankProcess, Pipe]]:
     ends: list[Pipe] = []
 
     def start(rank: int, size: int, pipe: int) -> subprocess.Popen[bytes]:
-        ends.append(Pipe(os.dup(pipe)))
+        ends.append(rank_end(os.dup(pipe)))
         return subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
 
     monkeypatch.setattr(rank_process, "_start", start)
     process = RankProcess(1, 2, Losses())
     yield process, ends[0]
     process.begin_end()
-    while not isinstance(ends[0].receive_command(), Close):
+    while not isinstance(ends[0].receive(), Close):
         pass
     ends[0].close()
     process.end(0)
@@ -41,7 +42,7 @@ def rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[RankProcess, Pipe]]:
 
 def fail(pipe: Pipe, process: RankProcess) -> None:
     """The rank fails in the step that it was told, and rank 0 has heard of it."""
-    assert isinstance(pipe.receive_command(), RankStep)
+    assert isinstance(pipe.receive(), RankStep)
     pipe.send(Done(b"", 0, "out of cheese"))
     assert process.answer(Done, 10).failure
 
@@ -56,20 +57,20 @@ def test_a_rank_that_failed_proceeds_as_soon_as_rank_0_has_left_the_step(rank: A
         fail(pipe, process)
         if not leaves_first:
             process.leave_step()
-        assert isinstance(pipe.receive_command(), Proceed)
+        assert isinstance(pipe.receive(), Proceed)
 
 
 def test_a_rank_that_did_not_fail_is_told_nothing_and_a_failure_is_of_its_own_step(rank: Any) -> None:
     process, pipe = rank
     process.send(STEP)
     process.leave_step()
-    assert isinstance(pipe.receive_command(), RankStep)
+    assert isinstance(pipe.receive(), RankStep)
     pipe.send(Done(b"", 0))
     process.answer(Done, 10)
     process.send(STEP)
     fail(pipe, process)
     process.send(Check())  # rank 0 is still in this step: nothing was said before
-    assert isinstance(pipe.receive_command(), Check)
+    assert isinstance(pipe.receive(), Check)
 
 
 def test_a_step_that_begins_as_soon_as_the_answer_is_there_does_not_overtake_proceed(rank: Any) -> None:
@@ -89,8 +90,8 @@ def test_a_step_that_begins_as_soon_as_the_answer_is_there_does_not_overtake_pro
     fail(pipe, process)
     process.send(STEP)
     has_gone_on.set()
-    assert isinstance(pipe.receive_command(), Proceed)
-    assert isinstance(pipe.receive_command(), RankStep)
+    assert isinstance(pipe.receive(), Proceed)
+    assert isinstance(pipe.receive(), RankStep)
 
 
 def test_an_answer_to_something_else_is_a_lost_rank(rank: Any) -> None:

@@ -11,8 +11,9 @@ from pipe_support import EXAMPLES, KINDS
 from torch import Tensor
 
 from kvferry.core.errors import ConfigError, PeerLost, ProtocolError, TransferTimeout
+from kvferry.core.wire import Message
 from kvferry.testing.pipe import PipeContract
-from kvferry.transport.connection import Connection, Identity, Message
+from kvferry.transport.connection import Connection, Identity
 from kvferry.transport.control import Listener
 from kvferry.transport.fabric import pipe as pipe_fabric
 from kvferry.transport.fabric.base import FabricContext, FabricPeer, build_fabrics

@@ -1,4 +1,4 @@
-"""The messages between rank 0 and the other ranks of an instance, and the pipe that carries them.
+"""The messages between rank 0 and the other ranks of an instance.
 
 Rank 0 sends commands. Each one except `Proceed` and `Close` is answered, as its docstring says. `Reported` and
 `RankFailed` are sent unasked. The pipe is a socket pair that the child inherits, so no other process can reach it.
@@ -6,15 +6,11 @@ Rank 0 sends commands. Each one except `Proceed` and `Close` is answered, as its
 
 from __future__ import annotations
 
-import socket
-import struct
-from multiprocessing.connection import Connection
 from typing import Any
 
-import msgspec
-
-from kvferry.core.errors import PeerLost, ProtocolError
+from kvferry.core import wire
 from kvferry.core.transfer_config import KVTransferConfig
+from kvferry.core.wire import Pipe
 from kvferry.engine.config import EngineConfig
 from kvferry.engine.model_runner import StepInputs
 
@@ -23,14 +19,10 @@ SEND_S = 60.0
 """How long the other side may leave messages unread. On both sides a thread reads all the time."""
 
 
-class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    pass
-
-
 # From rank 0.
 
 
-class LoadModel(_Message, frozen=True, tag=True):
+class LoadModel(wire.Message, frozen=True):
     """The first command: load this rank's share of the model. Answered by `Started` at once, and by `ModelLoaded`
     afterwards. `store`: the file of `group.meeting`."""
 
@@ -42,13 +34,13 @@ class LoadModel(_Message, frozen=True, tag=True):
     auth_token: str
 
 
-class OpenCache(_Message, frozen=True, tag=True):
+class OpenCache(wire.Message, frozen=True):
     """Allocate the KV cache and build the connector's worker side. Answered by `Opened`."""
 
     num_blocks: int
 
 
-class RankStep(_Message, frozen=True, tag=True):
+class RankStep(wire.Message, frozen=True):
     """Begin the plans, and compute the inputs. Answered by `Done`. Plans are encoded; `first_plan` and `num_late` are
     `first` and `num_late` of `PlanQueue`."""
 
@@ -58,19 +50,19 @@ class RankStep(_Message, frozen=True, tag=True):
     num_late: int
 
 
-class Proceed(_Message, frozen=True, tag=True):
+class Proceed(wire.Message, frozen=True):
     """Rank 0 has also left the step in which this rank failed: go on. Not answered."""
 
 
-class GetStatistics(_Message, frozen=True, tag=True):
+class GetStatistics(wire.Message, frozen=True):
     """`HasStatistics.statistics`. Answered by `Statistics`."""
 
 
-class Check(_Message, frozen=True, tag=True):
+class Check(wire.Message, frozen=True):
     """`HasStatistics.check`. Answered by `Checked`."""
 
 
-class Close(_Message, frozen=True, tag=True):
+class Close(wire.Message, frozen=True):
     """Release everything, and exit. Not answered."""
 
 
@@ -80,24 +72,24 @@ Command = LoadModel | OpenCache | RankStep | Proceed | GetStatistics | Check | C
 # From the other ranks.
 
 
-class Started(_Message, frozen=True, tag=True):
+class Started(wire.Message, frozen=True):
     """The process is running, and about to join the process group."""
 
 
-class ModelLoaded(_Message, frozen=True, tag=True):
+class ModelLoaded(wire.Message, frozen=True):
     """The model is loaded; there is memory for this many KV blocks."""
 
     fingerprint: str
     max_num_blocks: int
 
 
-class Opened(_Message, frozen=True, tag=True):
+class Opened(wire.Message, frozen=True):
     """The KV cache is there. `address`: `ServesPeers.address`."""
 
     address: dict[str, Any] | None
 
 
-class Done(_Message, frozen=True, tag=True):
+class Done(wire.Message, frozen=True):
     """The step is over. `report`: an encoded `TransferReport`. `num_begun`: plans begun since the start. `failure`: the
     error if the step failed here; this rank then waits for `Proceed`, and exits if it does not come."""
 
@@ -106,25 +98,25 @@ class Done(_Message, frozen=True, tag=True):
     failure: str = ""
 
 
-class Statistics(_Message, frozen=True, tag=True):
+class Statistics(wire.Message, frozen=True):
     """Metrics by name, as `HasStatistics.statistics`."""
 
     values: dict[str, float]
 
 
-class Checked(_Message, frozen=True, tag=True):
+class Checked(wire.Message, frozen=True):
     """The message of the `LeakError` that `HasStatistics.check` raised; empty if it raised none."""
 
     leak: str
 
 
-class Reported(_Message, frozen=True, tag=True):
+class Reported(wire.Message, frozen=True):
     """What happened to transfers between two steps. `report`: an encoded `TransferReport`."""
 
     report: bytes
 
 
-class RankFailed(_Message, frozen=True, tag=True):
+class RankFailed(wire.Message, frozen=True):
     """Why this rank exits. `kind`: the name of the error's class."""
 
     kind: str
@@ -134,42 +126,12 @@ class RankFailed(_Message, frozen=True, tag=True):
 Answer = Started | ModelLoaded | Opened | Done | Statistics | Checked
 Message = Answer | Reported | RankFailed
 
-_commands, _messages = msgspec.msgpack.Decoder(Command), msgspec.msgpack.Decoder(Message)
+
+def rank_end(descriptor: int) -> Pipe:
+    """The end at which another rank receives commands."""
+    return Pipe(descriptor, Command, limit=MAX_MESSAGE_BYTES, send_s=SEND_S)
 
 
-class Pipe:
-    """One end of the pipe. One thread may send while another receives."""
-
-    def __init__(self, descriptor: int) -> None:
-        """Owns the descriptor from now on."""
-        with socket.socket(fileno=descriptor) as end:
-            seconds = struct.pack("ll", int(SEND_S), 0)
-            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, seconds)
-            self._connection = Connection(end.detach())
-
-    def send(self, message: Command | Message) -> None:
-        """Raises `PeerLost` if the other side is gone, or does not read for `SEND_S`."""
-        try:
-            self._connection.send_bytes(msgspec.msgpack.encode(message))
-        except OSError as error:
-            raise PeerLost(f"the other end of the pipe is gone: {error}") from error
-
-    def receive_command(self) -> Command:
-        """Wait for a command. Raises `PeerLost` if the other side is gone, `ProtocolError` if it cannot be read."""
-        return self._receive(_commands)
-
-    def receive_message(self) -> Message:
-        """Wait for a rank's message. Raises as `receive_command`."""
-        return self._receive(_messages)
-
-    def _receive(self, decoder: msgspec.msgpack.Decoder[Any]) -> Any:
-        try:
-            return decoder.decode(self._connection.recv_bytes(MAX_MESSAGE_BYTES))
-        except (OSError, EOFError) as error:
-            raise PeerLost("the other end of the pipe is gone") from error
-        except msgspec.DecodeError as error:
-            raise ProtocolError(f"a message between ranks cannot be read: {error}") from error
-
-    def close(self) -> None:
-        """Close this end. The thread that receives must have ended."""
-        self._connection.close()
+def engine_end(descriptor: int) -> Pipe:
+    """The end at which rank 0 receives messages."""
+    return Pipe(descriptor, Message, limit=MAX_MESSAGE_BYTES, send_s=SEND_S)

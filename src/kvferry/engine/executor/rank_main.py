@@ -14,6 +14,7 @@ from transformers.utils import logging as transformers_logging
 from kvferry.connectors.report_codec import encode_report
 from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.core.errors import ConnectorLost, LeakError, PeerLost, ProtocolError
+from kvferry.core.wire import Pipe
 from kvferry.engine.executor import group
 from kvferry.engine.executor.messages import (
     Check,
@@ -26,13 +27,13 @@ from kvferry.engine.executor.messages import (
     ModelLoaded,
     OpenCache,
     Opened,
-    Pipe,
     Proceed,
     RankFailed,
     RankStep,
     Reported,
     Started,
     Statistics,
+    rank_end,
 )
 from kvferry.engine.executor.patience import patience_s
 from kvferry.engine.model.place import Place
@@ -78,11 +79,11 @@ class Inbox:
 
     def _read(self) -> None:
         try:
-            command: Command | _Gone = self._pipe.receive_command()
+            command: Command | _Gone = self._pipe.receive()
             while not isinstance(command, Close):
                 self._queue.put(command)
-                command = self._pipe.receive_command()
-        except PeerLost:
+                command = self._pipe.receive()
+        except (PeerLost, ProtocolError):
             command = _Gone()
         self._queue.put(command)
         threading.Event().wait(END_S)  # then no longer: the process may be in a step that the others have left
@@ -195,4 +196,4 @@ def _leak(worker: Worker) -> str:
 def main(descriptor: int) -> int:
     """Serve rank 0 at the other end of the pipe. Returns the exit code."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 acts on a Ctrl-C
-    return RankProcessMain(Pipe(descriptor)).run()
+    return RankProcessMain(rank_end(descriptor)).run()

@@ -26,11 +26,11 @@ from kvferry.engine.executor.messages import (
     Command,
     Done,
     Message,
-    Pipe,
     Proceed,
     RankFailed,
     RankStep,
     Reported,
+    engine_end,
 )
 from kvferry.observe.logs import helper_environment
 
@@ -100,7 +100,7 @@ class RankProcess:
         ours, theirs = socket.socketpair()
         with ours, theirs:
             self._process = _start(rank, size, theirs.fileno())
-            self._pipe = Pipe(ours.detach())
+            self._pipe = engine_end(ours.detach())
         self._listener = threading.Thread(target=self._listen, name=f"kvferry-rank-{rank}", daemon=True)
         self._listener.start()
 
@@ -169,7 +169,7 @@ class RankProcess:
     def _listen(self) -> None:
         try:
             while True:
-                self._hear(self._pipe.receive_message())
+                self._hear(self._pipe.receive())
         except PeerLost:
             self._note_end()
         except ProtocolError as error:

@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from kvferry.core.errors import KvferryError, PeerLost, ProtocolError
-from kvferry.transport.connection import Connection, Message, limited_to
+from kvferry.core.wire import Message
+from kvferry.transport.connection import Connection, limited_to
 from kvferry.transport.fabric.base import FabricContext, FabricPeer
 from kvferry.transport.fabric.dialled import DialledFabric
 from kvferry.transport.memory import ANYWHERE, Numbers, Pieces, RegionMap, Span, columns, join

@@ -25,7 +25,8 @@ from torch import Tensor
 
 from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.core.errors import ConfigError, PeerLost, ProtocolError
-from kvferry.transport.connection import Connection, Message
+from kvferry.core.wire import Message
+from kvferry.transport.connection import Connection
 from kvferry.transport.fabric.base import FabricContext
 from kvferry.transport.fabric.pipe import PipeFabric, TensorPipe
 from kvferry.transport.transfer_loop import run_together

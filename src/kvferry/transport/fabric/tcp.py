@@ -22,10 +22,9 @@ from typing import Any
 import numpy as np
 
 from kvferry.core.errors import ConfigError, KvferryError, PeerLost, ProtocolError
+from kvferry.core.wire import HEADER_BYTES, Message
 from kvferry.transport.connection import (
-    HEADER_BYTES,
     Connection,
-    Message,
     PlainSocket,
     limited_to,
     translated_errors,

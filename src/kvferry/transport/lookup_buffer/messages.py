@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from kvferry.transport.connection import Message
+from kvferry.core.wire import Message
 from kvferry.transport.memory import LayerPlace, Span
 from kvferry.transport.options import Seconds
 

@@ -1,0 +1,120 @@
+"""Messages between kvferry's own processes: one framing, one bound, and one error for each way in which it fails.
+
+A frame is its length (4 bytes, big-endian) and that many bytes of msgpack, one tagged struct; nothing is unpickled.
+Each user has types of its own, derived from `Message`. Instances talk over TCP or TLS (`transport.connection`), where
+each frame ends with a digest keyed by their session; the ranks of one instance over a socket pair (`Pipe`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import socket
+import struct
+from functools import cache
+from typing import Any
+
+import msgspec
+
+from kvferry.core.errors import PeerLost, ProtocolError
+
+HEADER_BYTES = 4
+SEAL_BYTES = 16
+MAX_FRAME_BYTES = 16 * 2**20
+
+
+class Message(msgspec.Struct, frozen=True, tag=True, array_like=True, forbid_unknown_fields=True):
+    """Base of everything that travels in a frame; the tag is the class's name."""
+
+
+_encoder = msgspec.msgpack.Encoder()
+
+
+def encode_frame(message: Message, limit: int = MAX_FRAME_BYTES) -> bytearray:
+    """The message as one frame. Raises `ProtocolError` when it is too long."""
+    frame = bytearray(HEADER_BYTES)
+    _encoder.encode_into(message, frame, HEADER_BYTES)
+    num_bytes = len(frame) - HEADER_BYTES
+    if num_bytes > limit:
+        raise ProtocolError(f"{type(message).__name__} of {num_bytes} bytes is longer than a frame may be")
+    frame[:HEADER_BYTES] = num_bytes.to_bytes(HEADER_BYTES, "big")
+    return frame
+
+
+def seal_frame(frame: bytearray, key: bytes, number: int) -> bytearray:
+    """Seal a frame in place, as number `number` of its connection's direction; returns it."""
+    frame += _seal(memoryview(frame)[HEADER_BYTES:].tobytes(), key, number)
+    frame[:HEADER_BYTES] = (len(frame) - HEADER_BYTES).to_bytes(HEADER_BYTES, "big")
+    return frame
+
+
+def frame_length(header: bytes | bytearray, limit: int) -> int:
+    """The length that a header announces. Raises `ProtocolError` when it is 0 or beyond `limit`."""
+    num_bytes = int.from_bytes(header, "big")
+    if not 0 < num_bytes <= limit:
+        raise ProtocolError(f"a frame of {num_bytes} bytes; at most {limit} are accepted")
+    return num_bytes
+
+
+def decode_frame(body: bytes | bytearray | memoryview, kinds: Any, key: bytes = b"", number: int = 0) -> Any:
+    """The message in a frame's body, one of `kinds` (a struct or a union), whose seal is checked if there is a `key`.
+    Raises `ProtocolError`."""
+    if key:
+        body, seal = body[:-SEAL_BYTES], body[-SEAL_BYTES:]
+        if not hmac.compare_digest(_seal(body, key, number), bytes(seal)):
+            raise ProtocolError("a frame that was modified, left out or repeated in transit")
+    try:
+        return _decoder(kinds).decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:  # text, depth and shape are the peer's
+        raise ProtocolError(f"a frame that cannot be read: {error}") from error
+
+
+def _seal(body: bytes | bytearray | memoryview, key: bytes, number: int) -> bytes:
+    return hashlib.blake2b(body, key=key, salt=number.to_bytes(8, "big"), digest_size=SEAL_BYTES).digest()
+
+
+@cache
+def _decoder(kinds: Any) -> msgspec.msgpack.Decoder[Any]:
+    return msgspec.msgpack.Decoder(kinds)
+
+
+class Pipe:
+    """One end of a socket pair between a process and its child, for threads that wait. One may send while another
+    receives. Owns the descriptor. `kinds`: what is received; `limit`: the longest frame, in bytes; `send_s`: how long
+    the other side may leave frames unread."""
+
+    def __init__(self, descriptor: int, kinds: Any, *, limit: int = MAX_FRAME_BYTES, send_s: float = 60.0) -> None:
+        self._socket, self._kinds, self._limit = socket.socket(fileno=descriptor), kinds, limit
+        seconds = struct.pack("ll", int(send_s), int(send_s % 1 * 1e6))
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, seconds)
+
+    def send(self, message: Message) -> None:
+        """Raises `PeerLost` if the other side is gone, or does not read for `send_s`."""
+        frame = encode_frame(message, self._limit)
+        try:
+            self._socket.sendall(frame)
+        except OSError as error:
+            raise PeerLost(f"the other end of the pipe is gone: {error}") from error
+
+    def receive(self) -> Any:
+        """Wait for a message, one of `kinds`. Raises `PeerLost` if the other side is gone, `ProtocolError` if it cannot
+        be read."""
+        length = frame_length(self._receive(HEADER_BYTES), self._limit)
+        return decode_frame(self._receive(length), self._kinds)
+
+    def _receive(self, num_bytes: int) -> bytearray:
+        found = bytearray(num_bytes)
+        rest = memoryview(found)
+        while rest:
+            try:
+                count = self._socket.recv_into(rest, 0, socket.MSG_WAITALL)
+            except OSError as error:
+                raise PeerLost("the other end of the pipe is gone") from error
+            if count == 0:
+                raise PeerLost("the other end of the pipe is gone")
+            rest = rest[count:]
+        return found
+
+    def close(self) -> None:
+        """Close this end. The thread that receives must have ended."""
+        self._socket.close()
