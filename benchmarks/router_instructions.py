@@ -1,6 +1,6 @@
 """How many instructions the router's process executes for a request: a number that no busy machine changes.
 
-    python benchmarks/router_instructions.py [--requests 60] [--stream]
+    python benchmarks/router_instructions.py [--requests 64] [--stream]
 
 Counted by valgrind's callgrind (the programs `valgrind` and `callgrind_control`), without the kernel's, over 8
 connections to one prefill and one decode instance that compute nothing (`router.py`). The second of the two figures is
@@ -10,21 +10,14 @@ of twice as many requests. To compare two versions, run it with each on PYTHONPA
 from __future__ import annotations
 
 import argparse
-import asyncio
 import re
 import subprocess
 import sys
 import tempfile
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import uvloop
-
-from kvferry.core.errors import KvferryError
-from kvferry.http.client import HttpClient
-from kvferry.http.origin import Origin
-from router import OURS, ask, free_port, started
+from router import OURS, Peers, free_port
 
 _TOTAL = re.compile(r"^(?:totals|summary): (\d+)", re.MULTILINE)
 _START_S = 240.0
@@ -38,67 +31,45 @@ def control(option: list[str], process: subprocess.Popen[bytes]) -> None:
     subprocess.run(["callgrind_control", *option, str(process.pid)], check=True, capture_output=True)
 
 
-async def burst(client: HttpClient, router: Origin, number: int, body: dict[str, Any]) -> None:
-    """So many requests over all connections."""
-    left = iter(range(number))
-
-    async def one() -> None:
-        for _ in left:
-            await ask(client, router, body)
-
-    await asyncio.gather(*(one() for _ in range(_CONNECTIONS)))
-
-
-async def until_ready(client: HttpClient, router: Origin) -> None:
-    """Wait until it answers."""
-    async with asyncio.timeout(_START_S):
-        while True:
-            with suppress(KvferryError, RuntimeError):
-                await ask(client, router, {"model": "m", "prompt": "a", "max_tokens": 8})
-                return
-            await asyncio.sleep(0.5)
-
-
-async def measure(said: argparse.Namespace, process: subprocess.Popen[bytes], port: int, out: Path) -> None:
+def measure(said: argparse.Namespace, peers: Peers, process: subprocess.Popen[bytes], port: int, out: Path) -> None:
     """Print what a request takes, twice."""
-    body: dict[str, Any] = {"model": "m", "prompt": "a " * 200, "max_tokens": 8}
-    if said.stream:
-        body = {"model": "m", "prompt": "200 " + "a " * 200, "max_tokens": _TOKENS, "stream": True}
-    router = Origin.parse(f"http://127.0.0.1:{port}")
-    async with HttpClient() as client:
-        await until_ready(client, router)
-        await burst(client, router, 5 * _CONNECTIONS, body)
-        control(["-i", "on"], process)
-        await burst(client, router, 2 * _CONNECTIONS, body)
-        for turn, number in enumerate((said.requests, 2 * said.requests), 1):
-            control(["-z"], process)
-            await burst(client, router, number, body)
-            control(["-d"], process)
-            found = _TOTAL.search(out.with_name(f"{out.name}.{turn}").read_text())
-            assert found is not None
-            print(f"{number} requests: {int(found[1]) / number:,.0f} instructions each")
+
+    def ask(number: int) -> None:
+        peers.load(port, _CONNECTIONS, max(1, number // _CONNECTIONS), 0, _TOKENS if said.stream else 0, 200.0)
+
+    peers.until_ready(port, _START_S)
+    ask(5 * _CONNECTIONS)
+    control(["-i", "on"], process)
+    ask(2 * _CONNECTIONS)
+    for turn, number in enumerate((said.requests, 2 * said.requests), 1):
+        control(["-z"], process)
+        ask(number)
+        control(["-d"], process)
+        found = _TOTAL.search(out.with_name(f"{out.name}.{turn}").read_text())
+        assert found is not None
+        print(f"{number} requests: {int(found[1]) / number:,.0f} instructions each")
 
 
 def main() -> None:
     """Start the processes, measure, and end them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--requests", type=int, default=60)
+    parser.add_argument("--requests", type=int, default=64, help="a multiple of 8")
     parser.add_argument("--stream", action="store_true", help=f"streams of {_TOKENS} tokens")
     said = parser.parse_args()
     processes: list[subprocess.Popen[Any]] = []
     try:
         with tempfile.TemporaryDirectory() as folder:
-            out, port = Path(folder) / "out", free_port()
+            out, port, peers = Path(folder) / "out", free_port(), Peers(Path(folder))
             urls = []
             for role in ("prefill", "decode"):
-                process, line = started(str(Path(__file__).with_name("router.py")), "--be", role)
+                process, own_port = peers.instance(role)
                 processes.append(process)
-                urls.append(f"http://127.0.0.1:{line.strip()}")
+                urls.append(f"http://127.0.0.1:{own_port}")
             valgrind = ["valgrind", "--quiet", "--tool=callgrind", "--instr-atstart=no", f"--callgrind-out-file={out}"]
             flags = ["--port", str(port), "--prefill-url", urls[0], "--decode-url", urls[1]]
             router = subprocess.Popen([*valgrind, sys.executable, *OURS, *flags])
             processes.append(router)
-            uvloop.run(measure(said, router, port, out))
+            measure(said, peers, router, port, out)
     finally:
         for process in processes:
             process.kill()
