@@ -26,6 +26,13 @@ LAYERS = {
 }
 """Of models with sliding windows. Those of the first are four KV cache groups, one of which lacks a layer."""
 
+LATENT = {
+    **{"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4},
+    **{"num_key_value_heads": 4, "q_lora_rank": None, "first_k_dense_replace": 3},
+    **{"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 64, "v_head_dim": 64, "head_dim": 64},
+}
+"""Of a DeepSeek-V2 without experts, with the one size of latent KV that vLLM's kernel for CPUs takes."""
+
 ModelMaker = Callable[[str], Path]
 
 
@@ -40,6 +47,8 @@ def make_model(tmp_path_factory: pytest.TempPathFactory) -> ModelMaker:
         if architecture not in made:
             folder = tmp_path_factory.mktemp(f"vllm-{architecture}")
             sizes: dict[str, Any] = {"head_dim": 32, "max_position_embeddings": 4096}
+            if architecture.startswith("deepseek"):
+                sizes |= LATENT
             if layers := LAYERS.get(architecture):
                 sizes |= {"sliding_window": WINDOW, "num_hidden_layers": len(layers), "layer_types": layers}
             made[architecture] = make_random_model(folder, architecture, **sizes)

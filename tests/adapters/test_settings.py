@@ -30,11 +30,11 @@ def test_every_connector_has_a_class() -> None:
 
 
 def test_vllms_default_port_means_any() -> None:
-    assert read_settings(theirs(), "P2pConnector", rank=1).transfer.kv_port == 0
+    assert read_settings(theirs(), "P2pConnector", worker=1).transfer.kv_port == 0
 
 
-def test_a_port_is_that_of_the_first_rank() -> None:
-    assert read_settings(theirs(kv_port=7000), "P2pConnector", rank=3).transfer.kv_port == 7003
+def test_a_port_is_that_of_the_first_worker() -> None:
+    assert read_settings(theirs(kv_port=7000), "P2pConnector", worker=3).transfer.kv_port == 7003
 
 
 def test_keys_of_the_adapter_are_not_passed_on() -> None:

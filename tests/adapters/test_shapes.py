@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -48,10 +50,18 @@ def uniform(*specs: Any) -> Any:
 
 def model_of(layers: dict[str, Any] | None = None, **changes: Any) -> Any:
     fields = {"is_attention_free": False, "is_hybrid": False, "hf_config": SimpleNamespace()}
+    fields["using_transformers_backend"] = lambda: True
     return SimpleNamespace(**fields | {"hf_text_config": SimpleNamespace(**layers or {})} | changes)
 
 
-def shape_of(*specs: Any, several: bool = True, sleep_mode: bool = False, **group: Any) -> Any:
+def shape_of(
+    *specs: Any,
+    several: bool = True,
+    sleep_mode: bool = False,
+    latent: bool = False,
+    caching: bool = True,
+    **group: Any,
+) -> Any:
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 
     from kvferry.adapters.vllm.layout import cache_shape
@@ -59,8 +69,14 @@ def shape_of(*specs: Any, several: bool = True, sleep_mode: bool = False, **grou
     groups = [
         KVCacheGroupSpec([f"layer.{index}.a", f"layer.{index}.b"], spec, **group) for index, spec in enumerate(specs)
     ]
-    model_config = model_of(max_model_len=MAX_MODEL_LEN, enable_sleep_mode=sleep_mode)
-    vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(), model_config=model_config)
+    model_config = model_of(max_model_len=MAX_MODEL_LEN, enable_sleep_mode=sleep_mode, use_mla=latent)
+    vllm_config = SimpleNamespace(
+        parallel_config=SimpleNamespace(),
+        model_config=model_config,
+        device_config=SimpleNamespace(device_type="cpu"),
+        scheduler_config=SimpleNamespace(enable_chunked_prefill=False),
+        cache_config=SimpleNamespace(enable_prefix_caching=caching),
+    )
     return cache_shape(vllm_config, KVCacheConfig(10, [], groups), several=several)
 
 
@@ -128,6 +144,35 @@ def test_recurrent_layers_are_refused_by_the_models_configuration(model: Any, to
     assert kind.get_required_kvcache_layout(SimpleNamespace(model_config=attention_only)) is None
 
 
+def stateful_families() -> list[str]:
+    """Those of transformers whose code says that they keep a state."""
+    import transformers
+    from transformers.models.auto.configuration_auto import model_type_to_module_name
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    folder = Path(transformers.__file__).parent / "models"
+    signs = ("_is_stateful = True", "recurrent_states", "conv_states")
+    code = {
+        family: "".join(path.read_text() for path in (folder / model_type_to_module_name(family)).glob("modeling_*.py"))
+        for family in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    }
+    return [family for family, text in code.items() if any(sign in text for sign in signs)]
+
+
+def test_every_family_with_a_state_is_refused_where_vllm_does_not_know_it() -> None:
+    """vLLM runs what it has no class for with transformers' own."""
+    from kvferry.adapters.vllm.layout import require_attention_only
+    from support.families import CannotBuildSmall, Case, make_config
+
+    families = stateful_families()
+    assert {"mamba", "bamba", "falcon_h1", "qwen3_next", "lfm2", "xlstm", "zaya"} <= set(families)
+    for family in families:
+        with suppress(CannotBuildSmall):
+            config = make_config(Case(family))
+            with pytest.raises(ConfigError, match="neither hand it off nor keep it"):
+                require_attention_only(model_of(hf_config=config, hf_text_config=config.get_text_config()))
+
+
 def test_attention_that_keeps_something_else_is_refused() -> None:
     from vllm.v1.kv_cache_interface import SinkFullAttentionSpec
 
@@ -151,6 +196,13 @@ def test_sleep_mode_is_refused() -> None:
     with pytest.raises(ConfigError, match="--enable-sleep-mode"):
         shape_of(full(), sleep_mode=True)
     assert not KvferryP2pConnector.supports_sleep_mode(None)
+
+
+def test_latent_attention_that_vllm_keeps_from_cached_kv_is_refused() -> None:
+    assert shape_of(full(), latent=True).windows == [None]
+    assert shape_of(full(), caching=False).windows == [None]
+    with pytest.raises(ConfigError, match="MLA"):
+        shape_of(full(), latent=True, caching=False)
 
 
 def test_only_what_hands_off_declares_it() -> None:

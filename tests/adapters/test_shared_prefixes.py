@@ -38,12 +38,21 @@ class Setting:
     layer, though it is asked for."""
 
 
+GUESSES = {
+    "speculative_config": {
+        "method": "ngram",
+        "num_speculative_tokens": 3,
+        "prompt_lookup_max": 3,
+        "prompt_lookup_min": 1,
+    }
+}
 SETTINGS = {
     "whole prompts": Setting(2400),
     "chunks": Setting(2400, args={"max_num_batched_tokens": 256}),
     "tight": Setting(500, 50, args={"kv_cache_memory_bytes": 72 * BLOCK_BYTES, "max_model_len": 1024}),
     "windows": Setting(1000, architecture="gemma3"),
     "store": Setting(1600, store=True),
+    "guesses": Setting(700, 20, args=GUESSES, store=True),
 }
 
 

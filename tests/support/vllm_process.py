@@ -371,6 +371,14 @@ class _Server:
     def reset_connector_cache(self) -> bool:
         return bool(self._core.scheduler.reset_connector_cache())
 
+    def speculation(self) -> dict[str, float]:
+        """vLLM's counters of guesses."""
+        return {
+            metric.name: metric.value
+            for metric in self._engine.get_metrics()
+            if metric.name.startswith("vllm:spec_decode") and hasattr(metric, "value")
+        }
+
     def metrics(self) -> dict[str, float]:
         """Those of vLLM's Prometheus registry that are kvferry's, as `name kind`."""
         return {

@@ -47,6 +47,7 @@ class Server:
     arguments: tuple[str, ...] = ()
     flags: tuple[str, ...] = ()
     port: int = 0
+    model: str = MODEL
 
 
 def vllm_environment() -> dict[str, str]:
@@ -68,7 +69,7 @@ def vllm_servers(folder: Path, **wanted: Server) -> Iterator[dict[str, KvferryPr
 @contextmanager
 def _begun(server: Server, log: Path, core: int) -> Iterator[Callable[[], KvferryProcess]]:
     transfer = [] if server.transfer is None else [f"--kv-transfer-config={json.dumps(server.transfer)}"]
-    arguments = [server.role, MODEL, "--engine=vllm", "--served-model-name=m", *transfer, *server.flags]
+    arguments = [server.role, server.model, "--engine=vllm", "--served-model-name=m", *transfer, *server.flags]
     everything = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {core})  # inherited
     try:
@@ -85,8 +86,17 @@ def router_before(
     folder: Path, prefill: KvferryProcess, decode: KvferryProcess, *flags: str
 ) -> Iterator[KvferryProcess]:
     """A router before one pair."""
-    urls = (f"--prefill-url={prefill.url}", f"--decode-url={decode.url}")
-    log = folder / f"router-{prefill.pid}-{decode.pid}.log"
+    with router_before_all(folder, [prefill], [decode], *flags) as one:
+        yield one
+
+
+@contextmanager
+def router_before_all(
+    folder: Path, prefills: Sequence[KvferryProcess], decodes: Sequence[KvferryProcess], *flags: str
+) -> Iterator[KvferryProcess]:
+    """A router before several."""
+    urls = [f"--prefill-url={one.url}" for one in prefills] + [f"--decode-url={one.url}" for one in decodes]
+    log = folder / f"router-{prefills[0].pid}-{decodes[0].pid}.log"
     with kvferry("router", *urls, *flags, log=log) as one:
         yield one
 

@@ -53,8 +53,10 @@ class KvferryConnector(KVConnectorBase_V1):
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         rank = get_tensor_model_parallel_rank() if role is KVConnectorRole.WORKER else 0
-        self._settings = read_settings(vllm_config.kv_transfer_config, self.connector_name, rank)
-        self._require_ranks(vllm_config.parallel_config.tensor_parallel_size)
+        parallel = vllm_config.parallel_config
+        worker = parallel.data_parallel_index * parallel.tensor_parallel_size + rank
+        self._settings = read_settings(vllm_config.kv_transfer_config, self.connector_name, worker)
+        self._require_ranks(parallel.tensor_parallel_size)
         self._shape = cache_shape(vllm_config, kv_cache_config, several=isinstance(self, SupportsHMA))
         self._worker: WorkerHalf | None = None
         self._scheduler: SchedulerHalf | None = None

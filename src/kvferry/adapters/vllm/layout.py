@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 from vllm import __version__
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
@@ -90,6 +91,7 @@ def cache_shape(vllm_config: Any, kv_cache_config: KVCacheConfig, *, several: bo
             "sleep mode takes the KV cache's memory away, which other instances may be reading; start vLLM without"
             " --enable-sleep-mode"
         )
+    _require_context(vllm_config)
     groups = kv_cache_config.kv_cache_groups
     recurrent = [group.layer_names[0] for group in groups if any(isinstance(one, MambaSpec) for one in _specs(group))]
     if recurrent or not groups:
@@ -116,6 +118,26 @@ def require_attention_only(model_config: Any) -> None:
         raise _no_attention("no attention")
     if model_config.is_hybrid:
         raise _no_attention("recurrent layers beside attention")
+    if model_config.using_transformers_backend() and any(map(_is_stateful, configs)):
+        raise _no_attention("a state beside the KV of its tokens")
+
+
+def _is_stateful(config: Any) -> bool:
+    """What transformers says of its own class for a configuration, if it has one."""
+    return getattr(MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None), "_is_stateful", False)
+
+
+def _require_context(vllm_config: Any) -> None:
+    """Raise `ConfigError` if what vLLM computes behind cached KV is not what it computes within a prompt. vLLM's plain
+    kernels for MLA on CPUs are so (those for AMX were not tried), and vLLM turns both of its own uses of cached KV off
+    for them."""
+    uses_context = vllm_config.scheduler_config.enable_chunked_prefill or vllm_config.cache_config.enable_prefix_caching
+    if vllm_config.device_config.device_type == "cpu" and vllm_config.model_config.use_mla and not uses_context:
+        raise ConfigError(
+            "on this CPU, vLLM's latent attention (MLA) computes other values behind cached KV than within a prompt,"
+            " and vLLM turns prefix caching off for it: answers after a hand-off would differ; serve the model without"
+            " kvferry's connectors"
+        )
 
 
 def _no_attention(what: str) -> ConfigError:

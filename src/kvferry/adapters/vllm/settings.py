@@ -52,8 +52,9 @@ class AdapterSettings:
         return f"{self.transfer.kv_connector} {sorted(self.transfer.kv_connector_extra_config.items())}"
 
 
-def read_settings(theirs: Any, connector_name: str, rank: int = 0) -> AdapterSettings:
-    """`theirs`: vLLM's `KVTransferConfig`. A fixed `kv_port` is that of rank 0; rank n listens on `kv_port` + n.
+def read_settings(theirs: Any, connector_name: str, worker: int = 0) -> AdapterSettings:
+    """`theirs`: vLLM's `KVTransferConfig`; `worker`: the number of this worker among the ranks of all data-parallel
+    engines of the server. A fixed `kv_port` is that of worker 0; worker n listens on `kv_port` + n.
 
     Raises `ConfigError` that names the key.
     """
@@ -66,7 +67,7 @@ def read_settings(theirs: Any, connector_name: str, rank: int = 0) -> AdapterSet
         kv_buffer_device=theirs.kv_buffer_device,
         kv_buffer_size=options.kv_buffer_size,
         kv_ip=options.kv_ip,
-        kv_port=0 if theirs.kv_port == VLLM_DEFAULT_PORT else theirs.kv_port + rank,
+        kv_port=0 if theirs.kv_port == VLLM_DEFAULT_PORT else theirs.kv_port + worker,
         engine_id=theirs.engine_id,
         kv_load_failure_policy=theirs.kv_load_failure_policy,
         kv_connector_extra_config={key: value for key, value in extra.items() if key not in names},
