@@ -33,7 +33,7 @@ from kvferry.router.choice.policies.table import POLICIES, make_policy
 from kvferry.router.choice.prefix_index import PrefixIndex
 from kvferry.router.choice.prompt import Prefix
 from kvferry.router.choice.work import Work
-from kvferry.router.instances.load import InstanceLoad
+from kvferry.router.instances.load import InstanceLoad, LoadTable
 from report import save
 
 BLOCK = 512
@@ -125,7 +125,7 @@ class Server:
 
     name: str
     cache: BlockCache
-    load: InstanceLoad = field(default_factory=InstanceLoad)
+    load: InstanceLoad
     free_at: float = 0.0
     uncached: int = 0
     windows: dict[int, int] = field(default_factory=dict)
@@ -168,8 +168,10 @@ class Simulation:
         context = PolicyContext(self._clock, random.Random(5), self._index, self._estimates, threshold)
         self._policy = make_policy(policy, context, settings.policy_option)
         blocks = settings.cache_tokens // BLOCK
+        loads = LoadTable()
         self.servers = [
-            Server(f"decode-{place}", BlockCache(blocks, eviction, self._clock)) for place in range(settings.instances)
+            Server(f"decode-{place}", BlockCache(blocks, eviction, self._clock), InstanceLoad(loads))
+            for place in range(settings.instances)
         ]
         for server in self.servers:
             self._index.set_capacity(server, settings.cache_tokens)

@@ -7,13 +7,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
-from kvferry.router.choice.policies.base import Asked, Leg, LegPolicy, PolicyContext, Target
-
-T = TypeVar("T", bound=Target)
+from kvferry.router.choice.policies.base import Asked, Leg, LegPolicy, PolicyContext
+from kvferry.router.instances.load import Candidates, T, Vector
 
 
 @dataclass(frozen=True)
@@ -33,6 +30,6 @@ class Shortest(LegPolicy):
         super().__init__(context, settings)
         self._decode_tokens = settings.decode_tokens
 
-    def score(self, asked: Asked, leg: Leg, targets: Sequence[T]) -> Sequence[float]:
+    def score(self, asked: Asked, leg: Leg, targets: Candidates[T]) -> Vector:
         """Tokens before this request, on each."""
-        return [one.load.prefill_tokens + one.load.num_decodes * self._decode_tokens for one in targets]
+        return targets.weighed(prefill_tokens=1, num_decodes=self._decode_tokens)

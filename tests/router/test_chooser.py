@@ -140,9 +140,9 @@ def test_decisions_name_no_cache_of_who_leaves_or_has_left() -> None:
     for one in (leaving, staying):
         chooser.index.served(one, asked.prefix)
     pools.retire(leaving)
-    assert chooser.record("/v1/completions", asked, b"r", 0.0).cached == {staying: 200}
+    assert chooser.record("/v1/completions", asked, b"r", 0.0).cached_tokens() == {staying.name: 200}
     pools.forget(leaving)  # before the index is told of it
-    assert chooser.record("/v1/completions", asked, b"r", 0.0).cached == {staying: 200}
+    assert chooser.record("/v1/completions", asked, b"r", 0.0).cached_tokens() == {staying.name: 200}
 
 
 def test_facts_are_learned_and_never_set_behind_the_routers_back() -> None:

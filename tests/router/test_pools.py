@@ -46,10 +46,10 @@ def test_who_asked_to_be_left_alone_is_passed_over_while_others_are_there() -> N
     pool.add("http://d0:1")
     pool.add("http://d1:1")
     first, second = pool.instances
-    first.busy_until = 107.0
+    first.pauses(107.0)
     assert pool.alive() == [second]
     assert pool.alive({second}) == [first]
-    second.busy_until = 103.0
+    second.pauses(103.0)
     assert pool.alive() == [first, second]
     clock.advance(3.0)
     assert pool.alive() == [second]

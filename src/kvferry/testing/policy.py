@@ -26,7 +26,7 @@ from kvferry.router.choice.policies.base import Asked, Choice, Options, Policy, 
 from kvferry.router.choice.policies.table import find_policy, make_policy, read_settings
 from kvferry.router.choice.prefix_index import PrefixIndex
 from kvferry.router.choice.prompt import Prefix
-from kvferry.router.instances.load import InstanceLoad
+from kvferry.router.instances.load import InstanceLoad, LoadTable
 
 
 @dataclass(eq=False)
@@ -35,6 +35,12 @@ class One:
 
     name: str
     load: InstanceLoad = field(default_factory=InstanceLoad)
+
+
+def instances(role: str, number: int) -> list[One]:
+    """So many, which the router would have in one pool."""
+    loads = LoadTable()
+    return [One(f"{role}-{place}", InstanceLoad(loads)) for place in range(number)]
 
 
 def prompt(*keys: int, session: str | None = None) -> Asked:
@@ -54,8 +60,7 @@ class Fleet:
         self.threshold = Threshold(self.estimates, self.index, fixed)
         context = PolicyContext(self.clock, random.Random(1), self.index, self.estimates, self.threshold)
         self.policy: Policy = make_policy(policy, context, options)
-        self.prefills = [One(f"prefill-{number}") for number in range(num_prefill)]
-        self.decodes = [One(f"decode-{number}") for number in range(num_decode)]
+        self.prefills, self.decodes = instances("prefill", num_prefill), instances("decode", num_decode)
         self.chosen: Counter[str] = Counter()
 
     def choose(self, asked: Asked, options: Options[One] | None = None) -> Choice[One]:

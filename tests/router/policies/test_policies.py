@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import pytest
 
 from kvferry.core.errors import ConfigError, UnknownName
-from kvferry.router.choice.policies import base
 from kvferry.router.choice.policies.base import Asked, Choice, LegPolicy, Options, Policy, PolicyContext
 from kvferry.router.choice.policies.table import POLICIES, find_policy, make_policy, policy_names, read_settings
 from kvferry.testing.policy import Fleet, One, PolicyContract, prompt
@@ -100,15 +99,6 @@ def test_cost_spreads_answers_over_decode_instances() -> None:
     fleet = Fleet("cost", 1, 2)
     fleet.decodes[0].load.num_decodes = 20
     assert fleet.choose(prompt(1)).decode is fleet.decodes[1]
-
-
-def test_turns_of_instances_that_come_and_go_take_no_more_memory_than_that(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(base, "_MOST_TURNS", 4)
-    fleet = Fleet("round_robin", 0, 20)
-    for one in fleet.decodes:
-        fleet.choose(prompt(1), Options([], [one]))
-    assert isinstance(fleet.policy, LegPolicy)
-    assert len(fleet.policy._last_turn) == 4
 
 
 # By name.

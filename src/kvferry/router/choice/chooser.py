@@ -23,6 +23,7 @@ from kvferry.router.choice.prefix_index import PrefixIndex
 from kvferry.router.choice.prompt import is_token_ids, read_token_ids, text_prefix
 from kvferry.router.config import RouterConfig
 from kvferry.router.instances.instance import Facts, Instance, VllmFacts
+from kvferry.router.instances.load import Candidates, candidates
 from kvferry.router.instances.pools import Pools
 from kvferry.router.paths import PROMPT_FIELDS
 from kvferry.router.protocols.choose import can_pair
@@ -91,13 +92,8 @@ class Chooser:
             model=asked.model[:200],
             prompt_tokens=asked.num_tokens,
             has_session=asked.session is not None,
-            cached=self._cached(asked),
+            cached=self.index.match(asked.prefix),
         )
-
-    def _cached(self, asked: Asked) -> Mapping[Instance, int]:
-        """How many tokens of the prompt each instance probably has cached. Instances that leave or have left are not
-        named; the index forgets the latter a moment later."""
-        return {one: num_tokens for one, num_tokens in self.index.match(asked.prefix).items() if not one.draining}
 
     def choose(
         self,
@@ -112,8 +108,8 @@ class Chooser:
             self._look_again()
         if self._models_differ:
             prefills, decodes = with_model(asked.model, prefills), with_model(asked.model, decodes)
-        # What is known of all pairs is not known of those with an instance that is leaving.
-        can_pair = _can_pair if any(one.draining for one in prefills) else self._can_pair
+        # What is known of all pairs is not known of those with an instance that is leaving, which comes alone.
+        can_pair = _can_pair if len(prefills) == 1 and prefills[0].draining else self._can_pair
         choice = self._ask_policy(asked, Options(prefills, decodes, may_stay_whole, can_pair))
         if choice.prefill is not None:
             self.index.served(choice.prefill, asked.prefix)
@@ -183,8 +179,14 @@ def _can_pair(prefill: Instance, decode: Instance) -> bool:
     return can_pair(prefill.facts, decode.facts)
 
 
-def with_model(model: str, instances: Sequence[Instance]) -> Sequence[Instance]:
+def with_model(model: str, instances: Sequence[Instance]) -> Candidates[Instance]:
     """`instances` without those that are known to serve other models only. If none is known to have the model,
     all of them: an adapter may have been loaded since, and an instance gives the best error for a model that it
     does not have."""
-    return [one for one in instances if model in one.model_names] or instances
+    group = candidates(instances)
+    known: Candidates[Instance] | None = group.memo.get(model)
+    if known is None:
+        known = Candidates(one for one in group if model in one.model_names)
+        if known:  # others are named by clients, any number of them
+            group.memo[model] = known
+    return known or group

@@ -7,10 +7,16 @@ Before anything was measured it is a guess, which a few measurements outweigh.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from kvferry.router.instances.load import Candidates, Vector
 
 _MOST_INSTANCES = 1024
+_ALIKE, _FEW = (0.75, 1.33), 32
+"""Times the usual speed; and measurements that say nothing about it yet."""
 
 
 @dataclass
@@ -67,6 +73,12 @@ class Estimates:
 
     def __init__(self) -> None:
         self._prefill: OrderedDict[str, Line] = OrderedDict()
+        self._rows: dict[str, int] = {}
+        self._slowness = np.ones(_MOST_INSTANCES + 1)
+        """By `_rows`; row 0 is for all others."""
+        self._unlike: set[str] = set()
+        """Instances whose slowness is not 1."""
+        self._num_lines = 0
         self.any_prefill = Line(base=0.01, slope=1e-4, reach=4096)
         """Seconds by tokens that are to be computed, those that wait there before it included."""
         self.hand_off = Line(base=0.01, slope=1e-6, reach=4096)
@@ -87,20 +99,44 @@ class Estimates:
         """Seconds of prefill per token on an instance, without the constant cost of a request."""
         return self._prefill.get(name, self.any_prefill).slope
 
-    def tokens_s(self, names: Iterable[str]) -> list[float]:
-        """`token_s` of each of these instances."""
-        lines, others = self._prefill, self.any_prefill
-        return [lines.get(name, others).slope for name in names]
+    def slowness(self, instances: Candidates[Any]) -> Vector | None:
+        """How many times as long as usual each of these takes for a token of prefill; None: all are alike. What is
+        close to usual counts as usual, or the measurements' noise would decide where long prompts go."""
+        if not self._unlike:
+            return None
+        known = instances.memo.get(self)
+        if known is None or known[0] != self._num_lines:
+            rows = np.array([self._rows.get(one.name, 0) for one in instances], np.intp)
+            known = instances.memo[self] = self._num_lines, rows
+        found: Vector = self._slowness[known[1]]
+        return found
 
     def prefilled(self, name: str, num_tokens: float, seconds: float) -> None:
         """A measurement of what `prefill_s` predicts."""
-        line = self._prefill.get(name)
-        if line is None:
-            line = self._prefill[name] = Line(self.any_prefill.base, self.any_prefill.slope, 4096)
-            if len(self._prefill) > _MOST_INSTANCES:
-                self._prefill.popitem(last=False)
+        line = self._prefill.get(name) or self._add_line(name)
         line.add(num_tokens, seconds)
         self.any_prefill.add(num_tokens, seconds)
+        usual, slowness = self.any_prefill.slope, 1.0
+        if line.num_measured >= _FEW and not usual * _ALIKE[0] <= line.slope <= usual * _ALIKE[1]:
+            slowness = line.slope / usual if usual else 1.0
+            self._unlike.add(name)
+        elif name in self._unlike:
+            self._unlike.remove(name)
+        else:
+            return
+        self._slowness[self._rows[name]] = slowness
+
+    def _add_line(self, name: str) -> Line:
+        row = len(self._rows) + 1
+        if row > _MOST_INSTANCES:
+            oldest, _ = self._prefill.popitem(last=False)
+            row = self._rows.pop(oldest)
+            self._unlike.discard(oldest)
+            self._slowness[row] = 1.0
+        line = self._prefill[name] = Line(self.any_prefill.base, self.any_prefill.slope, 4096)
+        self._rows[name] = row
+        self._num_lines += 1
+        return line
 
     def decoded(self, num_running: float, num_tokens: float, seconds: float) -> None:
         """A measurement of an answer after its first token."""
@@ -113,6 +149,6 @@ class Estimates:
         if num_tokens >= 16 and num_bytes:
             self.bytes_per_token += 0.05 * (min(16.0, num_bytes / num_tokens) - self.bytes_per_token)
 
-    def company_s(self, num_running: int) -> float:
-        """Seconds that an answer loses because others run beside it, and that they lose because of it."""
-        return 2.0 * self.decode.slope * num_running * self.answer_tokens
+    def company_s(self) -> float:
+        """Seconds that an answer loses because of each one that runs beside it, and that this loses because of it."""
+        return 2.0 * self.decode.slope * self.answer_tokens

@@ -126,12 +126,12 @@ class Decision(msgspec.Struct, kw_only=True):
         return {
             f"{leg} {one.name}": score
             for leg, targets, found in (self.choice.scores if self.choice is not None else ())
-            for one, score in zip(targets, found, strict=True)
+            for one, score in zip(targets, found.tolist(), strict=True)
         }
 
     def cached_tokens(self) -> dict[str, int]:
-        """`cached`, by the name of the instance."""
-        return {one.name: num_tokens for one, num_tokens in self.cached.items()}
+        """`cached`, by the name of the instance. Those that leave or have left are not named."""
+        return {one.name: num_tokens for one, num_tokens in self.cached.items() if not one.draining}
 
     def _timings(self) -> dict[str, Any]:
         stamps = {name: getattr(self, name) for name in _STAMPS} | {"prefill": self.told}

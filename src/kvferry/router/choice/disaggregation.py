@@ -8,8 +8,9 @@ answer there waits meanwhile.
 from __future__ import annotations
 
 from kvferry.router.choice.cost import Estimates
-from kvferry.router.choice.policies.base import Asked, Target
+from kvferry.router.choice.policies.base import Asked
 from kvferry.router.choice.prefix_index import PrefixIndex
+from kvferry.router.instances.load import Target
 
 FEWEST_HAND_OFFS = 32
 """Measured before the threshold is believed; until then everything is handed off."""

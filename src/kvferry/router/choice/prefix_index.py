@@ -8,12 +8,15 @@ is bounded. Does no I/O, so a simulator can use it.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from kvferry.core.errors import LeakError
 from kvferry.router.choice.prompt import Prefix, chain_blocks
+from kvferry.router.instances.load import Candidates, Vector
 
 DEFAULT_CAPACITY_TOKENS = 1_000_000
 """Of an instance that does not tell the size of its cache."""
@@ -44,37 +47,88 @@ class IndexStatistics:
     num_keys: int
 
 
+class Match(Mapping[Any, int]):
+    """How many tokens of a prompt each instance probably has cached; instances that have none are left out. `groups`:
+    which instances, as bits at their `places` below `num_places`, have how many; the most counts."""
+
+    __slots__ = ("_groups", "_num_places", "_places")
+
+    def __init__(self, groups: Sequence[tuple[int, int]], places: Mapping[Any, int], num_places: int) -> None:
+        self._groups, self._places, self._num_places = groups, places, num_places
+
+    def __getitem__(self, instance: Any) -> int:
+        bit = 1 << self._places[instance]
+        found = max((num_tokens for bits, num_tokens in self._groups if bits & bit), default=0)
+        if not found:
+            raise KeyError(instance)
+        return found
+
+    def __iter__(self) -> Iterator[Any]:
+        return (one for one, place in self._places.items() if any(bits >> place & 1 for bits, _ in self._groups))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def by_place(self) -> Vector:
+        """How many tokens the instance at each place has; the last place is nobody's."""
+        num_bytes = self._num_places // 8 + 1
+        if len(self._groups) == 1:
+            [(bits, num_tokens)] = self._groups
+            packed = np.frombuffer(bits.to_bytes(num_bytes, "little"), np.uint8)
+            return np.unpackbits(packed, bitorder="little") * float(num_tokens)
+        found: Vector = np.zeros(8 * num_bytes)
+        for bits, num_tokens in self._groups:
+            packed = np.frombuffer(bits.to_bytes(num_bytes, "little"), np.uint8)
+            np.maximum(found, np.unpackbits(packed, bitorder="little") * float(num_tokens), out=found)
+        return found
+
+
 class PrefixIndex:
     """Instances are any hashable objects. `max_entries` limits the whole; each instance has an equal share of it."""
 
     def __init__(self, max_entries: int = 400_000) -> None:
         self._max_entries = max_entries
         self._caches: dict[Any, _Cache] = {}
-        self._by_bit: dict[int, Any] = {}
+        self._places: dict[Any, int] = {}
+        """Of each instance's bit. Replaced, not changed, as instances come and go."""
         self._all_bits = 0
         self._holders: dict[int, int] = {}
         # What was found last, for those who ask the same again: all who look at one request do.
         self._version = 0
         self._matched: Prefix | None = None
         self._matched_version = 0
-        self._found: Mapping[Any, int] = {}
+        self._found = self._tokens_of = Match((), {}, 0)
+        self._tokens = self._tokens_of.by_place()
 
     @property
     def wants_token_ids(self) -> bool:
         """Whether token ids of prompts are useful, because an instance publishes events about its blocks."""
         return any(cache.block_size for cache in self._caches.values())
 
-    def match(self, prefix: Prefix) -> Mapping[Any, int]:
-        """How many tokens of the prompt each instance probably has cached; instances that have none are left out."""
+    def match(self, prefix: Prefix) -> Match:
+        """How many tokens of the prompt each instance probably has cached."""
         if prefix is self._matched and self._version == self._matched_version:
             return self._found
-        found = self._walk(prefix.keys, prefix.ends)
+        groups = self._walk(prefix.keys, prefix.ends)
         if prefix.token_ids is not None:
             for size in {cache.block_size for cache in self._caches.values() if cache.block_size}:
                 keys = prefix.block_keys(size)
-                for one, num_tokens in self._walk(keys, range(size, size * len(keys) + 1, size)).items():
-                    found[one] = max(found.get(one, 0), num_tokens)
-        self._matched, self._matched_version, self._found = prefix, self._version, found
+                groups += self._walk(keys, range(size, size * len(keys) + 1, size))
+        self._matched, self._matched_version = prefix, self._version
+        self._found = Match(groups, self._places, self._all_bits.bit_length())
+        return self._found
+
+    def cached(self, prefix: Prefix, instances: Candidates[Any]) -> Vector:
+        """How many tokens of the prompt each of these instances probably has cached."""
+        match = self.match(prefix)
+        known = instances.memo.get(self)
+        if known is None or known[0] is not self._places:
+            nowhere = self._all_bits.bit_length()
+            rows = np.array([self._places.get(one, nowhere) for one in instances], np.intp)
+            known = instances.memo[self] = self._places, rows
+        if self._tokens_of is not match:
+            self._tokens_of, self._tokens = match, match.by_place()
+        found: Vector = self._tokens[known[1]]
         return found
 
     def served(self, instance: Any, prefix: Prefix) -> None:
@@ -136,7 +190,7 @@ class PrefixIndex:
         cache = self._caches.pop(instance, None)
         if cache is not None:
             self._all_bits ^= cache.bit
-            del self._by_bit[cache.bit]
+            self._places = {one: place for one, place in self._places.items() if one is not instance}
             self._version += 1
 
     def keep_only(self, instances: Iterable[Any]) -> None:
@@ -165,36 +219,30 @@ class PrefixIndex:
         if held != self._holders:
             raise LeakError(f"{len(self._holders)} prefixes have holders, who have {len(held)}")
 
-    def _walk(self, keys: Sequence[int], ends: Sequence[float]) -> dict[Any, int]:
-        """Follow the keys one by one until no instance is left that has them."""
+    def _walk(self, keys: Sequence[int], ends: Sequence[float]) -> list[tuple[int, int]]:
+        """Follow the keys one by one until no instance is left that has them: which instances, as bits, have how many
+        tokens."""
         holders, left, reached = self._holders, self._all_bits, 0.0
-        found: dict[Any, int] = {}
+        found: list[tuple[int, int]] = []
         for key, end in zip(keys, ends, strict=True):
             still = holders.get(key, 0) & left
             if still != left:
                 if reached:
-                    self._note_end(found, left ^ still, reached)
+                    found.append((left ^ still, int(reached)))
                 left = still
                 if not left:
                     return found
             reached = end
         if reached:
-            self._note_end(found, left, reached)
+            found.append((left, int(reached)))
         return found
-
-    def _note_end(self, found: dict[Any, int], bits: int, reached: float) -> None:
-        """These instances have the prompt as far as this."""
-        while bits:
-            lowest = bits & -bits
-            found[self._by_bit[lowest]] = int(reached)
-            bits ^= lowest
 
     def _cache(self, instance: Any) -> _Cache:
         cache = self._caches.get(instance)
         if cache is None:
             bit = ~self._all_bits & (self._all_bits + 1)
             cache = self._caches[instance] = _Cache(bit)
-            self._by_bit[bit] = instance
+            self._places = {**self._places, instance: bit.bit_length() - 1}
             self._all_bits |= bit
             self._version += 1
         return cache

@@ -19,19 +19,14 @@ class Work:
         """Answers that ran on the instance meanwhile, this one included: when it began, in the end the mean with the
         end."""
         self._computing, self._over = computes, False
-        load.num_decodes += decodes
-        load.note_taken(uncached, now)
-        if computes:
-            load.num_prefills += 1
-            load.prefill_tokens += uncached
+        load.sent(uncached, now, computes=computes, decodes=decodes)
 
     def answered(self) -> None:
         """The answer has begun: the prompt is computed."""
         self.num_beside = self._load.num_decodes
         if self._computing:
             self._computing = False
-            self._load.num_prefills -= 1
-            self._load.prefill_tokens -= self.uncached
+            self._load.computed(self.uncached)
 
     def end(self) -> None:
         """It is over, however it ended. May be called several times."""

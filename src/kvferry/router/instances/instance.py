@@ -12,7 +12,7 @@ import msgspec
 from kvferry.core.errors import ConfigError
 from kvferry.core.instance_facts import InstanceFacts, KVSource
 from kvferry.http.origin import Origin
-from kvferry.router.instances.load import InstanceLoad
+from kvferry.router.instances.load import InstanceLoad, LoadTable
 
 logger = logging.getLogger(__name__)
 
@@ -73,13 +73,18 @@ Facts = InstanceFacts | VllmFacts | SglangFacts | Unasked | Absent
 
 
 class Revision:
-    """Grows whenever instances come, go or say something new about themselves, so that what was concluded from them is
-    known to be out of date."""
+    """`number` grows whenever instances come, go or say something new about themselves, and `states` also whenever one
+    changes its state, so that what was concluded from them is known to be out of date."""
 
-    __slots__ = ("number",)
+    __slots__ = ("number", "states")
 
     def __init__(self) -> None:
-        self.number = 0
+        self.number = self.states = 0
+
+    def grow(self) -> None:
+        """There is another instance, or one less, or one that is something else."""
+        self.number += 1
+        self.states += 1
 
 
 class InstanceState(Enum):
@@ -120,6 +125,7 @@ class Instance:
         name: str = "",
         revision: Revision | None = None,
         member: int = 0,
+        loads: LoadTable | None = None,
     ) -> None:
         self.role = role
         self.url = normalise_url(url)
@@ -150,7 +156,7 @@ class Instance:
         self.gave_no_ticket = False
         """Whether, as a prefill instance, it has answered without a ticket, and nobody has looked why."""
         self.busy_until = 0.0
-        """Until when it has asked to be left alone (`Retry-After`), on the same clock."""
+        """Until when it has asked to be left alone (`Retry-After`), on the same clock. Written by `pauses`."""
         self._revision = revision or Revision()
         self.facts: Facts = Unasked()
         """Written by `learn` only."""
@@ -158,7 +164,7 @@ class Instance:
         """Of the facts; False while whatever it hands off has to be computed again."""
         self.model_names: list[str] = []
         """Of the facts; empty if it does not say which models it has."""
-        self.load = InstanceLoad()
+        self.load = InstanceLoad(loads)
         """What the router has given it to do."""
 
     # What happens to it.
@@ -234,8 +240,14 @@ class Instance:
         self.num_late, self.last_sign, self.busy_until = before.num_late, before.last_sign, before.busy_until
         self._enter(state)
 
+    def pauses(self, until: float) -> None:
+        """It asks to be left alone until then, on the router's monotonic clock."""
+        self.busy_until = until
+        self._revision.states += 1
+
     def _enter(self, state: InstanceState) -> None:
         self.state = state
+        self._revision.states += 1
         self.usable = state in _USABLE
         self.trusted = state is InstanceState.UP or state is InstanceState.NEW
 
@@ -250,7 +262,7 @@ class Instance:
                 if took != facts.stores_take_kv:
                     what = "no KV; no requests are split over it meanwhile" if took else "KV again"
                     logger.warning("%s (%s): its stores take %s", self, self.url, what)
-            self._revision.number += 1
+            self._revision.grow()
 
     # What is asked.
 

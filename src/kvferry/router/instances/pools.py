@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -9,6 +10,7 @@ from kvferry.core.clock import Clock, SystemClock
 from kvferry.core.errors import ConfigError
 from kvferry.router.config import RouterConfig
 from kvferry.router.instances.instance import BOOTSTRAP_PORT, Instance, LegRole, Revision, normalise_url
+from kvferry.router.instances.load import Candidates, LoadTable
 
 NO_TICKETS_S, WITHOUT_KV_S = 60.0, 2.0
 """How long requests are not split over a prefill instance that answers without tickets, or whose store takes no KV and
@@ -18,10 +20,19 @@ which cannot be asked whether it does again."""
 class RolePool:
     """All instances of one role."""
 
-    def __init__(self, role: LegRole, clock: Clock | None = None) -> None:
+    def __init__(
+        self,
+        role: LegRole,
+        clock: Clock | None = None,
+        revision: Revision | None = None,
+        loads: LoadTable | None = None,
+    ) -> None:
         self.role, self._clock = role, clock or SystemClock()
         self.instances: list[Instance] = []
-        self.revision = Revision()
+        self.revision, self._loads = revision or Revision(), loads or LoadTable()
+        self._alive = Candidates[Instance](())
+        self._alive_states, self._alive_until = -1, 0.0
+        """For which states of the instances `_alive` was found, and until when none of them stops pausing."""
         self._turn, self._last_turn = 0, dict[Instance, int]()
         self.without_tickets: dict[Instance, float] = {}
         """Until when requests are not split over a prefill instance, on the router's monotonic clock."""
@@ -29,9 +40,11 @@ class RolePool:
     def add(self, url: str, bootstrap_port: int = BOOTSTRAP_PORT, *, name: str = "", member: int = 0) -> Instance:
         """Add an instance. Raises `ConfigError`."""
         name = name or f"{self.role}-{len(self.instances)}"
-        instance = Instance(self.role, url, bootstrap_port, name=name, revision=self.revision, member=member)
+        instance = Instance(
+            self.role, url, bootstrap_port, name=name, revision=self.revision, member=member, loads=self._loads
+        )
         self.instances.append(instance)
-        self.revision.number += 1
+        self.revision.grow()
         return instance
 
     def leave_out(self, instance: Instance, seconds: float) -> None:
@@ -48,14 +61,25 @@ class RolePool:
     def drop(self, instance: Instance) -> None:
         """Remove an instance from the choice."""
         self.instances.remove(instance)
-        self.revision.number += 1
+        self.revision.grow()
         self._last_turn.pop(instance, None)
         self.without_tickets.pop(instance, None)
 
-    def alive(self, exclude: Collection[Instance] = ()) -> list[Instance]:
+    def alive(self, exclude: Collection[Instance] = ()) -> Candidates[Instance]:
         """Instances that are usable and not excluded. One that is late with its health, or that asked for a pause
         (`Retry-After`), is included only if there is no other."""
         now = self._clock.monotonic()
+        if exclude:
+            return Candidates(self._find_alive(exclude, now))
+        if self._alive_states != self.revision.states or now >= self._alive_until:
+            self._alive = Candidates(self._find_alive((), now))
+            self._alive_states = self.revision.states
+            self._alive_until = min(
+                (one.busy_until for one in self.instances if one.busy_until > now), default=math.inf
+            )
+        return self._alive
+
+    def _find_alive(self, exclude: Collection[Instance], now: float) -> list[Instance]:
         best = [one for one in self.instances if one.trusted and one.busy_until <= now and one not in exclude]
         return best or self._doubtful(exclude, now)
 
@@ -108,7 +132,8 @@ class Pools:
     @classmethod
     def empty(cls, clock: Clock | None = None) -> Pools:
         """Pools without instances."""
-        return cls(RolePool("prefill", clock), RolePool("decode", clock))
+        revision, loads = Revision(), LoadTable()
+        return cls(RolePool("prefill", clock, revision, loads), RolePool("decode", clock, revision, loads))
 
     def __iter__(self) -> Iterator[Instance]:
         yield from self.prefill.instances
@@ -118,7 +143,7 @@ class Pools:
     @property
     def revision(self) -> int:
         """Another number whenever an instance came, went or said something new about itself."""
-        return self.prefill.revision.number + self.decode.revision.number
+        return self.prefill.revision.number
 
     def pool(self, role: LegRole) -> RolePool:
         """The pool of a role."""

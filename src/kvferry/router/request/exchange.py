@@ -518,7 +518,7 @@ class Exchange:
                 self._leg_failed(leg.instance, str(leg.status), leg)
                 if leg.verdict == "busy":
                     pause_s = min(retry_after_s(leg.headers), _LONGEST_BUSY_S)
-                    leg.instance.busy_until = self._clock.monotonic() + pause_s
+                    leg.instance.pauses(self._clock.monotonic() + pause_s)
             if leg.error is not None and leg.work.decodes:
                 self._lost_decode = leg.error
                 for one in self._hand_offs:

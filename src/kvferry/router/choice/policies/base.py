@@ -11,36 +11,19 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from random import Random
-from typing import ClassVar, Generic, Literal, Protocol, TypeVar
+from typing import ClassVar, Generic, Literal, Protocol
 
 import msgspec
+import numpy as np
 
 from kvferry.core.clock import Clock
 from kvferry.router.choice.cost import Estimates
 from kvferry.router.choice.prefix_index import PrefixIndex
 from kvferry.router.choice.prompt import NO_PREFIX, Prefix
-from kvferry.router.instances.load import InstanceLoad
+from kvferry.router.instances.load import Candidates, T, Target, Vector, candidates
 
 Leg = Literal["prefill", "decode", "whole"]
 """What an instance is considered for; `whole`: both phases, on a decode instance."""
-
-_MOST_TURNS = 4096
-"""Instances whose last turn is remembered: more than a fleet has, so that those forgotten are gone."""
-
-
-class Target(Protocol):
-    """An instance as a policy sees it; hashable by identity."""
-
-    @property
-    def name(self) -> str:
-        """Unique within the router."""
-
-    @property
-    def load(self) -> InstanceLoad:
-        """The work that it has."""
-
-
-T = TypeVar("T", bound=Target)
 
 
 class Asked(msgspec.Struct, frozen=True):
@@ -71,21 +54,31 @@ class Options(msgspec.Struct, Generic[T], frozen=True):
     may_stay_whole: bool = True
     can_pair: Callable[[T, T], bool] = any_pair
 
-    def pairs_with(self, prefill: T) -> Sequence[T]:
-        """The decode instances that can read the KV of this prefill instance; not to be changed, like `decodes`."""
-        can_pair = self.can_pair
-        return self.decodes if can_pair is any_pair else [one for one in self.decodes if can_pair(prefill, one)]
-
-    def paired(self) -> Sequence[T]:
-        """The prefill instances whose KV a decode instance can read."""
-        can_pair = self.can_pair
+    def pairs_with(self, prefill: T) -> Candidates[T]:
+        """The decode instances that can read the KV of this prefill instance."""
+        can_pair, decodes = self.can_pair, candidates(self.decodes)
         if can_pair is any_pair:
-            return self.prefills
-        return [one for one in self.prefills if any(can_pair(one, other) for other in self.decodes)]
+            return decodes
+        known = decodes.memo.get((can_pair, prefill))
+        if known is None:
+            known = Candidates(one for one in decodes if can_pair(prefill, one))
+            decodes.memo[can_pair, prefill] = known
+        return known
+
+    def paired(self) -> Candidates[T]:
+        """The prefill instances whose KV a decode instance can read."""
+        can_pair, prefills = self.can_pair, candidates(self.prefills)
+        if can_pair is any_pair:
+            return prefills
+        known = prefills.memo.get(can_pair)
+        if known is None or known[0] is not self.decodes:
+            found = Candidates(one for one in prefills if any(can_pair(one, other) for other in self.decodes))
+            known = prefills.memo[can_pair] = self.decodes, found
+        return known[1]
 
 
-Scores = tuple[Leg, Sequence[Target], Sequence[float]]
-"""Of some candidates for a leg."""
+Scores = tuple[Leg, Sequence[Target], Vector]
+"""Of some candidates for a leg; of one alone there are none."""
 
 
 class Choice(msgspec.Struct, Generic[T], frozen=True):
@@ -150,23 +143,23 @@ class LegPolicy(Policy):
     def __init__(self, context: PolicyContext, settings: object) -> None:
         super().__init__(context, settings)
         self._turn = 0
-        self._last_turn: dict[str, int] = {}
 
     @abstractmethod
-    def score(self, asked: Asked, leg: Leg, targets: Sequence[T]) -> Sequence[float]:
-        """The score of each target, lower is better."""
+    def score(self, asked: Asked, leg: Leg, targets: Candidates[T]) -> Sequence[float] | Vector:
+        """The score of each of several targets, lower is better: a list, or a vector computed from the vectors of
+        `targets`."""
 
     def choose(self, asked: Asked, options: Options[T]) -> Choice[T]:
         """Choose the prefill instance with the lowest score, then the decode instance with the lowest score that can
         read its KV; or one decode instance for both, where that is allowed and better."""
         scores: list[Scores] = []
-        prefills = options.paired()
+        prefills, decodes = options.paired(), candidates(options.decodes)
         if not prefills:
             why = "no_pair" if options.prefills else "no_prefill"
-            return Choice(self._best(asked, "whole", options.decodes, scores), None, why, scores)
+            return Choice(self._best(asked, "whole", decodes, scores), None, why, scores)
         prefill = self._best(asked, "prefill", prefills, scores)
         if options.may_stay_whole and self.context.disaggregation.active:
-            alone = self._best(asked, "whole", options.decodes, scores)
+            alone = self._best(asked, "whole", decodes, scores)
             reason = self.context.disaggregation.stays_whole(asked, prefill, alone)
             if reason is not None:
                 return Choice(alone, None, reason, scores)
@@ -174,19 +167,16 @@ class LegPolicy(Policy):
 
     def placed(self, asked: Asked, choice: Choice[T]) -> None:
         """Note which instances were chosen."""
-        last_turn = self._last_turn
-        self._turn = turn = self._turn + 1
-        last_turn[choice.decode.name] = turn
+        self._turn += 1
+        choice.decode.load.last_turn = self._turn
         if choice.prefill is not None:
-            last_turn[choice.prefill.name] = turn
-        if len(last_turn) > _MOST_TURNS:
-            del last_turn[min(last_turn, key=last_turn.__getitem__)]
+            choice.prefill.load.last_turn = self._turn
 
-    def _best(self, asked: Asked, leg: Leg, targets: Sequence[T], scores: list[Scores]) -> T:
-        found = self.score(asked, leg, targets)
-        scores.append((leg, targets, found))
+    def _best(self, asked: Asked, leg: Leg, targets: Candidates[T], scores: list[Scores]) -> T:
         if len(targets) == 1:
             return targets[0]
-        least = min(found)
-        best = [one for one, value in zip(targets, found, strict=True) if value == least]
-        return best[0] if len(best) == 1 else min(best, key=lambda one: self._last_turn.get(one.name, 0))
+        found = np.asarray(self.score(asked, leg, targets), float)
+        scores.append((leg, targets, found))
+        (best,) = (found == found[found.argmin()]).nonzero()
+        place: int = best[0] if len(best) == 1 else best[targets.last_turn[best].argmin()]
+        return targets[place]

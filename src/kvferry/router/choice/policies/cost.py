@@ -8,11 +8,10 @@ again. Everyone in the queue behind it waits for that, and its blocks evict othe
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvferry.router.choice.policies.base import Asked, Leg, LegPolicy, PolicyContext, T, Target
-from kvferry.router.instances.load import recent_tokens
+from kvferry.router.choice.policies.base import Asked, Leg, LegPolicy, PolicyContext
+from kvferry.router.instances.load import Candidates, T, Vector
 
 
 @dataclass(frozen=True)
@@ -36,27 +35,21 @@ class Cost(LegPolicy):
         assert isinstance(settings, CostSettings)
         self._settings, self._weight = settings, 1.0 + settings.others
 
-    def score(self, asked: Asked, leg: Leg, targets: Sequence[T]) -> Sequence[float]:
+    def score(self, asked: Asked, leg: Leg, targets: Candidates[T]) -> Vector:
         """Seconds of the leg, and of what it costs other requests."""
-        estimates, cached = self.context.estimates, self.context.index.match(asked.prefix)
-        speeds, weight, found = estimates.tokens_s([one.name for one in targets]), self._weight, list[float]()
-        for one, token_s, pressure in zip(targets, speeds, self._pressure(targets), strict=True):
-            load, uncached = one.load, asked.num_tokens - cached.get(one, 0)
-            num_tokens = weight * uncached + pressure if uncached > 0 else pressure
-            if leg == "prefill":
-                found.append(token_s * load.prefill_tokens + token_s * num_tokens)
-                continue
-            # Decode has to fetch what prefill has to compute.
-            work_s = estimates.hand_off.slope if leg == "decode" else token_s
-            company_s = estimates.company_s(load.num_decodes + load.num_prefills)
-            found.append(token_s * load.prefill_tokens + work_s * num_tokens + company_s)
-        return found
-
-    def _pressure(self, targets: Sequence[Target]) -> Sequence[float]:
-        """Tokens that count for what each one's cache has taken in lately, beyond that of the least filled one."""
-        if len(targets) == 1:
-            return (0.0,)
-        now = self.context.clock.monotonic()
-        recent = recent_tokens([one.load for one in targets], now)
-        least, pressure = min(recent), self._settings.pressure
-        return [pressure * (taken - least) for taken in recent]
+        estimates, cached = self.context.estimates, self.context.index.cached(asked.prefix, targets)
+        token_s = estimates.any_prefill.slope
+        # Decode has to fetch what prefill has to compute.
+        work_s = estimates.hand_off.slope if leg == "decode" else token_s
+        company_s = 0.0 if leg == "prefill" else estimates.company_s()
+        seconds = targets.weighed(
+            prefill_tokens=token_s,
+            num_prefills=company_s,
+            num_decodes=company_s,
+            recent_tokens=work_s * self._settings.pressure,
+            now=self.context.clock.monotonic(),
+            constant=work_s * self._weight * asked.num_tokens,
+        )
+        seconds -= cached * (work_s * self._weight)
+        slowness = estimates.slowness(targets)
+        return seconds if slowness is None else seconds * slowness

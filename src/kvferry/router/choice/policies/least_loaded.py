@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from kvferry.router.choice.policies.base import Asked, Leg, LegPolicy
+from kvferry.router.instances.load import Candidates, T, Vector
 
-from kvferry.router.choice.policies.base import Asked, Leg, LegPolicy, T, Target
 
-
-def work(target: Target, leg: Leg) -> float:
-    """How much work an instance has, for a leg. Prompts that a decode instance computes count as answers to come."""
-    load = target.load
-    return load.prefill_tokens if leg == "prefill" else float(load.num_decodes + load.num_prefills)
+def work(targets: Candidates[T], leg: Leg) -> Vector:
+    """How much work each instance has, for a leg. Prompts that a decode instance computes count as answers to come."""
+    if leg == "prefill":
+        return targets.prefill_tokens
+    return targets.weighed(num_prefills=1.0, num_decodes=1.0)
 
 
 class LeastLoaded(LegPolicy):
     """By `work`."""
 
-    def score(self, asked: Asked, leg: Leg, targets: Sequence[T]) -> Sequence[float]:
+    def score(self, asked: Asked, leg: Leg, targets: Candidates[T]) -> Vector:
         """The work of each target."""
-        return [work(one, leg) for one in targets]
+        return work(targets, leg)

@@ -3,17 +3,19 @@ loaded instance, and several routers that each see only their own requests do no
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+import numpy as np
 
-from kvferry.router.choice.policies.base import Asked, Leg, LegPolicy, T
+from kvferry.router.choice.policies.base import Asked, Leg, LegPolicy
 from kvferry.router.choice.policies.least_loaded import work
+from kvferry.router.instances.load import Candidates, T, Vector
 
 
 class PowerOfTwo(LegPolicy):
     """By `work`, of two."""
 
-    def score(self, asked: Asked, leg: Leg, targets: Sequence[T]) -> Sequence[float]:
+    def score(self, asked: Asked, leg: Leg, targets: Candidates[T]) -> Vector:
         """The work of the two that were drawn; the others are never chosen."""
-        drawn = set(self.context.random.sample(range(len(targets)), min(2, len(targets))))
-        return [work(one, leg) if index in drawn else math.inf for index, one in enumerate(targets)]
+        drawn = self.context.random.sample(range(len(targets)), min(2, len(targets)))
+        found = np.full(len(targets), np.inf)
+        found[drawn] = work(targets, leg)[drawn]
+        return found

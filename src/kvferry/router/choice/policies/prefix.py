@@ -5,12 +5,13 @@ Without the second condition, every request with the same system prompt would go
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvferry.router.choice.policies.base import Asked, Leg, LegPolicy, PolicyContext, T
-from kvferry.router.choice.policies.least_loaded import work
-from kvferry.router.instances.load import recent_tokens
+from kvferry.router.choice.policies.base import Asked, Leg, LegPolicy, PolicyContext
+from kvferry.router.instances.load import Candidates, T, Vector
+
+_LITTLE = 1e-6
+"""Tokens of the prompt."""
 
 
 @dataclass(frozen=True)
@@ -18,8 +19,7 @@ class PrefixSettings:
     """How uneven the load may become for the sake of cached prefixes."""
 
     pressure: float = 0.1
-    """Tokens of the prompt that count for each token that an instance's cache has taken in lately beyond what the least
-    filled one has."""
+    """Tokens of the prompt that count for each token that an instance's cache has taken in lately."""
     slack_requests: int = 16
     """How many more requests than the least busy one it may have under way."""
 
@@ -34,23 +34,22 @@ class PrefixAware(LegPolicy):
         assert isinstance(settings, PrefixSettings)
         self._settings = settings
 
-    def score(self, asked: Asked, leg: Leg, targets: Sequence[T]) -> Sequence[float]:
-        """Tokens to be computed (all of them for an instance that is too busy) and the penalty in tokens; then the
-        load."""
-        cached = self.context.index.match(asked.prefix)
-        now = self.context.clock.monotonic()
-        taken = recent_tokens([one.load for one in targets], now)
-        running = [one.load.num_decodes + one.load.num_prefills for one in targets]
-        most, least = min(running) + self._settings.slack_requests, min(taken)
-        return [
-            asked.num_tokens
-            - (cached.get(one, 0) if num <= most else 0)
-            + self._settings.pressure * (given - least)
-            + _fraction(work(one, leg))
-            for one, num, given in zip(targets, running, taken, strict=True)
-        ]
-
-
-def _fraction(value: float) -> float:
-    """Below 1, in the order of `value`."""
-    return value / (1.0 + value)
+    def score(self, asked: Asked, leg: Leg, targets: Candidates[T]) -> Vector:
+        """Tokens to be computed (all of them for an instance that is too busy), and those that count for what its cache
+        has taken in; the load only decides among equals."""
+        cached = self.context.index.cached(asked.prefix, targets)
+        running = targets.weighed(num_prefills=1.0, num_decodes=1.0)
+        most = running[running.argmin()] + self._settings.slack_requests
+        if running[running.argmax()] > most:
+            cached = cached * (running <= most)
+        is_prefill = leg == "prefill"
+        scores = targets.weighed(
+            prefill_tokens=_LITTLE if is_prefill else 0.0,
+            num_prefills=0.0 if is_prefill else _LITTLE,
+            num_decodes=0.0 if is_prefill else _LITTLE,
+            recent_tokens=self._settings.pressure,
+            now=self.context.clock.monotonic(),
+            constant=asked.num_tokens,
+        )
+        scores -= cached
+        return scores

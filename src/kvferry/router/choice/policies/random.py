@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import numpy as np
 
-from kvferry.router.choice.policies.base import Asked, Leg, LegPolicy, T
+from kvferry.router.choice.policies.base import Asked, Leg, LegPolicy
+from kvferry.router.instances.load import Candidates, T, Vector
 
 
 class RandomChoice(LegPolicy):
-    """The instance with the lowest of random numbers."""
+    """Gives all but one the same score."""
 
-    def score(self, asked: Asked, leg: Leg, targets: Sequence[T]) -> Sequence[float]:
-        """Random numbers."""
-        return [self.context.random.random() for _ in targets]
+    def score(self, asked: Asked, leg: Leg, targets: Candidates[T]) -> Vector:
+        """0 for the one that was drawn."""
+        found = np.ones(len(targets))
+        found[self.context.random.randrange(len(targets))] = 0.0
+        return found

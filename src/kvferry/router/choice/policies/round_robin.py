@@ -5,14 +5,15 @@ The order is kept by instance and not by position in a list, so instances may co
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import numpy as np
 
-from kvferry.router.choice.policies.base import Asked, Leg, LegPolicy, T
+from kvferry.router.choice.policies.base import Asked, Leg, LegPolicy
+from kvferry.router.instances.load import Candidates, T, Vector
 
 
 class RoundRobin(LegPolicy):
     """Gives all the same score; among equals, the one that was chosen longest ago wins."""
 
-    def score(self, asked: Asked, leg: Leg, targets: Sequence[T]) -> Sequence[float]:
+    def score(self, asked: Asked, leg: Leg, targets: Candidates[T]) -> Vector:
         """The same for all."""
-        return [0.0] * len(targets)
+        return np.zeros(len(targets))

@@ -6,12 +6,14 @@ has seen go to an instance. One whose instances are gone, or have failed, goes l
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from kvferry.router.choice.policies.base import Asked, Choice, Leg, PolicyContext, T
+from kvferry.router.choice.policies.base import Asked, Choice, Leg, PolicyContext
 from kvferry.router.choice.policies.prefix import PrefixAware, PrefixSettings
+from kvferry.router.instances.load import Candidates, T, Vector
 
 
 @dataclass(frozen=True)
@@ -33,15 +35,14 @@ class SessionAffinity(PrefixAware):
         self._max_sessions = settings.max_sessions
         self._where: OrderedDict[str, dict[Leg, str]] = OrderedDict()
 
-    def score(self, asked: Asked, leg: Leg, targets: Sequence[T]) -> Sequence[float]:
+    def score(self, asked: Asked, leg: Leg, targets: Candidates[T]) -> Vector:
         """Far lower for the instance that had the last turn than for all others."""
         scores = super().score(asked, leg, targets)
         side: Leg = "prefill" if leg == "prefill" else "decode"
         last = self._where.get(asked.session, {}).get(side) if asked.session else None
-        return [
-            value - 2.0 * (asked.num_tokens + 1) if one.name == last else value
-            for one, value in zip(targets, scores, strict=True)
-        ]
+        if last is not None and (place := _places(targets).get(last)) is not None:
+            scores[place] = -math.inf
+        return scores
 
     def placed(self, asked: Asked, choice: Choice[T]) -> None:
         """Remember the instances of both legs."""
@@ -55,3 +56,11 @@ class SessionAffinity(PrefixAware):
         self._where.move_to_end(asked.session)
         while len(self._where) > self._max_sessions:
             self._where.popitem(last=False)
+
+
+def _places(targets: Candidates[T]) -> Mapping[str, int]:
+    """By name, the places of the instances."""
+    known: dict[str, int] | None = targets.memo.get(_places)
+    if known is None:
+        known = targets.memo[_places] = {one.name: place for place, one in enumerate(targets)}
+    return known
