@@ -3,6 +3,7 @@ prefix index and estimates, driven over a trace on a virtual clock.
 
     python benchmarks/routing.py TRACE.jsonl                    a trace in Mooncake's form
     python benchmarks/routing.py --generated                    sessions with a shared system block
+    python benchmarks/routing.py --generated --routers 4        several routers, which do not talk to each other
 
 Each instance has the engine's own block pool, without bytes, with each order of eviction that is asked for, and
 computes uncached tokens one prompt after the other. The *hit ratio* is that of blocks of 512 tokens; *uncached load* is
@@ -125,7 +126,6 @@ class Server:
 
     name: str
     cache: BlockCache
-    load: InstanceLoad
     free_at: float = 0.0
     uncached: int = 0
     windows: dict[int, int] = field(default_factory=dict)
@@ -157,24 +157,44 @@ KNOWLEDGE = (
 )
 
 
+@dataclass(eq=False)
+class Seen:
+    """An instance as one router sees it: with the work that this router has given to it."""
+
+    server: Server
+    load: InstanceLoad
+
+    @property
+    def name(self) -> str:
+        """The server's."""
+        return self.server.name
+
+
+class Router:
+    """What one router knows, and its policy."""
+
+    def __init__(self, settings: argparse.Namespace, policy: str, clock: Clock, servers: Sequence[Server]) -> None:
+        self.index, self.estimates = PrefixIndex(2_000_000), Estimates()
+        threshold = Threshold(self.estimates, self.index, 0)
+        context = PolicyContext(clock, random.Random(5), self.index, self.estimates, threshold)
+        self.policy = make_policy(policy, context, settings.policy_option)
+        loads = LoadTable()
+        self.seen = {server: Seen(server, InstanceLoad(loads)) for server in servers}
+        for one in self.seen.values():
+            self.index.set_capacity(one, settings.cache_tokens)
+
+
 class Simulation:
     """One policy over one trace."""
 
     def __init__(self, settings: argparse.Namespace, policy: str, knowledge: Knowledge, eviction: str) -> None:
         self._settings, self._knowledge = settings, knowledge
-        self._clock, self._chance = ManualClock(), random.Random(3)
-        self._index, self._estimates = PrefixIndex(2_000_000), Estimates()
-        threshold = Threshold(self._estimates, self._index, 0)
-        context = PolicyContext(self._clock, random.Random(5), self._index, self._estimates, threshold)
-        self._policy = make_policy(policy, context, settings.policy_option)
+        self._clock, self._chance, self._spread = ManualClock(), random.Random(3), random.Random(11)
         blocks = settings.cache_tokens // BLOCK
-        loads = LoadTable()
         self.servers = [
-            Server(f"decode-{place}", BlockCache(blocks, eviction, self._clock), InstanceLoad(loads))
-            for place in range(settings.instances)
+            Server(f"decode-{place}", BlockCache(blocks, eviction, self._clock)) for place in range(settings.instances)
         ]
-        for server in self.servers:
-            self._index.set_capacity(server, settings.cache_tokens)
+        self._routers = [Router(settings, policy, self._clock, self.servers) for _ in range(settings.routers)]
         self._due: list[tuple[float, int, Callable[[], None]]] = []
         self._num_due = self.hits = self.total = 0
         self._waits: list[float] = []
@@ -185,8 +205,9 @@ class Simulation:
             self._until(arrival.at)
             self._serve(arrival)
         self._until(math.inf)
-        self._index.check()
-        assert all(one.load.num_decodes == one.load.num_prefills == 0 for one in self.servers)
+        for router in self._routers:
+            router.index.check()
+            assert all(one.load.num_decodes == one.load.num_prefills == 0 for one in router.seen.values())
         waits = sorted(self._waits)
         return {
             "hit_ratio": self.hits / self.total,
@@ -200,13 +221,14 @@ class Simulation:
         keys = () if self._knowledge.events else arrival.blocks
         ends = range(BLOCK, BLOCK * len(keys) + 1, BLOCK)
         asked = Asked(num_tokens=len(arrival.blocks) * BLOCK, streams=True, prefix=Prefix(keys, ends, ids))
-        cached = self._index.match(asked.prefix)
-        choice = self._policy.choose(asked, Options([], self.servers))
-        server = choice.decode
-        self._index.served(server, asked.prefix)
-        self._policy.placed(asked, choice)
-        uncached, begun = max(0, asked.num_tokens - cached.get(server, 0)), self._clock.now
-        work = Work(server.load, uncached, begun, computes=True, decodes=True)
+        router = self._routers[self._spread.randrange(len(self._routers))]
+        cached = router.index.match(asked.prefix)
+        choice = router.policy.choose(asked, Options([], list(router.seen.values())))
+        seen, server = choice.decode, choice.decode.server
+        router.index.served(seen, asked.prefix)
+        router.policy.placed(asked, choice)
+        uncached, begun = max(0, asked.num_tokens - cached.get(seen, 0)), self._clock.now
+        work = Work(seen.load, uncached, begun, computes=True, decodes=True)
         hits, gone = server.cache.put(arrival.blocks)
         self.hits, self.total = self.hits + hits, self.total + len(arrival.blocks)
         first = server.compute(self._clock.now, len(arrival.blocks) - hits, self._settings.tokens_per_s)
@@ -216,11 +238,11 @@ class Simulation:
 
         def answered() -> None:
             work.answered()
-            self._estimates.prefilled(server.name, work.ahead + uncached, first - begun)
+            router.estimates.prefilled(server.name, work.ahead + uncached, first - begun)
 
         def ended() -> None:
             work.end()
-            self._estimates.decoded(work.num_beside, arrival.num_answer, end - first)
+            router.estimates.decoded(work.num_beside, arrival.num_answer, end - first)
 
         self._at(first, answered)
         self._at(end, ended)
@@ -233,9 +255,11 @@ class Simulation:
         if self._chance.random() >= knowledge.lost and first < len(blocks):
             parent = blocks[first - 1] if first else None
             ids = [block for block in blocks[first:] for _ in range(BLOCK)]
-            self._later(partial(self._index.stored, server, blocks[first:], parent, ids, BLOCK))
+            for router in self._routers:
+                self._later(partial(router.index.stored, router.seen[server], blocks[first:], parent, ids, BLOCK))
         if self._chance.random() >= knowledge.lost and gone:
-            self._later(partial(self._index.removed, server, gone))
+            for router in self._routers:
+                self._later(partial(router.index.removed, router.seen[server], gone))
 
     def _later(self, event: Callable[[], None]) -> None:
         self._at(self._clock.now + self._knowledge.stale_s, event)
@@ -331,6 +355,7 @@ def main() -> None:
     parser.add_argument("traces", nargs="*", type=Path)
     parser.add_argument("--generated", action="store_true")
     parser.add_argument("--instances", type=int, default=8)
+    parser.add_argument("--routers", type=int, default=1, help="before them; a request comes to any of these")
     parser.add_argument("--cache-tokens", type=int, default=1_500_000)
     parser.add_argument("--tokens-per-s", type=float, default=10_000.0)
     parser.add_argument("--policy", nargs="+", default=["cost", *sorted(POLICIES.keys() - {"cost"})])

@@ -7,6 +7,8 @@ import random
 import pytest
 
 from kvferry.router.choice.cost import Estimates, Line
+from kvferry.router.instances.load import Candidates
+from kvferry.testing.policy import instances
 
 
 def test_a_line_is_found_from_noisy_measurements_and_the_guess_forgotten() -> None:
@@ -53,6 +55,26 @@ def test_instances_have_speeds_of_their_own_and_a_new_one_that_of_the_others() -
         estimates.prefilled("slow", tokens, tokens * 1e-3)
     assert estimates.prefill_s("fast", 4000) < 0.1 < 1 < estimates.prefill_s("slow", 4000)
     assert estimates.prefill_s("fast", 4000) < estimates.prefill_s("new", 4000) < estimates.prefill_s("slow", 4000)
+
+
+def test_instances_that_measure_a_little_faster_are_alike() -> None:
+    estimates, some = Estimates(), Candidates(instances("prefill", 3))
+    chance = random.Random(1)
+    for _ in range(200):
+        for one in some:
+            tokens = chance.randrange(100, 5000)
+            estimates.prefilled(one.name, tokens, tokens * 1e-4 * chance.uniform(0.9, 1.1))
+    assert estimates.slowness(some) is None
+    for _ in range(300):
+        tokens = chance.randrange(100, 5000)
+        estimates.prefilled("prefill-1", tokens, tokens * 1e-3)
+        estimates.prefilled("prefill-2", tokens, tokens * 1e-4)
+    slowness = estimates.slowness(some)
+    assert slowness is not None
+    assert slowness[1] > 4 * slowness[2]
+    for number in range(2000):
+        estimates.prefilled(f"another-{number}", 100, 0.01)
+    assert estimates.slowness(some) is None, "they are forgotten"
 
 
 def test_how_long_a_prompt_is_in_tokens_is_learned() -> None:

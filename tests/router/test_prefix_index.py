@@ -9,6 +9,8 @@ import pytest
 from kvferry.core.errors import LeakError
 from kvferry.router.choice.prefix_index import PrefixIndex
 from kvferry.router.choice.prompt import Prefix, text_prefix
+from kvferry.router.instances.load import Candidates
+from kvferry.testing.policy import instances
 
 
 def blocks(*keys: int, size: int = 100) -> Prefix:
@@ -113,6 +115,24 @@ def test_random_traffic_keeps_both_halves_in_step() -> None:
                 index.forget(one)
             case _:
                 index.served(one, tokens(*ids))
+    index.check()
+
+
+def test_the_vector_says_of_each_instance_what_the_match_says() -> None:
+    index, chance, everyone = PrefixIndex(max_entries=5000), random.Random(3), instances("decode", 40)
+    group = Candidates(everyone)
+    for number in range(400):
+        index.served(chance.choice(everyone), blocks(*range(chance.randrange(1, 8))))
+        if number % 7 == 0:
+            index.stored(chance.choice(everyone), [(1,), (2,), (3,)], None, [1, 1, 2, 2, 3, 3], 2)
+        if number % 20 == 0:
+            index.forget(chance.choice(everyone))
+        keys = range(chance.randrange(8))
+        ends = [100.0 * (key + 1) for key in keys]
+        prefix = Prefix(keys, ends, [1, 1, 2, 2, chance.randrange(5), 3] if chance.random() < 0.5 else None)
+        match = index.match(prefix)
+        assert index.cached(prefix, group).tolist() == [match.get(one, 0) for one in everyone]
+        assert all(match.values())
     index.check()
 
 

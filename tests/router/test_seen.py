@@ -38,13 +38,16 @@ async def decisions(url: str, query: str = "") -> list[dict[str, Any]]:
 
 
 async def test_a_decision_says_who_why_and_when() -> None:
-    p, d = a_prefill(telling), a_decode()
-    async with instances(p, d), routing([p.url], [d.url], policy="cost", hand_off="sequential") as (_, url):
+    p, other, d = a_prefill(telling), a_prefill(telling), a_decode()
+    async with (
+        instances(p, other, d),
+        routing([p.url, other.url], [d.url], policy="cost", hand_off="sequential") as (_, url),
+    ):
         await post(url, {**BODY, "user": "somebody"}, **{"X-Request-Id": "mine"})
         (one,) = await decisions(url)
     assert (one["request_id"], one["policy"], one["model"]) == ("mine", "cost", "m")
     assert (one["prefill"], one["decode"], one["reason"]) == ("prefill-0", "decode-0", "split")
-    assert set(one["scores"]) == {"prefill prefill-0", "decode decode-0"}
+    assert set(one["scores"]) == {"prefill prefill-0", "prefill prefill-1"}, "there was one decode instance"
     timings = one["timings"]
     order = ["arrived", "routed", "prefill_sent", "prefill_answered", "decode_sent", "first_byte", "done"]
     assert [timings[name] for name in order] == sorted(timings[name] for name in order)

@@ -21,8 +21,8 @@ class CostSettings:
     others: float = 9.0
     """Seconds that each second of computing a prompt costs other requests."""
     pressure: float = 1.0
-    """Seconds that count for each second of prefill whose tokens an instance's cache has taken in lately, beyond those
-    of the least filled one: what is in it is pushed out sooner. 0: only queues count."""
+    """Seconds that count for each second of prefill whose tokens an instance's cache has taken in lately: what is in
+    it is pushed out sooner. 0: only queues count."""
 
 
 class Cost(LegPolicy):
