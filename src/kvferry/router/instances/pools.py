@@ -10,7 +10,7 @@ from kvferry.core.clock import Clock, SystemClock
 from kvferry.core.errors import ConfigError
 from kvferry.router.config import RouterConfig
 from kvferry.router.instances.instance import BOOTSTRAP_PORT, Instance, LegRole, Revision, normalise_url
-from kvferry.router.instances.load import Candidates, LoadTable
+from kvferry.router.instances.load import Candidates, LoadTable, candidates
 
 NO_TICKETS_S, WITHOUT_KV_S = 60.0, 2.0
 """How long requests are not split over a prefill instance that answers without tickets, or whose store takes no KV and
@@ -51,12 +51,18 @@ class RolePool:
         """Split no requests over a prefill instance for so long: D would compute the prompts again."""
         self.without_tickets[instance] = self._clock.monotonic() + seconds
 
-    def hand_off(self, instances: Sequence[Instance]) -> Sequence[Instance]:
+    def hand_off(self, instances: Sequence[Instance]) -> Candidates[Instance]:
         """`instances` without those that are left out, or whose stores take no KV."""
+        group = candidates(instances)
+        known: Candidates[Instance] | None = group.memo.get("hand off")
+        if known is None:
+            takers = Candidates(one for one in group if one.stores_take_kv)
+            known = group.memo["hand off"] = group if len(takers) == len(group) else takers
         if self.without_tickets:
             now = self._clock.monotonic()
             self.without_tickets = {one: until for one, until in self.without_tickets.items() if until > now}
-        return [one for one in instances if one.stores_take_kv and one not in self.without_tickets]
+            return Candidates(one for one in known if one not in self.without_tickets)
+        return known
 
     def drop(self, instance: Instance) -> None:
         """Remove an instance from the choice."""
@@ -94,10 +100,10 @@ class RolePool:
 
         The one that was picked longest ago comes next, so instances may come and go.
         """
-        candidates = self.alive(exclude) or [one for one in self.instances if one not in exclude]
-        if not candidates:
+        able = self.alive(exclude) or [one for one in self.instances if one not in exclude]
+        if not able:
             return None
-        chosen = min(candidates, key=lambda instance: self._last_turn.get(instance, 0))
+        chosen = min(able, key=lambda instance: self._last_turn.get(instance, 0))
         self._turn += 1
         self._last_turn[chosen] = self._turn
         return chosen
