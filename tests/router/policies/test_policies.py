@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 import pytest
@@ -59,6 +60,31 @@ def test_a_named_session_goes_back_on_both_legs_whatever_it_says() -> None:
     assert (again.prefill, again.decode) == (first.prefill, first.decode)
     others = [one for one in fleet.decodes if one is not first.decode]
     assert fleet.choose(prompt(1, session="mine"), Options(fleet.prefills, others)).decode in others
+
+
+def test_routers_agree_where_a_session_goes_and_one_less_moves_only_its_own() -> None:
+    first, second = Fleet("session", 0, 8), Fleet("session", 0, 8)
+    for number in range(50):
+        second.choose(prompt(number))  # of which the first knows nothing
+    names = [f"session {number}" for number in range(800)]
+    where = {name: first.choose(prompt(1, session=name)).decode.name for name in names}
+    assert where == {name: second.choose(prompt(2, 3, session=name)).decode.name for name in names}
+    counts = Counter(where.values())
+    assert len(counts) == 8
+    assert max(counts.values()) < 1.5 * len(names) / 8
+    third = Fleet("session", 0, 8)
+    left = Options([], third.decodes[1:])
+    moved = {name: third.choose(prompt(1, session=name), left).decode.name for name in names}
+    assert {where[name] for name in names if moved[name] != where[name]} == {"decode-0"}
+
+
+def test_a_new_session_goes_past_an_instance_that_is_too_busy() -> None:
+    fleet = Fleet("session", 0, 4)
+    usual = fleet.choose(prompt(1, session="mine")).decode
+    other = Fleet("session", 0, 4)
+    busy = next(one for one in other.decodes if one.name == usual.name)
+    busy.load.num_decodes = 17
+    assert other.choose(prompt(1, session="mine")).decode is not busy
 
 
 def test_sessions_remembered_are_bounded() -> None:

@@ -52,4 +52,7 @@ class Cost(LegPolicy):
         )
         seconds -= cached * (work_s * self._weight)
         slowness = estimates.slowness(targets)
-        return seconds if slowness is None else seconds * slowness
+        if slowness is not None and leg != "decode":
+            num_tokens = targets.prefill_tokens + (asked.num_tokens - cached) * self._weight
+            seconds += num_tokens * (slowness - 1.0) * token_s
+        return seconds

@@ -38,10 +38,8 @@ class PrefixAware(LegPolicy):
         """Tokens to be computed (all of them for an instance that is too busy), and those that count for what its cache
         has taken in; the load only decides among equals."""
         cached = self.context.index.cached(asked.prefix, targets)
-        running = targets.weighed(num_prefills=1.0, num_decodes=1.0)
-        most = running[running.argmin()] + self._settings.slack_requests
-        if running[running.argmax()] > most:
-            cached = cached * (running <= most)
+        if (busy := self.too_busy(targets)) is not None:
+            cached = cached * ~busy
         is_prefill = leg == "prefill"
         scores = targets.weighed(
             prefill_tokens=_LITTLE if is_prefill else 0.0,
@@ -53,3 +51,10 @@ class PrefixAware(LegPolicy):
         )
         scores -= cached
         return scores
+
+    def too_busy(self, targets: Candidates[T]) -> Vector | None:
+        """Which of them have more requests under way than may be; None: none."""
+        running = targets.weighed(num_prefills=1.0, num_decodes=1.0)
+        most = running[running.argmin()] + self._settings.slack_requests
+        found: Vector = running > most
+        return found if running[running.argmax()] > most else None

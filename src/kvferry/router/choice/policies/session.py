@@ -1,15 +1,20 @@
 """The next turn of a conversation goes to where the last one went, on both legs.
 
 A conversation is known by the client's header or its `user` field, or else by its beginning: the prefix that the router
-has seen go to an instance. One whose instances are gone, or have failed, goes like a new one.
+has seen go to an instance. A named one that this router has not seen, or whose instance is gone or has failed, goes to
+the instance that comes first in a hash of both names (rendezvous hashing, Thaler and Ravishankar 1998): several routers
+choose the same one without talking to each other, and when an instance comes or goes, only its own conversations move.
 """
 
 from __future__ import annotations
 
-import math
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from xxhash import xxh3_64_intdigest
 
 from kvferry.router.choice.policies.base import Asked, Choice, Leg, PolicyContext
 from kvferry.router.choice.policies.prefix import PrefixAware, PrefixSettings
@@ -25,7 +30,7 @@ class SessionSettings(PrefixSettings):
 
 
 class SessionAffinity(PrefixAware):
-    """Named conversations stay on their instances; the others follow their prefix."""
+    """Named conversations stay on their instances; those without a name follow their prefix."""
 
     Settings = SessionSettings
 
@@ -36,12 +41,16 @@ class SessionAffinity(PrefixAware):
         self._where: OrderedDict[str, dict[Leg, str]] = OrderedDict()
 
     def score(self, asked: Asked, leg: Leg, targets: Candidates[T]) -> Vector:
-        """Far lower for the instance that had the last turn than for all others."""
-        scores = super().score(asked, leg, targets)
-        side: Leg = "prefill" if leg == "prefill" else "decode"
-        last = self._where.get(asked.session, {}).get(side) if asked.session else None
+        """By the prefix for conversations without a name. Otherwise from 0 to 1 by the hash, and more for those that
+        are too busy; below 0 for the instance that had the last turn."""
+        if not asked.session:
+            return super().score(asked, leg, targets)
+        scores = _hashes(asked.session, targets)
+        if (busy := self.too_busy(targets)) is not None:
+            scores += busy
+        last = self._where.get(asked.session, {}).get("prefill" if leg == "prefill" else "decode")
         if last is not None and (place := _places(targets).get(last)) is not None:
-            scores[place] = -math.inf
+            scores[place] = -1.0
         return scores
 
     def placed(self, asked: Asked, choice: Choice[T]) -> None:
@@ -64,3 +73,18 @@ def _places(targets: Candidates[T]) -> Mapping[str, int]:
     if known is None:
         known = targets.memo[_places] = {one.name: place for place, one in enumerate(targets)}
     return known
+
+
+def _hashes(session: str, targets: Candidates[T]) -> Vector:
+    """From 0 to 1 for each instance, different for each session."""
+    seeds: Any = targets.memo.get(_hashes)
+    if seeds is None:
+        seeds = targets.memo[_hashes] = np.array([xxh3_64_intdigest(one.name.encode()) for one in targets], np.uint64)
+    mixed: Any = seeds ^ np.uint64(xxh3_64_intdigest(session.encode()))
+    for shift, factor in _MIX:  # the end of splitmix64
+        mixed = (mixed ^ (mixed >> shift)) * factor
+    found: Vector = (mixed >> np.uint64(11)) * 2.0**-53
+    return found
+
+
+_MIX = [(np.uint64(30), np.uint64(0xBF58476D1CE4E5B9)), (np.uint64(27), np.uint64(0x94D049BB133111EB))]
