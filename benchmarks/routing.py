@@ -368,7 +368,7 @@ def main() -> None:
         results["generated"] = measure(settings, "generated", generate())
     if not settings.no_save:
         told = {name: value for name, value in vars(settings).items() if name not in ("traces", "no_save")}
-        print(f"\n{save('routing', told, results)}")
+        print(f"\n{save('routing' if settings.routers == 1 else 'routing_routers', told, results)}")
 
 
 if __name__ == "__main__":

@@ -48,7 +48,7 @@ PAGES = {
     "router": (
         "Router policies",
         "How one instance is chosen among several.",
-        ("kvferry.router.choice.policies.base",),
+        ("kvferry.router.choice.policies.base", "kvferry.router.instances.load"),
     ),
     "hand-off": (
         "Hand-offs",
