@@ -33,7 +33,7 @@ def num_prefills(prefill: KvferryProcess) -> float:
     return prefill.metric("vllm:prompt_tokens_total")
 
 
-@pytest.mark.parametrize("kind", [Killed, Full])
+@pytest.mark.parametrize("kind", [Killed, pytest.param(Full, marks=pytest.mark.full)])
 def test_hand_offs_are_used_again_without_a_request_in_between(
     kind: type[Killed | Full], model_maker: ModelMaker, tmp_path: Path
 ) -> None:

@@ -158,7 +158,8 @@ class Tier:
         return await self._ask(call, [False] * len(reads), self.deadline_s, num_bytes)
 
     async def put(self, blocks: Sequence[Block]) -> list[Put]:
-        """`KVStore.put`; all `DROPPED` as above, or if the store takes no blocks."""
+        """`KVStore.put`; all `DROPPED` as above, or if the store takes no blocks. The blocks' memory must stay as it
+        is: one that is refused is put again later."""
         if not blocks:
             return []
         num_bytes = sum(map(len, blocks[0].layers)) * len(blocks)
