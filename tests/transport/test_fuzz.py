@@ -33,8 +33,8 @@ from kvferry.transport.lookup_buffer.fabric import FabricLookupBuffer
 from kvferry.transport.lookup_buffer.messages import (
     FromConsumer,
     News,
-    Offer,
     Part,
+    ProducerInfo,
     ReleaseKey,
     Renew,
     Select,
@@ -54,7 +54,7 @@ HONEST: list[tuple[Any, Any]] = [
     (Hello(1, "", b"n" * 32), Hello | Refused),
     (Proof(Identity("engine", LAYOUT), b"c" * 32), Proof),
     (Proof(Identity("engine", LAYOUT), b"c" * 32), Proof | Refused),
-    (Offer(8, (LayerPlace(0, 16), LayerPlace(128, 32)), 30.0, {"tcp": {"host": "h", "port": 1}}), Offer),
+    (ProducerInfo(8, (LayerPlace(0, 16), LayerPlace(128, 32)), 30.0, {"tcp": {"host": "h", "port": 1}}), ProducerInfo),
     (Select(1, "key"), FromConsumer),
     (Renew(), FromConsumer),
     (News(3, 1, [Part(0, 1, 2, [5, 6])], b"meta", "taken"), News),
@@ -97,7 +97,7 @@ def test_a_damaged_frame_is_a_message_or_a_protocol_error(given_frame: tuple[byt
 
 @PATIENT
 @given(st.binary(max_size=200), st.sampled_from([kinds for _, kinds in HONEST]))
-@example(b"\x91" * 100_000, Offer)
+@example(b"\x91" * 100_000, ProducerInfo)
 def test_noise_is_a_message_or_a_protocol_error(body: bytes, kinds: Any) -> None:
     with suppress(ProtocolError):
         decode_frame(body, kinds)
@@ -309,7 +309,7 @@ async def test_a_producer_without_manners(make_region: Callable[..., BlockRegion
         places = theirs.memory.geometry.places
         if dice.random() < 0.3:
             places = tuple(LayerPlace(dice.choice([-8, 0, 2**62]), dice.choice([-8, 0, 2**62])) for _ in places)
-        await connection.send(Offer(dice.choice([16, 10**12]), places, 30.0, {"shm": shm.describe()}))
+        await connection.send(ProducerInfo(dice.choice([16, 10**12]), places, 30.0, {"shm": shm.describe()}))
         await connection.receive(FromConsumer)
         for _ in range(dice.randrange(1, 8)):
             await connection.send(anything_from_a_producer(dice))

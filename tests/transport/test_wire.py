@@ -6,7 +6,7 @@ from kvferry.core.errors import ProtocolError
 from kvferry.core.wire import HEADER_BYTES, MAX_FRAME_BYTES, decode_frame, encode_frame, frame_length, seal_frame
 from kvferry.transport.connection import Identity
 from kvferry.transport.handshake import Hello, Proof
-from kvferry.transport.lookup_buffer.messages import FromConsumer, News, Offer, Part, Select
+from kvferry.transport.lookup_buffer.messages import FromConsumer, News, Part, ProducerInfo, Select
 from kvferry.transport.memory import LayerPlace
 
 
@@ -15,7 +15,10 @@ def test_what_is_encoded_is_decoded() -> None:
     for message, kinds in [
         (Proof(Identity("engine", make_layout()), b"code"), Proof),
         (News(3, 1, parts, b"meta"), News),
-        (Offer(8, (LayerPlace(0, 16), LayerPlace(128, 32)), 30.0, {"tcp": {"host": "h", "port": 1}}), Offer),
+        (
+            ProducerInfo(8, (LayerPlace(0, 16), LayerPlace(128, 32)), 30.0, {"tcp": {"host": "h", "port": 1}}),
+            ProducerInfo,
+        ),
         (Select(1, "key"), FromConsumer),
     ]:
         frame = encode_frame(message)
@@ -50,9 +53,9 @@ def test_garbage_is_a_protocol_error(body: bytes) -> None:
 
 
 def test_deep_nesting_where_anything_is_taken_is_a_protocol_error() -> None:
-    head = msgspec.msgpack.encode(["Offer", 1, 1.0])[1:]
+    head = msgspec.msgpack.encode(["ProducerInfo", 1, 1.0])[1:]
     with pytest.raises(ProtocolError):
-        decode_frame(b"\x94" + head + b"\x81\xa3tcp\x81\xa1x" + b"\x91" * 100_000, Offer)
+        decode_frame(b"\x94" + head + b"\x81\xa3tcp\x81\xa1x" + b"\x91" * 100_000, ProducerInfo)
 
 
 def test_a_sealed_frame_that_was_changed_is_refused() -> None:

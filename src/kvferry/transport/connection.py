@@ -29,7 +29,7 @@ from kvferry.core.wire import (
 if TYPE_CHECKING:
     from kvferry.transport.memory_vector import MemoryVector
 
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
 MAX_GREETING_BYTES = 64 * 2**10
 """The longest frame that is accepted from a peer that has not proved who it is."""
 KEEPALIVE_IDLE_S = 10

@@ -36,8 +36,8 @@ from kvferry.transport.lookup_buffer.messages import (
     PURPOSE,
     FromConsumer,
     News,
-    Offer,
     Part,
+    ProducerInfo,
     Select,
     Take,
 )
@@ -452,7 +452,7 @@ async def test_a_producer_that_lies_is_not_believed(make_region: Callable[..., B
     async def serve(connection: Connection) -> None:
         shm = ShmFabric(FabricContext(theirs.memory, listener))
         await connection.send(
-            Offer(theirs.memory.num_blocks, theirs.memory.geometry.places, 30.0, {"shm": shm.describe()})
+            ProducerInfo(theirs.memory.num_blocks, theirs.memory.geometry.places, 30.0, {"shm": shm.describe()})
         )
         select: Select = await connection.receive(FromConsumer)
         await connection.send(News(99, 1))

@@ -43,10 +43,9 @@ from kvferry.connectors.api import (
     TransferEvent,
     TransferReport,
     check_side,
-    statistics_of,
 )
 from kvferry.connectors.multi.plan import MultiPlan
-from kvferry.connectors.multi.settings import child_configs, child_gauges, handing_off, read_children
+from kvferry.connectors.multi.settings import child_configs, child_gauges, child_statistics, handing_off, read_children
 from kvferry.connectors.registry import ConnectorSpec, find_connector
 from kvferry.core.block_hash import BlockHash
 from kvferry.core.closing import close_all
@@ -316,11 +315,7 @@ class MultiSchedulerSide(SchedulerSide[MultiPlan], HandsOff, KeepsBlocks[MultiPl
 
     def statistics(self) -> dict[str, float]:
         """The statistics of each child, with its number before the names."""
-        return {
-            f"{index}_{name}": value
-            for index, child in enumerate(self.children)
-            for name, value in statistics_of(child).items()
-        }
+        return child_statistics(self.children)
 
     def check(self) -> None:
         """Raise `LeakError` when a child keeps something."""

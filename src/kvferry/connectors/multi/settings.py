@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from kvferry.connectors.api import ConnectorContext, HandsOff, SchedulerSide, WorkerSide, gauges_of
+from kvferry.connectors.api import ConnectorContext, HandsOff, SchedulerSide, WorkerSide, gauges_of, statistics_of
 from kvferry.connectors.registry import BUILTIN, ConnectorSpec, find_connector
 from kvferry.core.errors import ConfigError
 from kvferry.core.options import read_options, unknown_key
@@ -36,6 +36,13 @@ def child_gauges(side: Callable[[ConnectorSpec], type[SchedulerSide[Any] | Worke
     """The gauges of every connector that can be one of several, on this side of it, with the numbers before them."""
     sides = [side(spec) for spec in BUILTIN.values() if spec is not BUILTIN[_SELF]]
     return frozenset(f"{index}_{name}" for one in sides for name in gauges_of(one) for index in range(MAX_CHILDREN))
+
+
+def child_statistics(children: Sequence[object]) -> dict[str, float]:
+    """The statistics of each child, with its number before the names."""
+    return {
+        f"{index}_{name}": value for index, child in enumerate(children) for name, value in statistics_of(child).items()
+    }
 
 
 def read_children(context: ConnectorContext) -> list[tuple[ConnectorSpec, ConnectorContext]]:

@@ -28,10 +28,9 @@ from kvferry.connectors.api import (
     TransferReport,
     WorkerSide,
     check_side,
-    statistics_of,
 )
 from kvferry.connectors.multi.plan import MultiPlan
-from kvferry.connectors.multi.settings import child_gauges, handing_off, read_children
+from kvferry.connectors.multi.settings import child_gauges, child_statistics, handing_off, read_children
 from kvferry.connectors.registry import ConnectorSpec
 from kvferry.core.closing import close_all
 from kvferry.core.errors import ChildLost, ConfigError, ConnectorLost, LeakError
@@ -210,11 +209,7 @@ class MultiWorkerSide(WorkerSide[MultiPlan], ServesPeers[MultiPlan], ByLayers, S
 
     def statistics(self) -> dict[str, float]:
         """The statistics of each child, with its number before the names."""
-        return {
-            f"{index}_{name}": value
-            for index, child in enumerate(self.children)
-            for name, value in statistics_of(child).items()
-        }
+        return child_statistics(self.children)
 
     def check(self) -> None:
         """Raise `LeakError` when a child keeps something, or when something is still noted of one."""

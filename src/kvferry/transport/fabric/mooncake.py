@@ -122,7 +122,7 @@ class MooncakePeer(FabricPeer):
         self.closed = True
 
 
-class _Reader:
+class _ReadingEngine:
     """An engine that reads, and its number of calls under way."""
 
     def __init__(self, engine: MooncakeEngine) -> None:
@@ -138,12 +138,12 @@ class Reading:
     def __init__(self, make: Callable[[], MooncakeEngine]) -> None:
         self._make = make
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="kvferry-mooncake")
-        self._reader: _Reader | None = None
+        self._reader: _ReadingEngine | None = None
 
     async def read(self, segment: str, pieces: Pieces) -> None:
         """Read. After a failure, raises `PeerLost` when nothing is written any more. Must not be cancelled."""
         if self._reader is None:
-            self._reader = _Reader(self._make())
+            self._reader = _ReadingEngine(self._make())
         reader, loop = self._reader, asyncio.get_running_loop()
         reader.num_calls += 1
         try:

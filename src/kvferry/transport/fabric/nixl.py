@@ -71,7 +71,7 @@ class NixlFabric(Fabric):
         self._beacon = ctypes.create_string_buffer(secrets.token_bytes(BEACON_BYTES), BEACON_BYTES)
         self._serving = self._agent(self._beacon, serves=True)
         self._connecting = asyncio.Lock()
-        self._reader: _Reader | None = None
+        self._reader: _ReadingAgent | None = None
 
     def _agent(self, buffer: ctypes.Array[ctypes.c_char], *, serves: bool) -> NixlAgent:
         """An agent with which the KV cache and a small buffer are registered."""
@@ -112,11 +112,11 @@ class NixlFabric(Fabric):
                 raise
         return peer
 
-    def _new_reader(self) -> _Reader:
+    def _new_reader(self) -> _ReadingAgent:
         buffer = ctypes.create_string_buffer(BEACON_BYTES)
-        return _Reader(self._agent(buffer, serves=False), buffer)
+        return _ReadingAgent(self._agent(buffer, serves=False), buffer)
 
-    async def _probe(self, peer: NixlPeer, reader: _Reader, described: NixlDescription, deadline: float) -> None:
+    async def _probe(self, peer: NixlPeer, reader: _ReadingAgent, described: NixlDescription, deadline: float) -> None:
         address, expected = described.beacon
         ctypes.memset(reader.buffer, 0, BEACON_BYTES)
         theirs = RegionMap([Region(address, BEACON_BYTES)], "peer's")
@@ -142,7 +142,7 @@ class _Remote:
     num_users: int = 0
 
 
-class _Reader:
+class _ReadingAgent:
     """An agent that reads, and the peers' agents that are loaded into it. `buffer`, for beacons, is registered with
     it."""
 
@@ -191,7 +191,7 @@ class _Reader:
 class NixlPeer(FabricPeer):
     """Reads from one peer. Owns its transfers until each has ended."""
 
-    def __init__(self, fabric: NixlFabric, reader: _Reader, remote: _Remote, described: NixlDescription) -> None:
+    def __init__(self, fabric: NixlFabric, reader: _ReadingAgent, remote: _Remote, described: NixlDescription) -> None:
         self._fabric, self._reader, self._remote, self._agent = fabric, reader, remote, reader.agent
         self._theirs = RegionMap([Region(address, size) for address, size in described.regions], "peer's")
         self._ours = fabric.context.memory.map

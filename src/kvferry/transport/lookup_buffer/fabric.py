@@ -23,7 +23,7 @@ from kvferry.transport.lookup_buffer.messages import (
     PURPOSE,
     FromConsumer,
     News,
-    Offer,
+    ProducerInfo,
     ReleaseKey,
     Renew,
     Select,
@@ -58,7 +58,9 @@ class FabricLookupBuffer(LookupBuffer):
         self._memory, self._listener, self.fabrics = context.memory, context.listener, fabrics
         self.pool = PeerPool(context.listener, fabrics)
         described = {fabric.name: fabric.describe() for fabric in fabrics}
-        self._offer = Offer(self._memory.num_blocks, self._memory.geometry.places, table.bounds.lease_s, described)
+        self._info = ProducerInfo(
+            self._memory.num_blocks, self._memory.geometry.places, table.bounds.lease_s, described
+        )
         self._sessions: set[Session] = set()
         self._num_mismatches = 0
         self._listener.handle(PURPOSE, self._serve)
@@ -168,7 +170,7 @@ class FabricLookupBuffer(LookupBuffer):
         self._sessions.add(session)
         self.table.listen(session.wake)
         try:
-            await connection.send(self._offer)
+            await connection.send(self._info)
             await run_together(session.receive(), session.send())
         finally:
             self.table.unlisten(session.wake)

@@ -1,6 +1,6 @@
 """The messages between consumer and producer of a fabric lookup buffer, after the handshake.
 
-producer ── Offer ─────────────────────────────► consumer     once: where its blocks lie, and how to read them
+producer ── ProducerInfo ──────────────────────► consumer     once: where its blocks lie, and how to read them
          ◄───────────────── Select(id, key) ────
          ── News(id, generation, parts, …) ────►              as it happens; with the seal its `meta`
          ◄─────────────────────── Renew() ─────               now and then, while any key is selected
@@ -37,7 +37,7 @@ class Part(msgspec.Struct, frozen=True, array_like=True):
     block_ids: list[int]
 
 
-class Offer(Message, frozen=True):
+class ProducerInfo(Message, frozen=True):
     """The producer's blocks: how many and where, how long its leases are (s), and its fabrics, by name."""
 
     num_blocks: int

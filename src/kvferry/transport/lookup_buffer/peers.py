@@ -24,7 +24,7 @@ from kvferry.transport.lookup_buffer.messages import (
     PURPOSE,
     FromConsumer,
     News,
-    Offer,
+    ProducerInfo,
     Renew,
     Select,
     Unselect,
@@ -132,20 +132,18 @@ class Peer:
             if source.engine_id and connection.peer.engine_id != source.engine_id:
                 raise PeerLost(f"the instance that had the KV is gone; {self.where} is another one now")
             async with limited_to(deadline, f"first message of {self.where}"):
-                offer: Offer = await connection.receive(Offer)
+                info: ProducerInfo = await connection.receive(ProducerInfo)
             self.answers, deadline = True, deadline + CONNECT_S
             layout = connection.peer.layout
             _require_meant(source, layout)
-            if len(offer.places) != layout.num_layers:
-                raise ProtocolError(
-                    f"{self.where} offers {len(offer.places)} layers, its layout has {layout.num_layers}"
-                )
-            self.geometry = BlockGeometry(layout, offer.num_blocks, offer.places)
-            self.fabric = _shared_fabric(self._fabrics, offer)
-            self.fabric_peer = await self.fabric.connect(offer.fabrics[self.fabric.name], deadline)
+            if len(info.places) != layout.num_layers:
+                raise ProtocolError(f"{self.where} has {len(info.places)} layers, its layout has {layout.num_layers}")
+            self.geometry = BlockGeometry(layout, info.num_blocks, info.places)
+            self.fabric = _shared_fabric(self._fabrics, info)
+            self.fabric_peer = await self.fabric.connect(info.fabrics[self.fabric.name], deadline)
             log.info("KV of %s is read over %s", self.where, self.fabric.name)
             try:
-                yield connection, offer.lease_s
+                yield connection, info.lease_s
             finally:
                 await self.fabric_peer.close()
         finally:
@@ -236,13 +234,13 @@ class PeerPool:
                 idle.task.cancel()
 
 
-def _shared_fabric(fabrics: Sequence[Fabric], offer: Offer) -> Fabric:
+def _shared_fabric(fabrics: Sequence[Fabric], info: ProducerInfo) -> Fabric:
     """The first of our fabrics that the producer has too and that reaches it. Raises `ConfigError`."""
     for fabric in fabrics:
-        description = offer.fabrics.get(fabric.name)
+        description = info.fabrics.get(fabric.name)
         if description is not None and fabric.reachable(description):
             return fabric
-    ours, theirs = ", ".join(fabric.name for fabric in fabrics), ", ".join(offer.fabrics)
+    ours, theirs = ", ".join(fabric.name for fabric in fabrics), ", ".join(info.fabrics)
     raise ConfigError(
         f"no transport joins these two instances: this one has {ours}, the producer {theirs}; shm needs both on one"
         " machine with a common view of /proc; set kv_connector_extra_config.transport to tcp or auto on both"
