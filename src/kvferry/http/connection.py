@@ -123,37 +123,42 @@ class ServerConnection(asyncio.Protocol):
     async def _serve(self) -> None:
         """Answer one request after the other, until one of them, or the client, is the last."""
         while (turn := await self._next()) is not None:
-            request, response, was_cancelled = turn.request, turn.response, False
-            self._service.running.add(self)
-            try:
-                handler = self._service.handler_of(request, self._side, self._writer.transport)
-                with logging_request(request.id):
-                    await handler(request, response)
-                if response.started:
-                    response.cut()  # unless it is complete
-                else:
-                    logger.error("request %s: the handler returned without an answer", request.id)
-                    response.fail(internal_error(request.id))
-            except RequestError as error:
-                response.fail(error)
-            except asyncio.CancelledError:  # the client has left, or the grace period is over
-                was_cancelled, lifecycle = True, self._service.lifecycle
-                if self._state is not State.LOST:
-                    response.fail(lifecycle.abort_reason() if lifecycle.draining else internal_error(request.id))
-            except Exception:  # the edge: a fault of a handler ends its request, and nothing else
-                logger.exception("request %s failed", request.id)
-                response.fail(internal_error(request.id))
-            self._log(turn)
-            self._turn = None
-            self._writer.pauses(None)
-            self._service.running.discard(self)
-            self._service.note_quiet()
-            if not request.body.complete:
-                self._close_lingering()
-            elif was_cancelled or response.was_cut or response.is_last or response.framing == "close":
-                self._close()
+            await self._answer(turn)
+            del turn  # an idle connection keeps nothing of its last request
         if self._broken is not None:
             self._refuse(self._broken)
+
+    async def _answer(self, turn: _Turn) -> None:
+        """Run the handler of one request, and close the connection if that was the last."""
+        request, response, was_cancelled = turn.request, turn.response, False
+        self._service.running.add(self)
+        try:
+            handler = self._service.handler_of(request, self._side, self._writer.transport)
+            with logging_request(request.id):
+                await handler(request, response)
+            if response.started:
+                response.cut()  # unless it is complete
+            else:
+                logger.error("request %s: the handler returned without an answer", request.id)
+                response.fail(internal_error(request.id))
+        except RequestError as error:
+            response.fail(error)
+        except asyncio.CancelledError:  # the client has left, or the grace period is over
+            was_cancelled, lifecycle = True, self._service.lifecycle
+            if self._state is not State.LOST:
+                response.fail(lifecycle.abort_reason() if lifecycle.draining else internal_error(request.id))
+        except Exception:  # the edge: a fault of a handler ends its request, and nothing else
+            logger.exception("request %s failed", request.id)
+            response.fail(internal_error(request.id))
+        self._log(turn)
+        self._turn = None
+        self._writer.pauses(None)
+        self._service.running.discard(self)
+        self._service.note_quiet()
+        if not request.body.complete:
+            self._close_lingering()
+        elif was_cancelled or response.was_cut or response.is_last or response.framing == "close":
+            self._close()
 
     async def _next(self) -> _Turn | None:
         """The next request, once the client has read most of its earlier answers: a client that only sends requests

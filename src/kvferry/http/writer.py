@@ -24,8 +24,8 @@ class ClientWriter:
     def __init__(self, transport: asyncio.Transport) -> None:
         transport.set_write_buffer_limits(high=_HIGH_WATER, low=_LOW_WATER)
         self.transport = transport
-        self._writable = asyncio.Event()
-        self._writable.set()
+        self._caught_up: asyncio.Event | None = None
+        """While the client is slow: set when it has caught up, or has left."""
         self._lost = False
         self._producer: Producer | None = None
         self._stalled_since, self._stalled_bytes = 0.0, 0
@@ -43,49 +43,55 @@ class ClientWriter:
     @property
     def is_writable(self) -> bool:
         """Whether the client keeps up, or has left."""
-        return self._writable.is_set()
+        return self._caught_up is None
 
     @property
     def slow(self) -> bool:
         """Whether `drain` would wait."""
-        return not self._writable.is_set() or self.transport.is_closing()
+        return self._caught_up is not None or self.transport.is_closing()
 
     async def drain(self) -> None:
         """Wait until the client has read most of what was sent."""
         if self._lost or self.transport.is_closing():
             # A closed transport takes everything and is never full: who only writes would never hear of the end.
             await asyncio.sleep(0)
-        await self._writable.wait()
+        if self._caught_up is not None:
+            await self._caught_up.wait()
 
     def pauses(self, producer: Producer | None) -> None:
         """Pause this source while the client is slow."""
         self._producer = producer
-        if producer is not None and not self._writable.is_set():
+        if producer is not None and self._caught_up is not None:
             producer.pause_reading()
 
     # For the connection.
 
     def pause(self, now: float) -> None:
         """The client reads more slowly than we write."""
-        self._writable.clear()
+        self._caught_up = asyncio.Event()
         self._stalled_since, self._stalled_bytes = now, self.num_unsent
         if self._producer is not None:
             self._producer.pause_reading()
 
     def resume(self) -> None:
         """It has caught up."""
-        self._writable.set()
+        self._wake_up()
         if self._producer is not None:
             self._producer.resume_reading()
 
     def lose(self) -> None:
         """It has left."""
         self._lost, self._producer = True, None
-        self._writable.set()
+        self._wake_up()
+
+    def _wake_up(self) -> None:
+        if self._caught_up is not None:
+            self._caught_up.set()
+            self._caught_up = None
 
     def stalled_s(self, now: float) -> float:
         """For how long the client has read nothing, though something waits for it."""
-        if self._writable.is_set():
+        if self._caught_up is None:
             return 0.0
         if (buffered := self.num_unsent) < self._stalled_bytes:
             self._stalled_since, self._stalled_bytes = now, buffered
