@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import os
 import resource
-import shutil
 import subprocess
 import threading
+import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -21,7 +21,7 @@ from support.flaky_link import FlakyLink
 from support.ports import free_port
 from support.valkey_server import BINARIES, ValkeyServer, server_binary
 
-SLOW_S, HUNG_S = 1.0, 3600.0
+SLOW_S, HUNG_S, REMOUNT_S = 1.0, 3600.0, 20.0
 ON_SERVER = ("valkey", "tiers", "tiers, written back", "lmcache")
 SERVER_STATES = ("killed", "hung", "full", "slow", "read-only", "restarted empty")
 DISK_STATES = ("gone", "hung", "full", "full for long files", "slow", "read-only", "emptied")
@@ -127,9 +127,9 @@ class OnDisk:
                 resource.setrlimit(resource.RLIMIT_FSIZE, (1024, self._before[1]))
                 self._stack.callback(self.recover, state)
             case "read-only":
-                subprocess.run(["mount", "-o", "remount,ro", self.root], check=True)
+                self._remount("ro")
             case "emptied":
-                shutil.rmtree(self.root)
+                self.root.rename(self.folder / "moved")  # at once, as somebody may be writing
 
     def recover(self, state: str) -> None:
         match state:
@@ -142,7 +142,13 @@ class OnDisk:
             case "full for long files":
                 resource.setrlimit(resource.RLIMIT_FSIZE, self._before)
             case "read-only":
-                subprocess.run(["mount", "-o", "remount,rw", self.root], check=True)
+                self._remount("rw")
+
+    def _remount(self, how: str) -> None:
+        """Not while somebody writes."""
+        deadline = time.monotonic() + REMOUNT_S
+        while subprocess.run(["mount", "-o", f"remount,{how}", self.root], check=False).returncode:
+            assert time.monotonic() < deadline
 
 
 class HeldUpDisk:
