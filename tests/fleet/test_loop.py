@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 
 from kvferry.core.errors import ConfigError
 from kvferry.fleet.control.backoff import held_back
-from kvferry.fleet.control.facts import ChangeRole, Drain, Failure, Member, Phase, Start, Step, Stop
+from kvferry.fleet.control.facts import Drain, Failure, Observed, Phase, Start, Step, StopMember, SwitchRole
 from kvferry.fleet.control.loop import plan
 from kvferry.fleet.control.rehearsal import rehearse
-from kvferry.fleet.control.spec import Fleet, fleet_from
+from kvferry.fleet.control.spec import WantedFleet, fleet_from
 from support.examples import examples
 
 POOLING = {"name": "chat", "model": "m", "mode": "pooling"}
@@ -26,12 +26,12 @@ REPLICA = {"name": "chat", "model": "m", "mode": "replica"}
 TICK_S = 1.0
 
 
-def pooling(prefill: int = 1, decode: int = 1, **more: Any) -> Fleet:
+def pooling(prefill: int = 1, decode: int = 1, **more: Any) -> WantedFleet:
     roles = {"prefill": {"count": prefill}, "decode": {"count": decode}}
     return fleet_from({**POOLING, "role": roles, **more})
 
 
-def replica(count: int = 1, prefill: int = 1, decode: int = 1, **more: Any) -> Fleet:
+def replica(count: int = 1, prefill: int = 1, decode: int = 1, **more: Any) -> WantedFleet:
     unit = {"members": {"prefill": prefill, "decode": decode}, "count": count}
     return fleet_from({**REPLICA, "unit": unit, **more})
 
@@ -39,11 +39,11 @@ def replica(count: int = 1, prefill: int = 1, decode: int = 1, **more: Any) -> F
 class World:
     """A backend that does every step, at once or late, and whose instances live and die as they are told."""
 
-    def __init__(self, fleet: Fleet) -> None:
+    def __init__(self, fleet: WantedFleet) -> None:
         self.fleet, self.now = fleet, 0.0
-        self.members: dict[str, Member] = {}
+        self.members: dict[str, Observed] = {}
         self.failures: list[Failure] = []
-        self.seen: list[Member] = []
+        self.seen: list[Observed] = []
 
     def tick(self, *, late: bool = False) -> list[Step]:
         """One round; `late`: with the facts of the round before."""
@@ -62,22 +62,22 @@ class World:
         match step:
             case Start():
                 if one is None:
-                    self.members[step.name] = Member(
+                    self.members[step.name] = Observed(
                         step.name, step.role, step.revision, Phase.STARTING, self.now, step.unit
                     )
             case Drain():
                 if one is not None and one.phase in (Phase.READY, Phase.STARTING):
                     self.to(one, Phase.DRAINING)
-            case Stop():
+            case StopMember():
                 if one is not None:
                     del self.members[step.name]
                     if step.failed:
                         self.failures.append(Failure(one.role, one.revision, self.now, step.why))
-            case ChangeRole():
+            case SwitchRole():
                 if one is not None and one.phase is Phase.READY:
                     self.members[one.name] = replace(one, role=step.role, phase=Phase.STARTING, since=self.now)
 
-    def to(self, one: Member, phase: Phase) -> None:
+    def to(self, one: Observed, phase: Phase) -> None:
         self.members[one.name] = replace(one, phase=phase, since=self.now)
 
     def check(self, steps: Sequence[Step], *, late: bool) -> None:
@@ -86,7 +86,7 @@ class World:
             one = fleet.role[role]
             assert self.number(role) <= (one.count + fleet.roll.surge if one.max is None else one.max)
         if fleet.roll.pause:
-            assert not [one for one in steps if isinstance(one, Start | Drain | ChangeRole)]
+            assert not [one for one in steps if isinstance(one, Start | Drain | SwitchRole)]
         names = [one.name for one in steps if isinstance(one, Start)]
         assert len(names) == len(set(names))
 
@@ -117,11 +117,11 @@ class World:
         return len(units) == fleet.unit.count and all(one == fleet.unit.members for one in members)
 
 
-def changed(fleet: Fleet, **more: Any) -> Fleet:
+def changed(fleet: WantedFleet, **more: Any) -> WantedFleet:
     return msgspec.structs.replace(fleet, **more)
 
 
-def another_model(fleet: Fleet) -> Fleet:
+def another_model(fleet: WantedFleet) -> WantedFleet:
     return changed(fleet, model=f"{fleet.model}+")
 
 
@@ -195,7 +195,7 @@ COUNTS = st.integers(0, 3)
 
 
 @st.composite
-def fleets(draw: st.DrawFn) -> Fleet:
+def fleets(draw: st.DrawFn) -> WantedFleet:
     roll = {
         "surge": draw(st.integers(0, 2)),
         "unavailable": draw(st.integers(0, 2)),
@@ -281,7 +281,7 @@ def test_a_new_revision_that_fails_takes_nothing_from_the_old_one() -> None:
 def test_who_has_served_for_a_while_has_recovered() -> None:
     fleet = pooling(failure={"crash_loop": 1})
     failed = [Failure("decode", fleet.revision, 10.0, "it ended")]
-    one = Member("decode-0", "decode", fleet.revision, Phase.READY, 20.0)
+    one = Observed("decode-0", "decode", fleet.revision, Phase.READY, 20.0)
     assert held_back(fleet, "decode", [one], failed, 30.0)
     assert not held_back(fleet, "decode", [one], failed, 90.0)
 
@@ -291,7 +291,7 @@ def test_a_unit_holds_nothing_while_it_waits_for_what_never_comes() -> None:
     world.tick()
     [first, *_] = world.members.values()
     world.to(first, Phase.READY)
-    stopped = [step for _ in range(40) for step in world.tick() if isinstance(step, Stop)]
+    stopped = [step for _ in range(40) for step in world.tick() if isinstance(step, StopMember)]
     assert len(stopped) == 3
     assert {step.why for step in stopped} == {"does not serve after 30s"}
 
@@ -303,7 +303,7 @@ def test_what_is_replaced_when_a_member_of_a_unit_fails(restart: str) -> None:
     failed = next(iter(world.members.values()))
     world.to(failed, Phase.FAILED)
     steps = world.tick()
-    assert steps[0] == Stop(failed.name, "it ended", failed=True)
+    assert steps[0] == StopMember(failed.name, "it ended", failed=True)
     drained = [step.name for step in steps if isinstance(step, Drain)]
     mates = [one.name for one in world.members.values() if one.unit == failed.unit]
     assert drained == ([] if restart == "instance" else mates)
@@ -322,7 +322,7 @@ def test_who_does_not_drain_is_stopped_after_its_time_and_not_before() -> None:
 
 
 def test_a_role_change_comes_before_an_end_and_a_start() -> None:
-    def roles(prefill: int, decode: int) -> Fleet:
+    def roles(prefill: int, decode: int) -> WantedFleet:
         able = {"prefill": {"count": prefill, "can_be": ["decode"]}, "decode": {"count": decode}}
         return fleet_from({**POOLING, "role": able})
 
@@ -330,7 +330,7 @@ def test_a_role_change_comes_before_an_end_and_a_start() -> None:
     world.settle()
     world.fleet = roles(1, 2)
     [step] = world.tick()
-    assert isinstance(step, ChangeRole)
+    assert isinstance(step, SwitchRole)
     assert step.role == "decode"
     world.settle()
     world.fleet = roles(2, 1)  # and a decode instance cannot

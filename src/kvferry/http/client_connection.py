@@ -22,7 +22,7 @@ from kvferry.http.message import AnswerHead, AnswerParser
 from kvferry.http.tls import advice, closed_at_once
 
 
-class Phase(Enum):
+class CallPhase(Enum):
     """What the connection does now; see the module."""
 
     FREE = auto()
@@ -56,7 +56,7 @@ class ClientConnection(asyncio.Protocol):
     def __init__(self, loop: asyncio.AbstractEventLoop, name: str, who: str) -> None:
         self._loop, self._name, self._who = loop, name, who
         self.transport: asyncio.Transport | None = None
-        self.phase = Phase.FREE
+        self.phase = CallPhase.FREE
         self.error: TransferError | None = None
         self.on_closed: Callable[[ClientConnection], None] | None = None
         self.num_calls = 0
@@ -68,12 +68,12 @@ class ClientConnection(asyncio.Protocol):
     @property
     def is_usable(self) -> bool:
         """Whether a request may be sent."""
-        return self.phase is Phase.FREE and self.transport is not None and not self.transport.is_closing()
+        return self.phase is CallPhase.FREE and self.transport is not None and not self.transport.is_closing()
 
     @property
     def is_complete(self) -> bool:
         """Whether all of the answer is here."""
-        return self.phase is Phase.COMPLETE
+        return self.phase is CallPhase.COMPLETE
 
     @property
     def between_chunks(self) -> bool:
@@ -83,7 +83,7 @@ class ClientConnection(asyncio.Protocol):
     def begin(self, call: Receiver, data: tuple[bytes, ...]) -> None:
         """Send a request; `call` is told of its answer."""
         assert self.transport is not None
-        self._call, self.phase = call, Phase.SENT
+        self._call, self.phase = call, CallPhase.SENT
         self._parser.next()
         self.num_calls += 1
         for part in data:
@@ -92,16 +92,16 @@ class ClientConnection(asyncio.Protocol):
     def release(self) -> bool:
         """The call is over; returns whether the connection can take another one."""
         self._call = None
-        if self.phase is not Phase.COMPLETE or not self._reusable:
+        if self.phase is not CallPhase.COMPLETE or not self._reusable:
             return False
-        self.phase, self.free_since = Phase.FREE, self._loop.time()
+        self.phase, self.free_since = CallPhase.FREE, self._loop.time()
         return self.is_usable
 
     def close(self, error: TransferError | None = None) -> None:
         """Close it, because of `error`; the instance notices, and stops its work."""
-        if self.phase is Phase.CLOSED:
+        if self.phase is CallPhase.CLOSED:
             return
-        self.phase = Phase.CLOSED
+        self.phase = CallPhase.CLOSED
         self.error = error or PeerLost(f"the connection to {self._name} was closed here")
         call, self._call = self._call, None
         if call is not None:
@@ -116,13 +116,13 @@ class ClientConnection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """The connection is open."""
         self.transport = cast(asyncio.Transport, transport)
-        if self.phase is Phase.CLOSED:
+        if self.phase is CallPhase.CLOSED:
             self.transport.abort()
 
     def data_received(self, data: bytes) -> None:
         """Bytes have come, from the transport or handed back by the fast path."""
         call, parser = self._call, self._parser
-        if call is None or self.phase is Phase.COMPLETE:
+        if call is None or self.phase is CallPhase.COMPLETE:
             self.close(ProtocolError(f"{self._name} sent more than its answer"))
             return
         try:
@@ -131,7 +131,7 @@ class ClientConnection(asyncio.Protocol):
             self.close(ProtocolError(f"{self._name} does not answer in HTTP/1.1: {error}"))
             return
         if parser.complete:
-            self.phase = Phase.COMPLETE
+            self.phase = CallPhase.COMPLETE
         if pieces := parser.pieces:
             parser.pieces = []
             call.receive(pieces[0] if len(pieces) == 1 else b"".join(pieces), len(data))
@@ -139,7 +139,7 @@ class ClientConnection(asyncio.Protocol):
             call.receive(b"", len(data))
 
     def _head_is_here(self, head: AnswerHead) -> bool:
-        self.phase, self._reusable = Phase.BODY, head.keep_alive
+        self.phase, self._reusable = CallPhase.BODY, head.keep_alive
         assert self._call is not None
         if self._call.begin(head):
             return True
@@ -148,13 +148,13 @@ class ClientConnection(asyncio.Protocol):
 
     def eof_received(self) -> None:
         """The instance sends no more, which is the end of an answer without a length; the transport closes itself."""
-        if self.phase is Phase.BODY and self._call is not None and self._call.ends_with_connection:
-            self.phase, self._reusable = Phase.COMPLETE, False
+        if self.phase is CallPhase.BODY and self._call is not None and self._call.ends_with_connection:
+            self.phase, self._reusable = CallPhase.COMPLETE, False
             self._call.receive(b"", 0)
 
     def connection_lost(self, error: Exception | None) -> None:
         """The connection is gone."""
         why = "the connection was closed" if error is None else advice(error, self._name, self._who)
-        if error is None and self.num_calls == 1 and self.phase is Phase.SENT:
+        if error is None and self.num_calls == 1 and self.phase is CallPhase.SENT:
             why += f" ({closed_at_once(self._name, self._who)})"
         self.close(PeerLost(f"{self._name} broke off: {why}"))

@@ -24,7 +24,7 @@ _SPARE_FILES = 256
 """Descriptors kept for everything that is not a client's connection; half of them all, where there are few."""
 
 
-class Connection(Protocol):
+class ConnectedClient(Protocol):
     """A client's connection, as the server sees it."""
 
     client: str
@@ -48,8 +48,8 @@ class Service:
     def __init__(self, routes: Routes, config: HttpConfig, lifecycle: Lifecycle, guard: Guard) -> None:
         self.config, self.lifecycle = config, lifecycle
         self._routes, self.guard = routes, guard
-        self.connections: set[Connection] = set()
-        self.running: set[Connection] = set()
+        self.connections: set[ConnectedClient] = set()
+        self.running: set[ConnectedClient] = set()
         self.quiet = asyncio.Event()
         self._per_client: Counter[str] = Counter()
         self._most, self._spare = config.limits.http_connections, _SPARE_FILES
@@ -69,7 +69,7 @@ class Service:
                 limit,
             )
 
-    def admit(self, connection: Connection) -> Unavailable | None:
+    def admit(self, connection: ConnectedClient) -> Unavailable | None:
         """Count a connection; returns the refusal if there are too many."""
         self.connections.add(connection)
         self._per_client[connection.client] += 1
@@ -88,7 +88,7 @@ class Service:
         """Whether there is not even room for connections that are only told that they are refused."""
         return len(self.connections) > self._most + self._spare // 2
 
-    def forget(self, connection: Connection) -> None:
+    def forget(self, connection: ConnectedClient) -> None:
         """The connection is gone."""
         self.connections.discard(connection)
         self._per_client[connection.client] -= 1

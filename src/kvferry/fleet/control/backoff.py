@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from kvferry.fleet.control.facts import Failure, Member, Phase
-from kvferry.fleet.control.spec import Fleet, Role, seconds
+from kvferry.fleet.control.facts import Failure, Observed, Phase
+from kvferry.fleet.control.spec import Role, WantedFleet, seconds
 
 SETTLED_S = 60.0
 """Who has served for so long has recovered: failures before that count no longer."""
 
 
-def held_back(fleet: Fleet, role: Role, members: Iterable[Member], failures: Iterable[Failure], now: float) -> str:
+def held_back(
+    fleet: WantedFleet, role: Role, members: Iterable[Observed], failures: Iterable[Failure], now: float
+) -> str:
     """Why no instance of this role is started now, after failures in a row; empty if one may be."""
     revision, failing = fleet.revision, fleet.failure
     settled = [

@@ -22,7 +22,7 @@ class Phase(Enum):
 
 
 @dataclass(frozen=True)
-class Member:
+class Observed:
     """An instance. `since`: when its phase began. `outstanding`: requests and tickets that are not over. `unit`: the
     unit it belongs to, in replica mode."""
 
@@ -66,7 +66,7 @@ class Drain:
 
 
 @dataclass(frozen=True)
-class Stop:
+class StopMember:
     """End an instance now, and forget it. `failed`: it counts as a failure."""
 
     name: str
@@ -75,7 +75,7 @@ class Stop:
 
 
 @dataclass(frozen=True)
-class ChangeRole:
+class SwitchRole:
     """Let an instance that runs do the other phase."""
 
     name: str
@@ -83,4 +83,4 @@ class ChangeRole:
     why: str
 
 
-Step = Start | Drain | Stop | ChangeRole
+Step = Start | Drain | StopMember | SwitchRole

@@ -23,8 +23,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from kvferry.fleet.control.backoff import held_back
-from kvferry.fleet.control.facts import ChangeRole, Drain, Failure, Member, Phase, Start, Step, Stop
-from kvferry.fleet.control.spec import Fleet, Role, seconds
+from kvferry.fleet.control.facts import Drain, Failure, Observed, Phase, Start, Step, StopMember, SwitchRole
+from kvferry.fleet.control.spec import Role, WantedFleet, seconds
 
 UNIT = "unit"
 _LEAVING = (Phase.DRAINING, Phase.DRAINED, Phase.FAILED)
@@ -38,14 +38,14 @@ class Item:
     revision: str
     phase: Phase
     since: float
-    members: tuple[Member, ...]
+    members: tuple[Observed, ...]
 
     @property
     def outstanding(self) -> int:
         return sum(one.outstanding for one in self.members)
 
 
-def plan(fleet: Fleet, members: Sequence[Member], failures: Sequence[Failure], now: float) -> list[Step]:
+def plan(fleet: WantedFleet, members: Sequence[Observed], failures: Sequence[Failure], now: float) -> list[Step]:
     """The steps to take now; none: everything is as it is to be, or has to be waited for. `failures`: those that are
     remembered, oldest first."""
     tick = _Tick(fleet, members, failures, now)
@@ -63,7 +63,9 @@ class _Tick:
     """One round: the items that are here to stay, and the steps so far. Every step changes the items as if it had been
     done, so that the next one counts on it."""
 
-    def __init__(self, fleet: Fleet, members: Sequence[Member], failures: Sequence[Failure], now: float) -> None:
+    def __init__(
+        self, fleet: WantedFleet, members: Sequence[Observed], failures: Sequence[Failure], now: float
+    ) -> None:
         self._fleet, self._members, self._failures, self._now = fleet, members, list(failures), now
         self._revision = fleet.revision
         self._names = {one.name for one in members} | {one.unit for one in members}
@@ -123,9 +125,9 @@ class _Tick:
             if one.phase is Phase.FAILED:
                 self._fail(one, one.reason or "it ended")
             elif one.phase is Phase.DRAINED:
-                self.steps.append(Stop(one.name, "drained"))
+                self.steps.append(StopMember(one.name, "drained"))
             elif one.phase is Phase.DRAINING and for_s >= seconds(failing.drain):
-                self.steps.append(Stop(one.name, f"not drained within {failing.drain}"))
+                self.steps.append(StopMember(one.name, f"not drained within {failing.drain}"))
         for item in list(self._items.values()):
             if item.phase is Phase.STARTING and self._now - item.since >= seconds(failing.start):
                 self._remove(item, f"does not serve after {failing.start}", failed=True)
@@ -149,7 +151,7 @@ class _Tick:
                 for item in able[: max(0, min(-missing[role], missing.get(other, 0)))]:
                     able.remove(item)
                     why = f"{role} has {-missing[role]} too many, {other} {missing[other]} too few"
-                    self.steps.append(ChangeRole(item.members[0].name, other, why))
+                    self.steps.append(SwitchRole(item.members[0].name, other, why))
                     self._drop(item)
                     self._add(replace(item, kind=other, phase=Phase.STARTING, since=self._now))
                     missing[role] += 1
@@ -243,10 +245,10 @@ class _Tick:
             if failed:
                 self._fail(one, why)
             else:
-                self.steps.append((Stop if one.phase is Phase.STARTING else Drain)(one.name, why))
+                self.steps.append((StopMember if one.phase is Phase.STARTING else Drain)(one.name, why))
 
-    def _fail(self, member: Member, why: str) -> None:
-        self.steps.append(Stop(member.name, why, failed=True))
+    def _fail(self, member: Observed, why: str) -> None:
+        self.steps.append(StopMember(member.name, why, failed=True))
         self._failures.append(Failure(member.role, member.revision, self._now, why))
 
     def _roles(self, kind: str) -> tuple[Role, ...]:
@@ -289,12 +291,12 @@ class _Ready:
         return {kind: sum(one[kind] for one in whole) for kind in self._wanted}
 
 
-def _items(fleet: Fleet, members: Iterable[Member]) -> Iterator[Item]:
+def _items(fleet: WantedFleet, members: Iterable[Observed]) -> Iterator[Item]:
     if fleet.unit is None:
         for one in members:
             yield Item(one.role, one.revision, one.phase, one.since, (one,))
         return
-    units = defaultdict[str, list[Member]](list)
+    units = defaultdict[str, list[Observed]](list)
     for one in members:
         units[one.unit].append(one)
     wanted = sum(fleet.unit.members.values())

@@ -8,14 +8,14 @@ from dataclasses import replace
 import msgspec
 
 from kvferry.core.errors import ConfigError
-from kvferry.fleet.control.facts import ChangeRole, Drain, Member, Phase, Start, Step, Stop
+from kvferry.fleet.control.facts import Drain, Observed, Phase, Start, Step, StopMember, SwitchRole
 from kvferry.fleet.control.loop import plan
-from kvferry.fleet.control.spec import Fleet
+from kvferry.fleet.control.spec import WantedFleet
 
 _MOST_STEPS = 100_000
 
 
-def rehearse(fleet: Fleet, members: Sequence[Member], now: float = 0.0) -> list[Step]:
+def rehearse(fleet: WantedFleet, members: Sequence[Observed], now: float = 0.0) -> list[Step]:
     """All steps until the fleet is as it is to be, if every step succeeds at once. Raises `ConfigError` if it would
     come to a stop before: the settings leave no way to replace what is there."""
     steps: list[Step] = []
@@ -37,15 +37,15 @@ def rehearse(fleet: Fleet, members: Sequence[Member], now: float = 0.0) -> list[
     return steps
 
 
-def _unpaused(fleet: Fleet) -> Fleet:
+def _unpaused(fleet: WantedFleet) -> WantedFleet:
     return msgspec.structs.replace(fleet, roll=msgspec.structs.replace(fleet.roll, pause=False))
 
 
-def _imagine(present: dict[str, Member], step: Step, now: float) -> None:
+def _imagine(present: dict[str, Observed], step: Step, now: float) -> None:
     match step:
         case Start():
-            present[step.name] = Member(step.name, step.role, step.revision, Phase.READY, now, step.unit)
-        case ChangeRole():
+            present[step.name] = Observed(step.name, step.role, step.revision, Phase.READY, now, step.unit)
+        case SwitchRole():
             present[step.name] = replace(present[step.name], role=step.role, phase=Phase.READY, since=now)
-        case Drain() | Stop():
+        case Drain() | StopMember():
             present.pop(step.name, None)

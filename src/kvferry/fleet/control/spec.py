@@ -2,8 +2,8 @@
 
     name = "chat"; model = "Qwen/Qwen3-8B"; mode = "pooling"
 
-Every table and key is a field below. `Fleet.revision` names what cannot be changed in a running instance: a fleet with
-another one is *rolled*, one with other numbers is *scaled*.
+Every table and key is a field below. `WantedFleet.revision` names what cannot be changed in a running instance: a fleet
+with another one is *rolled*, one with other numbers is *scaled*.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def seconds(duration: str) -> float:
     return float(match[1]) * _UNITS[match[2]]
 
 
-class Engine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class EngineSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`[engine]`: what runs the model, on every instance."""
 
     kind: Literal["kvferry", "vllm"] = "kvferry"
@@ -131,7 +131,7 @@ class Backend(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`local`: processes of this machine."""
 
 
-class Fleet(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class WantedFleet(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A fleet. Read it with `read_fleet`, which checks it."""
 
     name: Name
@@ -140,7 +140,7 @@ class Fleet(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A local directory, a Hugging Face id, or kvferry/tiny-python."""
     mode: Literal["pooling", "replica"]
     """`pooling`: each role is scaled for itself, and any P hands over to any D. `replica`: units of fixed members."""
-    engine: Engine = Engine()
+    engine: EngineSpec = EngineSpec()
     role: dict[Role, RoleSpec] = {}
     unit: Unit | None = None
     roll: Roll = Roll()
@@ -156,7 +156,7 @@ class Fleet(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return hashlib.sha256(settings).hexdigest()[:8]
 
 
-def read_fleet(path: Path) -> Fleet:
+def read_fleet(path: Path) -> WantedFleet:
     """The fleet in a TOML file. Raises `ConfigError`: one line with the file, the key and what is wrong with it."""
     try:
         given = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -171,7 +171,7 @@ def read_fleet(path: Path) -> Fleet:
 
 
 _TABLES: dict[str, type[msgspec.Struct]] = {
-    "engine": Engine,
+    "engine": EngineSpec,
     "unit": Unit,
     "roll": Roll,
     "failure": Failing,
@@ -179,9 +179,9 @@ _TABLES: dict[str, type[msgspec.Struct]] = {
 }
 
 
-def fleet_from(given: Mapping[str, Any]) -> Fleet:
+def fleet_from(given: Mapping[str, Any]) -> WantedFleet:
     """The fleet of these tables. Raises `ConfigError` that names the key, and the nearest one that exists."""
-    known = {one.encode_name: one for one in msgspec.structs.fields(Fleet)}
+    known = {one.encode_name: one for one in msgspec.structs.fields(WantedFleet)}
     values: dict[str, Any] = {}
     for key, value in given.items():
         if key not in known:
@@ -198,7 +198,7 @@ def fleet_from(given: Mapping[str, Any]) -> Fleet:
     for key in ("name", "model", "mode"):
         if key not in values:
             raise ConfigError(f"{key} is required")
-    fleet = Fleet(**values)
+    fleet = WantedFleet(**values)
     _check(fleet)
     return fleet
 
@@ -215,7 +215,7 @@ def _role(name: str) -> Role:
     return name
 
 
-def _check(fleet: Fleet) -> None:
+def _check(fleet: WantedFleet) -> None:
     """Raise `ConfigError` for tables that contradict each other."""
     if fleet.mode == "replica":
         if fleet.unit is None:
