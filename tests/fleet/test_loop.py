@@ -344,3 +344,12 @@ def test_a_roll_that_could_never_end_is_refused_before_it_begins() -> None:
     world.settle()
     with pytest.raises(ConfigError, match="could never be replaced"):
         rehearse(another_model(fleet), list(world.members.values()))
+
+
+def test_a_roll_begins_when_there_is_room_for_it() -> None:
+    """What was drained a moment ago takes room until it is gone."""
+    world = World(pooling(4, 4))
+    world.settle()
+    world.fleet = another_model(pooling(1, 1, roll={"surge": 1}))
+    assert {type(step) for step in world.tick()} == {Drain}
+    world.settle()
