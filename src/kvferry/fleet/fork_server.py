@@ -221,6 +221,8 @@ class _Server:
             with suppress(ConnectionError):
                 while packet := await loop.sock_recv(self._socket, MOST_BYTES):
                     self._hear(msgspec.json.decode(packet, type=Message))
+        except msgspec.MsgspecError as error:
+            logger.warning("the process that forks instances sent a message that is none: %s", error)
         finally:  # Whatever happened, nobody may wait for messages that will not come.
             self._give_up()
 
