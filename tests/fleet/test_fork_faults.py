@@ -97,7 +97,14 @@ async def cancel_when_asked(server: ForkServer) -> None:
 
 
 def children() -> set[int]:
-    return {one.pid for one in psutil.Process().children(recursive=True) if one.status() != psutil.STATUS_ZOMBIE}
+    return {one.pid for one in psutil.Process().children(recursive=True) if is_there(one)}
+
+
+def is_there(process: psutil.Process) -> bool:
+    try:
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:  # it ended in the meantime
+        return False
 
 
 async def until(there: Callable[[], bool], every_s: float = 0.02) -> None:
