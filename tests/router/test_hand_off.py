@@ -124,46 +124,65 @@ async def test_decode_is_told_of_all_ranks_of_a_prefill_instance() -> None:
     assert (early["tp_size"], early["remote_ranks"]) == (2, [["127.0.0.1", 4711], ["127.0.0.1", 4712]])
 
 
+def tells_of_stores(stores: list[str], **more: Any) -> Answering:
+    """P: a ticket that says which stores took its KV; whole answers to requests without a hand-off."""
+
+    async def answering(peer: Peer, request: Request, body: Any) -> Response:
+        if "kv_transfer_params" not in body:
+            return await answer(peer, request, body)
+        params = {**ticket_for(peer, {"seed": 1, **body}), "remote_stores": stores}
+        return JSONResponse({"choices": [], "kv_transfer_params": params})
+
+    return answering
+
+
 async def test_a_prefill_instance_whose_store_takes_nothing_is_left_out_until_it_does() -> None:
-    """D would compute each prompt once more. The request that tells is served with P's first token; P itself tells
+    """D would compute each prompt once more. The request that tells is answered by P, which has its KV; P itself tells
     when its store takes KV again."""
-
-    async def full(peer: Peer, request: Request, body: Any) -> Response:
-        return JSONResponse({"choices": [], "kv_transfer_params": {**ticket_for(peer, body), "remote_stores": stores}})
-
     stores: list[str] = []
-    p, d = Peer("prefill", full, facts={**CONCURRENT, "connector": "KVStoreConnector"}), a_decode()
+    p, d = Peer("prefill", tells_of_stores(stores), facts={**CONCURRENT, "connector": "KVStoreConnector"}), a_decode()
     async with instances(p, d), routing([p.url], [d.url]) as (router, url):
-        assert (await post(url))[0] == 200
+        status, body, _ = await post(url)
+        assert (status, body["choices"][0]["text"], len(d.calls)) == (200, "done", 0)
+        assert p.calls[1].body == {**BODY, "seed": p.calls[0].body["seed"]}
         p.facts["stores_take_kv"] = False
         assert (await post(url))[0] == 200
-        assert len(p.calls) == 1
+        assert (len(p.calls), len(d.calls)) == (2, 1)
         stores.append("valkey")
         await router.health.look(router.services.pools)
         assert (await post(url))[0] == 200
-        assert len(p.calls) == 1
+        assert len(p.calls) == 2
         p.facts["stores_take_kv"] = True
         await router.health.look(router.services.pools)
         for _ in range(2):
             assert (await post(url))[0] == 200
     told = [one.body.get("kv_transfer_params", {}).get("remote_stores") for one in d.calls]
-    assert told == [[], None, None, ["valkey"], ["valkey"]]
+    assert told == [None, None, ["valkey"], ["valkey"]]
 
 
 async def test_a_vllm_whose_store_takes_nothing_is_left_out_for_a_while() -> None:
     """It cannot be asked."""
-
-    async def full(peer: Peer, request: Request, body: Any) -> Response:
-        params = {**ticket_for(peer, {**body, "seed": 1}), "remote_stores": []}
-        return JSONResponse({"choices": [], "kv_transfer_params": params})
-
-    p, d = Peer("prefill", full, vllm="0.32"), Peer("decode", answer, vllm="0.32")
+    p, d = Peer("prefill", tells_of_stores([]), vllm="0.32"), Peer("decode", answer, vllm="0.32")
     async with instances(p, d), routing([p.url], [d.url]) as (router, url):
-        for num_calls in (1, 1, 2):
-            if num_calls == 2:
+        for num_calls in (2, 2, 4):
+            if num_calls == 4:
                 router.services.pools.prefill.without_tickets.clear()  # as when their time is over
             assert (await post(url))[0] == 200
             assert len(p.calls) == num_calls
+    assert len(d.calls) == 1
+
+
+async def test_where_the_prefill_instance_cannot_answer_decode_gets_the_ticket_without_kv() -> None:
+    async def only_prefills(peer: Peer, request: Request, body: Any) -> Response:
+        if "kv_transfer_params" not in body:
+            return JSONResponse({"error": {"message": "broken"}}, status_code=500)
+        return await tells_of_stores([])(peer, request, body)
+
+    p, d = Peer("prefill", only_prefills, facts={**CONCURRENT, "connector": "KVStoreConnector"}), a_decode()
+    async with instances(p, d), routing([p.url], [d.url]) as (_, url):
+        status, body, _ = await post(url)
+    assert (status, body["choices"][0]["text"]) == (200, "done")
+    assert [one.body["kv_transfer_params"]["remote_stores"] for one in d.calls] == [[]]
 
 
 async def _with_go_once_both_are_called(p: Peer, d: Peer, request: Any) -> Any:

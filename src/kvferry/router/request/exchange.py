@@ -51,6 +51,7 @@ from kvferry.router.request.leg_bodies import (
     prefill_usage,
     repeats_itself,
     shared_seed,
+    whole_body,
 )
 from kvferry.router.request.legs import Legs
 from kvferry.router.request.next_turn import NextTurns
@@ -186,6 +187,7 @@ class Exchange:
             refused the request -                                         P's answer
             keeps nothing       -                                         D does both; if both were called, another P
             ticket              waiting, asks the engine that has it      is waited for
+            ticket without KV   not called yet                            P does both, from its prefix cache; else D
             ticket              waiting, asks another engine              D is called again, with the ticket
             ticket              failed, or not called yet                 D, or another one, is called with the ticket
         """
@@ -246,6 +248,9 @@ class Exchange:
         self._fetched = hand_off
         if hand_off.ticket is not None and is_without_kv(hand_off.ticket):
             self._leave_out(hand_off.prefill)
+            body = whole_body(self._body, self._seed_for(hand_off.form))
+            if (whole := await self._rescue.from_prefill(hand_off.prefill, body, self._send_and_wait)) is not None:
+                return whole
         answer = await self._decode(self._decode_body(hand_off.ticket, hand_off.form), hand_off, last)
         if answer.verdict == "fault" and isinstance(hand_off.prefill.facts, VllmFacts):
             hand_off.prefill.learn(Unasked())  # Another process may be at its address now; `Health` asks it.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from random import getrandbits
 from typing import Any
 
@@ -119,9 +120,9 @@ def _with_keeping(params: Any, keeps: bool) -> Any:
     return {**params, "keep_for_next_turn": keeps}
 
 
-def whole_body(body: RequestBody) -> bytes:
-    """The body for one instance that does both phases."""
-    return body.encode()
+def whole_body(body: RequestBody, seed: Mapping[str, Any]) -> bytes:
+    """The body for the prefill instance when it does both phases, with the seed that it has sampled its token with."""
+    return body.encode(**seed)
 
 
 class _Ticket(msgspec.Struct):

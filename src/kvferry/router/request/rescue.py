@@ -1,4 +1,4 @@
-"""Finds another instance to continue an answer whose instance was lost.
+"""Finds another instance to continue an answer whose instance was lost, or to give one whose hand-off has no KV.
 
 Any instance of the same kind that serves the model can: decode instances first, then prefill instances. Owns which of
 them failed this answer; one of those is asked again only after `Health` has checked it again, and one that asked for a
@@ -75,6 +75,11 @@ class Rescue:
     async def from_the_beginning(self, body: bytes, ask: Ask) -> Leg | None:
         """A whole answer of which the client has nothing yet, from any instance that can give it now."""
         return await self._first_that_serves(ask, body, InstanceFacts, 0.0) if self._config.continuations else None
+
+    async def from_prefill(self, prefill: Instance, body: bytes, ask: Ask) -> Leg | None:
+        """A whole answer from the prefill instance that has just computed the prompt, whose KV no store took: it still
+        has it in its prefix cache, and any other instance would have to compute it again."""
+        return await self._ask(ask, prefill, body) if self._config.continuations and prefill.usable else None
 
     def failed(self, instance: Instance) -> None:
         """This instance is not asked again, unless something new is known about it."""
