@@ -13,6 +13,11 @@ from kvferry.fleet.control.spec import fleet_from, read_fleet, seconds
 BASE: dict[str, Any] = {"name": "chat", "model": "m", "mode": "pooling", "role": {"prefill": {}, "decode": {}}}
 UNIT: dict[str, Any] = {**BASE, "mode": "replica", "role": {}, "unit": {"members": {"prefill": 1, "decode": 2}}}
 
+
+def in_pods(**kubernetes: Any) -> dict[str, Any]:
+    return {**BASE, "backend": {"kind": "kubernetes", "kubernetes": kubernetes}}
+
+
 TEXT = """
 name = "chat"; model = "Qwen/Qwen3-8B"; mode = "pooling"
 [engine]
@@ -69,6 +74,15 @@ def test_a_file(tmp_path: Path) -> None:
         ({**BASE, "failure": {"drain": "2 minutes"}}, "failure.drain: .*duration"),
         ({**BASE, "failure": {"backoff": ["2m", "1s"]}}, "longer than the longest"),
         ({**BASE, "backend": {"kind": "locale"}}, "backend.kind: .*locale"),
+        ({**BASE, "backend": {"kind": "kubernetes"}}, "need each other"),
+        ({**BASE, "backend": {"kubernetes": {"image": "i"}}}, "need each other"),
+        (in_pods(imgae="i"), "backend.kubernetes.imgae is not a known key; did you mean 'image'"),
+        (in_pods(), "backend.kubernetes.image is required"),
+        (in_pods(image="i", pod=3), "backend.kubernetes.pod must be a table"),
+        (in_pods(image="i", pod={"prefil": {}}), "pod.prefil is not a known key; did you mean 'prefill'"),
+        (in_pods(image="i", pod={"decode": 3}), "pod.decode must be a table"),
+        (in_pods(image="i", pod={"decode": {"host": 2}}), "pod.decode.host is not a known key; did you mean 'hosts'"),
+        (in_pods(image="i", pod={"decode": {"limits": {"cpu": "two"}}}), "pod.decode.limits: "),
         ({**BASE, "engine": {"kind": "vlm"}}, "engine.kind: .*vlm"),
     ],
 )
@@ -76,6 +90,15 @@ def test_what_is_wrong_is_told_in_one_line(given: dict[str, Any], complaint: str
     with pytest.raises(ConfigError, match=complaint) as raised:
         fleet_from(given)
     assert "\n" not in str(raised.value)
+
+
+def test_what_pods_need() -> None:
+    pods = {"decode": {"hosts": 2, "limits": {"nvidia.com/gpu": "8"}, "tolerations": [{"operator": "Exists"}]}}
+    told = fleet_from(in_pods(image="kvferry:1", namespace="llm", pod=pods)).backend.kubernetes
+    assert told is not None
+    assert (told.image, told.namespace, told.gang, told.model_claim) == ("kvferry:1", "llm", "none", None)
+    assert (told.pod["decode"].hosts, told.pod["decode"].limits) == (2, {"nvidia.com/gpu": "8"})
+    assert told.pod["decode"].tolerations[0].operator == "Exists"
 
 
 @pytest.mark.parametrize("text", ["name = ", "\x00", "a = 1\na = 2"])

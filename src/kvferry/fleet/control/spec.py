@@ -19,6 +19,7 @@ import msgspec
 
 from kvferry.core.errors import ConfigError
 from kvferry.core.options import read_options, read_value, unknown_key
+from kvferry.fleet.control.kubernetes_spec import KubernetesSpec, read_kubernetes
 
 Role = Literal["prefill", "decode", "both"]
 ROLES: tuple[Role, ...] = get_args(Role)
@@ -127,8 +128,10 @@ class Failing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Backend(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`[backend]`: where the instances are."""
 
-    kind: Literal["local"] = "local"
-    """`local`: processes of this machine."""
+    kind: Literal["local", "kubernetes"] = "local"
+    """`local`: processes of this machine; `kubernetes`: pods, whose manifests `kvferry fleet render` writes."""
+    kubernetes: KubernetesSpec | None = None
+    """What pods need to be told."""
 
 
 class WantedFleet(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -175,7 +178,6 @@ _TABLES: dict[str, type[msgspec.Struct]] = {
     "unit": Unit,
     "roll": Roll,
     "failure": Failing,
-    "backend": Backend,
 }
 
 
@@ -191,6 +193,8 @@ def fleet_from(given: Mapping[str, Any]) -> WantedFleet:
                 _role(name): read_options(RoleSpec, _table(f"role.{name}", one), f"role.{name}")
                 for name, one in _table("role", value).items()
             }
+        elif key == "backend":
+            values[key] = _backend(_table(key, value))
         elif key in _TABLES:
             values[key] = read_options(_TABLES[key], _table(key, value), key)
         else:
@@ -207,6 +211,18 @@ def _table(where: str, value: object) -> Mapping[str, Any]:
     if not isinstance(value, dict):
         raise ConfigError(f"{where} must be a table")
     return value
+
+
+def _backend(given: Mapping[str, Any]) -> Backend:
+    pods = given.get("kubernetes")
+    told = read_options(Backend, {key: value for key, value in given.items() if key != "kubernetes"}, "backend")
+    if (told.kind == "kubernetes") != (pods is not None):
+        raise ConfigError('[backend.kubernetes] and kind = "kubernetes" need each other')
+    return (
+        told
+        if pods is None
+        else msgspec.structs.replace(told, kubernetes=read_kubernetes(_table("backend.kubernetes", pods)))
+    )
 
 
 def _role(name: str) -> Role:

@@ -1,0 +1,102 @@
+"""`[backend.kubernetes]`: what pods need to be told beside what the fleet is to be. `kvferry fleet render` writes the
+manifests."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from kvferry.core.errors import ConfigError
+from kvferry.core.options import read_options, unknown_key
+
+PodRole = Literal["prefill", "decode", "both", "router"]
+POD_ROLES: tuple[PodRole, ...] = ("prefill", "decode", "both", "router")
+
+Quantity = Annotated[
+    str,
+    msgspec.Meta(
+        pattern=r"^[0-9]+(\.[0-9]+)?(m|k|Ki|M|Mi|G|Gi|T|Ti)?$", description='a quantity such as "500m", "8" or "32Gi"'
+    ),
+]
+ObjectName = Annotated[
+    str,
+    msgspec.Meta(
+        pattern=r"^[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?$",
+        description="the name of an object: lower-case letters, digits, hyphens and dots",
+    ),
+]
+
+
+class Toleration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """A taint of nodes that pods accept, as in a pod's `tolerations`."""
+
+    key: str | None = None
+    operator: Literal["Exists", "Equal"] | None = None
+    value: str | None = None
+    effect: Literal["NoSchedule", "PreferNoSchedule", "NoExecute"] | None = None
+
+
+class PodSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`[backend.kubernetes.pod.prefill]`, `….pod.decode`, `….pod.both`, `….pod.router`: the pods of one role."""
+
+    requests: dict[str, Quantity] = {}
+    """Resources that a pod needs, such as { cpu = "8", memory = "32Gi" }."""
+    limits: dict[str, Quantity] = {}
+    """Resources that a pod may use; devices too, such as { "nvidia.com/gpu" = "1", "rdma/hca" = "1" }."""
+    node_selector: dict[str, str] = {}
+    """Labels of the nodes that pods may run on."""
+    tolerations: tuple[Toleration, ...] = ()
+    """Taints of nodes that pods accept."""
+    hosts: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1
+    """Pods of one instance, among which its ranks are divided (a LeaderWorkerSet). More than one needs vLLM."""
+    shared_memory: Quantity = "8Gi"
+    """Size of /dev/shm: the KV cache is in it on CPUs, and what ranks pass to each other."""
+
+
+class KubernetesSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """`[backend.kubernetes]`."""
+
+    image: Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
+    """Image of all containers, with kvferry in it (`Dockerfile`)."""
+    namespace: ObjectName = "default"
+    """Namespace of all objects."""
+    pod: dict[PodRole, PodSpec] = {}
+    """Resources and nodes, by role."""
+    image_pull_secrets: tuple[ObjectName, ...] = ()
+    """Secrets of registries."""
+    service_account: ObjectName | None = None
+    """Account of all pods; none of them is given a token of the Kubernetes API."""
+    token_secret: ObjectName | None = None
+    """A Secret that is there already, with KVFERRY_AUTH_TOKEN in its key `token`. Default: one is rendered."""
+    model_claim: ObjectName | None = None
+    """A PersistentVolumeClaim with models and the cache of Hugging Face, mounted at /models. Default: each pod fetches
+    the model into a volume of its own."""
+    environment: dict[str, str] = {}
+    """Further environment variables of all containers."""
+    disaggregated_set: bool = False
+    """One DisaggregatedSet for all roles, which are then rolled together, in place of an object for each role."""
+    gang: Literal["none", "kubernetes", "volcano"] = "none"
+    """PodGroups of those pods that are of use only together: Kubernetes' own (1.37 with the feature gate
+    GenericWorkload) or Volcano's."""
+    pod_monitor: bool = False
+    """Write a PodMonitor for Prometheus' operator."""
+    clients_from: dict[str, str] = {}
+    """Labels of the pods that may reach the router. Default: everyone may."""
+
+
+def read_kubernetes(given: Mapping[str, Any]) -> KubernetesSpec:
+    """The table `[backend.kubernetes]`. Raises `ConfigError` that names the key, and the nearest one that exists."""
+    where = "backend.kubernetes"
+    pods = given.get("pod", {})
+    if not isinstance(pods, dict):
+        raise ConfigError(f"{where}.pod must be a table")
+    for name, one in pods.items():
+        if name not in POD_ROLES:
+            raise ConfigError(unknown_key(f"{where}.pod.{name}", name, POD_ROLES))
+        if not isinstance(one, dict):
+            raise ConfigError(f"{where}.pod.{name} must be a table")
+    read = {name: read_options(PodSpec, one, f"{where}.pod.{name}") for name, one in pods.items()}
+    spec = read_options(KubernetesSpec, {name: value for name, value in given.items() if name != "pod"}, where)
+    return msgspec.structs.replace(spec, pod=read)
