@@ -212,7 +212,7 @@ class Router:
             Route("GET", "/metrics", self.show_metrics, Access.PROBE),
             Route("GET", INSTANCES_PATH, self.show_instances, Access.PROBE),
             Route("GET", DECISIONS_PATH, self.show_decisions, Access.PROBE),
-            *Admin(self.membership).routes(),
+            *Admin(self.membership, self.show_instances).routes(),
             *self.registrations.routes(),
         ]
 
@@ -313,6 +313,7 @@ def _view(instance: Instance) -> dict[str, Any]:
         "alive": instance.usable,
         "state": instance.state.value,
         "in_flight": instance.in_flight,
+        "unit": instance.unit,
         **view_of_state(instance),
         "engine": _ENGINES.get(type(instance.facts)),
     }

@@ -46,6 +46,10 @@ class RouterConfig:
     """Take instances that register themselves (`kvferry prefill|decode --register URL`). They and the router need the
     same KVFERRY_AUTH_TOKEN. The router then also starts without any instance."""
 
+    declared: bool = False
+    """Start without any instance: an operator declares all of them (PUT /kvferry/instances), as the controller of a
+    fleet does."""
+
     registration_lease_s: Seconds = 15.0
     """Seconds that a registered instance stays registered without renewing its lease; it renews three times within
     this time."""

@@ -55,7 +55,11 @@ class Others:
         }
         table = self._router.table()
         return Routes(
-            [replace(one, handler=of_all.get(one.path, one.handler)) for one in table], self._router.fallback()
+            [
+                replace(one, handler=of_all[one.path]) if one.path in of_all and one.method == "GET" else one
+                for one in table
+            ],
+            self._router.fallback(),
         )
 
     def own_routes(self) -> Routes:

@@ -176,7 +176,7 @@ class Chooser:
 
 
 def _can_pair(prefill: Instance, decode: Instance) -> bool:
-    return can_pair(prefill.facts, decode.facts)
+    return prefill.unit == decode.unit and can_pair(prefill.facts, decode.facts)
 
 
 def with_model(model: str, instances: Sequence[Instance]) -> Candidates[Instance]:

@@ -11,13 +11,15 @@ from kvferry.http.errors import Unauthorized
 from kvferry.http.keys import Access
 from kvferry.http.request import HttpRequest
 from kvferry.http.response import Response
-from kvferry.http.routes import Route
+from kvferry.http.routes import Handler, Route
 from kvferry.router.instances.instance import BOOTSTRAP_PORT, Instance, LegRole
-from kvferry.router.instances.membership import Membership
+from kvferry.router.instances.membership import Declared, Membership
 
 INSTANCES_PATH = "/kvferry/instances"
 
 _LONGEST_BODY = 64 * 1024
+MOST_DECLARED = 4096
+_LONGEST_DECLARATION = MOST_DECLARED * 4096
 
 Text = Annotated[str, msgspec.Meta(min_length=1, max_length=2048)]
 
@@ -43,6 +45,23 @@ class Remove(msgspec.Struct, forbid_unknown_fields=True):
     force: bool = False
 
 
+class DeclaredInstance(msgspec.Struct, forbid_unknown_fields=True):
+    """One instance of a fleet. `unit`: it hands off to, and takes from, instances of that unit only."""
+
+    name: Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}\Z")]
+    role: LegRole
+    url: Text
+    bootstrap_port: Annotated[int, msgspec.Meta(ge=1, le=65535)] | None = None
+    unit: Annotated[str, msgspec.Meta(max_length=128)] = ""
+    draining: bool = False
+
+
+class Declaration(msgspec.Struct, forbid_unknown_fields=True):
+    """PUT /kvferry/instances: all instances of a fleet."""
+
+    instances: Annotated[list[DeclaredInstance], msgspec.Meta(max_length=MOST_DECLARED)]
+
+
 class ChangeRole(msgspec.Struct, forbid_unknown_fields=True):
     """POST /kvferry/instances/role."""
 
@@ -56,13 +75,25 @@ Asked = TypeVar("Asked", bound=msgspec.Struct)
 class Admin:
     """The routes that change which instances there are."""
 
-    def __init__(self, membership: Membership) -> None:
-        self._membership = membership
+    def __init__(self, membership: Membership, show: Handler) -> None:
+        """`show` answers with all instances."""
+        self._membership, self._show = membership, show
 
     def routes(self) -> list[Route]:
         """Served beside the router's other routes."""
         handlers = {"add": self.add, "drain": self.drain, "remove": self.remove, "role": self.change_role}
-        return [Route("POST", f"{INSTANCES_PATH}/{name}", one, Access.OPERATE) for name, one in handlers.items()]
+        changes = [Route("POST", f"{INSTANCES_PATH}/{name}", one, Access.OPERATE) for name, one in handlers.items()]
+        return [Route("PUT", INSTANCES_PATH, self.declare, Access.OPERATE), *changes]
+
+    async def declare(self, request: HttpRequest, response: Response) -> None:
+        """The instances of a fleet, all of them. May be repeated; answers as GET does."""
+        asked = await self._read(request, Declaration, _LONGEST_DECLARATION)
+        declared = [Declared(**msgspec.structs.asdict(one)) for one in asked.instances]
+        try:
+            self._membership.declare(declared)
+        except ConfigError as error:
+            raise InvalidRequest(str(error), param="instances") from error
+        await self._show(request, response)
 
     async def add(self, request: HttpRequest, response: Response) -> None:
         """Add an instance."""
@@ -91,13 +122,13 @@ class Admin:
         shown = {"name": instance.name, "role": instance.role, "url": instance.url, **view_of_state(instance)}
         response.send_json(msgspec.json.encode(shown))
 
-    async def _read(self, request: HttpRequest, kind: type[Asked]) -> Asked:
+    async def _read(self, request: HttpRequest, kind: type[Asked], longest: int = _LONGEST_BODY) -> Asked:
         """The body of a request whose sender may do this. Raises `Unauthorized` and `InvalidRequest`."""
         if not request.caller.is_operator:
             raise Unauthorized("This needs an operator: an admin key, or a request that `kvferry fleet` has signed")
         body = await request.body.read()
-        if len(body) > _LONGEST_BODY:
-            raise InvalidRequest(f"the body has {len(body)} bytes; at most {_LONGEST_BODY} are read here")
+        if len(body) > longest:
+            raise InvalidRequest(f"the body has {len(body)} bytes; at most {longest} are read here")
         try:
             return msgspec.json.decode(body, type=kind)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:

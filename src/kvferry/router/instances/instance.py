@@ -125,6 +125,7 @@ class Instance:
         name: str = "",
         revision: Revision | None = None,
         member: int = 0,
+        unit: str = "",
         loads: LoadTable | None = None,
     ) -> None:
         self.role = role
@@ -137,6 +138,8 @@ class Instance:
         """What clients, metrics and logs call it; says no address."""
         self.member = member
         """The number that all routers of one port know it by."""
+        self.unit = unit
+        """Hand-offs stay within a unit."""
         self.bootstrap_port = bootstrap_port
         self.state = InstanceState.NEW
         self._has_been_up = False

@@ -10,8 +10,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from kvferry.core.errors import ConfigError, TransferError
@@ -22,7 +24,7 @@ from kvferry.router.errors import InstanceConflict, UnknownInstance
 from kvferry.router.instances.connections import Connections
 from kvferry.router.instances.instance import BOOTSTRAP_PORT, Instance, LegRole, normalise_url
 from kvferry.router.instances.pools import Pools, given_instances
-from kvferry.router.instances.shared_state import SharedState
+from kvferry.router.instances.shared_state import MemberRow, SharedState
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +41,18 @@ _LINE = re.compile(r"(prefill|decode)\s+(\S+)(?:\s+(\d{1,5}))?")
 
 Wanted = dict[str, tuple[LegRole, int]]
 """By URL, the role and the bootstrap port."""
+
+
+@dataclass(frozen=True)
+class Declared:
+    """An instance of a fleet, under the name that the fleet has for it."""
+
+    name: str
+    role: LegRole
+    url: str
+    bootstrap_port: int | None = None
+    unit: str = ""
+    draining: bool = False
 
 
 class Membership:
@@ -136,6 +150,53 @@ class Membership:
         logger.warning("%s (%s) is now %s", before, before.url, after)
         return after
 
+    def declare(self, wanted: Sequence[Declared]) -> None:
+        """These are the instances of the fleet; those that were declared before and are missing now have ended. What
+        operators did about other instances stays. Raises `ConfigError` for an address that is none, and
+        `InstanceConflict` for two of one name or address; nothing has changed then."""
+        urls = [normalise_url(one.url) for one in wanted]
+        for what, values in (("name", [one.name for one in wanted]), ("URL", urls)):
+            twice = [one for one, number in Counter(values).items() if number > 1]
+            if twice:
+                raise InstanceConflict(f"two instances have the {what} {twice[0][:200]!r}")
+        with self._changing():
+            rows = [one for one in self._state.members() if one.declared]
+            for row in rows:
+                if row.url not in urls:
+                    self._state.remove_member(row.id)
+            for one, url in zip(wanted, urls, strict=True):
+                self._declare(one, url, [row for row in rows if row.url == url])
+
+    def _declare(self, wanted: Declared, url: str, rows: Sequence[MemberRow]) -> None:
+        """`rows`: the same process as it was declared before, in each of its roles. One that was drained stays so until
+        it is declared no more."""
+        here = next((row for row in rows if not row.leaves_by_itself), None)
+        if here is not None and (here.name, here.unit) != (wanted.name, wanted.unit):
+            for row in rows:  # another process is at its address
+                self._state.remove_member(row.id)
+            here = None
+        before = None
+        if here is not None and here.role != wanted.role and not here.draining:
+            before, here = here, None
+            self._state.drain_member(before.id, leaves_by_itself=True)
+        if here is None:
+            port = wanted.bootstrap_port or BOOTSTRAP_PORT
+            member = self._state.declare_member(wanted.name, wanted.role, url, port, wanted.unit)
+            if wanted.draining:
+                self._state.drain_member(member)
+            self._take_after(member, before)
+        elif wanted.draining and not here.draining:
+            self._state.drain_member(here.id)
+
+    def _take_after(self, member: int, before: MemberRow | None) -> None:
+        """An instance that was declared is known already, if it was here in another role."""
+        if before is None:
+            return
+        old = self._pools.member(before.id)
+        state = old.state
+        self.follow()
+        self._pools.member(member).takes_after(old, state)
+
     def find(self, named: str) -> Instance:
         """The instance with this name or URL. Raises `UnknownInstance`."""
         self.catch_up()
@@ -182,7 +243,10 @@ class Membership:
         for row in self._state.members():
             instance = here.pop(row.id, None)
             if instance is None:
-                instance = self._pools.pool(row.role).add(row.url, row.bootstrap_port, name=row.name, member=row.id)
+                instance = self._pools.pool(row.role).add(
+                    row.url, row.bootstrap_port, name=row.name, member=row.id, unit=row.unit
+                )
+            instance.name = row.name
             if row.draining:
                 self._pools.retire(instance)
                 instance.leaves_by_itself = row.leaves_by_itself

@@ -37,11 +37,19 @@ class RolePool:
         self.without_tickets: dict[Instance, float] = {}
         """Until when requests are not split over a prefill instance, on the router's monotonic clock."""
 
-    def add(self, url: str, bootstrap_port: int = BOOTSTRAP_PORT, *, name: str = "", member: int = 0) -> Instance:
+    def add(
+        self, url: str, bootstrap_port: int = BOOTSTRAP_PORT, *, name: str = "", member: int = 0, unit: str = ""
+    ) -> Instance:
         """Add an instance. Raises `ConfigError`."""
-        name = name or f"{self.role}-{len(self.instances)}"
         instance = Instance(
-            self.role, url, bootstrap_port, name=name, revision=self.revision, member=member, loads=self._loads
+            self.role,
+            url,
+            bootstrap_port,
+            name=name or f"{self.role}-{len(self.instances)}",
+            revision=self.revision,
+            member=member,
+            unit=unit,
+            loads=self._loads,
         )
         self.instances.append(instance)
         self.revision.grow()
@@ -178,7 +186,7 @@ class Pools:
 def given_instances(config: RouterConfig) -> list[tuple[LegRole, str, int]]:
     """Role, URL and bootstrap port of each instance that flags name. Raises `ConfigError` when there is no decode
     instance or an address is wrong."""
-    if not config.decode_url and config.instances_file is None and not config.registration:
+    if not config.decode_url and config.instances_file is None and not (config.registration or config.declared):
         raise ConfigError(
             "the router needs at least one decode instance; name it with --decode-url http://host:port, or let"
             " instances register themselves with --registration"

@@ -34,7 +34,8 @@ CREATE TABLE IF NOT EXISTS routers (pid INTEGER PRIMARY KEY, started REAL NOT NU
 CREATE TABLE IF NOT EXISTS members (
     id INTEGER PRIMARY KEY AUTOINCREMENT, name TEXT NOT NULL, role TEXT NOT NULL, url TEXT NOT NULL,
     bootstrap_port INTEGER NOT NULL, draining INTEGER NOT NULL DEFAULT 0, drained INTEGER NOT NULL DEFAULT 0,
-    leaves_by_itself INTEGER NOT NULL DEFAULT 0);
+    leaves_by_itself INTEGER NOT NULL DEFAULT 0, unit TEXT NOT NULL DEFAULT '',
+    declared INTEGER NOT NULL DEFAULT 0);
 CREATE TABLE IF NOT EXISTS former_names (
     role TEXT NOT NULL, url TEXT NOT NULL, name TEXT NOT NULL, PRIMARY KEY (role, url));
 CREATE TABLE IF NOT EXISTS idle (
@@ -48,7 +49,8 @@ CREATE TABLE IF NOT EXISTS used (nonce TEXT PRIMARY KEY, at_ns INTEGER NOT NULL)
 
 
 class MemberRow(NamedTuple):
-    """One instance. `id` is never used again; `leaves_by_itself`: it is removed once it is drained."""
+    """One instance. `id` is never used again; `leaves_by_itself`: it is removed once it is drained; `unit`: it hands off
+    within that only; `declared`: a fleet's controller decides about it."""
 
     id: int
     name: str
@@ -58,6 +60,8 @@ class MemberRow(NamedTuple):
     draining: bool
     drained: bool
     leaves_by_itself: bool
+    unit: str
+    declared: bool
 
 
 class LeaseRow(NamedTuple):
@@ -184,9 +188,10 @@ class SharedState:
     def members(self) -> list[MemberRow]:
         """All of them, in the order in which they came."""
         found = self._run(
-            "SELECT id, name, role, url, bootstrap_port, draining, drained, leaves_by_itself FROM members ORDER BY id"
+            "SELECT id, name, role, url, bootstrap_port, draining, drained, leaves_by_itself, unit, declared"
+            " FROM members ORDER BY id"
         )
-        return [MemberRow(*row[:5], *map(bool, row[5:])) for row in found]
+        return [MemberRow(*row[:5], bool(row[5]), bool(row[6]), bool(row[7]), row[8], bool(row[9])) for row in found]
 
     def add_member(self, role: LegRole, url: str, bootstrap_port: int) -> int:
         """Returns its id. It has the name that it had when it was here before, or a new one."""
@@ -199,6 +204,18 @@ class SharedState:
             [[found]] = self._run(
                 "INSERT INTO members (name, role, url, bootstrap_port) VALUES (?, ?, ?, ?) RETURNING id",
                 name, role, url, bootstrap_port,
+            )  # fmt: skip
+        return int(found)
+
+    def declare_member(self, name: str, role: LegRole, url: str, bootstrap_port: int, unit: str) -> int:
+        """Add an instance of a fleet, which has named it. One with that name, which is the same process in another
+        role, is called after both from now on. Returns its id."""
+        with self.changing():
+            self._run("UPDATE members SET name = name || '-' || role WHERE name = ?", name)
+            [[found]] = self._run(
+                "INSERT INTO members (name, role, url, bootstrap_port, unit, declared) VALUES (?, ?, ?, ?, ?, 1)"
+                " RETURNING id",
+                name, role, url, bootstrap_port, unit,
             )  # fmt: skip
         return int(found)
 
@@ -216,7 +233,10 @@ class SharedState:
     def remove_member(self, member: int) -> None:
         """It is gone; if it comes back, metrics go on under its name."""
         with self.changing():
-            self._run("INSERT OR REPLACE INTO former_names SELECT role, url, name FROM members WHERE id = ?", member)
+            self._run(
+                "INSERT OR REPLACE INTO former_names SELECT role, url, name FROM members WHERE id = ? AND NOT declared",
+                member,
+            )
             self._run(
                 "DELETE FROM former_names WHERE rowid IN"
                 " (SELECT rowid FROM former_names ORDER BY rowid DESC LIMIT -1 OFFSET ?)",

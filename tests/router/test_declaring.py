@@ -1,0 +1,124 @@
+"""A fleet's controller declares all instances of it: PUT /kvferry/instances."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import aiohttp
+
+from kvferry.http.config import HttpConfig
+from kvferry.http.signed_client import bearer
+from router.peers import CONCURRENT, DECODE, Peer, answer, answer_when_told, instances, routing, ticket
+from router.test_membership import KEY, change, holds, post
+
+HTTP = HttpConfig(shutdown_grace_s=1, admin_key=(KEY,))
+SOON = {"health_interval_s": 0.05, "declared": True, "disaggregate_from": "0", "hand_off": "sequential"}
+
+Fields = dict[str, Any]
+
+
+def declared(name: str, peer: Peer, role: str = "decode", **more: Any) -> Fields:
+    return {"name": name, "role": role, "url": peer.url, **more}
+
+
+async def declare(router: str, *wanted: Fields, key: str = KEY) -> tuple[int, dict[str, Fields]]:
+    """The status, and the instances by name; of an error, what it says."""
+    name, value = (one.decode() for one in bearer(key))
+    async with (
+        aiohttp.ClientSession(headers={name: value}) as session,
+        session.put(f"{router}/kvferry/instances", json={"instances": wanted}) as response,
+    ):
+        told = await response.json()
+        return response.status, {one["name"]: one for one in told["instances"]} if response.ok else told["error"]
+
+
+def a_decode(answering: Any = answer) -> Peer:
+    return Peer("decode", answering, facts=DECODE)
+
+
+async def test_a_router_without_instances_serves_what_is_declared_under_the_fleets_names() -> None:
+    decode, prefill = a_decode(), Peer("prefill", ticket, facts=CONCURRENT)
+    async with instances(decode, prefill), routing([], [], HTTP, **SOON) as (router, url):
+        assert await post(url) == 503
+        wanted = (declared("d-7", decode), declared("p-3", prefill, "prefill"))
+        status, told = await declare(url, *wanted)
+        assert (status, sorted(told)) == (200, ["d-7", "p-3"])
+        await holds(lambda: all(one.state.value == "up" for one in router.services.pools))
+        assert await post(url) == 200
+        assert (len(prefill.calls), len(decode.calls)) == (1, 1)
+        members = [one.member for one in router.services.pools]
+        assert (await declare(url, *wanted))[0] == 200  # nothing is new
+        assert [one.member for one in router.services.pools] == members
+
+
+async def test_who_is_declared_no_more_is_gone_and_others_stay() -> None:
+    first, second, own = a_decode(), a_decode(), a_decode()
+    async with instances(first, second, own), routing([], [], HTTP, **SOON) as (router, url):
+        await declare(url, declared("a", first), declared("b", second))
+        await change(url, "add", role="decode", url=own.url)
+        _, told = await declare(url, declared("b", second))
+        assert sorted(told) == ["b", "decode-0"]
+        assert (await declare(url))[1].keys() == {"decode-0"}
+
+
+async def test_one_drains_until_nothing_runs_there_and_stays_until_it_is_declared_no_more() -> None:
+    first, second = a_decode(answer_when_told), a_decode()
+    async with instances(first, second), routing([], [], HTTP, **SOON) as (router, url):
+        await declare(url, declared("a", first))
+        running = asyncio.create_task(post(url, stream=True))
+        await first.called.wait()
+        wanted = (declared("a", first, draining=True), declared("b", second))
+        _, told = await declare(url, *wanted)
+        assert (told["a"]["state"], told["b"]["state"]) == ("draining", "new")
+        first.go.set()
+        assert await running == 200
+        await holds(lambda: router.services.pools.leaving[0].drained)
+        _, told = await declare(url, *wanted)
+        assert told["a"]["drained"]
+        assert (await declare(url, declared("b", second)))[1].keys() == {"b"}
+
+
+async def test_a_role_changes_at_once_and_what_ran_there_is_finished() -> None:
+    able, other = Peer("prefill", ticket, facts=CONCURRENT), a_decode()
+    async with instances(able, other), routing([], [], HTTP, **SOON) as (router, url):
+        await declare(url, declared("x", able, "prefill"), declared("d", other))
+        await holds(lambda: all(one.state.value == "up" for one in router.services.pools))
+        _, told = await declare(url, declared("x", able, "decode"), declared("d", other))
+        assert (told["x"]["role"], told["x"]["state"]) == ("decode", "up")
+        assert told["x-prefill"]["draining"]
+        await holds(lambda: not router.services.pools.leaving)
+
+
+async def test_hand_offs_stay_within_a_unit() -> None:
+    prefills = [Peer("prefill", ticket, facts=CONCURRENT) for _ in range(2)]
+    decodes = [a_decode() for _ in range(2)]
+    async with instances(*prefills, *decodes), routing([], [], HTTP, policy="round_robin", **SOON) as (router, url):
+        await declare(
+            url,
+            *(declared(f"p{unit}", one, "prefill", unit=f"u{unit}") for unit, one in enumerate(prefills)),
+            *(declared(f"d{unit}", one, unit=f"u{unit}") for unit, one in enumerate(decodes)),
+        )
+        await holds(lambda: all(one.state.value == "up" for one in router.services.pools))
+        for _ in range(8):
+            before = [len(one.calls) for one in (*prefills, *decodes)]
+            assert await post(url) == 200
+            called = [len(one.calls) - num for one, num in zip((*prefills, *decodes), before, strict=True)]
+            assert called in ([1, 0, 1, 0], [0, 1, 0, 1])
+
+
+async def test_what_cannot_be_is_refused_and_changes_nothing() -> None:
+    one, two = a_decode(), a_decode()
+    async with instances(one, two), routing([], [], HTTP, **SOON) as (router, url):
+        await declare(url, declared("a", one))
+        for status, wanted in (
+            (409, (declared("a", one), declared("a", two))),
+            (409, (declared("a", one), declared("b", one))),
+            (400, ({"name": "a", "role": "decode", "url": "http://host/v1"},)),
+            (400, (declared("a b", one),)),
+            (400, (declared("a", one, "both"),)),
+        ):
+            found, told = await declare(url, *wanted)
+            assert (found, bool(told["message"])) == (status, True)
+        assert (await declare(url, key="another"))[0] == 401
+        assert [one.name for one in router.services.pools] == ["a"]
