@@ -54,7 +54,7 @@ async def test_a_router_without_instances_serves_what_is_declared_under_the_flee
 
 async def test_who_is_declared_no_more_is_gone_and_others_stay() -> None:
     first, second, own = a_decode(), a_decode(), a_decode()
-    async with instances(first, second, own), routing([], [], HTTP, **SOON) as (router, url):
+    async with instances(first, second, own), routing([], [], HTTP, **SOON) as (_, url):
         await declare(url, declared("a", first), declared("b", second))
         await change(url, "add", role="decode", url=own.url)
         _, told = await declare(url, declared("b", second))

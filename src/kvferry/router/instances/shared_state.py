@@ -49,8 +49,8 @@ CREATE TABLE IF NOT EXISTS used (nonce TEXT PRIMARY KEY, at_ns INTEGER NOT NULL)
 
 
 class MemberRow(NamedTuple):
-    """One instance. `id` is never used again; `leaves_by_itself`: it is removed once it is drained; `unit`: it hands off
-    within that only; `declared`: a fleet's controller decides about it."""
+    """One instance. `id` is never used again; `leaves_by_itself`: it is removed once it is drained; `unit`: it hands
+    off within that only; `declared`: a fleet's controller decides about it."""
 
     id: int
     name: str
@@ -191,7 +191,7 @@ class SharedState:
             "SELECT id, name, role, url, bootstrap_port, draining, drained, leaves_by_itself, unit, declared"
             " FROM members ORDER BY id"
         )
-        return [MemberRow(*row[:5], bool(row[5]), bool(row[6]), bool(row[7]), row[8], bool(row[9])) for row in found]
+        return [MemberRow._make([*row[:5], *map(bool, row[5:8]), row[8], bool(row[9])]) for row in found]
 
     def add_member(self, role: LegRole, url: str, bootstrap_port: int) -> int:
         """Returns its id. It has the name that it had when it was here before, or a new one."""
