@@ -9,6 +9,8 @@ them with it.
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Protocol
 
 
@@ -23,15 +25,29 @@ class Clock(Protocol):
 
 
 class SystemClock:
-    """The machine's own time. Its methods are those of `time` themselves: a router calls them some twenty times for a
-    request."""
+    """The machine's own time. Its attributes are the functions of `time` themselves: a router calls them some twenty
+    times for a request."""
 
-    monotonic = staticmethod(time.monotonic)
-    wall = staticmethod(time.time)
+    __slots__ = ("monotonic", "wall")
+
+    def __init__(self) -> None:
+        self.monotonic, self.wall = time.monotonic, time.time
 
 
-SYSTEM_CLOCK: Clock = SystemClock()
+_SYSTEM = SystemClock()
+SYSTEM_CLOCK: Clock = _SYSTEM
 """The machine's own time."""
+
+
+@contextmanager
+def simulated_time(clock: Clock) -> Iterator[None]:
+    """While the body runs, `SYSTEM_CLOCK` has the time of `clock`. For a simulation, which is all that this process
+    does meanwhile."""
+    _SYSTEM.monotonic, _SYSTEM.wall = clock.monotonic, clock.wall
+    try:
+        yield
+    finally:
+        _SYSTEM.monotonic, _SYSTEM.wall = time.monotonic, time.time
 
 
 class ManualClock:

@@ -24,7 +24,6 @@ from __future__ import annotations
 import hashlib
 import hmac
 import os
-import secrets
 import stat
 from collections.abc import Iterable
 from contextlib import suppress
@@ -33,6 +32,7 @@ from typing import Literal, Protocol, cast, get_args
 
 import msgspec
 
+from kvferry.core import entropy
 from kvferry.core.cache_places import lasting_places
 from kvferry.core.clock import SYSTEM_CLOCK, Clock
 from kvferry.core.environment import AUTH_TOKEN
@@ -92,7 +92,7 @@ class Signer:
     def sign(self, purpose: Purpose, method: str, target: str, body: bytes = b"") -> str:
         """The `Authorization` header of one request."""
         at = str(int(self._clock.monotonic() * 1e9) + self._ahead_ns)
-        claims = [purpose, self._server, at, secrets.token_hex(16), hashlib.sha256(body).hexdigest()]
+        claims = [purpose, self._server, at, entropy.token_hex(16), hashlib.sha256(body).hexdigest()]
         return f"{SCHEME} {'.'.join([*claims, _code(derive(self._secret, purpose), claims, method, target)])}"
 
 
@@ -200,7 +200,7 @@ def users_token() -> str:
         path = folder / "token"
         with suppress(OSError, UnicodeDecodeError):
             if not path.exists():
-                _write_once(path, secrets.token_hex(32))
+                _write_once(path, entropy.token_hex(32))
             with path.open(encoding="utf-8") as file:
                 info = os.fstat(file.fileno())
                 if info.st_uid == os.getuid() and not stat.S_IMODE(info.st_mode) & 0o077:
@@ -211,7 +211,7 @@ def users_token() -> str:
 def _write_once(path: Path, text: str) -> None:
     """Write a file that nobody sees half written, and that is never replaced."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    draft = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
+    draft = path.with_name(f"{path.name}.{entropy.token_hex(8)}")
     try:
         draft.touch(mode=0o600)
         draft.write_text(text, encoding="utf-8")

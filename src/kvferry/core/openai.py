@@ -6,6 +6,7 @@ import re
 
 import msgspec
 
+from kvferry.core.entropy import secret_hex
 from kvferry.core.errors import (
     DeadlineExceeded,
     HandOffFailed,
@@ -15,7 +16,6 @@ from kvferry.core.errors import (
     Unavailable,
     UnknownModel,
 )
-from kvferry.core.secret_hex import secret_hex
 
 REQUEST_ID_HEADER = "X-Request-Id"
 """Names a request in every log and on both legs; taken from the client, and sent back."""

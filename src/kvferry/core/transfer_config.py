@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-import uuid
 from typing import Any, Literal
 
 import msgspec
 
+from kvferry.core import entropy
 from kvferry.core.bounds import MOST_BYTES, Bounds
 from kvferry.core.errors import ConfigError
 from kvferry.core.options import unknown_key
@@ -47,7 +47,7 @@ class KVTransferConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     kv_parallel_size: int = 1
     """Accepted because vLLM's configuration has it, and not used."""
 
-    engine_id: str = msgspec.field(default_factory=lambda: uuid.uuid4().hex)
+    engine_id: str = msgspec.field(default_factory=lambda: entropy.token_hex(16))
     """Name of this instance among those that exchange KV. Default: random."""
 
     kv_load_failure_policy: Literal["recompute", "fail"] = "recompute"

@@ -1,61 +1,20 @@
-"""The engine: schedule → run → postprocess, one step at a time. Synchronous; used from one thread.
-
-Owns the scheduler, the connector's scheduler side and the executor, and closes them. It does not know where the model
-runs, nor on how many ranks: the executor does.
-"""
+"""The engine with its model."""
 
 from __future__ import annotations
 
-import logging
-import secrets
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from dataclasses import replace
-
-import msgspec
-
-from kvferry.connectors.api import (
-    ConnectorContext,
-    HandsOff,
-    KeepsBlocks,
-    SchedulerSide,
-    StepPlan,
-    TransferEvent,
-    failures,
-    gauges_of,
-    statistics_of,
-)
 from kvferry.connectors.registry import find_connector
-from kvferry.core.block_hash import BlockHash
-from kvferry.core.clock import Clock, SystemClock
-from kvferry.core.closing import close_all
-from kvferry.core.errors import ConnectorLost, InvalidRequest, LeakError, RankLost, RequestError
-from kvferry.core.hand_off import Consume, Produce
-from kvferry.core.kept import TierShare
-from kvferry.core.request import EngineOutput, Request
+from kvferry.core.clock import SYSTEM_CLOCK, Clock
 from kvferry.core.transfer_config import KVTransferConfig
-from kvferry.engine.block_pool import BlockPool
-from kvferry.engine.cached_order import make_cached_order
 from kvferry.engine.config import EngineConfig
-from kvferry.engine.executor.base import PlanQueue, StepResult
+from kvferry.engine.core import EngineCore
 from kvferry.engine.executor.build import build_executor
 from kvferry.engine.kv_events import BlockEvents
-from kvferry.engine.limits import SchedulerLimits
 from kvferry.engine.model.loader import Progress
-from kvferry.engine.scheduler import Scheduler
-from kvferry.engine.statistics import EngineSnapshot
-from kvferry.engine.step import Chunk
 from kvferry.kv_events.publisher import KVEventPublisher
 
-log = logging.getLogger(__name__)
-MOST_FAILED_STEPS = 8
-"""Failed steps in a row that no single request caused: the error of the next one ends the engine."""
-MOST_PLANS = 64
-"""That could not be begun; then the connector will never hear of its requests again."""
 
-
-class Engine:
-    """One model, served step by step."""
+class Engine(EngineCore):
+    """An `EngineCore` that loads its model."""
 
     def __init__(
         self,
@@ -67,259 +26,22 @@ class Engine:
         on_progress: Progress = lambda what, share: None,
     ) -> None:
         """Load everything; may take long. Raises `ConfigError` or `UnsupportedModel`."""
-        self.config, self.transfer, self.clock = config, transfer, clock or SystemClock()
+        clock = clock or SYSTEM_CLOCK
         # Addresses and folders that cannot be had are found now, and not when the model is loaded.
         if transfer is not None:
             find_connector(transfer).check_here(transfer, known=bool(auth_token))
-        self.events = self._publish_events()
+        events = _publish_events(config, clock)
         try:
-            self.executor = build_executor(config, transfer, auth_token, on_progress)
+            executor = build_executor(config, transfer, auth_token, on_progress)
         except BaseException:
-            if self.events is not None:
-                self.events.close()
+            if events is not None:
+                events.close()
             raise
-        self.model, self.layout = self.executor.model, self.executor.layout
-        self.max_model_len, self.addresses = self.executor.max_model_len, self.executor.addresses
-        self.scheduler_side: SchedulerSide[StepPlan] | None = None
-        try:
-            if transfer is not None:
-                self.scheduler_side = self._build_scheduler_side(transfer, auth_token)
-        except BaseException:
-            self.close()
-            raise
-        order = make_cached_order(config.prefix_cache_eviction, self.executor.num_blocks, self.clock)
-        self.pool = BlockPool(self.executor.num_blocks, prefix_caching=config.prefix_caching, order=order)
-        self.pool.events = self.events
-        self.scheduler = Scheduler(self._limits(), self.pool, self.model.fingerprint, self.clock, self.scheduler_side)
-        self._plans, self._report = PlanQueue(), list[TransferEvent]()
-        self._num_steps = self._num_failed_steps = 0
+        super().__init__(config, executor, transfer, auth_token, clock, events)
 
-    # Requests.
 
-    def add(self, request: Request) -> None:
-        """Take a request in. Raises `RequestError` when it cannot be served."""
-        try:
-            self._add(request)
-        except RequestError:
-            if isinstance(request.hand_off, Produce):
-                self.prefill_refused(request.hand_off.transfer_id)
-            raise
-
-    def _add(self, request: Request) -> None:
-        if request.hand_off is not None and self.scheduler_side is None:
-            raise InvalidRequest(
-                "kv_transfer_params asks for a hand-off, but this instance has no connector;"
-                " start it with --kv-transfer-config",
-                param="kv_transfer_params",
-            )
-        if self.transfer is not None:
-            self._require_role(request, self.transfer)
-        known = range(self.model.vocab_size)
-        if any(
-            token not in known for tokens in (request.prompt_token_ids, request.answer_token_ids) for token in tokens
-        ):
-            raise InvalidRequest(f"the prompt has token ids outside the vocabulary of {len(known)}", param="prompt")
-        if request.sampling.seed is None:
-            seed = secrets.randbits(63) if self.config.seed is None else self.config.seed
-            request.sampling = msgspec.structs.replace(request.sampling, seed=seed)
-        self.scheduler.add(request)
-
-    def abort(self, request_id: str) -> None:
-        """End a request at once."""
-        self.scheduler.abort(request_id)
-
-    @property
-    def hands_off(self) -> HandsOff | None:
-        """The connector's scheduler side, if it hands off."""
-        side = self.scheduler_side
-        return side if side is not None and isinstance(side, HandsOff) else None
-
-    def release(self, transfer_id: str) -> bool:
-        """End the lease of a ticket that nobody will fetch. True when there was one."""
-        return self.hands_off is not None and self.hands_off.release(transfer_id)
-
-    def prefill_refused(self, transfer_id: str) -> None:
-        """A prefill for another instance was refused before it became a request: tell the instance that waits for its
-        KV."""
-        if self.hands_off is not None:
-            self.hands_off.refused(transfer_id)
-
-    def kept(self, hashes: Sequence[BlockHash], *, pin: bool | None) -> Sequence[Future[list[TierShare]]]:
-        """As `KeepsBlocks.kept`. Raises `InvalidRequest` where no connector keeps KV."""
-        side = self.scheduler_side
-        looks = side.kept(hashes, pin=pin) if side is not None and isinstance(side, KeepsBlocks) else ()
-        if not looks:
-            raise InvalidRequest(
-                "this instance has no connector that keeps KV; start it with --kv-transfer-config and a"
-                " KVStoreConnector"
-            )
-        return looks
-
-    # The step.
-
-    def step(self) -> list[EngineOutput]:
-        """Do one step; returns its outputs. Fast when there is nothing to compute.
-
-        An exception in one request's part ends that request. Raises only errors after which the engine cannot go on:
-        `RankLost`, `ConnectorLost`, `LeakError` when the accounting of KV blocks is wrong, or an error that recurs in
-        every step.
-        """
-        num_faults = self.scheduler.num_faults
-        try:
-            self._step()
-            self._num_failed_steps = 0
-        except (RankLost, ConnectorLost, LeakError):
-            raise
-        except Exception as error:  # noqa: BLE001 - the edge between one step and the next: see `_step_failed`
-            self._step_failed(error)
-        if self.scheduler.num_faults != num_faults:
-            self.scheduler.audit()
-        if self.events is not None:
-            self.events.flush()
-        return self.scheduler.take_outputs()
-
-    def _step(self) -> None:
-        step = self.scheduler.schedule()
-        self._plans.begin_step(step.plan)  # here first, so that whatever fails from now on does not lose it
-        result = self._execute(step.chunks)
-        self._num_steps += bool(step.chunks)
-        for request_id, error in result.failed.items():
-            self.scheduler.fail(request_id, error)
-        try:
-            self.scheduler.update(step, result.sampled, failures(result.report))
-        except Exception as error:  # noqa: BLE001 - as in `_execute`
-            self.scheduler.fail_step(step.chunks, error)
-        self._transferred()
-        if (plan := self.scheduler.plan_between_steps()) is not None:
-            self._plans.begin_step(plan)
-            self._execute([])
-            self._transferred()
-        self.idle = not step.chunks and step.plan is None and not result.report
-
-    def _execute(self, chunks: list[Chunk]) -> StepResult:
-        """Run the chunks and the waiting plans. A step that fails as a whole ends its requests, since it cannot be told
-        which of them caused it. Plans that it did not begin are begun with the next step."""
-        if len(self._plans.waiting) > MOST_PLANS:
-            raise ConnectorLost(f"the transfers of {MOST_PLANS} steps could not be started")
-        try:
-            result = self.executor.execute(chunks, self._plans)
-        except (RankLost, ConnectorLost):
-            raise
-        except Exception as error:  # noqa: BLE001 - the edge between this step's requests and all others
-            self.scheduler.fail_step(chunks, error)
-            return StepResult({}, [])
-        result = replace(result, report=self.scheduler.settled(chunks, result.report))
-        self._report += result.report
-        return result
-
-    def _transferred(self) -> None:
-        """Give the scheduler the report of transfers; if that raises, event by event, so that one event does not affect
-        another's request."""
-        report = self._report
-        try:
-            self.scheduler.transferred(report)
-        except Exception as error:
-            log.exception("a report of transfers could not be processed")
-            for event in report:
-                try:
-                    self.scheduler.transferred([event])
-                except Exception:  # noqa: BLE001 - told above, and this one's request ends
-                    self.scheduler.fail(event.request_id, error)
-        self._report = []
-
-    def _step_failed(self, error: Exception) -> None:
-        """Handle an error that belongs to no request: the first time nothing ends, since it may not recur; then all
-        requests end; after `MOST_FAILED_STEPS` in a row, the engine."""
-        self._num_failed_steps += 1
-        log.exception("a step failed outside of any request's part, %d in a row", self._num_failed_steps)
-        if self._num_failed_steps >= MOST_FAILED_STEPS:
-            raise error
-        if self._num_failed_steps > 1:
-            self.scheduler.fail_all(error)
-
-    idle = True
-    """Whether the last step found nothing to do: everything waits, for requests or for transfers."""
-
-    @property
-    def has_work(self) -> bool:
-        """Whether a step may do something."""
-        return self.scheduler.has_work or bool(self._plans.waiting or self._report)
-
-    def on_transfer(self, wake: Callable[[], None]) -> None:
-        """`wake` is called, from any thread, when a transfer moved on and a step should look at it."""
-        self.executor.on_report(wake)
-
-    # Insight and end.
-
-    def statistics(self) -> EngineSnapshot:
-        """A snapshot."""
-        connector = statistics_of(self.scheduler_side) | self.executor.statistics()
-        return EngineSnapshot(
-            scheduler=self.scheduler.statistics(),
-            external=self.scheduler.external.statistics(),
-            blocks=self.pool.statistics(),
-            num_steps=self._num_steps,
-            connector=connector,
-            connector_gauges=self._connector_gauges(),
-        )
-
-    def _connector_gauges(self) -> frozenset[str]:
-        """Names of the connector's figures that go up and down."""
-        if self.transfer is None or self.scheduler_side is None:
-            return frozenset()
-        return gauges_of(type(self.scheduler_side)) | gauges_of(find_connector(self.transfer).worker_class())
-
-    def check(self) -> None:
-        """Raise `LeakError` when no request is left, yet something is still kept."""
-        self.scheduler.check()
-        if self.scheduler.is_empty:
-            self.executor.check()
-
-    def close(self) -> None:
-        """End every transfer and give the memory back. Raises the first error of a part, once all are closed."""
-        parts = (self.events, self.executor, self.scheduler_side)
-        close_all(*(part.close for part in parts if part is not None))
-
-    # Parts.
-
-    def _publish_events(self) -> BlockEvents | None:
-        config = self.config
-        if config.kv_events is None:
-            return None
-        publisher = KVEventPublisher(config.kv_events, config.kv_events_replay, self.clock)
-        return BlockEvents(publisher, config.block_size)
-
-    def _limits(self) -> SchedulerLimits:
-        config = self.config
-        return SchedulerLimits(
-            block_size=config.block_size,
-            max_model_len=self.max_model_len,
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            max_waiting=config.max_waiting,
-            vocab_size=self.model.vocab_size,
-            eos_token_ids=self.model.eos_token_ids,
-            trained_context=self.model.trained_context,
-            fail_on_lost_hand_off=bool(self.transfer and self.transfer.kv_load_failure_policy == "fail"),
-        )
-
-    def _build_scheduler_side(self, transfer: KVTransferConfig, auth_token: str) -> SchedulerSide[StepPlan]:
-        context = ConnectorContext(
-            transfer,
-            self.layout,
-            auth_token,
-            self.clock,
-            computes_meanwhile=True,
-            has_room=lambda num_blocks: self.scheduler.has_room(num_blocks),  # noqa: PLW0108 - made after this
-        )
-        side = find_connector(transfer).build_scheduler_side(context)
-        if self.addresses and isinstance(side, HandsOff):
-            side.set_addresses(self.addresses)
-        return side
-
-    @staticmethod
-    def _require_role(request: Request, transfer: KVTransferConfig) -> None:
-        if isinstance(request.hand_off, Produce) and not transfer.produces:
-            raise InvalidRequest("this instance only decodes (kv_consumer)", param="kv_transfer_params")
-        if isinstance(request.hand_off, Consume) and not transfer.consumes:
-            raise InvalidRequest("this instance only prefills (kv_producer)", param="kv_transfer_params")
+def _publish_events(config: EngineConfig, clock: Clock) -> BlockEvents | None:
+    if config.kv_events is None:
+        return None
+    publisher = KVEventPublisher(config.kv_events, config.kv_events_replay, clock)
+    return BlockEvents(publisher, config.block_size)

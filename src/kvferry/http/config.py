@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import secrets
 import ssl
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+from kvferry.core import entropy
 from kvferry.core.bounds import Bytes, PortOrAny, SecondsOrZero, check_bounds
 from kvferry.core.errors import ConfigError
 from kvferry.core.openai import MAX_BODY_BYTES
@@ -109,7 +109,7 @@ class HttpConfig(HttpAccess):
     secret: str = field(default="", repr=False)
     """What the keys of kvferry's own processes are derived from (`core.keys`); empty: they are clients like others."""
 
-    name: str = field(default_factory=partial(secrets.token_hex, 16))
+    name: str = field(default_factory=partial(entropy.token_hex, 16))
     """Of this server in signed requests: all processes on one address have the same."""
 
     listeners: tuple[int, ...] = ()

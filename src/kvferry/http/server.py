@@ -34,6 +34,9 @@ logger = logging.getLogger(__name__)
 OnListening = Callable[[str, int], object]
 """Told the host and the real port once connections are accepted."""
 
+Bind = Callable[[str, int], socket.socket]
+"""Makes a listening socket of an address. A simulation's are not the system's."""
+
 _CLOSE_S = 5.0
 """Seconds between abort and close."""
 _LAST_S = 2.0
@@ -60,18 +63,18 @@ class HttpServer:
 
     # Serving.
 
-    def listen(self) -> None:
-        """Take the addresses; connections wait until `run`, which does this itself if it was not done before. Raises
-        `ConfigError` if an address cannot be used."""
+    def listen(self, bind: Bind = listen) -> None:
+        """Take the addresses; connections wait until `run`, which does this itself if it was not done before. `bind`
+        makes a listening socket. Raises `ConfigError` if an address cannot be used."""
         config = self.config
         sides: tuple[Side, ...] = ("all",) if config.admin_port is None else ("public", "admin")
         if config.listeners:
             given = [socket.socket(fileno=os.dup(one)) for one in config.listeners]
             self._listeners = list(zip(given, sides, strict=True))
             return
-        public = listen(config.host, config.port)
+        public = bind(config.host, config.port)
         try:
-            admin = [] if config.admin_port is None else [listen(config.admin_host, config.admin_port)]
+            admin = [] if config.admin_port is None else [bind(config.admin_host, config.admin_port)]
         except BaseException:
             public.close()
             raise

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
 from typing import Any
 
+from kvferry.core import entropy
 from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.core.errors import AuthenticationFailed, ConfigError, PeerLost, QueueFull
 from kvferry.core.keys import CHALLENGE_PATH, Purpose, Signer
@@ -95,7 +95,7 @@ class SignedClient:
     async def _meet(self, origin: Origin, base_path: str, timeout_s: float) -> Signer:
         if not self._secret:
             raise AuthenticationFailed("this process has no token")
-        nonce = secrets.token_hex(16)
+        nonce = entropy.token_hex(16)
         target = f"{base_path}{CHALLENGE_PATH}?nonce={nonce}"
         status, _, answer = await self.client.ask(origin, "GET", target, timeout_s=timeout_s)
         if status >= 500 or status == QueueFull.status:

@@ -13,7 +13,7 @@ from urllib.parse import parse_qs
 import msgspec
 
 from kvferry.api.openapi import OPENAPI_PATH, OPERATIONS, openapi_document
-from kvferry.core.clock import Clock, SystemClock
+from kvferry.core.clock import SYSTEM_CLOCK, Clock
 from kvferry.core.errors import InvalidRequest, QueueFull, RequestError
 from kvferry.core.instance_facts import InstanceFacts
 from kvferry.core.openai import internal_error
@@ -260,13 +260,15 @@ def build_router(
     clock: Clock | None = None,
     *,
     state: SharedState | None = None,
+    fast_path: bool = True,
 ) -> Router:
-    """Build and connect all parts. `state`: what it shares with other routers; None: it is alone. Raises `ConfigError`
-    when the given instances are not enough for a router, or a file cannot be used."""
+    """Build and connect all parts. `state`: what it shares with other routers; None: it is alone. `fast_path`: whether
+    compiled code passes streams on where it can. Raises `ConfigError` when the given instances are not enough for a
+    router, or a file cannot be used."""
     http, access = http or HttpConfig(), access or InstanceAccess()
-    clock = clock or SystemClock()
+    clock = clock or SYSTEM_CLOCK
     state, pools = state or SharedState(), Pools.empty(clock)
-    connections, metrics = Connections(access, http), Metrics()
+    connections, metrics = Connections(access, http, fast_path=fast_path), Metrics()
     releases = Releases(connections, metrics, config.release_timeout_s)
     services = Services(
         config=config,

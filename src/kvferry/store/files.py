@@ -6,7 +6,6 @@ import errno
 import hashlib
 import os
 import re
-import secrets
 import socket
 import stat
 from collections.abc import Iterator, Sequence
@@ -14,6 +13,7 @@ from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 
+from kvferry.core import entropy
 from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.core.errors import StoreError
 from kvferry.store.access import FileAccess
@@ -33,7 +33,7 @@ SWEEP_NOTES_S = 60.0
 
 def write_file(path: str, views: Sequence[memoryview], access: FileAccess, *, fsync: bool = False) -> None:
     """Write a temporary file beside the final one, and rename it. May raise `OSError`; then nothing is left behind."""
-    temporary = f"{path}.{_machine()}.{os.getpid()}.{secrets.token_hex(4)}{TEMPORARY_SUFFIX}"
+    temporary = f"{path}.{_machine()}.{os.getpid()}.{entropy.token_hex(4)}{TEMPORARY_SUFFIX}"
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     try:
         descriptor = os.open(temporary, flags, access.file_mode)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvferry.core.clock import Clock, SystemClock
+from kvferry.core.clock import SYSTEM_CLOCK, Clock
 from kvferry.core.layout import KVLayout, LayerLayout
 from kvferry.transport.lookup_buffer.entries import EntryBounds, EntryTable
 from kvferry.transport.memory import BlockMemory
@@ -59,7 +59,7 @@ class BlockRegion:
 
 def table_for(memory: BlockMemory, bounds: EntryBounds | None = None, clock: Clock | None = None) -> EntryTable:
     """An empty one, for blocks of this memory."""
-    return EntryTable(memory.geometry, clock or SystemClock(), bounds or EntryBounds())
+    return EntryTable(memory.geometry, clock or SYSTEM_CLOCK, bounds or EntryBounds())
 
 
 async def until(condition: Callable[[], bool], seconds: float = 20.0) -> None:

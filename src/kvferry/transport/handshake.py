@@ -15,13 +15,13 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import secrets
 from collections.abc import Collection
 from contextlib import suppress
 from typing import TypeVar
 
 import msgspec
 
+from kvferry.core import entropy
 from kvferry.core.errors import AuthenticationFailed, PeerLost, ProtocolError
 from kvferry.core.keys import derive
 from kvferry.core.wire import Message
@@ -61,7 +61,7 @@ async def greet(connection: Connection, purpose: str, identity: Identity, token:
 
     Raises `AuthenticationFailed`, `LayoutMismatch`, `ProtocolError` or `PeerLost`.
     """
-    hello = Hello(PROTOCOL_VERSION, purpose, secrets.token_bytes(NONCE_BYTES))
+    hello = Hello(PROTOCOL_VERSION, purpose, entropy.token_bytes(NONCE_BYTES))
     await connection.send(hello)
     answered = await _receive(connection, Hello)
     _require_version(answered)
@@ -87,7 +87,7 @@ async def answer(connection: Connection, purposes: Collection[str], identity: Id
             raise ProtocolError("a nonce of the wrong length")
         if hello.purpose not in purposes:
             raise ProtocolError(f"no service {hello.purpose[:40]!r} here")
-        ours = Hello(PROTOCOL_VERSION, "", secrets.token_bytes(NONCE_BYTES))
+        ours = Hello(PROTOCOL_VERSION, "", entropy.token_bytes(NONCE_BYTES))
         await connection.send(ours)
         proof: Proof = await connection.receive(Proof)
         transcript: list[Message] = [hello, ours, proof.identity]

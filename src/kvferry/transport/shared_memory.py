@@ -13,7 +13,6 @@ from __future__ import annotations
 import mmap
 import os
 import re
-import secrets
 import weakref
 from contextlib import suppress
 from pathlib import Path
@@ -21,6 +20,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 
+from kvferry.core import entropy
 from kvferry.core.errors import ConfigError, PeerLost
 
 _NAME = re.compile(r"(kvferry-[0-9a-f]{16})-(\d{1,10})-(\d{1,10})")
@@ -47,7 +47,7 @@ class SharedSegment:
         would make the first copy into a block several times as slow. Raises `ConfigError` if memory is short.
         """
         assert num_bytes > 0, "an empty segment"
-        label = f"kvferry-{secrets.token_hex(8)}"
+        label = f"kvferry-{entropy.token_hex(8)}"
         try:
             descriptor = os.memfd_create(label, os.MFD_CLOEXEC)
         except OSError as error:

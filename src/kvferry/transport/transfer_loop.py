@@ -44,6 +44,10 @@ class TransferLoop:
         """Run a coroutine on the loop. The caller has to look at the future: its error is reported nowhere else."""
         return asyncio.run_coroutine_threadsafe(job, self._loop)
 
+    def run(self, job: Coroutine[Any, Any, object], within_s: float) -> None:
+        """Run a coroutine on the loop and wait for its end. Raises `TimeoutError`, or what it raised."""
+        self.submit(job).result(within_s)
+
     def call(self, function: Callable[[], object]) -> None:
         """Run a plain function on the loop, soon. Does nothing once the loop is closed."""
         try:

@@ -48,7 +48,7 @@ from kvferry.connectors.api import (
 from kvferry.connectors.ranks import RankReports
 from kvferry.connectors.registry import find_connector
 from kvferry.connectors.report_codec import encode_report
-from kvferry.core.clock import SystemClock
+from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.core.closing import close_all
 from kvferry.core.errors import LeakError, TransferError
 from kvferry.transport.memory import Region
@@ -104,7 +104,7 @@ class WorkerHalf:
         self._device: Device = Host()
         self._segment: pool.PooledSegment | None = None
         self._events: StoresBlocks | None = None
-        self._clock = SystemClock()
+        self._clock = SYSTEM_CLOCK
         self._news = threading.Event()
         """Set when the worker side has something to report."""
         self.side: WorkerSide[StepPlan] | None = None

@@ -14,13 +14,13 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import secrets
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 import msgspec
 
 from kvferry.connectors.api import Saved
+from kvferry.core import entropy
 from kvferry.core.clock import SYSTEM_CLOCK, Clock
 from kvferry.core.errors import KvferryError, LayoutMismatch, LeaseEnded, ProtocolError, StoreError
 from kvferry.core.hand_off import OTHER_PROMPT, PrefillResult, prefix_digests
@@ -156,7 +156,7 @@ class MarkerProducer:
             await asyncio.sleep(SIGN_EVERY_S)
             if self._store.takes():
                 with suppress(KvferryError):
-                    await self._store.write_note(name, secrets.token_bytes(SIGN_BYTES), 10 * SIGNS_S)
+                    await self._store.write_note(name, entropy.token_bytes(SIGN_BYTES), 10 * SIGNS_S)
                     gave = True
         if gave:
             with suppress(KvferryError):

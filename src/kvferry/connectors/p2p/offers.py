@@ -10,7 +10,6 @@ its blocks."""
 
 from __future__ import annotations
 
-import secrets
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -31,6 +30,7 @@ from kvferry.connectors.api import (
     ScheduledChunk,
 )
 from kvferry.connectors.p2p.plan import HandOffMeta, P2pPlan, Save, Seal, encode_meta
+from kvferry.core import entropy
 from kvferry.core.errors import ConfigError, ProtocolError
 from kvferry.core.hand_off import Produce, Ticket, prefix_digests
 from kvferry.core.ticket_seal import TicketSealer
@@ -222,7 +222,7 @@ class Offers:
         num_blocks = self._num_blocks(num_tokens)
         if not num_blocks or not self._config.produces or not self._has_room(num_blocks, request.request_id):
             return Release()
-        transfer_id = f"kept-{secrets.token_hex(12)}"
+        transfer_id = f"kept-{entropy.token_hex(12)}"
         offer = _Offer(request.request_id, transfer_id, num_blocks, opened=True, kept=True)
         self._offers[request.request_id] = self._by_transfer[transfer_id] = offer
         ours = list(block_ids[:num_blocks])

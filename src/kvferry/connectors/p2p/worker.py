@@ -29,7 +29,6 @@ from kvferry.connectors.api import (
 from kvferry.connectors.overdue import OverdueLoads
 from kvferry.connectors.p2p.arrivals import Arrivals
 from kvferry.connectors.p2p.plan import P2pPlan, Save, Seal
-from kvferry.core.clock import SystemClock
 from kvferry.core.closing import close_all
 from kvferry.core.errors import ConnectorLost, LeakError
 from kvferry.transport.connection import Identity
@@ -55,12 +54,13 @@ class P2pWorkerSide(WorkerSide[P2pPlan], ServesPeers[P2pPlan], ByLayers, HasStat
     _buffer: LookupBuffer
     _arrivals: Arrivals
 
-    def __init__(self, context: ConnectorContext) -> None:
+    def __init__(self, context: ConnectorContext, loop: TransferLoop | None = None) -> None:
+        """`loop`: the thread on which KV is moved; None: one of its own."""
         super().__init__(context)
         self._config = context.config
         self._settings = options_of(context.config)
         self._overdue = OverdueLoads(self._settings.timeout_s, context.clock)
-        self._loop = TransferLoop()
+        self._loop = loop or TransferLoop()
         self.reports = Reports()
         self._service: Future[list[None]] | None = None
         self._wait_for_device: Callable[[], None] | None = None
@@ -85,7 +85,7 @@ class P2pWorkerSide(WorkerSide[P2pPlan], ServesPeers[P2pPlan], ByLayers, HasStat
             capacity_bytes=2 * config.kv_buffer_size,
             gather_bytes=GATHER_BYTES,
         )
-        self.table = EntryTable(memory.geometry, SystemClock(), bounds)
+        self.table = EntryTable(memory.geometry, self.context.clock, bounds)
         identity = Identity(config.engine_id, layout)
         self._buffer = lookup_buffer_class(settings).build(
             LookupBufferContext(config, settings, memory, identity, self.context.auth_token, self.table)
@@ -95,7 +95,7 @@ class P2pWorkerSide(WorkerSide[P2pPlan], ServesPeers[P2pPlan], ByLayers, HasStat
         self._arrivals = Arrivals(self._buffer, layout, settings.timeout_s, self.reports, keep_lease_on_failure=keeps)
         self._loop.start()
         self._service = self._loop.submit(run_together(self._buffer.run(), self._arrivals.run()))
-        self._loop.submit(self._arrivals.started.wait()).result(START_S)
+        self._loop.run(self._arrivals.started.wait(), START_S)
 
     def address(self) -> dict[str, Any]:
         """Where peers reach this rank."""

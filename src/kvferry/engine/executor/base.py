@@ -6,12 +6,14 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvferry.connectors.api import StepPlan, TransferReport
 from kvferry.core.layout import KVLayout
-from kvferry.engine.model.loader import LoadedModel
 from kvferry.engine.step import Chunk, Sampled
+
+if TYPE_CHECKING:
+    from kvferry.engine.model.loader import LoadedModel
 
 
 @dataclass(frozen=True)

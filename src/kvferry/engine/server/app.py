@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import nullcontext
 from dataclasses import dataclass
 
+from kvferry.core.clock import SYSTEM_CLOCK, Clock
 from kvferry.engine.server.config import ServerConfig
 from kvferry.engine.server.context import ServerContext
 from kvferry.engine.server.endpoint import chat_route, completions_route
@@ -27,9 +28,11 @@ class App:
         return HttpServer(self.routes, self.context.config, self.context.lifecycle)
 
 
-def build_app(front: EngineFront, config: ServerConfig | None = None, *, seed: int | None = None) -> App:
+def build_app(
+    front: EngineFront, config: ServerConfig | None = None, *, seed: int | None = None, clock: Clock = SYSTEM_CLOCK
+) -> App:
     """The OpenAI server of one engine. `seed`: for requests without one; None draws one for each."""
-    context = ServerContext(front, config or ServerConfig(), seed=seed)
+    context = ServerContext(front, config or ServerConfig(), seed=seed, clock=clock)
     routes = [
         Route("POST", "/v1/completions", completions_route(context).handle),
         Route("POST", "/v1/chat/completions", chat_route(context).handle),

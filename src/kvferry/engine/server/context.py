@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvferry.api.decoding import THREAD_ABOVE_BYTES, Body, Decoded, decode_body, require_json
 from kvferry.api.requests import ChatCompletionRequest
-from kvferry.core.clock import Clock, SystemClock
+from kvferry.core.clock import SYSTEM_CLOCK, Clock
 from kvferry.core.errors import UnknownModel
 from kvferry.engine.server.chat_template import render_chat
 from kvferry.engine.server.config import ServerConfig
@@ -25,7 +25,7 @@ class ServerContext:
         self.front = front
         self.config = config
         self.seed = seed
-        self.clock = clock or SystemClock()
+        self.clock = clock or SYSTEM_CLOCK
         self.codec = TextCodec(front.tokenizer)
         self.token_texts = TokenTexts(self.codec.backend)
         self.lifecycle = Lifecycle()

@@ -3,11 +3,11 @@ default."""
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Mapping
 from typing import Any
 
 from kvferry.api.requests import ChatCompletionRequest, CompletionRequest, GenerationRequest
+from kvferry.core import entropy
 from kvferry.core.errors import InvalidRequest
 from kvferry.core.hand_off import HandOff, Produce, parse_hand_off
 from kvferry.core.sampling import MAX_LOGPROBS, SamplingParams
@@ -127,4 +127,4 @@ def _num_prompt_logprobs(body: GenerationRequest) -> int | None:
 def _seed(body: GenerationRequest, default_seed: int | None) -> int:
     if body.seed is not None:
         return body.seed
-    return secrets.randbits(63) if default_seed is None else default_seed
+    return entropy.token_bits(63) if default_seed is None else default_seed

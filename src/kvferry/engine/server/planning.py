@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import msgspec
 
 from kvferry.api.requests import ChatCompletionRequest, CompletionRequest, GenerationRequest, refuse_unsupported
+from kvferry.core import entropy
 from kvferry.core.continuation import Continuation, parse_continuation
 from kvferry.core.errors import InvalidRequest
 from kvferry.core.hand_off import Consume, HandOff, Produce
@@ -63,7 +63,7 @@ async def plan_request(context: ServerContext, body: GenerationRequest, answer_i
     refuse_unsupported(body)
     require_consistent(body)
     wanted = wanted_tokens(body)
-    engine_id = f"{answer_id}-{secrets.token_hex(4)}"  # clients may repeat their ids
+    engine_id = f"{answer_id}-{entropy.token_hex(4)}"  # clients may repeat their ids
     num_prompts = len(split_prompts(body.prompt)) if isinstance(body, CompletionRequest) else 1
     hand_off = hand_off_of(body, engine_id, num_prompts)
     number = num_choices(body, hand_off)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
 import socket
 import ssl
 from collections.abc import Awaitable, Callable, Iterable
@@ -20,6 +19,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from kvferry.core import entropy
 from kvferry.core.errors import AuthenticationFailed, ConfigError, KvferryError, ProtocolError, Unavailable
 from kvferry.core.keys import shared_token
 from kvferry.core.registration import (
@@ -118,7 +118,7 @@ class Registrar:
         self, config: RegistrarConfig, host: str, port: int, serves: Callable[[], Awaitable[bool]] | None = None
     ) -> None:
         self._config, self._host, self._port, self._serves = config, host, port, serves
-        self._process = secrets.token_hex(16)
+        self._process = entropy.token_hex(16)
         self._state: State = "up"
         self._changed, self._done = asyncio.Event(), asyncio.Event()
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from random import Random
 
 from kvferry.core.clock import Clock
+from kvferry.core.entropy import RANDOM
 from kvferry.core.instance_facts import InstanceFacts
 from kvferry.observe.tracing import make_tracer
 from kvferry.router.body import RequestBody
@@ -47,7 +48,7 @@ class Chooser:
         self._config, self.clock, self._pools = config, clock, pools
         self.index, self.estimates = PrefixIndex(_PREFIX_INDEX_ENTRIES), Estimates()
         self.threshold = Threshold(self.estimates, self.index, config.fixed_threshold)
-        context = PolicyContext(clock, Random(), self.index, self.estimates, self.threshold)
+        context = PolicyContext(clock, Random(RANDOM.getrandbits(64)), self.index, self.estimates, self.threshold)
         self.policy = make_policy(config.policy, context, config.policy_option)
         self._fallback = make_policy("least_loaded", context, ())
         self._tell_of_policy_at = -math.inf

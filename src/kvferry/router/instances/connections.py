@@ -35,12 +35,13 @@ _OPEN, _ALONE = InstanceAccess(), HttpConfig()
 class Connections:
     """An asynchronous context manager. Its errors are `TransferError`s that name the instance, not its address."""
 
-    def __init__(self, access: InstanceAccess = _OPEN, http: HttpConfig = _ALONE) -> None:
+    def __init__(self, access: InstanceAccess = _OPEN, http: HttpConfig = _ALONE, *, fast_path: bool = True) -> None:
+        """`fast_path`: as of `HttpClient`."""
         key = access.instance_api_key
         self.authorization: RawHeaders = [] if key is None else [bearer(key)]
         """For requests of clients, in place of the client's own; empty: the client's own goes on."""
         self._http = HttpClient(
-            access.tls_context(http.tls_ca), idle_s=_IDLE_CONNECTION_S, fast_path=True, who="the router"
+            access.tls_context(http.tls_ca), idle_s=_IDLE_CONNECTION_S, fast_path=fast_path, who="the router"
         )
         self._signed = SignedClient(self._http, http.secret, key)
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from kvferry.core.clock import Clock, SystemClock
+from kvferry.core.clock import SYSTEM_CLOCK, Clock
 from kvferry.core.errors import ConfigError
 from kvferry.router.config import RouterConfig
 from kvferry.router.instances.instance import BOOTSTRAP_PORT, Instance, LegRole, Revision, normalise_url
@@ -27,7 +27,7 @@ class RolePool:
         revision: Revision | None = None,
         loads: LoadTable | None = None,
     ) -> None:
-        self.role, self._clock = role, clock or SystemClock()
+        self.role, self._clock = role, clock or SYSTEM_CLOCK
         self.instances: list[Instance] = []
         self.revision, self._loads = revision or Revision(), loads or LoadTable()
         self._alive = Candidates[Instance](())

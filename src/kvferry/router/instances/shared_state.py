@@ -14,11 +14,11 @@ import sqlite3
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from secrets import token_hex
 from typing import Any, NamedTuple
 
 import psutil
 
+from kvferry.core.entropy import token_hex
 from kvferry.core.errors import Unavailable
 from kvferry.router.instances.instance import LegRole
 

@@ -17,10 +17,10 @@ from typing import Any
 import msgspec
 
 from kvferry.core.clock import Clock
+from kvferry.core.entropy import secret_hex
 from kvferry.core.errors import PeerLost, RequestError
 from kvferry.core.instance_facts import InstanceFacts
 from kvferry.core.openai import SSE_DONE
-from kvferry.core.secret_hex import secret_hex
 from kvferry.core.timeline import Timeline
 from kvferry.http.errors import Unreachable
 from kvferry.http.headers import RawHeaders, find_header

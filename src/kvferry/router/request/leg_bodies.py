@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from random import getrandbits
 from typing import Any
 
 import msgspec
 
+from kvferry.core.entropy import RANDOM
 from kvferry.core.hand_off import RankAddress
 from kvferry.core.instance_facts import KVSource
 from kvferry.core.timeline import Timeline
@@ -62,7 +62,7 @@ def prefill_usage(answer: bytes) -> PrefillUsage:
 def shared_seed(body: RequestBody) -> dict[str, int]:
     """The seed field that both legs get if the client gave none, so that D continues with P's random numbers; empty if
     it did."""
-    return {} if body.values.get("seed") is not None else {"seed": getrandbits(63)}
+    return {} if body.values.get("seed") is not None else {"seed": RANDOM.getrandbits(63)}
 
 
 def is_of_one(path: str, body: RequestBody) -> bool:

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
 from collections.abc import Awaitable, Callable
 
 import msgspec
 
 from kvferry.core.clock import Clock
+from kvferry.core.entropy import RANDOM
 from kvferry.core.errors import ProtocolError
 from kvferry.core.instance_facts import InstanceFacts
 from kvferry.router.body import RequestBody
@@ -94,7 +94,7 @@ class Rescue:
                     return answer
             if self._clock.monotonic() >= deadline:
                 return None
-            self._spread_s = random.uniform(0.0, _SPREAD_S)
+            self._spread_s = RANDOM.uniform(0.0, _SPREAD_S)
             await asyncio.sleep(_LOOK_AGAIN_S)  # until one is back, or has room
 
     async def _ask(self, ask: Ask, instance: Instance, body: bytes) -> Leg | None:

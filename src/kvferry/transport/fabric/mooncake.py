@@ -14,13 +14,13 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
-import secrets
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import msgspec
 
+from kvferry.core import entropy
 from kvferry.core.errors import PeerLost
 from kvferry.transport.fabric.base import Fabric, FabricContext, FabricPeer, read_description
 from kvferry.transport.fabric.mooncake_engine import MooncakeEngine
@@ -52,7 +52,7 @@ class MooncakeFabric(Fabric):
     def __init__(self, context: FabricContext) -> None:
         super().__init__(context)
         self.protocol, self._device_name = context.settings.protocol, context.settings.device_name
-        self._beacon = ctypes.create_string_buffer(secrets.token_bytes(BEACON_BYTES), BEACON_BYTES)
+        self._beacon = ctypes.create_string_buffer(entropy.token_bytes(BEACON_BYTES), BEACON_BYTES)
         self.received = ctypes.create_string_buffer(BEACON_BYTES)
         self._probing = asyncio.Lock()
         self._serving = self._engine()

@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import logging
-import secrets
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from typing import Any
 
 import msgspec
 
+from kvferry.core import entropy
 from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.core.errors import KvferryError, PeerLost, ProtocolError
 from kvferry.transport.connection import limited_to
@@ -68,14 +68,14 @@ class NixlFabric(Fabric):
         super().__init__(context)
         self._backends, self._num_threads = list(context.settings.backends), context.settings.num_threads
         self.kind = MemoryKind.of(context.memory.device)
-        self._beacon = ctypes.create_string_buffer(secrets.token_bytes(BEACON_BYTES), BEACON_BYTES)
+        self._beacon = ctypes.create_string_buffer(entropy.token_bytes(BEACON_BYTES), BEACON_BYTES)
         self._serving = self._agent(self._beacon, serves=True)
         self._connecting = asyncio.Lock()
         self._reader: _ReadingAgent | None = None
 
     def _agent(self, buffer: ctypes.Array[ctypes.c_char], *, serves: bool) -> NixlAgent:
         """An agent with which the KV cache and a small buffer are registered."""
-        name = f"kvferry-{self.context.listener.identity.engine_id}-{secrets.token_hex(8)}"
+        name = f"kvferry-{self.context.listener.identity.engine_id}-{entropy.token_hex(8)}"
         agent = NixlAgent(name, self._backends, self._num_threads, serves=serves)
         try:
             agent.register([(part.address, part.num_bytes) for part in self.context.memory.regions], self.kind)

@@ -1,0 +1,283 @@
+"""The engine as asyncio callers see it, wherever its steps are made.
+
+Callers hand in *calls* (functions of the engine), which whoever makes the steps runs between two of them, and listen
+for the outputs of their request. After each step all outputs are handed over at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from typing import Any, Literal, TypeVar
+
+from kvferry.core import entropy
+from kvferry.core.errors import KvferryError, StoreError, Unavailable
+from kvferry.core.instance_facts import EventsAddress, InstanceFacts, TicketKinds
+from kvferry.core.kept import KeptBlocks
+from kvferry.core.request import EngineOutput, Request
+from kvferry.engine.core import EngineCore
+from kvferry.engine.statistics import EngineSnapshot
+
+log = logging.getLogger(__name__)
+Answer = TypeVar("Answer")
+
+# While a request waits for something that wakes nobody (a marker file, its own deadline), look this often.
+POLL_S = 0.005
+CALL_DEADLINE_S = 30.0
+_ROLES: dict[str, Literal["prefill", "decode", "both"]] = {
+    "kv_producer": "prefill",
+    "kv_consumer": "decode",
+    "kv_both": "both",
+}
+ON_ITS_WAY = ("writer_waiting_bytes", "dirty_blocks")
+"""Gauges of connectors, of what is not in all tiers of a store yet."""
+
+
+class SteppedEngine(ABC):
+    """One engine and who makes its steps. `start` and `close` belong to the owner; the rest may be called from one
+    loop."""
+
+    def __init__(self, engine: EngineCore, model_names: Sequence[str]) -> None:
+        self.engine = engine
+        self._engine_id = entropy.token_hex(16)  # without a connector, whose configuration has one
+        self.model_names = tuple(model_names)
+        self.max_model_len = engine.max_model_len
+        self.vocab_size = engine.model.vocab_size
+        self.tokenizer = engine.model.tokenizer
+        self.eos_token_ids = engine.model.eos_token_ids
+        self.default_sampling: dict[str, Any] = engine.model.default_sampling
+        self._calls: deque[Callable[[], None]] = deque()
+        self._closing = False
+        self._failure: BaseException | None = None
+        self._failed = asyncio.Event()
+        self._listeners: dict[str, _Mailbox] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    # Life.
+
+    def start(self) -> None:
+        """Begin stepping. Call from the event loop that will listen."""
+        self._loop = asyncio.get_running_loop()
+
+    @abstractmethod
+    async def close(self) -> None:
+        """End all requests, the steps and the engine."""
+
+    @property
+    @abstractmethod
+    def is_stepping(self) -> bool:
+        """Whether somebody makes steps."""
+
+    @abstractmethod
+    def wake(self) -> None:
+        """There is something to do for whoever makes the steps. From any thread."""
+
+    @property
+    def healthy(self) -> bool:
+        """Whether requests can be served."""
+        return self.is_stepping and self._failure is None and not self._closing
+
+    async def failed(self) -> None:
+        """Return when the engine has failed; wait as long as it has not."""
+        await self._failed.wait()
+
+    def describe(self) -> InstanceFacts:
+        """What a router should know of this instance."""
+        engine, transfer, side = self.engine, self.engine.transfer, self.engine.hands_off
+        ranks = [(str(one["host"]), int(one["port"])) for one in engine.addresses if one]
+        kv_host, kv_port = ranks[0] if ranks else ("", 0)
+        return InstanceFacts(
+            role="both" if transfer is None else _ROLES[transfer.kv_role],
+            engine_id=transfer.engine_id if transfer else self._engine_id,
+            connector=transfer.kv_connector if transfer else None,
+            tickets=side.tickets() if side is not None else TicketKinds(),
+            stores_take_kv=side is None or side.stores_take_kv(),
+            kv_host=kv_host,
+            kv_port=kv_port,
+            kv_ranks=ranks if len(ranks) > 1 else None,
+            kv_seal=side.address_seal() if side is not None else "",
+            tp_size=engine.layout.tp_size,
+            layout=engine.layout.fingerprint(),
+            kv_layout=engine.layout,
+            num_kv_tokens=engine.pool.num_blocks * engine.layout.block_size,
+            block_size=engine.layout.block_size,
+            kv_events=None if engine.events is None else EventsAddress(**vars(engine.events.addresses)),
+            max_model_len=self.max_model_len,
+            model_names=list(self.model_names),
+        )
+
+    # Requests.
+
+    async def generate(self, request: Request) -> AsyncIterator[EngineOutput]:
+        """Serve a request; yields what each step brings. Leaving the iterator early ends the request at once.
+
+        Raises `RequestError` (or what ended the request) instead of yielding an output with an error.
+        """
+        queue = _Mailbox()
+        if request.request_id in self._listeners:
+            request.request_id = f"{request.request_id}-{entropy.token_hex(4)}"
+        self._listeners[request.request_id] = queue
+        finished = False
+        try:
+            await self._ask(lambda: self.engine.add(request))
+            while not finished:
+                output = await queue.get()
+                finished = output.finish_reason is not None
+                if output.error is not None:
+                    raise output.error
+                yield output
+        finally:
+            del self._listeners[request.request_id]
+            if not finished:
+                self._tell(lambda: self.engine.abort(request.request_id))
+
+    async def release(self, transfer_id: str) -> bool:
+        """End the lease of a ticket that nobody will fetch. True when there was one."""
+        return await self._ask(lambda: self.engine.release(transfer_id))
+
+    def prefill_refused(self, transfer_id: str) -> None:
+        """A prefill for another instance was refused: have the connector tell the instance that waits for it. Does not
+        wait."""
+        self._tell(lambda: self.engine.prefill_refused(transfer_id))
+
+    async def kept(self, request: Request, *, pin: bool | None) -> KeptBlocks:
+        """What the connector's store has of a prompt; with `pin`, that is pinned there, or unpinned if it is False.
+        Raises `InvalidRequest`."""
+        hashes = await asyncio.to_thread(self.engine.scheduler.block_names, request)
+        # First, whether anything is on its way: then what is found afterwards is all that comes.
+        figures = (await self.statistics()).connector
+        waiting = sum(value for name, value in figures.items() if name.endswith(ON_ITS_WAY))
+        looks = await self._ask(lambda: self.engine.kept(hashes, pin=pin))
+        try:
+            tiers = [share for look in looks for share in await asyncio.wrap_future(look)]
+        except StoreError as error:
+            raise Unavailable(f"the store cannot be reached: {error}") from error
+        return KeptBlocks(
+            num_tokens=len(request.prompt_token_ids),
+            block_size=self.engine.layout.block_size,
+            num_blocks=len(hashes),
+            tiers=tiers,
+            is_settled=waiting == 0,
+        )
+
+    async def statistics(self) -> EngineSnapshot:
+        """A snapshot, taken between two steps."""
+        return await self._ask(self.engine.statistics)
+
+    async def check(self) -> None:
+        """Raise `LeakError` when no request is left, yet something is still kept."""
+        await self._ask(self.engine.check)
+
+    # Between callers and steps.
+
+    def _tell(self, call: Callable[[], object]) -> None:
+        """Have `call` run before the next step."""
+        self._calls.append(lambda: void(call))
+        self.wake()
+
+    async def _ask(self, call: Callable[[], Answer]) -> Answer:
+        """Have `call` run before the next step, and return its result. Raises `Unavailable` when there will be none."""
+        if not self.healthy:
+            raise Unavailable(self._why_unavailable())
+        future: Future[Answer] = Future()
+        self._calls.append(lambda: _resolve(future, call))
+        self.wake()
+        try:
+            async with asyncio.timeout(CALL_DEADLINE_S):
+                return await asyncio.wrap_future(future)
+        except TimeoutError:
+            raise Unavailable("the engine did not answer in time") from None
+
+    def _why_unavailable(self) -> str:
+        return f"the engine failed: {self._failure}" if self._failure else "the engine is shutting down"
+
+    # For whoever makes the steps.
+
+    def _serve_calls(self) -> None:
+        while self._calls:
+            self._calls.popleft()()
+
+    def _rest_s(self) -> float | None:
+        """How long to wait at most for something to do before the next step; None: until there is something."""
+        if not self.engine.has_work:
+            return None
+        return POLL_S if self.engine.idle else 0.0
+
+    def _has_failed(self, failure: BaseException) -> None:
+        log.error("the engine failed", exc_info=failure)
+        self._failure = failure
+        self._call_loop(self._failed.set)
+
+    def _has_ended(self) -> None:
+        """No more steps: everyone waiting must hear of it."""
+        self._closing = True
+        self._serve_calls()
+        self._end_listeners()
+
+    def _hand_over(self, outputs: list[EngineOutput]) -> None:
+        if outputs:
+            self._call_loop(lambda: self._dispatch(outputs))
+
+    def _call_loop(self, call: Callable[[], None]) -> None:
+        assert self._loop is not None, "start comes first"
+        with suppress(RuntimeError):  # the loop is closed: nobody listens any more
+            self._loop.call_soon_threadsafe(call)
+
+    def _dispatch(self, outputs: list[EngineOutput]) -> None:
+        for output in outputs:
+            queue = self._listeners.get(output.request_id)
+            if queue is not None:
+                queue.put(output)
+
+    def _end_listeners(self) -> None:
+        error = Unavailable(self._why_unavailable())
+        for request_id in list(self._listeners):
+            self._hand_over([EngineOutput(request_id=request_id, finish_reason="error", error=error)])
+
+
+class _Mailbox:
+    """The outputs of one request, for its one listener. It does less than an `asyncio.Queue`, since every token passes
+    through it. Bounded by the request's own `max_tokens`."""
+
+    __slots__ = ("_outputs", "_waiter")
+
+    def __init__(self) -> None:
+        self._outputs: deque[EngineOutput] = deque()
+        self._waiter: asyncio.Future[None] | None = None
+
+    def put(self, output: EngineOutput) -> None:
+        """Never waits."""
+        self._outputs.append(output)
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def get(self) -> EngineOutput:
+        """The next one."""
+        while not self._outputs:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        return self._outputs.popleft()
+
+
+def void(call: Callable[[], object]) -> None:
+    """Run a call whose result and expected errors are not needed."""
+    try:
+        call()
+    except KvferryError:
+        pass
+    except Exception:  # one caller's; the engine's thread is everybody's
+        log.exception("a call of the engine failed")
+
+
+def _resolve(future: Future[Answer], call: Callable[[], Answer]) -> None:
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        future.set_result(call())
+    except BaseException as error:  # noqa: BLE001 - whatever it is, it is the asker's
+        future.set_exception(error)
