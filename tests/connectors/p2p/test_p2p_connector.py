@@ -152,6 +152,7 @@ def test_the_token_of_another_prompt_is_not_given_out(make_engine: MakeEngine) -
     consumer.run_until(lambda: decode.state == "done")
     assert isinstance(decode.error, ProtocolError)
     assert decode.prefill_result != prefill.prefill_result
+    assert not consumer.worker.statistics().get("taken"), "what is not used counts as failed only"
 
 
 def test_many_hand_offs_in_any_order(make_engine: MakeEngine) -> None:

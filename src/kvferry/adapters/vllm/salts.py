@@ -19,7 +19,9 @@ from functools import wraps
 from typing import Any
 from weakref import WeakSet
 
+import torch
 from vllm.multimodal.hasher import MultiModalHasher
+from vllm.platforms import current_platform
 
 from kvferry.adapters.vllm.fingerprint import changed_settings
 from kvferry.core.errors import InvalidRequest
@@ -43,6 +45,7 @@ class Salts:
     def __init__(self, lora_config: Any = None) -> None:
         self._adapters = LoraAdapters()
         self._lora_settings = changed_settings(lora_config) if lora_config is not None else {}
+        self._mixes_base = lora_config is not None and current_platform.is_cpu() and computes_base_with_adapters()
         self._logged: set[str] = set()
         if lora_config is not None:
             _watch_loads(self._adapters)
@@ -78,6 +81,11 @@ class Salts:
         if request.lora_request is not None:
             lora = request.lora_request
             facts.append([self._adapters.content(lora), self._lora_settings, lora.is_3d_lora_weight])
+        elif self._mixes_base:
+            raise InvalidRequest(
+                "with LoRA on CPUs, this vLLM computes requests for the base model with an adapter's weights if there"
+                " are both in one batch: the base model's KV is neither reused nor handed off"
+            )
         facts += [_item(feature) for feature in request.mm_features or ()]
         salt = request.cache_salt or ""
         return _NAMED + json.dumps([salt, *facts]) if facts or salt.startswith(_NAMED) else salt
@@ -96,6 +104,16 @@ def _item(feature: Any) -> list[Any]:
 
 
 # LoRA adapters.
+
+
+def computes_base_with_adapters() -> bool:
+    """Whether vLLM's LoRA in PyTorch, which it uses on CPUs, takes the last adapter for the rows of a batch that have
+    none (those of number -1), as that of 0.32 does."""
+    from vllm.lora.ops.torch_ops import bgmv_expand
+
+    result = torch.zeros(1, 1)
+    bgmv_expand(torch.ones(1, 1), torch.ones(1, 1, 1, 1), result, torch.tensor([-1]))
+    return bool(result.any())
 
 
 @dataclass(frozen=True)

@@ -178,7 +178,9 @@ class Arrivals:
         ranks = self._own_ranks(load.ticket)
         try:
             ranks, unread = await self._sources(load.ticket, deadline)
-            report = _report(load, await self._fetch(load, ranks, deadline))
+            taken = await self._fetch(load, ranks, deadline)
+            report = _report(load, taken)
+            self._count(taken)
             self._release(load.ticket, unread)
             return report
         except Exception as unexpected:  # the edge between this load and all others
@@ -226,11 +228,13 @@ class Arrivals:
             prefix=load.longer,
             on_sealed=ignore if self._keep else partial(self._sealed, load),
         )
-        taken = await self._buffer.drop_select(want)
-        self._counts["taken"] += 1
-        self._counts[f"taken_bytes_{taken.fabric}"] += taken.num_bytes
-        self._taken_s += taken.seconds
-        return taken
+        return await self._buffer.drop_select(want)
+
+    def _count(self, taken: Sequence[Taken]) -> None:
+        for one in taken:
+            self._counts["taken"] += 1
+            self._counts[f"taken_bytes_{one.fabric}"] += one.num_bytes
+            self._taken_s += one.seconds
 
     def _sealed(self, load: Load, encoded: bytes) -> None:
         """P has finished: report its first token before the KV is here, since the token is right even if the KV never
@@ -245,7 +249,7 @@ class Arrivals:
     # Statistics and checks.
 
     def statistics(self) -> dict[str, float]:
-        """Loads under way, what was taken, and failures by kind of error."""
+        """Loads under way, what was taken and is used, and failures by kind of error."""
         counts = {name: float(count) for name, count in self._counts.copy().items()}
         return {"num_loading": float(len(self._tasks)), "taken_seconds": self._taken_s, **counts}
 
