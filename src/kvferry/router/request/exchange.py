@@ -232,7 +232,7 @@ class Exchange:
                     return None
                 case PrefillOutcome.NOTHING:
                     prefill.gave_no_ticket = not isinstance(prefill.facts, InstanceFacts)
-                    return await self._whole()
+                    return await self._decode(self._body.encode(), hand_off)  # which may find it in a store
             if d is not None and not d.has_failed:
                 if hand_off.is_as_promised():
                     d.restart(self._clock.monotonic())
