@@ -180,7 +180,7 @@ class Exchange:
 
             P                   D                                         the request
             -                   has begun to answer                       D's answer; P goes on beside it
-            -                   failed, no other can serve, not P's fault D's answer
+            -                   failed, no other can serve, not P's fault D's answer; if D is lost, P does both
             -                   failed, and they meet in a room           another P: the room is void
             waiting             waiting, or failed                        is waited for
             failed              -                                         another P
@@ -206,10 +206,12 @@ class Exchange:
             d = self._send_decode(decode, self._decode_body(form.early, form), hand_off, beside=prefill)
         while True:
             if d is not None and d.has_served:
-                return self._fetched_by(d, hand_off)
+                self._fetched = hand_off
+                return d
             if at_once and (d is None or d.has_failed):
                 if self._is_final(d):
-                    return self._fetched_by(d, hand_off)
+                    hand_off.leg.close()
+                    return d if d is not None and d.state is not LegState.LOST else await self._from_any_instance()
                 if form.meets_in_a_room:
                     hand_off.abandon()
                     return None
@@ -280,11 +282,7 @@ class Exchange:
                         last.close()
                     last = leg
             if last is None:
-                whole = await self._rescue.from_the_beginning(self._body.encode(), self._send_and_wait)
-                if whole is None:
-                    raise unanswered(self._lost_decode)
-                self._release_all()  # nobody fetches any more
-                return whole
+                return await self._from_any_instance()
             pause_s = retry_after_s(last.headers)
             if last.verdict != "busy" or pause_s > self._busy_left_s:
                 return last
@@ -294,6 +292,15 @@ class Exchange:
             placement.forgive_decodes()
             last = None
 
+    async def _from_any_instance(self) -> Leg:
+        """No decode instance answers: both phases on an instance of any role. Raises `RequestError` when there is
+        none."""
+        whole = await self._rescue.from_the_beginning(self._body.encode(), self._send_and_wait)
+        if whole is None:
+            raise unanswered(self._lost_decode)
+        self._release_all()  # nobody fetches any more
+        return whole
+
     def _is_final(self, d: Leg | None) -> bool:
         """Whether a decode leg that failed is over for good, whatever P answers: no other instance can serve, and P is
         not the cause."""
@@ -302,12 +309,6 @@ class Exchange:
         if d is None or d.state is LegState.LOST:
             return isinstance(self._lost_decode, Unreachable)
         return d.verdict == "busy" and self._busy_left_s <= 0
-
-    def _fetched_by(self, d: Leg | None, hand_off: HandOff) -> Leg:
-        if d is None or d.state is LegState.LOST:
-            raise unanswered(self._lost_decode)
-        self._fetched = hand_off
-        return d
 
     async def _give_up(self, d: Leg | None, hand_off: HandOff) -> None:
         """P has failed: D need not wait for it, nor will P fetch the KV of earlier turns."""
