@@ -63,7 +63,7 @@ from kvferry.router.request.rescue import Rescue
 
 logger = logging.getLogger(__name__)
 
-_LONGEST_BUSY_S = 60.0
+LONGEST_BUSY_S = 60.0
 """For how long an instance is passed over at most, whatever its `Retry-After` says."""
 _LATE_PREFILL_S = 5.0
 """How long P's answer may come after the client has all of D's."""
@@ -523,7 +523,7 @@ class Exchange:
             else:
                 self._leg_failed(leg.instance, str(leg.status), leg)
                 if leg.verdict == "busy":
-                    pause_s = min(retry_after_s(leg.headers), _LONGEST_BUSY_S)
+                    pause_s = min(retry_after_s(leg.headers), LONGEST_BUSY_S)
                     leg.instance.pauses(self._clock.monotonic() + pause_s)
             if leg.error is not None and leg.work.decodes:
                 self._lost_decode = leg.error
