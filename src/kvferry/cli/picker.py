@@ -27,7 +27,8 @@ from kvferry.cli.flags import complete, flags_of, nothing_said
 from kvferry.core.errors import MissingDependency
 from kvferry.core.keys import shared_token
 from kvferry.fleet.spec import Listen
-from kvferry.http.config import HttpAccess, HttpConfig, InstanceAccess
+from kvferry.http.access import InstanceAccess
+from kvferry.http.config import HttpAccess, HttpConfig
 from kvferry.http.limits import HttpLimits
 from kvferry.observe.logs import LogConfig
 from kvferry.router.config import RouterConfig

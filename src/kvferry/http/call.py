@@ -16,9 +16,9 @@ from enum import Enum, auto
 from typing import NamedTuple, Protocol
 
 from kvferry.core.errors import PeerLost, ProtocolError, TransferError
+from kvferry.http.answer_parser import AnswerHead
 from kvferry.http.client_connection import ClientConnection
 from kvferry.http.headers import RawHeaders
-from kvferry.http.message import AnswerHead
 from kvferry.http.pool import Pool
 
 _BUFFERED_BYTES = 256 * 1024

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Protocol, cast
 
 from kvferry.core.errors import PeerLost, ProtocolError, TransferError
-from kvferry.http.message import AnswerHead, AnswerParser
+from kvferry.http.answer_parser import AnswerHead, AnswerParser
 from kvferry.http.tls import advice, closed_at_once
 
 

@@ -17,7 +17,8 @@ from kvferry.core.clock import SYSTEM_CLOCK, Clock
 from kvferry.core.errors import InvalidRequest, QueueFull, RequestError
 from kvferry.core.instance_facts import InstanceFacts
 from kvferry.core.openai import internal_error
-from kvferry.http.config import HttpConfig, InstanceAccess
+from kvferry.http.access import InstanceAccess
+from kvferry.http.config import HttpConfig
 from kvferry.http.keys import Access, Guard
 from kvferry.http.request import HttpRequest
 from kvferry.http.response import Response

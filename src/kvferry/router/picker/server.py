@@ -16,7 +16,8 @@ from grpc_health.v1.health import aio as grpc_health
 
 from kvferry.core.errors import ConfigError
 from kvferry.core.process_end import end_limit
-from kvferry.http.config import HttpConfig, InstanceAccess
+from kvferry.http.access import InstanceAccess
+from kvferry.http.config import HttpConfig
 from kvferry.http.lifecycle import Lifecycle
 from kvferry.http.listen import authority
 from kvferry.http.routes import Routes
