@@ -10,7 +10,7 @@ import pytest
 from starlette.requests import Request
 from starlette.responses import Response
 
-from kvferry.router.request.exchange import retry_after_s
+from kvferry.router.request.leg import retry_after_s
 from router.peers import (
     CONCURRENT,
     DECODE,

@@ -11,8 +11,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from kvferry.http.access import InstanceAccess
-from kvferry.http.config import HttpConfig
+from kvferry.http.config import HttpConfig, InstanceAccess
 from router.peers import CONCURRENT, DECODE, SECRET, Peer, answer, instances, routing, ticket
 from router.test_hand_off import BODY
 from router.test_membership import holds

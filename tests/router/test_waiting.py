@@ -12,7 +12,7 @@ from kvferry.router.config import RouterConfig
 from kvferry.router.errors import Silent
 from kvferry.router.instances.connections import Connections
 from kvferry.router.instances.instance import Instance, InstanceState
-from kvferry.router.request.leg import Leg
+from kvferry.router.request.leg import Leg, LegChanges
 from kvferry.router.request.legs import Legs
 from router.peers import Peer, answer_late, instances
 
@@ -28,7 +28,7 @@ async def waiting(clock: Clock, silence_s: float) -> AsyncIterator[tuple[Legs, L
         legs = Legs(config, clock, connections)
         instance = Instance("decode", peer.url, name="decode-0")
         head = b"content-type: application/json\r\n"
-        leg = legs.send(instance, "POST", "/v1/completions", head, BODY, lambda leg: None)
+        leg = legs.send(instance, "POST", "/v1/completions", head, BODY, LegChanges())
         await peer.called.wait()
         legs.look()  # that it was connected
         try:

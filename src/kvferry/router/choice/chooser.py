@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from random import Random
 
 from kvferry.core.clock import Clock
@@ -45,7 +45,7 @@ class Chooser:
 
     def __init__(self, config: RouterConfig, clock: Clock, pools: Pools) -> None:
         """Raises `ConfigError` if the policy does not exist or does not have one of the options."""
-        self._config, self.clock, self._pools = config, clock, pools
+        self.config, self.clock, self._pools = config, clock, pools
         self.index, self.estimates = PrefixIndex(_PREFIX_INDEX_ENTRIES), Estimates()
         self.threshold = Threshold(self.estimates, self.index, config.fixed_threshold)
         context = PolicyContext(clock, Random(RANDOM.getrandbits(64)), self.index, self.estimates, self.threshold)
@@ -54,7 +54,8 @@ class Chooser:
         self._tell_of_policy_at = -math.inf
         self.decisions = Decisions(config.max_decisions)
         self._known: dict[Instance, Facts] = {}
-        self._revision = -1
+        self._revision = self._kinds_states = -1
+        self._kinds: dict[Instance, Collection[Facts] | None] = {}
         self._can_pair: Callable[[Instance, Instance], bool] = any_pair
         self._models_differ = False
         self.tracer = make_tracer(config.otlp_traces_endpoint, "kvferry-router")
@@ -88,7 +89,7 @@ class Chooser:
         return Decision(
             request_id=request_id,
             path=path,
-            policy=self._config.policy,
+            policy=self.config.policy,
             arrived=arrived,
             model=asked.model[:200],
             prompt_tokens=asked.num_tokens,
@@ -111,33 +112,27 @@ class Chooser:
             prefills, decodes = with_model(asked.model, prefills), with_model(asked.model, decodes)
         # What is known of all pairs is not known of those with an instance that is leaving, which comes alone.
         can_pair = _can_pair if len(prefills) == 1 and prefills[0].draining else self._can_pair
-        choice = self._ask_policy(asked, Options(prefills, decodes, may_stay_whole, can_pair))
+        options = Options(prefills, decodes, may_stay_whole, can_pair)
+        # The edge to other people's code: a fault in it must not cost a request its answer.
+        try:
+            choice = self.policy.choose(asked, options)
+        except Exception:  # noqa: BLE001 - it is logged there
+            self._policy_failed()
+            choice = self._fallback.choose(asked, options)
         if choice.prefill is not None:
             self.index.served(choice.prefill, asked.prefix)
         self.index.served(choice.decode, asked.prefix)
-        self._tell_policy(asked, choice)
-        return choice
-
-    def _ask_policy(self, asked: Asked, options: Options[Instance]) -> Choice[Instance]:
-        """The policy's choice, or that of the least loaded instances if it raises."""
-        try:
-            return self.policy.choose(asked, options)
-        except Exception:  # noqa: BLE001 - it is logged there
-            # The edge to other people's code: a fault in it must not cost a request its answer.
-            self._policy_failed()
-            return self._fallback.choose(asked, options)
-
-    def _tell_policy(self, asked: Asked, choice: Choice[Instance]) -> None:
         try:
             self.policy.placed(asked, choice)
-        except Exception:  # noqa: BLE001 - it is logged there
-            self._policy_failed()  # likewise
+        except Exception:  # noqa: BLE001 - likewise
+            self._policy_failed()
+        return choice
 
     def _policy_failed(self) -> None:
         now = self.clock.monotonic()
         if now >= self._tell_of_policy_at:
             self._tell_of_policy_at = now + _TELL_AGAIN_S
-            logger.exception("the policy %s failed; the least loaded instances are chosen", self._config.policy)
+            logger.exception("the policy %s failed; the least loaded instances are chosen", self.config.policy)
 
     def readers(self, prefill: Instance, decodes: Sequence[Instance]) -> Sequence[Instance]:
         """Those that can read the KV of this prefill instance, as far as is known."""
@@ -145,6 +140,19 @@ class Chooser:
             self._look_again()
         can_pair = _can_pair if prefill.draining else self._can_pair
         return decodes if can_pair is any_pair else [one for one in decodes if can_pair(prefill, one)]
+
+    def reader_kinds(self, prefill: Instance) -> Collection[Facts] | None:
+        """Facts of the usable instances among all `readers`, one of each kind; None: there is no reader."""
+        states = self._pools.decode.revision.states
+        if states != self._kinds_states:
+            self._kinds_states = states
+            self._kinds.clear()
+        if prefill not in self._kinds:
+            readers = self.readers(prefill, self._pools.decode.instances)
+            facts = [one.facts for one in readers if one.usable]
+            kinds = {(type(one), getattr(one, "connector", None)): one for one in facts}
+            self._kinds[prefill] = kinds.values() if readers else None
+        return self._kinds[prefill]
 
     def _look_again(self) -> None:
         """Instances came, went, or have said something new about themselves."""

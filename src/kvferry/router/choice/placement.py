@@ -1,49 +1,39 @@
 """Which instances one request is sent to: the policy's choice, and the next one to try when a leg fails.
 
-Owns which instances have failed this request, how often each role was tried, and the record of the decision.
+Owns which instances have failed this request, and how often each role was tried.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
+from kvferry.core.entropy import secret_hex
 from kvferry.router.choice.chooser import Chooser
-from kvferry.router.choice.decisions import Attempt, Decision
+from kvferry.router.choice.decisions import Decision
 from kvferry.router.choice.plan import Plan, Split, Whole
 from kvferry.router.choice.policies.base import Asked, Choice
 from kvferry.router.instances.instance import Instance
 from kvferry.router.instances.pools import Pools
 from kvferry.router.metrics import Metrics
-
-_MOST_ATTEMPTS = 64
-"""Kept in the record of one request."""
+from kvferry.router.protocols.choose import choose_form
+from kvferry.router.protocols.form import Form
 
 
 class Placement:
-    """Of one request. Each role may be tried once, and `retries` more times; those in `excluded` are never chosen."""
+    """Of one request. Each role may be tried once, and `config.retries` more times."""
 
-    def __init__(
-        self,
-        chooser: Chooser,
-        pools: Pools,
-        metrics: Metrics,
-        retries: int,
-        asked: Asked,
-        decision: Decision,
-        excluded: Collection[Instance] = (),
-    ) -> None:
-        self._chooser, self._pools, self._metrics, self._retries = chooser, pools, metrics, retries
+    def __init__(self, chooser: Chooser, pools: Pools, metrics: Metrics, asked: Asked, decision: Decision) -> None:
+        self._chooser, self._pools, self._metrics, self._retries = chooser, pools, metrics, chooser.config.retries
         self.asked, self.decision = asked, decision
         self._num_prefills = self._num_decodes = 0
-        self._excluded = frozenset(excluded)
-        self._failed: set[Instance] = set(excluded)
+        self._failed: set[Instance] = set()
 
     def plan(self, wanted: Plan) -> Plan:
         """Let the policy choose, if the request can be served in several ways, and return its plan."""
         decision, decodes = self.decision, self._decodes()
         choice: Choice[Instance] | None = None
         if decodes:
-            alive = self._pools.prefill.alive(self._failed) if isinstance(wanted, Split) else ()
+            alive = self._pools.prefill.alive() if isinstance(wanted, Split) else ()
             prefills = self._pools.prefill.hand_off(alive)
             choice = self._choose(prefills, decodes)
             if alive and not prefills:
@@ -92,23 +82,26 @@ class Placement:
         self._num_decodes += 1
         return instance
 
-    def readers(self, prefill: Instance) -> Sequence[Instance]:
-        """The decode instances that can read the KV of this prefill instance, as far as is known."""
-        return self._chooser.readers(prefill, self._pools.decode.instances)
+    def form(self, prefill: Instance) -> Form | None:
+        """How this prefill instance can hand off to the decode instances that can read its KV; None: it cannot now."""
+        readers = self._chooser.reader_kinds(prefill)
+        return None if readers is None else choose_form(self._chooser.config, secret_hex(), prefill, readers)
+
+    def why_no_form(self, prefill: Instance) -> str:
+        """Why there is no `form`, as a label for metrics."""
+        return "no_pair" if self._chooser.reader_kinds(prefill) is None else "no_bootstrap"
 
     def has_other_decode(self) -> bool:
         """Whether there is a decode instance that has not failed this request."""
         return any(instance not in self._failed for instance in self._pools.decode.instances)
 
-    def failed(self, instance: Instance, reason: str) -> None:
+    def failed(self, instance: Instance) -> None:
         """This instance failed the request and is not tried again for it."""
         self._failed.add(instance)
-        if len(self.decision.attempts) < _MOST_ATTEMPTS:
-            self.decision.attempts.append(Attempt(instance.role, instance.name, reason))
 
     def forgive_decodes(self) -> None:
         """Decode instances failed because prefill did; they may be tried again."""
-        self._failed -= set(self._pools.decode.instances) - self._excluded
+        self._failed -= set(self._pools.decode.instances)
         self._num_decodes = 0
 
     def _choose(

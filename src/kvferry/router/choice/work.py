@@ -10,16 +10,15 @@ class Work:
     `decodes`: it will answer. `ahead`: tokens that were still to be computed there before. `now` is on the policy's
     clock."""
 
-    __slots__ = ("_computing", "_load", "_over", "ahead", "decodes", "num_beside", "uncached")
+    __slots__ = ("_computing", "_load", "_over", "ahead", "computes", "decodes", "num_beside", "uncached")
 
     def __init__(self, load: InstanceLoad, uncached: int, now: float, *, computes: bool, decodes: bool) -> None:
-        self._load, self.uncached, self.decodes = load, uncached, decodes
-        self.ahead = load.prefill_tokens
+        self._load, self.uncached, self.computes, self.decodes = load, uncached, computes, decodes
         self.num_beside = 0.0
         """Answers that ran on the instance meanwhile, this one included: when it began, in the end the mean with the
         end."""
         self._computing, self._over = computes, False
-        load.sent(uncached, now, computes=computes, decodes=decodes)
+        self.ahead = load.sent(uncached, now, computes=computes, decodes=decodes)
 
     def answered(self) -> None:
         """The answer has begun: the prompt is computed."""
@@ -35,4 +34,5 @@ class Work:
         self._over, before = True, self.num_beside
         self.answered()
         self.num_beside = (before + self.num_beside) / 2
-        self._load.num_decodes -= self.decodes
+        if self.decodes:
+            self._load.num_decodes -= 1

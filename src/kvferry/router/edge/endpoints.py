@@ -6,7 +6,6 @@ clients.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator
 
 from kvferry.api.decoding import require_json
@@ -19,8 +18,9 @@ from kvferry.router.errors import failure, unanswered
 from kvferry.router.headers import JSON, REQUEST_ID, content_type, for_instance
 from kvferry.router.instances.instance import Instance
 from kvferry.router.paths import PROMPT_FIELDS, PublicPath, PublicPaths
-from kvferry.router.request.exchange import Exchange, Services
-from kvferry.router.request.leg import LegState
+from kvferry.router.request.exchange import Exchange
+from kvferry.router.request.leg import LegChanges, LegState
+from kvferry.router.request.services import Services
 
 _READS = frozenset({"GET", "HEAD"})
 
@@ -59,18 +59,17 @@ class Endpoints:
     async def _forward(self, request: ClientRequest, body: RequestBody | bytes | None, response: Response) -> None:
         """One instance answers the request as it is. A request that may have been started is repeated only if it
         changes nothing, or if the instance hangs."""
-        services, news = self._services, asyncio.Event()
+        services, changes = self._services, LegChanges()
         own: RawHeaders = [(REQUEST_ID, request.request_id)]
         if isinstance(body, RequestBody):
             body, own = body.encode(), [*own, JSON]
         headers = header_lines(for_instance(request.headers, own + services.connections.authorization))
         lost: PeerLost | None = None
         for instance in self._candidates(request):
-            leg = services.legs.send(instance, request.method, request.target, headers, body, lambda _: news.set())
+            leg = services.legs.send(instance, request.method, request.target, headers, body, changes)
             try:
                 while leg.state is LegState.SENT:
-                    await news.wait()
-                    news.clear()
+                    await changes.wait()
                 if leg.state is not LegState.LOST or leg.first_byte_at:
                     await services.relay.send(leg, response)
                     return

@@ -92,15 +92,19 @@ class InstanceLoad:
     num_decodes = _cell(_NUM_DECODES, "Answers that it writes or is to write.")
     last_turn = _cell(_LAST_TURN, "The number of the last choice that was this instance; 0: none.")
 
-    def sent(self, uncached: int, now: float, *, computes: bool, decodes: bool) -> None:
-        """A leg is sent to the instance, whose cache takes in this many more tokens, computed or handed over."""
+    def sent(self, uncached: int, now: float, *, computes: bool, decodes: bool) -> float:
+        """A leg is sent to the instance, whose cache takes in this many more tokens, computed or handed over. Returns
+        how many were still to be computed there before."""
         cells, row = self.table.cells, self.row
+        ahead: float = cells[row, _PREFILL_TOKENS]
         if decodes:
             cells[row, _NUM_DECODES] += 1.0
         if computes:
             cells[row, _NUM_PREFILLS] += 1.0
             cells[row, _PREFILL_TOKENS] += uncached
-        self.note_taken(uncached, now)
+        scale = self.table.scale(now)  # first: it may scale the column
+        cells[row, _RECENT] += uncached * scale
+        return ahead
 
     def computed(self, uncached: int) -> None:
         """A prompt that a leg brought is computed, or given up."""
@@ -110,7 +114,7 @@ class InstanceLoad:
 
     def note_taken(self, num_tokens: float, now: float) -> None:
         """At `now` on the policy's clock, the instance's cache takes in this many more tokens."""
-        scale = self.table.scale(now)
+        scale = self.table.scale(now)  # first: it may scale the column
         self.table.cells[self.row, _RECENT] += num_tokens * scale
 
     def __repr__(self) -> str:

@@ -6,13 +6,16 @@ import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
+
 from kvferry.core.clock import SYSTEM_CLOCK, Clock
 from kvferry.core.errors import ConfigError
+from kvferry.core.instance_facts import InstanceFacts
 from kvferry.router.config import RouterConfig
 from kvferry.router.instances.instance import BOOTSTRAP_PORT, Instance, LegRole, Revision, normalise_url
 from kvferry.router.instances.load import Candidates, LoadTable, candidates
 
-NO_TICKETS_S, WITHOUT_KV_S = 60.0, 2.0
+NO_TICKETS_S, _WITHOUT_KV_S = 60.0, 2.0
 """How long requests are not split over a prefill instance that answers without tickets, or whose store takes no KV and
 which cannot be asked whether it does again."""
 
@@ -58,6 +61,14 @@ class RolePool:
     def leave_out(self, instance: Instance, seconds: float) -> None:
         """Split no requests over a prefill instance for so long: D would compute the prompts again."""
         self.without_tickets[instance] = self._clock.monotonic() + seconds
+
+    def takes_no_kv(self, instance: Instance) -> None:
+        """A prefill instance's stores take no KV: split no requests over it until `Health` hears that they do, or for a
+        while."""
+        if isinstance(instance.facts, InstanceFacts):
+            instance.learn(msgspec.structs.replace(instance.facts, stores_take_kv=False))
+        else:
+            self.leave_out(instance, _WITHOUT_KV_S)
 
     def hand_off(self, instances: Sequence[Instance]) -> Candidates[Instance]:
         """`instances` without those that are left out, or whose stores take no KV."""
@@ -181,6 +192,7 @@ class Pools:
     def forget(self, instance: Instance) -> None:
         """It has been drained, and is removed."""
         self.leaving.remove(instance)
+        self.prefill.revision.grow()
 
 
 def given_instances(config: RouterConfig) -> list[tuple[LegRole, str, int]]:

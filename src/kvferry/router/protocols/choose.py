@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Collection
 from functools import lru_cache
 
 from kvferry.core.errors import LayoutMismatch
@@ -26,7 +26,7 @@ _MOST_REMEMBERED = 1024
 """Combinations of instances of which it is remembered whether they fit."""
 
 
-def choose_form(config: RouterConfig, transfer_id: str, prefill: Instance, decodes: Sequence[Facts]) -> Form | None:
+def choose_form(config: RouterConfig, transfer_id: str, prefill: Instance, decodes: Collection[Facts]) -> Form | None:
     """The form of a hand-off from this prefill instance. None: P cannot hand off now, because its bootstrap server,
     which the protocol needs, has not answered."""
     facts, told = prefill.facts, config.protocol
@@ -45,7 +45,7 @@ def choose_form(config: RouterConfig, transfer_id: str, prefill: Instance, decod
     return kvferry.sequential(transfer_id, is_known=not isinstance(facts, Absent))
 
 
-def early_origin(prefill: Instance, decodes: Sequence[Facts], mode: HandOffMode) -> KVSource | None:
+def early_origin(prefill: Instance, decodes: Collection[Facts], mode: HandOffMode) -> KVSource | None:
     """Where D may ask P before P has answered: where that is known, and every D is of the same kind as P.
 
     Another engine would take a ticket without blocks for one that is complete. Of kvferry's instances, a connector that

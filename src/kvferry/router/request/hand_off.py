@@ -1,20 +1,25 @@
-"""One hand-off as the router sees it: what P was asked, what came of it, and what P may hold for D."""
+"""One hand-off as the router sees it: what P was asked, what came of it, and what P may hold for D.
+
+Owns P's leg and what it says. Does not know to whom the ticket goes.
+"""
 
 from __future__ import annotations
 
 from enum import Enum, auto
+from typing import Any
 
 import msgspec
 
 from kvferry.core.errors import ProtocolError
-from kvferry.core.instance_facts import InstanceFacts, KVSource
+from kvferry.core.instance_facts import InstanceFacts
 from kvferry.http.headers import RawHeaders
-from kvferry.router.instances.instance import Instance, Unasked, VllmFacts
+from kvferry.router.instances.instance import Unasked, VllmFacts
 from kvferry.router.instances.pools import RolePool
 from kvferry.router.protocols.form import Form
 from kvferry.router.request.leg import Leg, LegState
-from kvferry.router.request.leg_bodies import ticket_origin
-from kvferry.router.request.next_turn import Kept
+from kvferry.router.request.leg_bodies import about_ticket, prefill_usage
+from kvferry.router.request.next_turn import Conversation, Kept
+from kvferry.router.request.record import RequestRecord
 from kvferry.router.request.releases import Releases
 
 
@@ -30,75 +35,85 @@ class PrefillOutcome(Enum):
 
 
 class HandOff:
-    """From the moment that P is asked. `ticket`: D's, once P has answered; `given`: a decode instance has it, and
-    fetches with it or gives it up. `kept`: what P was to fetch of the conversation's earlier turns."""
+    """From the moment that P is asked. `given`: a decode instance has the ticket, and fetches with it or gives it up.
+    `kept`: what P was to fetch of the conversation's earlier turns."""
 
-    __slots__ = ("_held", "failure", "form", "given", "kept", "leg", "outcome", "prefill", "ticket")
+    __slots__ = (
+        "_conversation", "_early", "_held", "_kept", "_record", "form", "given", "is_as_promised", "is_without_kv",
+        "leg", "outcome", "prefill", "ticket",
+    )  # fmt: skip
 
-    def __init__(self, prefill: Instance, form: Form, leg: Leg, kept: Kept | None) -> None:
-        self.prefill, self.form, self.leg, self.kept = prefill, form, leg, kept
+    def __init__(
+        self, leg: Leg, form: Form, kept: Kept | None, conversation: Conversation, record: RequestRecord
+    ) -> None:
+        self.prefill, self.form, self.leg = leg.instance, form, leg
+        self._kept, self._conversation, self._record = kept, conversation, record
         self.outcome = PrefillOutcome.WAITING
-        self.ticket: msgspec.Raw | None = None
-        self.failure = ""
-        """Why it failed, as a label for metrics, if its answer could not be used."""
+        self.ticket: Any = form.early
+        """What D is sent: the early ticket, if there is one, and P's once that has come."""
+        self.is_as_promised, self.is_without_kv = True, False
+        """Of P's ticket: whether it is of the engine that the early one named, and whether no store took its KV."""
         self.given, self._held = False, True
-        prefill.num_tickets += 1
+        self.prefill.num_tickets += 1
+        leg.on_change = self._look
 
-    def look(self) -> bytes | None:
-        """Take in what has become of P's leg; returns P's answer when it is a good one."""
+    def _look(self) -> None:
+        """Take in what has become of P's leg."""
         leg = self.leg
         if self.outcome is not PrefillOutcome.WAITING:
-            return None
-        if leg.state is LegState.LOST or (leg.state is not LegState.SENT and leg.verdict != "served"):
-            self.outcome = PrefillOutcome.FAILED
+            return
+        if leg.has_failed:
+            self._fail(leg.failure)
             if leg.was_unreachable:
                 self.settle()
-            return None
-        if leg.state is not LegState.ENDED:
-            return None
-        if leg.status >= 400:
+        elif leg.state is LegState.ENDED and leg.status >= 400:
             self.outcome = PrefillOutcome.REFUSED
             self.settle()
-            return None
-        return self._read(leg.take())
+        elif leg.state is LegState.ENDED:
+            try:
+                self._read(leg.take())
+            except ProtocolError:
+                self._fail("wrong_ticket")
+            except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+                self._fail("broken_answer")
 
-    def _read(self, answer: bytes) -> bytes | None:
-        prefill = self.prefill
-        try:
-            ticket = self.form.read_ticket(answer, from_kvferry=isinstance(prefill.facts, InstanceFacts))
-        except ProtocolError:
-            self.outcome, self.failure = PrefillOutcome.FAILED, "wrong_ticket"
-            return None
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-            self.outcome, self.failure = PrefillOutcome.FAILED, "broken_answer"
-            return None
-        if ticket is None:
+    def _read(self, answer: bytes) -> None:
+        prefill, facts = self.prefill, self.prefill.facts
+        params = self.form.read_ticket(answer, from_kvferry=isinstance(facts, InstanceFacts))
+        if params is None:
             self.outcome = PrefillOutcome.NOTHING
             self.settle()
-            return answer
-        self.outcome, self.ticket = PrefillOutcome.TICKET, ticket
-        origin = self.origin
-        if isinstance(prefill.facts, InstanceFacts) and (origin is None or origin.engine_id != prefill.facts.engine_id):
-            prefill.learn(Unasked())  # Another process is at this address now; `Health` asks it.
-        elif isinstance(prefill.facts, VllmFacts) and origin is not None and origin.port:
-            prefill.learn(prefill.facts.with_origin(origin))
-        return answer
+        else:
+            self.outcome, self.ticket = PrefillOutcome.TICKET, params
+            origin, self.is_without_kv = about_ticket(params)
+            early = self.form.early
+            if early is not None and origin is not None:
+                self.is_as_promised = origin.engine_id == early.get("remote_engine_id", origin.engine_id)
+            if isinstance(facts, InstanceFacts) and (origin is None or origin.engine_id != facts.engine_id):
+                prefill.learn(Unasked())  # Another process is at this address now; `Health` asks it.
+            elif isinstance(facts, VllmFacts) and origin is not None and origin.port:
+                prefill.learn(facts.with_origin(origin))
+        self._record.prefilled(self.leg, prefill_usage(answer))
+
+    def _fail(self, reason: str) -> None:
+        self.outcome = PrefillOutcome.FAILED
+        self._record.failed(self.leg, reason)
+
+    # What becomes of what P holds.
+
+    def give_up(self) -> None:
+        """D gets nothing from P: nor will P fetch the KV of earlier turns, which another may do if P has not begun
+        to."""
+        self.leg.close()
+        kept, self._kept = self._kept, None
+        if kept is not None:
+            self._conversation.give_back(kept, unused=self.leg.was_unreachable)
 
     def abandon(self) -> None:
         """P's leg is of no use any more, and P holds nothing."""
         self.leg.close()
         self.outcome = PrefillOutcome.FAILED
         self.settle()
-
-    @property
-    def origin(self) -> KVSource | None:
-        """Where the ticket came from, if it says so."""
-        return None if self.ticket is None else ticket_origin(self.ticket)
-
-    def is_as_promised(self) -> bool:
-        """Whether D, which was called with the early ticket, asks the engine that has answered."""
-        origin, early = self.origin, self.form.early
-        return origin is None or early is None or origin.engine_id == early.get("remote_engine_id", origin.engine_id)
 
     def settle(self) -> bool:
         """P holds nothing (any more), or is told now to release it; returns whether it may have held something."""
@@ -108,10 +123,12 @@ class HandOff:
 
     def release(self, releases: Releases, decodes: RolePool, client_headers: RawHeaders) -> None:
         """Have P free what nobody will fetch. Returns at once."""
+        if self.outcome is PrefillOutcome.WAITING and self._kept is not None:
+            self.give_up()
         if not self.settle():
             return
         match self.form.released_by:
             case "p":
                 releases.start(self.prefill, self.form.transfer_id)
-            case "d" if self.ticket is not None and not self.given and (decode := decodes.pick()) is not None:
-                releases.refuse(decode, self.ticket, client_headers)
+            case "d" if self.outcome is PrefillOutcome.TICKET and not self.given and (one := decodes.pick()):
+                releases.refuse(one, self.ticket, client_headers)

@@ -7,11 +7,12 @@
 
 A leg owns what it takes of its instance, from `Legs.send` until it is over: its place in the counts of requests and of
 work, and the connection. `close` gives back whatever is left, and cuts an answer that nobody wants any more, so that
-the instance stops.
+the instance stops. What it learns of its instance (down, silent, busy) it tells the instance.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable
 from enum import Enum, auto
@@ -23,16 +24,21 @@ from kvferry.core.clock import Clock
 from kvferry.core.errors import PeerLost, TransferError
 from kvferry.http.call import Call, CallState
 from kvferry.http.errors import AnswerTimeout, Unreachable
-from kvferry.http.headers import RawHeaders
+from kvferry.http.headers import RawHeaders, find_header
 from kvferry.http.relay import Reader, relay
 from kvferry.http.response import Response
 from kvferry.observe.tracing import Span
 from kvferry.router.choice.work import Work
-from kvferry.router.errors import Silent, UnreadableStream
+from kvferry.router.errors import Silent, UnreadableStream, failure
 from kvferry.router.headers import PROGRESS, content_type
 from kvferry.router.instances.instance import LATE_BEFORE_DOWN, Instance
 
 logger = logging.getLogger(__name__)
+
+_LONGEST_BUSY_S = 60.0
+"""For how long an instance is passed over at most, whatever its `Retry-After` says."""
+_LEAST_PAUSE_S, _USUAL_PAUSE_S = 0.1, 1.0
+"""An instance that answers `Retry-After: 0` is not asked without end; and one that says nothing that can be read."""
 
 Verdict = Literal["served", "busy", "fault"]
 """Who is at fault, according to an answer's status. `served`: the request was done, or is the client's fault, and the
@@ -47,6 +53,12 @@ def verdict(status: int) -> Verdict:
     if status in (429, 503):
         return "busy"
     return "fault" if status >= 500 or 300 <= status < 400 else "served"
+
+
+def retry_after_s(headers: RawHeaders) -> float:
+    """How long an answer of 429 or 503 asks to wait; a date, or a value that cannot be read, counts as missing."""
+    told = find_header(headers, b"retry-after") or b""
+    return max(_LEAST_PAUSE_S, float(told) if told.isdigit() and len(told) < 9 else _USUAL_PAUSE_S)
 
 
 class LegState(Enum):
@@ -77,27 +89,57 @@ class OpenLegs:
         self.legs: set[Leg] = set()
 
 
+class LegChanges:
+    """Wakes the request that waits for its legs. A change between two waits is not missed."""
+
+    __slots__ = ("_error", "_told", "_waiter")
+
+    def __init__(self) -> None:
+        self._told = False
+        self._waiter: asyncio.Future[None] | None = None
+        self._error: Exception | None = None
+
+    def tell(self) -> None:
+        """A leg has changed."""
+        self._told = True
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def fail(self, error: Exception) -> None:
+        """A fault of ours, which is the request's error."""
+        self._error = error
+        self.tell()
+
+    async def wait(self) -> None:
+        """Wait for the next change. Raises the error of `fail`."""
+        if not self._told:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        self._told, self._waiter = False, None
+        if self._error is not None:
+            raise self._error
+
+
 class Leg:
-    """Made by `Legs.send`."""
+    """Made by `Legs.send`. `on_change`: called before whoever waits is woken."""
 
     __slots__ = (
-        "_call", "_on_change", "_open", "begun_at", "ended_at", "error", "first_byte_at", "instance",
-        "patience", "progress_at", "seen_bytes", "span", "state", "work",
+        "_call", "_changes", "_open", "begun_at", "ended_at", "error", "failure", "first_byte_at", "instance",
+        "on_change", "patience", "progress_at", "seen_bytes", "span", "state", "verdict", "work",
     )  # fmt: skip
 
     def __init__(
-        self,
-        open_legs: OpenLegs,
-        instance: Instance,
-        call: Call,
-        patience: Patience,
-        work: Work,
-        on_change: Callable[[Leg], None],
+        self, open_legs: OpenLegs, instance: Instance, call: Call, patience: Patience, work: Work, changes: LegChanges
     ) -> None:
         self.instance, self.patience, self.work = instance, patience, work
-        self._open, self._call, self._on_change = open_legs, call, on_change
+        self._open, self._call, self._changes = open_legs, call, changes
+        self.on_change: Callable[[], None] | None = None
         self.state = LegState.SENT
+        self.verdict: Verdict | None = None
+        """The meaning of the answer's status; None before it has begun."""
         self.error: PeerLost | None = None
+        self.failure = ""
+        """Why it failed, as a label for metrics; empty: it has not, or its end was no failure of the instance."""
         self.span: Span | None = None
         self.begun_at = self.progress_at = open_legs.now()
         self.first_byte_at = self.ended_at = 0.0
@@ -105,7 +147,7 @@ class Leg:
         self.seen_bytes = 0
         instance.in_flight += 1
         open_legs.legs.add(self)
-        call.watch(self.changed)
+        call.watch(self._changed)
 
     # What comes of it.
 
@@ -115,36 +157,19 @@ class Leg:
         return self._call.status
 
     @property
-    def verdict(self) -> Verdict:
-        """The meaning of the answer's status."""
-        return verdict(self._call.status)
-
-    @property
     def headers(self) -> RawHeaders:
         """The answer's headers, names in lower case."""
         return self._call.headers
 
     @property
-    def is_over(self) -> bool:
-        """Whether nothing more will come."""
-        return self.state is LegState.ENDED or self.state is LegState.LOST
-
-    @property
     def has_served(self) -> bool:
         """Whether an answer for the client has begun."""
-        return (self.state is LegState.BEGUN or self.state is LegState.ENDED) and self.verdict == "served"
+        return self.verdict == "served" and self.state is not LegState.LOST
 
     @property
     def has_failed(self) -> bool:
         """Whether it was lost, or the answer reports load or a fault."""
-        return self.state is LegState.LOST or (self.state is not LegState.SENT and self.verdict != "served")
-
-    @property
-    def broke_off(self) -> bool:
-        """Whether it was lost in the middle of an answer for the client."""
-        return (
-            self.state is LegState.LOST and self.work.decodes and bool(self.first_byte_at) and self.verdict == "served"
-        )
+        return self.state is LegState.LOST or self.verdict in ("busy", "fault")
 
     @property
     def was_unreachable(self) -> bool:
@@ -161,7 +186,7 @@ class Leg:
         """Whether the answer's events say how far it has come (`core.continuation`)."""
         return self.is_event_stream and self.status == 200 and PROGRESS in self._call.first
 
-    def changed(self) -> None:
+    def _changed(self) -> None:
         """For its call: more has come, or it is over."""
         try:
             self._advance()
@@ -170,7 +195,7 @@ class Leg:
             logger.exception("a leg to %s is given up", self.instance)
             self.error = PeerLost(f"the answer of {self.instance} cannot be taken: {error}")
             self._end(LegState.LOST)
-            self._on_change(self)
+            self._changes.fail(error)
 
     def _advance(self) -> None:
         call = self._call
@@ -181,12 +206,14 @@ class Leg:
                 if self.state is LegState.SENT:
                     self._begin()
                 self._end(LegState.ENDED)
-            case CallState.LOST if not self.is_over:
+            case CallState.LOST if self.state is LegState.SENT or self.state is LegState.BEGUN:
                 assert call.error is not None
                 self._lose(call.error)
             case CallState.ANSWERING if call.is_event_stream or self.state is LegState.LOST:
                 return  # nobody waits for single pieces of a stream
-        self._on_change(self)
+        if self.on_change is not None:
+            self.on_change()
+        self._changes.tell()
 
     def _begin(self) -> None:
         self.state = LegState.BEGUN
@@ -194,6 +221,11 @@ class Leg:
         self.instance.last_sign = self.progress_at = now
         self.work.answered()
         self.patience = self._open.between_bytes
+        self.verdict = verdict(self._call.status)
+        if self.verdict != "served":
+            self.failure = str(self.status)
+            if self.verdict == "busy" and (self.work.computes or self.work.decodes):
+                self.instance.pauses(now + min(retry_after_s(self.headers), _LONGEST_BUSY_S))
 
     def _lose(self, error: TransferError) -> None:
         instance = self.instance
@@ -208,10 +240,11 @@ class Leg:
                 self.error = PeerLost(f"the answer of {instance} is incomplete: {error}")
                 if not isinstance(error, UnreadableStream):
                     instance.lost_request()
+        self.failure = self.failure or failure(self.error)
         self._end(LegState.LOST)
 
     def _end(self, state: LegState) -> None:
-        if self.is_over:
+        if self.state is LegState.ENDED or self.state is LegState.LOST:
             return
         self.state, self.ended_at = state, self._open.now()
         self._open.legs.discard(self)
@@ -272,10 +305,6 @@ class Leg:
 
     def close(self) -> None:
         """Nobody wants it any more, or all of it was used. May be called several times."""
-        self._on_change = _ignore  # which may refer to whoever has this leg
+        self.on_change = None  # which may refer to whoever has this leg
         self._call.close()
         self._end(LegState.LOST)
-
-
-def _ignore(leg: Leg) -> None:
-    """Nobody wants to know."""

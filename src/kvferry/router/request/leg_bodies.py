@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -120,11 +119,6 @@ def _with_keeping(params: Any, keeps: bool) -> Any:
     return {**params, "keep_for_next_turn": keeps}
 
 
-def whole_body(body: RequestBody, seed: Mapping[str, Any]) -> bytes:
-    """The body for the prefill instance when it does both phases, with the seed that it has sampled its token with."""
-    return body.encode(**seed)
-
-
 class _Ticket(msgspec.Struct):
     remote_engine_id: str
     remote_host: str | None = None
@@ -139,22 +133,14 @@ class _Ticket(msgspec.Struct):
 _TICKET = msgspec.json.Decoder(_Ticket)
 
 
-def is_without_kv(params: msgspec.Raw) -> bool:
-    """Whether a ticket says that no store took its KV, so that D has to compute the prompt."""
-    try:
-        return _TICKET.decode(params).remote_stores == []
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return False
-
-
-def ticket_origin(params: msgspec.Raw) -> KVSource | None:
-    """Where a ticket comes from, None if it does not say; without a port if D cannot ask there before P has
-    answered."""
+def about_ticket(params: msgspec.Raw) -> tuple[KVSource | None, bool]:
+    """Where a ticket comes from, None if it does not say, and without a port if D cannot ask there before P has
+    answered; and whether no store took its KV, so that D would have to compute the prompt."""
     try:
         ticket = _TICKET.decode(params)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return None
+        return None, False
     port = (ticket.remote_port or 0) if ticket.remote_prefixes is not None else 0
-    host, ranks = ticket.remote_host or "", ticket.remote_ranks
-    seal = ticket.remote_address_seal
-    return KVSource(engine_id=ticket.remote_engine_id, host=host, port=port, ranks=ranks, seal=seal)
+    host, ranks, seal = ticket.remote_host or "", ticket.remote_ranks, ticket.remote_address_seal
+    origin = KVSource(engine_id=ticket.remote_engine_id, host=host, port=port, ranks=ranks, seal=seal)
+    return origin, ticket.remote_stores == []

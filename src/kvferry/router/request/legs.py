@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import Callable
 
 from kvferry.core.clock import Clock
 from kvferry.core.errors import InvalidRequest, TransferError
@@ -18,7 +17,7 @@ from kvferry.router.choice.work import Work
 from kvferry.router.config import RouterConfig
 from kvferry.router.instances.connections import Connections
 from kvferry.router.instances.instance import Instance
-from kvferry.router.request.leg import Leg, OpenLegs, Patience
+from kvferry.router.request.leg import Leg, LegChanges, OpenLegs, Patience
 
 logger = logging.getLogger(__name__)
 
@@ -55,16 +54,16 @@ class Legs:
         target: str,
         headers: bytes,
         body: bytes | None,
-        on_change: Callable[[Leg], None],
+        changes: LegChanges,
         *,
         uncached: int = 0,
         computes: bool = False,
         decodes: bool = False,
         beside: Instance | None = None,
     ) -> Leg:
-        """Send a leg, with these lines of headers. `uncached`, `computes`, `decodes`: as in `Work`; `beside`: as in
-        `Patience`. `on_change` is called in the event loop whenever the leg's state changes. Raises `InvalidRequest`
-        for what cannot be sent."""
+        """Send a leg, with these lines of headers; `changes` is told whenever its state changes. `uncached`,
+        `computes`, `decodes`: as in `Work`; `beside`: as in `Patience`. Raises `InvalidRequest` for what cannot be
+        sent."""
         silence_s = self._first_byte_s + (0 if body is None else len(body) / _SLOWEST_PREFILL)
         patience = Patience(silence_s, max(self._total_s, silence_s), beside=beside)
         try:
@@ -72,7 +71,7 @@ class Legs:
         except ValueError as error:
             raise InvalidRequest(f"the request cannot be sent on: {error}") from error
         work = Work(instance.load, uncached, self._open.now(), computes=computes, decodes=decodes)
-        return Leg(self._open, instance, call, patience, work, on_change)
+        return Leg(self._open, instance, call, patience, work, changes)
 
     # Legs that wait too long.
 

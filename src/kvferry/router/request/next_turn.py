@@ -19,6 +19,7 @@ import msgspec
 from kvferry.core.clock import Clock
 from kvferry.core.errors import Unavailable
 from kvferry.core.instance_facts import InstanceFacts
+from kvferry.router.choice.policies.base import Asked
 from kvferry.router.instances.instance import Instance, Unasked
 from kvferry.router.instances.pools import Pools
 from kvferry.router.instances.shared_state import SharedState, TicketRow
@@ -29,6 +30,8 @@ logger = logging.getLogger(__name__)
 
 _LONGEST_TICKET = 64 * 1024
 _MOST_CONVERSATIONS = 8192
+_LONGEST_MODEL = 256
+"""Characters of a model's name that tell conversations apart."""
 _REMEMBERED_S = 480.0
 """As long as D keeps blocks unless told otherwise (`decoder_kv_blocks_ttl`)."""
 
@@ -181,6 +184,51 @@ class NextTurns:
         except Unavailable as error:
             logger.warning("the next turn will be computed without this one's KV: %s", error)
             self.release(kept)
+
+
+class Conversation:
+    """What one request has to do with the turns before and after it: nothing without --keep-for-next-turn, and if the
+    client does not name its conversation. `keeps`: D keeps its KV for the next turn, and its answer brings the
+    ticket."""
+
+    __slots__ = ("_session", "_turns", "keeps")
+
+    def __init__(self, turns: NextTurns | None, asked: Asked) -> None:
+        self._turns = turns if asked.session else None
+        self._session = f"{asked.model[:_LONGEST_MODEL]} {asked.session}"
+        """Conversations of different models are different."""
+        self.keeps = False
+
+    def goes_on(self, instances: list[Instance]) -> None:
+        """The answer has one choice, whose KV D keeps if all `instances` from which it may come are kvferry's: only
+        their tickets can be removed from it."""
+        if self._turns is not None:
+            known = [isinstance(one.facts, InstanceFacts) for one in instances if one.usable]
+            self.keeps = bool(known) and all(known)
+
+    def take(self, prefill: Instance) -> Kept | None:
+        """Where `prefill` fetches the KV of earlier turns; None: nowhere."""
+        return None if self._turns is None else self._turns.take(self._session, prefill)
+
+    def drop(self) -> None:
+        """The conversation continues without a prefill instance."""
+        if self._turns is not None:
+            self._turns.drop(self._session)
+
+    def give_back(self, kept: Kept, *, unused: bool) -> None:
+        """P does not fetch it. If it is not `unused`, P may have begun to, and nobody else can any more."""
+        assert self._turns is not None
+        if unused:
+            self._turns.put_back(self._session, kept)
+        else:
+            self._turns.release(kept)
+
+    def without_ticket(self, decode: Instance, content: bytes, *, events: bool) -> bytes:
+        """A whole answer, or the last `events` of a stream, without its ticket, which is remembered."""
+        if self._turns is None or not self.keeps:
+            return content
+        take = self._turns.take_from_events if events else self._turns.take_from_body
+        return take(self._session, decode, content)
 
 
 def _without_ticket(body: bytes) -> tuple[bytes, bytes | None]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Iterator
-from operator import is_
 
 from kvferry.core.clock import Clock
 from kvferry.core.errors import PeerLost
@@ -115,7 +114,7 @@ class _Addresses:
 
     def __init__(self, pools: Pools, clock: Clock) -> None:
         self._pools, self._clock = pools, clock
-        self._known: list[object] = []
+        self._revision = -1
         self._hosts: set[str] = set()
         self._left: dict[str, float] = {}
         """Until when hosts are looked for at which no instance is any more."""
@@ -123,11 +122,8 @@ class _Addresses:
 
     def pattern(self) -> re.Pattern[bytes]:
         """Finds any of them; built again when something new is known about an instance."""
-        known: list[object] = []
-        for instance in self._pools:
-            known += (instance.url, instance.facts)
-        if len(known) != len(self._known) or not all(map(is_, known, self._known)):
-            self._known, now = known, self._clock.monotonic()
+        if self._revision != self._pools.revision:
+            self._revision, now = self._pools.revision, self._clock.monotonic()
             hosts = {host for instance in self._pools for host in _hosts(instance) if host}
             self._left |= dict.fromkeys(self._hosts - hosts, now + _REMEMBERED_S)
             self._left = {host: until for host, until in self._left.items() if until > now and host not in hosts}

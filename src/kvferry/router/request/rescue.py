@@ -9,23 +9,22 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
 
 import msgspec
 
-from kvferry.core.clock import Clock
 from kvferry.core.entropy import RANDOM
 from kvferry.core.errors import ProtocolError
 from kvferry.core.instance_facts import InstanceFacts
 from kvferry.router.body import RequestBody
 from kvferry.router.choice.chooser import with_model
-from kvferry.router.config import RouterConfig
 from kvferry.router.instances.instance import Facts, Instance, Unasked
-from kvferry.router.instances.pools import Pools
-from kvferry.router.metrics import Metrics
 from kvferry.router.protocols.choose import alike
+from kvferry.router.request.hand_off import HandOff
 from kvferry.router.request.leg import Leg, LegState
 from kvferry.router.request.progress import EventPassage
+from kvferry.router.request.record import RequestRecord
+from kvferry.router.request.request_legs import RequestLegs
+from kvferry.router.request.services import Services
 
 logger = logging.getLogger(__name__)
 
@@ -35,30 +34,27 @@ _LOOK_AGAIN_S = 0.1
 _SPREAD_S = 0.5
 """Over which those who waited for the same instance come to it."""
 
-Ask = Callable[[Instance, bytes], Awaitable[Leg]]
-"""Sends a leg with this body, and waits until it has begun or failed."""
-
 
 class Rescue:
     """For one request."""
 
-    def __init__(self, config: RouterConfig, clock: Clock, pools: Pools, metrics: Metrics, body: RequestBody) -> None:
-        self._config, self._clock, self._pools, self._metrics = config, clock, pools, metrics
-        self._body = body
+    def __init__(self, services: Services, body: RequestBody, legs: RequestLegs, record: RequestRecord) -> None:
+        self._config, self._clock, self._pools = services.config, services.clock, services.pools
+        self._metrics, self._body, self._legs, self._record = services.metrics, body, legs, record
         self._like: Facts = Unasked()
         self._spread_s = 0.0
         self._lost: dict[Instance, Facts] = {}
-        self._num_left = config.continuations
+        self.num_left = self._config.continuations
 
     def begun_by(self, instance: Instance) -> None:
         """This instance's answer is being forwarded; only an instance of the same kind can continue it."""
         self._like = instance.facts
 
-    async def elsewhere(self, passage: EventPassage, lost: Instance, ask: Ask) -> Leg | None:
+    async def elsewhere(self, passage: EventPassage, lost: Instance) -> Leg | None:
         """The rest of a stream whose instance was lost; None if no instance can give it."""
-        if not self._num_left or not passage.can_go_elsewhere:
+        if not self.num_left or not passage.can_go_elsewhere:
             return None
-        self._num_left -= 1
+        self.num_left -= 1
         self.failed(lost)
         try:
             body = self._body.encode(**passage.fields())
@@ -68,28 +64,31 @@ class Rescue:
             return None
         if passage.hopeless:
             return None
-        answer = await self._first_that_serves(ask, body, passage.kind, self._config.continuation_timeout_s)
+        answer = await self._first_that_serves(body, passage.kind, self._config.continuation_timeout_s)
         self._metrics.continued("done" if answer is not None else "failed")
         return answer
 
-    async def from_the_beginning(self, body: bytes, ask: Ask) -> Leg | None:
+    async def from_the_beginning(self) -> Leg | None:
         """A whole answer of which the client has nothing yet, from any instance that can give it now."""
-        return await self._first_that_serves(ask, body, InstanceFacts, 0.0) if self._config.continuations else None
+        body = self._body.encode()
+        return await self._first_that_serves(body, InstanceFacts, 0.0) if self._config.continuations else None
 
-    async def from_prefill(self, prefill: Instance, body: bytes, ask: Ask) -> Leg | None:
+    async def from_prefill(self, hand_off: HandOff) -> Leg | None:
         """A whole answer from the prefill instance that has just computed the prompt, whose KV no store took: it still
         has it in its prefix cache, and any other instance would have to compute it again."""
-        return await self._ask(ask, prefill, body) if self._config.continuations and prefill.usable else None
+        prefill = hand_off.prefill
+        able = self._config.continuations and prefill.usable
+        return await self._ask(prefill, self._legs.at_prefill(hand_off)) if able else None
 
     def failed(self, instance: Instance) -> None:
         """This instance is not asked again, unless something new is known about it."""
         self._lost[instance] = instance.facts
 
-    async def _first_that_serves(self, ask: Ask, body: bytes, kind: type[Facts], timeout_s: float) -> Leg | None:
+    async def _first_that_serves(self, body: bytes, kind: type[Facts], timeout_s: float) -> Leg | None:
         deadline = self._clock.monotonic() + timeout_s
         while True:
             while (instance := self._pick(kind)) is not None:
-                answer = await self._ask(ask, instance, body)
+                answer = await self._ask(instance, body)
                 if answer is not None:
                     return answer
             if self._clock.monotonic() >= deadline:
@@ -97,11 +96,13 @@ class Rescue:
             self._spread_s = RANDOM.uniform(0.0, _SPREAD_S)
             await asyncio.sleep(_LOOK_AGAIN_S)  # until one is back, or has room
 
-    async def _ask(self, ask: Ask, instance: Instance, body: bytes) -> Leg | None:
+    async def _ask(self, instance: Instance, body: bytes) -> Leg | None:
         """The instance's answer, unless it failed or refused, which is noted here, or is busy."""
-        leg = await ask(instance, body)
+        leg = await self._legs.again(instance, body)
         if leg.state is not LegState.LOST and leg.status < 300:
             return leg
+        if leg.has_failed:
+            self._record.failed(leg)
         if leg.state is LegState.LOST or leg.verdict != "busy":
             self.failed(instance)
         leg.close()

@@ -1,0 +1,122 @@
+"""What is noted about one request: the record of its decision, metrics, spans, and what its times teach the estimates.
+
+LegChanges nothing of what becomes of the request. Times of the record are wall-clock times, those of legs are on the
+router's monotonic clock.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from kvferry.core.timeline import Timeline
+from kvferry.observe.tracing import Attributes, Span
+from kvferry.router.choice.decisions import Attempt, PrefillUsage
+from kvferry.router.choice.policies.base import Asked
+from kvferry.router.client_request import ClientRequest
+from kvferry.router.instances.instance import Instance
+from kvferry.router.request.leg import Leg
+from kvferry.router.request.services import Services
+
+logger = logging.getLogger(__name__)
+
+_EVENT_BYTES = 240
+"""Of one token in a stream, about: what decoding takes is counted by bytes, as answers are not read."""
+_MOST_ATTEMPTS = 64
+
+
+class RequestRecord:
+    """Of one request."""
+
+    def __init__(self, services: Services, request: ClientRequest, asked: Asked) -> None:
+        chooser = services.chooser
+        self._clock, self._metrics, self._estimates = services.clock, services.metrics, chooser.estimates
+        self._asked = asked
+        self.decision = chooser.record(request.path, asked, request.request_id, request.arrived)
+        self._answered: Leg | None = None
+        """The decode leg that streams the client's answer with P's KV."""
+        self._span: Span | None = None
+        if chooser.tracer is not None:
+            about = {"kvferry.request_id": request.request_id.decode(errors="replace")}
+            name = f"POST {request.path}"
+            self._span = chooser.tracer.request(name, request.headers, request.arrived, about)
+
+    def served(self, kind: str, reason: str = "") -> None:
+        """How it is served: `sequential`, `concurrent`, `whole` (and why) or `local`."""
+        self._metrics.served(kind, reason)
+
+    def uncached(self, instance: Instance) -> int:
+        """Tokens of the prompt that this instance probably does not have."""
+        return max(0, self._asked.num_tokens - self.decision.cached.get(instance, 0))
+
+    def sent(self, kind: str, instance: Instance) -> Span | None:
+        """A leg is sent: `prefill`, `decode` or `continuation`. Returns its span, if there are spans."""
+        now = self._clock.wall()
+        if kind == "prefill":
+            self.decision.prefill_sent = now
+        elif kind == "decode":
+            self.decision.decode_sent = now
+        return None if self._span is None else self._span.child(kind, now, {"kvferry.instance": instance.name})
+
+    def failed(self, leg: Leg, reason: str = "") -> None:
+        """A leg is of no use, for this reason or its own."""
+        self.failed_instance(leg.instance, reason or leg.failure or "lost")
+        if leg.span is not None:
+            leg.span.end(self._clock.wall(), {}, reason or leg.failure)
+
+    def failed_instance(self, instance: Instance, reason: str) -> None:
+        """An instance could not serve it."""
+        if len(self.decision.attempts) < _MOST_ATTEMPTS:
+            self.decision.attempts.append(Attempt(instance.role, instance.name, reason))
+        self._metrics.leg_failed(instance, reason)
+        request_id = self.decision.request_id.decode(errors="replace")
+        logger.info("request %s: %s failed: %s", request_id, instance, reason)
+
+    def prefilled(self, leg: Leg, usage: PrefillUsage) -> None:
+        """P has answered: how long it took, and where its time went."""
+        estimates, decision = self._estimates, self.decision
+        decision.prefill_answered, decision.prefill_usage = self._clock.wall(), usage
+        computed = usage.prompt_tokens - usage.cached_tokens if usage.prompt_tokens else leg.work.uncached
+        estimates.prefilled(leg.instance.name, leg.work.ahead + computed, leg.ended_at - leg.begun_at)
+        estimates.tokenized(self._asked.num_bytes, usage.prompt_tokens)
+        if self._answered is not None:  # the client had its first token by then
+            estimates.hand_off.add(self._answered.work.uncached, 0.0)
+        if leg.span is not None:
+            told = usage.timeline or Timeline()
+            for name, begun, ended in (
+                ("queue", told.prefill_queued, told.prefill_started),
+                ("prefill", told.prefill_started, told.prefill_done),
+            ):
+                if begun is not None and ended is not None:
+                    leg.span.part(name, begun, ended)
+            leg.span.end(decision.prefill_answered, {"kvferry.cached_tokens": usage.cached_tokens})
+
+    def answered(self, leg: Leg, prefill: Leg | None) -> None:
+        """An answer for the client has begun; if it streams, with its first token. `prefill`: P's leg, whose KV it
+        has."""
+        self.decision.first_byte = self._clock.wall()
+        if not (self._asked.streams and leg.work.decodes and leg.has_served):
+            return
+        estimates, work = self._estimates, leg.work
+        if prefill is None:
+            estimates.prefilled(leg.instance.name, work.ahead + work.uncached, leg.first_byte_at - leg.begun_at)
+        elif prefill.ended_at:
+            estimates.hand_off.add(work.uncached, max(0.0, leg.first_byte_at - prefill.ended_at))
+        else:
+            self._answered = leg
+
+    def over(self, legs: list[Leg], num_bytes: int) -> None:
+        """The request is over, and so are its legs. `num_bytes` of a whole answer were sent to the client, or 0."""
+        decision, last = self.decision, legs[-1] if legs else None
+        if num_bytes and last is not None and last.work.decodes and last.first_byte_at and self._asked.streams:
+            seconds = last.ended_at - last.first_byte_at
+            self._estimates.decoded(last.work.num_beside, num_bytes / _EVENT_BYTES, seconds)
+        decision.done = now = self._clock.wall()
+        self._metrics.phases(decision.phases())
+        if self._span is not None:
+            for leg in legs:
+                if leg.span is not None:
+                    leg.span.end(now, {})
+            if decision.first_byte is not None:
+                self._span.part("first byte", decision.arrived, decision.first_byte)
+            about: Attributes = {"kvferry.decision": decision.reason, "kvferry.prompt_tokens": decision.prompt_tokens}
+            self._span.end(now, about, "" if num_bytes else "not delivered")
