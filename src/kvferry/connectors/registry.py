@@ -108,6 +108,9 @@ KV_STORE = ConnectorSpec(
     options="kvferry.connectors.kv_store.settings:StoreSettings",
 )
 LMCACHE = replace(KV_STORE, options="kvferry.connectors.kv_store.lmcache_settings:LMCacheSettings")
+VLLMS_HAND_OFFS = ("NixlConnector", "NixlPullConnector", "NixlPushConnector", "MooncakeConnector", "MoRIIOConnector")
+"""vLLM's own connectors that make tickets."""
+
 BUILTIN: dict[str, ConnectorSpec] = {
     "P2pConnector": P2P,
     "P2pNcclConnector": replace(P2P, defaults={"transport": "nccl"}),

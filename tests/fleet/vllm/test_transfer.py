@@ -122,6 +122,9 @@ BESIDE = [{"kv_connector": "NixlConnector"}, {"kv_connector": "OffloadingConnect
         ({"kv_connector": "NixlConnector", "kv_connector_extra_config": {"backends": ["UCX", "GDS"]}}, "GDS is for GP"),
         ({"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": BESIDE}}, "cpu_bytes_to_use"),
         ({"kv_connector": "MooncakeConnector"}, "unknown kv_connector"),
+        ({"kv_connector": "MultiConnector"}, 'needs "connectors"'),
+        (several("NixlConnector", "KvferryP2pConnector"), "NixlConnector and KvferryP2pConnector would both hand"),
+        (several("KvferryP2pConnector", "KvferryOffloadingConnector"), '"hand_off": false'),
         (
             {"kv_connector": "KvferrySharedStorageConnector", "kv_connector_extra_config": IN_PROC},
             "KV blocks in /proc/x",
@@ -153,5 +156,6 @@ def test_a_library_that_is_not_there_is_named() -> None:
 def test_what_may_work_there_is_left_to_vllm() -> None:
     require_possible({"kv_connector": "OffloadingConnector"}, THERE, ("--kv-offloading-size", "4"))
     require_possible({"kv_connector": "Mine", "kv_connector_module_path": "mine"}, THERE, ())
+    require_possible(several("NixlConnector", "KvferryOffloadingConnector"), THERE, ())
     require_possible({"kv_connector": "Mine"}, replace(THERE, connectors=()), ())
     require_possible({"kv_connector": "NixlConnector", "kv_connector_extra_config": "no object"}, THERE, ())

@@ -10,11 +10,8 @@ from collections.abc import Iterable
 from kvferry.adapters.vllm.idle import IdlePause, PauseUser
 from kvferry.adapters.vllm.salts import Salts
 from kvferry.adapters.vllm.settings import AdapterSettings
-from kvferry.connectors.registry import find_connector
+from kvferry.connectors.registry import VLLMS_HAND_OFFS, find_connector
 from kvferry.core.errors import ConfigError
-
-THEIR_HAND_OFFS = ("NixlConnector", "NixlPullConnector", "NixlPushConnector", "MooncakeConnector", "MoRIIOConnector")
-"""vLLM's own connectors that make tickets."""
 
 _hand_offs: dict[str, object] = {}
 _allocations: dict[str, object] = {}
@@ -38,7 +35,7 @@ def claim_hand_offs(connector: object, settings: AdapterSettings) -> None:
 def hands_off(connector: object, settings: AdapterSettings, others: Iterable[object]) -> bool:
     """Whether this connector makes tickets: a cache beside one of vLLM's that does is a cache only. Raises
     `ConfigError` if neither is a cache."""
-    theirs = next((type(other).__name__ for other in others if type(other).__name__ in THEIR_HAND_OFFS), None)
+    theirs = next((type(other).__name__ for other in others if type(other).__name__ in VLLMS_HAND_OFFS), None)
     if theirs is None or not settings.options.hand_off:
         return settings.options.hand_off
     if not find_connector(settings.transfer).keeps_blocks:

@@ -6,7 +6,7 @@ from contextlib import suppress
 from difflib import get_close_matches
 from typing import Any
 
-from kvferry.connectors.registry import BUILTIN, connector_names, find_connector
+from kvferry.connectors.registry import BUILTIN, VLLMS_HAND_OFFS, connector_names, find_connector
 from kvferry.core.errors import ConfigError, MissingDependency, UnknownName
 from kvferry.core.registration import Role
 from kvferry.core.transfer_config import KVTransferConfig, read_transfer_json
@@ -118,6 +118,30 @@ def require_possible(transfer: dict[str, Any], found: VllmEnvironment, arguments
     elif is_theirs:
         for child in _children(transfer):
             require_possible(child, found, arguments)
+        if name == _SEVERAL:
+            _require_one_hand_off(_children(transfer))
+
+
+def _require_one_hand_off(children: list[dict[str, Any]]) -> None:
+    """Raise `ConfigError` if vLLM's MultiConnector joins nothing, or several that make tickets, of which kvferry's
+    adapter refuses all but one. A cache beside a connector of vLLM's that does is a cache only."""
+    if not children:
+        raise ConfigError(
+            f'--kv-transfer-config: vLLM\'s {_SEVERAL} needs "connectors" in kv_connector_extra_config, a list of those'
+            " that it joins"
+        )
+    names = [one["kv_connector"] for one in children if (one.get("kv_connector_extra_config") or {}).get("hand_off", 1)]
+    ours = [name for name in names if name.removeprefix(_PREFIX) in BUILTIN and name.startswith(_PREFIX)]
+    theirs = [name for name in names if name in VLLMS_HAND_OFFS]
+    if len(ours) > 1:
+        raise ConfigError(
+            f"--kv-transfer-config: {ours[0]} and {ours[1]} would both hand requests off; give all but one"
+            ' "hand_off": false in its kv_connector_extra_config'
+        )
+    if ours and theirs and _hands_off(ours[0]):
+        raise ConfigError(
+            f"--kv-transfer-config: {theirs[0]} and {ours[0]} would both hand requests off; do without one"
+        )
 
 
 def is_ours(transfer: dict[str, Any]) -> bool:
