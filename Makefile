@@ -15,7 +15,7 @@ ALL := not vllm
 VLLM := $(if $(PART),vllm,vllm and not full)
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-media install-clients demo test test-all test-part test-fast test-vllm test-vllm-next soak check docs format bench clean
+.PHONY: help install install-media install-clients install-gateway demo test test-all test-part test-fast test-vllm test-vllm-next soak check docs format bench clean
 
 help:  ## say what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -30,6 +30,9 @@ install-media: $(STAMP)  ## add the libraries of the nixl and mooncake transport
 
 install-clients:  ## install clients of others, each in an environment of its own; without them their tests are skipped
 	@scripts/install_clients.sh
+
+install-gateway:  ## install Envoy, in a folder of its own; without it the tests of the picker are skipped
+	@scripts/install_gateway.sh
 
 demo: $(STAMP)  ## serve a model with prefill and decode apart, and watch it work (KEEP=1 leaves it serving)
 	@$(BIN)/kvferry demo $(if $(KEEP),--keep)
@@ -91,4 +94,4 @@ bench: $(STAMP)  ## measure speed; see benchmarks/README.md
 	@$(BIN)/python benchmarks/engine.py --quick
 
 clean:  ## remove what the targets above made
-	rm -rf $(VENV) $(VENV_VLLM) .venv-litellm .venv-aiperf build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+	rm -rf $(VENV) $(VENV_VLLM) .venv-litellm .venv-aiperf .venv-envoy build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

@@ -44,7 +44,7 @@ def serve(services: Services, body: RequestBody, usage: PrefillUsage) -> None:
     chooser, now = services.chooser, services.clock.wall()
     asked = chooser.read(PATH, body, {})
     decision = chooser.record(PATH, asked, b"a request", now)
-    placement = Placement(chooser, services.pools, services.metrics, asked, decision)
+    placement = Placement(chooser, services.pools, services.metrics, 1, asked, decision)
     placement.plan(make_plan(PATH, body, services.pools))
     prefill = placement.next_prefill()
     decode = placement.next_decode(prefill)

@@ -63,6 +63,7 @@ PAGES = {
             "kvferry.fleet.spec",
             "kvferry.fleet.restart",
             "kvferry.router.config",
+            "kvferry.router.picker.config",
             "kvferry.http.config",
             "kvferry.http.limits",
             "kvferry.core.options",

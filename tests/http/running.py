@@ -42,7 +42,6 @@ class Handlers:
                 Route("GET", "/metrics", self.ok, Access.PROBE),
                 Route("GET", "/ok", self.ok),
                 Route("POST", "/echo", self.echo),
-                Route("POST", "/pieces", self.pieces),
                 Route("GET", "/stream", self.stream),
                 Route("GET", "/wait", self.wait),
                 Route("GET", "/wait-stream", self.wait_stream),
@@ -63,13 +62,6 @@ class Handlers:
 
     async def echo(self, request: HttpRequest, response: Response) -> None:
         response.send(200, await request.body.read(), [(b"x-target", request.target.encode("latin-1"))])
-
-    async def pieces(self, request: HttpRequest, response: Response) -> None:
-        response.start(200, [])
-        async for piece in request.body:
-            response.write(piece)
-            await response.drain()
-        response.end()
 
     async def stream(self, request: HttpRequest, response: Response) -> None:
         response.start(200, [(b"content-type", b"text/event-stream")])

@@ -6,9 +6,9 @@ import tracemalloc
 
 import pytest
 
-from kvferry.http.body import BUFFERED_BYTES, JOINED_BYTES, SMALL_BYTES, Body
+from kvferry.http.body import BUFFERED_BYTES, Body
 
-PIECES = [b"ab", b"c" * SMALL_BYTES, b"d", b"", b"e" * (2 * JOINED_BYTES), *[b"fg"] * JOINED_BYTES]
+PIECES = [b"ab", b"c" * 1024, b"d", b"", b"e" * 2**17, *[b"fg"] * 2**16]
 
 
 def body_of(pieces: list[bytes]) -> Body:
@@ -19,14 +19,11 @@ def body_of(pieces: list[bytes]) -> Body:
     return body
 
 
-@pytest.mark.parametrize("pieces", [[], [b"a"], [b"a" * SMALL_BYTES], PIECES])
+@pytest.mark.parametrize("pieces", [[], [b"a"], [b"a" * 1024], PIECES])
 async def test_what_came_is_read_however_it_was_cut(pieces: list[bytes]) -> None:
     whole = await body_of(pieces).read()
     assert type(whole) is bytes
     assert whole == b"".join(pieces)
-    read = [piece async for piece in body_of(pieces)]
-    assert all(type(piece) is bytes for piece in read)
-    assert b"".join(read) == b"".join(pieces)
 
 
 def test_a_body_in_tiny_pieces_takes_the_memory_of_its_bytes() -> None:

@@ -99,15 +99,14 @@ async def test_connection_close_is_honoured() -> None:
         assert b"connection: close" in await client.to_end()
 
 
-@pytest.mark.parametrize("path", ["/echo", "/pieces"])
-async def test_bodies_by_length_and_in_chunks(path: str) -> None:
+async def test_bodies_by_length_and_in_chunks() -> None:
     async with running() as served, wire(served.port) as client:
         body = bytes(range(256)) * 4096
-        client.send(request(path, "POST", body=body))
+        client.send(request("/echo", "POST", body=body))
         assert (await client.reply()).body == body
-        client.send(f"POST {path} HTTP/1.1\r\nHost: a\r\nContent-Length: {'0' * 9000}3\r\n\r\nabc".encode())
+        client.send(b"POST /echo HTTP/1.1\r\nHost: a\r\nContent-Length: %b3\r\n\r\nabc" % (b"0" * 9000))
         assert (await client.reply()).body == b"abc"
-        head = f"POST {path} HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n".encode()
+        head = b"POST /echo HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n"
         client.send(head + b"3\r\nabc\r\n4;why=not\r\ndefg\r\n0\r\nTrailer: x\r\n\r\n" + request("/ok"))
         assert (await client.reply()).body == b"abcdefg"
         assert (await client.reply()).json() == {"ok": True}

@@ -25,7 +25,8 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from kvferry.core.keys import CHALLENGE_PATH, Purpose, Signer
-from kvferry.http.config import HttpConfig, InstanceAccess
+from kvferry.http.access import InstanceAccess
+from kvferry.http.config import HttpConfig
 from kvferry.http.lifecycle import Lifecycle
 from kvferry.http.listen import listen
 from kvferry.http.server import HttpServer

@@ -504,6 +504,16 @@ async def test_a_decode_that_cannot_be_reached_is_unavailable(mode: str) -> None
 
 
 @pytest.mark.parametrize("mode", MODES)
+async def test_where_no_decode_can_be_reached_a_prefill_instance_answers(mode: str) -> None:
+    p = a_prefill(tells_of_stores(["valkey"]))
+    async with unused_address() as nowhere, instances(p), routing([p.url], [nowhere], hand_off=mode) as (_, url):
+        status, body, _ = await post(url)
+        assert await p.released.get() == p.calls[0].body["kv_transfer_params"]["transfer_id"]
+    assert (status, body["choices"][0]["text"]) == (200, "done")
+    assert p.calls[1].body == BODY
+
+
+@pytest.mark.parametrize("mode", MODES)
 async def test_a_stream_that_breaks_off_ends_with_an_error_event(mode: str) -> None:
     p, d, other = a_prefill(), a_decode(cut_in_stream), a_decode()
     async with instances(p, d, other), routing([p.url], [d.url, other.url], hand_off=mode) as (_, url):

@@ -300,6 +300,7 @@ async def test_a_server_without_a_connector_computes_no_prompts_for_others(
         prefill = router.services.pools.prefill.instances[0]
         for _ in range(3):
             assert (await post(url))[0] == 200
+            assert (await get(url, "/kvferry/decisions"))[1].count('"no_prefill"') == 0
             await holds(lambda: not prefill.gave_no_ticket)
             await holds(lambda: bool(asked) or prefill in router.services.pools.prefill.without_tickets)
         text = (await get(url, "/metrics"))[1]

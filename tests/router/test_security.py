@@ -18,8 +18,9 @@ import pytest
 from kvferry.core.errors import PeerLost
 from kvferry.core.instance_facts import InstanceFacts
 from kvferry.core.keys import http_secret
+from kvferry.http.access import InstanceAccess
 from kvferry.http.client import HttpClient
-from kvferry.http.config import HttpConfig, InstanceAccess
+from kvferry.http.config import HttpConfig
 from kvferry.http.errors import AnswerTimeout
 from kvferry.http.keys import Access, Guard
 from kvferry.http.origin import Origin

@@ -31,7 +31,8 @@ from kvferry.fleet.restart import RestartPolicy
 from kvferry.fleet.routers import RouterPlan
 from kvferry.fleet.spec import Listen
 from kvferry.fleet.supervisor import FleetPlan, LocalSupervisor
-from kvferry.http.config import HttpAccess, InstanceAccess
+from kvferry.http.access import InstanceAccess
+from kvferry.http.config import HttpAccess
 from kvferry.http.limits import HttpLimits
 from kvferry.router.config import RouterConfig
 

@@ -24,7 +24,8 @@ from kvferry.fleet.restart import RestartPolicy
 from kvferry.fleet.spec import EngineChoice, FleetSpec, InstanceSpec, Listen
 from kvferry.fleet.supervisor import DEFAULT_POLICY, FleetPlan, LocalSupervisor
 from kvferry.fleet.transfer import InstanceRole, require_registrable
-from kvferry.http.config import HttpAccess, InstanceAccess
+from kvferry.http.access import InstanceAccess
+from kvferry.http.config import HttpAccess
 from kvferry.http.limits import HttpLimits
 from kvferry.models.digest_cache import DigestCache
 from kvferry.observe.logs import LogConfig, set_up_logging

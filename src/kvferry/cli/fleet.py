@@ -69,7 +69,7 @@ class _NotThere(ConfigError):
     """The router knows no such instance."""
 
 
-app = App(name="fleet", help="Show and change the instances behind a running router.", sort_key=6)
+app = App(name="fleet", help="Show and change the instances behind a running router.", sort_key=7)
 
 
 @dataclass(frozen=True, kw_only=True)

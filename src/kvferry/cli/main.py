@@ -19,6 +19,7 @@ from kvferry.cli.config_file import ConfigFile
 from kvferry.cli.demo.command import demo
 from kvferry.cli.fleet import app as fleet
 from kvferry.cli.instance import decode, prefill
+from kvferry.cli.picker import picker
 from kvferry.cli.router import router
 from kvferry.cli.serve import serve
 from kvferry.core.environment import INSTANCE_NAME, VARIABLES
@@ -30,7 +31,7 @@ from kvferry.observe.logs import LogConfig, set_up_logging
 
 _PREFIX, CONFIG_VARIABLE = "KVFERRY_", "KVFERRY_CONFIG"
 
-COMMANDS = ("serve", "prefill", "decode", "router", "demo")
+COMMANDS = ("serve", "prefill", "decode", "router", "picker", "demo")
 ENVIRONMENT = Env(_PREFIX, command=False)
 
 HELP = """
@@ -65,7 +66,8 @@ app.command(serve, sort_key=1)
 app.command(prefill, sort_key=2)
 app.command(decode, sort_key=3)
 app.command(router, sort_key=4)
-app.command(demo, sort_key=5)
+app.command(picker, sort_key=5)
+app.command(demo, sort_key=6)
 app.command(fleet)
 app.command(cache)
 

@@ -21,7 +21,8 @@ from kvferry.fleet.supervisor import FleetPlan
 from kvferry.fleet.transfer import DEFAULT, InstanceRole, transfer_for_member
 from kvferry.fleet.vllm.instances import InstancePlace, VllmInstances
 from kvferry.fleet.vllm.ports import free_ports
-from kvferry.http.config import HttpAccess, InstanceAccess
+from kvferry.http.access import InstanceAccess
+from kvferry.http.config import HttpAccess
 from kvferry.http.limits import HttpLimits
 from kvferry.observe.logs import INSTANCE_VARIABLE, TEXT, LogConfig
 from kvferry.router.config import RouterConfig

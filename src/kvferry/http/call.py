@@ -16,9 +16,9 @@ from enum import Enum, auto
 from typing import NamedTuple, Protocol
 
 from kvferry.core.errors import PeerLost, ProtocolError, TransferError
+from kvferry.http.answer_parser import AnswerHead
 from kvferry.http.client_connection import ClientConnection
 from kvferry.http.headers import RawHeaders
-from kvferry.http.message import AnswerHead
 from kvferry.http.pool import Pool
 
 _BUFFERED_BYTES = 256 * 1024
@@ -63,16 +63,6 @@ class Bypass(Protocol):
         """Let the transport read again. May be called repeatedly."""
 
 
-class _Kept:
-    """What has come of a body and was not taken; `most`: 0, or how long all of it may be."""
-
-    __slots__ = ("most", "num_bytes", "pieces")
-
-    def __init__(self) -> None:
-        self.pieces: list[bytes] = []
-        self.num_bytes = self.most = 0
-
-
 _NO_HEAD = AnswerHead(0, [], {}, chunked=False, keep_alive=False)
 
 
@@ -81,8 +71,8 @@ class Call:
     ended, so that the instance stops."""
 
     __slots__ = (
-        "_bypass", "_connection", "_head", "_kept", "_on_change", "_paused", "_pool", "_request", "_reused",
-        "_sink", "_task", "_waiter", "error", "num_received", "state",
+        "_bypass", "_kept", "_most", "_on_change", "_pool", "_request", "_sink", "_task", "_waiter",
+        "connection", "error", "head", "num_received", "paused", "state",
     )  # fmt: skip
 
     def __init__(self, pool: Pool, request: SentRequest) -> None:
@@ -90,19 +80,22 @@ class Call:
         self._on_change: Callable[[], None] | None = None
         self.state = CallState.CONNECTING
         self.error: TransferError | None = None
-        self._head = _NO_HEAD
+        self.head = _NO_HEAD
         self.num_received = 0
         """Bytes of the answer that have come, as a sign of life."""
-        self._connection: ClientConnection | None = None
-        self._reused = self._paused = False
+        self.connection: ClientConnection | None = None
+        """What the answer comes on; None before and after."""
+        self.paused = False
+        """Whether the instance is made to wait."""
         self._task: asyncio.Task[None] | None = None
         self._waiter: asyncio.Future[None] | None = None
-        self._kept = _Kept()
+        self._kept, self._most = bytearray(), 0
+        """What has come of the body and was not taken; 0, or how long all of it may be."""
         self._sink: Callable[[bytes], None] | None = None
         self._bypass: Bypass | None = None
         connection = pool.take_free()
         if connection is not None:
-            self._send(connection, reused=True)
+            self._send(connection)
         else:
             self._connect(fresh=False)
 
@@ -116,27 +109,22 @@ class Call:
         except TransferError as error:
             self._end(CallState.LOST, error)
             return
-        self._send(connection, reused=connection.num_calls > 0)
+        self._send(connection)
 
-    def _send(self, connection: ClientConnection, *, reused: bool) -> None:
-        self._connection, self._reused, self.state = connection, reused, CallState.SENT
+    def _send(self, connection: ClientConnection) -> None:
+        self.connection, self.state = connection, CallState.SENT
         connection.begin(self, self._request.data)
 
     # What the connection tells.
 
-    @property
-    def ends_with_connection(self) -> bool:
-        """Whether the end of the connection is the end of the body."""
-        return not self.chunked and b"content-length" not in self._head.first
-
     def begin(self, head: AnswerHead) -> bool:
         """Status and headers are here; returns whether a body comes."""
-        self._head = head
+        self.head = head
         return not self._request.bodiless
 
     def receive(self, payload: bytes, num_bytes: int) -> None:
         """More of the answer has come."""
-        connection = self._connection
+        connection = self.connection
         assert connection is not None
         self.num_received += num_bytes
         if payload:
@@ -147,13 +135,11 @@ class Call:
                     connection.close(error)
                     return
             else:
-                kept = self._kept
-                kept.pieces.append(payload)
-                kept.num_bytes += len(payload)
-                if kept.most and kept.num_bytes > kept.most:
-                    connection.close(ProtocolError(f"an answer is longer than {kept.most} bytes"))
+                self._kept += payload
+                if self._most and len(self._kept) > self._most:
+                    connection.close(_too_long(self._most))
                     return
-                if not kept.most and kept.num_bytes > _BUFFERED_BYTES:
+                if not self._most and len(self._kept) > _BUFFERED_BYTES:
                     self.pause_reading()
             if self.state is CallState.SENT:
                 self.state = CallState.ANSWERING
@@ -165,9 +151,10 @@ class Call:
     def lose(self, error: TransferError) -> None:
         """The connection is closed. A request may be sent once more on a new one if the connection had been idle: the
         instance may have closed it at the very moment at which it was used again, and has seen nothing."""
-        untouched = self.state is CallState.SENT and self._reused and not self.num_received
+        was_idle = self.connection is not None and self.connection.num_calls > 1
+        untouched = self.state is CallState.SENT and was_idle and not self.num_received
         if untouched and self._request.repeatable and isinstance(error, PeerLost):
-            self._connection = None
+            self.connection = None
             self._connect(fresh=True)
             return
         self._end(CallState.LOST, error)
@@ -175,12 +162,12 @@ class Call:
     def _end(self, state: CallState, error: TransferError | None) -> None:
         if self.state in _OVER:
             return
-        connection, self._connection = self._connection, None
+        connection, self.connection = self.connection, None
         self.state, self.error = state, error
         if self._bypass is not None:
             self._bypass.stop()
         if connection is not None:
-            if self._paused and state is CallState.COMPLETE and connection.transport is not None:
+            if self.paused and state is CallState.COMPLETE and connection.transport is not None:
                 connection.transport.resume_reading()
             self._pool.give_back(connection)
         self._changed()
@@ -197,22 +184,17 @@ class Call:
     @property
     def status(self) -> int:
         """0 until it is here."""
-        return self._head.status
+        return self.head.status
 
     @property
     def headers(self) -> RawHeaders:
         """Names in lower case."""
-        return self._head.headers
+        return self.head.headers
 
     @property
     def first(self) -> dict[bytes, bytes]:
         """Of each header, the first value."""
-        return self._head.first
-
-    @property
-    def chunked(self) -> bool:
-        """Whether the body comes in chunks."""
-        return self._head.chunked
+        return self.head.first
 
     @property
     def relays(self) -> object:
@@ -225,11 +207,6 @@ class Call:
         return self.state in _OVER
 
     @property
-    def has_begun(self) -> bool:
-        """Whether the body's first bytes, or its end, are here: until then another instance may answer instead."""
-        return self.state in _BEGUN
-
-    @property
     def is_event_stream(self) -> bool:
         """Whether it is a stream of server-sent events to which an event can be added."""
         kind = self.first.get(b"content-type", b"")
@@ -239,16 +216,6 @@ class Call:
     def num_received_so_far(self) -> int:
         """`num_received`, with what a bypass has passed on."""
         return self.num_received + (0 if self._bypass is None else self._bypass.num_received)
-
-    @property
-    def connection(self) -> ClientConnection | None:
-        """The connection that the answer comes on."""
-        return self._connection
-
-    @property
-    def paused(self) -> bool:
-        """Whether the instance is made to wait."""
-        return self._paused
 
     def watch(self, on_change: Callable[[], None]) -> None:
         """Call `on_change` in the event loop whenever the state changes, and when more of a body that nobody reads yet
@@ -264,20 +231,23 @@ class Call:
             self._waiter = None
 
     async def begun(self) -> None:
-        """Wait until it `has_begun`. Raises the `TransferError` because of which it will not."""
-        while not self.has_begun:
+        """Wait until the body's first bytes, or its end, are here: until then another instance may answer instead.
+        Raises the `TransferError` because of which it will not."""
+        while self.state is not CallState.ANSWERING and self.state is not CallState.COMPLETE:
             if self.error is not None:
                 raise self.error
             await self.changed()
 
     async def read(self, max_bytes: int) -> bytes:
         """The whole body. Raises `ProtocolError` if it is longer than `max_bytes`, and what ended the call early."""
-        body = bytearray()
-        async for piece in self.pieces():
-            body += piece
-            if len(body) > max_bytes:
-                raise ProtocolError(f"an answer is longer than {max_bytes} bytes")
-        return bytes(body)
+        self.collect(max_bytes)
+        while self.state is not CallState.COMPLETE:
+            if self.error is not None:
+                raise self.error
+            await self.changed()
+        if len(self._kept) > max_bytes:
+            raise _too_long(max_bytes)
+        return self.take()
 
     async def pieces(self) -> AsyncIterator[bytes]:
         """The body as it comes. Raises what ended the call early."""
@@ -291,22 +261,15 @@ class Call:
             else:
                 await self.changed()
 
-    @property
-    def num_buffered(self) -> int:
-        """Bytes of the body that `take` would return."""
-        return self._kept.num_bytes
-
     def take(self) -> bytes:
         """What is here of the body and has not been taken."""
-        kept = self._kept
-        pieces, kept.pieces, kept.num_bytes = kept.pieces, [], 0
-        if self._paused:
-            self.resume_reading()
-        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+        kept, self._kept = bytes(self._kept), bytearray()
+        self.resume_reading()
+        return kept
 
     def collect(self, max_bytes: int) -> None:
         """Keep all of the body until it is taken, whole; one that is longer is lost, with a `ProtocolError`."""
-        self._kept.most = max_bytes
+        self._most = max_bytes
         self.resume_reading()
 
     def pass_to(self, sink: Callable[[bytes], None] | None) -> None:
@@ -327,10 +290,10 @@ class Call:
         self._pause(paused=False)
 
     def _pause(self, *, paused: bool) -> None:
-        if self._paused == paused:
+        if self.paused == paused:
             return
-        self._paused = paused
-        source = self._bypass or (self._connection.transport if self._connection is not None else None)
+        self.paused = paused
+        source = self._bypass or (self.connection.transport if self.connection is not None else None)
         if source is not None:
             source.pause_reading() if paused else source.resume_reading()
 
@@ -339,8 +302,8 @@ class Call:
         self._request = self._request._replace(repeatable=False)
         if self._task is not None:
             self._task.cancel()
-        if self._connection is not None:
-            self._connection.close(error)
+        if self.connection is not None:
+            self.connection.close(error)
         self._end(CallState.LOST, error)
 
     def close(self) -> None:
@@ -350,7 +313,7 @@ class Call:
             return
         if self._task is not None:
             self._task.cancel()
-        connection, self._connection, self.state = self._connection, None, CallState.CLOSED
+        connection, self.connection, self.state = self.connection, None, CallState.CLOSED
         if self._bypass is not None:
             self._bypass.stop()
         if connection is not None:
@@ -358,4 +321,7 @@ class Call:
 
 
 _OVER = frozenset({CallState.COMPLETE, CallState.LOST, CallState.CLOSED})
-_BEGUN = frozenset({CallState.ANSWERING, CallState.COMPLETE})
+
+
+def _too_long(most: int) -> ProtocolError:
+    return ProtocolError(f"an answer is longer than {most} bytes")

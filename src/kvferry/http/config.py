@@ -11,6 +11,7 @@ from kvferry.core import entropy
 from kvferry.core.bounds import Bytes, PortOrAny, SecondsOrZero, check_bounds
 from kvferry.core.errors import ConfigError
 from kvferry.core.openai import MAX_BODY_BYTES
+from kvferry.http.headers import require_key
 from kvferry.http.limits import HttpLimits
 from kvferry.http.tls import client_context, server_context
 
@@ -122,27 +123,6 @@ class HttpConfig(HttpAccess):
         return "http" if self.tls_cert is None else "https"
 
 
-@dataclass(frozen=True, kw_only=True)
-class InstanceAccess:
-    """How a router authenticates itself to its instances."""
-
-    instance_api_key: str | None = None
-    """API key that the router sends to the instances, instead of the Authorization header of clients. Without it, the
-    clients' own Authorization header is forwarded."""
-
-    instance_cert: Path | None = None
-    """Certificate chain (PEM), with its key in the same file, that the router presents to instances that ask for
-    one."""
-
-    def __post_init__(self) -> None:
-        if self.instance_api_key is not None:
-            require_key(self.instance_api_key, "--instance-api-key")
-
-    def tls_context(self, tls_ca: Path | None = None) -> ssl.SSLContext:
-        """For connections to https:// URLs. Raises `ConfigError` if a file cannot be used."""
-        return client_context(tls_ca, self.instance_cert)
-
-
 def _keys_in(path: Path) -> tuple[str, ...]:
     try:
         keys = tuple(line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip())
@@ -153,9 +133,3 @@ def _keys_in(path: Path) -> tuple[str, ...]:
     for key in keys:
         require_key(key, f"--api-key-file {path}")
     return keys
-
-
-def require_key(key: str, flag: str) -> None:
-    """Raise `ConfigError` that names the flag for what no client can send."""
-    if not key or not key.isascii() or not key.isprintable() or " " in key:
-        raise ConfigError(f"{flag}: a key must be printable ASCII without spaces, and not empty")

@@ -32,9 +32,8 @@ from kvferry.http.errors import BadHttp, RequestTimeout
 from kvferry.http.headers import response_head
 from kvferry.http.keys import Side
 from kvferry.http.limits import HttpLimits
-from kvferry.http.message import RequestHead, RequestParser
 from kvferry.http.request import HttpRequest
-from kvferry.http.request_head import origin_form
+from kvferry.http.request_parser import RequestHead, RequestParser, origin_form
 from kvferry.http.response import Response, answer_headers
 from kvferry.http.service import Service
 from kvferry.http.writer import ClientWriter

@@ -9,6 +9,7 @@ from functools import lru_cache
 from http import HTTPStatus
 
 from kvferry.core.clock import SYSTEM_CLOCK
+from kvferry.core.errors import ConfigError
 
 RawHeaders = list[tuple[bytes, bytes]]
 """In order, duplicates kept, names in lower case."""
@@ -76,3 +77,9 @@ def date_header() -> tuple[bytes, bytes]:
 @lru_cache(1)
 def _date_of(second: int) -> tuple[bytes, bytes]:
     return b"date", formatdate(second, usegmt=True).encode()
+
+
+def require_key(key: str, flag: str) -> None:
+    """Raise `ConfigError` that names the flag for what no client can send."""
+    if not key or not key.isascii() or not key.isprintable() or " " in key:
+        raise ConfigError(f"{flag}: a key must be printable ASCII without spaces, and not empty")

@@ -28,7 +28,7 @@ struct Pattern {
 struct Relay {
     const Pattern* pattern;  // null: everything goes to the caller
     int32_t source, target;  // non-blocking sockets
-    uint64_t received;       // bytes from the source that were passed on, framed
+    uint64_t received;       // bytes from the source that were passed on, framed; the caller sets these two to 0
     uint64_t sent;           // bytes of payload in them
     const char* unsent;      // valid until the next step of any stream: to be sent to the target first,
     int64_t unsent_bytes;

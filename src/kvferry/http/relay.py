@@ -65,9 +65,9 @@ async def relay(call: Call, response: Response, reader: Reader) -> None:
     def write(payload: bytes) -> None:
         response.write(reader.take(payload))
 
-    if call.num_buffered:
+    if kept := call.take():
         try:
-            write(call.take())
+            write(kept)
         except TransferError as error:
             call.fail(error)
             raise
@@ -178,7 +178,13 @@ class Relays:
         """Pass on what comes for `call` from now on, both sides in chunks, wherever `reader` does not want to see it,
         until the stream is stopped. None if this cannot be done."""
         connection = call.connection
-        if self._epoll is None or connection is None or connection.transport is None or call.paused or not call.chunked:
+        if (
+            self._epoll is None
+            or connection is None
+            or connection.transport is None
+            or call.paused
+            or not call.head.chunked
+        ):
             return None
         target = response.writer.transport
         source_fd, target_fd = _plain_fd(connection.transport), _plain_fd(target)
@@ -241,8 +247,6 @@ class _Stream:
         self._connection, self._source, self._target = connection, connection.transport, target
         self._call, self._response, self._reader = call, response, reader
         self._stopped = False
-        self._synced = (0, 0)
-        """What was received and sent when that was last noted."""
 
     def start(self) -> bool:
         """Begin; False if this cannot be done."""
@@ -265,7 +269,7 @@ class _Stream:
     @property
     def num_received(self) -> int:
         """Bytes that have come and that the call has not counted yet."""
-        return int(self._state.received) - self._synced[0]
+        return int(self._state.received)
 
     def _soon(self) -> None:
         """See whether chunks can be passed on unread, once what was written before is in the client's socket."""
@@ -307,14 +311,14 @@ class _Stream:
 
     def _sync(self) -> bytes:
         """Note what was passed on; what was kept of it."""
-        state, before = self._state, self._synced
-        if state.received == before[0]:
+        state = self._state
+        if not state.received:
             return b""
-        self._synced = state.received, state.sent
-        self._call.num_received += state.received - before[0]
-        self._response.forwarded(state.sent - before[1], ctypes.string_at(self._address + _Relay.last.offset, 4))
-        num_kept, state.kept_bytes = state.kept_bytes, 0
-        return ctypes.string_at(self._address + _Relay.kept.offset, num_kept)
+        self._call.num_received += state.received
+        self._response.forwarded(state.sent, ctypes.string_at(self._address + _Relay.last.offset, 4))
+        kept = ctypes.string_at(self._address + _Relay.kept.offset, state.kept_bytes)
+        state.received = state.sent = state.kept_bytes = 0
+        return kept
 
     def _pass(self, kept: bytes) -> None:
         try:

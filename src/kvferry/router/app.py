@@ -17,7 +17,8 @@ from kvferry.core.clock import SYSTEM_CLOCK, Clock
 from kvferry.core.errors import InvalidRequest, QueueFull, RequestError
 from kvferry.core.instance_facts import InstanceFacts
 from kvferry.core.openai import internal_error
-from kvferry.http.config import HttpConfig, InstanceAccess
+from kvferry.http.access import InstanceAccess
+from kvferry.http.config import HttpConfig
 from kvferry.http.keys import Access, Guard
 from kvferry.http.request import HttpRequest
 from kvferry.http.response import Response
@@ -168,9 +169,7 @@ class Router:
             )
             parsed = self.endpoints.read(client_request, public)
             tenant = self.tenants.find(request.caller.name, request.headers, parsed)
-            charge = self._charge(tenant, path, parsed) if tenant.is_limited else None
-            if not self.turns.begin(tenant):
-                await self._wait_for_turn(tenant, priority_of(parsed), charge)
+            await self.take_turn(tenant, path, parsed)
             try:
                 await self.endpoints.handle(client_request, parsed, response)
             finally:
@@ -187,10 +186,14 @@ class Router:
         slot.whole()
         return body
 
-    async def _wait_for_turn(self, tenant: Tenant, priority: int, charge: Charge | None) -> None:
-        """Raises `QueueFull`, and charges nothing then."""
+    async def take_turn(self, tenant: Tenant, path: str, body: RequestBody | bytes | None) -> None:
+        """Count a request against its tenant's limits, and wait until it may be served, which is until `turns.end`.
+        Raises `QueueFull`, and charges nothing then; or `OverLimit`."""
+        charge = self._charge(tenant, path, body) if tenant.is_limited else None
+        if self.turns.begin(tenant):
+            return
         try:
-            await self.turns.wait(tenant, priority)
+            await self.turns.wait(tenant, priority_of(body))
         except QueueFull:
             if charge is not None:
                 charge.give_back()

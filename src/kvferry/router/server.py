@@ -13,7 +13,8 @@ from typing import Any
 import uvloop
 
 from kvferry.core.process_end import EndLimit, end_limit
-from kvferry.http.config import HttpConfig, InstanceAccess
+from kvferry.http.access import InstanceAccess
+from kvferry.http.config import HttpConfig
 from kvferry.http.lifecycle import Lifecycle
 from kvferry.http.listen import authority
 from kvferry.http.server import HttpServer, signals_end

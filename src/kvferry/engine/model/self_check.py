@@ -10,6 +10,7 @@ of tokens.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -208,12 +209,14 @@ def _cached_logits(model: Any, examples: list[Example]) -> list[Tensor]:
     """Logits [T, vocab] of each example with the model's own cache, in chunks; none if it has no cache."""
     ids = torch.stack([example.ids for example in examples])
     positions = torch.stack([torch.arange(example.first, example.end, device=ids.device) for example in examples])
+    takes = inspect.signature(model.forward).parameters
+    name = "cache" if "cache" in takes else "past_key_values"  # as it was called before transformers 5.24
     cache, logits = None, []
     with implementation(model, "eager"):
         for start, end in pairwise(STOPS):
             chunk = {"input_ids": ids[:, start:end], "position_ids": positions[:, start:end]}
-            output = model(**chunk, past_key_values=cache, use_cache=True)
-            cache = getattr(output, "past_key_values", None)
+            output = model(**chunk, **{name: cache}, use_cache=True)
+            cache = getattr(output, name, None)
             if cache is None:
                 return []
             logits.append(output.logits)

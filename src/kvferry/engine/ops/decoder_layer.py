@@ -94,13 +94,15 @@ class FusedDecoderLayer:
         self,
         hidden_states: Tensor,
         attention_mask: Tensor | None = None,
-        past_key_values: Any = None,
         position_embeddings: tuple[Tensor, Tensor] | None = None,
         **others: Any,
     ) -> Tensor:
-        """hidden_states [1, T, hidden] → [1, T, hidden]; other batches take the module's original forward method."""
-        if hidden_states.shape[0] != 1 or past_key_values is not None or position_embeddings is None:
-            others |= {"past_key_values": past_key_values, "position_embeddings": position_embeddings}
+        """hidden_states [1, T, hidden] → [1, T, hidden]; other batches take the module's original forward method, as
+        does who brings a cache (`past_key_values` before transformers 5.24)."""
+        caches = {name: others.pop(name) for name in ("cache", "past_key_values") if name in others}
+        has_cache = any(cache is not None for cache in caches.values())
+        if hidden_states.shape[0] != 1 or has_cache or position_embeddings is None:
+            others |= caches | {"position_embeddings": position_embeddings}
             output: Tensor = type(self._module).forward(
                 self._module, hidden_states, attention_mask=attention_mask, **others
             )

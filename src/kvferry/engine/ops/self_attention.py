@@ -59,11 +59,12 @@ class FusedSelfAttention:
         hidden_states: Tensor,
         position_embeddings: tuple[Tensor, Tensor] | None = None,
         attention_mask: Tensor | None = None,
+        cache: Any = None,
         past_key_values: Any = None,
         **others: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """hidden_states [B, T, hidden] → [B, T, hidden] and, if the attention function returns them, the attention
-        weights."""
+        weights. `past_key_values`: the name of `cache` before transformers 5.24."""
         projected = self.qkv.forward(hidden_states).unflatten(2, (-1, self.head_dim))
         query, key, value = projected.split((self.heads, self.kv_heads, self.kv_heads), dim=2)
         if self._norms[0] is not None:
@@ -73,8 +74,8 @@ class FusedSelfAttention:
             self._rotate(query, *angles)
             self._rotate(key, *angles)
         query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-        if past_key_values is not None:
-            key, value = past_key_values.update(key, value, self.module.layer_idx)
+        if (kept := past_key_values if cache is None else cache) is not None:
+            key, value = kept.update(key, value, self.module.layer_idx)
         attend = ALL_ATTENTION_FUNCTIONS[self.module.config._attn_implementation]
         attended, weights = attend(self.module, query, key, value, attention_mask, **self.settings, **others)
         return self.out.forward(attended.flatten(2)), weights

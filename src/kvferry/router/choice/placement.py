@@ -5,7 +5,7 @@ Owns which instances have failed this request, and how often each role was tried
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from kvferry.core.entropy import secret_hex
 from kvferry.router.choice.chooser import Chooser
@@ -20,20 +20,30 @@ from kvferry.router.protocols.form import Form
 
 
 class Placement:
-    """Of one request. Each role may be tried once, and `config.retries` more times."""
+    """Of one request. Each role may be tried once, and `retries` more times; those in `excluded` are never chosen."""
 
-    def __init__(self, chooser: Chooser, pools: Pools, metrics: Metrics, asked: Asked, decision: Decision) -> None:
-        self._chooser, self._pools, self._metrics, self._retries = chooser, pools, metrics, chooser.config.retries
+    def __init__(
+        self,
+        chooser: Chooser,
+        pools: Pools,
+        metrics: Metrics,
+        retries: int,
+        asked: Asked,
+        decision: Decision,
+        excluded: Collection[Instance] = (),
+    ) -> None:
+        self._chooser, self._pools, self._metrics, self._retries = chooser, pools, metrics, retries
         self.asked, self.decision = asked, decision
         self._num_prefills = self._num_decodes = 0
-        self._failed: set[Instance] = set()
+        self._excluded = frozenset(excluded)
+        self._failed: set[Instance] = set(excluded)
 
     def plan(self, wanted: Plan) -> Plan:
         """Let the policy choose, if the request can be served in several ways, and return its plan."""
         decision, decodes = self.decision, self._decodes()
         choice: Choice[Instance] | None = None
         if decodes:
-            alive = self._pools.prefill.alive() if isinstance(wanted, Split) else ()
+            alive = self._pools.prefill.alive(self._failed) if isinstance(wanted, Split) else ()
             prefills = self._pools.prefill.hand_off(alive)
             choice = self._choose(prefills, decodes)
             if alive and not prefills:
@@ -101,7 +111,7 @@ class Placement:
 
     def forgive_decodes(self) -> None:
         """Decode instances failed because prefill did; they may be tried again."""
-        self._failed -= set(self._pools.decode.instances)
+        self._failed -= set(self._pools.decode.instances) - self._excluded
         self._num_decodes = 0
 
     def _choose(

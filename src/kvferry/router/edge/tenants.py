@@ -20,8 +20,7 @@ import msgspec
 
 from kvferry.core.clock import Clock
 from kvferry.core.errors import ConfigError, InvalidRequest
-from kvferry.http.config import require_key
-from kvferry.http.headers import RawHeaders, find_header
+from kvferry.http.headers import RawHeaders, find_header, require_key
 from kvferry.router.body import RequestBody
 from kvferry.router.config import RouterConfig
 from kvferry.router.errors import OverLimit

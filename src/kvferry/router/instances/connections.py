@@ -7,9 +7,10 @@ from typing import Any, Self
 
 from kvferry.core.errors import TransferTimeout
 from kvferry.core.keys import Purpose
+from kvferry.http.access import InstanceAccess
 from kvferry.http.call import Call
 from kvferry.http.client import HttpClient
-from kvferry.http.config import HttpConfig, InstanceAccess
+from kvferry.http.config import HttpConfig
 from kvferry.http.errors import AnswerTimeout
 from kvferry.http.headers import RawHeaders
 from kvferry.http.signed_client import SignedClient, bearer

@@ -49,7 +49,9 @@ class Exchange:
         self._services, self._request, self._body, self._response = services, request, body, response
         asked = chooser.read(request.path, body, request.first)
         self._record = record = RequestRecord(services, request, asked)
-        self._placement = Placement(chooser, services.pools, services.metrics, asked, record.decision)
+        self._placement = Placement(
+            chooser, services.pools, services.metrics, services.config.retries, asked, record.decision
+        )
         self._legs = RequestLegs(services, request, body, record, Conversation(services.next_turns, asked))
         self._rescue = Rescue(services, body, self._legs, record)
         self._busy_left_s = services.config.busy_wait_s
@@ -100,7 +102,7 @@ class Exchange:
 
             P                   D                                         the request
             -                   has begun to answer                       D's answer; P goes on beside it
-            -                   failed, no other can serve, not P's fault D's answer
+            -                   failed, no other can serve, not P's fault D's answer; if D is lost, P does both
             -                   failed, and they meet in a room           another P: the room is void
             waiting             waiting, or failed                        is waited for
             failed              -                                         another P
@@ -132,7 +134,10 @@ class Exchange:
                 d, last = None, d
             if at_once and d is None:
                 if self._is_final(last):
-                    return self._answer_of(last, hand_off)
+                    hand_off.leg.close()
+                    if last is None or last.state is LegState.LOST:
+                        return await self._from_any_instance()
+                    return Answer(last)
                 if form.meets_in_a_room:
                     if hand_off.outcome is PrefillOutcome.FAILED:
                         placement.failed(prefill)
@@ -151,7 +156,7 @@ class Exchange:
                     return await self._with_ticket(hand_off, last)
                 case PrefillOutcome.NOTHING if not at_once:
                     prefill.gave_no_ticket = not isinstance(prefill.facts, InstanceFacts)
-                    return await self._whole()
+                    return await self._decode(hand_off)  # which may find it in a store
                 case outcome:
                     if (early := d or last) is not None:
                         early.close()
@@ -198,11 +203,7 @@ class Exchange:
                         last.close()
                     last = leg
             if last is None:
-                whole = await self._rescue.from_the_beginning()
-                if whole is None:
-                    raise unanswered(self._lost_decode)
-                legs.release()  # nobody fetches any more
-                return Answer(whole)
+                return await self._from_any_instance()
             pause_s = retry_after_s(last.headers)
             if last.verdict != "busy" or pause_s > self._busy_left_s:
                 return Answer(last, hand_off)
@@ -211,6 +212,15 @@ class Exchange:
             await asyncio.sleep(pause_s)
             placement.forgive_decodes()
             last = None
+
+    async def _from_any_instance(self) -> Answer:
+        """No decode instance answers: both phases on an instance of any role. Raises `RequestError` when there is
+        none."""
+        whole = await self._rescue.from_the_beginning()
+        if whole is None:
+            raise unanswered(self._lost_decode)
+        self._legs.release()  # nobody fetches any more
+        return Answer(whole)
 
     def _decode_failed(self, leg: Leg, hand_off: HandOff | None) -> None:
         """A decode instance failed this request; if it was lost, it fetches nothing."""
@@ -229,8 +239,3 @@ class Exchange:
         if d is None or d.state is LegState.LOST:
             return isinstance(self._lost_decode, Unreachable)
         return d.verdict == "busy" and self._busy_left_s <= 0
-
-    def _answer_of(self, d: Leg | None, hand_off: HandOff) -> Answer:
-        if d is None or d.state is LegState.LOST:
-            raise unanswered(self._lost_decode)
-        return Answer(d, hand_off)

@@ -35,7 +35,7 @@ from kvferry.router.instances.instance import LATE_BEFORE_DOWN, Instance
 
 logger = logging.getLogger(__name__)
 
-_LONGEST_BUSY_S = 60.0
+LONGEST_BUSY_S = 60.0
 """For how long an instance is passed over at most, whatever its `Retry-After` says."""
 _LEAST_PAUSE_S, _USUAL_PAUSE_S = 0.1, 1.0
 """An instance that answers `Retry-After: 0` is not asked without end; and one that says nothing that can be read."""
@@ -225,7 +225,7 @@ class Leg:
         if self.verdict != "served":
             self.failure = str(self.status)
             if self.verdict == "busy" and (self.work.computes or self.work.decodes):
-                self.instance.pauses(now + min(retry_after_s(self.headers), _LONGEST_BUSY_S))
+                self.instance.pauses(now + min(retry_after_s(self.headers), LONGEST_BUSY_S))
 
     def _lose(self, error: TransferError) -> None:
         instance = self.instance

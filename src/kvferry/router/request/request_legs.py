@@ -78,17 +78,19 @@ class RequestLegs:
         return hand_off
 
     def decode(self, instance: Instance, hand_off: HandOff, beside: Instance | None = None) -> Leg:
-        """Ask D to answer with P's KV: from here on it uses the ticket or gives it up, unless it is lost."""
+        """Ask D to answer with P's KV: from here on it uses the ticket or gives it up, unless it is lost. If P has
+        answered without one, D gets the request as it came."""
         hand_off.given = True
-        form, conversation = hand_off.form, self.conversation
-        body = decode_body(
-            self._body,
-            hand_off.ticket,
-            self._seed if form.shares_seed else {},
-            form,
-            returns_ticket=self._services.config.trust_client_tickets,
-            keeps=conversation.keeps,
-        )
+        form, body = hand_off.form, self._body.encode()
+        if hand_off.ticket is not None:
+            body = decode_body(
+                self._body,
+                hand_off.ticket,
+                self._seed if form.shares_seed else {},
+                form,
+                returns_ticket=self._services.config.trust_client_tickets,
+                keeps=self.conversation.keeps,
+            )
         return self._send("decode", instance, body, decodes=True, beside=beside)
 
     def whole(self, instance: Instance) -> Leg:

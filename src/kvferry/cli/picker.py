@@ -1,0 +1,74 @@
+"""`kvferry picker`: the router's choice for a gateway that sends the requests itself."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import Group, Parameter
+
+from kvferry.cli.common import (
+    ACCESS,
+    INSTANCE_ACCESS,
+    LIMITS,
+    LISTEN,
+    LOG,
+    ROUTER,
+    AccessFlags,
+    InstanceAccessFlags,
+    LimitFlags,
+    ListenFlags,
+    LogFlags,
+    ReadyFd,
+    RouterFlags,
+    http_settings,
+    reporting,
+)
+from kvferry.cli.flags import complete, flags_of, nothing_said
+from kvferry.core.errors import MissingDependency
+from kvferry.core.keys import shared_token
+from kvferry.fleet.spec import Listen
+from kvferry.http.access import InstanceAccess
+from kvferry.http.config import HttpAccess, HttpConfig
+from kvferry.http.limits import HttpLimits
+from kvferry.observe.logs import LogConfig
+from kvferry.router.config import RouterConfig
+from kvferry.router.picker.config import PickerConfig
+
+if TYPE_CHECKING:
+    PickerFields = PickerConfig
+else:
+    PickerFields = flags_of(PickerConfig)
+
+PickerFlags = Annotated[PickerFields, Parameter(name="*", group=Group("Picker", sort_key=1))]
+PICKER = nothing_said(PickerFields)
+
+
+def picker(
+    *,
+    picker: PickerFlags = PICKER,
+    router: RouterFlags = ROUTER,
+    listen: ListenFlags = LISTEN,
+    log: LogFlags = LOG,
+    access: AccessFlags = ACCESS,
+    limits: LimitFlags = LIMITS,
+    instance_access: InstanceAccessFlags = INSTANCE_ACCESS,
+    ready_fd: ReadyFd = None,
+) -> int:
+    """Start an endpoint picker: it tells a gateway (Envoy) which instance each request goes to, with a router's policy.
+
+    It speaks the protocol of the Gateway API Inference Extension, by gRPC, and needs kvferry[picker]:
+
+        kvferry picker --grpc-port 9002 --decode-url http://10.0.0.2:8002 --decode-url http://10.0.0.3:8002
+    """
+    where, keys, most = complete(Listen, listen), complete(HttpAccess, access), complete(HttpLimits, limits)
+    config, instances = complete(RouterConfig, router), complete(InstanceAccess, instance_access)
+    own, logs = complete(PickerConfig, picker), complete(LogConfig, log)
+    if config.registration:
+        shared_token("--registration")
+    try:
+        from kvferry.router.picker.server import run_picker
+    except ImportError as error:
+        raise MissingDependency("kvferry picker", "grpcio", "picker") from error
+    http = HttpConfig(**http_settings(where, keys, most))
+    with reporting("picker", ready_fd, logs) as reporter:
+        return run_picker(config, own, http, instances, on_ready=reporter.ready)

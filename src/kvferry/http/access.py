@@ -1,0 +1,31 @@
+"""How a client of instances shows who it is. A field's docstring is its flag's help."""
+
+from __future__ import annotations
+
+import ssl
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvferry.http.headers import require_key
+from kvferry.http.tls import client_context
+
+
+@dataclass(frozen=True, kw_only=True)
+class InstanceAccess:
+    """How a router authenticates itself to its instances."""
+
+    instance_api_key: str | None = None
+    """API key that the router sends to the instances, instead of the Authorization header of clients. Without it, the
+    clients' own Authorization header is forwarded."""
+
+    instance_cert: Path | None = None
+    """Certificate chain (PEM), with its key in the same file, that the router presents to instances that ask for
+    one."""
+
+    def __post_init__(self) -> None:
+        if self.instance_api_key is not None:
+            require_key(self.instance_api_key, "--instance-api-key")
+
+    def tls_context(self, tls_ca: Path | None = None) -> ssl.SSLContext:
+        """For connections to https:// URLs. Raises `ConfigError` if a file cannot be used."""
+        return client_context(tls_ca, self.instance_cert)

@@ -1,0 +1,30 @@
+"""Settings of an endpoint picker beside those of a router. A field's docstring is its flag's help."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvferry.core.bounds import CountOrZero, PortOrAny, check_bounds
+from kvferry.core.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class PickerConfig:
+    """What the gateway is told, and where it asks."""
+
+    grpc_port: PortOrAny = 9002
+    """Port on which gateways ask, by gRPC: Envoy's external processing and gRPC's health checks. 0 takes any free
+    one."""
+
+    prefill_header: str = "x-prefiller-host-port"
+    """Header that tells the decode instance's side which prefill instance to use, as host:port. The default is that of
+    llm-d's sidecar."""
+
+    fallbacks: CountOrZero = 0
+    """Number of other decode instances that are named after the chosen one, for a gateway that tries one after the
+    other."""
+
+    def __post_init__(self) -> None:
+        check_bounds(self)
+        if not self.prefill_header.replace("-", "").isalnum() or not self.prefill_header.isascii():
+            raise ConfigError(f"--prefill-header must be the name of a header, got {self.prefill_header[:80]!r}")

@@ -1,0 +1,129 @@
+"""The picker as a process: gRPC for gateways, and beside it the HTTP of a router that no client reaches (health,
+metrics, decisions, which instances there are, registration)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from ipaddress import ip_address
+from typing import Any
+from urllib.parse import urlsplit
+
+import grpc
+import uvloop
+from envoy.service.ext_proc.v3 import external_processor_pb2 as ext_proc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1.health import aio as grpc_health
+
+from kvferry.core.errors import ConfigError
+from kvferry.core.process_end import end_limit
+from kvferry.http.access import InstanceAccess
+from kvferry.http.config import HttpConfig
+from kvferry.http.lifecycle import Lifecycle
+from kvferry.http.listen import authority
+from kvferry.http.routes import Routes
+from kvferry.http.server import HttpServer, signals_end
+from kvferry.router.app import Router, build_router
+from kvferry.router.config import RouterConfig
+from kvferry.router.instances.pools import given_instances
+from kvferry.router.picker.config import PickerConfig
+from kvferry.router.picker.stream import ProcessedRequest
+from kvferry.router.server import spare_the_collector
+
+EXTERNAL_PROCESSOR = "envoy.service.ext_proc.v3.ExternalProcessor"
+_READY = ("readiness", EXTERNAL_PROCESSOR, "")
+"""Names of gRPC's health check that say whether requests are answered; `liveness` says that the process is there."""
+
+
+def run_picker(
+    config: RouterConfig,
+    picker: PickerConfig,
+    http: HttpConfig,
+    access: InstanceAccess | None = None,
+    *,
+    on_ready: Callable[[dict[str, Any]], None],
+) -> int:
+    """Serve until SIGINT or SIGTERM; returns the exit code. `on_ready` is called with {"url": …, "grpc": "host:port"}
+    once gateways are answered. Raises `ConfigError`."""
+    if config.workers > 1:
+        raise ConfigError("--workers is for a router; start several pickers behind one Kubernetes service instead")
+    for _, url, _ in given_instances(config):
+        _require_address(url)
+    with end_limit() as limit:
+        code = uvloop.run(_serve(config, picker, http, access, on_ready))
+        limit.begin()
+    return code
+
+
+def _require_address(url: str) -> None:
+    """Gateways take addresses, not names."""
+    try:
+        ip_address(urlsplit(url).hostname or "")
+    except ValueError as error:
+        raise ConfigError(f"{url}: a picker names instances by address; give it as http://ADDRESS:PORT") from error
+
+
+async def _serve(
+    config: RouterConfig,
+    picker: PickerConfig,
+    http: HttpConfig,
+    access: InstanceAccess | None,
+    on_ready: Callable[[dict[str, Any]], None],
+) -> int:
+    router = build_router(config, http, access)
+    spare_the_collector()
+    server = HttpServer(Routes(router.table()), http, Lifecycle("picker"), router.guard)
+    server.listen()
+    asked, health = grpc_server(router, picker, http)
+    port = _bind(asked, picker, http)
+
+    def serving(host: str, http_port: int) -> None:
+        url = f"{http.scheme}://{authority(http.host, http_port)}"
+        on_ready({"url": url, "grpc": authority(http.host, port)})
+
+    async def shows(status: int) -> None:
+        for name in _READY:
+            await health.set(name, status)
+
+    with signals_end(server):
+        async with router.running():
+            await router.health.first_look()
+            await health.set("liveness", health_pb2.HealthCheckResponse.SERVING)
+            await shows(health_pb2.HealthCheckResponse.SERVING)
+            await asked.start()
+            try:
+                await server.run(serving)
+            finally:
+                await shows(health_pb2.HealthCheckResponse.NOT_SERVING)
+                await asked.stop(http.shutdown_grace_s)
+    return 0
+
+
+def grpc_server(
+    router: Router, picker: PickerConfig, http: HttpConfig
+) -> tuple[grpc.aio.Server, grpc_health.HealthServicer]:
+    """The server of gateways, not started, and the health that it shows."""
+    most = router.services.config.max_in_flight + router.services.config.max_waiting
+    server = grpc.aio.server(maximum_concurrent_rpcs=2 * most, options=[("grpc.so_reuseport", 0)])
+
+    async def process(messages: Any, stream: Any) -> None:
+        await ProcessedRequest(router, picker, http.limits, stream).run()
+
+    handler = grpc.stream_stream_rpc_method_handler(
+        process, ext_proc.ProcessingRequest.FromString, ext_proc.ProcessingResponse.SerializeToString
+    )
+    named = grpc.method_handlers_generic_handler(EXTERNAL_PROCESSOR, {"Process": handler})
+    server.add_generic_rpc_handlers((named,))
+    health = grpc_health.HealthServicer()
+    health_pb2_grpc.add_HealthServicer_to_server(health, server)
+    return server, health
+
+
+def _bind(server: grpc.aio.Server, picker: PickerConfig, http: HttpConfig) -> int:
+    where = authority(http.host, picker.grpc_port)
+    try:
+        if http.tls_cert is None:
+            return int(server.add_insecure_port(where))
+        key = (http.tls_key or http.tls_cert).read_bytes()
+        return int(server.add_secure_port(where, grpc.ssl_server_credentials([(key, http.tls_cert.read_bytes())])))
+    except (RuntimeError, OSError) as error:
+        raise ConfigError(f"cannot listen on {where}: {error}; choose another --host or --grpc-port") from error
