@@ -90,7 +90,7 @@ def test_lengths_may_be_in_lists_and_written_as_fractions(model_maker: Any) -> N
 
 def of_cached_tokens(attention: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """As a cache that forgets what the mask still shows would: only the values of the last 20 tokens are kept."""
-    cache = kwargs.get("past_key_values")
+    cache = kwargs.get("cache", kwargs.get("past_key_values"))  # the name before transformers 5.24
     for layer in [] if cache is None else cache.layers:
         if layer.is_initialized:
             layer.values[:, :, :-20] = 0
